@@ -1,0 +1,116 @@
+"""Fork the gloo ranks of one test from the warmed test process.
+
+Importing torch and megatron-core takes about ten seconds; forking a process that has already done it takes
+milliseconds. So a test calls :func:`run_ranks` with a plain function, and each rank starts warm.
+"""
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._dynamo  # imported here so that no forked rank pays for it
+import torch.distributed as dist
+
+
+class RanksFailed(AssertionError):
+    """At least one forked rank raised, died or ran out of time; the message holds every rank's report."""
+
+
+def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple, timeout: float) -> int:
+    faulthandler.enable()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    torch.set_num_threads(1)
+    try:
+        if not os.environ.get("MEGATRON_CP_TEST_NO_INIT"):
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(os.path.join(folder, "store"), world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+            )
+        payload, code = (True, fn(*args)), 0
+    except BaseException:
+        payload, code = (False, traceback.format_exc()), 1
+    with open(os.path.join(folder, f"rank{rank}.tmp"), "wb") as file:
+        pickle.dump(payload, file)
+    os.rename(os.path.join(folder, f"rank{rank}.tmp"), os.path.join(folder, f"rank{rank}"))
+    if code == 0 and dist.is_initialized():
+        # Leaving gloo's threads alive aborts about one exit in five.
+        dist.destroy_process_group()
+    return code
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Run ``fn(*args)`` on ``world_size`` forked gloo ranks and return their results in rank order.
+
+    The default process group is initialized (unless the environment variable ``MEGATRON_CP_TEST_NO_INIT`` is set,
+    for tests that start torch.distributed themselves). Results must be picklable. Raises :class:`RanksFailed` with
+    the tracebacks of all failing ranks; ranks that still run ``timeout`` seconds after the start are killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        pids: dict[int, int] = {}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in range(world_size):
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    code = _rank_main(fn, rank, world_size, folder, args, timeout)
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(code)
+            pids[pid] = rank
+        statuses = _wait(pids, time.monotonic() + timeout)
+        results, problems = [], []
+        for rank in range(world_size):
+            path = os.path.join(folder, f"rank{rank}")
+            ok, value = False, f"died without a report ({statuses.get(rank, 'unknown')})"
+            if os.path.exists(path):
+                with open(path, "rb") as file:
+                    ok, value = pickle.load(file)
+                if ok and statuses.get(rank) != "exit 0":
+                    ok, value = False, f"finished its function but then ended with {statuses.get(rank)}"
+            if ok:
+                results.append(value)
+            else:
+                problems.append(f"--- rank {rank} of {world_size}: {value}")
+        if problems:
+            raise RanksFailed("\n".join(problems))
+        return results
+
+
+def _wait(pids: dict[int, int], deadline: float) -> dict[int, str]:
+    """Wait for all children; after a failure or the deadline, the others get a moment and are then killed."""
+    alive, statuses = dict(pids), {}
+    while alive:
+        for pid in list(alive):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                rank = alive.pop(pid)
+                code = os.waitstatus_to_exitcode(status)
+                statuses[rank] = f"exit {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+                if code != 0:
+                    # A dead peer makes the rest fail or hang in a collective: give them a moment to report.
+                    deadline = min(deadline, time.monotonic() + 5.0)
+        if alive and time.monotonic() > deadline:
+            for pid, rank in alive.items():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                statuses[rank] = "killed: still running at the deadline"
+            break
+        time.sleep(0.005)
+    return statuses
