@@ -1,0 +1,327 @@
+"""A run's typed configuration.
+
+Plain dataclasses with the section and field names that Megatron-Bridge's users know; ``model.*`` are megatron-core
+``TransformerConfig``/``ModelParallelConfig`` names plus the model's own. This is the one place where defaults live.
+Nothing here imports torch or megatron, so that composing and checking a configuration takes milliseconds.
+
+Sizes are counts, times are in the unit their name says, ``None`` means "decided from the rest" (see :meth:`RunConfig.finalize`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+@dataclass
+class ModelConfig:
+    """Architecture, parallel layout and memory/precision choices of the model."""
+
+    # What is built: "gpt" (GPT/Llama-like) or "hybrid" (Mamba-2, attention and MLP layers by hybrid_layer_pattern).
+    architecture: str = "gpt"
+    hybrid_layer_pattern: str | None = None
+
+    # Shape.
+    num_layers: int = 2
+    hidden_size: int = 128
+    ffn_hidden_size: int | None = None
+    num_attention_heads: int = 4
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    seq_length: int | None = None  # from dataset.seq_length
+    max_position_embeddings: int | None = None
+    vocab_size: int | None = None  # from the tokenizer, or from the checkpointed model for a published one
+    make_vocab_size_divisible_by: int = 128
+    share_embeddings_and_output_weights: bool = False
+
+    # Positions.
+    position_embedding_type: str = "rope"  # rope | learned_absolute | none
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    seq_len_interpolation_factor: float | None = None
+
+    # Layers.
+    normalization: str = "RMSNorm"  # RMSNorm | LayerNorm
+    layernorm_epsilon: float = 1e-5
+    activation_func: str = "silu"  # silu | gelu | relu
+    gated_linear_unit: bool = True
+    add_bias_linear: bool = False
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    init_method_std: float = 0.02
+    attention_mask_type: str = "causal"  # causal | no_mask (bidirectional)
+    softmax_scale: float | None = None
+    softmax_type: str = "vanilla"  # vanilla | off-by-one | learnable
+    window_size: list[int] | None = None  # [left, right]
+    window_attn_skip_freq: Any = None  # int or a list of 0/1, one a layer
+    attention_backend: str = "auto"  # auto | te | native
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 32
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+
+    # Mamba.
+    mamba_state_dim: int = 128
+    mamba_head_dim: int = 64
+    mamba_num_groups: int = 8
+    mamba_num_heads: int | None = None
+
+    # Multi-token prediction.
+    mtp_num_layers: int | None = None
+    mtp_loss_scaling_factor: float = 0.1
+
+    # Mixture of experts.
+    num_moe_experts: int | None = None
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int | None = None
+    moe_aux_loss_coeff: float = 0.0
+    moe_router_load_balancing_type: str = "aux_loss"
+    moe_token_dispatcher_type: str = "alltoall"
+    moe_grouped_gemm: bool = False
+
+    # Parallel layout.
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    sequence_parallel: bool = False
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    microbatch_group_size_per_vp_stage: int | None = None
+
+    # Context parallelism.
+    cp_comm_type: Any = "p2p"  # p2p | all_gather | a2a | a2a+p2p | auto, or a list with one of them a layer
+    hierarchical_context_parallel_sizes: list[int] | None = None  # [a2a, p2p]
+    dynamic_context_parallel: bool = False
+    min_dynamic_context_parallel_size: int = 1
+    max_seqlen_per_dp_cp_rank: int | None = None
+    sequence_packing_scheduler: str | None = None  # default_dynamic_cp | dp_balanced
+
+    # Memory and exactness.
+    recompute_granularity: str | None = None  # full | selective
+    recompute_method: str | None = None  # uniform | block
+    recompute_num_layers: int | None = None
+    recompute_modules: list[str] | None = None
+    distribute_saved_activations: bool = False
+    cross_entropy_loss_fusion: bool = False
+    calculate_per_token_loss: bool = True
+    deterministic_mode: bool = False
+
+
+@dataclass
+class TrainConfig:
+    train_iters: int = 100
+    global_batch_size: int = 8  # samples an optimizer step, over all ranks
+    micro_batch_size: int = 1
+    exit_interval: int | None = None
+    exit_duration_in_mins: float | None = None
+    exit_signal_handler: bool = True
+    manual_gc: bool = False
+    manual_gc_interval: int = 0
+
+
+@dataclass
+class ValidationConfig:
+    eval_interval: int | None = None
+    eval_iters: int = 0
+    eval_global_batch_size: int | None = None
+    eval_micro_batch_size: int | None = None
+
+
+@dataclass
+class OptimizerConfig:
+    optimizer: str = "adam"  # adam | sgd
+    lr: float = 3e-4
+    min_lr: float = 3e-5
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    sgd_momentum: float = 0.9
+    clip_grad: float = 1.0
+    use_distributed_optimizer: bool = True
+
+
+@dataclass
+class SchedulerConfig:
+    lr_decay_style: str = "cosine"  # cosine | linear | constant | inverse-square-root | WSD
+    lr_warmup_iters: int = 0
+    lr_warmup_fraction: float | None = None
+    lr_warmup_init: float = 0.0
+    lr_decay_iters: int | None = None
+    lr_wsd_decay_style: str = "exponential"
+    lr_wsd_decay_iters: int | None = None
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    weight_decay_incr_style: str = "constant"
+    override_opt_param_scheduler: bool = False
+    use_checkpoint_opt_param_scheduler: bool = False
+
+
+@dataclass
+class DatasetConfig:
+    kind: str = "indexed"  # indexed (Megatron .bin/.idx) | mock
+    seq_length: int = 256  # tokens a sample
+    data_path: Any = None  # prefix, or a list of prefixes, or of weight, prefix, weight, prefix ...
+    split: str = "9999,8,2"
+    path_to_cache: str | None = None
+    random_seed: int = 1234
+    num_workers: int = 0
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    # mock: random tokens; this share of the loss mask is zero, unevenly over the sequence.
+    mock_masked_fraction: float = 0.0
+    mock_num_samples: int = 10000
+
+
+@dataclass
+class TokenizerConfig:
+    tokenizer_type: str = "HuggingFaceTokenizer"  # HuggingFaceTokenizer | ByteLevelTokenizer | NullTokenizer
+    tokenizer_model: str | None = None  # a folder or a tokenizer.json
+    vocab_size: int | None = None  # NullTokenizer
+
+
+@dataclass
+class DistributedConfig:
+    use_decentralized_pg: bool = False
+    distributed_backend: str | None = None  # nccl on GPUs, gloo elsewhere
+    distributed_timeout_minutes: float = 10.0
+    use_tp_pp_dp_mapping: bool = False
+    attention_probe: bool = True
+
+
+@dataclass
+class DistributedDataParallelConfig:
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    grad_reduce_in_fp32: bool = True
+    average_in_collective: bool = False
+    check_for_nan_in_grad: bool = True
+    bucket_size: int | None = None
+
+
+@dataclass
+class CheckpointConfig:
+    save: str | None = None  # default runs/<recipe>
+    load: str | None = None  # default: the same folder as save
+    save_interval: int | None = None  # None: at the end only
+    save_optim: bool = True
+    save_rng: bool = True
+    load_optim: bool = True
+    load_rng: bool = True
+    finetune: bool = False
+    pretrained_checkpoint: str | None = None
+    exit_on_missing_checkpoint: bool = False
+    ckpt_step: int | None = None
+    most_recent_k: int = -1
+    save_retain_interval: int | None = None
+    async_save: bool = False
+    fully_parallel_save: bool = True
+
+
+@dataclass
+class LoggerConfig:
+    log_interval: int = 1
+    tensorboard: bool = True
+    tensorboard_dir: str | None = None
+    wandb_project: str | None = None
+    wandb_exp_name: str | None = None
+    wandb_entity: str | None = None
+    progress: str = "auto"  # auto | rich | plain | none
+
+
+@dataclass
+class RNGConfig:
+    seed: int = 1234
+    data_parallel_random_init: bool = False
+
+
+@dataclass
+class ProfilingConfig:
+    use_pytorch_profiler: bool = False
+    profile_step_start: int = 10
+    profile_step_end: int = 12
+    profile_ranks: list[int] = field(default_factory=lambda: [0])
+
+
+@dataclass
+class MixedPrecisionConfig:
+    """Exactly one of the three; none of them means bf16 on GPUs and fp32 on CPUs."""
+
+    fp32: bool = False
+    bf16: bool = False
+    fp16: bool = False
+    grad_reduce_in_fp32: bool | None = None
+
+
+@dataclass
+class RunConfig:
+    """Everything that defines a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    dist: DistributedConfig = field(default_factory=DistributedConfig)
+    ddp: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    rng: RNGConfig = field(default_factory=RNGConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
+    env_vars: dict[str, str] = field(default_factory=dict)
+    recipe: str = "unnamed"  # set by the recipe loader; names the default run folder
+
+    def finalize(self) -> RunConfig:
+        """Fill every value that the others decide, in place; returns self. Idempotent; checks nothing (see ``rules``)."""
+        model, data = self.model, self.dataset
+        if model.seq_length is None:
+            model.seq_length = data.seq_length
+        if model.max_position_embeddings is None:
+            model.max_position_embeddings = model.seq_length
+        if model.num_query_groups is None:
+            model.num_query_groups = model.num_attention_heads
+        if model.ffn_hidden_size is None:
+            model.ffn_hidden_size = 4 * model.hidden_size
+        if model.kv_channels is None and isinstance(model.num_attention_heads, int) and model.num_attention_heads > 0:
+            model.kv_channels = model.hidden_size // model.num_attention_heads
+        if model.expert_tensor_parallel_size is None:
+            model.expert_tensor_parallel_size = model.tensor_model_parallel_size if model.num_moe_experts else 1
+        if model.dynamic_context_parallel and model.sequence_packing_scheduler is None:
+            model.sequence_packing_scheduler = "default_dynamic_cp"
+        if self.scheduler.lr_decay_iters is None:
+            self.scheduler.lr_decay_iters = self.train.train_iters
+        if self.checkpoint.save is None:
+            self.checkpoint.save = f"runs/{self.recipe}"
+        if self.checkpoint.load is None:
+            self.checkpoint.load = self.checkpoint.save
+        if self.mixed_precision.grad_reduce_in_fp32 is None:
+            self.mixed_precision.grad_reduce_in_fp32 = self.ddp.grad_reduce_in_fp32
+        return self
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Number of model replicas that see different samples: world / (tp * pp * cp)."""
+        m = self.model
+        return world_size // (m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size)
+
+    def comm_type_of_layer(self, layer_number: int) -> str:
+        """The transport of a layer (1-based); layers past a per-layer list, such as MTP's, use the last entry."""
+        kinds = self.model.cp_comm_type
+        if isinstance(kinds, str):
+            return kinds
+        return kinds[min(layer_number, len(kinds)) - 1]
