@@ -4,7 +4,8 @@ Plain dataclasses with the section and field names that Megatron-Bridge's users 
 ``TransformerConfig``/``ModelParallelConfig`` names plus the model's own. This is the one place where defaults live.
 Nothing here imports torch or megatron, so that composing and checking a configuration takes milliseconds.
 
-Sizes are counts, times are in the unit their name says, ``None`` means "decided from the rest" (see :meth:`RunConfig.finalize`).
+Sizes are counts, times are in the unit their name says, ``None`` means "decided from the rest" (see
+:meth:`RunConfig.finalize`).
 """
 
 from __future__ import annotations
@@ -263,7 +264,6 @@ class MixedPrecisionConfig:
     fp32: bool = False
     bf16: bool = False
     fp16: bool = False
-    grad_reduce_in_fp32: bool | None = None
 
 
 @dataclass
@@ -288,7 +288,7 @@ class RunConfig:
     recipe: str = "unnamed"  # set by the recipe loader; names the default run folder
 
     def finalize(self) -> RunConfig:
-        """Fill every value that the others decide, in place; returns self. Idempotent; checks nothing (see ``rules``)."""
+        """Fill every value that the others decide, in place; returns self. Idempotent; checks nothing."""
         model, data = self.model, self.dataset
         if model.seq_length is None:
             model.seq_length = data.seq_length
@@ -310,8 +310,6 @@ class RunConfig:
             self.checkpoint.save = f"runs/{self.recipe}"
         if self.checkpoint.load is None:
             self.checkpoint.load = self.checkpoint.save
-        if self.mixed_precision.grad_reduce_in_fp32 is None:
-            self.mixed_precision.grad_reduce_in_fp32 = self.ddp.grad_reduce_in_fp32
         return self
 
     def data_parallel_size(self, world_size: int) -> int:
