@@ -13,6 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_cp.config import RunConfig
+
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 
 # Name of a group family -> the dimensions that vary inside one group.
@@ -139,3 +141,39 @@ class RankLayout:
         """The dense coordinates (tp, cp, dp, pp) of a global rank."""
         index = np.unravel_index(rank, self._dense.shape)
         return {name: int(i) for name, i in zip(self.order.split("-")[::-1], index, strict=True) if name != "ep"}
+
+
+def layout_of(config: RunConfig, world_size: int) -> RankLayout:
+    """The rank layout of a finalized configuration."""
+    model = config.model
+    levels = model.hierarchical_context_parallel_sizes
+    return RankLayout(
+        world_size,
+        tp=model.tensor_model_parallel_size,
+        cp=model.context_parallel_size,
+        pp=model.pipeline_model_parallel_size,
+        ep=model.expert_model_parallel_size,
+        etp=model.expert_tensor_parallel_size or 1,
+        hierarchical=tuple(levels) if levels and model.context_parallel_size > 1 else None,
+        order="tp-cp-ep-pp-dp" if config.dist.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    )
+
+
+def group_lines(layout: RankLayout) -> list[str]:
+    """One line a group family: what a run logs and ``--dry-run`` prints."""
+    lines = [f"TENSOR_MODEL_PARALLEL_GROUP {_compact(layout.groups('tp'))}"] if layout.tp > 1 else []
+    lines.append(f"CONTEXT_PARALLEL_GROUP {_compact(layout.groups('cp'))}")
+    if layout.hierarchical is not None:
+        names = ("a2a", "p2p") if len(layout.hierarchical) == 2 else map(str, range(len(layout.hierarchical)))
+        levels = zip(names, layout.hierarchical_groups(), strict=True)
+        lines.append("HIERARCHICAL_CONTEXT_PARALLEL_GROUPS " + " ".join(f"{n}={_compact(g)}" for n, g in levels))
+    if layout.pp > 1:
+        lines.append(f"PIPELINE_MODEL_PARALLEL_GROUP {_compact(layout.groups('pp'))}")
+    if layout.ep > 1:
+        lines.append(f"EXPERT_MODEL_PARALLEL_GROUP {_compact(layout.groups('ep'))}")
+    lines.append(f"DATA_PARALLEL_GROUP {_compact(layout.groups('dp'))}")
+    return lines
+
+
+def _compact(lists: RankLists) -> str:
+    return str(lists).replace(" ", "")

@@ -1,0 +1,70 @@
+"""Every repair of megatron-core 0.19.2, each with the upstream place, why, and the test that fails without it.
+
+The list is also in ``3rdparty/README.md``. A repair is the last resort: a config flag, a constructor argument, our own
+module in a ``ModuleSpec`` or a subclass comes first.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+def apply() -> None:
+    """Install all repairs. Called once, right after megatron.core was imported (see ``hook``)."""
+    _distributed_optimizer_loads_torch_adam()
+
+
+def _distributed_optimizer_loads_torch_adam() -> None:
+    """optimizer/distrib_optimizer.py:838, :1024, :1223 (0.19.2), where neither Transformer Engine nor apex is installed.
+
+    With torch's own Adam, loading a checkpoint into a fresh distributed optimizer fails: the assertion at 838 wants a
+    ``step`` before any step was taken; the copy at 1223 has no ``step`` to read and writes in place to leaves that
+    require gradients; and 1024 makes all parameters share one ``step`` tensor, so that Adam then counts one step per
+    parameter. Test: tests/unit_tests/training/test_checkpoint.py.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    optimizer_class = distrib_optimizer.DistributedOptimizer
+
+    original_state_dict = optimizer_class.state_dict
+    original_load = optimizer_class.load_state_dict
+    original_set = optimizer_class._set_main_param_and_optimizer_states
+
+    @functools.wraps(original_state_dict)
+    def state_dict(self: Any) -> dict:
+        if len(self.optimizer.state) == 0:
+            allocate_adam_state(self.optimizer)
+        return original_state_dict(self)
+
+    @functools.wraps(original_load)
+    def load_state_dict(self: Any, state: dict) -> None:
+        original_load(self, state)
+        for param_state in self.optimizer.state.values():
+            param_state["step"] = param_state["step"].clone()
+
+    @functools.wraps(original_set)
+    def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][order]
+        with torch.no_grad():
+            original_set(self, model_param, {"step": self.optimizer.state[main_param]["step"], **tensors})
+
+    optimizer_class.state_dict = state_dict
+    optimizer_class.load_state_dict = load_state_dict
+    optimizer_class._set_main_param_and_optimizer_states = set_states
+
+
+def allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter of a fresh torch Adam/AdamW the state that its first step would allocate."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }

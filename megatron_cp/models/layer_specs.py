@@ -1,0 +1,124 @@
+"""Layer specs: megatron-core's own, with our core attention in its slot."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_cp.attention.core_attention import ContextParallelAttention
+from megatron_cp.config import RunConfig
+
+
+class TorchNorm:
+    """torch's own LayerNorm or RMSNorm, as megatron-core's ``WrappedTorchNorm``, but also under sequence parallelism.
+
+    There each tensor-parallel rank normalizes its own tokens, so the norm's gradients are partial sums; the mark on
+    the parameters makes megatron-core reduce them.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
+    ) -> torch.nn.Module:
+        norm_class = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        norm = norm_class(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm.to(config.params_dtype)
+
+
+class SeededTransformerLayer(TransformerLayer):
+    """A layer whose initial weights depend on the seed and its global number, not on the pipeline stage it is on.
+
+    So that the same seed gives the same model under every layout. (Under tensor parallelism megatron-core itself draws
+    the whole weight and keeps a slice, with ``use_cpu_initialization``.)
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        initialization_seed: int,
+        layer_number: int = 1,
+        pg_collection: ProcessGroupCollection,
+        vp_stage: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        number = layer_number
+        if kwargs.get("is_mtp_layer"):
+            number += config.num_layers
+        elif kwargs.get("add_layer_offset", True):
+            number += get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(initialization_seed, f"layer {number}"))
+            super().__init__(
+                config, *args, layer_number=layer_number, pg_collection=pg_collection, vp_stage=vp_stage, **kwargs
+            )
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A seed for one named part of the model."""
+    return (seed << 32) ^ zlib.crc32(name.encode())
+
+
+def use_transformer_engine(config: RunConfig) -> bool:
+    """Whether the layers are Transformer Engine's: on a GPU where it is installed, unless the recipe says otherwise."""
+    backend = config.model.attention_backend
+    if backend == "native" or not torch.cuda.is_available():
+        return False
+    from megatron_cp.attention.transformer_engine import have_transformer_engine
+
+    return have_transformer_engine()
+
+
+def gpt_block_spec(
+    config: RunConfig, core_config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The spec of this rank's (virtual) pipeline stage of a GPT/Llama-like model."""
+    with_te = use_transformer_engine(config)
+    layer = (get_gpt_layer_with_transformer_engine_spec if with_te else get_gpt_layer_local_spec)(
+        num_experts=config.model.num_moe_experts,
+        moe_grouped_gemm=config.model.moe_grouped_gemm,
+        qk_layernorm=config.model.qk_layernorm,
+        multi_latent_attention=config.model.multi_latent_attention,
+        **({} if with_te else {"normalization": config.model.normalization}),
+    )
+    attention = layer.submodules.self_attention
+    attention.params["attn_mask_type"] = AttnMaskType[config.model.attention_mask_type]
+    if with_te:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        from megatron_cp.attention.transformer_engine import te_attention_class
+
+        attention.submodules.core_attention = te_attention_class()
+        norm: Any = TENorm
+    else:
+        attention.submodules.core_attention = ContextParallelAttention
+        norm = TorchNorm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(attention.submodules, name, IdentityOp) not in (None, IdentityOp):
+                setattr(attention.submodules, name, TorchNorm)
+    layer = ModuleSpec(
+        module=SeededTransformerLayer,
+        submodules=layer.submodules,
+        params={"initialization_seed": config.rng.seed},
+    )
+    count = get_num_layers_to_build(core_config, vp_stage, groups.pp.rank())
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)

@@ -1,0 +1,85 @@
+"""From a run's configuration to megatron-core's ``TransformerConfig``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron_cp.config import RunConfig
+
+_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+# Names that both sides use for different things: translated below or used by us alone.
+_NOT_COPIED = {
+    "activation_func",
+    "attention_backend",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
+    "window_size",
+    "rotary_base",
+    "rotary_percent",
+}
+
+
+def params_dtype(config: RunConfig) -> torch.dtype:
+    """The dtype of the model's parameters: bf16 on GPUs and fp32 elsewhere unless ``mixed_precision`` says."""
+    precision = config.mixed_precision
+    if precision.bf16:
+        return torch.bfloat16
+    if precision.fp16:
+        return torch.float16
+    if precision.fp32 or not torch.cuda.is_available():
+        return torch.float32
+    return torch.bfloat16
+
+
+def transformer_config(config: RunConfig) -> TransformerConfig:
+    """megatron-core's configuration of a finalized run configuration."""
+    model = config.model
+    config_class = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    known = {field.name for field in fields(config_class)}
+    values: dict[str, Any] = {
+        field.name: getattr(model, field.name)
+        for field in fields(model)
+        if field.name in known and field.name not in _NOT_COPIED
+    }
+    dtype = params_dtype(config)
+    on_gpu = torch.cuda.is_available()
+    parallel = model.context_parallel_size > 1
+    values |= {
+        "activation_func": _ACTIVATIONS[model.activation_func],
+        "window_size": tuple(model.window_size) if model.window_size else None,
+        "cp_comm_type": model.cp_comm_type if parallel else None,
+        "hierarchical_context_parallel_sizes": model.hierarchical_context_parallel_sizes if parallel else None,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "use_cpu_initialization": not on_gpu,
+        "bias_dropout_fusion": on_gpu,
+        "bias_activation_fusion": on_gpu and model.activation_func in ("silu", "gelu"),
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "variable_seq_lengths": model.sequence_packing_scheduler is not None,
+        # Batched point-to-point calls confuse the interleaved schedule's messages: silently wrong losses.
+        "batch_p2p_comm": model.virtual_pipeline_model_parallel_size is None,
+        "attention_softmax_in_fp32": True,
+        "is_hybrid_model": model.architecture == "hybrid",
+    }
+    if model.multi_latent_attention:
+        values |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent, "rope_type": "rope"}
+    return config_class(**values)
+
+
+def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
+    """The embedding's rows: ``vocab_size`` padded so that tensor parallelism divides it.
+
+    Padded to a multiple of lcm(make_vocab_size_divisible_by, tp) and not of their product, so that the padded model is
+    the same one under every tensor-parallel size that divides ``make_vocab_size_divisible_by``.
+    """
+    multiple = math.lcm(config.model.make_vocab_size_divisible_by, config.model.tensor_model_parallel_size)
+    return math.ceil(vocab_size / multiple) * multiple

@@ -1,0 +1,67 @@
+"""The device, the torch.distributed backend, the seeds, and their start and stop."""
+
+from __future__ import annotations
+
+import os
+import random
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_cp.config import RunConfig
+from megatron_cp.errors import RuntimeFault
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def start_distributed(config: RunConfig) -> None:
+    """Start torch.distributed from the launcher's environment, unless it already runs; one rank needs no launcher."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if dist.is_initialized():
+        return
+    backend = config.dist.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    timeout = timedelta(minutes=config.dist.distributed_timeout_minutes)
+    try:
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    except (ValueError, RuntimeError) as error:
+        raise RuntimeFault(
+            f"torch.distributed could not start with dist.distributed_backend={backend!r}: {error}. "
+            "Start the run with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)."
+        ) from error
+
+
+def stop_distributed() -> None:
+    """Stop torch.distributed; without this about one gloo run in five aborts at exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_everything(config: RunConfig, groups: ProcessGroupCollection) -> None:
+    """Seed python, numpy, torch and megatron-core's tracker.
+
+    Pipeline stages get different streams, and so do context-parallel ranks: they hold different tokens of a sample,
+    and equal streams would drop the same hidden units on every slice. With ``rng.data_parallel_random_init`` replicas
+    differ as well.
+    """
+    seed = config.rng.seed + 100 * groups.pp.rank()
+    if config.rng.data_parallel_random_init:
+        seed += 10 * groups.dp.rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank()
+    )

@@ -1,0 +1,138 @@
+"""Process groups: megatron-core's global state (MPU) or our own, as one ``ProcessGroupCollection``.
+
+Both kinds come from the same :class:`~megatron_cp.parallel.layout.RankLayout`. The MPU is asked to build its groups
+and is then held against the layout; decentralized groups are built from the layout directly, without megatron-core's
+global state, *including the hierarchical context-parallel levels*, which upstream leaves out.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_cp.config import RunConfig
+from megatron_cp.errors import RuntimeFault
+from megatron_cp.parallel.layout import FAMILIES, RankLayout, RankLists, group_lines, layout_of
+
+logger = logging.getLogger(__name__)
+
+# Fields of the collection that are one and the same group at the sizes we build.
+_ALIASES = {
+    "dp_cp_gtp_remat": "dp_cp",
+    "intra_dp_cp": "dp_cp",
+    "intra_expt_dp": "expt_dp",
+    "expt_dp_gtp_remat": "expt_dp",
+    "tp_ep_pp_with_egtp_remat": "tp_ep_pp",
+}
+
+
+def build_process_groups(config: RunConfig) -> ProcessGroupCollection:
+    """Build every process group of a run; torch.distributed must be initialized.
+
+    Collective: every rank of the world calls it with the same configuration. The collection's ``hcp`` is
+    ``[a2a_group, p2p_group]`` where hierarchical sizes are configured and ``None`` otherwise.
+    """
+    layout = layout_of(config, dist.get_world_size())
+    timeout = config.dist.distributed_timeout_minutes
+    build = _decentralized if config.dist.use_decentralized_pg else _mpu
+    groups = build(config, layout, timeout)
+    _check_against_layout(groups, layout)
+    _log_groups(layout)
+    return groups
+
+
+def _mpu(config: RunConfig, layout: RankLayout, timeout_minutes: float) -> ProcessGroupCollection:
+    destroy_process_groups()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=config.model.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.cp,
+        hierarchical_context_parallel_sizes=list(layout.hierarchical) if layout.hierarchical else None,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=timeout_minutes,
+        order=layout.order,
+        create_gloo_process_groups=False,
+    )
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _decentralized(config: RunConfig, layout: RankLayout, timeout_minutes: float) -> ProcessGroupCollection:
+    timeout = timedelta(minutes=timeout_minutes)
+    fields: dict[str, Any] = {family: _new_groups(layout.groups(family), timeout, family) for family in FAMILIES}
+    fields |= {alias: fields[family] for alias, family in _ALIASES.items()}
+    fields["hcp"] = None
+    if layout.hierarchical is not None:
+        fields["hcp"] = [
+            _new_groups(lists, timeout, f"hcp{level}") for level, lists in enumerate(layout.hierarchical_groups())
+        ]
+    fields["intra_dist_opt"] = _new_groups([list(range(layout.world_size))], timeout, "intra_dist_opt")
+    fields |= dict.fromkeys(("inter_dist_opt", "gtp_remat", "expt_gtp_remat", "dp_cp_ag", "expt_dp_ag"))
+    if not parallel_state.is_initialized():
+        # Not parallel state but a scratch buffer that lives beside it; sequence-parallel linears need it.
+        parallel_state.destroy_global_memory_buffer()
+        parallel_state._set_global_memory_buffer()
+    return ProcessGroupCollection(**fields)
+
+
+def _new_groups(rank_lists: RankLists, timeout: timedelta, name: str) -> dist.ProcessGroup | None:
+    """Create all groups of a family (every rank must take part in each creation); returns the caller's own."""
+    mine = None
+    for ranks in rank_lists:
+        group = dist.new_group(ranks, timeout=timeout, group_desc=name.upper())
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def destroy_process_groups(groups: ProcessGroupCollection | None = None) -> None:
+    """Forget the MPU's state, all of it, and destroy the groups of a decentralized collection.
+
+    megatron-core's own ``destroy_model_parallel`` leaves the hierarchical and hybrid groups behind (0.19.2), and the
+    next initialization in the same process would find them.
+    """
+    mpu_groups = parallel_state.is_initialized()
+    parallel_state.destroy_model_parallel()
+    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None
+    parallel_state._HYBRID_DP_CP_GROUPS = {}
+    if groups is None or mpu_groups or not dist.is_initialized():
+        return
+    unique: dict[int, dist.ProcessGroup] = {}
+    for value in vars(groups).values():
+        for group in value if isinstance(value, list) else [value]:
+            if isinstance(group, dist.ProcessGroup):
+                unique[id(group)] = group
+    for group in unique.values():
+        dist.destroy_process_group(group)
+
+
+def _check_against_layout(groups: ProcessGroupCollection, layout: RankLayout) -> None:
+    """A group that is missing or has other ranks than the layout says would train a wrong model silently."""
+    rank = dist.get_rank()
+    expected: dict[str, RankLists] = {family: layout.groups(family) for family in FAMILIES}
+    actual: dict[str, dist.ProcessGroup | None] = {family: getattr(groups, family) for family in FAMILIES}
+    if layout.hierarchical is not None:
+        for level, lists in enumerate(layout.hierarchical_groups()):
+            expected[f"hcp[{level}]"] = lists
+            actual[f"hcp[{level}]"] = groups.hcp[level] if groups.hcp else None
+    for family, lists in expected.items():
+        want = next((sorted(ranks) for ranks in lists if rank in ranks), None)
+        group = actual[family]
+        got = None if group is None else sorted(dist.get_process_group_ranks(group))
+        if want != got:
+            raise RuntimeFault(
+                f"rank {rank}: process group {family} holds ranks {got}, but the layout "
+                f"(tp={layout.tp}, cp={layout.cp}, pp={layout.pp}, dp={layout.dp}) asks for {want}"
+            )
+
+
+def _log_groups(layout: RankLayout) -> None:
+    if dist.get_rank() == 0:
+        for line in group_lines(layout):
+            logger.info(line)
