@@ -11,7 +11,7 @@ Sizes are counts, times are in the unit their name says, ``None`` means "decided
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -21,7 +21,7 @@ class ModelConfig:
     """Architecture, parallel layout and memory/precision choices of the model."""
 
     # What is built: "gpt" (GPT/Llama-like) or "hybrid" (Mamba-2, attention and MLP layers by hybrid_layer_pattern).
-    architecture: str = "gpt"
+    architecture: Literal["gpt", "hybrid"] = "gpt"
     hybrid_layer_pattern: str | None = None
 
     # Shape.
@@ -38,7 +38,7 @@ class ModelConfig:
     share_embeddings_and_output_weights: bool = False
 
     # Positions.
-    position_embedding_type: str = "rope"  # rope | learned_absolute | none
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
@@ -47,9 +47,9 @@ class ModelConfig:
     seq_len_interpolation_factor: float | None = None
 
     # Layers.
-    normalization: str = "RMSNorm"  # RMSNorm | LayerNorm
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     layernorm_epsilon: float = 1e-5
-    activation_func: str = "silu"  # silu | gelu | relu
+    activation_func: Literal["silu", "gelu", "relu"] = "silu"
     gated_linear_unit: bool = True
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
@@ -57,12 +57,12 @@ class ModelConfig:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     init_method_std: float = 0.02
-    attention_mask_type: str = "causal"  # causal | no_mask (bidirectional)
+    attention_mask_type: Literal["causal", "no_mask"] = "causal"  # no_mask: bidirectional
     softmax_scale: float | None = None
-    softmax_type: str = "vanilla"  # vanilla | off-by-one | learnable
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     window_size: list[int] | None = None  # [left, right]
-    window_attn_skip_freq: Any = None  # int or a list of 0/1, one a layer
-    attention_backend: str = "auto"  # auto | te | native
+    window_attn_skip_freq: int | list[int] | None = None  # every n-th layer, or a list of 0/1, one a layer
+    attention_backend: Literal["auto", "te", "native"] = "auto"
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int = 32
@@ -102,16 +102,16 @@ class ModelConfig:
     microbatch_group_size_per_vp_stage: int | None = None
 
     # Context parallelism.
-    cp_comm_type: Any = "p2p"  # p2p | all_gather | a2a | a2a+p2p | auto, or a list with one of them a layer
+    cp_comm_type: str | list[str] = "p2p"  # p2p | all_gather | a2a | a2a+p2p | auto, or a list with one of them a layer
     hierarchical_context_parallel_sizes: list[int] | None = None  # [a2a, p2p]
     dynamic_context_parallel: bool = False
     min_dynamic_context_parallel_size: int = 1
     max_seqlen_per_dp_cp_rank: int | None = None
-    sequence_packing_scheduler: str | None = None  # default_dynamic_cp | dp_balanced
+    sequence_packing_scheduler: Literal["default_dynamic_cp", "dp_balanced"] | None = None
 
     # Memory and exactness.
-    recompute_granularity: str | None = None  # full | selective
-    recompute_method: str | None = None  # uniform | block
+    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
     recompute_modules: list[str] | None = None
     distribute_saved_activations: bool = False
@@ -142,7 +142,7 @@ class ValidationConfig:
 
 @dataclass
 class OptimizerConfig:
-    optimizer: str = "adam"  # adam | sgd
+    optimizer: Literal["adam", "sgd"] = "adam"
     lr: float = 3e-4
     min_lr: float = 3e-5
     weight_decay: float = 0.1
@@ -156,25 +156,27 @@ class OptimizerConfig:
 
 @dataclass
 class SchedulerConfig:
-    lr_decay_style: str = "cosine"  # cosine | linear | constant | inverse-square-root | WSD
+    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "cosine"
     lr_warmup_iters: int = 0
     lr_warmup_fraction: float | None = None
     lr_warmup_init: float = 0.0
     lr_decay_iters: int | None = None
-    lr_wsd_decay_style: str = "exponential"
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     lr_wsd_decay_iters: int | None = None
     start_weight_decay: float | None = None
     end_weight_decay: float | None = None
-    weight_decay_incr_style: str = "constant"
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     override_opt_param_scheduler: bool = False
     use_checkpoint_opt_param_scheduler: bool = False
 
 
 @dataclass
 class DatasetConfig:
-    kind: str = "indexed"  # indexed (Megatron .bin/.idx) | mock
+    kind: Literal["indexed", "mock"] | None = None  # indexed: Megatron .bin/.idx. None: indexed if data_path is given
     seq_length: int = 256  # tokens a sample
-    data_path: Any = None  # prefix, or a list of prefixes, or of weight, prefix, weight, prefix ...
+    data_path: str | list[str | int | float] | None = (
+        None  # prefix, or a list of prefixes, or of weight, prefix, weight, prefix ...
+    )
     split: str = "9999,8,2"
     path_to_cache: str | None = None
     random_seed: int = 1234
@@ -189,7 +191,7 @@ class DatasetConfig:
 
 @dataclass
 class TokenizerConfig:
-    tokenizer_type: str = "HuggingFaceTokenizer"  # HuggingFaceTokenizer | ByteLevelTokenizer | NullTokenizer
+    tokenizer_type: Literal["HuggingFaceTokenizer", "ByteLevelTokenizer", "NullTokenizer"] = "HuggingFaceTokenizer"
     tokenizer_model: str | None = None  # a folder or a tokenizer.json
     vocab_size: int | None = None  # NullTokenizer
 
@@ -197,7 +199,7 @@ class TokenizerConfig:
 @dataclass
 class DistributedConfig:
     use_decentralized_pg: bool = False
-    distributed_backend: str | None = None  # nccl on GPUs, gloo elsewhere
+    distributed_backend: Literal["nccl", "gloo"] | None = None  # nccl on GPUs, gloo elsewhere
     distributed_timeout_minutes: float = 10.0
     use_tp_pp_dp_mapping: bool = False
     attention_probe: bool = True
@@ -240,7 +242,7 @@ class LoggerConfig:
     wandb_project: str | None = None
     wandb_exp_name: str | None = None
     wandb_entity: str | None = None
-    progress: str = "auto"  # auto | rich | plain | none
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
 
 
 @dataclass
@@ -286,6 +288,9 @@ class RunConfig:
     mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
     env_vars: dict[str, str] = field(default_factory=dict)
     recipe: str = "unnamed"  # set by the recipe loader; names the default run folder
+    recipe_world_size: int | None = (
+        None  # ranks that the recipe is written for; a run may use any that its layout divides
+    )
 
     def finalize(self) -> RunConfig:
         """Fill every value that the others decide, in place; returns self. Idempotent; checks nothing."""
@@ -304,8 +309,13 @@ class RunConfig:
             model.expert_tensor_parallel_size = model.tensor_model_parallel_size if model.num_moe_experts else 1
         if model.dynamic_context_parallel and model.sequence_packing_scheduler is None:
             model.sequence_packing_scheduler = "default_dynamic_cp"
-        if self.scheduler.lr_decay_iters is None:
-            self.scheduler.lr_decay_iters = self.train.train_iters
+        if data.kind is None:
+            data.kind = "mock" if data.data_path is None else "indexed"
+        scheduler = self.scheduler
+        if scheduler.lr_decay_iters is None:
+            scheduler.lr_decay_iters = self.train.train_iters
+            # A recipe's warmup is written for its full length; a short run of it must still end its warmup.
+            scheduler.lr_warmup_iters = max(0, min(scheduler.lr_warmup_iters, scheduler.lr_decay_iters - 1))
         if self.checkpoint.save is None:
             self.checkpoint.save = f"runs/{self.recipe}"
         if self.checkpoint.load is None:

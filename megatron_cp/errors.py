@@ -1,0 +1,47 @@
+"""The errors that a run reports to a person, and how they are worded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule.
+
+    ``rule`` is the rule's id (``megatron-cp train --explain ID`` tells more), ``severity`` is "error" or "warning",
+    ``field`` the dotted name of the setting, ``value`` what it was set to, and ``fix`` says what would satisfy the rule.
+    """
+
+    rule: str
+    severity: str
+    field: str
+    message: str
+    fix: str = ""
+    value: Any = None
+
+    def __str__(self) -> str:
+        where = self.field if self.value is None else f"{self.field}={self.value}"
+        text = f"{self.severity} {self.rule}: {where}: {self.message}" if where else f"{self.severity}: {self.message}"
+        return f"{text}\n    fix: {self.fix}" if self.fix else text
+
+
+def format_violations(violations: Sequence[Violation]) -> str:
+    """All violations in one text, errors before warnings."""
+    return "\n".join(str(v) for v in sorted(violations, key=lambda v: v.severity != "error"))
+
+
+class ConfigError(ValueError, AssertionError):
+    """The configuration cannot run; raised before any process group exists. Carries every violation found."""
+
+    def __init__(self, problems: str | Sequence[Violation]) -> None:
+        if isinstance(problems, str):
+            problems = [Violation("", "error", "", problems)]
+        self.violations: list[Violation] = list(problems)
+        super().__init__(format_violations(self.violations))
+
+
+class RuntimeFault(RuntimeError):
+    """A running job cannot go on; the message names the rank, the step and what to do."""

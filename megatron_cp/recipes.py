@@ -1,0 +1,225 @@
+"""Compose a recipe: Hydra's YAML and overrides in, a typed and finalized :class:`RunConfig` out.
+
+A recipe is one YAML file; its Hydra defaults list picks files from the config groups in ``configs/`` and may name
+another recipe to start from. Values come, later ones winning, from the dataclasses' defaults, the recipe, ``--config``
+files, command-line flags, and ``key=value`` overrides in Hydra's grammar. Every unknown key and every wrong type is an
+error that names the nearest valid one, wherever it was written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.config import RunConfig
+from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.schema import build, nearest
+
+# Bridge's names for mixed_precision; the underscore and the dash are both in use there.
+_PRECISIONS = {
+    "fp32": "fp32",
+    "32": "fp32",
+    "bf16": "bf16",
+    "bf16_mixed": "bf16",
+    "fp16": "fp16",
+    "fp16_mixed": "fp16",
+    "16_mixed": "fp16",
+}
+
+
+def _library(kind: str) -> Path:
+    """The folder of the recipes or config groups that come with the package: in a clone, or in an installation."""
+    clone = Path(__file__).resolve().parent.parent / kind
+    return clone if clone.is_dir() else Path(sys.prefix) / "share" / "megatron_cp" / kind
+
+
+def list_recipes() -> dict[str, str]:
+    """Name and one-line description (the first comment line) of every recipe that comes with the package."""
+    found = {}
+    for path in sorted(_library("recipes").glob("*.yaml")):
+        with path.open(encoding="utf-8") as file:
+            first = file.readline()
+        found[path.stem] = first.lstrip("# ").strip() if first.startswith("#") else ""
+    return found
+
+
+def load_recipe(
+    name_or_path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    files: Sequence[str | Path] = (),
+    flags: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Compose a recipe into a finalized configuration. Checks names and types; rules are checked by megatron_cp.rules.
+
+    Args:
+        name_or_path: name of a recipe that comes with the package, or a YAML file.
+        overrides: Hydra overrides such as ``model.context_parallel_size=4``; ``group=choice`` picks another file of a
+            config group that the recipe uses.
+        files: YAML files merged over the recipe, in order.
+        flags: dotted names and values merged over the files.
+
+    Raises:
+        ConfigError: with all problems found.
+    """
+    # Here, because Hydra takes a third of a second to import, and listing or explaining needs none of it.
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    choices, values = _split_overrides(overrides)
+    recipe, name = _compose(name_or_path, choices)
+    layers = [recipe, *(_load_yaml(Path(file)) for file in files), _nest((flags or {}).items()), _nest(values)]
+    try:
+        merged = OmegaConf.merge(asdict(RunConfig(recipe=name)), *(_normalize(layer) for layer in layers))
+        plain: Any = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise _problem("K3", "", f"cannot resolve the configuration: {_one_line(error)}") from error
+    problems: list[Violation] = []
+    config: RunConfig = build(RunConfig, plain, problems)
+    if problems:
+        raise ConfigError(problems)
+    return config.finalize()
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole configuration as YAML; a recipe by itself."""
+    import yaml
+
+    return yaml.safe_dump(asdict(config), sort_keys=False, width=120)
+
+
+def _problem(rule: str, field: str, message: str, fix: str = "") -> ConfigError:
+    return ConfigError([Violation(rule, "error", field, message, fix)])
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]:
+    """Parsed overrides: choices of a config group (for Hydra's composition) and settings with their values."""
+    if not overrides:
+        return [], []
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    groups = {p.name for p in _library("configs").iterdir() if p.is_dir()}
+    choices, values, problems = [], [], []
+    for text in overrides:
+        if "=" not in text and not text.startswith("~"):
+            message = f"'{text}' is not an override: expected key=value"
+            problems.append(Violation("K3", "error", text, message))
+            continue
+        try:
+            parsed = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            fix = f"quote a value that holds special characters: {text.partition('=')[0]}='...'"
+            problems.append(Violation("K3", "error", text, f"cannot parse: {_one_line(error)}", fix))
+            continue
+        key, value = parsed.key_or_group, None
+        if parsed.is_delete():
+            fix = f"set it to null or to the value you want: {key}=null"
+            problems.append(Violation("K3", "error", text, "settings cannot be deleted", fix))
+        elif parsed.is_sweep_override():
+            right = text.partition("=")[2]
+            fix = f"for a list write {key}=[{right}], for a text {key}=\"'{right}'\""
+            problems.append(Violation("K3", "error", text, "several values for one setting", fix))
+        elif key in groups and isinstance(value := parsed.value(), str):
+            choices.append(f"{key}={value}")
+        else:
+            values.append((key, parsed.value()))
+    if problems:
+        raise ConfigError(problems)
+    return choices, values
+
+
+def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, Any], str]:
+    """The recipe as Hydra composes it, and its name."""
+    text = str(name_or_path)
+    is_file = text.endswith((".yaml", ".yml")) or "/" in text
+    path = Path(text) if is_file else _library("recipes") / f"{text}.yaml"
+    if not path.is_file():
+        if is_file:
+            raise _problem("K4", "--recipe", f"recipe file not found: {text}")
+        names = list(list_recipes())
+        fix = "megatron-cp recipes lists them all; a file of your own is given by its path, ending in .yaml"
+        raise _problem("K4", "--recipe", f"unknown recipe '{text}'{nearest(text, names)}", fix)
+
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    search = ",".join(f"'file://{_library(kind)}'" for kind in ("configs", "recipes"))
+    try:
+        with initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
+            composed = compose(path.name, overrides=[f"hydra.searchpath=[{search}]", *choices])
+        plain: Any = OmegaConf.to_container(composed, resolve=False)
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
+        raise _problem("K4", "--recipe", f"cannot compose {path}: {_one_line(error)}") from error
+    return plain, path.stem
+
+
+def _load_yaml(path: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except FileNotFoundError as error:
+        raise _problem("K4", "--config", f"file not found: {path}") from error
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise _problem("K4", "--config", f"cannot read {path}: {_one_line(error)}") from error
+    if not isinstance(loaded, dict):
+        raise _problem("K4", "--config", f"{path} does not hold a mapping of sections")
+    return loaded
+
+
+def _nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Dotted names and values as nested mappings; a later one wins over an earlier."""
+    nested: dict[str, Any] = {}
+    for key, value in items:
+        *parents, leaf = key.replace("model.transformer.", "model.").split(".")
+        section = nested
+        for parent in parents:
+            if not isinstance(section.get(parent), dict):
+                section[parent] = {}
+            section = section[parent]
+        section[leaf] = value
+    return nested
+
+
+def _normalize(layer: dict[str, Any]) -> dict[str, Any]:
+    """One layer of settings in our own terms: Bridge's nested model, precision names, the two sequence lengths."""
+    layer = {key: dict(value) if isinstance(value, dict) else value for key, value in layer.items()}
+    model, dataset = layer.get("model"), layer.get("dataset")
+    if isinstance(model, dict) and isinstance(model.get("transformer"), dict):
+        for key, value in model.pop("transformer").items():
+            if model.setdefault(key, value) != value:
+                raise _problem(
+                    "K2", f"model.{key}", f"set to {model[key]!r}, and by model.transformer.{key} to {value!r}"
+                )
+    if "mixed_precision" in layer and not isinstance(layer["mixed_precision"], dict):
+        layer["mixed_precision"] = _precision(layer["mixed_precision"])
+    # One sequence length serves the model and the data: a layer that gives one of them gives both.
+    model_length = model.get("seq_length") if isinstance(model, dict) else None
+    data_length = dataset.get("seq_length") if isinstance(dataset, dict) else None
+    if model_length is None and isinstance(data_length, int) and isinstance(model, dict | None):
+        layer["model"] = {**(model or {}), "seq_length": data_length}
+    elif data_length is None and isinstance(model_length, int) and isinstance(dataset, dict | None):
+        layer["dataset"] = {**(dataset or {}), "seq_length": model_length}
+    return layer
+
+
+def _precision(name: Any) -> dict[str, bool]:
+    chosen = _PRECISIONS.get(str(name).replace("-", "_")) if name is not None else None
+    if name is not None and chosen is None:
+        suggestion = nearest(str(name), list(_PRECISIONS))
+        fix = "one of bf16_mixed, fp16_mixed, fp32, or null to let the device decide"
+        raise _problem("K2", "mixed_precision", f"unknown mixed precision '{name}'{suggestion}", fix)
+    return {kind: kind == chosen for kind in ("fp32", "bf16", "fp16")}

@@ -1,0 +1,123 @@
+"""Build typed dataclasses from plain mappings, reporting every unknown key and wrong type at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megatron_cp.errors import Violation
+
+
+class _Mismatch(Exception):
+    """A value does not have the expected type; the argument describes the expectation."""
+
+
+@cache
+def hints(cls: type) -> dict[str, Any]:
+    """The resolved type of every field of a dataclass."""
+    resolved = get_type_hints(cls)
+    return {f.name: resolved[f.name] for f in dataclasses.fields(cls)}
+
+
+def field_paths(cls: type, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all settings below a dataclass."""
+    for name, kind in hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            yield from field_paths(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            yield prefix + name
+
+
+def nearest(name: str, candidates: list[str]) -> str:
+    """``"; did you mean 'x'?"`` for the candidate closest to ``name``, or nothing when none is close."""
+    leaf = name.rpartition(".")[2]
+    same_leaf = [c for c in candidates if c.rpartition(".")[2] == leaf and c != name]
+    found = same_leaf[:1] or difflib.get_close_matches(name, candidates, n=1, cutoff=0.7)
+    return f"; did you mean '{found[0]}'?" if found else ""
+
+
+def describe(kind: Any) -> str:
+    """A type as a user reads it: "int", "list of int or null", "one of 'gpt', 'hybrid'"."""
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is type(None):
+        return "null"
+    if origin is Literal:
+        return "one of " + ", ".join(repr(a) for a in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(a) for a in args)
+    if origin is list:
+        return f"list of {describe(args[0])}"
+    if origin is dict:
+        return f"mapping of str to {describe(args[1])}"
+    return "mapping" if dataclasses.is_dataclass(kind) else kind.__name__
+
+
+def _choices(kind: Any) -> Iterator[str]:
+    """The texts that a Literal, also inside a union, allows."""
+    for arg in get_args(kind):
+        if isinstance(arg, str):
+            yield arg
+        else:
+            yield from _choices(arg)
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """``value`` as ``kind``: an int may become a float and a number a dict's string, nothing else changes.
+
+    Raises:
+        _Mismatch: it does not fit.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        for option in args:
+            try:
+                return convert(value, option)
+            except _Mismatch:
+                continue
+    elif origin is Literal:
+        if any(value == a and type(value) is type(a) for a in args):
+            return value
+    elif origin is list:
+        if isinstance(value, list | tuple):
+            return [convert(v, args[0]) for v in value]
+    elif origin is dict:
+        if isinstance(value, dict):
+            return {str(k): convert(str(v) if type(v) in (int, float) else v, args[1]) for k, v in value.items()}
+    elif kind is float:
+        if type(value) in (int, float):
+            return float(value)
+    elif type(value) is kind:
+        return value
+    raise _Mismatch(describe(kind))
+
+
+def build(
+    cls: type, mapping: dict[str, Any], problems: list[Violation], root: type | None = None, prefix: str = ""
+) -> Any:
+    """An instance of the dataclass ``cls``; what is wrong is appended to ``problems`` and left at its default."""
+    root = root or cls
+    values: dict[str, Any] = {}
+    for key, value in mapping.items():
+        path = f"{prefix}{key}"
+        kind = hints(cls).get(key)
+        if kind is None:
+            suggestion = nearest(path, list(field_paths(root)))
+            problems.append(Violation("K1", "error", path, f"unknown key '{path}'{suggestion}"))
+        elif dataclasses.is_dataclass(kind):
+            if isinstance(value, dict):
+                values[key] = build(kind, value, problems, root, f"{path}.")  # type: ignore[arg-type]
+            else:
+                problems.append(Violation("K2", "error", path, f"expected a mapping of settings, got {value!r}"))
+        else:
+            try:
+                values[key] = convert(value, kind)
+            except _Mismatch as expected:
+                suggestion = nearest(value, list(_choices(kind))) if isinstance(value, str) else ""
+                problems.append(Violation("K2", "error", path, f"expected {expected}, got {value!r}{suggestion}"))
+    return cls(**values)
