@@ -1,0 +1,300 @@
+"""Context-parallel attention in megatron-core's ``core_attention`` slot.
+
+Usable wherever a layer spec names a core attention (``SelfAttentionSubmodules(core_attention=...)``).
+It takes its groups from the ``pg_collection`` it is handed, once, and never from global state while running.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_cp.attention.context import CPContext, GroupOrPair
+from megatron_cp.attention.functional import attend_in_context
+from megatron_cp.attention.tiles import Mask
+
+_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True}
+_CAUSAL |= {AttnMaskType.no_mask: False, AttnMaskType.padding: False}
+
+
+class ContextParallelAttention(MegatronModule):
+    """Softmax attention of this tensor-parallel rank's heads over a sequence sharded over context-parallel ranks.
+
+    Supports causal and full attention, grouped query heads, a head dim of the value's own, megatron-core's
+    ``window_size``, ``window_attn_skip_freq`` and ``softmax_type``, and packed sequences (``thd``). Refuses, with a
+    ValueError, what it does not compute: masks, attention bias, attention dropout, cross attention; and groups that
+    are missing or of other sizes than configured, since attention without them is silently attention to local tokens.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """``cp_comm_type`` None is ``p2p``; ``pg_collection`` None takes megatron-core's global groups.
+
+        ``k_channels`` and ``v_channels`` are what multi-latent attention passes; the tensors tell their own head dims.
+        """
+        super().__init__(config=config)
+        where = f"ContextParallelAttention, layer {layer_number}"
+        if kwargs:
+            raise ValueError(f"{where}: unknown arguments {sorted(kwargs)}")
+        if attention_type != "self":
+            raise ValueError(f"{where}: attention_type {attention_type!r} is not supported, only 'self'")
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise ValueError(
+                f"{where}: attention_dropout={dropout} is not supported under context parallelism here; "
+                "set attention_dropout=0 (hidden_dropout still regularizes) or use Transformer Engine's attention"
+            )
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        self.cp_comm_type = cp_comm_type or "p2p"
+        self.pg_collection = pg_collection or _global_groups(config, self.cp_comm_type)
+        self._configured_context = configured_context(config, self.cp_comm_type, self.pg_collection, where)
+        self._context = self._configured_context
+        self._contexts: dict[tuple[int, ...], tuple[GroupOrPair, CPContext]] = {}
+
+        scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
+        self.softmax_scale = scale / self.layer_number if config.apply_query_key_layer_scaling else scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window_size: tuple[int, int] | None = tuple(config.window_size) if windowed else None
+        self.softmax_offset = self._build_softmax_offset()
+
+    @property
+    def context(self) -> CPContext:
+        """The transport and groups in use."""
+        return self._context
+
+    def set_context_parallel_group(self, group: GroupOrPair | CPContext | None) -> CPContext:
+        """Use ``group`` (a process group, or an (a2a, p2p) pair for ``a2a+p2p``) from now on; returns what was in use.
+
+        None restores the configured groups, and what this returned may be given back to restore it. Contexts are kept,
+        so switching back and forth costs nothing.
+        """
+        before = self._context
+        if group is None:
+            self._context = self._configured_context
+        elif isinstance(group, CPContext):
+            self._context = group
+        else:
+            self._context = self._context_for(group)
+        return before
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """[s_local, b, heads, d] -> [s_local, b, heads * d_v]; packed [t_local, heads, d] -> [t_local, heads * d_v].
+
+        ``key`` and ``value`` come with their own, fewer heads. ``attn_mask_type`` overrides the configured one. A
+        group in ``packed_seq_params`` (dynamic context parallelism) holds for this call.
+        """
+        where = f"ContextParallelAttention, layer {self.layer_number}"
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+        padding = mask_type in (AttnMaskType.padding, AttnMaskType.padding_causal)
+        if mask_type not in _CAUSAL or (padding and not packed):
+            raise ValueError(
+                f"{where}: attn_mask_type {mask_type} is not supported; use causal or no_mask, and pack "
+                "sequences (thd with cu_seqlens) to keep documents or padding apart"
+            )
+        if attention_mask is not None:
+            raise ValueError(
+                f"{where}: attention_mask of shape {tuple(attention_mask.shape)} is not used; pass None and say "
+                "what is masked by attn_mask_type, window_size or cu_seqlens"
+            )
+        if attention_bias is not None:
+            raise ValueError(f"{where}: attention_bias is not supported; use rotary embeddings for positions")
+        cu_seqlens, cu_seqlens_padded = _cumulative_lengths(packed_seq_params, where) if packed else (None, None)
+        lead, dim_v = query.shape[:-2], value.shape[-1]
+        if packed and query.ndim == 4:
+            query, key, value = (x.squeeze(1) for x in (query, key, value))
+        out = attend_in_context(
+            self._context_of(packed_seq_params),
+            query,
+            key,
+            value,
+            mask=Mask.build(_CAUSAL[mask_type], self.window_size),
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_padded=cu_seqlens_padded,
+            softmax_scale=self.softmax_scale,
+            softmax_offset=self.softmax_offset,
+            deterministic=self.config.deterministic_mode,
+        )
+        return out.reshape(*lead, query.shape[-2] * dim_v)
+
+    def probe_inputs(self) -> tuple[int, int, torch.dtype, torch.device]:
+        """Heads, key/value heads, dtype and device for :func:`megatron_cp.attention.probe.probe_attention`."""
+        tp = self.config.tensor_model_parallel_size
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return self.config.num_attention_heads // tp, max(1, self.config.num_query_groups // tp), torch.float32, device
+
+    def probe_forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Plain causal attention through this module's transport."""
+        return attend_in_context(self._context, query, key, value, mask=Mask.build(True, None))
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict | None = None,
+    ) -> dict:
+        """The learnable softmax offset, sharded over tensor-parallel ranks; nothing otherwise."""
+        learnable = self.config.softmax_type == "learnable"
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True) if learnable else {},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.pg_collection.tp,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+    def _context_of(self, packed_seq_params: PackedSeqParams | None) -> CPContext:
+        if packed_seq_params is None:
+            return self._context
+        if packed_seq_params.cp_group is not None:
+            return self._context_for(packed_seq_params.cp_group)
+        if packed_seq_params.local_cp_size is None:
+            return self._context
+        if packed_seq_params.local_cp_size != 1:
+            raise ValueError(
+                f"packed_seq_params: local_cp_size={packed_seq_params.local_cp_size} comes without cp_group; "
+                "only local_cp_size=1 (no context parallelism) may"
+            )
+        return CPContext.alone(self.cp_comm_type)
+
+    def _context_for(self, group: GroupOrPair) -> CPContext:
+        # The groups are kept with their context: an id is only unique while its object lives.
+        key = tuple(map(id, group)) if isinstance(group, Sequence) else (id(group),)
+        if key not in self._contexts:
+            self._contexts[key] = (group, CPContext.build(self.cp_comm_type, group))
+        return self._contexts[key][1]
+
+    def _build_softmax_offset(self) -> Tensor | None:
+        """[heads on this tensor-parallel rank], as megatron-core's ``softmax_type`` asks."""
+        config = self.config
+        if config.softmax_type == "vanilla":
+            return None
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        if config.softmax_type == "off-by-one":
+            return torch.zeros(heads, device=device, dtype=config.params_dtype)
+        if config.softmax_type != "learnable":
+            raise ValueError(f"softmax_type {config.softmax_type!r} is unknown; use vanilla, off-by-one or learnable")
+        offset = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
+        # Without this mark, gradient norms would count only the first tensor-parallel rank's heads.
+        set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
+        if config.perform_initialization:
+            config.init_method(offset)
+        return offset
+
+
+def configured_context(
+    config: TransformerConfig, comm_type: str, pg_collection: ProcessGroupCollection, where: str
+) -> CPContext:
+    """The context that ``config`` and the groups in ``pg_collection`` (``cp``, and ``hcp`` for a2a+p2p) agree on.
+
+    Raises ValueError that names what is missing or of another size than configured.
+    """
+    size = config.context_parallel_size
+    if size == 1:
+        return CPContext.alone(comm_type)
+    cp_group = getattr(pg_collection, "cp", None)
+    if comm_type != "a2a+p2p":
+        if cp_group is None:
+            raise ValueError(
+                f"{where}: context_parallel_size={size} but pg_collection.cp, its process group, is missing"
+            )
+        _check_size(f"{where}: pg_collection.cp", cp_group, size, "context_parallel_size")
+        return CPContext.build(comm_type, cp_group)
+    context = CPContext.build(comm_type, hierarchical_groups(config, pg_collection, where))
+    if cp_group is not None:
+        _check_size(f"{where}: pg_collection.cp", cp_group, size, "context_parallel_size")
+        if dist.get_rank(cp_group) != context.rank:
+            raise ValueError(
+                f"{where}: this process is rank {dist.get_rank(cp_group)} of pg_collection.cp, by which sequences are "
+                f"sharded, but rank {context.rank} by pg_collection.hcp ({context}); a2a groups must be neighbours"
+            )
+    return context
+
+
+def hierarchical_groups(
+    config: TransformerConfig, pg_collection: ProcessGroupCollection, where: str
+) -> list[dist.ProcessGroup]:
+    """``pg_collection.hcp``, or a ValueError if it is not of ``config.hierarchical_context_parallel_sizes``."""
+    sizes = config.hierarchical_context_parallel_sizes
+    if not sizes or len(sizes) != 2 or sizes[0] * sizes[1] != config.context_parallel_size:
+        raise ValueError(
+            f"{where}: cp_comm_type 'a2a+p2p' needs hierarchical_context_parallel_sizes=[a2a, p2p] with product "
+            f"context_parallel_size={config.context_parallel_size}, got {sizes}"
+        )
+    groups = getattr(pg_collection, "hcp", None)
+    if groups is None:
+        raise ValueError(
+            f"{where}: cp_comm_type 'a2a+p2p' needs pg_collection.hcp, the a2a and p2p process groups of sizes "
+            f"{list(sizes)}, but it is missing; without them every rank would attend to its own tokens only"
+        )
+    groups = list(groups)
+    if len(groups) != 2 or any(group is None for group in groups):
+        raise ValueError(f"{where}: pg_collection.hcp must hold the a2a and the p2p process group, got {groups}")
+    for name, group, expected in zip(("a2a", "p2p"), groups, sizes, strict=True):
+        _check_size(
+            f"{where}: pg_collection.hcp's {name} group", group, expected, "hierarchical_context_parallel_sizes"
+        )
+    return groups
+
+
+def _check_size(what: str, group: dist.ProcessGroup, expected: int, field: str) -> None:
+    actual = dist.get_world_size(group)
+    if actual != expected:
+        raise ValueError(f"{what} has {actual} ranks, but {field} asks for {expected}")
+
+
+def _global_groups(config: TransformerConfig, comm_type: str) -> ProcessGroupCollection:
+    required = ["tp"]
+    if config.context_parallel_size > 1:
+        required += ["cp", "hcp"] if comm_type == "a2a+p2p" else ["cp"]
+    return ProcessGroupCollection.use_mpu_process_groups(required_pgs=required)
+
+
+def _cumulative_lengths(packed: PackedSeqParams | None, where: str) -> tuple[Tensor, Tensor | None]:
+    if packed is None or packed.cu_seqlens_q is None:
+        raise ValueError(f"{where}: packed_seq_params with qkv_format 'thd' needs cu_seqlens_q")
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        suffix = "_padded" if name.endswith("padded") else ""
+        q, kv = getattr(packed, f"cu_seqlens_q{suffix}"), getattr(packed, f"cu_seqlens_kv{suffix}")
+        if q is not kv and q is not None and kv is not None and not torch.equal(q, kv):
+            raise ValueError(
+                f"{where}: cu_seqlens_q{suffix} and cu_seqlens_kv{suffix} differ; only self-attention is supported"
+            )
+    return packed.cu_seqlens_q, packed.cu_seqlens_q_padded

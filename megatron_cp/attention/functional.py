@@ -1,0 +1,153 @@
+"""``context_parallel_attention``: check the arguments, say what is to be computed, call the transport."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_cp.attention.all_gather import all_gather_attention
+from megatron_cp.attention.all_to_all import all_to_all_attention
+from megatron_cp.attention.context import CPContext, GroupOrPair, Problem
+from megatron_cp.attention.hierarchical import hierarchical_attention
+from megatron_cp.attention.ring import ring_attention
+from megatron_cp.attention.sharding import Layout, read_offsets
+from megatron_cp.attention.tiles import Mask
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: GroupOrPair,
+    comm_type: str = "p2p",
+    causal: bool = True,
+    window_size: tuple[int, int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softmax_offset: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """Self-attention over a sequence that is sharded over the ranks of ``group``; differentiable.
+
+    Shapes: ``query`` [s_local, b, heads, d_qk], ``key`` [s_local, b, kv_heads, d_qk], ``value`` [s_local, b, kv_heads,
+    d_v], with kv_heads dividing heads: this rank's zigzag shards (see ``shard_sequence``).
+    With ``cu_seqlens`` they are packs without the batch dimension, [t_local, heads, d], each sequence sharded on its
+    own. One floating dtype for all three. Returns [s_local, b, heads, d_v] or [t_local, heads, d_v] in that dtype.
+
+    Args:
+        group: the context-parallel group; for ``comm_type="a2a+p2p"`` the pair (a2a_group, p2p_group), where rank
+            ``p2p_rank * a2a_size + a2a_rank`` is the one that counts for the shard.
+        comm_type: ``p2p`` (ring), ``all_gather``, ``a2a`` (all-to-all) or ``a2a+p2p``.
+        causal: token i sees tokens up to i; otherwise all tokens of its sequence.
+        window_size: (left, right), how many tokens back and ahead a token sees, -1 for no limit; causal has no ahead.
+        cu_seqlens: int [sequences + 1], cumulative numbers of real tokens of the whole pack, the same on every rank.
+        cu_seqlens_padded: the same with each sequence's padding (default: none); every sequence's padded length divides
+            by twice the group's size. Padding, and rows behind the last sequence, give zeros and get zero gradients.
+        softmax_scale: factor on the scores, default ``1 / sqrt(d_qk)``.
+        softmax_offset: [heads], the score per head of one more key whose value is zero (attention sink); zeros for
+            ``off-by-one``. Its gradient is this rank's part: sum it over the ranks of the group.
+        deterministic: the same bits on every run. (The CPU kernels always are; CUDA kernels are chosen accordingly.)
+
+    Raises ValueError naming the argument for sizes, dtypes, devices or groups that do not fit.
+    """
+    return attend_in_context(
+        CPContext.build(comm_type, group),
+        query,
+        key,
+        value,
+        mask=Mask.build(causal, window_size),
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_padded=cu_seqlens_padded,
+        softmax_scale=softmax_scale,
+        softmax_offset=softmax_offset,
+        deterministic=deterministic,
+    )
+
+
+def attend_in_context(
+    context: CPContext,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softmax_offset: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """:func:`context_parallel_attention` with a context that was built before (once for a layer)."""
+    packed = cu_seqlens is not None
+    _check_tensors(query, key, value, packed, softmax_offset)
+    if cu_seqlens is None:
+        if cu_seqlens_padded is not None:
+            raise ValueError("cu_seqlens_padded is given without cu_seqlens: pass the real lengths too")
+        if context.size > 1 and query.shape[0] % 2:
+            raise ValueError(f"query has {query.shape[0]} rows: a zigzag shard is two equal chunks, so an even number")
+        layout = Layout.dense(query.shape[0] * context.size, context.size)
+    else:
+        padded = None if cu_seqlens_padded is None else read_offsets(cu_seqlens_padded)
+        layout = Layout.packed(read_offsets(cu_seqlens), padded, context.size)
+        if layout.rows > query.shape[0]:
+            name = "cu_seqlens" if padded is None else "cu_seqlens_padded"
+            raise ValueError(
+                f"{name} ends at {sum(layout.padded)}, which is {layout.rows} rows for each of {context.size} ranks, "
+                f"but query has {query.shape[0]}"
+            )
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+    rows = query.shape[0]
+    problem = Problem(layout, mask, 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale)
+    if rows == layout.rows:
+        out = _transport(context, query, key, value, softmax_offset, problem)
+    else:
+        # Rows behind the last sequence take no part.
+        query, key, value = (x[: layout.rows] for x in (query, key, value))
+        out = _transport(context, query, key, value, softmax_offset, problem)
+        out = torch.cat([out, out.new_zeros((rows - layout.rows, *out.shape[1:]))])
+    return out.squeeze(1) if packed else out
+
+
+def _transport(
+    context: CPContext, query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, problem: Problem
+) -> Tensor:
+    match context.comm_type:
+        case "all_gather" if context.size > 1:
+            return all_gather_attention(query, key, value, softmax_offset, problem, context.ring)
+        case "a2a":
+            return all_to_all_attention(query, key, value, softmax_offset, problem, context.heads)
+        case "a2a+p2p":
+            return hierarchical_attention(query, key, value, softmax_offset, problem, context.heads, context.ring)
+        case _:
+            return ring_attention(query, key, value, softmax_offset, problem, context.ring)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, packed: bool, softmax_offset: Tensor | None) -> None:
+    shape = "[t_local, heads, head_dim]" if packed else "[s_local, batch, heads, head_dim]"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != (3 if packed else 4):
+            raise ValueError(f"{name} must be {shape}, got shape {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} has dtype {x.dtype}; supported are {', '.join(map(str, DTYPES))}")
+        if x.dtype != query.dtype:
+            raise ValueError(f"{name} has dtype {x.dtype} but query has {query.dtype}")
+        if x.device != query.device:
+            raise ValueError(f"{name} is on {x.device} but query is on {query.device}")
+        if x.shape[:-2] != query.shape[:-2]:
+            raise ValueError(
+                f"{name} is {tuple(x.shape[:-2])} in all but heads and head dim, query is {tuple(query.shape[:-2])}"
+            )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"value has {value.shape[-2]} heads but key has {key.shape[-2]}")
+    if key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
+        raise ValueError(f"query's {query.shape[-2]} heads do not divide by key's {key.shape[-2]} heads")
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key has head dim {key.shape[-1]} but query has {query.shape[-1]}")
+    if softmax_offset is not None and softmax_offset.shape != query.shape[-2:-1]:
+        raise ValueError(f"softmax_offset has shape {tuple(softmax_offset.shape)}, expected ({query.shape[-2]},)")

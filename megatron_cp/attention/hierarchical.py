@@ -1,0 +1,32 @@
+"""``a2a+p2p``: sequence for heads within a small group of neighbours, a ring between the groups.
+
+No third algorithm: after the exchange, a group of neighbours holds exactly the zigzag shard that one rank of the ring
+between groups would hold, with a share of the heads. The ring then carries 1/a2a of the keys and values a flat ring
+would carry, over as many hops fewer, and only it crosses the slow links.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_cp.attention.all_to_all import with_heads_exchanged
+from megatron_cp.attention.comm import Peers
+from megatron_cp.attention.context import Problem
+from megatron_cp.attention.ring import ring_attention
+
+
+def hierarchical_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax_offset: Tensor | None,
+    problem: Problem,
+    heads: Peers,
+    ring: Peers,
+) -> Tensor:
+    """Attention over all ranks' tokens, [s_local, b, h, d]; differentiable. Query heads must divide by ``heads``."""
+
+    def between_groups(q: Tensor, k: Tensor, v: Tensor, offset: Tensor | None, common: Problem) -> Tensor:
+        return ring_attention(q, k, v, offset, common, ring)
+
+    return with_heads_exchanged(between_groups, query, key, value, softmax_offset, problem, heads)

@@ -1,0 +1,79 @@
+"""Merging partial attention results by their log-sum-exp, in float32 (float64 for float64 inputs).
+
+With out_i the attention over key set i and lse_i the natural log of its softmax denominator, the attention over the
+union has ``lse = logaddexp(lse_1, lse_2)`` and ``out = out_1 + (out_2 - out_1) * sigmoid(lse_2 - lse_1)``
+(the online softmax of FlashAttention, Dao et al. 2022, across blocks instead of within one).
+"""
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which partial results of ``dtype`` are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class OutputAccumulator:
+    """The output [s, b, h, d] and log-sum-exp [b, h, s] of queries that meet their keys block by block.
+
+    Rows that never meet a key keep output 0 and log-sum-exp -inf.
+    """
+
+    def __init__(self, query: Tensor, value_dim: int) -> None:
+        self._query = query
+        self._value_dim = value_dim
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Merge one block's ``out`` [b, h, rows, d] and finite ``lse`` [b, h, rows]."""
+        s, b, h, _ = self._query.shape
+        dtype = accumulation_dtype(self._query.dtype)
+        if self._out is None and out.shape[2] == s:
+            self._out, self._lse = out.to(dtype), lse
+            return
+        if self._out is None or self._lse is None:
+            self._out = out.new_zeros((s, b, h, self._value_dim), dtype=dtype).permute(1, 2, 0, 3)
+            self._lse = lse.new_full((b, s, h), -torch.inf).transpose(1, 2)
+        merge_(self._out[:, :, rows], self._lse[:, :, rows], out.to(dtype), lse)
+
+    def finish(self, softmax_offset: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output in the query's dtype, contiguous, and its log-sum-exp; with ``softmax_offset`` [h] included.
+
+        The offset is one more key with that score and value zero: it only takes probability away.
+        """
+        s, b, h, _ = self._query.shape
+        if self._out is None or self._lse is None:
+            dtype = accumulation_dtype(self._query.dtype)
+            out = self._query.new_zeros((s, b, h, self._value_dim))
+            return out, self._query.new_full((b, h, s), -torch.inf, dtype=dtype)
+        out, lse = self._out, self._lse
+        if softmax_offset is not None:
+            total = torch.logaddexp(lse, softmax_offset.to(lse.dtype)[:, None])
+            out = out * (lse - total).exp().unsqueeze(-1)
+            lse = total
+        return out.permute(2, 0, 1, 3).to(self._query.dtype).contiguous(), lse
+
+
+def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Merge ``new_out`` [..., d] with finite ``new_lse`` [...] into ``out`` and ``lse``, in place."""
+    out.lerp_(new_out, torch.sigmoid(new_lse - lse).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, new_lse))
+
+
+def softmax_offset_grad(
+    softmax_offset: Tensor | None, out: Tensor, dout: Tensor, lse: Tensor, rows: list[slice]
+) -> Tensor | None:
+    """Gradient [h] of the offset from the final ``out``, ``dout`` [s, b, h, d] and ``lse`` [b, h, s] (offset included).
+
+    The offset's probability is ``p = exp(offset - lse)`` and its value is zero, so the softmax backward gives
+    ``-sum p * <dout, out>``. Only the real tokens in ``rows`` count: padding may hold anything.
+    """
+    if softmax_offset is None:
+        return None
+    grad = torch.zeros_like(softmax_offset, dtype=lse.dtype)
+    for part in rows:
+        delta = (dout[part].to(lse.dtype) * out[part].to(lse.dtype)).sum(-1).permute(1, 2, 0)
+        grad -= ((softmax_offset.to(lse.dtype)[:, None] - lse[:, :, part]).exp() * delta).sum((0, 2))
+    return grad.to(softmax_offset.dtype)

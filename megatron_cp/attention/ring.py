@@ -1,0 +1,76 @@
+"""``p2p``: keys and values travel round a ring while each rank attends with its own queries.
+
+At a stop the rank attends to the visiting keys and values and merges the result; the next visitor is already on its
+way. Stops at which no rank sees anything are skipped, the hop before them being longer. The backward pass saves the
+last visitor instead of the rank's own keys and values and runs the ring the other way round, so that each block of keys
+and values ends up at home, its gradients with it: as many hops as the forward pass.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_cp.attention import comm
+from megatron_cp.attention.comm import Peers
+from megatron_cp.attention.context import Problem
+from megatron_cp.attention.kernels import attend, attend_backward, tile_size, zeros_for_gradients
+from megatron_cp.attention.merge import OutputAccumulator, softmax_offset_grad
+from megatron_cp.attention.tiles import plan, ring_shifts
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, problem: Problem, peers: Peers
+) -> Tensor:
+    """Attention of this rank's queries over all ranks' keys and values, [s_local, b, h, d]; differentiable."""
+    return _Ring.apply(query, key, value, softmax_offset, problem, peers)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, problem: Problem, peers: Peers
+    ) -> Tensor:
+        stops = ring_shifts(problem.layout, problem.mask)
+        visitor = (key, value)
+        result = OutputAccumulator(query, value.shape[-1])
+        for stop, onward in zip(stops, _hops(stops), strict=True):
+            arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
+            tiles = plan(problem.layout, peers.rank, (peers.rank - stop) % peers.size, problem.mask, tile_size(query))
+            attend(query, visitor, tiles, problem.scale, into=result)
+            if arriving is not None:
+                visitor = arriving.wait()
+        out, lse = result.finish(offset)
+        ctx.save_for_backward(query, *visitor, out, lse, offset)
+        ctx.problem, ctx.peers = problem, peers
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, offset = ctx.saved_tensors
+        (dout,), problem, peers = douts, ctx.problem, ctx.peers
+        stops = ring_shifts(problem.layout, problem.mask)[::-1]
+        visitor = (key, value)
+        returning = None
+        dquery, dkey, dvalue = zeros_for_gradients(query, key, value)
+        for stop, onward in zip(stops, _hops(stops), strict=True):
+            arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
+            tiles = plan(problem.layout, peers.rank, (peers.rank - stop) % peers.size, problem.mask, tile_size(query))
+            attend_backward(dout, query, visitor, out, lse, tiles, problem.scale, into=(dquery, dkey, dvalue))
+            if returning is not None:
+                for own, others in zip((dkey, dvalue), returning.wait(), strict=True):
+                    own += others
+            if arriving is not None:
+                returning = comm.hop((dkey, dvalue), onward, peers, comm.GRAD_TAG)
+                dkey, dvalue = zeros_for_gradients(key, value)
+                visitor = arriving.wait()
+        doffset = softmax_offset_grad(offset, out, dout, lse, problem.real_rows(peers.rank))
+        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), doffset, None, None
+
+
+def _hops(stops: tuple[int, ...]) -> list[int]:
+    """How far to hop from each stop to reach the next; 0 at the last."""
+    return [*(after - stop for stop, after in pairwise(stops)), 0]

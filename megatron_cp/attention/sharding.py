@@ -1,0 +1,247 @@
+"""Zigzag sharding of sequences over context-parallel ranks: index arithmetic only.
+
+A sequence of length S is cut into 2*n equal chunks and rank r of n holds chunks r and 2*n-1-r, in this order. Under a
+causal mask every rank then has the same number of query-key pairs (to within one chunk's diagonal), and the placement
+is the one megatron-core's rotary embedding and batch slicing assume. In a pack (``thd``) every sequence is cut on its
+own, and a rank's rows are its two chunks of the first sequence, then of the second, and so on.
+
+Nothing here needs torch or a process group; tensors are only touched through methods they share with NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows [row, row + length) of a local buffer, holding consecutive tokens of one sequence from ``position`` on."""
+
+    row: int
+    length: int
+    position: int
+    sequence: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How sequences lie on ``size`` ranks. ``lengths`` are real tokens, ``padded`` what each sequence occupies.
+
+    One unpacked sequence is a layout of one sequence without padding. Frozen and hashable: plans are cached by it.
+    """
+
+    lengths: tuple[int, ...]
+    padded: tuple[int, ...]
+    size: int
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) != len(self.padded):
+            raise ValueError(f"cu_seqlens has {len(self.lengths)} sequences, cu_seqlens_padded {len(self.padded)}")
+        for index, (length, padded) in enumerate(zip(self.lengths, self.padded, strict=True)):
+            if not 0 <= length <= padded:
+                raise ValueError(
+                    f"cu_seqlens: sequence {index} has {length} tokens but cu_seqlens_padded gives it {padded}"
+                )
+            if self.size > 1 and padded % (2 * self.size):
+                raise ValueError(
+                    f"cu_seqlens_padded: sequence {index} occupies {padded} tokens, which does not divide by "
+                    f"2 * context-parallel size = {2 * self.size}; pad it to {_round_up(padded, 2 * self.size)}"
+                )
+
+    @classmethod
+    def dense(cls, seq_length: int, size: int) -> Layout:
+        """The layout of one unpacked sequence of ``seq_length`` tokens (the whole sequence, not a rank's part)."""
+        return cls((seq_length,), (seq_length,), size)
+
+    @classmethod
+    def packed(cls, cu_seqlens: Sequence[int], cu_seqlens_padded: Sequence[int] | None, size: int) -> Layout:
+        """The layout of a pack from cumulative real lengths and cumulative padded lengths (default: no padding)."""
+        padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+        for name, offsets in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", padded)):
+            if len(offsets) < 1 or offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)):
+                raise ValueError(f"{name} must start at 0 and never fall, got {_shorten(offsets)}")
+        return cls(_differences(cu_seqlens), _differences(padded), size)
+
+    def resized(self, size: int) -> Layout:
+        """The same sequences on another number of ranks."""
+        return Layout(self.lengths, self.padded, size)
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Rows that the sequences occupy on each rank."""
+        return sum(self.padded) // self.size
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The real (unpadded) tokens on ``rank``, in row order; neighbouring chunks come as one span."""
+        return _spans(self, rank)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no row is padding."""
+        return self.lengths == self.padded
+
+
+@functools.lru_cache(maxsize=4096)
+def _spans(layout: Layout, rank: int) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    row = 0
+    for sequence, (length, padded) in enumerate(zip(layout.lengths, layout.padded, strict=True)):
+        for start, end in _chunks(padded, rank, layout.size):
+            valid = min(length, end) - start
+            if valid > 0:
+                last = spans[-1] if spans else None
+                if last and last.sequence == sequence and last.position + last.length == start:
+                    spans[-1] = Span(last.row, last.length + valid, last.position, sequence)
+                else:
+                    spans.append(Span(row, valid, start, sequence))
+            row += end - start
+    return tuple(spans)
+
+
+def _chunks(length: int, rank: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Token ranges of one sequence on ``rank``."""
+    if size == 1:
+        return ((0, length),)
+    chunk = length // (2 * size)
+    return tuple((index * chunk, (index + 1) * chunk) for index in (rank, 2 * size - 1 - rank))
+
+
+def partition_indices(cu_seqlens_padded: Any, cp_rank: int, cp_size: int) -> Any:
+    """Positions in the pack of the tokens that ``cp_rank`` holds, in the order in which it holds them.
+
+    ``cu_seqlens_padded``: cumulative padded lengths [num_sequences + 1] as a list, NumPy array or torch tensor; each
+    sequence must divide by ``2 * cp_size``. Returns int64 [tokens / cp_size]: a torch tensor on the same device for a
+    torch tensor, else a NumPy array. Raises ValueError on lengths that do not divide or a rank out of range.
+    """
+    _check_rank(cp_rank, cp_size)
+    offsets = _as_list(cu_seqlens_padded)
+    Layout.packed(offsets, None, cp_size)
+    pieces = [
+        np.arange(offset + start, offset + end, dtype=np.int64)
+        for offset, following in pairwise(offsets)
+        for start, end in _chunks(following - offset, cp_rank, cp_size)
+    ]
+    indices = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+    if hasattr(cu_seqlens_padded, "device") and not isinstance(cu_seqlens_padded, np.ndarray):
+        import torch
+
+        return torch.from_numpy(indices).to(cu_seqlens_padded.device)
+    return indices
+
+
+def shard_sequence(x: Any, dim: int, cp_rank: int, cp_size: int, cu_seqlens_padded: Any = None) -> Any:
+    """The part of ``x`` that ``cp_rank`` holds along ``dim``: zigzag, per sequence when ``cu_seqlens_padded`` is given.
+
+    ``x``: a torch tensor or NumPy array whose ``dim`` holds whole sequences. Raises ValueError when the length does
+    not divide by ``2 * cp_size``. Differentiable for tensors.
+    """
+    _check_rank(cp_rank, cp_size)
+    dim = _check_dim(x, dim)
+    length = x.shape[dim]
+    if cu_seqlens_padded is None:
+        if cp_size > 1 and length % (2 * cp_size):
+            raise ValueError(
+                f"x has length {length} along dim {dim}, which does not divide by 2 * cp_size = {2 * cp_size}; "
+                f"pad it to {_round_up(length, 2 * cp_size)}"
+            )
+        offsets = [0, length]
+    else:
+        offsets = _as_list(cu_seqlens_padded)
+        if offsets[-1] != length:
+            raise ValueError(f"cu_seqlens_padded ends at {offsets[-1]} but x has length {length} along dim {dim}")
+    return _take(x, partition_indices(offsets, cp_rank, cp_size), dim)
+
+
+def unshard_sequence(shards: Sequence[Any], dim: int, cu_seqlens_padded: Any = None) -> Any:
+    """The whole of which ``shards`` (in rank order) are the parts: the inverse of :func:`shard_sequence`."""
+    if not shards:
+        raise ValueError("shards is empty: pass one tensor or array per context-parallel rank")
+    dim = _check_dim(shards[0], dim)
+    size = len(shards)
+    total = sum(shard.shape[dim] for shard in shards)
+    offsets = [0, total] if cu_seqlens_padded is None else _as_list(cu_seqlens_padded)
+    if offsets[-1] != total:
+        raise ValueError(f"cu_seqlens_padded ends at {offsets[-1]} but the shards hold {total} along dim {dim}")
+    order = np.concatenate([partition_indices(offsets, rank, size) for rank in range(size)])
+    if isinstance(shards[0], np.ndarray):
+        joined: Any = np.concatenate(shards, axis=dim)
+    else:
+        import torch
+
+        joined = torch.cat(list(shards), dim=dim)
+    return _take(joined, np.argsort(order), dim)
+
+
+@functools.lru_cache(maxsize=256)
+def regroup_order(layout: Layout, group_size: int) -> np.ndarray:
+    """Where rows lie before ``group_size`` neighbouring ranks put their shards together.
+
+    ``layout`` is over all ranks. Ranks p*A .. p*A+A-1 together hold, for every sequence, exactly the rows of rank p
+    of ``layout.resized(size / A)``. Entry i is the row, in the concatenation of their shards in rank order, of row i
+    of that common shard. The order is the same for every p, so it is computed for p = 0.
+    """
+    coarse = layout.size // group_size
+    rows = layout.rows
+    position_to_row = np.full(sum(layout.padded), -1, dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(layout.padded)]).astype(np.int64).tolist()
+    for rank in range(group_size):
+        indices = partition_indices(offsets, rank, layout.size)
+        position_to_row[indices] = rank * rows + np.arange(rows)
+    order = position_to_row[partition_indices(offsets, 0, coarse)]
+    order.setflags(write=False)
+    return order
+
+
+def read_offsets(cu_seqlens: torch.Tensor | Sequence[int] | np.ndarray) -> tuple[int, ...]:
+    """Cumulative lengths as plain integers (one device synchronization for a CUDA tensor)."""
+    return tuple(_as_list(cu_seqlens))
+
+
+def _as_list(offsets: Any) -> list[int]:
+    values = offsets.tolist() if hasattr(offsets, "tolist") else list(offsets)
+    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+        raise ValueError(f"cu_seqlens must be a one-dimensional list of integers, got {_shorten(values)}")
+    return values
+
+
+def _take(x: Any, indices: np.ndarray, dim: int) -> Any:
+    if isinstance(x, np.ndarray):
+        return np.take(x, indices, axis=dim)
+    import torch
+
+    return x.index_select(dim, torch.from_numpy(indices).to(x.device))
+
+
+def _check_rank(cp_rank: int, cp_size: int) -> None:
+    if cp_size < 1:
+        raise ValueError(f"cp_size must be at least 1, got {cp_size}")
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank must be in [0, {cp_size}) for cp_size {cp_size}, got {cp_rank}")
+
+
+def _check_dim(x: Any, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim {dim} is out of range for x with {x.ndim} dimensions")
+    return dim % x.ndim
+
+
+def _differences(offsets: Sequence[int]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in pairwise(offsets))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _shorten(values: Any) -> str:
+    text = str(values)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,236 @@
+"""Which query-key pairs a rank computes, as rectangles that kernels can run. Pure index arithmetic.
+
+A mask is a band: query i may see key j when i - left <= j <= i + right, positions counted in their common sequence.
+Causal attention is ``right = 0``. Between a span of queries and a span of keys (consecutive tokens each) the band cuts
+out a region, which :func:`plan` covers with disjoint tiles:
+
+    FULL     every pair of the rectangle is allowed
+    CAUSAL   a square on the diagonal: row x sees columns 0..x
+    BAND     row x sees columns x+low .. x+high; every row has at least one
+
+Rectangles that allow nothing never become tiles, so no kernel sees an empty block or a row without keys.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_cp.attention.sharding import Layout, Span
+
+
+class Kind(enum.Enum):
+    """The mask within a tile."""
+
+    FULL = enum.auto()
+    CAUSAL = enum.auto()
+    BAND = enum.auto()
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Allowed distances: ``left`` tokens back and ``right`` tokens ahead; None is without limit."""
+
+    left: int | None = None
+    right: int | None = None
+
+    @classmethod
+    def build(cls, causal: bool, window_size: tuple[int, int] | None) -> Mask:
+        """From the field's arguments: -1 in ``window_size`` is without limit, and a causal mask never looks ahead."""
+        left, right = (-1, -1) if window_size is None else window_size
+        if left < -1 or right < -1:
+            raise ValueError(f"window_size must hold numbers >= 0, or -1 for no limit, got {window_size}")
+        return cls(None if left == -1 else left, 0 if causal else None if right == -1 else right)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rectangle of the score matrix; ``low`` and ``high`` (column minus row) bound a BAND, None is without limit."""
+
+    q_row: int
+    q_length: int
+    k_row: int
+    k_length: int
+    kind: Kind
+    low: int | None = None
+    high: int | None = None
+
+    @property
+    def q_rows(self) -> slice:
+        return slice(self.q_row, self.q_row + self.q_length)
+
+    @property
+    def k_rows(self) -> slice:
+        return slice(self.k_row, self.k_row + self.k_length)
+
+
+@dataclass(frozen=True)
+class TileSize:
+    """How finely a kernel wants its work cut.
+
+    ``causal``: CAUSAL tiles longer than this are split into halves and a FULL square between them (0: never).
+    ``band``: the largest number of rows of a BAND tile (0: no limit, for kernels that know windows).
+    """
+
+    causal: int = 0
+    band: int = 0
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(layout: Layout, q_rank: int, k_rank: int, mask: Mask, size: TileSize) -> tuple[Tile, ...]:
+    """The tiles between the queries of ``q_rank`` and the keys of ``k_rank``, rows counted in each rank's buffer."""
+    return tuple(cover(layout.spans(q_rank), layout.spans(k_rank), mask, size))
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_gathered(layout: Layout, q_rank: int, mask: Mask, size: TileSize) -> tuple[Tile, ...]:
+    """The tiles between the queries of ``q_rank`` and the keys of all ranks in sequence order."""
+    return tuple(cover(layout.spans(q_rank), layout.resized(1).spans(0), mask, size))
+
+
+def cover(q_spans: tuple[Span, ...], k_spans: tuple[Span, ...], mask: Mask, size: TileSize) -> list[Tile]:
+    """Disjoint tiles that hold exactly the allowed pairs of two lists of spans, diagonal tiles last."""
+    by_sequence: dict[int, list[Span]] = {}
+    for span in k_spans:
+        by_sequence.setdefault(span.sequence, []).append(span)
+    tiles = [
+        tile
+        for q_span in q_spans
+        for k_span in by_sequence.get(q_span.sequence, ())
+        for tile in _cut(_region(q_span, k_span, mask), size)
+    ]
+    full = [tile for tile in tiles if tile.kind is Kind.FULL]
+    return [*_join(full), *(tile for tile in tiles if tile.kind is not Kind.FULL)]
+
+
+def touches(layout: Layout, q_rank: int, k_rank: int, mask: Mask) -> bool:
+    """Whether any query of ``q_rank`` sees any key of ``k_rank``."""
+    k_spans: dict[int, list[Span]] = {}
+    for span in layout.spans(k_rank):
+        k_spans.setdefault(span.sequence, []).append(span)
+    return any(
+        _trim(_region(q_span, k_span, mask)) is not None
+        for q_span in layout.spans(q_rank)
+        for k_span in k_spans.get(q_span.sequence, ())
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def ring_shifts(layout: Layout, mask: Mask) -> tuple[int, ...]:
+    """The distances d for which some rank r sees a key of rank r - d; 0 always comes first.
+
+    A ring only needs to stop at these: keys and values may hop from one listed distance straight to the next.
+    """
+    n = layout.size
+    return tuple(d for d in range(n) if d == 0 or any(touches(layout, r, (r - d) % n, mask) for r in range(n)))
+
+
+def _region(q_span: Span, k_span: Span, mask: Mask) -> Tile:
+    offset = q_span.position - k_span.position
+    low = None if mask.left is None else offset - mask.left
+    high = None if mask.right is None else offset + mask.right
+    return Tile(q_span.row, q_span.length, k_span.row, k_span.length, Kind.BAND, low, high)
+
+
+def _trim(tile: Tile) -> Tile | None:
+    """Without the outer rows and columns that allow nothing, and without limits that do not bind."""
+    low, high = tile.low, tile.high
+    if low is not None and high is not None and low > high:
+        return None
+    first_row = max(0, -high) if high is not None else 0
+    last_row = min(tile.q_length, tile.k_length - low) if low is not None else tile.q_length
+    if first_row >= last_row:
+        return None
+    first_column = max(0, first_row + low) if low is not None else 0
+    last_column = min(tile.k_length, last_row + high) if high is not None else tile.k_length
+    if first_column >= last_column:
+        return None
+    return _part(tile, first_row, last_row, first_column, last_column)
+
+
+def _part(tile: Tile, row: int, row_end: int, column: int, column_end: int) -> Tile:
+    """The sub-rectangle of a BAND tile, its limits in its own coordinates and dropped where they do not bind."""
+    rows, columns = row_end - row, column_end - column
+    low = None if tile.low is None else tile.low + row - column
+    high = None if tile.high is None else tile.high + row - column
+    low = None if low is not None and low <= 1 - rows else low
+    high = None if high is not None and high >= columns - 1 else high
+    return Tile(tile.q_row + row, rows, tile.k_row + column, columns, Kind.BAND, low, high)
+
+
+def _cut(region: Tile, size: TileSize) -> Iterator[Tile]:
+    tile = _trim(region)
+    if tile is None:
+        return
+    rows, columns, low, high = tile.q_length, tile.k_length, tile.low, tile.high
+    if low is None and high is None:
+        yield replace(tile, kind=Kind.FULL)
+    elif low is None and high == 0 and rows == columns:
+        yield from _halve_causal(replace(tile, kind=Kind.CAUSAL, high=None), size.causal)
+    elif low is None and high is not None and high > 0:
+        # All rows see the first columns; behind them the diagonal begins.
+        yield from _cut(_part(tile, 0, rows, 0, high), size)
+        yield from _cut(_part(tile, 0, rows, high, columns), size)
+    elif low is None:
+        # A diagonal that has ended: the rows below it see everything.
+        yield from _cut(_part(tile, 0, columns, 0, columns), size)
+        yield from _cut(_part(tile, columns, rows, 0, columns), size)
+    else:
+        yield from _cut_band(tile, size)
+
+
+def _cut_band(tile: Tile, size: TileSize) -> Iterator[Tile]:
+    """A band with a binding left limit: in row blocks, each with its unmasked middle apart when that is wide."""
+    rows, columns = tile.q_length, tile.k_length
+    low = tile.low if tile.low is not None else 1 - rows
+    high = tile.high if tile.high is not None else columns - 1
+    if not size.band:
+        yield tile
+        return
+    block = max(size.band // 4, min(size.band, high - low + 1))
+    if rows > block:
+        half = rows // 2
+        yield from _cut(_part(tile, 0, half, 0, columns), size)
+        yield from _cut(_part(tile, half, rows, 0, columns), size)
+        return
+    middle, middle_end = max(0, low + rows - 1), min(columns, high + 1)
+    if middle_end - middle >= 2 * rows and (middle > 0 or middle_end < columns):
+        yield from _cut(_part(tile, 0, rows, 0, middle), size)
+        yield from _cut(_part(tile, 0, rows, middle, middle_end), size)
+        yield from _cut(_part(tile, 0, rows, middle_end, columns), size)
+    else:
+        yield tile
+
+
+def _halve_causal(tile: Tile, limit: int) -> Iterator[Tile]:
+    if not limit or tile.q_length <= limit:
+        yield tile
+        return
+    half = tile.q_length // 2
+    rest = tile.q_length - half
+    yield from _halve_causal(replace(tile, q_length=half, k_length=half), limit)
+    yield Tile(tile.q_row + half, rest, tile.k_row, half, Kind.FULL)
+    yield from _halve_causal(
+        replace(tile, q_row=tile.q_row + half, q_length=rest, k_row=tile.k_row + half, k_length=rest), limit
+    )
+
+
+def _join(tiles: list[Tile]) -> list[Tile]:
+    """Full tiles that touch, made into one: along the keys, then along the queries."""
+    joined: dict[tuple[int, int], Tile] = {}
+    for tile in sorted(tiles, key=lambda t: (t.q_row, t.q_length, t.k_row)):
+        left = joined.pop((tile.q_row, tile.k_row), None)
+        if left is not None and left.q_length == tile.q_length:
+            tile = replace(left, k_length=left.k_length + tile.k_length)
+        elif left is not None:
+            joined[left.q_row, left.k_row + left.k_length] = left
+        joined[tile.q_row, tile.k_row + tile.k_length] = tile
+    result: dict[tuple[int, int, int], Tile] = {}
+    for tile in sorted(joined.values(), key=lambda t: (t.k_row, t.k_length, t.q_row)):
+        above = result.pop((tile.k_row, tile.k_length, tile.q_row), None)
+        if above is not None:
+            tile = replace(above, q_length=above.q_length + tile.q_length)
+        result[tile.k_row, tile.k_length, tile.q_row + tile.q_length] = tile
+    return list(result.values())
