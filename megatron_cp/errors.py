@@ -12,7 +12,7 @@ class Violation:
     """One broken rule.
 
     ``rule`` is the rule's id (``megatron-cp train --explain ID`` tells more), ``severity`` is "error" or "warning",
-    ``field`` the dotted name of the setting, ``value`` what it was set to, and ``fix`` says what would satisfy the rule.
+    ``field`` the dotted name of the setting, ``value`` what it was set to, and ``fix`` what would satisfy the rule.
     """
 
     rule: str
@@ -45,3 +45,7 @@ class ConfigError(ValueError, AssertionError):
 
 class RuntimeFault(RuntimeError):
     """A running job cannot go on; the message names the rank, the step and what to do."""
+
+
+class DataError(ValueError):
+    """A corpus, tokenizer or indexed file cannot be used; the message names it and says what is wrong with it."""

@@ -1,0 +1,131 @@
+"""The order in which samples become microbatches, and the slicing of a batch for context parallelism.
+
+Global batch i holds samples [i * global_batch_size, (i+1) * global_batch_size) under every parallel layout; the layout
+only decides which rank computes which of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from megatron_cp.attention.sharding import shard_sequence
+from megatron_cp.data.datasets import SAMPLE_KEYS
+
+Batch = dict[str, torch.Tensor]
+
+
+class _MicrobatchSampler(Sampler[list[int]]):
+    """Sample indices of this rank's microbatches, from ``start`` to the last whole global batch."""
+
+    def __init__(self, start: int, stop: int, micro: int, global_batch: int, rank: int, size: int) -> None:
+        self._batches = range(start, stop - global_batch + 1, global_batch)
+        self._offsets = range(rank * micro, global_batch, micro * size)
+        self._micro = micro
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._batches:
+            for offset in self._offsets:
+                yield list(range(batch + offset, batch + offset + self._micro))
+
+
+class BatchIterator:
+    """Microbatches of one data-parallel rank, in order and without end markers between global batches.
+
+    Each is a dict of ``[micro_batch_size, seq_length]`` tensors. Ends (StopIteration) with the last whole global batch.
+    Ranks that share a data-parallel rank (tensor, context and pipeline parallel) get equal microbatches.
+
+    Raises:
+        ValueError: sizes that do not divide, or a rank outside its group.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+        consumed_samples: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        stride = micro_batch_size * data_parallel_size
+        if stride < 1 or global_batch_size < 1 or global_batch_size % stride:
+            raise ValueError(
+                f"train.global_batch_size={global_batch_size} must be a positive multiple of train.micro_batch_size * "
+                f"data-parallel size = {micro_batch_size} * {data_parallel_size}"
+            )
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(f"data-parallel rank {data_parallel_rank} is not in [0, {data_parallel_size})")
+        self.num_microbatches = global_batch_size // stride
+        self._dataset, self._stride = dataset, stride
+        self._sizes = (micro_batch_size, global_batch_size, data_parallel_rank, data_parallel_size)
+        self._loader_options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
+        self._consumed = consumed_samples
+        self._microbatches: Iterator[Batch] | None = None
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that all ranks together have been dealt since the start of training."""
+        return self._consumed
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._microbatches is None:
+            self._microbatches = self._start()
+        batch = next(self._microbatches)
+        self._consumed += self._stride
+        return batch
+
+    def _start(self) -> Iterator[Batch]:
+        sampler = _MicrobatchSampler(self._consumed, len(self._dataset), *self._sizes)  # type: ignore[arg-type]
+        loader = DataLoader(
+            self._dataset,
+            batch_sampler=sampler,
+            collate_fn=_stack,
+            # Its own generator: by default a loader draws its workers' seeds from the generator of dropout.
+            generator=torch.Generator(),
+            **self._loader_options,
+        )
+        return iter(loader)
+
+    def state_dict(self) -> dict[str, int]:
+        """What to save: valid between global batches."""
+        return {"consumed_samples": self._consumed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on exactly where the saved iterator stopped, also under another layout or micro-batch size."""
+        self._consumed = int(state["consumed_samples"])
+        self._microbatches = None
+
+
+def _stack(samples: Sequence[Batch]) -> Batch:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in SAMPLE_KEYS}
+
+
+class SlicedBatch(dict[str, torch.Tensor]):
+    """A batch that holds one context-parallel rank's part of each sequence."""
+
+
+def slice_for_context_parallel(batch: Batch, cp_rank: int, cp_size: int) -> SlicedBatch:
+    """This context-parallel rank's part of a batch, cut along the sequence (dimension 1) in zigzag order.
+
+    ``batch`` holds whole sequences, [micro_batch_size, seq_length] each; the result [micro_batch_size,
+    seq_length / cp_size]. Only the keys of a sample are known; a batch is sliced exactly once.
+
+    Raises:
+        ValueError: a batch that is sliced already, an unknown key, or a length that does not divide by 2 * cp_size.
+    """
+    if isinstance(batch, SlicedBatch):
+        raise ValueError("this batch is already sliced for context parallelism; slice each batch once")
+    unknown = sorted(set(batch) - set(SAMPLE_KEYS))
+    if unknown:
+        raise ValueError(f"cannot slice {unknown} for context parallelism: only {list(SAMPLE_KEYS)} are known")
+    return SlicedBatch({key: shard_sequence(value, 1, cp_rank, cp_size) for key, value in batch.items()})

@@ -1,0 +1,284 @@
+"""Text into Megatron ``.bin``/``.idx`` files, through megatron-core's own IndexedDatasetBuilder.
+
+A text file is one document; each line of a ``.jsonl`` file is one document, under one key. Every document ends with the
+tokenizer's end-of-document token. The files are written aside and renamed at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_cp.config import TokenizerConfig
+from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_cp.errors import DataError
+
+DEFAULT_SUFFIXES = (".txt", ".jsonl")
+_CHUNK_BYTES = 1 << 18  # text handed to a worker at once
+_CHUNKS_IN_FLIGHT = 4  # per worker: bounds the memory
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was written."""
+
+    prefix: str
+    documents: int
+    tokens: int
+    empty_documents: int
+    text_bytes: int
+
+
+def find_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> list[Path]:
+    """The files to read: each input file as given, each folder searched for ``suffixes`` in sorted order.
+
+    Raises:
+        DataError: an input that does not exist, or a folder without any such file.
+    """
+    files: list[Path] = []
+    for item in inputs:
+        path = Path(item)
+        if path.is_file():
+            files.append(path)
+        elif path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.suffix in suffixes and p.is_file())
+            if not found:
+                raise DataError(f"{path}: no file that ends with {' or '.join(suffixes)} in this folder.")
+            files += found
+        else:
+            raise DataError(f"{path}: no such file or folder.")
+    if not files:
+        raise DataError("no input: name text files, .jsonl files or folders.")
+    return files
+
+
+def read_documents(file: Path, json_key: str = "text") -> Iterator[tuple[str, int]]:
+    """(text, bytes of the file it took) of each document of a file.
+
+    Raises:
+        DataError: text that is not UTF-8, or a line that is not a JSON object with a string under ``json_key``.
+    """
+    try:
+        if file.suffix == ".jsonl":
+            with open(file, "rb") as stream:
+                for number, line in enumerate(stream, 1):
+                    yield _json_text(file, number, line, json_key), len(line)
+        else:
+            raw = file.read_bytes()
+            yield raw.decode("utf-8"), len(raw)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: is not UTF-8 text (byte {error.start}): {error.reason}.") from error
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
+
+
+def _json_text(file: Path, number: int, line: bytes, json_key: str) -> str:
+    if not line.strip():
+        return ""
+    try:
+        value = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}:{number}: is not UTF-8 text: {error.reason}.") from error
+    except ValueError as error:
+        raise DataError(f"{file}:{number}: not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{file}:{number}: a JSON object is needed, found {type(value).__name__}.")
+    if json_key not in value:
+        raise DataError(f"{file}:{number}: no key {json_key!r}; it has {sorted(value)}. Name one with --json-key.")
+    text = value[json_key]
+    if not isinstance(text, str):
+        raise DataError(f"{file}:{number}: the value of {json_key!r} is {type(text).__name__}, not text.")
+    return text
+
+
+class Progress:
+    """Receives the bytes read so far; this one shows nothing."""
+
+    def start(self, total_bytes: int) -> None: ...
+
+    def advance(self, num_bytes: int) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class RichProgress(Progress):
+    """A bar with rich on a terminal, a line every tenth elsewhere."""
+
+    def __init__(self, description: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        self._description = description
+        self._console = Console(stderr=True)
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._total = self._done = self._tenths = 0
+
+    def start(self, total_bytes: int) -> None:
+        self._total = max(total_bytes, 1)
+        if self._console.is_terminal:
+            self._bar.start()
+            self._task = self._bar.add_task(self._description, total=self._total)
+
+    def advance(self, num_bytes: int) -> None:
+        if self._console.is_terminal:
+            self._bar.advance(self._task, num_bytes)
+            return
+        self._done += num_bytes
+        if self._done * 10 // self._total > self._tenths:
+            self._tenths = self._done * 10 // self._total
+            share = f"{self._tenths * 10}% of {self._total / 1e6:.1f} MB"
+            print(f"{self._description}: {share}", file=sys.stderr, flush=True)
+
+    def stop(self) -> None:
+        self._bar.stop()
+
+
+def preprocess(
+    inputs: Iterable[str | os.PathLike[str]],
+    output_prefix: str | os.PathLike[str],
+    tokenizer_config: TokenizerConfig,
+    *,
+    json_key: str = "text",
+    suffixes: Sequence[str] = DEFAULT_SUFFIXES,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> Summary:
+    """Tokenize ``inputs`` into ``output_prefix.bin`` and ``output_prefix.idx``; documents keep the order of the inputs.
+
+    ``workers`` processes tokenize; 1 does it in this process. The result does not depend on it. Empty documents are
+    left out.
+
+    Raises:
+        DataError: bad input (see :func:`find_files` and :func:`read_documents`), or no token in all of it.
+        OSError: the output cannot be written.
+    """
+    if workers < 1:
+        raise DataError(f"workers={workers}: must be 1 or more.")
+    tokenizer = build_tokenizer(tokenizer_config)
+    files = find_files(inputs, suffixes)
+    prefix = str(output_prefix).removesuffix(".bin").removesuffix(".idx")
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    progress = progress or Progress()
+
+    # Takes seconds, so the inputs are checked first.
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    aside = {ending: f"{prefix}{ending}.tmp-{os.getpid()}" for ending in (".bin", ".idx")}
+    documents = tokens = empty = text_bytes = 0
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    progress.start(sum(file.stat().st_size for file in files))
+    try:
+        builder = IndexedDatasetBuilder(aside[".bin"], dtype=dtype)
+        for ids, lengths, num_bytes in _tokenized(files, json_key, tokenizer, tokenizer_config, dtype, workers):
+            start = 0
+            for length in lengths:
+                if length:
+                    builder.add_document(ids[start : start + length], [length])
+                    documents += 1
+                else:
+                    empty += 1
+                start += length
+            tokens += start
+            text_bytes += num_bytes
+            progress.advance(num_bytes)
+        if not documents:
+            raise DataError(f"{files[0]}{' and the other files' if len(files) > 1 else ''}: no text inside.")
+        builder.finalize(aside[".idx"])
+        # Without its index a .bin is nothing: an interruption between the renames leaves no pair that looks whole.
+        Path(prefix + ".idx").unlink(missing_ok=True)
+        for ending in (".bin", ".idx"):
+            os.replace(aside[ending], prefix + ending)
+    finally:
+        progress.stop()
+        for path in aside.values():
+            Path(path).unlink(missing_ok=True)
+    return Summary(prefix, documents, tokens, empty, text_bytes)
+
+
+def _tokenized(
+    files: Sequence[Path],
+    json_key: str,
+    tokenizer: Tokenizer,
+    config: TokenizerConfig,
+    dtype: type[np.integer],
+    workers: int,
+) -> Iterator[tuple[np.ndarray, list[int], int]]:
+    """(ids of some documents one after the other, length of each, bytes read) in the order of the files."""
+    if workers == 1:
+        for texts, num_bytes in _chunks(files, json_key):
+            yield *_encode(tokenizer, texts, dtype), num_bytes
+        return
+    # Fresh processes: a forked copy of one whose tokenizer already runs threads would stop working.
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (config, dtype)) as pool:
+        pending: deque[tuple[Future, int]] = deque()
+        try:
+            for texts, num_bytes in _chunks(files, json_key):
+                pending.append((pool.submit(_encode_in_worker, texts), num_bytes))
+                if len(pending) >= _CHUNKS_IN_FLIGHT * workers:
+                    done, size = pending.popleft()
+                    yield *done.result(), size
+            while pending:
+                done, size = pending.popleft()
+                yield *done.result(), size
+        except BrokenProcessPool as error:
+            raise DataError("a tokenizing process was killed (out of memory?); use fewer --workers.") from error
+        finally:
+            for future, _ in pending:
+                future.cancel()
+
+
+def _chunks(files: Sequence[Path], json_key: str) -> Iterator[tuple[list[str], int]]:
+    texts: list[str] = []
+    total = 0
+    for file in files:
+        for text, num_bytes in read_documents(file, json_key):
+            texts.append(text)
+            total += num_bytes
+            if total >= _CHUNK_BYTES:
+                yield texts, total
+                texts, total = [], 0
+    if texts:
+        yield texts, total
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str], dtype: type[np.integer]) -> tuple[np.ndarray, list[int]]:
+    ids: list[int] = []
+    lengths: list[int] = []
+    for text in texts:
+        document = tokenizer.tokenize(text) if text.strip() else []
+        if document:
+            document.append(tokenizer.eod)
+        ids += document
+        lengths.append(len(document))
+    return np.array(ids, dtype=dtype), lengths
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(config: TokenizerConfig, dtype: type[np.integer]) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker.update(tokenizer=build_tokenizer(config), dtype=dtype)
+
+
+def _encode_in_worker(texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
+    return _encode(_worker["tokenizer"], texts, _worker["dtype"])

@@ -1,0 +1,225 @@
+"""Tokenizers with the interface that megatron-core's datasets read.
+
+They use the ``tokenizers`` library directly: it loads in a tenth of a second and never asks a network. ``transformers``
+is only imported for a folder that has no ``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_cp.config import TokenizerConfig
+from megatron_cp.errors import DataError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+NO_TOKEN = -1  # megatron-core's value for "there is no such token"
+
+# Asked for in this order when no file of the tokenizer names its end-of-text token.
+_COMMON_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[EOS]", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """What the datasets and the preprocessing need; token ids are ints in [0, vocab_size)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod(self) -> int:
+        """Id of the token that ends a document."""
+
+    @property
+    def pad(self) -> int:
+        """Id of the padding token, ``-1`` if there is none."""
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        """What distinguishes this tokenizer in megatron-core's index cache."""
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+    def detokenize(self, ids: Sequence[int]) -> str: ...
+
+
+class _Base:
+    """The ids common to all tokenizers."""
+
+    def __init__(self, vocab_size: int, eod: int, pad: int = NO_TOKEN) -> None:
+        self.vocab_size = vocab_size
+        self.eod = eod
+        self.pad = pad
+
+    @property
+    def eos(self) -> int:
+        return self.eod
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        return OrderedDict(tokenizer=type(self).__name__, vocab_size=self.vocab_size, eod=self.eod)
+
+
+class ByteLevelTokenizer(_Base):
+    """The 256 bytes of UTF-8 and one more token that ends a document. Needs no file."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=257, eod=256)
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class NullTokenizer(_Base):
+    """No text at all: ids written as decimal numbers. Used with mock data and with data tokenized elsewhere."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size=vocab_size, eod=vocab_size - 1)
+
+    def tokenize(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(str(i) for i in ids)
+
+
+class HuggingFaceTokenizer(_Base):
+    """A ``tokenizer.json``, alone or in a folder with ``tokenizer_config.json``; read from disk only."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.exists():
+            raise DataError(
+                f"tokenizer.tokenizer_model={path}: no such file or folder. Give a tokenizer.json or the folder that "
+                "holds one; nothing is downloaded."
+            )
+        self._tokenizer = _load(self.path)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise DataError(f"tokenizer.tokenizer_model={path}: the vocabulary is empty.")
+        named = _named_special_tokens(self.path)
+        end = next((t for t in (named.get("eos_token"), *_COMMON_END_TOKENS) if t in ids), None)
+        if end is None:
+            raise DataError(
+                f"tokenizer.tokenizer_model={path}: no end-of-document token. Name one as eos_token in "
+                "tokenizer_config.json beside tokenizer.json."
+            )
+        pad = ids.get(named.get("pad_token") or "", NO_TOKEN)
+        # Ids can have holes, so the embedding needs the largest one, not their number.
+        super().__init__(max(ids.values()) + 1, ids[end], NO_TOKEN if pad == ids[end] else pad)
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def _load(path: Path) -> Any:
+    from tokenizers import Tokenizer as FastTokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        if file.exists():
+            return FastTokenizer.from_file(str(file))
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, use_fast=True).backend_tokenizer
+    except Exception as error:  # both libraries raise bare Exceptions
+        raise DataError(f"tokenizer.tokenizer_model={path}: cannot be read as a tokenizer: {error}") from error
+
+
+def _named_special_tokens(path: Path) -> dict[str, str]:
+    """``eos_token`` and ``pad_token`` as the files beside ``tokenizer.json`` name them."""
+    folder = path if path.is_dir() else path.parent
+    named: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = folder / name
+        if not file.exists():
+            continue
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{file}: not valid JSON: {error}") from error
+        for key in ("eos_token", "pad_token"):
+            token = values.get(key)
+            if isinstance(token, dict):
+                token = token.get("content")
+            if token:
+                named[key] = token
+    return named
+
+
+def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer that a run's ``tokenizer`` section describes.
+
+    ``vocab_size`` (the model's, where it is known) is used by a NullTokenizer whose section names none.
+
+    Raises:
+        DataError: an unknown type, a missing setting, or a file that is missing or cannot be read.
+    """
+    match config.tokenizer_type:
+        case "HuggingFaceTokenizer":
+            if not config.tokenizer_model:
+                raise DataError(
+                    "tokenizer.tokenizer_model is not set: a HuggingFaceTokenizer needs a tokenizer.json or its "
+                    "folder. tokenizer.tokenizer_type=ByteLevelTokenizer needs no file."
+                )
+            return HuggingFaceTokenizer(config.tokenizer_model)
+        case "ByteLevelTokenizer":
+            return ByteLevelTokenizer()
+        case "NullTokenizer":
+            size = config.vocab_size or vocab_size
+            if not size or size < 2:
+                raise DataError(f"tokenizer.vocab_size={size}: a NullTokenizer needs the number of tokens, 2 or more.")
+            return NullTokenizer(size)
+        case other:
+            raise DataError(
+                f"tokenizer.tokenizer_type={other}: unknown; use HuggingFaceTokenizer, "
+                "ByteLevelTokenizer or NullTokenizer."
+            )
+
+
+def train_bpe(files: Iterable[str | os.PathLike[str]], vocab_size: int, out_dir: str | os.PathLike[str]) -> Path:
+    """Train a byte-level BPE tokenizer on text files and write ``tokenizer.json`` and its config to ``out_dir``.
+
+    The files are written aside and renamed, so that an interrupted training leaves nothing that looks finished.
+    Returns ``out_dir``. Byte-level BPE: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
+
+    Raises:
+        DataError: no file, or a vocabulary too small for the 256 bytes and the end-of-document token.
+    """
+    from tokenizers import Tokenizer as FastTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    names = [str(file) for file in files]
+    if not names:
+        raise DataError("no text file to train a tokenizer on.")
+    if vocab_size < 257:
+        raise DataError(f"vocab_size={vocab_size}: byte-level BPE needs 257 or more (256 bytes, end of document).")
+    tokenizer = FastTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train(names, trainer)
+    folder = Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".tokenizer-") as aside:
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
+        Path(aside, "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        tokenizer.save(str(Path(aside, "tokenizer.json")))
+        for name in ("tokenizer_config.json", "tokenizer.json"):
+            os.replace(Path(aside, name), folder / name)
+    return folder

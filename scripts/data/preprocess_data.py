@@ -1,0 +1,77 @@
+#!/usr/bin/env python3
+"""Tokenize text into Megatron .bin/.idx files: see --help."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+
+from megatron_cp.config import TokenizerConfig
+from megatron_cp.data.preprocess import DEFAULT_SUFFIXES, RichProgress, preprocess
+from megatron_cp.errors import DataError
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Tokenize text into Megatron PREFIX.bin and PREFIX.idx. A text file is one document, and so "
+        "is each line of a .jsonl file. Every document ends with the tokenizer's end-of-document token.",
+        epilog="example: preprocess_data.py --input corpus/ notes.txt --output-prefix data/corpus "
+        "--tokenizer-model data/tokenizer",
+    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, or folders to search")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="where PREFIX.bin and PREFIX.idx go")
+    parser.add_argument("--json-key", default="text", metavar="KEY", help=".jsonl: the key of the text (default: text)")
+    parser.add_argument(
+        "--suffix",
+        nargs="+",
+        default=list(DEFAULT_SUFFIXES),
+        metavar=".EXT",
+        help=f"which files of a folder to read (default: {' '.join(DEFAULT_SUFFIXES)})",
+    )
+    parser.add_argument("--tokenizer-type", choices=["HuggingFaceTokenizer", "ByteLevelTokenizer", "NullTokenizer"])
+    parser.add_argument("--tokenizer-model", metavar="PATH", help="a tokenizer.json, or the folder that holds one")
+    parser.add_argument("--vocab-size", type=int, help="of a NullTokenizer, whose text is numbers")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a CPU)")
+    options = parser.parse_args(arguments)
+    if options.tokenizer_type is None:
+        if options.tokenizer_model is None:
+            parser.error("name a tokenizer: --tokenizer-model PATH, or --tokenizer-type ByteLevelTokenizer")
+        options.tokenizer_type = "HuggingFaceTokenizer"
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that unfinished files are removed
+    tokenizer = TokenizerConfig(options.tokenizer_type, options.tokenizer_model, options.vocab_size)
+    start = time.perf_counter()
+    try:
+        summary = preprocess(
+            options.input,
+            options.output_prefix,
+            tokenizer,
+            json_key=options.json_key,
+            suffixes=options.suffix,
+            workers=options.workers,
+            progress=RichProgress("tokenizing"),
+        )
+    except (DataError, OSError) as error:
+        print(f"preprocess_data.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("preprocess_data.py: interrupted; nothing was written.", file=sys.stderr)
+        return 130
+    seconds = time.perf_counter() - start
+    skipped = f" ({summary.empty_documents} empty left out)" if summary.empty_documents else ""
+    print(
+        f"{summary.prefix}.bin, .idx: {summary.documents:,} documents{skipped}, {summary.tokens:,} tokens "
+        f"of {summary.text_bytes / 1e6:.1f} MB text in {seconds:.1f} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""A small indexed corpus."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_cp.config import RunConfig, TokenizerConfig
+from megatron_cp.data.preprocess import preprocess
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Callable[..., str]:
+    """``corpus(name, documents)`` writes documents of letters and returns the prefix of their .bin/.idx pair."""
+
+    def make(name: str = "corpus", documents: int = 40, letters: str = "abcdefghijklm") -> str:
+        rng = np.random.default_rng(0)
+        source = tmp_path / f"{name}-source"
+        source.mkdir()
+        for number in range(documents):
+            text = "".join(rng.choice(list(letters), rng.integers(50, 150)))
+            (source / f"{number:03}.txt").write_text(text)
+        return preprocess([source], tmp_path / name, TokenizerConfig("ByteLevelTokenizer")).prefix
+
+    return make
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    config = RunConfig()
+    config.tokenizer.tokenizer_type = "ByteLevelTokenizer"
+    config.dataset.seq_length = 32
+    config.dataset.split = "80,20,0"
+    return config

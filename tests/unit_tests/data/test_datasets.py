@@ -1,0 +1,212 @@
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_cp.config import RunConfig
+from megatron_cp.data.datasets import SAMPLE_KEYS, build_datasets, parse_blend
+from megatron_cp.data.tokenizers import ByteLevelTokenizer, build_tokenizer
+from megatron_cp.errors import DataError
+from tests.ranks import run_ranks
+
+TOKENIZER = ByteLevelTokenizer()
+
+
+def _check_sample(sample: dict[str, torch.Tensor], length: int) -> None:
+    assert tuple(sample) == SAMPLE_KEYS
+    assert all(value.shape == (length,) for value in sample.values())
+    assert sample["loss_mask"].dtype == torch.float32
+    assert all(sample[key].dtype == torch.int64 for key in ("tokens", "labels", "position_ids"))
+    assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+
+
+def test_indexed_samples(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.data_path = corpus()
+    train, valid, test = build_datasets(config, TOKENIZER, 500, 10)
+    assert len(train) >= 500 and len(valid) >= 10 and test is None  # about five epochs
+    for index in (0, 7, 499):
+        _check_sample(train[index], 32)
+    assert torch.equal(train[3]["loss_mask"], torch.ones(32))
+
+
+def test_masked_ends_of_documents(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.data_path, config.dataset.eod_mask_loss = corpus(), True
+    train, _, _ = build_datasets(config, TOKENIZER, 60)
+    masks = torch.stack([train[i]["loss_mask"] for i in range(60)])
+    tokens = torch.stack([train[i]["tokens"] for i in range(60)])
+    assert (masks == 0).any()
+    assert torch.equal(masks == 0, tokens == TOKENIZER.eod)
+
+
+def test_train_and_validation_share_no_document(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.data_path = corpus()
+    train, valid, _ = build_datasets(config, TOKENIZER, 80, 20)
+    text = [bytes(d[i]["tokens"][:16].clamp(max=255).tolist()) for d in (train, valid) for i in range(20)]
+    assert len(set(text)) == 40
+
+
+def test_the_index_is_cached_and_follows_the_files(config: RunConfig, corpus: Callable[..., str]) -> None:
+    prefix = config.dataset.data_path = corpus("a")
+    cache = Path(prefix).parent / "cache"
+    first = build_datasets(config, TOKENIZER, 50).train[0]["tokens"]
+    (folder,) = cache.iterdir()
+    written = {p: p.stat().st_mtime_ns for p in folder.iterdir()}
+    assert torch.equal(build_datasets(config, TOKENIZER, 50).train[0]["tokens"], first)
+    assert {p: p.stat().st_mtime_ns for p in folder.iterdir()} == written
+    # Other contents under the same name must not meet the old index.
+    other = corpus("b", documents=25)
+    for ending in (".bin", ".idx"):
+        os.replace(other + ending, prefix + ending)
+    build_datasets(config, TOKENIZER, 50)
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_blend_follows_its_weights(config: RunConfig, corpus: Callable[..., str], tmp_path: Path) -> None:
+    prefixes = [corpus("a"), corpus("b", letters="nopqrstuvwxyz")]
+    config.dataset.data_path = [0.75, prefixes[0], "0.25", prefixes[1]]
+    config.dataset.path_to_cache = str(tmp_path / "elsewhere")
+    train, _, _ = build_datasets(config, TOKENIZER, 400)
+    assert (tmp_path / "elsewhere").is_dir() and not (tmp_path / "cache").exists()
+    from_first = sum((train[i]["tokens"][:2] <= ord("m")).any().item() for i in range(400))
+    assert from_first / 400 == pytest.approx(0.75, abs=0.02)
+
+
+def test_prefixes_without_weights_last_for_more_than_an_epoch(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.data_path = [corpus("a"), corpus("b", letters="nopqrstuvwxyz")]
+    train, _, _ = build_datasets(config, TOKENIZER, 2000)
+    _check_sample(train[1999], 32)
+
+
+@pytest.mark.parametrize(
+    ("data_path", "expected"),
+    [
+        ("a", (["a"], None)),
+        (["a", "b"], (["a", "b"], None)),
+        ([0.3, "a", 0.7, "b"], (["a", "b"], [0.3, 0.7])),
+        (["30", "a", "70", "b"], (["a", "b"], [30.0, 70.0])),
+    ],
+)
+def test_blends(data_path: object, expected: object) -> None:
+    assert parse_blend(data_path) == expected
+
+
+@pytest.mark.parametrize("data_path", [None, [], [0.3, "a", "b"], ["0.3", "a", "b", "c"], [0.0, "a"], [-1, "a"]])
+def test_bad_blends(data_path: object) -> None:
+    with pytest.raises(DataError, match=r"dataset\.data_path"):
+        parse_blend(data_path)
+
+
+def test_a_split_without_documents(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.data_path, config.dataset.split = corpus(), "9999,1,0"
+    with pytest.raises(DataError, match=r"valid part of dataset.split=9999,1,0 has no documents \(the file has 40\)"):
+        build_datasets(config, TOKENIZER, 10, 10)
+    build_datasets(config, TOKENIZER, 10)  # nobody asks for that part
+    with pytest.raises(DataError, match="no share for test"):
+        build_datasets(config, TOKENIZER, 10, 0, 10)
+
+
+@pytest.mark.parametrize("split", ["", "a", "0,0", "1,2,3,4"])
+def test_bad_split(config: RunConfig, corpus: Callable[..., str], split: str) -> None:
+    config.dataset.data_path, config.dataset.split = corpus(), split
+    with pytest.raises(DataError, match="give the shares"):
+        build_datasets(config, TOKENIZER, 10)
+
+
+def test_no_square_mask(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.data_path, config.dataset.reset_attention_mask = corpus(), True
+    with pytest.raises(DataError, match=r"\[s, s\] mask"):
+        build_datasets(config, TOKENIZER, 10)
+
+
+def test_tokens_of_another_tokenizer(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.data_path = corpus()
+    config.tokenizer.tokenizer_type, config.tokenizer.vocab_size = "NullTokenizer", 100
+    train, _, _ = build_datasets(config, build_tokenizer(config.tokenizer), 10)
+    with pytest.raises(DataError, match="tokenizer's ids are 0 to 99"):
+        train[0]
+
+
+def test_unwritable_cache(config: RunConfig, corpus: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config.dataset.data_path, config.dataset.path_to_cache = corpus(), str(tmp_path / "file" / "cache")
+    with pytest.raises(DataError, match=r"set dataset\.path_to_cache"):
+        build_datasets(config, TOKENIZER, 10)
+
+
+def test_an_interrupted_build_leaves_no_index(
+    config: RunConfig, corpus: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.dataset.data_path = prefix = corpus()
+    monkeypatch.setattr("megatron_cp.data.datasets.TokenDataset.__init__", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        build_datasets(config, TOKENIZER, 10)
+    assert list((Path(prefix).parent / "cache").iterdir()) == []
+
+
+def _interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _first_tokens(config: RunConfig) -> list[list[int]]:
+    train, valid, _ = build_datasets(config, TOKENIZER, 30, 5)
+    return [train[0]["tokens"].tolist(), valid[0]["tokens"].tolist()]
+
+
+def test_ranks_share_one_index(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.data_path = corpus()
+    results = run_ranks(_first_tokens, 2, config)
+    assert results[0] == results[1]
+    assert len(list((Path(config.dataset.data_path).parent / "cache").iterdir())) == 1
+
+
+def _message(config: RunConfig) -> str:
+    try:
+        build_datasets(config, TOKENIZER, 30, 5)
+    except DataError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_fault_found_by_one_rank_reaches_all(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.data_path, config.dataset.split = corpus(), "9999,1,0"
+    first, second = run_ranks(_message, 2, config, timeout=30)
+    assert first == second
+    assert "has no documents" in first
+
+
+@pytest.fixture
+def mock_config(config: RunConfig) -> RunConfig:
+    config.dataset.kind, config.dataset.mock_masked_fraction = "mock", 0.3
+    return config
+
+
+def test_mock_samples(mock_config: RunConfig) -> None:
+    mock_config.dataset.mock_num_samples = 400
+    train, valid, test = build_datasets(mock_config, TOKENIZER, 500, 10)
+    assert (len(train), len(valid), test) == (500, 10, None)
+    _check_sample(train[0], 32)
+    again, _, _ = build_datasets(mock_config, TOKENIZER, 100)
+    assert torch.equal(again[5]["tokens"], train[5]["tokens"])
+    assert not torch.equal(train[5]["tokens"], train[6]["tokens"])
+    assert not torch.equal(train[5]["tokens"], valid[5]["tokens"])
+    assert torch.equal(train[405]["tokens"], train[5]["tokens"])
+    tokens = torch.stack([train[i]["tokens"] for i in range(400)])
+    assert tokens.min() == 0 and tokens.max() == TOKENIZER.vocab_size - 1
+
+
+def test_mock_loss_mask_is_uneven(mock_config: RunConfig) -> None:
+    train, _, _ = build_datasets(mock_config, TOKENIZER, 2000)
+    masks = torch.stack([train[i]["loss_mask"] for i in range(2000)])
+    assert (1 - masks).mean().item() == pytest.approx(0.3, abs=0.01)
+    assert len(masks.sum(dim=1).unique()) > 10
+    quarters = masks.view(2000, 4, 8).sum(dim=2)
+    assert (quarters.amax(dim=1) > quarters.amin(dim=1)).float().mean() > 0.8
+
+
+@pytest.mark.parametrize(("field", "value"), [("mock_masked_fraction", 1.0), ("mock_num_samples", 0)])
+def test_bad_mock_settings(mock_config: RunConfig, field: str, value: object) -> None:
+    setattr(mock_config.dataset, field, value)
+    with pytest.raises(DataError, match=f"dataset.{field}"):
+        build_datasets(mock_config, TOKENIZER, 10)

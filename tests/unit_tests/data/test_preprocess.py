@@ -1,0 +1,112 @@
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_cp.config import TokenizerConfig
+from megatron_cp.data.preprocess import find_files, preprocess
+from megatron_cp.errors import DataError
+
+BYTES = TokenizerConfig("ByteLevelTokenizer")
+SCRIPT = Path(__file__).parents[3] / "scripts/data/preprocess_data.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("preprocess_data", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _documents(prefix: str) -> list[str]:
+    documents = []
+    for ids in IndexedDataset(prefix):
+        assert ids[-1] == 256
+        documents.append(bytes(ids[:-1].tolist()).decode())
+    return documents
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "b.txt").write_text("second")
+    (folder / "a.jsonl").write_text('{"text": "first", "body": "1"}\n\n{"text": "", "body": "2"}\n{"text": "\u00e9"}\n')
+    (folder / "deep" / "c.txt").write_text("third\n")
+    (folder / "deep" / "c.py").write_text("code")
+    return folder
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_files_folders_and_lines(mixed: Path, tmp_path: Path, workers: int) -> None:
+    summary = preprocess([mixed, mixed / "deep" / "c.py"], tmp_path / "out" / "x", BYTES, workers=workers)
+    assert _documents(summary.prefix) == ["first", "\u00e9", "second", "third\n", "code"]
+    assert (summary.documents, summary.empty_documents) == (5, 2)
+    assert summary.tokens == len(b"first\xc3\xa9secondthird\ncode") + 5
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["x.bin", "x.idx"]
+
+
+def test_json_key_and_suffixes(mixed: Path, tmp_path: Path) -> None:
+    (mixed / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}')
+    assert _documents(preprocess([mixed / "a.jsonl"], tmp_path / "x", BYTES, json_key="body").prefix) == ["one", "two"]
+    assert [p.name for p in find_files([mixed], [".py"])] == ["c.py"]
+
+
+def test_large_input_in_several_chunks_keeps_its_order(tmp_path: Path) -> None:
+    lines = [f"{number} " + "x" * 5000 for number in range(400)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    assert _documents(preprocess([tmp_path / "a.jsonl"], tmp_path / "x", BYTES, workers=2).prefix) == lines
+
+
+BAD = {
+    "missing file": (None, "no such file or folder"),
+    "no matching file": ({"a.md": b"x"}, "no file that ends with .txt or .jsonl"),
+    "empty": ({"a.txt": b"", "b.txt": b" \n"}, "no text inside"),
+    "not UTF-8": ({"a.txt": b"ab\xff"}, r"a.txt: is not UTF-8 text \(byte 2\)"),
+    "bad JSON": ({"a.jsonl": b'{"text": "x"}\n{"text": \n'}, r"a.jsonl:2: not valid JSON"),
+    "not an object": ({"a.jsonl": b"[1]\n"}, r"a.jsonl:1: a JSON object is needed, found list"),
+    "no such key": ({"a.jsonl": b'{"txt": "x"}\n'}, r"a.jsonl:1: no key 'text'; it has \['txt'\]"),
+    "not text": ({"a.jsonl": b'{"text": 3}\n'}, r"a.jsonl:1: the value of 'text' is int"),
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, case: str, workers: int) -> None:
+    contents, message = BAD[case]
+    for name, content in (contents or {}).items():
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        preprocess([tmp_path / "in"], tmp_path / "out" / "x", BYTES, workers=workers)
+    assert list((tmp_path).glob("out/*")) == []
+
+
+def test_a_failed_run_keeps_the_earlier_result(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "bad.txt").write_bytes(b"x" * 300_000 + b"\xff")
+    prefix = preprocess([tmp_path / "good.txt"], tmp_path / "x", BYTES).prefix
+    with pytest.raises(DataError):
+        preprocess([tmp_path / "good.txt", tmp_path / "bad.txt"], tmp_path / "x", BYTES)
+    assert _documents(prefix) == ["good"]
+
+
+def test_command_line(script: ModuleType, mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--output-prefix", str(tmp_path / "x"), "--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]
+    assert script.main(["--input", str(mixed), *arguments]) == 0
+    captured = capsys.readouterr()
+    assert "4 documents (2 empty left out)" in captured.out
+    assert "tokenizing: 100%" in captured.err
+    assert script.main(["--input", str(tmp_path / "nowhere"), *arguments]) == 2
+    assert capsys.readouterr().err == f"preprocess_data.py: {tmp_path / 'nowhere'}: no such file or folder.\n"
+
+
+def test_output_that_cannot_be_written(script: ModuleType, mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--input", str(mixed), "--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]
+    assert script.main([*arguments, "--output-prefix", str(mixed / "b.txt" / "x")]) == 2
+    assert "b.txt" in capsys.readouterr().err

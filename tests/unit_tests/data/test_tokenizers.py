@@ -1,0 +1,86 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_cp.config import TokenizerConfig
+from megatron_cp.data.tokenizers import ByteLevelTokenizer, HuggingFaceTokenizer, build_tokenizer, train_bpe
+from megatron_cp.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bpe")
+    (folder / "text.txt").write_text("the cat sat on the mat. def function(argument):\n    return argument\n" * 20)
+    return train_bpe([folder / "text.txt"], 300, folder / "tokenizer")
+
+
+@given(st.text())
+def test_bytes_come_back(text: str) -> None:
+    tokenizer = ByteLevelTokenizer()
+    ids = tokenizer.tokenize(text.encode("utf-8", "ignore").decode())
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    assert tokenizer.eod not in ids
+    assert tokenizer.detokenize([*ids, tokenizer.eod]) == text
+
+
+def test_bpe_comes_back_and_compresses(bpe: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(bpe)
+    text = "def the_cat(mat):\n    return '\u00e9\u4e2d'\n"
+    ids = tokenizer.tokenize(text)
+    assert tokenizer.detokenize([*ids, tokenizer.eod]) == text
+    assert len(ids) < len(text.encode())
+    assert 257 < tokenizer.vocab_size <= 300
+    assert tokenizer.eod == 0
+
+
+def test_bpe_training_is_deterministic(bpe: Path, tmp_path: Path) -> None:
+    again = train_bpe([bpe.parent / "text.txt"], 300, tmp_path / "again")
+    assert (again / "tokenizer.json").read_bytes() == (bpe / "tokenizer.json").read_bytes()
+    assert sorted(p.name for p in again.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_tokenizer_json_alone_and_folder_are_the_same(bpe: Path) -> None:
+    alone = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(bpe / "tokenizer.json")))
+    assert alone.unique_identifiers == HuggingFaceTokenizer(bpe).unique_identifiers
+
+
+def test_end_token_named_as_a_dictionary(bpe: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}, "pad_token": "b"}))
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    assert [tokenizer.eod] == tokenizer.tokenize("a")
+    assert [tokenizer.pad] == tokenizer.tokenize("b")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TokenizerConfig("HuggingFaceTokenizer"), "tokenizer_model is not set"),
+        (TokenizerConfig("HuggingFaceTokenizer", "nowhere"), "tokenizer_model=nowhere: no such file or folder"),
+        (TokenizerConfig("NullTokenizer"), "vocab_size=None"),
+        (TokenizerConfig("SentencePiece"), "tokenizer_type=SentencePiece: unknown"),
+    ],
+)
+def test_bad_settings(config: TokenizerConfig, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build_tokenizer(config)
+
+
+def test_corrupt_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be read as a tokenizer"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def test_null_tokenizer_takes_the_models_vocabulary() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig("NullTokenizer"), vocab_size=1000)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (1000, 999, -1)
+    assert tokenizer.tokenize(tokenizer.detokenize([5, 7])) == [5, 7]
+
+
+def test_too_small_a_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="257 or more"):
+        train_bpe([tmp_path], 256, tmp_path)
