@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, Violation
-from megatron_cp.schema import build, nearest
+from megatron_cp.schema import build, nearest, section_names
 
 # Bridge's names for mixed_precision; the underscore and the dash are both in use there.
 _PRECISIONS = {
@@ -197,21 +197,23 @@ def _nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 def _normalize(layer: dict[str, Any]) -> dict[str, Any]:
     """One layer of settings in our own terms: Bridge's nested model, precision names, the two sequence lengths."""
     layer = {key: dict(value) if isinstance(value, dict) else value for key, value in layer.items()}
+    if "mixed_precision" in layer and not isinstance(layer["mixed_precision"], dict):
+        layer["mixed_precision"] = _precision(layer["mixed_precision"])
+    for key in [k for k in layer if k in section_names(RunConfig) and not isinstance(layer[k], dict)]:
+        if layer.pop(key) is not None:  # an empty section is no mistake
+            raise _problem("K2", key, "expected a mapping of settings")
     model, dataset = layer.get("model"), layer.get("dataset")
-    if isinstance(model, dict) and isinstance(model.get("transformer"), dict):
+    if model is not None and isinstance(model.get("transformer"), dict):
         for key, value in model.pop("transformer").items():
             if model.setdefault(key, value) != value:
                 raise _problem(
                     "K2", f"model.{key}", f"set to {model[key]!r}, and by model.transformer.{key} to {value!r}"
                 )
-    if "mixed_precision" in layer and not isinstance(layer["mixed_precision"], dict):
-        layer["mixed_precision"] = _precision(layer["mixed_precision"])
     # One sequence length serves the model and the data: a layer that gives one of them gives both.
-    model_length = model.get("seq_length") if isinstance(model, dict) else None
-    data_length = dataset.get("seq_length") if isinstance(dataset, dict) else None
-    if model_length is None and isinstance(data_length, int) and isinstance(model, dict | None):
+    model_length, data_length = (model or {}).get("seq_length"), (dataset or {}).get("seq_length")
+    if model_length is None and isinstance(data_length, int):
         layer["model"] = {**(model or {}), "seq_length": data_length}
-    elif data_length is None and isinstance(model_length, int) and isinstance(dataset, dict | None):
+    elif data_length is None and isinstance(model_length, int):
         layer["dataset"] = {**(dataset or {}), "seq_length": model_length}
     return layer
 

@@ -32,11 +32,17 @@ def field_paths(cls: type, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+def section_names(cls: type) -> list[str]:
+    """The fields of a dataclass that are dataclasses themselves."""
+    return [name for name, kind in hints(cls).items() if dataclasses.is_dataclass(kind)]
+
+
 def nearest(name: str, candidates: list[str]) -> str:
     """``"; did you mean 'x'?"`` for the candidate closest to ``name``, or nothing when none is close."""
     leaf = name.rpartition(".")[2]
     same_leaf = [c for c in candidates if c.rpartition(".")[2] == leaf and c != name]
-    found = same_leaf[:1] or difflib.get_close_matches(name, candidates, n=1, cutoff=0.7)
+    longer = [c for c in candidates if c.startswith(name)]
+    found = same_leaf[:1] or longer[:1] or difflib.get_close_matches(name, candidates, n=1, cutoff=0.7)
     return f"; did you mean '{found[0]}'?" if found else ""
 
 
@@ -109,11 +115,8 @@ def build(
         if kind is None:
             suggestion = nearest(path, list(field_paths(root)))
             problems.append(Violation("K1", "error", path, f"unknown key '{path}'{suggestion}"))
-        elif dataclasses.is_dataclass(kind):
-            if isinstance(value, dict):
-                values[key] = build(kind, value, problems, root, f"{path}.")  # type: ignore[arg-type]
-            else:
-                problems.append(Violation("K2", "error", path, f"expected a mapping of settings, got {value!r}"))
+        elif dataclasses.is_dataclass(kind) and isinstance(value, dict):
+            values[key] = build(kind, value, problems, root, f"{path}.")  # type: ignore[arg-type]
         else:
             try:
                 values[key] = convert(value, kind)

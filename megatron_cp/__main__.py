@@ -1,0 +1,7 @@
+"""``python -m megatron_cp``."""
+
+import sys
+
+from megatron_cp.cli import main
+
+sys.exit(main())

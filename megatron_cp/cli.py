@@ -1,0 +1,193 @@
+"""The command line. Everything but a real run answers without importing torch, in well under a second."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_cp.config import RunConfig
+from megatron_cp.errors import ConfigError, RuntimeFault, format_violations
+from megatron_cp.parallel.layout import group_lines, layout_of
+from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
+from megatron_cp.rules import check, check_or_raise
+from megatron_cp.rules.explain import explain
+
+EXIT_OK, EXIT_RUNTIME, EXIT_CONFIG = 0, 1, 2
+
+# Short and long flag (Bridge's), type, the setting it stands for.
+_FLAGS: tuple[tuple[str | None, str, type, str], ...] = (
+    ("-ms", "--max_steps", int, "train.train_iters"),
+    ("-gb", "--global_batch_size", int, "train.global_batch_size"),
+    ("-mb", "--micro_batch_size", int, "train.micro_batch_size"),
+    ("-sl", "--seq_length", int, "dataset.seq_length"),
+    ("-tp", "--tensor_model_parallel_size", int, "model.tensor_model_parallel_size"),
+    ("-pp", "--pipeline_model_parallel_size", int, "model.pipeline_model_parallel_size"),
+    ("-cp", "--context_parallel_size", int, "model.context_parallel_size"),
+    ("-vp", "--virtual_pipeline_model_parallel_size", int, "model.virtual_pipeline_model_parallel_size"),
+    (None, "--lr", float, "optimizer.lr"),
+    (None, "--min_lr", float, "optimizer.min_lr"),
+    (None, "--warmup_iters", int, "scheduler.lr_warmup_iters"),
+    (None, "--pretrained_checkpoint", str, "checkpoint.pretrained_checkpoint"),
+    (None, "--save_dir", str, "checkpoint.save"),
+    (None, "--load_dir", str, "checkpoint.load"),
+    (None, "--save_interval", int, "checkpoint.save_interval"),
+)
+
+# Commands with a module of their own: module and what it does.
+_MODULES = {
+    "schedule": ("megatron_cp.dynamic_cp.schedule_cli", "schedule sequence lengths over ranks and show the balance"),
+}
+
+
+def _recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(f"megatron-cp {command}", description=description, allow_abbrev=False)
+    parser.add_argument("--recipe", metavar="NAME|FILE.yaml", help="what to run; 'megatron-cp recipes' lists the names")
+    parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merged over the recipe")
+    parser.add_argument("--world-size", "--world_size", type=int, help="number of ranks to check for")
+    parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="ranks that share a node")
+    parser.add_argument(
+        "--environment", metavar="gpu|cpu|FILE.yaml", help="check for this environment, not this machine"
+    )
+    parser.add_argument("--explain", metavar="RULE", help="print a rule, why it exists and an example that breaks it")
+    flags = parser.add_argument_group("flags for frequent settings")
+    for short, long, kind, setting in _FLAGS:
+        names = dict.fromkeys(name for name in (short, long, long.replace("_", "-")) if name)
+        flags.add_argument(*names, dest=setting, type=kind, metavar=kind.__name__, help=f"-> {setting}")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="any setting, in Hydra's grammar; wins over all of the above"
+    )
+    return parser
+
+
+def _train(argv: Sequence[str]) -> int:
+    parser = _recipe_parser("train", "Train a recipe; under torchrun or Slurm, one process a rank.")
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="compose, check and show; start nothing")
+    parser.add_argument("--list-recipes", "--list_recipes", action="store_true", help="list the recipes")
+    parser.add_argument("--print-config", "--print_config", action="store_true", help="print the composed YAML")
+    args = parser.parse_intermixed_args(argv)
+    if args.list_recipes:
+        return _recipes(())
+    if args.explain:
+        return _explain(args.explain)
+    config = _load(parser, args)
+    if args.print_config:
+        print(to_yaml(config), end="")
+        return EXIT_OK
+    world_size = _world_size(args, config, dry=args.dry_run)
+    if args.dry_run:
+        print(to_yaml(config))
+        return _report(config, world_size, args)
+    check_or_raise(config, world_size, args.gpus_per_node, args.environment)
+    from megatron_cp.training.train import run  # torch and megatron-core: ten seconds
+
+    return run(config)
+
+
+def _validate(argv: Sequence[str]) -> int:
+    parser = _recipe_parser("validate", "Check a recipe against every rule and show the process groups.")
+    args = parser.parse_intermixed_args(argv)
+    if args.explain:
+        return _explain(args.explain)
+    config = _load(parser, args)
+    return _report(config, _world_size(args, config, dry=True), args)
+
+
+def _recipes(argv: Sequence[str]) -> int:
+    argparse.ArgumentParser("megatron-cp recipes", description="List the recipes.").parse_args(argv)
+    recipes = list_recipes()
+    width = max(map(len, recipes))
+    for name, description in recipes.items():
+        print(f"{name:{width}}  {description}")
+    return EXIT_OK
+
+
+def _explain(rule_id: str) -> int:
+    print(explain(rule_id))
+    return EXIT_OK
+
+
+def _load(parser: argparse.ArgumentParser, args: argparse.Namespace) -> RunConfig:
+    if not args.recipe:
+        parser.error("--recipe is needed; 'megatron-cp recipes' lists them")
+    flags: dict[str, Any] = {setting: getattr(args, setting) for *_, setting in _FLAGS}
+    given = {setting: value for setting, value in flags.items() if value is not None}
+    return load_recipe(args.recipe, args.overrides, files=args.config, flags=given)
+
+
+def _world_size(args: argparse.Namespace, config: RunConfig, dry: bool) -> int:
+    """Ranks to check for: as asked, else as launched, else (without a run) as the recipe says or its layout needs."""
+    if args.world_size is not None:
+        return args.world_size
+    if "WORLD_SIZE" in os.environ or not dry:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    m = config.model
+    smallest = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+    return config.recipe_world_size or max(1, smallest)
+
+
+def _report(config: RunConfig, world_size: int, args: argparse.Namespace) -> int:
+    """Print the process groups and the violations."""
+    violations = check(config, world_size, args.gpus_per_node, args.environment)
+    print(f"# {config.recipe} on {world_size} ranks")
+    with contextlib.suppress(ValueError):  # an impossible layout: the violations below say why
+        print("\n".join(group_lines(layout_of(config, world_size))))
+    sys.stdout.flush()
+    errors = [v for v in violations if v.severity == "error"]
+    if violations:
+        print(format_violations(violations), file=sys.stderr)
+    if not errors:
+        print("every rule holds" if not violations else "no errors")
+    return EXIT_CONFIG if errors else EXIT_OK
+
+
+def _commands() -> dict[str, tuple[Any, str]]:
+    own = {
+        "train": (_train, "train a recipe, or show what would run (--dry-run)"),
+        "recipes": (_recipes, "list the recipes"),
+        "validate": (_validate, "check a recipe against every rule"),
+    }
+    return own | {name: (None, text) for name, (_, text) in _MODULES.items()}
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:10} {text}" for name, (_, text) in _commands().items())
+    return f"usage: megatron-cp COMMAND ...\n\ncommands:\n{commands}\n\n'megatron-cp COMMAND --help' tells more."
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage(), file=sys.stdout if argv else sys.stderr)
+        return EXIT_OK if argv else EXIT_CONFIG
+    name, rest = argv[0], argv[1:]
+    if name not in _commands():
+        from megatron_cp.schema import nearest
+
+        print(f"megatron-cp: unknown command '{name}'{nearest(name, list(_commands()))}\n{_usage()}", file=sys.stderr)
+        return EXIT_CONFIG
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name][0]).main(rest)
+    return _commands()[name][0](rest)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Exit codes: 0 done, 1 failed while running, 2 usage or configuration, 130 and 143 stopped."""
+    try:
+        return _dispatch(sys.argv[1:] if argv is None else list(argv))
+    except ConfigError as error:
+        # Every rank finds the same problems; one of them says so.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron-cp: the configuration cannot run\n{error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except RuntimeFault as fault:
+        print(f"megatron-cp: {fault}", file=sys.stderr)
+        return EXIT_RUNTIME
+    except SystemExit as stop:  # argparse
+        return stop.code if isinstance(stop.code, int) else EXIT_CONFIG
+    except BrokenPipeError:  # the reader (head, less) went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK

@@ -1,0 +1,61 @@
+"""Every constraint on a run, as data: what it asks, why, how to see it broken, and how to mend it.
+
+Pure Python: checking a layout of a thousand ranks takes milliseconds, and nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from megatron_cp.config import RunConfig
+from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.rules import context_parallel, sequence, world  # noqa: F401  (each enters its rules into the table)
+from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.rule import RULES, Context, Example, Rule, order
+from megatron_cp.schema import build
+
+__all__ = ["RULES", "Environment", "Example", "Rule", "Violation", "check", "check_or_raise"]
+
+
+def check(
+    config: RunConfig,
+    world_size: int,
+    gpus_per_node: int | None = None,
+    environment: Environment | str | None = None,
+) -> list[Violation]:
+    """Every rule that a configuration breaks, errors first; empty if it can run.
+
+    Args:
+        config: a finalized configuration.
+        world_size: number of ranks.
+        gpus_per_node: ranks that share a node; by default as the environment knows.
+        environment: where it is to run: what is really there (None), "gpu", "cpu", a YAML file, or an Environment.
+    """
+    problems: list[Violation] = []
+    build(RunConfig, asdict(config), problems)
+    if problems:  # the checks calculate with these values
+        return problems
+    if environment is None:
+        environment = Environment.detect()
+    elif isinstance(environment, str):
+        environment = Environment.describe(environment)
+    context = Context(config, world_size, gpus_per_node, environment)
+    found = [violation for id in sorted(RULES, key=order) for violation in RULES[id].violations(context)]
+    return sorted(found, key=lambda violation: violation.severity != "error")
+
+
+def check_or_raise(
+    config: RunConfig,
+    world_size: int,
+    gpus_per_node: int | None = None,
+    environment: Environment | str | None = None,
+) -> list[Violation]:
+    """The warnings of :func:`check`.
+
+    Raises:
+        ConfigError: with every violation, when one of them is an error.
+    """
+    violations = check(config, world_size, gpus_per_node, environment)
+    if any(violation.severity == "error" for violation in violations):
+        raise ConfigError(violations)
+    return violations

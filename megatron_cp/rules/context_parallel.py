@@ -1,0 +1,179 @@
+"""C. The transport of context-parallel attention and its hierarchical sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_cp.config import CP_COMM_TYPES
+from megatron_cp.rules.rule import Context, Finding, broken, divisors, rule
+from megatron_cp.schema import nearest
+
+# What other projects call our transports.
+_OTHER_NAMES = {
+    "allgather": "all_gather",
+    "ag": "all_gather",
+    "ring": "p2p",
+    "alltoall": "a2a",
+    "all_to_all": "a2a",
+    "ulysses": "a2a",
+    "usp": "a2a+p2p",
+    "hybrid": "a2a+p2p",
+    "hierarchical": "a2a+p2p",
+    "hcp": "a2a+p2p",
+    "p2p+a2a": "a2a+p2p",
+}
+
+
+@rule(
+    "C1",
+    "cp_comm_type is p2p, all_gather, a2a, a2a+p2p or auto.",
+    "Transformer Engine finds out in the first forward pass.",
+    broken("model.cp_comm_type=ring"),
+)
+def transport_is_known(c: Context) -> Iterator[Finding]:
+    valid = (*CP_COMM_TYPES, "auto")
+    for kind in c.comm_types:
+        if kind not in valid:
+            other = _OTHER_NAMES.get(kind.lower().replace("-", "_"))
+            suggestion = f"; did you mean '{other}'?" if other else nearest(kind, list(valid))
+            yield Finding(
+                "model.cp_comm_type",
+                f"Unsupported communication type: {kind}{suggestion}",
+                f"one of {', '.join(valid)}",
+            )
+
+
+@rule(
+    "C3",
+    "A cp_comm_type list has one entry a layer.",
+    "Layers past the list (those of multi-token prediction) use the last entry.",
+    broken("model.cp_comm_type=[p2p,a2a]", "model.hierarchical_context_parallel_sizes=null"),
+)
+def one_transport_a_layer(c: Context) -> Iterator[Finding]:
+    kinds, layers = c.config.model.cp_comm_type, c.config.model.num_layers
+    if isinstance(kinds, list) and len(kinds) != layers:
+        yield Finding(
+            "model.cp_comm_type",
+            f"Length of cp_comm_type ({len(kinds)}) should equal to the total number of transformer layers ({layers})",
+            f"a list of {layers}, or one name for all layers",
+        )
+
+
+def _splits(cp: int) -> str:
+    pairs = [f"[{d}, {cp // d}]" for d in divisors(cp) if 1 < d < cp]
+    return ", ".join(pairs) or f"[{cp}, 1]"
+
+
+@rule(
+    "C4",
+    "a2a+p2p needs hierarchical_context_parallel_sizes.",
+    "Without the two levels Transformer Engine's attention gets no group at all and silently attends to its own slice.",
+    broken("model.hierarchical_context_parallel_sizes=null"),
+)
+def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
+    if c.cp > 1 and "a2a+p2p" in c.comm_types and not c.config.model.hierarchical_context_parallel_sizes:
+        yield Finding(
+            "model.hierarchical_context_parallel_sizes",
+            "hierarchical_context_parallel_sizes must be set when cp_comm_type is a2a+p2p",
+            f"for cp {c.cp}: {_splits(c.cp)}",
+        )
+
+
+@rule(
+    "C5",
+    "The hierarchical sizes multiply to cp.",
+    "megatron-core asserts it without a message, after half of the groups are built.",
+    broken("model.hierarchical_context_parallel_sizes=[2,4]"),
+)
+def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
+    sizes = c.config.model.hierarchical_context_parallel_sizes
+    if c.cp > 1 and sizes and min(sizes) >= 1 and math.prod(sizes) != c.cp:
+        yield Finding(
+            "model.hierarchical_context_parallel_sizes",
+            f"The product of hierarchical_context_parallel_sizes {sizes} is {math.prod(sizes)} and must be equal to "
+            f"context_parallel_size ({c.cp})",
+            f"for cp {c.cp}: {_splits(c.cp)}",
+        )
+
+
+@rule(
+    "C6",
+    "There are two hierarchical levels: all-to-all, then ring.",
+    "megatron-core builds groups for any number of levels, attention takes exactly two.",
+    broken("model.context_parallel_size=8", "model.hierarchical_context_parallel_sizes=[2,2,2]", world_size=8),
+)
+def two_levels(c: Context) -> Iterator[Finding]:
+    sizes = c.config.model.hierarchical_context_parallel_sizes
+    if c.cp > 1 and sizes is not None and sizes and len(sizes) != 2:
+        yield Finding(
+            "model.hierarchical_context_parallel_sizes",
+            f"has {len(sizes)} levels; a2a+p2p requires cp_group = [a2a_cp_group, p2p_cp_group]",
+            f"for cp {c.cp}: {_splits(c.cp)}",
+        )
+
+
+@rule(
+    "C7",
+    "Hierarchical sizes are at least 1.",
+    "Negative pairs multiply to the right number and fail in an index transformation.",
+    broken("model.hierarchical_context_parallel_sizes=[-2,-2]"),
+)
+def levels_are_positive(c: Context) -> Iterator[Finding]:
+    sizes = c.config.model.hierarchical_context_parallel_sizes
+    if sizes and min(sizes) < 1:
+        yield Finding(
+            "model.hierarchical_context_parallel_sizes",
+            f"sizes must be integers of at least 1, got {sizes}",
+            f"for cp {c.cp}: {_splits(c.cp)}",
+        )
+
+
+@rule(
+    "C8",
+    "A hierarchical level of size 1 does nothing.",
+    "It works and is the same as the plain transport of the other level.",
+    broken("model.hierarchical_context_parallel_sizes=[1,4]"),
+    severity="warning",
+)
+def level_of_one(c: Context) -> Iterator[Finding]:
+    if c.cp > 1 and c.levels is not None and 1 in c.levels and "a2a+p2p" in c.comm_types:
+        same = "p2p" if c.levels[0] == 1 else "a2a"
+        yield Finding(
+            "model.hierarchical_context_parallel_sizes",
+            f"{list(c.levels)} is equivalent to {same}",
+            f"model.cp_comm_type={same} model.hierarchical_context_parallel_sizes=null",
+        )
+
+
+@rule(
+    "C9",
+    "Hierarchical sizes are used by some layer.",
+    "Upstream ignores the sizes silently when no layer uses a2a+p2p: the run is not what its configuration says.",
+    broken("model.cp_comm_type=p2p"),
+)
+def sizes_are_used(c: Context) -> Iterator[Finding]:
+    sizes = c.config.model.hierarchical_context_parallel_sizes
+    if c.cp > 1 and sizes and "a2a+p2p" not in c.comm_types and "auto" not in c.comm_types:
+        yield Finding(
+            "model.hierarchical_context_parallel_sizes",
+            f"is set but no layer uses a2a+p2p (model.cp_comm_type={c.config.model.cp_comm_type})",
+            "model.cp_comm_type=a2a+p2p, or model.hierarchical_context_parallel_sizes=null",
+        )
+
+
+@rule(
+    "C15",
+    "Without context parallelism its settings have no effect.",
+    "A recipe written for several ranks may be run on one to compare; the transport is then ignored.",
+    broken("model.context_parallel_size=1"),
+    severity="warning",
+)
+def settings_without_cp(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if c.cp == 1 and not model.dynamic_context_parallel and model.hierarchical_context_parallel_sizes:
+        yield Finding(
+            "model.hierarchical_context_parallel_sizes",
+            "is ignored because context_parallel_size is 1",
+            "model.hierarchical_context_parallel_sizes=null model.cp_comm_type=p2p",
+        )

@@ -1,0 +1,120 @@
+"""What a run finds around it: device, library versions, node shape, environment variables. Never imports torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.schema import build
+
+# The variables that change what our libraries do; they are compared over ranks and shown in reports.
+VARIABLE_PREFIXES = ("NVTE_", "NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "TORCH_NCCL_")
+
+
+@dataclass
+class Environment:
+    """The surroundings that rules ask about; versions are None where a library is absent."""
+
+    device: Literal["gpu", "cpu"] = "cpu"
+    gpus_per_node: int | None = None
+    compute_capability: float | None = None  # 9.0 is Hopper, 10.0 Blackwell
+    torch: str | None = None
+    transformer_engine: str | None = None
+    flash_attn: str | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def detect(cls) -> Environment:
+        """This process's own surroundings: torch's view of the GPUs where torch is loaded, else the driver's."""
+        gpus, capability = _gpus()
+        return cls(
+            device="gpu" if gpus else "cpu",
+            gpus_per_node=gpus or None,
+            compute_capability=capability,
+            torch=_version("torch"),
+            transformer_engine=_version("transformer-engine"),
+            flash_attn=_version("flash-attn"),
+            variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLE_PREFIXES)},
+        )
+
+    @classmethod
+    def describe(cls, text: str) -> Environment:
+        """An environment by name (``gpu``: eight H100 a node, Transformer Engine; ``cpu``) or from a file."""
+        if text in PRESETS:
+            return PRESETS[text]
+        path = Path(text)
+        if not path.is_file():
+            raise _error(f"'{text}' is neither one of {', '.join(PRESETS)} nor a file")
+        import yaml
+
+        try:
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+            raise _error(f"cannot read {path}: {error}") from error
+        if not isinstance(loaded, dict):
+            raise _error(f"{path} does not hold a mapping")
+        problems: list[Violation] = []
+        environment: Environment = build(cls, loaded, problems)
+        if problems:
+            raise ConfigError(problems)
+        return environment
+
+
+PRESETS = {
+    "cpu": Environment(device="cpu", torch="2.11.0"),
+    "gpu": Environment(
+        device="gpu",
+        gpus_per_node=8,
+        compute_capability=9.0,
+        torch="2.11.0",
+        transformer_engine="2.17.1",
+        flash_attn="2.8.3",
+    ),
+}
+
+
+def _error(message: str) -> ConfigError:
+    return ConfigError([Violation("K4", "error", "--environment", message)])
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> tuple[int, float | None]:
+    """Number of visible NVIDIA GPUs and the first one's compute capability."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda"):
+        if not torch.cuda.is_available():
+            return 0, None
+        major, minor = torch.cuda.get_device_capability(0)
+        return torch.cuda.device_count(), major + minor / 10
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return 0, None
+    try:  # the driver's management library: no CUDA context, nothing that a later fork would trip over
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0, None
+    if nvml.nvmlInit_v2() != 0:
+        return 0, None
+    try:
+        count, handle = ctypes.c_uint(), ctypes.c_void_p()
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0 or count.value == 0:
+            return 0, None
+        nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle))
+        nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    finally:
+        nvml.nvmlShutdown()
+    number = count.value if visible is None else min(count.value, len(visible.split(",")))
+    return number, major.value + minor.value / 10

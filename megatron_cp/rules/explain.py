@@ -1,0 +1,52 @@
+"""One rule in words, with a configuration that breaks it and what is then said."""
+
+from __future__ import annotations
+
+from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import RULES, Example, Rule, check
+
+EXAMPLE_RECIPE = "llama_tiny_pretrain_config"
+
+
+def example_violations(example: Example) -> list[Violation]:
+    """What :func:`check` says about an example."""
+    config = load_recipe(EXAMPLE_RECIPE, example.overrides)
+    return check(config, example.world_size, example.gpus_per_node, example.environment)
+
+
+def example_command(example: Example) -> str:
+    """The command line that shows an example."""
+    parts = [f"megatron-cp validate --recipe {EXAMPLE_RECIPE} --world-size {example.world_size}"]
+    if isinstance(example.environment, str):
+        parts.append(f"--environment {example.environment}")
+    if example.gpus_per_node is not None:
+        parts.append(f"--gpus-per-node {example.gpus_per_node}")
+    parts += [f'"{o}"' if "[" in o else o for o in example.overrides]
+    return " ".join(parts)
+
+
+def explain(rule_id: str) -> str:
+    """Everything about one rule.
+
+    Raises:
+        ConfigError: there is no such rule.
+    """
+    rule = RULES.get(rule_id.upper())
+    if rule is None:
+        raise ConfigError(
+            [Violation("K4", "error", "--explain", f"no rule '{rule_id}'; the rules are {', '.join(RULES)}")]
+        )
+    return "\n".join(_lines(rule))
+
+
+def _lines(rule: Rule) -> list[str]:
+    said = [str(v) for v in example_violations(rule.example) if v.rule == rule.id]
+    needs = ", ".join(sorted(rule.needs))
+    return [
+        f"{rule.id} ({rule.severity}): {rule.title}",
+        f"why: {rule.why}",
+        f"checked from: {needs}",
+        f"example: {example_command(rule.example)}",
+        *(f"  {line}" for text in said for line in text.splitlines()),
+    ]

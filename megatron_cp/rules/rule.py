@@ -1,0 +1,187 @@
+"""What a rule is, and what its check can ask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from megatron_cp.config import RunConfig
+from megatron_cp.errors import Violation
+from megatron_cp.rules.environment import Environment
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """Overrides of ``llama_tiny_pretrain_config`` (four layers, eight heads, four KV heads, cp 4) that break a rule."""
+
+    overrides: tuple[str, ...]
+    world_size: int = 4
+    environment: str | Environment = "cpu"
+    gpus_per_node: int | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found: the setting, what is wrong, and what would be right."""
+
+    field: str
+    message: str
+    fix: str = ""
+    severity: Severity | None = None  # where it differs from the rule's
+
+
+@dataclass
+class Context:
+    """A configuration and the place it is to run, with the numbers that checks ask for.
+
+    Sizes below one, which rule A1 reports, read as one, so that every other check can calculate.
+    """
+
+    config: RunConfig
+    world_size: int
+    gpus_per_node: int | None
+    environment: Environment
+
+    @cached_property
+    def tp(self) -> int:
+        return max(1, self.config.model.tensor_model_parallel_size)
+
+    @cached_property
+    def pp(self) -> int:
+        return max(1, self.config.model.pipeline_model_parallel_size)
+
+    @cached_property
+    def cp(self) -> int:
+        return max(1, self.config.model.context_parallel_size)
+
+    @cached_property
+    def ep(self) -> int:
+        return max(1, self.config.model.expert_model_parallel_size)
+
+    @cached_property
+    def etp(self) -> int:
+        return max(1, self.config.model.expert_tensor_parallel_size or 1)
+
+    @cached_property
+    def dp(self) -> int:
+        return max(1, self.world_size // (self.tp * self.pp * self.cp))
+
+    @cached_property
+    def heads(self) -> int:
+        """Query heads on one tensor-parallel rank."""
+        return max(1, self.config.model.num_attention_heads // self.tp)
+
+    @cached_property
+    def kv_heads(self) -> int:
+        """Key/value heads on one tensor-parallel rank; with fewer than tp each rank holds a copy of one."""
+        groups = self.config.model.num_query_groups or self.config.model.num_attention_heads
+        return max(1, groups // self.tp)
+
+    @cached_property
+    def comm_types(self) -> tuple[str, ...]:
+        """The transports in use, each once, in the order of the layers."""
+        kinds = self.config.model.cp_comm_type
+        return tuple(dict.fromkeys([kinds] if isinstance(kinds, str) else kinds))
+
+    @cached_property
+    def levels(self) -> tuple[int, int] | None:
+        """Hierarchical sizes (a2a, p2p) where they are well-formed, as rules C5 to C7 ask."""
+        sizes = self.config.model.hierarchical_context_parallel_sizes
+        well_formed = sizes is not None and len(sizes) == 2 and min(sizes) >= 1 and math.prod(sizes) == self.cp
+        return (sizes[0], sizes[1]) if well_formed and sizes is not None else None
+
+    def a2a_sizes(self) -> Iterator[tuple[str, int]]:
+        """Transport and number of ranks over which an all-to-all splits the heads."""
+        if self.cp > 1 and "a2a" in self.comm_types:
+            yield "a2a", self.cp
+        if self.cp > 1 and "a2a+p2p" in self.comm_types and self.levels is not None:
+            yield "a2a+p2p", self.levels[0]
+
+    @cached_property
+    def packed(self) -> bool:
+        return self.config.model.sequence_packing_scheduler is not None
+
+    @cached_property
+    def node_size(self) -> int | None:
+        """Ranks that share a node: as given, else as the environment knows."""
+        return self.gpus_per_node or (self.environment.gpus_per_node if self.environment.device == "gpu" else None)
+
+    def variable(self, name: str) -> str | None:
+        """An environment variable as the run will see it."""
+        return self.config.env_vars.get(name, self.environment.variables.get(name))
+
+
+Check = Callable[[Context], Iterator[Finding]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One constraint. ``needs`` says what must be known to check it; batch and group rules are checked by the run."""
+
+    id: str
+    title: str
+    why: str
+    check: Check
+    example: Example
+    severity: Severity = "error"
+    needs: frozenset[str] = field(default_factory=frozenset)
+
+    def violations(self, context: Context) -> Iterator[Violation]:
+        for found in self.check(context):
+            severity = found.severity or self.severity
+            yield Violation(
+                self.id, severity, found.field, found.message, found.fix, _value(context.config, found.field)
+            )
+
+
+def _value(config: RunConfig, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(
+    id: str, title: str, why: str, example: Example, *, severity: Severity = "error", needs: str = "config"
+) -> Callable[[Check], Check]:
+    """Enter a check into the table under its id."""
+
+    def enter(check: Check) -> Check:
+        if id in RULES:
+            raise ValueError(f"rule {id} is defined twice")
+        RULES[id] = Rule(id, title, why, check, example, severity, frozenset(needs.split()))
+        return check
+
+    return enter
+
+
+def order(rule_id: str) -> tuple[str, int]:
+    """Sorts ids by section and number."""
+    return rule_id[0], int(rule_id[1:])
+
+
+def broken(*overrides: str, **where: Any) -> Example:
+    """Shorthand for an :class:`Example`."""
+    return Example(overrides, **where)
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def listed(values: list[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def nearest_multiples(number: int, of: int) -> str:
+    """The multiples around a number: "8176 or 8192"."""
+    below = number // of * of
+    return f"{below} or {below + of}" if below else str(of)

@@ -1,0 +1,98 @@
+"""B. Sequence lengths and how they are sliced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_cp.rules.rule import Context, Finding, broken, nearest_multiples, rule
+
+
+@rule(
+    "B1",
+    "2 * cp divides the sequence length.",
+    "Each rank takes two of 2 * cp chunks, one from the front and one from the back, so that causal work is balanced. "
+    "megatron-core alone fails late, in a view.",
+    broken("dataset.seq_length=250"),
+)
+def sequence_divides_by_cp(c: Context) -> Iterator[Finding]:
+    length = c.config.dataset.seq_length
+    if c.cp > 1 and not c.packed and length % (2 * c.cp):
+        yield Finding(
+            "dataset.seq_length",
+            "Sequence length must be divisible by 2 * context parallel size if context parallel is used; "
+            f"{length} is not divisible by {2 * c.cp}",
+            f"nearest valid sequence lengths: {nearest_multiples(length, _multiple(c))}",
+        )
+
+
+@rule(
+    "B2",
+    "With sequence parallelism, cp * tp divides the sequence length.",
+    "Each context-parallel slice is split once more over the tensor-parallel ranks.",
+    broken(
+        "model.sequence_parallel=true",
+        "model.tensor_model_parallel_size=4",
+        "model.context_parallel_size=2",
+        "model.hierarchical_context_parallel_sizes=[2,1]",
+        "dataset.seq_length=260",
+        world_size=8,
+    ),
+)
+def sequence_divides_by_tp(c: Context) -> Iterator[Finding]:
+    length = c.config.dataset.seq_length
+    if c.config.model.sequence_parallel and c.tp > 1 and not c.packed and length % (c.cp * c.tp):
+        yield Finding(
+            "dataset.seq_length",
+            "First dimension of the tensor should be divisible by tensor parallel size: under sequence parallelism "
+            f"{length} must be a multiple of cp * tp = {c.cp * c.tp}",
+            f"nearest valid sequence lengths: {nearest_multiples(length, _multiple(c))}",
+        )
+
+
+def _multiple(c: Context) -> int:
+    """What the sequence length must be a multiple of."""
+    parts = [1]
+    if c.cp > 1:
+        parts.append(2 * c.cp)
+    if c.config.model.sequence_parallel:
+        parts.append(c.cp * c.tp)
+    return math.lcm(*parts)
+
+
+@rule(
+    "B3",
+    "The model and the data agree on the sequence length.",
+    "Bridge's command line silently replaces the model's by the data's. Giving one of them is enough.",
+    broken("model.seq_length=512", "dataset.seq_length=256"),
+)
+def sequence_lengths_agree(c: Context) -> Iterator[Finding]:
+    model, data = c.config.model.seq_length, c.config.dataset.seq_length
+    if model is not None and model != data:
+        yield Finding(
+            "model.seq_length",
+            f"the model's sequence length ({model}) and the dataset's ({data}) differ",
+            "give only dataset.seq_length (or the flag --seq_length)",
+        )
+
+
+@rule(
+    "B4",
+    "The sequence fits the positions that the model knows.",
+    "Learned positions end in an index error; rotary positions go on but were never trained there.",
+    broken(
+        "dataset.seq_length=512", "model.max_position_embeddings=256", "model.position_embedding_type=learned_absolute"
+    ),
+)
+def sequence_fits_positions(c: Context) -> Iterator[Finding]:
+    model, length = c.config.model, c.config.dataset.seq_length
+    known = model.max_position_embeddings
+    if known is None or length <= known or model.position_embedding_type == "none":
+        return
+    learned = model.position_embedding_type == "learned_absolute"
+    yield Finding(
+        "model.max_position_embeddings",
+        f"the sequence length ({length}) is greater than max_position_embeddings ({known})",
+        f"model.max_position_embeddings={length}",
+        severity="error" if learned else "warning",
+    )

@@ -1,0 +1,348 @@
+"""A. The world and how the parallel sizes divide it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cp.parallel.layout import layout_of
+from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, rule
+
+_SIZES = {
+    "model": (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "seq_length",
+        "max_position_embeddings",
+        "make_vocab_size_divisible_by",
+        "vocab_size",
+        "num_moe_experts",
+        "mtp_num_layers",
+        "min_dynamic_context_parallel_size",
+        "max_seqlen_per_dp_cp_rank",
+    ),
+    "train": ("train_iters", "global_batch_size", "micro_batch_size"),
+    "dataset": ("seq_length",),
+}
+
+
+@rule(
+    "A1",
+    "Sizes and counts are at least 1.",
+    "Upstream a context parallel size of 0 ends in a ZeroDivisionError deep in the set-up of the process groups.",
+    broken("model.context_parallel_size=0"),
+)
+def sizes_are_positive(c: Context) -> Iterator[Finding]:
+    for section, names in _SIZES.items():
+        for name in names:
+            value = getattr(getattr(c.config, section), name)
+            if value is not None and value < 1:
+                yield Finding(f"{section}.{name}", f"must be an integer of at least 1, got {value}")
+    if c.world_size < 1:
+        yield Finding("world size", f"must be an integer of at least 1, got {c.world_size}")
+
+
+@rule(
+    "A2",
+    "tp * pp * cp divides the world size.",
+    "The ranks are a grid with these sides; what is left over is the data-parallel size.",
+    broken("model.pipeline_model_parallel_size=2", world_size=4),
+    needs="world",
+)
+def world_is_divisible(c: Context) -> Iterator[Finding]:
+    size = c.tp * c.pp * c.cp
+    if c.world_size % size:
+        fitting = [d for d in divisors(c.world_size) if c.world_size % (d * c.tp * c.pp) == 0]
+        choices = (
+            f"context parallel sizes that fit {c.world_size} ranks here: {listed(fitting)}; or " if fitting else ""
+        )
+        yield Finding(
+            "model.context_parallel_size",
+            f"world size ({c.world_size}) is not divisible by total_model_size ({size}): world_size ({c.world_size}) "
+            f"is not divisible by {size} = tp {c.tp} * pp {c.pp} * cp {c.cp}",
+            f"{choices}start {size} ranks or a multiple of it (torchrun --nproc_per_node={size})",
+        )
+
+
+@rule(
+    "A3",
+    "etp * ep * pp divides the world size.",
+    "Experts see the same ranks as another grid, whose sides must divide them too.",
+    broken("model.num_moe_experts=6", "model.expert_model_parallel_size=3"),
+    needs="world",
+)
+def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
+    size = c.etp * c.ep * c.pp
+    if c.world_size % size:
+        yield Finding(
+            "model.expert_model_parallel_size",
+            f"world_size ({c.world_size}) is not divisible by expert_tensor_model_pipeline_parallel size ({size}) "
+            f"= etp {c.etp} * ep {c.ep} * pp {c.pp}",
+            f"expert parallel sizes that fit: {listed(divisors(max(1, c.world_size // (c.etp * c.pp))))}",
+        )
+
+
+@rule(
+    "A4",
+    "tp divides the attention heads.",
+    "Each tensor-parallel rank holds whole heads.",
+    broken(
+        "model.num_attention_heads=6", "model.num_query_groups=2", "model.tensor_model_parallel_size=4", world_size=16
+    ),
+)
+def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
+    heads = c.config.model.num_attention_heads
+    if heads % c.tp:
+        yield Finding(
+            "model.num_attention_heads",
+            f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({c.tp})",
+            f"tensor parallel sizes that fit: {listed(divisors(max(1, heads)))}",
+        )
+
+
+@rule(
+    "A5",
+    "tp divides the key/value heads, or the other way round.",
+    "A rank holds whole key/value heads, or shares one with its neighbours.",
+    broken(
+        "model.num_attention_heads=12", "model.num_query_groups=3", "model.tensor_model_parallel_size=2", world_size=8
+    ),
+)
+def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
+    groups = c.config.model.num_query_groups or c.config.model.num_attention_heads
+    if groups >= 1 and groups % c.tp and c.tp % groups:
+        fitting = [t for t in divisors(c.config.model.num_attention_heads) if groups % t == 0 or t % groups == 0]
+        yield Finding(
+            "model.num_query_groups",
+            f"num_query_groups ({groups}) must be a multiple or divisor of tensor_model_parallel_size ({c.tp})",
+            f"tensor parallel sizes that fit: {listed(fitting)}",
+        )
+
+
+def _batch_finding(c: Context, field: str, global_batch: int, micro_batch: int) -> Iterator[Finding]:
+    multiple = max(1, micro_batch) * c.dp
+    if global_batch % multiple or global_batch < multiple:
+        below = global_batch // multiple * multiple
+        yield Finding(
+            field,
+            f"global batch size ({global_batch}) is not divisible by micro batch size ({micro_batch}) times data "
+            f"parallel size ({c.dp}); {c.world_size} ranks / (tp {c.tp} * pp {c.pp} * cp {c.cp}) leave {c.dp} replicas",
+            f"nearest valid: {f'{below} or {below + multiple}' if below else multiple}",
+        )
+
+
+@rule(
+    "A6",
+    "The global batch divides into micro batches over the data-parallel replicas.",
+    "Every replica takes the same number of micro batches; context parallelism reduces the number of replicas.",
+    broken("train.global_batch_size=12", "train.micro_batch_size=8"),
+    needs="world",
+)
+def batch_divides(c: Context) -> Iterator[Finding]:
+    if not c.packed:
+        train = c.config.train
+        yield from _batch_finding(c, "train.global_batch_size", train.global_batch_size, train.micro_batch_size)
+
+
+@rule(
+    "A7",
+    "The evaluation batch divides into micro batches over the data-parallel replicas.",
+    "As A6, for validation.eval_global_batch_size and eval_micro_batch_size (by default the training ones).",
+    broken("validation.eval_iters=1", "validation.eval_global_batch_size=9"),
+    needs="world",
+)
+def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
+    validation, train = c.config.validation, c.config.train
+    own = validation.eval_global_batch_size, validation.eval_micro_batch_size
+    if validation.eval_iters and any(own) and not c.packed:
+        sizes = own[0] or train.global_batch_size, own[1] or train.micro_batch_size
+        yield from _batch_finding(c, "validation.eval_global_batch_size", *sizes)
+
+
+@rule(
+    "A8",
+    "With dist.use_tp_pp_dp_mapping and pipeline stages, dense and expert layers have equal data-parallel sizes.",
+    "In that order the stages of both grids must be the same ranks; megatron-core's MPU asserts it after some groups "
+    "were already built. Our decentralized groups do not need it for dense models.",
+    broken(
+        "dist.use_tp_pp_dp_mapping=true",
+        "model.pipeline_model_parallel_size=2",
+        "model.context_parallel_size=2",
+        "model.cp_comm_type=p2p",
+        "model.hierarchical_context_parallel_sizes=null",
+    ),
+    needs="world",
+)
+def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
+    free = c.config.dist.use_decentralized_pg and not c.config.model.num_moe_experts
+    if c.config.dist.use_tp_pp_dp_mapping and c.pp > 1 and c.tp * c.cp != c.etp * c.ep and not free:
+        yield Finding(
+            "dist.use_tp_pp_dp_mapping",
+            "When not using pp-last rank ordering, the data parallel size of the attention and moe layers must be the "
+            f"same; here tp * cp = {c.tp * c.cp} and etp * ep = {c.etp * c.ep}",
+            "dist.use_tp_pp_dp_mapping=false, or dist.use_decentralized_pg=true for a dense model",
+        )
+
+
+@rule(
+    "A9",
+    "Sequence parallelism needs tp > 1.",
+    "It splits the sequence over the tensor-parallel ranks outside attention and MLP.",
+    broken("model.sequence_parallel=true"),
+)
+def sequence_parallel_needs_tp(c: Context) -> Iterator[Finding]:
+    if c.config.model.sequence_parallel and c.tp == 1:
+        yield Finding(
+            "model.sequence_parallel",
+            "Cannot use sequence parallelism without tensor parallelism",
+            "model.sequence_parallel=false, or model.tensor_model_parallel_size=2 or more",
+        )
+
+
+@rule(
+    "A12",
+    "CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor or context parallelism before Blackwell.",
+    "With more hardware queues a communication kernel may be scheduled after the computation that it should overlap.",
+    broken(environment="gpu"),
+    severity="warning",
+    needs="environment",
+)
+def one_hardware_queue(c: Context) -> Iterator[Finding]:
+    before_blackwell = c.environment.device == "gpu" and (c.environment.compute_capability or 0) < 10
+    value = c.variable("CUDA_DEVICE_MAX_CONNECTIONS")
+    if before_blackwell and c.tp * c.cp > 1 and value != "1":
+        yield Finding(
+            "env_vars.CUDA_DEVICE_MAX_CONNECTIONS",
+            f"is {value or 'not set'}; communication may not overlap with computation",
+            "env_vars.CUDA_DEVICE_MAX_CONNECTIONS='1'",
+        )
+
+
+@rule(
+    "A13",
+    "The ranks of an all-to-all level share a node.",
+    "The all-to-all of a2a+p2p is exposed and moves every head; across nodes it runs at the network's speed, "
+    "which is what the hierarchy is meant to avoid.",
+    broken("model.tensor_model_parallel_size=4", "model.num_query_groups=8", world_size=16, gpus_per_node=4),
+    severity="warning",
+    needs="world environment",
+)
+def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
+    if c.node_size is None or c.levels is None or "a2a+p2p" not in c.comm_types or c.world_size <= c.node_size:
+        return
+    try:
+        groups = layout_of(c.config, c.world_size).hierarchical_groups()[0]
+    except ValueError:  # an impossible layout is another rule's matter
+        return
+    node = c.node_size
+    spans = [len({rank // node for rank in group}) for group in groups]
+    across = sum(span > 1 for span in spans)
+    if across:
+        largest = max((d for d in divisors(c.cp) if node % (c.tp * d) == 0), default=1)
+        yield Finding(
+            "model.hierarchical_context_parallel_sizes",
+            f"{across} of {len(groups)} all-to-all groups span up to {max(spans)} nodes of {node} ranks "
+            f"(tp {c.tp} * a2a {c.levels[0]} = {c.tp * c.levels[0]} neighbouring ranks)",
+            f"largest a2a size inside a node: {largest}, so [{largest}, {c.cp // largest}]",
+        )
+
+
+@rule(
+    "A15",
+    "The layers divide over the pipeline stages.",
+    "Every stage, and every virtual stage, holds as many layers; the embedding and the loss may count as one each.",
+    broken("model.pipeline_model_parallel_size=3", world_size=12),
+)
+def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    layers = model.num_layers + model.account_for_embedding_in_pipeline_split + model.account_for_loss_in_pipeline_split
+    virtual = max(1, model.virtual_pipeline_model_parallel_size or 1) if c.pp > 1 else 1
+    stages = c.pp * virtual
+    if layers % stages:
+        valid = sorted({n for n in (layers // stages * stages, (layers // stages + 1) * stages) if n})
+        counted = layers - model.num_layers
+        yield Finding(
+            "model.num_layers",
+            f"num_layers={model.num_layers}{f' (+{counted} for embedding and loss)' if counted else ''} should be "
+            f"divisible by pipeline_model_parallel_size={c.pp}"
+            + (f" times virtual_pipeline_model_parallel_size={virtual}" if virtual > 1 else ""),
+            f"nearest valid numbers of layers: {listed([n - counted for n in valid])}",
+        )
+
+
+@rule(
+    "A16",
+    "Virtual pipeline stages need pp > 1.",
+    "The interleaved schedule passes activations between ranks.",
+    broken("model.virtual_pipeline_model_parallel_size=2"),
+)
+def interleaving_needs_stages(c: Context) -> Iterator[Finding]:
+    if c.config.model.virtual_pipeline_model_parallel_size is not None and c.pp == 1:
+        yield Finding(
+            "model.virtual_pipeline_model_parallel_size",
+            "pipeline-model-parallel size should be greater than 1 with interleaved schedule",
+            "model.virtual_pipeline_model_parallel_size=null, or model.pipeline_model_parallel_size=2 or more",
+        )
+
+
+@rule(
+    "A17",
+    "With virtual stages the number of micro batches is a multiple of the group that a stage works through.",
+    "The interleaved schedule sends micro batches through the stages in groups of microbatch_group_size_per_vp_stage "
+    "(by default pp).",
+    broken(
+        "model.pipeline_model_parallel_size=2",
+        "model.virtual_pipeline_model_parallel_size=2",
+        "train.global_batch_size=3",
+        "train.micro_batch_size=1",
+        world_size=8,
+    ),
+    needs="world",
+)
+def interleaved_microbatches(c: Context) -> Iterator[Finding]:
+    model, train = c.config.model, c.config.train
+    if model.virtual_pipeline_model_parallel_size is None or c.pp == 1 or c.packed:
+        return
+    group = model.microbatch_group_size_per_vp_stage or c.pp
+    per_step = max(1, train.micro_batch_size) * c.dp
+    count = train.global_batch_size // per_step
+    # megatron-core lets a last, smaller group pass as long as it is not smaller than the number of stages.
+    if train.global_batch_size % per_step == 0 and (group < c.pp or 0 < count % group < c.pp):
+        yield Finding(
+            "train.global_batch_size",
+            f"gives {count} micro batches, which the interleaved schedule cannot divide into groups of {group} over "
+            f"{c.pp} pipeline stages",
+            f"a multiple of {per_step * group}: {max(1, count // group) * per_step * group} or "
+            f"{(count // group + 1) * per_step * group}",
+        )
+
+
+@rule(
+    "A18",
+    "Expert parallelism divides the experts of a mixture-of-experts model.",
+    "Each expert-parallel rank holds the same number of experts.",
+    broken("model.expert_model_parallel_size=2"),
+)
+def experts_divide(c: Context) -> Iterator[Finding]:
+    experts = c.config.model.num_moe_experts
+    if c.ep > 1 and not experts:
+        yield Finding(
+            "model.expert_model_parallel_size",
+            "num_moe_experts must be non None to use expert-parallel",
+            "model.expert_model_parallel_size=1",
+        )
+    elif experts and experts % c.ep:
+        yield Finding(
+            "model.num_moe_experts",
+            f"num_moe_experts ({experts}) should be divisible by expert_model_parallel_size ({c.ep})",
+            f"expert parallel sizes that fit: {listed(divisors(experts))}",
+        )

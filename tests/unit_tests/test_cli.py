@@ -1,0 +1,211 @@
+"""The command line: exit codes, messages, what it prints, and that it stays light."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_cp import cli
+from megatron_cp.errors import ConfigError, RuntimeFault
+from megatron_cp.recipes import list_recipes
+
+ROOT = Path(__file__).parents[2]
+TINY = "llama_tiny_pretrain_config"
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*argv: str) -> tuple[int, str, str]:
+        code = cli.main(argv)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The configurations that would have been trained."""
+    configs = []
+    module = type(sys)("megatron_cp.training.train")
+    module.run = lambda config: configs.append(config) or 0
+    package = type(sys)("megatron_cp.training")
+    monkeypatch.setitem(sys.modules, "megatron_cp.training", package)
+    monkeypatch.setitem(sys.modules, "megatron_cp.training.train", module)
+    return configs
+
+
+def test_dry_run_prints_the_yaml_the_groups_and_the_verdict(run):
+    code, out, err = run("train", "--recipe", TINY, "--dry-run", "--environment", "cpu")
+    assert (code, err) == (0, "")
+    resolved, _, report = out.partition("# llama_tiny_pretrain_config on 4 ranks\n")
+    assert yaml.safe_load(resolved)["model"]["hierarchical_context_parallel_sizes"] == [2, 2]
+    assert report.splitlines() == [
+        "CONTEXT_PARALLEL_GROUP [[0,1,2,3]]",
+        "HIERARCHICAL_CONTEXT_PARALLEL_GROUPS a2a=[[0,1],[2,3]] p2p=[[0,2],[1,3]]",
+        "DATA_PARALLEL_GROUP [[0],[1],[2],[3]]",
+        "every rule holds",
+    ]
+
+
+def test_the_seed_command_line(run):
+    line = (
+        "--recipe llama32_1b_pretrain_config model.context_parallel_size=4 model.cp_comm_type=a2a+p2p "
+        "model.hierarchical_context_parallel_sizes=[2,2] train.train_iters=2"
+    )
+    code, out, _ = run("train", *line.split(), "--dry-run", "--world-size", "4")
+    assert code == 0 and "a2a=[[0,1],[2,3]] p2p=[[0,2],[1,3]]" in out
+
+
+@pytest.mark.parametrize("command", [("train", "--dry-run"), ("validate",)])
+def test_violations_exit_2_and_are_all_listed(run, command):
+    code, out, err = run(
+        *command, "--recipe", TINY, "model.hierarchical_context_parallel_sizes=[2,3]", "--world-size", "6"
+    )
+    assert code == 2
+    assert "# llama_tiny_pretrain_config on 6 ranks" in out
+    assert "error A2: model.context_parallel_size=4" in err and "error C5" in err and "fix:" in err
+
+
+def test_a_run_gets_the_composed_configuration(run, started, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = (
+        "-ms 5 -gb 32 -mb 4 -sl 128 -cp 4 --lr 1e-4 --min-lr 1e-5 --warmup_iters 1 "
+        "--save_dir s --load-dir l --save_interval 2"
+    )
+    code, _, _ = run("train", "--recipe", TINY, *flags.split(), "train.train_iters=7")
+    assert code == 0
+    (config,) = started
+    assert (config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size) == (7, 32, 4)
+    assert (config.dataset.seq_length, config.model.seq_length, config.optimizer.lr) == (128, 128, 1e-4)
+    assert (config.checkpoint.save, config.checkpoint.load, config.checkpoint.save_interval) == ("s", "l", 2)
+
+
+def test_overrides_may_stand_anywhere(run, started, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert run("train", "train.train_iters=1", "--recipe", TINY, "model.num_layers=2", "-ms", "9", "rng.seed=3")[0] == 0
+    assert (started[0].train.train_iters, started[0].model.num_layers, started[0].rng.seed) == (1, 2, 3)
+
+
+def test_a_run_that_breaks_a_rule_does_not_start(run, started):
+    code, _, err = run("train", "--recipe", TINY)  # one rank, but four are needed
+    assert code == 2 and not started
+    assert "world size (1) is not divisible by total_model_size (4)" in err
+    assert "torchrun --nproc_per_node=4" in err
+
+
+def test_only_rank_0_reports(run, started, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "1")
+    assert run("train", "--recipe", TINY) == (2, "", "")
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("no such file"), 2), (RuntimeFault("rank 3 died"), 1)])
+def test_errors_of_a_run_become_exit_codes(run, started, monkeypatch, error, code):
+    def fail(config):
+        raise error
+
+    monkeypatch.setattr(sys.modules["megatron_cp.training.train"], "run", fail)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    got, _, err = run("train", "--recipe", TINY)
+    assert got == code and str(error) in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "usage: megatron-cp COMMAND"),
+        (["trian"], "did you mean 'train'?"),
+        (["train"], "--recipe is needed"),
+        (["train", "--recipe", TINY, "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["train", "--recipe", TINY, "-ms", "many"], "invalid int value"),
+        (["train", "--recipe", "llama_tiny"], "did you mean"),
+        (["validate", "--recipe", TINY, "--environment", "nowhere.yaml"], "neither one of cpu, gpu nor a file"),
+        (["validate", "--explain", "Z9"], "no rule 'Z9'"),
+    ],
+)
+def test_usage_errors_exit_2(run, argv, expected):
+    code, _, err = run(*argv)
+    assert code == 2 and expected in err
+
+
+def test_lists_prints_and_explains(run):
+    for argv in (["recipes"], ["train", "--list-recipes"]):
+        code, out, _ = run(*argv)
+        assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(list_recipes())
+    code, out, _ = run("train", "--recipe", TINY, "--print-config", "rng.seed=5")
+    assert code == 0 and yaml.safe_load(out)["rng"]["seed"] == 5
+    code, out, _ = run("train", "--explain", "c9")
+    assert code == 0 and out.startswith("C9 (error)") and "megatron-cp validate" in out and "fix:" in out
+    code, out, _ = run("train", "--help")
+    assert code == 0 and "-> train.train_iters" in out and "-> model.context_parallel_size" in out
+
+
+def test_an_environment_from_a_file(run, tmp_path):
+    path = tmp_path / "environment.yaml"
+    path.write_text("device: gpu\ncompute_capability: 9.0\nvariables: {CUDA_DEVICE_MAX_CONNECTIONS: 8}\n")
+    code, _, err = run("validate", "--recipe", TINY, "--environment", str(path))
+    assert code == 0 and "warning A12" in err and "is 8" in err
+    path.write_text("devise: gpu\n")
+    code, _, err = run("validate", "--recipe", TINY, "--environment", str(path))
+    assert code == 2 and "did you mean 'device'?" in err
+
+
+def shell(*command: str) -> tuple[subprocess.CompletedProcess, float]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
+    before = os.times()
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    after = os.times()
+    return result, after.children_user + after.children_system - before.children_user - before.children_system
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--recipe", TINY, "--dry-run"],
+        ["--recipe", "llama31_405b_pretrain_config", "--dry-run", "--world-size", "1024", "--environment", "gpu"],
+        ["--recipe", TINY, "--print-config"],
+        ["--list-recipes"],
+        ["--help"],
+        ["--explain", "C9"],
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_everything_but_a_run_takes_less_than_a_second_and_no_torch(arguments):
+    script = (
+        "import sys; from megatron_cp.cli import main; code = main(sys.argv[1:]);"
+        "heavy = {'torch', 'megatron', 'transformers'} & set(sys.modules); assert not heavy, heavy; sys.exit(code)"
+    )
+    timings = []
+    for _ in range(3):
+        result, seconds = shell(sys.executable, "-c", script, "train", *arguments)
+        assert result.returncode == 0, result.stderr
+        timings.append(seconds)
+    # CPU time, the best of three: the machine may be busy with other things.
+    assert min(timings) < 1.0, timings
+
+
+def test_the_script_is_the_train_command():
+    script, command = (
+        shell(sys.executable, *program, "--recipe", TINY, "--dry-run")[0]
+        for program in (["scripts/training/run_recipe.py"], ["-m", "megatron_cp", "train"])
+    )
+    assert script.returncode == command.returncode == 0
+    assert script.stdout == command.stdout
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    process = subprocess.run(
+        f"{sys.executable} -m megatron_cp train --recipe {TINY} --print-config | head -1",
+        shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert process.stdout == "model:\n" and "Traceback" not in process.stderr

@@ -1,0 +1,203 @@
+"""Composition of recipes: layers, types, suggestions."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_cp.config import RunConfig
+from megatron_cp.errors import ConfigError
+from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
+
+TINY = "llama_tiny_pretrain_config"
+
+
+def problem(*overrides: str, recipe: str | Path = TINY, **more) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe, overrides, **more)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_composes_and_has_a_description(name):
+    config = load_recipe(name)
+    assert config.recipe == name
+    assert config.checkpoint.save == f"runs/{name}"
+    assert config.recipe_world_size is not None
+    assert list_recipes()[name]
+
+
+def test_overrides_are_typed_and_reach_every_kind_of_field():
+    config = load_recipe(
+        TINY,
+        [
+            "model.cp_comm_type=a2a+p2p",
+            "model.hierarchical_context_parallel_sizes=[4,1]",
+            "optimizer.lr=1e-3",
+            "optimizer.min_lr=0",
+            "model.transformer.qk_layernorm=true",
+            "+train.exit_interval=7",
+            "++checkpoint.load='a=b'",
+            "env_vars.NCCL_ALGO=Ring",
+            "env_vars.CUDA_DEVICE_MAX_CONNECTIONS=1",
+            "dataset.data_path=[0.3,a,0.7,b]",
+            "dataset.split='100,0,0'",
+            "train.global_batch_size=${train.micro_batch_size}",
+        ],
+    )
+    assert config.model.hierarchical_context_parallel_sizes == [4, 1]
+    assert config.optimizer.lr == 1e-3
+    assert config.optimizer.min_lr == 0.0 and isinstance(config.optimizer.min_lr, float)
+    assert config.model.qk_layernorm is True
+    assert config.train.exit_interval == 7
+    assert config.checkpoint.load == "a=b"
+    assert config.env_vars == {"NCCL_ALGO": "Ring", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert config.dataset.data_path == [0.3, "a", 0.7, "b"] and config.dataset.kind == "indexed"
+    assert config.dataset.split == "100,0,0"
+    assert config.train.global_batch_size == config.train.micro_batch_size
+
+
+def test_group_choices_replace_a_file_of_the_recipe():
+    config = load_recipe(TINY, ["parallel=cp4_p2p", "model=llama32_1b"])
+    assert config.model.cp_comm_type == "p2p" and config.model.hierarchical_context_parallel_sizes is None
+    assert config.model.hidden_size == 2048
+    assert "cp4_hcp" in problem("parallel=cp4_hpc")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.contxt_parallel_size=4", "did you mean 'model.context_parallel_size'?"),
+        ("+model.contxt_parallel_size=4", "did you mean 'model.context_parallel_size'?"),
+        ("++modl.context_parallel_size=4", "unknown key 'modl'"),
+        ("context_parallel_size=4", "did you mean 'model.context_parallel_size'?"),
+        ("train.lr=1", "did you mean 'optimizer.lr'?"),
+        ("model.transformer.contxt_parallel_size=4", "did you mean 'model.context_parallel_size'?"),
+        ("model.context_parallel_size=abc", "model.context_parallel_size: expected int, got 'abc'"),
+        ("model.context_parallel_size=4.0", "expected int, got 4.0"),
+        ("model.context_parallel_size=''", "expected int, got ''"),
+        ("model.context_parallel_size=null", "expected int, got None"),
+        ("model.context_parallel_size=true", "expected int, got True"),
+        ("train.train_iters=1e3", "expected int, got 1000.0"),
+        ("model.sequence_parallel=1", "expected bool, got 1"),
+        ("optimizer.lr=high", "expected float, got 'high'"),
+        ("model.hierarchical_context_parallel_sizes=[2,x]", "expected list of int or null"),
+        (
+            "model.hierarchical_context_parallel_sizes=2,2",
+            "for a list write model.hierarchical_context_parallel_sizes=[2,2]",
+        ),
+        ("model.hierarchical_context_parallel_sizes=(2,2)", "cannot parse"),
+        ("checkpoint.save=/a/b:c=d", "quote"),
+        ("optimizer.optimizer=adm", "did you mean 'adam'?"),
+        ("model.recompute_granularity=ful", "did you mean 'full'?"),
+        ("mixed_precision=bf61", "did you mean 'bf16'?"),
+        ("model=4", "expected a mapping of settings"),
+        ("~model.seq_length", "cannot be deleted"),
+        ("nonsense", "expected key=value"),
+        ("dataset.seq_length=${model.nothing}", "cannot resolve"),
+    ],
+)
+def test_a_wrong_override_is_explained(override, expected):
+    assert expected in problem(override)
+
+
+def test_all_problems_are_reported_at_once():
+    text = problem("model.foo=1", "train.train_iters=x", "optimizer.lr=y")
+    assert all(part in text for part in ("model.foo", "train.train_iters", "optimizer.lr"))
+    text = problem("a=1,2", "~b", "c")
+    assert all(part in text for part in ("a=1,2", "~b", "c"))
+
+
+def test_unknown_recipe_suggests_the_nearest():
+    assert f"did you mean '{TINY}'" in problem(recipe="llama_tiny_pretrain_confg")
+    assert "recipe file not found" in problem(recipe="no/such/file.yaml")
+
+
+def test_config_error_is_a_value_error_and_carries_the_violations():
+    with pytest.raises(ValueError) as caught:
+        load_recipe(TINY, ["model.foo=1"])
+    assert isinstance(caught.value, AssertionError)
+    assert [(v.rule, v.field) for v in caught.value.violations] == [("K1", "model.foo")]
+
+
+def test_precedence_recipe_then_files_then_flags_then_overrides(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("train: {train_iters: 1, global_batch_size: 11}\nmodel: {num_layers: 11}\n")
+    second.write_text("train: {train_iters: 2, micro_batch_size: 22}\nmodel: {transformer: {hidden_size: 22}}\n")
+    flags = {"train.train_iters": 3, "train.micro_batch_size": 33}
+    config = load_recipe(TINY, ["train.train_iters=4"], files=[first, second], flags=flags)
+    assert (config.train.train_iters, config.train.micro_batch_size, config.train.global_batch_size) == (4, 33, 11)
+    assert (config.model.num_layers, config.model.hidden_size) == (11, 22)
+    first.write_text("model:\n  # nothing yet\n")
+    assert load_recipe(TINY, files=[first]) == load_recipe(TINY)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: {contxt_parallel_size: 4}", "did you mean 'model.context_parallel_size'?"),
+        ("model: {context_parallel_size: abc}", "expected int, got 'abc'"),
+        ("model: [1, 2]", "expected a mapping of settings"),
+        ("model: 4", "model: expected a mapping of settings"),
+        ("- 1", "does not hold a mapping"),
+        ("a: [", "cannot read"),
+        ("model: {num_layers: 2, transformer: {num_layers: 3}}", "by model.transformer.num_layers to 3"),
+    ],
+)
+def test_a_wrong_yaml_file_is_explained(tmp_path, text, expected):
+    path = tmp_path / "extra.yaml"
+    path.write_text(text)
+    assert expected in problem(files=[path])
+    assert "file not found" in problem(files=[tmp_path / "missing.yaml"])
+
+
+def test_a_recipe_of_ones_own(tmp_path):
+    path = tmp_path / "dir with 'quotes'" / "mine.yaml"
+    path.parent.mkdir()
+    path.write_text(f"defaults: [{TINY}, _self_]\ntrain: {{train_iters: 3}}\n")
+    config = load_recipe(path)
+    assert (config.recipe, config.train.train_iters, config.model.hidden_size) == ("mine", 3, 128)
+    path.write_text("defaults: [model: llama_tny]\n")
+    assert "llama_tny" in problem(recipe=path)
+    path.write_text("model: {num_layrs: 3}\n")
+    assert "did you mean 'model.num_layers'?" in problem(recipe=path)
+
+
+def test_the_resolved_configuration_is_a_recipe_that_gives_itself(tmp_path):
+    for name in (TINY, "llama31_405b_pretrain_config"):
+        config = load_recipe(name)
+        path = tmp_path / "config.yaml"
+        path.write_text(to_yaml(config))
+        assert asdict(load_recipe(path)) == asdict(config)
+    assert list(yaml.safe_load(to_yaml(config))) == list(asdict(RunConfig()))
+
+
+@pytest.mark.parametrize(
+    ("value", "chosen"),
+    [("bf16_mixed", "bf16"), ("bf16-mixed", "bf16"), ("bf16", "bf16"), ("fp32", "fp32"), ("fp16_mixed", "fp16")],
+)
+def test_bridge_precision_names(value, chosen):
+    assert getattr(load_recipe(TINY, [f"mixed_precision={value}"]).mixed_precision, chosen)
+    assert (
+        load_recipe(TINY, [f"mixed_precision.{chosen}=true"]).mixed_precision
+        == load_recipe(TINY, [f"mixed_precision={value}"]).mixed_precision
+    )
+
+
+def test_one_sequence_length_serves_model_and_data(tmp_path):
+    for override in ("model.seq_length=512", "dataset.seq_length=512"):
+        config = load_recipe(TINY, [override])
+        assert config.model.seq_length == config.dataset.seq_length == config.model.max_position_embeddings == 512
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(load_recipe(TINY)))
+    config = load_recipe(path, ["dataset.seq_length=512"])
+    assert config.model.seq_length == config.dataset.seq_length == 512
+    config = load_recipe(TINY, ["model.seq_length=512", "dataset.seq_length=256"])
+    assert (config.model.seq_length, config.dataset.seq_length) == (512, 256)  # rule B3 reports it
+
+
+def test_a_short_run_of_a_long_recipe_ends_its_warmup():
+    scheduler = load_recipe("llama32_1b_pretrain_config", ["train.train_iters=2"]).scheduler
+    assert (scheduler.lr_warmup_iters, scheduler.lr_decay_iters) == (1, 2)
+    assert load_recipe("llama32_1b_pretrain_config").scheduler.lr_warmup_iters == 2000
