@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# Make .venv as requirements.lock says. quickstart.sh and test.sh call this first; it returns at once when .venv is
+# current. Safe to interrupt, and to run several times at once.
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+
+stamp=.venv/.megatron-cp-setup           # written last: what was installed
+place=.venv/.megatron-cp-place           # where: scripts in a virtual environment hold absolute paths
+unfinished=.venv/.megatron-cp-unfinished # there while packages are being unpacked
+
+wanted=$({ echo "$PWD"; cat requirements.lock pyproject.toml scripts/setup.sh; } | sha256sum)
+
+is_current() { [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; }
+
+is_right_python() { # 3.12 or newer; a pyenv shim can be there and still not run
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    local candidates=(python3.12)
+    if command -v uv >/dev/null && candidate=$(uv python find 3.12 --no-project --no-python-downloads 2>/dev/null); then
+        candidates+=("$candidate")
+    fi
+    candidates+=("${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python3.12 /usr/bin/python3.12 /usr/local/bin/python3.12)
+    candidates+=(python3 /usr/bin/python3 python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[3-9]*/bin/python3)
+    for candidate in "${candidates[@]}"; do
+        if is_right_python "$candidate"; then
+            # The interpreter itself, not a shim that asks the current folder which one it is.
+            "$candidate" -c 'import sys; print(sys._base_executable)'
+            return
+        fi
+    done
+    echo "setup: no Python 3.12 found (looked on PATH, for uv's and for pyenv's). Install one, for instance with" \
+        "'uv python install 3.12', 'pyenv install 3.12' or your system's packages, and run this again." >&2
+    return 1
+}
+
+find_uv() { # prints a uv that runs; installs it in .venv if there is none
+    local candidate
+    for candidate in uv .venv/bin/uv .venv/uv/bin/uv; do
+        if "$candidate" --version >/dev/null 2>&1; then
+            echo "$candidate"
+            return
+        fi
+    done
+    if .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        .venv/bin/python -m pip install --quiet uv >&2 && echo .venv/bin/uv
+    else # no ensurepip (Debian without python3-venv): a pip outside may still fill a folder
+        "$1" -m pip install --quiet --target .venv/uv uv >&2 && echo .venv/uv/bin/uv
+    fi
+}
+
+follow_pip_configuration() { # uv does not read pip's settings: pass on which index and certificates to use
+    local index=${PIP_INDEX_URL:-}
+    if [[ -z $index ]]; then
+        index=$("$1" -m pip config get global.index-url 2>/dev/null || true)
+    fi
+    if [[ -n $index && -z ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} ]]; then
+        export UV_DEFAULT_INDEX=$index
+    fi
+    if [[ -n ${PIP_CERT:-} && -z ${SSL_CERT_FILE:-} ]]; then
+        export SSL_CERT_FILE=$PIP_CERT
+    fi
+    export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
+}
+
+if is_current; then
+    exit 0
+fi
+if command -v flock >/dev/null; then
+    exec 9>.setup.lock
+    flock --nonblock 9 || { echo "setup: waiting for another set-up of this folder" >&2; flock 9; }
+    if is_current; then
+        exit 0
+    fi
+fi
+
+# A half-unpacked package can look installed, and a moved .venv has wrong paths inside: start afresh.
+if [[ -e $unfinished || ( -f $place && $(<"$place") != "$PWD" ) ]]; then
+    rm -rf .venv
+fi
+python=$(find_python)
+if ! is_right_python .venv/bin/python; then
+    rm -rf .venv
+    echo "setup: making .venv with $("$python" --version) ($python)" >&2
+    "$python" -m venv .venv >/dev/null 2>&1 || "$python" -m venv --clear --without-pip .venv
+fi
+touch "$unfinished"
+follow_pip_configuration "$python"
+
+echo "setup: installing the $(grep -c '==' requirements.lock) pinned packages of requirements.lock" >&2
+if uv=$(find_uv "$python") && [[ -n $uv ]] &&
+    "$uv" pip install --python .venv/bin/python --require-hashes --requirement requirements.lock &&
+    "$uv" pip install --python .venv/bin/python --no-deps --no-build-isolation --quiet --editable .; then
+    :
+elif .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    echo "setup: uv did not do it; trying pip" >&2
+    .venv/bin/python -m pip install --require-hashes --requirement requirements.lock
+    .venv/bin/python -m pip install --no-deps --no-build-isolation --quiet --editable .
+else
+    echo "setup: the packages could not be installed; the messages above say why." >&2
+    exit 1
+fi
+pwd >"$place"
+rm "$unfinished"
+printf '%s\n' "$wanted" >"$stamp"
