@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_cp.config import RunConfig
-from megatron_cp.errors import ConfigError, RuntimeFault, format_violations
+from megatron_cp.errors import ConfigError, DataError, RuntimeFault, format_violations
 from megatron_cp.parallel.layout import group_lines, layout_of
 from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
 from megatron_cp.rules import check, check_or_raise
@@ -178,10 +178,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 failed while running, 2 usage or configuration, 130 and 143 stopped."""
     try:
         return _dispatch(sys.argv[1:] if argv is None else list(argv))
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         # Every rank finds the same problems; one of them says so.
         if os.environ.get("RANK", "0") == "0":
-            print(f"megatron-cp: the configuration cannot run\n{error}", file=sys.stderr)
+            what = "the configuration cannot run\n" if isinstance(error, ConfigError) else ""
+            print(f"megatron-cp: {what}{error}", file=sys.stderr)
         return EXIT_CONFIG
     except RuntimeFault as fault:
         print(f"megatron-cp: {fault}", file=sys.stderr)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron_cp import cli
-from megatron_cp.errors import ConfigError, RuntimeFault
+from megatron_cp.errors import ConfigError, DataError, RuntimeFault
 from megatron_cp.recipes import list_recipes
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,10 @@ def test_only_rank_0_reports(run, started, monkeypatch):
     assert run("train", "--recipe", TINY) == (2, "", "")
 
 
-@pytest.mark.parametrize(("error", "code"), [(ConfigError("no such file"), 2), (RuntimeFault("rank 3 died"), 1)])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("no such file"), 2), (DataError("empty corpus"), 2), (RuntimeFault("rank 3 died"), 1)],
+)
 def test_errors_of_a_run_become_exit_codes(run, started, monkeypatch, error, code):
     def fail(config):
         raise error

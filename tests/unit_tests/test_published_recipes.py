@@ -1,0 +1,163 @@
+"""The Llama recipes against the numbers that were published for the models and for the training recipes."""
+
+import math
+
+import pytest
+
+from megatron_cp.recipes import list_recipes, load_recipe
+from megatron_cp.rules import Environment, check
+
+# Meta's own model list (llama-models, models/sku_list.py): the arguments of the reference implementation.
+ARCHITECTURES = {
+    "llama3_8b": {"dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024},
+    "llama3_70b": {"dim": 8192, "n_layers": 80, "n_heads": 64, "ffn_dim_multiplier": 1.3, "multiple_of": 4096},
+    "llama31_8b": {"dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024},
+    "llama31_70b": {"dim": 8192, "n_layers": 80, "n_heads": 64, "ffn_dim_multiplier": 1.3, "multiple_of": 4096},
+    "llama31_405b": {"dim": 16384, "n_layers": 126, "n_heads": 128, "ffn_dim_multiplier": 1.2, "multiple_of": 4096},
+    "llama32_1b": {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5, "multiple_of": 256},
+    "llama32_3b": {"dim": 3072, "n_layers": 28, "n_heads": 24, "ffn_dim_multiplier": 1.0, "multiple_of": 256},
+}
+COMMON = {"n_kv_heads": 8, "vocab_size": 128256, "norm_eps": 1e-5, "rope_theta": 500000.0}
+
+# config.json of the same models as published for the transformers library.
+CONFIG_JSON = {
+    "llama3_8b": {"intermediate_size": 14336, "max_position_embeddings": 8192, "factor": None, "tied": False},
+    "llama3_70b": {"intermediate_size": 28672, "max_position_embeddings": 8192, "factor": None, "tied": False},
+    "llama31_8b": {"intermediate_size": 14336, "max_position_embeddings": 131072, "factor": 8.0, "tied": False},
+    "llama31_70b": {"intermediate_size": 28672, "max_position_embeddings": 131072, "factor": 8.0, "tied": False},
+    "llama31_405b": {"intermediate_size": 53248, "max_position_embeddings": 131072, "factor": 8.0, "tied": False},
+    "llama32_1b": {"intermediate_size": 8192, "max_position_embeddings": 131072, "factor": 32.0, "tied": True},
+    "llama32_3b": {"intermediate_size": 8192, "max_position_embeddings": 131072, "factor": 32.0, "tied": True},
+}
+
+# Parameters in billions as counted in the model cards, to a hundredth.
+PARAMETERS = {
+    "llama3_8b": 8.03,
+    "llama3_70b": 70.55,
+    "llama31_8b": 8.03,
+    "llama31_70b": 70.55,
+    "llama31_405b": 405.85,
+    "llama32_1b": 1.24,
+    "llama32_3b": 3.21,
+}
+
+# Megatron-Bridge's pretraining recipes: world size, tp, pp, vpp, cp, sequence parallel, sequence length.
+LAYOUTS = {
+    "llama32_1b_pretrain_config": (1, 1, 1, None, 1, False, 8192),
+    "llama32_3b_pretrain_config": (1, 1, 1, None, 1, False, 8192),
+    "llama3_8b_pretrain_config": (2, 1, 1, None, 2, False, 8192),
+    "llama3_8b_16k_pretrain_config": (16, 4, 2, None, 2, True, 16384),
+    "llama3_8b_64k_pretrain_config": (32, 4, 2, None, 4, True, 65536),
+    "llama3_8b_128k_pretrain_config": (64, 4, 2, None, 8, True, 131072),
+    "llama3_70b_pretrain_config": (32, 4, 4, 5, 2, True, 8192),
+    "llama3_70b_16k_pretrain_config": (32, 8, 2, None, 2, True, 16384),
+    "llama3_70b_64k_pretrain_config": (256, 8, 4, None, 8, True, 65536),
+    "llama31_8b_pretrain_config": (2, 1, 1, None, 2, False, 8192),
+    "llama31_70b_pretrain_config": (32, 4, 4, 5, 2, True, 131072),
+    "llama31_405b_pretrain_config": (256, 8, 8, 2, 4, True, 131072),
+}
+HIERARCHICAL = {
+    "llama32_1b_pretrain_hcp_config": (4, [2, 2], 8192),
+    "llama3_8b_128k_hcp_config": (64, [2, 4], 131072),
+    "llama3_8b_1m_hcp_config": (128, [4, 16], 1048576),
+}
+
+
+def published_ffn(dim: int, ffn_dim_multiplier: float, multiple_of: int, **_) -> int:
+    """The reference implementation's way to the MLP's width."""
+    width = int(ffn_dim_multiplier * int(2 * 4 * dim / 3))
+    return math.ceil(width / multiple_of) * multiple_of
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architecture_is_the_published_one(name):
+    model = load_recipe(f"{name}_pretrain_config").model
+    published, config_json = ARCHITECTURES[name], CONFIG_JSON[name]
+    assert model.hidden_size == published["dim"]
+    assert model.num_layers == published["n_layers"]
+    assert model.num_attention_heads == published["n_heads"]
+    assert model.kv_channels == published["dim"] // published["n_heads"]
+    assert model.ffn_hidden_size == published_ffn(**published) == config_json["intermediate_size"]
+    assert model.num_query_groups == COMMON["n_kv_heads"]
+    assert model.vocab_size == COMMON["vocab_size"]
+    assert model.layernorm_epsilon == COMMON["norm_eps"]
+    assert model.rotary_base == COMMON["rope_theta"]
+    assert model.max_position_embeddings == config_json["max_position_embeddings"]
+    assert model.rope_scaling == (config_json["factor"] is not None)
+    assert not model.rope_scaling or model.rope_scaling_factor == config_json["factor"]
+    assert model.share_embeddings_and_output_weights == config_json["tied"]
+    assert (model.normalization, model.activation_func, model.gated_linear_unit) == ("RMSNorm", "silu", True)
+    assert not (model.add_bias_linear or model.add_qkv_bias or model.qk_layernorm)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_number_of_parameters_is_the_published_one(name):
+    m = load_recipe(f"{name}_pretrain_config").model
+    attention = m.hidden_size * m.kv_channels * 2 * (m.num_attention_heads + m.num_query_groups)
+    layer = attention + 3 * m.hidden_size * m.ffn_hidden_size + 2 * m.hidden_size
+    embeddings = m.vocab_size * m.hidden_size * (1 if m.share_embeddings_and_output_weights else 2)
+    assert round((m.num_layers * layer + embeddings + m.hidden_size) / 1e9, 2) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_and_schedule_are_bridges(name):
+    c = load_recipe(name)
+    m = c.model
+    assert (
+        c.recipe_world_size,
+        m.tensor_model_parallel_size,
+        m.pipeline_model_parallel_size,
+        m.virtual_pipeline_model_parallel_size,
+        m.context_parallel_size,
+        m.sequence_parallel,
+        c.dataset.seq_length,
+    ) == LAYOUTS[name]
+    assert m.account_for_embedding_in_pipeline_split == (name == "llama31_405b_pretrain_config")
+    assert (c.train.train_iters, c.train.global_batch_size, c.train.micro_batch_size) == (1168251, 512, 1)
+    assert (c.optimizer.optimizer, c.optimizer.lr, c.optimizer.min_lr) == ("adam", 3e-4, 3e-5)
+    assert (c.scheduler.lr_decay_style, c.scheduler.lr_warmup_iters) == ("cosine", 2000)
+    assert (c.validation.eval_interval, c.validation.eval_iters) == (2000, 32)
+    assert (c.checkpoint.save_interval, c.train.manual_gc_interval, c.dataset.split) == (500, 100, "9999,8,2")
+    assert (c.tokenizer.tokenizer_type, c.rng.seed) == ("NullTokenizer", 1234)
+
+
+@pytest.mark.parametrize("name", HIERARCHICAL)
+def test_hierarchical_recipes(name):
+    c = load_recipe(name)
+    world_size, sizes, seq_length = HIERARCHICAL[name]
+    assert c.model.cp_comm_type == "a2a+p2p" and c.model.hierarchical_context_parallel_sizes == sizes
+    assert c.model.context_parallel_size == math.prod(sizes)
+    assert (c.recipe_world_size, c.dataset.seq_length) == (world_size, seq_length)
+    assert sizes[0] * c.model.tensor_model_parallel_size <= 8  # the all-to-all stays inside a node
+
+
+def test_every_llama_recipe_is_held_against_something_published():
+    named = {name for name in list_recipes() if name.startswith("llama3")}
+    assert named == set(LAYOUTS) | set(HIERARCHICAL)
+
+
+@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize("environment", ["gpu", "cpu"])
+def test_every_recipe_keeps_the_rules_at_its_own_size(name, environment):
+    config = load_recipe(name)
+    violations = check(config, config.recipe_world_size, environment=environment)
+    assert [v for v in violations if v.severity == "error"] == []
+    if config.recipe.startswith("llama3"):
+        assert violations == []
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_can_be_made_small_enough_for_a_cpu(name):
+    overrides = [
+        "model.num_layers=4",
+        "model.tensor_model_parallel_size=1",
+        "model.pipeline_model_parallel_size=1",
+        "model.virtual_pipeline_model_parallel_size=null",
+        "model.account_for_embedding_in_pipeline_split=false",
+        "model.account_for_loss_in_pipeline_split=false",
+        "model.sequence_parallel=false",
+        "dataset.seq_length=256",
+    ]
+    config = load_recipe(name, overrides)
+    violations = check(config, config.model.context_parallel_size, environment=Environment())
+    assert [v for v in violations if v.severity == "error"] == []
