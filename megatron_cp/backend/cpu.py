@@ -156,7 +156,13 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*")
         warnings.filterwarnings("ignore", category=SyntaxWarning)
-        yield
+        extensions = logging.getLogger("torch.utils.cpp_extension")  # looks for a CUDA runtime
+        level = extensions.level
+        extensions.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            extensions.setLevel(level)
 
 
 _import_context = contextlib.ExitStack()

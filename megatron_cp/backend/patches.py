@@ -18,7 +18,7 @@ def apply() -> None:
 
 
 def _distributed_optimizer_loads_torch_adam() -> None:
-    """optimizer/distrib_optimizer.py:838, :1024, :1223 (0.19.2), where neither Transformer Engine nor apex is installed.
+    """optimizer/distrib_optimizer.py:838, :1024, :1223, where neither Transformer Engine nor apex is installed.
 
     With torch's own Adam, loading a checkpoint into a fresh distributed optimizer fails: the assertion at 838 wants a
     ``step`` before any step was taken; the copy at 1223 has no ``step`` to read and writes in place to leaves that

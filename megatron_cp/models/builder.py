@@ -86,4 +86,5 @@ def _seed_vocabulary_weights(
                 params_dtype=core_config.params_dtype,
                 rank=groups.tp.rank(),
                 world_size=groups.tp.size(),
+                skip_set_tensor_parallel_attributes=True,
             )

@@ -49,16 +49,18 @@ def stop_distributed() -> None:
         dist.destroy_process_group()
 
 
-def seed_everything(config: RunConfig, groups: ProcessGroupCollection) -> None:
+def seed_everything(config: RunConfig, groups: ProcessGroupCollection, *, per_context_rank: bool = False) -> None:
     """Seed python, numpy, torch and megatron-core's tracker.
 
-    Pipeline stages get different streams, and so do context-parallel ranks: they hold different tokens of a sample,
-    and equal streams would drop the same hidden units on every slice. With ``rng.data_parallel_random_init`` replicas
-    differ as well.
+    Pipeline stages get different streams; with ``rng.data_parallel_random_init`` replicas do too. Weights are drawn
+    from streams that context-parallel ranks share. Dropout must not be: the ranks hold different tokens of a sample,
+    and equal streams would drop the same hidden units on every slice, so ``per_context_rank`` tells them apart.
     """
     seed = config.rng.seed + 100 * groups.pp.rank()
     if config.rng.data_parallel_random_init:
         seed += 10 * groups.dp.rank()
+    if per_context_rank:
+        seed += 100_003 * groups.cp.rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,0 +1,64 @@
+"""The optimizer and its learning-rate schedule, both megatron-core's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_cp.config import RunConfig
+
+
+def build_optimizer(
+    config: RunConfig, model: list[Any], groups: ProcessGroupCollection, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """megatron-core's optimizer over the wrapped model chunks; ``dtype`` is the parameters'."""
+    chosen = config.optimizer
+    core = CoreOptimizerConfig(
+        optimizer=chosen.optimizer,
+        lr=chosen.lr,
+        min_lr=chosen.min_lr,
+        weight_decay=chosen.weight_decay,
+        adam_beta1=chosen.adam_beta1,
+        adam_beta2=chosen.adam_beta2,
+        adam_eps=chosen.adam_eps,
+        sgd_momentum=chosen.sgd_momentum,
+        clip_grad=chosen.clip_grad,
+        use_distributed_optimizer=chosen.use_distributed_optimizer,
+        overlap_param_gather=config.ddp.overlap_param_gather,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        params_dtype=dtype,
+    )
+    return get_megatron_optimizer(core, model, use_gloo_process_groups=False, pg_collection=groups)
+
+
+def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The schedule of learning rate and weight decay; its steps are samples, as megatron-core counts them."""
+    schedule, batch = config.scheduler, config.train.global_batch_size
+    decay_iters = schedule.lr_decay_iters or config.train.train_iters
+    warmup_iters = schedule.lr_warmup_iters
+    if schedule.lr_warmup_fraction is not None:
+        warmup_iters = int(schedule.lr_warmup_fraction * decay_iters)
+    decay = config.optimizer.weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=config.optimizer.lr,
+        min_lr=config.optimizer.min_lr,
+        lr_warmup_steps=warmup_iters * batch,
+        lr_decay_steps=decay_iters * batch,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
+        end_wd=decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
+        wd_incr_steps=config.train.train_iters * batch,
+        wd_incr_style=schedule.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=schedule.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=schedule.override_opt_param_scheduler,
+        wsd_decay_steps=None if schedule.lr_wsd_decay_iters is None else schedule.lr_wsd_decay_iters * batch,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )

@@ -1,0 +1,118 @@
+"""Build everything that a step needs, in the order in which it depends on each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_cp.attention.probe import probe_attention
+from megatron_cp.config import RunConfig
+from megatron_cp.models.builder import build_model
+from megatron_cp.models.transformer_config import transformer_config
+from megatron_cp.parallel.device import device, seed_everything
+from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
+from megatron_cp.training.optimizer import build_optimizer, build_scheduler
+
+
+@dataclass
+class Progress:
+    """Where training stands; saved with every checkpoint."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0  # all tokens of the samples, masked ones too
+    skipped_iterations: int = 0
+
+
+@dataclass
+class Run:
+    """A run that is ready to step."""
+
+    config: RunConfig
+    core_config: TransformerConfig
+    groups: ProcessGroupCollection
+    model: list[Any]  # DistributedDataParallel chunks, one a virtual pipeline stage
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    device: torch.device
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.groups.pp.rank() == self.groups.pp.size() - 1
+
+    def close(self) -> None:
+        """Drop the process groups, so that another run can start in this process."""
+        destroy_process_groups(self.groups)
+
+
+def setup(config: RunConfig, vocab_size: int) -> Run:
+    """Groups, model, probe, data-parallel wrapper, optimizer and schedule of a finalized configuration.
+
+    Collective; torch.distributed must be initialized. ``vocab_size`` is the tokenizer's, before padding.
+    """
+    groups = build_process_groups(config)
+    seed_everything(config, groups)
+    core_config = transformer_config(config)
+    chunks: list[Any] = build_model(config, core_config, groups, vocab_size)
+    if config.dist.attention_probe:
+        probe_attention(chunks)
+    if core_config.fp16 or core_config.bf16:
+        chunks = [Float16Module(core_config, chunk) for chunk in chunks]
+    model = wrap_data_parallel(config, core_config, chunks, groups)
+    optimizer = build_optimizer(config, model, groups, core_config.params_dtype)
+    scheduler = build_scheduler(config, optimizer)
+    connect_schedule(config, core_config, model, optimizer, groups)
+    # Weights are the same on every context-parallel rank; what dropout draws from now on must not be.
+    seed_everything(config, groups, per_context_rank=True)
+    return Run(config, core_config, groups, model, optimizer, scheduler, device())
+
+
+def wrap_data_parallel(
+    config: RunConfig, core_config: TransformerConfig, chunks: list[Any], groups: ProcessGroupCollection
+) -> list[DistributedDataParallel]:
+    """megatron-core's gradient buffers, reduced over data *and* context parallel ranks."""
+    ddp = config.ddp
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
+        overlap_grad_reduce=ddp.overlap_grad_reduce,
+        overlap_param_gather=ddp.overlap_param_gather,
+        average_in_collective=ddp.average_in_collective,
+        check_for_nan_in_grad=ddp.check_for_nan_in_grad,
+        bucket_size=ddp.bucket_size,
+        use_distributed_optimizer=config.optimizer.use_distributed_optimizer,
+    )
+    return [
+        DistributedDataParallel(core_config, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=groups)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def connect_schedule(
+    config: RunConfig,
+    core_config: TransformerConfig,
+    model: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    groups: ProcessGroupCollection,
+) -> None:
+    """Tell megatron-core's schedules how to scale, synchronize and finish gradients."""
+
+    def one_or_all(functions: list[Any]) -> Any:
+        return functions if len(functions) > 1 else functions[0]
+
+    core_config.grad_scale_func = optimizer.scale_loss
+    core_config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
+    core_config.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
+    if config.ddp.overlap_grad_reduce:
+        core_config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in model])
+    if config.ddp.overlap_param_gather:
+        core_config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in model])

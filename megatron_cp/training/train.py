@@ -1,0 +1,134 @@
+"""One training run from a checked configuration: the way down, and the last screen."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from megatron_cp.config import RunConfig
+from megatron_cp.data.datasets import Datasets, build_datasets
+from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_cp.errors import RuntimeFault
+from megatron_cp.parallel.device import start_distributed, stop_distributed
+from megatron_cp.training.checkpoint import latest_iteration, load_checkpoint
+from megatron_cp.training.loop import Outcome, train
+from megatron_cp.training.metrics import Reporter, logger, start_logging, wants_live_line
+from megatron_cp.training.setup import Run, setup
+
+
+def run(config: RunConfig) -> int:
+    """Train as configured; returns the process's exit code.
+
+    Raises:
+        RuntimeFault: the run cannot go on; the message says where and what to do.
+        DataError: a data file or a tokenizer is at fault.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    start_logging(rank, wants_live_line(config))
+    os.environ.update(config.env_vars)
+    # What needs no other rank is read first: a missing file ends the run before any process group exists.
+    tokenizer = build_tokenizer(config.tokenizer)
+    iteration = find_checkpoint(config)
+    start_distributed(config)
+    try:
+        return _run(config, tokenizer, iteration).exit_code
+    finally:
+        stop_distributed()
+
+
+def find_checkpoint(config: RunConfig) -> int | None:
+    """The iteration to resume from, ``None`` to start fresh.
+
+    Raises:
+        RuntimeFault: a checkpoint was asked for and is not there.
+    """
+    wanted = config.checkpoint
+    root = wanted.pretrained_checkpoint if wanted.finetune and wanted.pretrained_checkpoint else wanted.load
+    assert root is not None  # finalized
+    iteration = wanted.ckpt_step if wanted.ckpt_step is not None else latest_iteration(root)
+    if iteration is None and (wanted.exit_on_missing_checkpoint or wanted.load != wanted.save or wanted.finetune):
+        raise RuntimeFault(
+            f"there is no checkpoint in {root} to load (no latest_checkpointed_iteration.txt). Check checkpoint.load, "
+            "or leave it out to start fresh."
+        )
+    return iteration
+
+
+def _run(config: RunConfig, tokenizer: Tokenizer, iteration: int | None) -> Outcome:
+    folder = Path(config.checkpoint.save or "")
+    vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    datasets = _datasets(config, tokenizer)
+    ready = setup(config, vocab_size)
+    try:
+        if iteration is not None:
+            root = config.checkpoint.load if not config.checkpoint.finetune else config.checkpoint.pretrained_checkpoint
+            load_checkpoint(ready, root or config.checkpoint.load or "", iteration)
+            logger.info("resumed from iteration %d of %s", ready.progress.iteration, root)
+        _write_config(config, folder)
+        _announce(ready, vocab_size)
+        reporter = Reporter(
+            config, folder, config.train.train_iters, ready.progress.iteration, enabled=dist.get_rank() == 0
+        )
+        try:
+            outcome = train(ready, datasets, vocab_size, folder, reporter)
+        finally:
+            reporter.close()
+        if dist.get_rank() == 0:
+            _last_words(ready, folder, outcome)
+        return outcome
+    finally:
+        ready.close()
+
+
+def _datasets(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
+    train, held_out = config.train, config.validation
+    evaluations = 1 + (train.train_iters // held_out.eval_interval if held_out.eval_interval else 0)
+    eval_batch = held_out.eval_global_batch_size or train.global_batch_size
+    eval_samples = held_out.eval_iters * eval_batch if evaluations else 0
+    return build_datasets(config, tokenizer, train.train_iters * train.global_batch_size, eval_samples, 0)
+
+
+def _write_config(config: RunConfig, folder: Path) -> None:
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+
+
+def _announce(ready: Run, vocab_size: int) -> None:
+    parameters = torch.tensor(sum(p.numel() for chunk in ready.model for p in chunk.parameters()), device=ready.device)
+    dist.all_reduce(parameters, group=ready.groups.mp)
+    model = ready.config.model
+    logger.info(
+        "model: %.1fM parameters, %d layers, vocabulary %d; %d ranks: tp %d, cp %d (%s%s), pp %d, dp %d; %s; %s groups",
+        parameters.item() / 1e6,
+        model.num_layers,
+        vocab_size,
+        dist.get_world_size(),
+        model.tensor_model_parallel_size,
+        model.context_parallel_size,
+        model.cp_comm_type,
+        f" {model.hierarchical_context_parallel_sizes}" if model.hierarchical_context_parallel_sizes else "",
+        model.pipeline_model_parallel_size,
+        ready.groups.dp.size(),
+        str(ready.core_config.params_dtype).removeprefix("torch."),
+        "decentralized" if ready.config.dist.use_decentralized_pg else "MPU",
+    )
+
+
+def _last_words(ready: Run, folder: Path, outcome: Outcome) -> None:
+    if outcome.last_loss is None:
+        logger.info("nothing to do: already at iteration %d", ready.progress.iteration)
+        return
+    logger.info(
+        "iteration %d of %d: lm loss %.4f -> %.4f; run folder %s",
+        ready.progress.iteration,
+        ready.config.train.train_iters,
+        outcome.first_loss,
+        outcome.last_loss,
+        folder,
+    )

@@ -1,0 +1,72 @@
+"""A tiny training run inside forked ranks, for tests that compare layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_cp.config import RunConfig
+from megatron_cp.data.datasets import build_datasets
+from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.training.loop import RankBatches, batch_iterator
+from megatron_cp.training.setup import Run, setup
+from megatron_cp.training.step import train_step
+
+VOCAB = 255  # not a multiple of anything: the padded rows must not matter
+
+
+def tiny_config(**overrides: Any) -> RunConfig:
+    """A finalized float32 configuration; ``overrides`` are dotted names with ``__`` for the dot."""
+    config = RunConfig()
+    defaults = {
+        "model__num_layers": 4,
+        "model__hidden_size": 64,
+        "model__ffn_hidden_size": 96,
+        "model__num_attention_heads": 8,
+        "model__num_query_groups": 4,
+        # Large enough that every part of the model matters for the loss: errors in RoPE hide below std 0.02.
+        "model__init_method_std": 0.15,
+        "dataset__kind": "mock",
+        "dataset__seq_length": 32,
+        "dataset__mock_masked_fraction": 0.4,
+        "tokenizer__tokenizer_type": "NullTokenizer",
+        "tokenizer__vocab_size": VOCAB,
+        "train__train_iters": 20,
+        "train__global_batch_size": 4,
+        "optimizer__lr": 1e-3,
+        "optimizer__min_lr": 1e-4,
+        "scheduler__lr_warmup_iters": 2,
+        "mixed_precision__fp32": True,
+        "logger__progress": "none",
+    }
+    for name, value in (defaults | overrides).items():
+        section, field = name.split("__", 1)
+        holder = getattr(config, section)
+        assert hasattr(holder, field), name
+        setattr(holder, field, value)
+    return config.finalize()
+
+
+def start(config: RunConfig) -> tuple[Run, RankBatches, int]:
+    """A ready run, its batches from the beginning, and the number of microbatches."""
+    tokenizer = build_tokenizer(config.tokenizer)
+    train, _, _ = build_datasets(config, tokenizer, config.train.train_iters * config.train.global_batch_size)
+    run = setup(config, tokenizer.vocab_size)
+    batches = batch_iterator(run, train, 0, training=True)
+    return run, RankBatches(run, batches), batches.num_microbatches
+
+
+def train_losses(overrides: dict[str, Any], steps: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each of ``steps`` optimizer steps; what every rank of a layout returns."""
+    run, batches, num_microbatches = start(tiny_config(**overrides))
+    results = [train_step(run, batches, num_microbatches) for _ in range(steps)]
+    run.close()
+    return [(result.loss, result.grad_norm or 0.0) for result in results]
+
+
+def worst_difference(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> tuple[float, float]:
+    """Largest relative difference of losses and of gradient norms."""
+    x, y = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
+    worst = ((x - y).abs() / y.abs()).max(dim=0).values
+    return float(worst[0]), float(worst[1])
