@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron_cp.attention import comm
 from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import Problem
-from megatron_cp.attention.kernels import attend, attend_backward, tile_size, zeros_for_gradients
-from megatron_cp.attention.merge import OutputAccumulator, softmax_offset_grad
+from megatron_cp.attention.kernels import attend, attend_backward, tile_size
+from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
 from megatron_cp.attention.sharding import regroup_order
-from megatron_cp.attention.tiles import Tile, plan_gathered
+from megatron_cp.attention.tiles import plan_gathered
 
 
 def all_gather_attention(
@@ -35,7 +35,8 @@ class _AllGather(torch.autograd.Function):
     ) -> Tensor:
         arriving = _start_gather(key, value, peers)
         result = OutputAccumulator(query, value.shape[-1])
-        attend(query, _in_order(arriving, problem, peers), _tiles(query, problem, peers), problem.scale, into=result)
+        tiles = plan_gathered(problem.layout, peers.rank, problem.mask, tile_size(query))
+        attend(query, _in_order(arriving, problem, peers), tiles, problem.scale, into=result)
         out, lse = result.finish(offset)
         ctx.save_for_backward(query, key, value, out, lse, offset)
         ctx.problem, ctx.peers = problem, peers
@@ -46,16 +47,12 @@ class _AllGather(torch.autograd.Function):
         query, key, value, out, lse, offset = ctx.saved_tensors
         (dout,), problem, peers = douts, ctx.problem, ctx.peers
         keys, values = _in_order(_start_gather(key, value, peers), problem, peers)
-        dquery, dkeys, dvalues = zeros_for_gradients(query, keys, values)
-        tiles = _tiles(query, problem, peers)
+        dquery, dkeys, dvalues = Gradient(query), Gradient(keys), Gradient(values)
+        tiles = plan_gathered(problem.layout, peers.rank, problem.mask, tile_size(query, backward=True))
         attend_backward(dout, query, (keys, values), out, lse, tiles, problem.scale, into=(dquery, dkeys, dvalues))
-        dkey, dvalue = (_scatter(x, problem, peers) for x in (dkeys, dvalues))
+        dkey, dvalue = (_scatter(x.total(), problem, peers) for x in (dkeys, dvalues))
         doffset = softmax_offset_grad(offset, out, dout, lse, problem.real_rows(peers.rank))
-        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), doffset, None, None
-
-
-def _tiles(query: Tensor, problem: Problem, peers: Peers) -> tuple[Tile, ...]:
-    return plan_gathered(problem.layout, peers.rank, problem.mask, tile_size(query))
+        return dquery.finish(), dkey.to(key.dtype), dvalue.to(value.dtype), doffset, None, None
 
 
 def _start_gather(key: Tensor, value: Tensor, peers: Peers) -> tuple[comm.Arrival[Tensor], comm.Arrival[Tensor]]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_cp.attention.merge import OutputAccumulator, accumulation_dtype
+from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.tiles import Kind, Tile, TileSize
 
 KeyValue = tuple[Tensor, Tensor]
@@ -24,14 +24,16 @@ _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defaul
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def tile_size(query: Tensor) -> TileSize:
+def tile_size(query: Tensor, backward: bool = False) -> TileSize:
     """How the kernel for ``query`` wants its work cut.
 
     PyTorch's CPU kernel visits keys in blocks of 512 and computes a whole block where the diagonal crosses it, so a
-    large causal tile wastes a fifth of its time; cut to 256 rows most of that work runs as unmasked tiles. float64 is
-    for verification: one call for a sequence keeps it identical, bit for bit, to PyTorch's own attention.
+    large causal tile wastes a fifth of its time; cut to 256 rows, most of that work runs as unmasked tiles. Its bf16
+    backward loses as much on tiles of fewer than 768 rows, so those stay whole. float64 is for verification: one call
+    for a sequence keeps it identical, bit for bit, to PyTorch's own attention.
     """
-    return TileSize(causal=0 if query.dtype == torch.float64 else 256, band=256)
+    whole = query.dtype == torch.float64 or (backward and query.dtype != torch.float32)
+    return TileSize(causal=0 if whole else 256, band=256)
 
 
 def attend(query: Tensor, key_value: KeyValue, tiles: Iterable[Tile], scale: float, into: OutputAccumulator) -> None:
@@ -50,17 +52,17 @@ def attend_backward(
     lse: Tensor,
     tiles: Iterable[Tile],
     scale: float,
-    into: tuple[Tensor, Tensor, Tensor],
+    into: tuple[Gradient, Gradient, Gradient],
 ) -> None:
-    """Add the tiles' gradients into (dquery, dkey, dvalue), which have the accumulation dtype.
+    """Add the tiles' gradients ``into`` those of query, key and value.
 
     ``out`` and ``lse`` are the final ones, over all keys: they make the tiles' gradients sum to the whole's.
     """
     do, q, k, v, o = (_heads_first(x) for x in (dout, query, *key_value, out))
-    dq, dk, dv = (_heads_first(x) for x in into)
+    dquery, dkey, dvalue = into
     for tile in tiles:
         rows, columns = tile.q_rows, tile.k_rows
-        grads = _backward(
+        dq, dk, dv = _backward(
             do[:, :, rows],
             q[:, :, rows],
             k[:, :, columns],
@@ -70,14 +72,9 @@ def attend_backward(
             tile,
             scale,
         )
-        dq[:, :, rows] += grads[0]
-        dk[:, :, columns] += grads[1]
-        dv[:, :, columns] += grads[2]
-
-
-def zeros_for_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What :func:`attend_backward` adds into: one for each of [s, b, h, d] ``tensors``, in the accumulation dtype."""
-    return tuple(x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in tensors)
+        dquery.add(rows, dq)
+        dkey.add(columns, dk)
+        dvalue.add(columns, dv)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:

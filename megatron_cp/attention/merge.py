@@ -56,6 +56,40 @@ class OutputAccumulator:
         return out.permute(2, 0, 1, 3).to(self._query.dtype).contiguous(), lse
 
 
+class Gradient:
+    """The gradient of one [s, b, h, d] tensor, summed from tiles in the accumulation dtype."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._sum: Tensor | None = None
+
+    def add(self, rows: slice, part: Tensor) -> None:
+        """Add ``part`` [b, h, rows, d], a fresh tensor; the first one that covers all rows is taken as it is."""
+        s, b, h, d = self._like.shape
+        dtype = accumulation_dtype(part.dtype)
+        if self._sum is None and part.shape[2] == s:
+            self._sum = part.to(dtype)
+            return
+        if self._sum is None:
+            self._sum = part.new_zeros((s, b, h, d), dtype=dtype).permute(1, 2, 0, 3)
+        self._sum[:, :, rows] += part
+
+    def add_all(self, others: Tensor) -> None:
+        """Add what another rank has summed, [s, b, h, d]; its memory may be kept."""
+        part = others.permute(1, 2, 0, 3)
+        self._sum = part if self._sum is None else self._sum.add_(part)
+
+    def total(self) -> Tensor:
+        """[s, b, h, d] in the accumulation dtype, contiguous."""
+        if self._sum is None:
+            return self._like.new_zeros(self._like.shape, dtype=accumulation_dtype(self._like.dtype))
+        return self._sum.permute(2, 0, 1, 3).contiguous()
+
+    def finish(self) -> Tensor:
+        """[s, b, h, d] in the tensor's own dtype."""
+        return self.total().to(self._like.dtype)
+
+
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge ``new_out`` [..., d] with finite ``new_lse`` [...] into ``out`` and ``lse``, in place."""
     out.lerp_(new_out, torch.sigmoid(new_lse - lse).unsqueeze(-1))

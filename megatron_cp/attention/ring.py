@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_cp.attention import comm
 from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import Problem
-from megatron_cp.attention.kernels import attend, attend_backward, tile_size, zeros_for_gradients
-from megatron_cp.attention.merge import OutputAccumulator, softmax_offset_grad
+from megatron_cp.attention.kernels import attend, attend_backward, tile_size
+from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
 from megatron_cp.attention.tiles import plan, ring_shifts
 
 
@@ -55,20 +55,21 @@ class _Ring(torch.autograd.Function):
         stops = ring_shifts(problem.layout, problem.mask)[::-1]
         visitor = (key, value)
         returning = None
-        dquery, dkey, dvalue = zeros_for_gradients(query, key, value)
+        dquery, dkey, dvalue = Gradient(query), Gradient(key), Gradient(value)
         for stop, onward in zip(stops, _hops(stops), strict=True):
             arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
-            tiles = plan(problem.layout, peers.rank, (peers.rank - stop) % peers.size, problem.mask, tile_size(query))
+            source = (peers.rank - stop) % peers.size
+            tiles = plan(problem.layout, peers.rank, source, problem.mask, tile_size(query, backward=True))
             attend_backward(dout, query, visitor, out, lse, tiles, problem.scale, into=(dquery, dkey, dvalue))
             if returning is not None:
                 for own, others in zip((dkey, dvalue), returning.wait(), strict=True):
-                    own += others
+                    own.add_all(others)
             if arriving is not None:
-                returning = comm.hop((dkey, dvalue), onward, peers, comm.GRAD_TAG)
-                dkey, dvalue = zeros_for_gradients(key, value)
+                returning = comm.hop((dkey.total(), dvalue.total()), onward, peers, comm.GRAD_TAG)
+                dkey, dvalue = Gradient(key), Gradient(value)
                 visitor = arriving.wait()
         doffset = softmax_offset_grad(offset, out, dout, lse, problem.real_rows(peers.rank))
-        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), doffset, None, None
+        return dquery.finish(), dkey.finish(), dvalue.finish(), doffset, None, None
 
 
 def _hops(stops: tuple[int, ...]) -> list[int]:

@@ -1,0 +1,119 @@
+"""What Transformer Engine's attention can compute under context parallelism, by version. Pure: no torch.
+
+One table for everybody: the rules refuse a configuration that asks for more of it, and ``attention_backend=auto``
+falls back to our own attention. The facts are those of Transformer Engine's own checks in
+``attention/dot_product_attention/context_parallel.py`` and ``utils.py``, up to version 2.18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_cp.config import RunConfig
+
+ALWAYS, NEVER = "0", None
+_TRANSPORTS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+# Feature -> transport -> first version that has it.
+SINCE: dict[str, dict[str, str | None]] = {
+    "context parallelism": dict(zip(_TRANSPORTS, ("1.0.0", "1.10.0", "1.10.0", "1.12.0"), strict=True)),
+    "packed sequences (thd)": dict(zip(_TRANSPORTS, (ALWAYS, "2.18.0", "2.10.0", "2.19.0"), strict=True)),
+    "sliding window": dict(zip(_TRANSPORTS, (NEVER, ALWAYS, ALWAYS, NEVER), strict=True)),
+    "softmax offset": dict(zip(_TRANSPORTS, (NEVER, NEVER, ALWAYS, NEVER), strict=True)),
+    "head dims that differ (MLA)": dict(zip(_TRANSPORTS, ("2.8.0", "2.15.0", "2.15.0", "2.8.0"), strict=True)),
+}
+_RULE = {
+    "context parallelism": "C16",
+    "packed sequences (thd)": "F5",
+    "sliding window": "E1",
+    "softmax offset": "E4",
+    "head dims that differ (MLA)": "D6",
+}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Something that a configuration asks for and Transformer Engine does not have; ``rule`` is the rule's id."""
+
+    rule: str
+    field: str
+    message: str
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """``"2.20.0.dev0"`` as (2, 20, 0)."""
+    numbers = []
+    for part in text.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def has(version: str, feature: str, transport: str) -> bool:
+    """Whether this version computes ``feature`` (a key of :data:`SINCE`) with this transport."""
+    since = SINCE[feature][transport]
+    return since is not None and parse_version(version) >= parse_version(since)
+
+
+def gaps(config: RunConfig, version: str) -> Iterator[Gap]:
+    """What a finalized configuration asks of attention under context parallelism that this version lacks."""
+    model = config.model
+    if model.context_parallel_size <= 1 and not model.dynamic_context_parallel:
+        return
+    wanted = {
+        "context parallelism": ("model.cp_comm_type", True),
+        "packed sequences (thd)": ("model.sequence_packing_scheduler", model.sequence_packing_scheduler is not None),
+        "sliding window": ("model.window_size", model.window_size is not None),
+        "softmax offset": ("model.softmax_type", model.softmax_type != "vanilla"),
+        "head dims that differ (MLA)": ("model.multi_latent_attention", model.multi_latent_attention),
+    }
+    kinds = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
+    for transport in dict.fromkeys(kinds):
+        if transport not in _TRANSPORTS:
+            continue
+        for feature, (field, is_wanted) in wanted.items():
+            if is_wanted and not has(version, feature, transport):
+                since = SINCE[feature][transport]
+                when = f"before version {since}" if since else "in any version"
+                yield Gap(_RULE[feature], field, f"no {feature} with cp_comm_type={transport} {when} ({version} here)")
+        yield from _head_gaps(config, transport)
+    if model.window_size is not None and model.attention_dropout:
+        yield Gap(
+            "E2", "model.attention_dropout", "no attention dropout with a sliding window under context parallelism"
+        )
+    if config.mixed_precision.fp32:
+        yield Gap("E13", "mixed_precision.fp32", "No dot product attention backend is available in fp32")
+
+
+def _head_gaps(config: RunConfig, transport: str) -> Iterator[Gap]:
+    """Key/value heads that an all-to-all cannot hand out whole; ours gives several ranks the same one."""
+    model, levels = config.model, config.model.hierarchical_context_parallel_sizes
+    size = {"a2a": model.context_parallel_size, "a2a+p2p": levels[0] if levels else 1}.get(transport, 1)
+    tp, groups = model.tensor_model_parallel_size, model.num_query_groups or model.num_attention_heads
+    if size <= 1 or tp < 1:
+        return
+    if groups < tp:
+        message = f"an all-to-all over {size} ranks needs whole key/value heads, and {tp} ranks share {groups} already"
+        yield Gap("D4", "model.num_query_groups", message)
+    elif groups // tp % size:
+        message = (
+            f"cp_comm_type='{transport}' requires num_heads % cp_size == 0 for key/value heads too: {groups} / tp {tp} = "
+            f"{groups // tp} do not divide by {size}"
+        )
+        yield Gap("D1" if transport == "a2a" else "D2", "model.num_query_groups", message)
+
+
+def choose_backend(config: RunConfig, version: str | None, on_gpu: bool) -> tuple[Literal["te", "native"], list[Gap]]:
+    """The attention that ``model.attention_backend`` comes to, and what speaks against Transformer Engine's.
+
+    ``version`` is the installed Transformer Engine's, None where there is none. With "te" the gaps are the rules'
+    matter; with "auto" any gap means our own attention.
+    """
+    wanted = config.model.attention_backend
+    if wanted == "native" or not on_gpu or version is None:
+        return "native", []
+    found = list(gaps(config, version))
+    return ("native" if wanted == "auto" and found else "te"), found
