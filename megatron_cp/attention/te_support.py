@@ -100,8 +100,8 @@ def _head_gaps(config: RunConfig, transport: str) -> Iterator[Gap]:
         yield Gap("D4", "model.num_query_groups", message)
     elif groups // tp % size:
         message = (
-            f"cp_comm_type='{transport}' requires num_heads % cp_size == 0 for key/value heads too: {groups} / tp {tp} = "
-            f"{groups // tp} do not divide by {size}"
+            f"cp_comm_type='{transport}' requires num_heads % cp_size == 0 for key/value heads too: {groups} / tp {tp} "
+            f"= {groups // tp} do not divide by {size}"
         )
         yield Gap("D1" if transport == "a2a" else "D2", "model.num_query_groups", message)
 

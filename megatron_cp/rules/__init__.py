@@ -9,7 +9,18 @@ from dataclasses import asdict
 
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, Violation
-from megatron_cp.rules import context_parallel, sequence, world  # noqa: F401  (each enters its rules into the table)
+from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the table)
+    attention,
+    context_parallel,
+    groups,
+    heads,
+    models,
+    optimization,
+    packing,
+    sequence,
+    settings,
+    world,
+)
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.rule import RULES, Context, Example, Rule, order
 from megatron_cp.schema import build

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.recipes import load_recipe
-from megatron_cp.rules import RULES, Example, Rule, check
+from megatron_cp.rules import RULES, Environment, Example, Rule, check
 
 EXAMPLE_RECIPE = "llama_tiny_pretrain_config"
 
@@ -18,8 +20,8 @@ def example_violations(example: Example) -> list[Violation]:
 def example_command(example: Example) -> str:
     """The command line that shows an example."""
     parts = [f"megatron-cp validate --recipe {EXAMPLE_RECIPE} --world-size {example.world_size}"]
-    if isinstance(example.environment, str):
-        parts.append(f"--environment {example.environment}")
+    named = isinstance(example.environment, str)
+    parts.append(f"--environment {example.environment if named else 'FILE'}")
     if example.gpus_per_node is not None:
         parts.append(f"--gpus-per-node {example.gpus_per_node}")
     parts += [f'"{o}"' if "[" in o else o for o in example.overrides]
@@ -40,6 +42,10 @@ def explain(rule_id: str) -> str:
     return "\n".join(_lines(rule))
 
 
+def _settings(environment: Environment) -> str:
+    return str({name: value for name, value in asdict(environment).items() if value})
+
+
 def _lines(rule: Rule) -> list[str]:
     said = [str(v) for v in example_violations(rule.example) if v.rule == rule.id]
     needs = ", ".join(sorted(rule.needs))
@@ -48,5 +54,6 @@ def _lines(rule: Rule) -> list[str]:
         f"why: {rule.why}",
         f"checked from: {needs}",
         f"example: {example_command(rule.example)}",
+        *([] if isinstance(rule.example.environment, str) else [f"  FILE holds {_settings(rule.example.environment)}"]),
         *(f"  {line}" for text in said for line in text.splitlines()),
     ]

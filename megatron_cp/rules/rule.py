@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from megatron_cp.attention.te_support import Gap, choose_backend
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import Violation
 from megatron_cp.rules.environment import Environment
@@ -110,6 +111,25 @@ class Context:
     def node_size(self) -> int | None:
         """Ranks that share a node: as given, else as the environment knows."""
         return self.gpus_per_node or (self.environment.gpus_per_node if self.environment.device == "gpu" else None)
+
+    @cached_property
+    def _choice(self) -> tuple[str, list[Gap]]:
+        environment = self.environment
+        return choose_backend(self.config, environment.transformer_engine, environment.device == "gpu")
+
+    @property
+    def backend(self) -> str:
+        """Whose attention runs: "te" or "native"."""
+        return self._choice[0]
+
+    def te_findings(self, rule_id: str) -> Iterator[Finding]:
+        """What Transformer Engine lacks under a rule: an error where it is asked for by name, else a notice."""
+        for gap in self._choice[1]:
+            if gap.rule == rule_id and self.backend == "te":
+                yield Finding(gap.field, f"Transformer Engine has {gap.message}", "model.attention_backend=native")
+            elif gap.rule == rule_id:
+                message = f"Transformer Engine has {gap.message}; our own attention is used instead"
+                yield Finding(gap.field, message, "model.attention_backend=native says so yourself", "warning")
 
     def variable(self, name: str) -> str | None:
         """An environment variable as the run will see it."""

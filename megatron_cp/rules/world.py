@@ -315,14 +315,20 @@ def interleaved_microbatches(c: Context) -> Iterator[Finding]:
     group = model.microbatch_group_size_per_vp_stage or c.pp
     per_step = max(1, train.micro_batch_size) * c.dp
     count = train.global_batch_size // per_step
-    # megatron-core lets a last, smaller group pass as long as it is not smaller than the number of stages.
-    if train.global_batch_size % per_step == 0 and (group < c.pp or 0 < count % group < c.pp):
+    if not c.pp <= group <= count:
         yield Finding(
             "train.global_batch_size",
-            f"gives {count} micro batches, which the interleaved schedule cannot divide into groups of {group} over "
-            f"{c.pp} pipeline stages",
-            f"a multiple of {per_step * group}: {max(1, count // group) * per_step * group} or "
-            f"{(count // group + 1) * per_step * group}",
+            "The number of contiguous micro-batches in a virtual pipeline stage should range in "
+            f"[PP={c.pp}, M={count}], got {group}",
+            f"train.global_batch_size={per_step * max(c.pp, group)} or more",
+        )
+    elif 0 < count % group < c.pp:
+        yield Finding(
+            "train.global_batch_size",
+            f"The remainder of M={count} (the total micro-batches) divided by N={group} (number of contiguous "
+            "micro-batches in a virtual pipeline stage) should be 0, or larger than or equal to the "
+            f"pipeline-parallel size {c.pp}",
+            f"train.global_batch_size={count // group * per_step * group} or {(count // group + 1) * per_step * group}",
         )
 
 

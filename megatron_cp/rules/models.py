@@ -1,0 +1,71 @@
+"""I. Multi-token prediction, Mamba, mixture of experts, the schedule of the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cp.rules.rule import Context, Finding, broken, rule
+
+
+@rule(
+    "I2",
+    "Multi-token prediction is causal.",
+    "It predicts further tokens from what came before; with full attention they are in sight.",
+    broken("model.mtp_num_layers=1", "model.attention_mask_type=no_mask"),
+)
+def prediction_is_causal(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if model.mtp_num_layers and (
+        model.attention_mask_type != "causal" or model.position_embedding_type == "learned_absolute"
+    ):
+        yield Finding(
+            "model.mtp_num_layers",
+            "Multi-Token Prediction (MTP) needs causal attention and rotary (or no) position embeddings",
+            "model.attention_mask_type=causal model.position_embedding_type=rope, or model.mtp_num_layers=null",
+        )
+
+
+@rule(
+    "I3",
+    "Mamba layers gain nothing from hierarchical context parallelism.",
+    "Their all-to-all runs over the whole context-parallel group; only the attention layers use the levels.",
+    broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*"),
+    severity="warning",
+)
+def mamba_is_flat(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    hybrid = model.architecture == "hybrid" and "M" in (model.hybrid_layer_pattern or "")
+    if hybrid and c.cp > 1 and "a2a+p2p" in c.comm_types:
+        yield Finding("model.cp_comm_type", "a2a+p2p applies to the attention layers; Mamba layers use one flat group")
+
+
+@rule(
+    "I9",
+    "The learning rate's schedule is consistent.",
+    "megatron-core's scheduler asserts these, mostly without a message.",
+    broken("scheduler.lr_decay_iters=10", "scheduler.lr_warmup_iters=10"),
+)
+def schedule_is_consistent(c: Context) -> Iterator[Finding]:
+    schedule, optimizer = c.config.scheduler, c.config.optimizer
+    decay, warmup = schedule.lr_decay_iters, schedule.lr_warmup_iters
+    if schedule.lr_warmup_fraction is not None and decay is not None:
+        warmup = int(schedule.lr_warmup_fraction * decay)
+    if decay is not None and (decay < 1 or warmup >= decay):
+        name = "lr_warmup_iters" if schedule.lr_warmup_fraction is None else "lr_warmup_fraction"
+        yield Finding(
+            f"scheduler.{name}",
+            f"warmup of {warmup} iterations must be smaller than scheduler.lr_decay_iters ({decay})",
+            f"scheduler.lr_warmup_iters={max(0, decay - 1)} or less, or a larger scheduler.lr_decay_iters",
+        )
+    if not 0 <= optimizer.min_lr <= optimizer.lr:
+        yield Finding("optimizer.min_lr", f"must be between 0 and optimizer.lr ({optimizer.lr})")
+    if not 0 <= schedule.lr_warmup_init <= optimizer.lr:
+        yield Finding("scheduler.lr_warmup_init", f"must be between 0 and optimizer.lr ({optimizer.lr})")
+    if schedule.lr_decay_style == "WSD" and schedule.lr_wsd_decay_iters is None:
+        yield Finding("scheduler.lr_wsd_decay_iters", "must be set for lr_decay_style=WSD")
+    start = optimizer.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
+    end = optimizer.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
+    if not 0 <= start <= end:
+        yield Finding("scheduler.end_weight_decay", f"weight decay must not fall: it goes from {start} to {end}")
+    if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
+        yield Finding("scheduler.override_opt_param_scheduler", "both override and use-checkpoint are set")

@@ -1,0 +1,37 @@
+"""F. Packed sequences. What only a batch can tell is in :mod:`megatron_cp.rules.batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cp.rules.rule import Context, Finding, broken, rule
+
+
+@rule(
+    "F3",
+    "Padding between packed sequences needs fused attention, for Transformer Engine.",
+    "Under context parallelism every sequence is padded to a multiple of 2 * cp; flash attention 2 cannot skip that.",
+    broken(
+        "model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced", "model.cp_comm_type=p2p",
+        "model.hierarchical_context_parallel_sizes=null", "env_vars.NVTE_FUSED_ATTN=0", environment="gpu",
+    ),
+    needs="config environment",
+)  # fmt: skip
+def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
+    if c.backend == "te" and c.packed and c.cp > 1 and c.variable("NVTE_FUSED_ATTN") == "0":
+        yield Finding(
+            "env_vars.NVTE_FUSED_ATTN",
+            "is 0, and packed sequences with padding between them need Transformer Engine's fused attention",
+            "unset NVTE_FUSED_ATTN, or model.attention_backend=native",
+        )
+
+
+@rule(
+    "F5",
+    "Packed sequences need a Transformer Engine that has them on the transport.",
+    "p2p always, a2a since 2.10, all_gather since 2.18, a2a+p2p after 2.18. Our attention has them on every transport.",
+    broken("model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced", environment="gpu"),
+    needs="config environment",
+)
+def packing_transport(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("F5")

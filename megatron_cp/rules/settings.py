@@ -1,0 +1,310 @@
+"""K. Settings that must fit each other and the machine, beyond what the reference sections cover."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, rule
+
+
+@rule(
+    "K5",
+    "At most one precision is chosen.",
+    "None of them means bf16 on GPUs and fp32 on CPUs.",
+    broken("mixed_precision.fp32=true", "mixed_precision.bf16=true"),
+)
+def one_precision(c: Context) -> Iterator[Finding]:
+    precision = c.config.mixed_precision
+    chosen = [name for name in ("fp32", "bf16", "fp16") if getattr(precision, name)]
+    if len(chosen) > 1:
+        fixes = " or ".join(f"mixed_precision={name}" for name in chosen)
+        yield Finding("mixed_precision", f"Only one of {', '.join(chosen)} should be True", fixes)
+
+
+@rule(
+    "K6",
+    "The communication backend fits the device.",
+    "NCCL moves GPU memory only.",
+    broken("dist.distributed_backend=nccl"),
+    needs="config environment",
+)
+def backend_fits_device(c: Context) -> Iterator[Finding]:
+    if c.config.dist.distributed_backend == "nccl" and c.environment.device == "cpu":
+        yield Finding(
+            "dist.distributed_backend", "nccl needs GPUs, and there are none", "dist.distributed_backend=null"
+        )
+
+
+@rule(
+    "K7",
+    "Activation recomputation is fully described.",
+    "megatron-core needs a method and a number of layers for 'full', and neither number for 'selective'.",
+    broken("model.recompute_granularity=full"),
+    needs="config environment",
+)
+def recomputation(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    kind, layers = model.recompute_granularity, model.num_layers // c.pp
+    if kind == "full" and model.recompute_method is None:
+        yield Finding(
+            "model.recompute_method",
+            'Using recompute_granularity: full so recompute_method must be "block" or "uniform"',
+            "model.recompute_method=uniform model.recompute_num_layers=1",
+        )
+    elif kind == "full" and not 1 <= (model.recompute_num_layers or 0) <= max(1, layers):
+        yield Finding(
+            "model.recompute_num_layers",
+            "When using recompute_granularity: full recompute_num_layers must be between 1 and "
+            f"num_layers_per_pipeline_rank: {layers}",
+            "model.recompute_num_layers=1",
+        )
+    if kind == "selective" and model.recompute_num_layers is not None:
+        yield Finding(
+            "model.recompute_num_layers",
+            "When using recompute_granularity: selective recompute_num_layers must be None.",
+            "model.recompute_num_layers=null",
+        )
+    if kind is not None and model.distribute_saved_activations and (model.sequence_parallel or c.tp == 1):
+        yield Finding(
+            "model.distribute_saved_activations",
+            "distribute_saved_activations must be false when sequence parallel is enabled, and needs tp > 1",
+            "model.distribute_saved_activations=false",
+        )
+    allowed = {"core_attn": True, "mlp": c.backend == "te", "layernorm": c.backend == "te"}
+    allowed |= {"moe": bool(model.num_moe_experts), "mla_up_proj": model.multi_latent_attention}
+    for name in (model.recompute_modules or []) if kind == "selective" else []:
+        if not allowed.get(name, False):
+            yield Finding(
+                "model.recompute_modules",
+                f"Invalid choices for recompute_modules: {name} (mlp and layernorm need Transformer Engine)",
+                f"among {', '.join(n for n, ok in allowed.items() if ok)}",
+            )
+
+
+@rule(
+    "K8",
+    "attention_backend=te finds Transformer Engine and a GPU.",
+    "Asking for it by name must not end in something else; auto takes what is there.",
+    broken("model.attention_backend=te"),
+    needs="config environment",
+)
+def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
+    if c.config.model.attention_backend == "te" and c.backend != "te":
+        missing = "there is no GPU" if c.environment.device == "cpu" else "Transformer Engine is not installed"
+        yield Finding(
+            "model.attention_backend", f"asks for Transformer Engine, but {missing}", "model.attention_backend=auto"
+        )
+
+
+@rule(
+    "K9",
+    "The distributed optimizer is Adam's.",
+    "megatron-core's distributed optimizer cannot save another one's state.",
+    broken("optimizer.optimizer=sgd"),
+)
+def distributed_adam(c: Context) -> Iterator[Finding]:
+    optimizer = c.config.optimizer
+    if optimizer.use_distributed_optimizer and optimizer.optimizer != "adam":
+        yield Finding(
+            "optimizer.use_distributed_optimizer",
+            f"Only Adam is supported by the distributed optimizer, got {optimizer.optimizer}",
+            "optimizer.use_distributed_optimizer=false",
+        )
+
+
+@rule(
+    "K10",
+    "Overlapped parameter gathering needs the distributed optimizer and overlapped gradient reduction.",
+    "Without the distributed optimizer there are no shards to gather.",
+    broken("ddp.overlap_param_gather=true"),
+)
+def overlap_is_possible(c: Context) -> Iterator[Finding]:
+    ddp, distributed = c.config.ddp, c.config.optimizer.use_distributed_optimizer
+    if ddp.overlap_param_gather and not (ddp.overlap_grad_reduce and distributed):
+        yield Finding(
+            "ddp.overlap_param_gather",
+            "needs ddp.overlap_grad_reduce=true and optimizer.use_distributed_optimizer=true",
+            "set both, or ddp.overlap_param_gather=false",
+        )
+
+
+@rule(
+    "K11",
+    "The data and the tokenizer are named.",
+    "Found out here, not after the model is built.",
+    broken("dataset.kind=indexed"),
+)
+def data_is_named(c: Context) -> Iterator[Finding]:
+    data, tokenizer = c.config.dataset, c.config.tokenizer
+    if data.kind == "indexed" and not data.data_path:
+        yield Finding(
+            "dataset.data_path",
+            "dataset.kind=indexed needs the prefix of a .bin and .idx file",
+            "dataset.data_path=PREFIX (scripts/data/preprocess_data.py writes one), or dataset.kind=mock",
+        )
+    if tokenizer.tokenizer_type == "HuggingFaceTokenizer" and not tokenizer.tokenizer_model:
+        yield Finding(
+            "tokenizer.tokenizer_model",
+            "HuggingFaceTokenizer needs a folder or a tokenizer.json",
+            "tokenizer.tokenizer_model=PATH, or tokenizer.tokenizer_type=ByteLevelTokenizer",
+        )
+    if tokenizer.tokenizer_type == "NullTokenizer" and not tokenizer.vocab_size:
+        yield Finding("tokenizer.vocab_size", "NullTokenizer needs a vocabulary size", "tokenizer.vocab_size=128256")
+    if tokenizer.vocab_size and c.config.model.vocab_size and tokenizer.vocab_size > c.config.model.vocab_size:
+        yield Finding(
+            "model.vocab_size",
+            f"the tokenizer's {tokenizer.vocab_size} tokens do not fit a vocabulary of {c.config.model.vocab_size}",
+            f"model.vocab_size={tokenizer.vocab_size}",
+        )
+
+
+@rule(
+    "K12",
+    "A sliding window is two lengths.",
+    "megatron-core passes (left, right) on as they are; a causal window has nothing to the right.",
+    broken("model.window_size=[64]"),
+)
+def window_is_two_lengths(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    window, every = model.window_size, model.window_attn_skip_freq
+    if window is not None and (len(window) != 2 or min(window) < -1):
+        yield Finding("model.window_size", f"must be [left, right], -1 for no limit, got {window}", "[1024, 0]")
+    elif window is not None and model.attention_mask_type == "causal" and window[1] > 0:
+        yield Finding("model.window_size", f"causal attention sees nothing ahead, got {window}", f"[{window[0]}, 0]")
+    if isinstance(every, list) and len(every) != model.num_layers:
+        yield Finding(
+            "model.window_attn_skip_freq", f"has {len(every)} entries for {model.num_layers} layers", "one a layer"
+        )
+
+
+@rule(
+    "K13",
+    "fp16 on a CPU spends its first steps looking for a loss scale.",
+    "Those steps are skipped; bf16 needs no scale.",
+    broken("mixed_precision=fp16_mixed"),
+    severity="warning",
+    needs="config environment",
+)
+def fp16_on_cpu(c: Context) -> Iterator[Finding]:
+    if c.config.mixed_precision.fp16 and c.environment.device == "cpu":
+        yield Finding("mixed_precision", "fp16 will skip steps until its loss scale fits", "mixed_precision=bf16_mixed")
+
+
+@rule(
+    "K14",
+    "A hybrid model has a layer pattern with one letter a layer.",
+    "M is Mamba, * attention, - an MLP; the pattern is the model.",
+    broken("model.architecture=hybrid"),
+)
+def hybrid_pattern(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    pattern = model.hybrid_layer_pattern
+    if model.architecture != "hybrid":
+        if pattern is not None:
+            yield Finding(
+                "model.hybrid_layer_pattern", "is set, but model.architecture is gpt", "model.architecture=hybrid"
+            )
+    elif not pattern or set(pattern) - set("M*-"):
+        yield Finding(
+            "model.hybrid_layer_pattern", "must be letters among M, * and -", "model.hybrid_layer_pattern=M*-M*-"
+        )
+    elif len(pattern) != model.num_layers:
+        yield Finding(
+            "model.hybrid_layer_pattern",
+            f"has {len(pattern)} letters for {model.num_layers} layers",
+            f"model.num_layers={len(pattern)}",
+        )
+
+
+@rule(
+    "K15",
+    "A mixture of experts is complete.",
+    "The router chooses moe_router_topk of num_moe_experts.",
+    broken("model.num_moe_experts=2", "model.moe_router_topk=4"),
+)
+def experts_are_complete(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if model.num_moe_experts is None:
+        if model.moe_ffn_hidden_size is not None:
+            yield Finding(
+                "model.moe_ffn_hidden_size",
+                "moe_ffn_hidden_size is set but num_moe_experts is None",
+                "model.moe_ffn_hidden_size=null",
+            )
+    elif not 1 <= model.moe_router_topk <= model.num_moe_experts:
+        yield Finding(
+            "model.moe_router_topk",
+            f"must be between 1 and num_moe_experts ({model.num_moe_experts}), got {model.moe_router_topk}",
+        )
+
+
+@rule(
+    "K16",
+    "Probabilities and fractions are between 0 and 1.",
+    "A dropout of 10 is a typing error, not a setting.",
+    broken("model.hidden_dropout=10"),
+)
+def fractions(c: Context) -> Iterator[Finding]:
+    values = {
+        "model.hidden_dropout": c.config.model.hidden_dropout,
+        "model.attention_dropout": c.config.model.attention_dropout,
+        "dataset.mock_masked_fraction": c.config.dataset.mock_masked_fraction,
+    }
+    for field, value in values.items():
+        if not 0 <= value < 1:
+            yield Finding(field, f"must be at least 0 and less than 1, got {value}")
+    if not 0 < c.config.model.rotary_percent <= 1:
+        yield Finding("model.rotary_percent", f"must be above 0 and at most 1, got {c.config.model.rotary_percent}")
+
+
+@rule(
+    "K17",
+    "The head dim is even where rotary embeddings pair its dimensions.",
+    "Rotary embeddings turn pairs of dimensions.",
+    broken("model.kv_channels=15"),
+)
+def head_dim_is_even(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    rotated = math.floor((model.kv_channels or 0) * model.rotary_percent)
+    if model.position_embedding_type == "rope" and not model.multi_latent_attention and rotated % 2:
+        yield Finding(
+            "model.kv_channels",
+            f"rotary embeddings turn {rotated} dimensions of a head, an odd number",
+            f"model.kv_channels={(model.kv_channels or 0) + 1}",
+        )
+
+
+@rule(
+    "K18",
+    "The key/value heads divide the attention heads.",
+    "Each key/value head serves the same number of query heads.",
+    broken("model.num_query_groups=3"),
+)
+def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
+    heads, groups = c.config.model.num_attention_heads, c.config.model.num_query_groups
+    if groups and groups > 0 and heads > 0 and heads % groups:
+        yield Finding(
+            "model.num_query_groups",
+            f"{groups} key/value heads do not divide {heads} attention heads",
+            f"one of {listed(divisors(heads))}",
+        )
+
+
+@rule(
+    "K19",
+    "Every setting given is built.",
+    "A setting that is accepted and then ignored gives another model than the configuration says.",
+    broken("model.mtp_num_layers=1"),
+)
+def everything_is_built(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    not_built = {
+        "model.architecture": model.architecture == "hybrid",
+        "model.mtp_num_layers": bool(model.mtp_num_layers),
+        "model.dynamic_context_parallel": model.dynamic_context_parallel,
+        "model.sequence_packing_scheduler": c.packed,
+    }
+    for field, asked in not_built.items():
+        if asked:
+            yield Finding(field, "is not built by this version")
