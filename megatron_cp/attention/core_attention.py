@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_cp.attention.context import CPContext, GroupOrPair
 from megatron_cp.attention.functional import attend_in_context
+from megatron_cp.attention.probe import ProbeInputs
 from megatron_cp.attention.tiles import Mask
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True}
@@ -151,11 +152,12 @@ class ContextParallelAttention(MegatronModule):
         )
         return out.reshape(*lead, query.shape[-2] * dim_v)
 
-    def probe_inputs(self) -> tuple[int, int, torch.dtype, torch.device]:
-        """Heads, key/value heads, dtype and device for :func:`megatron_cp.attention.probe.probe_attention`."""
+    def probe_inputs(self) -> ProbeInputs:
+        """See :func:`megatron_cp.attention.probe.probe_attention`."""
         tp = self.config.tensor_model_parallel_size
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        return self.config.num_attention_heads // tp, max(1, self.config.num_query_groups // tp), torch.float32, device
+        kv_heads = max(1, self.config.num_query_groups // tp)
+        return ProbeInputs(self.config.num_attention_heads // tp, kv_heads, torch.float32, device)
 
     def probe_forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Plain causal attention through this module's transport."""
@@ -211,11 +213,14 @@ class ContextParallelAttention(MegatronModule):
             return torch.zeros(heads, device=device, dtype=config.params_dtype)
         if config.softmax_type != "learnable":
             raise ValueError(f"softmax_type {config.softmax_type!r} is unknown; use vanilla, off-by-one or learnable")
-        offset = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
+        # Drawn for all heads, so that it does not depend on the number of tensor-parallel ranks.
+        everyone = torch.zeros(config.num_attention_heads, device=device, dtype=config.params_dtype)
+        if config.perform_initialization:
+            config.init_method(everyone)
+        first = heads * dist.get_rank(self.pg_collection.tp) if config.tensor_model_parallel_size > 1 else 0
+        offset = torch.nn.Parameter(everyone[first : first + heads].clone())
         # Without this mark, gradient norms would count only the first tensor-parallel rank's heads.
         set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
-        if config.perform_initialization:
-            config.init_method(offset)
         return offset
 
 

@@ -19,13 +19,27 @@ from megatron_cp.attention.context import CPContext
 from megatron_cp.attention.reference import reference_attention
 from megatron_cp.attention.sharding import shard_sequence
 
-TOKENS_PER_CHUNK, HEAD_DIM, SEED = 2, 16, 20
+TOKENS_PER_CHUNK, SEED = 2, 20
 # The largest difference, relative to the largest reference value, that rounding explains (outputs and gradients).
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class ProbeError(RuntimeError):
     """Attention does not give the one-rank answer; the message names layers, transport and groups."""
+
+
+@dataclass(frozen=True)
+class ProbeInputs:
+    """The tensors with which a module can be tried, and what it does to them besides causal attention."""
+
+    heads: int
+    kv_heads: int
+    dtype: torch.dtype
+    device: torch.device
+    qk_dim: int = 16
+    v_dim: int = 16
+    window_size: tuple[int, int] | None = None
+    softmax_offset: Tensor | None = None
 
 
 class ProbedAttention(Protocol):
@@ -39,11 +53,11 @@ class ProbedAttention(Protocol):
     def context(self) -> CPContext | None:
         """The transport and groups in use; None when there are none."""
 
-    def probe_inputs(self) -> tuple[int, int, torch.dtype, torch.device]:
-        """Query heads, key/value heads, dtype and device with which to call :meth:`probe_forward`."""
+    def probe_inputs(self) -> ProbeInputs:
+        """What to call :meth:`probe_forward` with."""
 
     def probe_forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Plain causal attention of [s_local, 1, heads, head_dim] through the real transport, in that shape."""
+        """Causal attention through the real transport, [s_local, 1, heads, qk_dim] -> [s_local, 1, heads, v_dim]."""
 
 
 @dataclass
@@ -122,28 +136,34 @@ def _try_transport(suspect: _Suspect) -> str | None:
     """One small forward and backward pass; a sentence when it differs from the one-rank answer."""
     module = suspect.module
     size, rank = module.config.context_parallel_size, dist.get_rank(module.pg_collection.cp)
-    heads, kv_heads, dtype, device = module.probe_inputs()
+    inputs = module.probe_inputs()
     generator = torch.Generator().manual_seed(SEED)
     tokens = 2 * size * TOKENS_PER_CHUNK
 
-    def draw(count: int) -> Tensor:
-        return torch.randn(tokens, 1, count, HEAD_DIM, generator=generator).to(dtype=dtype, device=device)
+    def draw(heads: int, dim: int) -> Tensor:
+        return torch.randn(tokens, 1, heads, dim, generator=generator).to(dtype=inputs.dtype, device=inputs.device)
 
-    whole = [draw(count) for count in (heads, kv_heads, kv_heads)]
-    dout = draw(heads)
-    exact = [x.double().requires_grad_() for x in whole]
-    expected = reference_attention(*exact)
+    whole = [
+        draw(inputs.heads, inputs.qk_dim),
+        draw(inputs.kv_heads, inputs.qk_dim),
+        draw(inputs.kv_heads, inputs.v_dim),
+    ]
+    dout = draw(inputs.heads, inputs.v_dim)
+    query, key, value = exact = [x.double().requires_grad_() for x in whole]
+    expected = reference_attention(
+        query, key, value, window_size=inputs.window_size, softmax_offset=inputs.softmax_offset
+    )
     expected_grads = torch.autograd.grad(expected, exact, dout.double())
     mine = [shard_sequence(x, 0, rank, size).requires_grad_() for x in whole]
     try:
-        out = module.probe_forward(*mine)
+        out = module.probe_forward(mine[0], mine[1], mine[2])
         grads = torch.autograd.grad(out, mine, shard_sequence(dout, 0, rank, size))
     except (ValueError, RuntimeError) as error:
         return f"{suspect}: {error}"
     names = ("output", "query gradient", "key gradient", "value gradient")
     for name, got, want in zip(names, (out, *grads), (expected, *expected_grads), strict=True):
         difference = _largest_error(got, shard_sequence(want, 0, rank, size), want)
-        if not difference <= TOLERANCE[dtype]:
+        if not difference <= TOLERANCE[inputs.dtype]:
             return (
                 f"{suspect}: the {name} of a sequence sharded over {size} ranks differs from the one-rank answer by "
                 f"{difference:.1e} of its largest value: the groups do not communicate as they should"
