@@ -5,4 +5,6 @@ import sys
 
 from megatron_cp.cli import main
 
-sys.exit(main(["train", *sys.argv[1:]]))
+# The guard matters: saving a checkpoint starts helper processes that import this file.
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
