@@ -1,0 +1,8 @@
+"""Dynamic context parallelism: a CP size for every packed microbatch. See docs/dynamic_cp.md."""
+
+from megatron_cp.dynamic_cp.cost import PRESETS, CostModel
+from megatron_cp.dynamic_cp.groups import legal_groups
+from megatron_cp.dynamic_cp.scheduler import schedule
+from megatron_cp.dynamic_cp.types import Group, Schedule, padded_length
+
+__all__ = ["PRESETS", "CostModel", "Group", "Schedule", "legal_groups", "padded_length", "schedule"]

@@ -1,0 +1,190 @@
+"""What a packed microbatch costs: seconds of forward and backward on a context parallel group of ``c`` ranks.
+
+The scheduler needs nothing of a microbatch but two sums, its tokens and its squared lengths, so every function here
+has a form that takes those sums, as scalars or as numpy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+class GroupCost(NamedTuple):
+    """The cost model for one group size: ``fixed + squares * q + tokens * p + exposed communication``.
+
+    With S = sum of squared lengths and T = tokens of the microbatch:
+    ``seconds = fixed + square * S + token * T + max(0, comm * T - hide_square * S - hide_token * T)``.
+    """
+
+    fixed: float
+    square: float
+    token: float
+    comm: float
+    hide_square: float
+    hide_token: float
+
+    def seconds(self, squares: float, tokens: float) -> float:
+        exposed = self.comm * tokens - self.hide_square * squares - self.hide_token * tokens
+        compute = self.fixed + self.square * squares + self.token * tokens
+        return compute + exposed if exposed > 0 else compute
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of one packed microbatch, forward and backward, through the whole model on ``c`` ranks.
+
+    ``seconds = per_microbatch + sum_i [quadratic * s_i^2 / c * (1 + small_tile * c / s_i) + linear * s_i / c]
+    + (c > 1) * (max(0, kv * T * (c - 1) / c - overlap * attention) + (c - 1) * ring_step)``
+
+    where the s_i are the lengths of the packed samples in tokens, T their sum, ``attention`` the quadratic term, and
+    kv is ``kv_intra`` for ``c <= ranks_per_node`` and ``kv_inter`` beyond.
+
+    per_microbatch: seconds a microbatch costs whatever it holds (kernel launches, host work).
+    quadratic: seconds per squared token of causal attention. linear: seconds per token of everything else.
+    small_tile: tokens; attention loses efficiency when a rank's share ``s / c`` comes near it.
+    kv_intra, kv_inter: seconds per token for moving keys and values once around the group, inside and across nodes.
+    ring_step: seconds of latency per ring step. overlap: the fraction of attention that hides communication.
+    ranks_per_node: CP ranks that share a node's fast links (GPUs per node / tensor parallel size).
+    transport: "p2p" is a ring; with "a2a" queries, keys, values and outputs are exchanged by heads, so a rank moves
+    only its share (kv / c per token), in one step, with nothing to hide behind.
+    """
+
+    per_microbatch: float
+    quadratic: float
+    linear: float
+    small_tile: float = 256
+    kv_intra: float = 0.0
+    kv_inter: float = 0.0
+    ring_step: float = 0.0
+    overlap: float = 0.9
+    ranks_per_node: int = 8
+    transport: Literal["p2p", "a2a"] = "p2p"
+
+    def __post_init__(self) -> None:
+        for name in ("per_microbatch", "quadratic", "linear", "small_tile", "kv_intra", "kv_inter", "ring_step"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"CostModel.{name}={getattr(self, name)}: must be a number >= 0")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"CostModel.overlap={self.overlap}: must be between 0 (nothing hidden) and 1")
+        if self.ranks_per_node < 1:
+            raise ValueError(f"CostModel.ranks_per_node={self.ranks_per_node}: must be at least 1")
+        if self.transport not in ("p2p", "a2a"):
+            raise ValueError(f"CostModel.transport={self.transport!r}: must be 'p2p' or 'a2a'")
+        if self.quadratic == 0 and self.linear == 0:
+            raise ValueError("CostModel: quadratic and linear are both 0, so no sample would cost anything")
+
+    def for_size(self, cp_size: int) -> GroupCost:
+        """The model's coefficients for groups of ``cp_size`` ranks."""
+        c = cp_size
+        square, tile = self.quadratic / c, self.quadratic * self.small_tile
+        if c == 1:
+            return GroupCost(self.per_microbatch, square, tile + self.linear, 0.0, 0.0, 0.0)
+        kv = (self.kv_intra if c <= self.ranks_per_node else self.kv_inter) * (c - 1) / c
+        if self.transport == "a2a":
+            fixed = self.per_microbatch + self.ring_step
+            return GroupCost(fixed, square, tile + self.linear / c, kv / c, 0.0, 0.0)
+        fixed = self.per_microbatch + (c - 1) * self.ring_step
+        return GroupCost(fixed, square, tile + self.linear / c, kv, self.overlap * square, self.overlap * tile)
+
+    def seconds(self, lengths: Sequence[int] | np.ndarray, cp_size: int) -> float:
+        """Seconds of one microbatch that packs samples of ``lengths`` (tokens) on ``cp_size`` ranks."""
+        s = np.asarray(lengths, dtype=np.float64)
+        return self.for_size(cp_size).seconds(float(s @ s), float(s.sum()))
+
+    def sample_seconds(self, lengths: ArrayLike, cp_size: int) -> np.ndarray:
+        """Seconds of each sample alone in a microbatch on ``cp_size`` ranks; same shape as ``lengths``."""
+        s = np.asarray(lengths, dtype=np.float64)
+        k = self.for_size(cp_size)
+        exposed = np.maximum(0.0, (k.comm - k.hide_token - k.hide_square * s) * s)
+        return k.fixed + (k.square * s + k.token) * s + exposed
+
+    def ideal_seconds(self, lengths: ArrayLike) -> float:
+        """Rank-seconds of pure work: attention on one rank and the linear part, no overhead, no communication."""
+        s = np.asarray(lengths, dtype=np.float64)
+        return float(np.sum((self.quadratic * (s + self.small_tile) + self.linear) * s))
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model its cost depends on. ``active_parameters`` counts those a token meets (MoE: active experts)."""
+
+    layers: int
+    attention_heads: int
+    kv_heads: int
+    head_dim: int
+    active_parameters: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """Sustained rates of one GPU: FLOP/s of attention and of matrix products, bytes/s inside and across nodes."""
+
+    attention_flops: float
+    matmul_flops: float
+    intra_bytes: float
+    inter_bytes: float
+    gpus_per_node: int = 8
+
+
+def cost_model(
+    shape: ModelShape,
+    device: Device,
+    *,
+    tensor_parallel_size: int = 1,
+    transport: Literal["p2p", "a2a"] = "p2p",
+    overlap: float = 0.9,
+) -> CostModel:
+    """Derive a :class:`CostModel` from first principles.
+
+    Causal attention is 2 FLOPs a squared token, layer and channel forward, and 2.5 times that backward. The rest is
+    6 FLOPs a token and parameter. Keys and values in bfloat16 travel once forward and twice backward (with their
+    gradients); an all-to-all moves queries and outputs as well. A ring step costs 12.5 microseconds of latency a
+    layer, three times (one forward, two backward); a microbatch costs 0.5 milliseconds of launches a layer.
+    Tensor parallelism divides work and traffic, and takes GPUs of a node away from CP.
+    """
+    tp = tensor_parallel_size
+    channels = shape.attention_heads * shape.head_dim
+    moved = 2 * shape.kv_heads * shape.head_dim + (2 * channels if transport == "a2a" else 0)
+    bytes_per_token = 3 * 2 * moved * shape.layers / tp
+    return CostModel(
+        per_microbatch=0.5e-3 * shape.layers,
+        quadratic=2 * 3.5 * channels * shape.layers / tp / device.attention_flops,
+        linear=6 * shape.active_parameters / tp / device.matmul_flops,
+        small_tile=256,
+        kv_intra=bytes_per_token / device.intra_bytes,
+        kv_inter=bytes_per_token / device.inter_bytes,
+        ring_step=3 * 12.5e-6 * shape.layers,
+        overlap=overlap,
+        ranks_per_node=max(1, device.gpus_per_node // tp),
+        transport=transport,
+    )
+
+
+_8B = ModelShape(layers=32, attention_heads=32, kv_heads=8, head_dim=128, active_parameters=8.0e9)
+_70B = ModelShape(layers=80, attention_heads=64, kv_heads=8, head_dim=128, active_parameters=70.6e9)
+_MOE_3B = ModelShape(layers=48, attention_heads=32, kv_heads=4, head_dim=128, active_parameters=3.0e9)
+_A100 = Device(attention_flops=170e12, matmul_flops=200e12, intra_bytes=200e9, inter_bytes=22e9)
+_H100 = Device(attention_flops=350e12, matmul_flops=400e12, intra_bytes=300e9, inter_bytes=45e9)
+_H200 = Device(attention_flops=380e12, matmul_flops=430e12, intra_bytes=300e9, inter_bytes=45e9)
+
+PRESETS: Mapping[str, CostModel] = {
+    # Llama-8B-like, attention near 350 TFLOP/s, the rest near 400, NVLink 300 GB/s, one 400 Gb/s NIC a GPU.
+    "h100_8b": CostModel(0.015, 2.6e-9, 1.2e-4, 256, 1.3e-6, 8.7e-6, 1.2e-3, 0.9, 8),
+    # A mixture of experts with 3B active parameters: a light linear part makes attention weigh more.
+    "h100_moe3b": CostModel(0.025, 3.9e-9, 4.5e-5, 256, 1.0e-6, 6.5e-6, 1.8e-3, 0.9, 8),
+    # FlexSP's published fit for A100s and full multi-head attention on a slow network, nothing overlapped.
+    "a100_mha_slownet": CostModel(0.02, 5.128e-9, 1.84e-4, 256, 8.7e-6, 8.5e-5, 1.2e-3, 0.0, 8),
+    "h100_70b_tp8": cost_model(_70B, _H100, tensor_parallel_size=8),
+    "h200_8b": cost_model(_8B, _H200),
+    "h200_70b_tp8": cost_model(_70B, _H200, tensor_parallel_size=8),
+    "h200_moe3b": cost_model(_MOE_3B, _H200),
+    "a100_8b": cost_model(_8B, _A100),
+    "a100_moe3b": cost_model(_MOE_3B, _A100),
+    "h100_8b_a2a": cost_model(_8B, _H100, transport="a2a"),
+}
+DEFAULT_COST = PRESETS["h100_8b"]

@@ -1,0 +1,96 @@
+"""Sequence-length distributions to schedule: two real ones, kept as data beside this module, and synthetic shapes."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.resources import files
+
+import numpy as np
+
+_DATA = files("megatron_cp.dynamic_cp") / "distributions"
+
+
+@lru_cache(maxsize=1)
+def _wikipedia_lengths() -> np.ndarray:
+    with (_DATA / "wikipedia_100k.txt.gz").open("rb") as packed:
+        return np.array(gzip.decompress(packed.read()).split(), dtype=np.int64)
+
+
+@lru_cache(maxsize=1)
+def _document_histogram() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    with (_DATA / "document_lengths.csv").open("r", encoding="utf-8") as table:
+        rows = list(csv.DictReader(table))
+    bounds = np.array([[int(x) for x in re.findall(r"\d+", row["range"])] for row in rows])
+    counts = np.array([int(row["number"]) for row in rows], dtype=np.float64)
+    return bounds[:, 0], bounds[:, 1], counts / counts.sum()
+
+
+def _wikipedia(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
+    return rng.choice(_wikipedia_lengths(), size=n)
+
+
+def _documents(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
+    low, high, share = _document_histogram()
+    bucket = rng.choice(len(share), size=n, p=share)
+    # Log-uniform inside a bucket: counts fall with length there too.
+    return np.exp(rng.uniform(np.log(np.maximum(low[bucket], 1)), np.log(high[bucket] + 1)))
+
+
+def _lognormal(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
+    sigma = 1.5
+    return rng.lognormal(np.log(longest / 16) - sigma * sigma / 2, sigma, size=n)
+
+
+def _pareto(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
+    return longest / 256 * (1 + rng.pareto(1.1, size=n))
+
+
+def _bimodal(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
+    long = rng.random(n) < 0.05
+    return np.where(long, rng.uniform(longest / 2, longest, size=n), rng.lognormal(np.log(1024), 0.8, size=n))
+
+
+def _chat(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
+    """Instruction tuning with a little long context, in Llama 3's published proportions: 0.11 % near 37K, rest 1K."""
+    long = rng.random(n) < 0.0011
+    return np.where(long, rng.normal(37_000, 8_000, size=n), rng.lognormal(np.log(1024) - 0.5, 1.0, size=n))
+
+
+def _long_instructions(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
+    """Only long samples, log-uniform from 8K up."""
+    return np.exp(rng.uniform(np.log(8192), np.log(longest), size=n))
+
+
+def _mock(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
+    """Lognormal with mean 1024 and sigma 1.5."""
+    return rng.lognormal(np.log(1024) - 1.5 * 1.5 / 2, 1.5, size=n)
+
+
+DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
+    "wikipedia": _wikipedia,
+    "documents": _documents,
+    "lognormal": _lognormal,
+    "pareto": _pareto,
+    "bimodal": _bimodal,
+    "chat": _chat,
+    "long": _long_instructions,
+    "mock": _mock,
+}
+
+
+def sample_lengths(name: str, count: int, longest: int, seed: int = 0) -> np.ndarray:
+    """``count`` sequence lengths in tokens (int64, in random order), cut to ``longest``; the same for the same seed.
+
+    "wikipedia" (tokens of pages) and "documents" (pre-training documents, a histogram) are measured; the others are
+    shapes.
+    """
+    if name not in DISTRIBUTIONS:
+        raise ValueError(f"distribution {name!r} is unknown; choose one of {', '.join(DISTRIBUTIONS)}")
+    if count < 1 or longest < 1:
+        raise ValueError(f"count={count} and longest={longest}: both must be at least 1")
+    rng = np.random.default_rng(seed)
+    return np.clip(DISTRIBUTIONS[name](rng, count, longest).astype(np.int64), 1, longest)

@@ -1,0 +1,91 @@
+"""The scheduling problem in the form that the algorithms share: what each sample costs and takes at each level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_cp.dynamic_cp.cost import CostModel, GroupCost
+from megatron_cp.dynamic_cp.groups import BuddyTree, buddy_tree
+from megatron_cp.dynamic_cp.types import padded_length
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Samples, ranks and costs. Level i of the tree has groups of ``sizes[i]`` ranks.
+
+    order: sample ids, longest first (ties by id). Arrays indexed by position in that order:
+    lengths [n]; seconds [levels, n], a sample alone in a microbatch, inf where it does not fit;
+    tokens [levels, n], padded tokens a rank holds.
+    """
+
+    tree: BuddyTree
+    sizes: tuple[int, ...]
+    costs: tuple[GroupCost, ...]
+    cost: CostModel
+    max_tokens: int
+    sequence_parallel_size: int
+    order: np.ndarray
+    lengths: np.ndarray
+    seconds: np.ndarray
+    tokens: np.ndarray
+
+    def levels_under(self, limit: float) -> np.ndarray:
+        """For each sample the narrowest level that takes at most ``limit`` seconds, or else the fastest one. [n]"""
+        within = self.seconds <= limit
+        level = within.argmax(axis=0)
+        slow = ~within[level, np.arange(len(level))]
+        level[slow] = self.seconds[:, slow].argmin(axis=0)
+        return level
+
+    def at(self, table: np.ndarray, level: np.ndarray) -> np.ndarray:
+        """A [levels, n] table read at each sample's own level. [n]"""
+        return table[level, np.arange(len(level))]
+
+    @property
+    def mean_load(self) -> float:
+        """Seconds a rank would work if the bare work were spread evenly."""
+        return self.cost.ideal_seconds(self.lengths) / self.tree.num_ranks
+
+
+def make_problem(
+    lengths: Sequence[int] | np.ndarray,
+    num_ranks: int,
+    max_seqlen_per_rank: int,
+    min_cp_size: int,
+    cost: CostModel,
+    sequence_parallel_size: int,
+) -> Problem:
+    """Check the input and tabulate it. Raises ValueError naming the sample or the setting at fault."""
+    if max_seqlen_per_rank < 1:
+        raise ValueError(f"max_seqlen_per_rank={max_seqlen_per_rank}: must be at least 1")
+    if sequence_parallel_size < 1:
+        raise ValueError(f"sequence_parallel_size={sequence_parallel_size}: must be at least 1")
+    tree = buddy_tree(num_ranks, min_cp_size)
+    ids = np.asarray(lengths)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"lengths: must be one list of whole numbers, got shape {ids.shape} of {ids.dtype}")
+    ids = ids.astype(np.int64)
+    if ids.size and ids.min() < 1:
+        worst = int(ids.argmin())
+        raise ValueError(f"sample {worst} has length {ids[worst]}: a sample must have at least one token")
+    order = np.argsort(-ids, kind="stable")
+    s = ids[order]
+    sizes = tuple(tree.size(level) for level in range(len(tree.levels)))
+    units = np.array(sizes)[:, None] * (2 * sequence_parallel_size)
+    tokens = -(-s[None, :] // units) * (2 * sequence_parallel_size)
+    seconds = np.stack([cost.sample_seconds(s, size) for size in sizes])
+    seconds[tokens > max_seqlen_per_rank] = np.inf
+    if s.size and not np.isfinite(seconds[-1, 0]):
+        needed = padded_length(int(s[0]), num_ranks, sequence_parallel_size) // num_ranks
+        raise ValueError(
+            f"sample {order[0]} of {s[0]} tokens does not fit: {num_ranks} ranks of max_seqlen_per_rank="
+            f"{max_seqlen_per_rank} hold {num_ranks * max_seqlen_per_rank} tokens, padding included. "
+            f"Set max_seqlen_per_rank to at least {needed}, use more ranks, or cut the sample"
+        )
+    costs = tuple(cost.for_size(size) for size in sizes)
+    return Problem(
+        tree, sizes, costs, cost, max_seqlen_per_rank, sequence_parallel_size, order, s, seconds, tokens
+    )

@@ -1,0 +1,62 @@
+"""A schedule: which ranks run which samples in which microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Group(NamedTuple):
+    """One packed microbatch on one context parallel group.
+
+    ranks: consecutive ranks of the data-and-context-parallel domain; their number is the CP size.
+    sample_ids: indices into the scheduled lengths, in packing order.
+    """
+
+    ranks: tuple[int, ...]
+    sample_ids: tuple[int, ...]
+
+    @property
+    def cp_size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One optimizer step. ``microbatches[k]`` lists the groups of microbatch k, disjoint and in rank order.
+
+    Every rank runs its groups in the order of the microbatches. A rank in no group of microbatch k is idle there: the
+    runner gives it a dummy microbatch where ranks must keep step (pipeline stages, expert parallelism), and may let
+    it go ahead otherwise.
+    """
+
+    num_ranks: int
+    max_seqlen_per_rank: int
+    microbatches: list[list[Group]]
+    sequence_parallel_size: int = 1
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.microbatches)
+
+    def idle_slots(self) -> list[tuple[int, ...]]:
+        """For each microbatch the ranks that have no group in it, ascending."""
+        idle = []
+        for groups in self.microbatches:
+            busy = {rank for group in groups for rank in group.ranks}
+            idle.append(tuple(rank for rank in range(self.num_ranks) if rank not in busy))
+        return idle
+
+    def groups_of(self, rank: int) -> list[Group | None]:
+        """What ``rank`` runs, one entry a microbatch; None where it is idle."""
+        return [next((g for g in groups if g.ranks[0] <= rank <= g.ranks[-1]), None) for groups in self.microbatches]
+
+
+def padded_length(length: int, cp_size: int, sequence_parallel_size: int = 1) -> int:
+    """Tokens that a sample of ``length`` takes on ``cp_size`` ranks.
+
+    A multiple of 2 * cp_size, so that each rank gets an early and a late chunk of equal size, and of the tensor
+    parallel size where sequence parallelism splits a rank's tokens again (``sequence_parallel_size``, else 1).
+    """
+    unit = 2 * cp_size * sequence_parallel_size
+    return -(-length // unit) * unit
