@@ -45,24 +45,37 @@ find_uv() { # prints a uv that runs; installs it in .venv if there is none
         fi
     done
     if .venv/bin/python -m pip --version >/dev/null 2>&1; then
-        .venv/bin/python -m pip install --quiet uv >&2 && echo .venv/bin/uv
+        .venv/bin/python -m pip install -qq uv >&2 && echo .venv/bin/uv
     else # no ensurepip (Debian without python3-venv): a pip outside may still fill a folder
-        "$1" -m pip install --quiet --target .venv/uv uv >&2 && echo .venv/uv/bin/uv
+        "$1" -m pip install -qq --target .venv/uv uv >&2 && echo .venv/uv/bin/uv
     fi
 }
 
+pip_setting() { "$1" -m pip config list 2>/dev/null | sed -n "s/^global\\.$2='\\(.*\\)'\$/\\1/p" || true; }
+
 follow_pip_configuration() { # uv does not read pip's settings: pass on which index and certificates to use
-    local index=${PIP_INDEX_URL:-}
-    if [[ -z $index ]]; then
-        index=$("$1" -m pip config get global.index-url 2>/dev/null || true)
-    fi
+    local index=${PIP_INDEX_URL:-$(pip_setting "$1" index-url)} certificates=${PIP_CERT:-$(pip_setting "$1" cert)}
     if [[ -n $index && -z ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} ]]; then
         export UV_DEFAULT_INDEX=$index
     fi
-    if [[ -n ${PIP_CERT:-} && -z ${SSL_CERT_FILE:-} ]]; then
-        export SSL_CERT_FILE=$PIP_CERT
+    if [[ -n $certificates && -z ${SSL_CERT_FILE:-} ]]; then
+        export SSL_CERT_FILE=$certificates
     fi
     export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
+}
+
+install_with_uv() {
+    local uv
+    uv=$(find_uv "$python") && [[ -n $uv ]] &&
+        "$uv" pip install --python .venv/bin/python --require-hashes --requirement requirements.lock &&
+        "$uv" pip install --python .venv/bin/python --no-deps --no-build-isolation --quiet --editable .
+}
+
+install_with_pip() { # slower, but reads every setting that a machine's pip has
+    local pip=(.venv/bin/python -m pip)
+    "${pip[@]}" --version >/dev/null 2>&1 || pip=("$python" -m pip --python .venv/bin/python)
+    "${pip[@]}" install --require-hashes --requirement requirements.lock &&
+        "${pip[@]}" install --no-deps --no-build-isolation --quiet --editable .
 }
 
 if is_current; then
@@ -90,17 +103,12 @@ touch "$unfinished"
 follow_pip_configuration "$python"
 
 echo "setup: installing the $(grep -c '==' requirements.lock) pinned packages of requirements.lock" >&2
-if uv=$(find_uv "$python") && [[ -n $uv ]] &&
-    "$uv" pip install --python .venv/bin/python --require-hashes --requirement requirements.lock &&
-    "$uv" pip install --python .venv/bin/python --no-deps --no-build-isolation --quiet --editable .; then
-    :
-elif .venv/bin/python -m pip --version >/dev/null 2>&1; then
-    echo "setup: uv did not do it; trying pip" >&2
-    .venv/bin/python -m pip install --require-hashes --requirement requirements.lock
-    .venv/bin/python -m pip install --no-deps --no-build-isolation --quiet --editable .
-else
-    echo "setup: the packages could not be installed; the messages above say why." >&2
-    exit 1
+if ! install_with_uv; then
+    echo "setup: uv could not do it (see above); trying pip" >&2
+    if ! install_with_pip; then
+        echo "setup: the packages could not be installed; the messages above say why." >&2
+        exit 1
+    fi
 fi
 pwd >"$place"
 rm "$unfinished"
