@@ -13,6 +13,7 @@ from typing import Literal
 
 from megatron_cp.config import RunConfig
 
+MINIMUM = "2.10.0"  # the oldest version that our use of its attention was written for
 ALWAYS, NEVER = "0", None
 _TRANSPORTS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -59,8 +60,10 @@ def has(version: str, feature: str, transport: str) -> bool:
 
 
 def gaps(config: RunConfig, version: str) -> Iterator[Gap]:
-    """What a finalized configuration asks of attention under context parallelism that this version lacks."""
+    """What a finalized configuration asks of attention that this version lacks."""
     model = config.model
+    if parse_version(version) < parse_version(MINIMUM):
+        yield Gap("C16", "model.attention_backend", f"at least version {MINIMUM} is needed ({version} here)")
     if model.context_parallel_size <= 1 and not model.dynamic_context_parallel:
         return
     wanted = {
@@ -93,6 +96,8 @@ def _head_gaps(config: RunConfig, transport: str) -> Iterator[Gap]:
     model, levels = config.model, config.model.hierarchical_context_parallel_sizes
     size = {"a2a": model.context_parallel_size, "a2a+p2p": levels[0] if levels else 1}.get(transport, 1)
     tp, groups = model.tensor_model_parallel_size, model.num_query_groups or model.num_attention_heads
+    if model.multi_latent_attention:  # keys and values are made for every head
+        groups = model.num_attention_heads
     if size <= 1 or tp < 1:
         return
     if groups < tp:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_cp.config import CP_COMM_TYPES
+from megatron_cp.rules.environment import PRESETS
 from megatron_cp.rules.rule import Context, Finding, broken, divisors, rule
 from megatron_cp.schema import nearest
 
@@ -160,6 +162,17 @@ def sizes_are_used(c: Context) -> Iterator[Finding]:
             f"is set but no layer uses a2a+p2p (model.cp_comm_type={c.config.model.cp_comm_type})",
             "model.cp_comm_type=a2a+p2p, or model.hierarchical_context_parallel_sizes=null",
         )
+
+
+@rule(
+    "C16",
+    "Transformer Engine is new enough.",
+    "Context parallelism came with 1.0, a2a+p2p with 1.12, and what we use of its attention with 2.10.",
+    broken("model.attention_backend=te", environment=replace(PRESETS["gpu"], transformer_engine="1.11.0")),
+    needs="config environment",
+)
+def transformer_engine_is_new_enough(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("C16")
 
 
 @rule(

@@ -37,9 +37,9 @@ class Environment:
             device="gpu" if gpus else "cpu",
             gpus_per_node=gpus or None,
             compute_capability=capability,
-            torch=_version("torch"),
-            transformer_engine=_version("transformer-engine"),
-            flash_attn=_version("flash-attn"),
+            torch=installed_version("torch"),
+            transformer_engine=installed_version("transformer-engine"),
+            flash_attn=installed_version("flash-attn"),
             variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLE_PREFIXES)},
         )
 
@@ -83,7 +83,8 @@ def _error(message: str) -> ConfigError:
     return ConfigError([Violation("K4", "error", "--environment", message)])
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """The installed version of a distribution, None if there is none."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

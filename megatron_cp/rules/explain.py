@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import cache
 
 from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import RULES, Environment, Example, Rule, check
+from megatron_cp.rules.elsewhere import ELSEWHERE, KINDS
+from megatron_cp.rules.rule import order
 
 EXAMPLE_RECIPE = "llama_tiny_pretrain_config"
 
 
-def example_violations(example: Example) -> list[Violation]:
-    """What :func:`check` says about an example."""
+@cache
+def example_violations(rule_id: str) -> list[Violation]:
+    """What :func:`check` says about a rule's example."""
+    example = RULES[rule_id].example
     config = load_recipe(EXAMPLE_RECIPE, example.overrides)
     return check(config, example.world_size, example.gpus_per_node, example.environment)
 
@@ -34,12 +39,14 @@ def explain(rule_id: str) -> str:
     Raises:
         ConfigError: there is no such rule.
     """
-    rule = RULES.get(rule_id.upper())
-    if rule is None:
-        raise ConfigError(
-            [Violation("K4", "error", "--explain", f"no rule '{rule_id}'; the rules are {', '.join(RULES)}")]
-        )
-    return "\n".join(_lines(rule))
+    name = rule_id.upper()
+    if name in ELSEWHERE:
+        kind, title, what = ELSEWHERE[name]
+        return f"{name} ({KINDS[kind].lower()}): {title}\n{what}"
+    if name not in RULES:
+        known = ", ".join(sorted({**RULES, **ELSEWHERE}, key=order))
+        raise ConfigError([Violation("K4", "error", "--explain", f"no rule '{rule_id}'; there are {known}")])
+    return "\n".join(_lines(RULES[name]))
 
 
 def _settings(environment: Environment) -> str:
@@ -47,7 +54,7 @@ def _settings(environment: Environment) -> str:
 
 
 def _lines(rule: Rule) -> list[str]:
-    said = [str(v) for v in example_violations(rule.example) if v.rule == rule.id]
+    said = [str(v) for v in example_violations(rule.id) if v.rule == rule.id]
     needs = ", ".join(sorted(rule.needs))
     return [
         f"{rule.id} ({rule.severity}): {rule.title}",

@@ -20,7 +20,7 @@ def _heads_finding(c: Context, transport: str) -> Iterator[Finding]:
                 field,
                 f"cp_comm_type='{kind}' requires num_heads % cp_size == 0: {c.config.model.num_attention_heads} heads "
                 f"/ tp {c.tp} = {c.heads} do not divide by {size}",
-                f"largest a2a size here is {largest}: a2a+p2p with [{largest}, {c.cp // largest}]; or p2p or all_gather",
+                f"largest a2a size here is {largest}: a2a+p2p with [{largest}, {c.cp // largest}], p2p or all_gather",
             )
     yield from c.te_findings("D1" if transport == "a2a" else "D2")
 
@@ -63,7 +63,7 @@ def even_heads(c: Context) -> Iterator[Finding]:
     if c.backend == "te":
         for kind, size in c.a2a_sizes():
             odd = [n for n in (c.heads, c.kv_heads) if n % 2]
-            if odd:
+            if odd and size > 1:
                 yield Finding(
                     "model.num_query_groups",
                     f"{listed(odd)} heads on a tensor-parallel rank is odd; with {kind} over {size} ranks Transformer "

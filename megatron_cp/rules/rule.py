@@ -80,7 +80,10 @@ class Context:
     @cached_property
     def kv_heads(self) -> int:
         """Key/value heads on one tensor-parallel rank; with fewer than tp each rank holds a copy of one."""
-        groups = self.config.model.num_query_groups or self.config.model.num_attention_heads
+        model = self.config.model
+        groups = model.num_query_groups or model.num_attention_heads
+        if model.multi_latent_attention:
+            groups = model.num_attention_heads
         return max(1, groups // self.tp)
 
     @cached_property
@@ -126,9 +129,9 @@ class Context:
         """What Transformer Engine lacks under a rule: an error where it is asked for by name, else a notice."""
         for gap in self._choice[1]:
             if gap.rule == rule_id and self.backend == "te":
-                yield Finding(gap.field, f"Transformer Engine has {gap.message}", "model.attention_backend=native")
+                yield Finding(gap.field, f"Transformer Engine: {gap.message}", "model.attention_backend=native")
             elif gap.rule == rule_id:
-                message = f"Transformer Engine has {gap.message}; our own attention is used instead"
+                message = f"Transformer Engine: {gap.message}; our own attention is used instead"
                 yield Finding(gap.field, message, "model.attention_backend=native says so yourself", "warning")
 
     def variable(self, name: str) -> str | None:
@@ -167,6 +170,18 @@ def _value(config: RunConfig, path: str) -> Any:
 
 
 RULES: dict[str, Rule] = {}
+SECTIONS = {
+    "A": "The world and how the parallel sizes divide it",
+    "B": "Sequence lengths and slicing",
+    "C": "The transport of context-parallel attention",
+    "D": "Heads and head dims",
+    "E": "Masks, windows, dropout, softmax and determinism",
+    "F": "Packed sequences",
+    "G": "Loss and gradients",
+    "H": "Process groups and dynamic context parallelism",
+    "I": "Models and schedules",
+    "K": "Settings that must fit each other and the machine",
+}
 
 
 def rule(

@@ -1,0 +1,69 @@
+"""Write ``docs/constraints.md`` from the table: ``python -m megatron_cp.rules.document``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from megatron_cp.rules import RULES, Rule
+from megatron_cp.rules.elsewhere import ELSEWHERE, KINDS, SILENT_UPSTREAM
+from megatron_cp.rules.explain import EXAMPLE_RECIPE, example_command
+from megatron_cp.rules.rule import SECTIONS, order
+
+PATH = Path(__file__).resolve().parents[2] / "docs" / "constraints.md"
+
+_HEAD = f"""\
+# Constraints
+
+<!-- Written by `python -m megatron_cp.rules.document`; change the rules in megatron_cp/rules/, not this file. -->
+
+A run starts only if every rule below holds. All violations are reported at once, errors before warnings, each with the
+setting, its value and a way to mend it. `megatron-cp validate --recipe R --world-size N` checks without starting
+anything (also for a machine you are not on: `--environment gpu`, `cpu` or a YAML file), and `megatron-cp train
+--explain C9` tells about one rule. Where megatron-core or Megatron-Bridge words the same rule, the message has its
+wording.
+
+Each example is an override of `{EXAMPLE_RECIPE}` (4 layers, 8 heads, 4 key/value heads, cp 4 as a2a 2 x p2p 2) that
+breaks the rule. "Silent" marks what upstream does not notice: training runs, and the model is wrong or the setting has
+no effect.
+"""
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(head) + " |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        yield "| " + " | ".join(_cell(cell) for cell in row) + " |"
+
+
+def _rule_row(rule: Rule) -> list[str]:
+    arguments = example_command(rule.example).partition(EXAMPLE_RECIPE)[2].strip()
+    silent = "silent" if rule.id in SILENT_UPSTREAM else ""
+    return [rule.id, rule.severity, rule.title, rule.why, silent, f"`{arguments}`"]
+
+
+def document() -> str:
+    """The whole page."""
+    lines = [_HEAD]
+    for section, title in SECTIONS.items():
+        rules = [RULES[id] for id in sorted(RULES, key=order) if id.startswith(section)]
+        lines.append(f"## {section}. {title}\n")
+        lines += _table(["id", "severity", "constraint", "why", "upstream", "example"], map(_rule_row, rules))
+        lines.append("")
+    lines.append("## What is no rule of the table, and why\n")
+    for kind, title in KINDS.items():
+        ids = [id for id in sorted(ELSEWHERE, key=order) if ELSEWHERE[id].kind == kind]
+        lines.append(f"### {title}\n")
+        rows = ([id, ELSEWHERE[id].title, ELSEWHERE[id].what, "silent" if id in SILENT_UPSTREAM else ""] for id in ids)
+        lines += _table(["id", "constraint", "what happens", "upstream"], rows)
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PATH.write_text(document(), encoding="utf-8")
+    print(f"{PATH}: {len(RULES)} rules, {len(ELSEWHERE)} constraints that are none")

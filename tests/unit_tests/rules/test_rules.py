@@ -1,0 +1,239 @@
+"""The rule table: every entry is broken by its example; nothing of the reference is lost; the page is current."""
+
+import dataclasses
+import re
+import time
+
+import pytest
+
+from megatron_cp.config import RunConfig
+from megatron_cp.errors import ConfigError
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import RULES, Environment, check, check_or_raise
+from megatron_cp.rules.document import PATH, document
+from megatron_cp.rules.elsewhere import ELSEWHERE, KINDS, SILENT_UPSTREAM
+from megatron_cp.rules.environment import PRESETS
+from megatron_cp.rules.explain import EXAMPLE_RECIPE, example_violations, explain
+from megatron_cp.rules.rule import SECTIONS, order
+from megatron_cp.schema import field_paths, section_names
+
+# The sections of the reference collection and how many constraints each has.
+REFERENCE = {"A": 14, "B": 12, "C": 17, "D": 11, "E": 19, "F": 16, "G": 8, "H": 13, "I": 13}
+
+# The wording of megatron-core, Transformer Engine or Megatron-Bridge for the same rule.
+UPSTREAM_WORDING = {
+    "A2": "world_size (4) is not divisible by 8",
+    "A3": "is not divisible by expert_tensor_model_pipeline_parallel size (3)",
+    "A4": "num_attention_heads (6) must be a multiple of tensor_model_parallel_size (4)",
+    "A5": "num_query_groups (3) must be a multiple or divisor of tensor_model_parallel_size (2)",
+    "A6": "is not divisible by micro batch size (8) times data parallel size (1)",
+    "A8": "the data parallel size of the attention and moe layers must be the same",
+    "A9": "Cannot use sequence parallelism without tensor parallelism",
+    "A16": "pipeline-model-parallel size should be greater than 1 with interleaved schedule",
+    "A17": "should be 0, or larger than or equal to the pipeline-parallel size",
+    "A18": "num_moe_experts must be non None to use expert-parallel",
+    "B1": "Sequence length must be divisible by 2 * context parallel size if context parallel is used",
+    "B2": "First dimension of the tensor should be divisible by tensor parallel size",
+    "C1": "Unsupported communication type: ring",
+    "C3": "Length of cp_comm_type (2) should equal to the total number of transformer layers (4)",
+    "C6": "requires cp_group = [a2a_cp_group, p2p_cp_group]",
+    "D1": "cp_comm_type='a2a' requires num_heads % cp_size == 0",
+    "D7": "nheads must be evenly divisible by tp_size * cp_size",
+    "E13": "No dot product attention backend is available",
+    "E15": "Cross Entropy Fusion is currently not deterministic",
+    "G1": "Cannot average in collective when calculating per-token loss!",
+    "K7": 'recompute_method must be "block" or "uniform"',
+}
+
+# Concrete numbers that the fix must name.
+FIXES = {
+    "A2": "start 8 ranks",
+    "A6": "8 or 16",
+    "A13": "largest a2a size inside a node: 1",
+    "A15": "3, 6",
+    "B1": "248 or 256",
+    "B2": "256 or 264",
+    "C1": "one of p2p, all_gather, a2a, a2a+p2p",
+    "C4": "[2, 2]",
+    "D1": "largest a2a size here is 2",
+    "D2": "largest a2a size here is 1",
+    "H14": "at least 64",
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.id)
+def test_the_example_breaks_the_rule(rule):
+    found = [v for v in example_violations(rule.id) if v.rule == rule.id]
+    assert found, "the example keeps the rule"
+    assert found[0].severity == rule.severity
+    assert UPSTREAM_WORDING.get(rule.id, "") in found[0].message
+    assert FIXES.get(rule.id, "") in found[0].fix
+    for violation in found:
+        assert violation.message and violation.field
+        assert not violation.message.endswith(".") or rule.id in UPSTREAM_WORDING
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.id)
+def test_the_field_of_a_violation_is_a_setting(rule):
+    settings = {*field_paths(RunConfig), *section_names(RunConfig)}
+    for violation in example_violations(rule.id):
+        assert violation.field in settings or violation.field.startswith("env_vars."), violation.field
+
+
+def test_the_examples_recipe_keeps_every_rule():
+    config = load_recipe(EXAMPLE_RECIPE)
+    assert check(config, 4, environment="cpu") == []
+    assert check_or_raise(config, 4, environment="cpu") == []
+
+
+def test_no_constraint_of_the_reference_is_lost():
+    reference = {f"{section}{number}" for section, count in REFERENCE.items() for number in range(1, count + 1)}
+    assert len(reference) == 123
+    assert reference <= set(RULES) | set(ELSEWHERE)
+    assert not set(RULES) & set(ELSEWHERE)
+    assert set(RULES) | set(ELSEWHERE) >= SILENT_UPSTREAM
+    assert {id[0] for id in {*RULES, *ELSEWHERE}} == set(SECTIONS)
+    assert {entry.kind for entry in ELSEWHERE.values()} == set(KINDS)
+
+
+@pytest.mark.parametrize("id", sorted({**RULES, **ELSEWHERE}, key=order))
+def test_every_id_is_explained(id):
+    text = explain(id.lower())
+    assert text.startswith(f"{id} (")
+    assert id in ELSEWHERE or f" {id}: " in text.partition("example:")[2]
+
+
+@pytest.mark.parametrize("id", [id for id, entry in ELSEWHERE.items() if entry.kind == "covered"])
+def test_a_covered_constraint_names_the_rule_that_covers_it(id):
+    named = re.findall(r"\b[A-K]\d+\b", ELSEWHERE[id].what)
+    assert named and set(named) <= set(RULES)
+
+
+def test_the_page_is_current():
+    assert PATH.read_text(encoding="utf-8") == document(), "run: python -m megatron_cp.rules.document"
+
+
+def test_all_at_once_errors_first():
+    overrides = ["model.hierarchical_context_parallel_sizes=[1,3]", "dataset.seq_length=250", "mixed_precision=fp16"]
+    config = load_recipe(EXAMPLE_RECIPE, [*overrides, "model.sequence_parallel=true"])
+    violations = check(config, 6, environment="cpu")
+    assert {"A2", "A9", "B1", "C5", "K13"} <= {v.rule for v in violations}
+    severities = [v.severity for v in violations]
+    assert severities == sorted(severities)
+    with pytest.raises(ConfigError) as caught:
+        check_or_raise(config, 6, environment="cpu")
+    assert caught.value.violations == violations
+    lines = str(caught.value).splitlines()
+    assert any(line.startswith("error B1: dataset.seq_length=250: Sequence length") for line in lines)
+    assert "    fix: nearest valid sequence lengths: 248 or 256" in lines
+
+
+def test_a_wrong_type_in_a_hand_made_configuration_is_reported_not_raised():
+    config = load_recipe(EXAMPLE_RECIPE)
+    config.model.context_parallel_size = "four"
+    config.model.cp_comm_type = 3
+    found = check(config, 4, environment="cpu")
+    assert [(v.rule, v.field) for v in found] == [("K2", "model.cp_comm_type"), ("K2", "model.context_parallel_size")][
+        ::-1
+    ]
+
+
+@pytest.mark.parametrize("value", [-3, 0])
+def test_no_check_crashes_on_sizes_that_make_no_sense(value):
+    original = load_recipe(EXAMPLE_RECIPE)
+    for field in dataclasses.fields(original.model):
+        if type(getattr(original.model, field.name)) is int:
+            model = dataclasses.replace(original.model, **{field.name: value})
+            for world_size in (4, 0):
+                assert isinstance(
+                    check(dataclasses.replace(original, model=model), world_size, environment="gpu"), list
+                )
+
+
+def test_a_thousand_ranks_are_checked_in_milliseconds():
+    overrides = ["model.hierarchical_context_parallel_sizes=[1,4]", "model.cp_comm_type=a2a+p2p"]
+    config = load_recipe("llama31_405b_pretrain_config", overrides)
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        violations = check(config, 1024, environment="gpu")
+        seconds.append(time.process_time() - start)
+    assert {v.rule for v in violations} == {"C8"}
+    assert min(seconds) < 0.05
+
+
+class TestTransformerEngine:
+    """Which limits hold depends on whose attention runs."""
+
+    WINDOW = ("model.window_size=[64,0]",)
+
+    def rules(self, *overrides, environment="gpu"):
+        config = load_recipe(EXAMPLE_RECIPE, ["env_vars.CUDA_DEVICE_MAX_CONNECTIONS=1", *overrides])
+        return {(v.rule, v.severity) for v in check(config, 4, environment=environment)}
+
+    def test_ours_has_windows_sinks_packs_and_few_kv_heads_on_every_transport(self):
+        for transport in ("p2p", "all_gather", "a2a", "a2a+p2p"):
+            sizes = "[2,2]" if transport == "a2a+p2p" else "null"
+            found = self.rules(
+                *self.WINDOW,
+                f"model.cp_comm_type={transport}",
+                f"model.hierarchical_context_parallel_sizes={sizes}",
+                "model.softmax_type=learnable",
+                "model.num_query_groups=1",
+                "model.multi_latent_attention=true",
+                environment="cpu",
+            )
+            assert found == set()
+
+    def test_by_name_its_gaps_are_errors(self):
+        assert self.rules("model.attention_backend=te") == set()
+        assert self.rules("model.attention_backend=te", *self.WINDOW) == {("E1", "error")}
+        assert self.rules("model.attention_backend=te", "model.num_query_groups=1") == {
+            ("D2", "error"),
+            ("D3", "warning"),
+        }
+
+    def test_auto_falls_back_and_says_so(self):
+        assert self.rules(*self.WINDOW) == {("E1", "warning")}
+        assert self.rules(*self.WINDOW, "model.attention_dropout=0.1") == {
+            ("E1", "warning"),
+            ("E2", "warning"),
+            ("E11", "error"),  # since ours is used, which has no dropout
+        }
+
+    def test_its_version_counts(self):
+        def packed(version, transport):
+            environment = dataclasses.replace(PRESETS["gpu"], transformer_engine=version)
+            overrides = ["model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced"]
+            sizes = "[2,2]" if transport == "a2a+p2p" else "null"
+            overrides += [f"model.cp_comm_type={transport}", f"model.hierarchical_context_parallel_sizes={sizes}"]
+            return ("F5", "error") not in self.rules(*overrides, environment=environment)
+
+        assert [packed("2.17.1", t) for t in ("p2p", "all_gather", "a2a", "a2a+p2p")] == [True, False, True, False]
+        assert [packed("2.18.0", t) for t in ("p2p", "all_gather", "a2a", "a2a+p2p")] == [True, True, True, False]
+        assert [packed("2.20.0.dev0", t) for t in ("all_gather", "a2a+p2p")] == [True, True]
+        assert not packed("2.9.0", "a2a")
+
+    def test_it_must_be_there_when_asked_for(self):
+        assert ("K8", "error") in self.rules("model.attention_backend=te", environment="cpu")
+        assert ("K8", "error") in self.rules("model.attention_backend=te", environment=Environment(device="gpu"))
+
+
+class TestEnvironment:
+    def test_what_is_really_there(self, monkeypatch):
+        monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+        monkeypatch.setenv("UNRELATED", "1")
+        environment = Environment.detect()
+        assert environment.variables["NVTE_FLASH_ATTN"] == "0" and "UNRELATED" not in environment.variables
+        assert environment.torch is not None
+        config = load_recipe(EXAMPLE_RECIPE, ["dist.distributed_backend=nccl"])
+        monkeypatch.setattr("megatron_cp.rules.environment._gpus", lambda: (0, None))
+        assert [v.rule for v in check(config, 4)] == ["K6"]
+        monkeypatch.setattr("megatron_cp.rules.environment._gpus", lambda: (2, 9.0))
+        assert [v.rule for v in check(config, 4)] == ["A12"]
+
+    def test_a_variable_of_the_configuration_counts_as_set(self):
+        config = load_recipe(EXAMPLE_RECIPE, ["env_vars.CUDA_DEVICE_MAX_CONNECTIONS=1"])
+        assert check(config, 4, environment="gpu") == []
+        environment = dataclasses.replace(PRESETS["gpu"], variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+        assert check(load_recipe(EXAMPLE_RECIPE), 4, environment=environment) == []

@@ -1,0 +1,64 @@
+"""The examples in docs/recipes.md work as they stand there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_cp import cli
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import check
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of a language; "" for those without one."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+    return [text for name, text in fenced if name == language]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the page's recipes, as a reader would have saved them."""
+    own, derived = blocks("yaml")
+    (tmp_path / "my_run.yaml").write_text(own)
+    (tmp_path / "derived.yaml").write_text(derived)
+    (tmp_path / "big_batch.yaml").write_text("train: {global_batch_size: 64}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return tmp_path
+
+
+def test_the_complete_recipe(folder, capsys):
+    config = load_recipe("my_run.yaml")
+    assert (config.recipe, config.model.num_layers, config.model.hidden_size) == ("my_run", 6, 128)
+    assert config.model.hierarchical_context_parallel_sizes == [2, 2] and config.dataset.kind == "indexed"
+    assert check(config, 8, environment="cpu") == []
+    assert cli.main(["train", "--recipe", "my_run.yaml", "--dry-run", "--environment", "cpu"]) == 0
+    assert "# my_run on 8 ranks" in capsys.readouterr().out
+
+
+def test_the_derived_recipe(folder):
+    config = load_recipe("derived.yaml")
+    assert config.model.cp_comm_type == "p2p" and config.model.num_layers == 4
+
+
+def test_the_command_with_everything(folder, capsys):
+    (line,) = [line for block in blocks("") for line in block.splitlines() if "big_batch.yaml" in line]
+    words = [word.strip('"') for word in line.split()[1:]]
+    assert cli.main([*words, "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert "global_batch_size: 64" in printed and "train_iters: 1000" in printed and "lr: 0.001" in printed
+    load_recipe("my_run.yaml", re.findall(r'`"(dataset.split=[^`]*)"`', PAGE))
+
+
+def test_the_python_example(folder, capsys):
+    (code,) = blocks("python")
+    exec(code)
+    assert "error" not in capsys.readouterr().out
+
+
+def test_the_settings_and_flags_that_the_page_names_exist():
+    for group, choice in re.findall(r"`(parallel|model|optimizer)=(\w+)`", PAGE):
+        load_recipe("llama_tiny_pretrain_config", [f"{group}={choice}"])
