@@ -306,7 +306,7 @@ class RunConfig:
         if model.kv_channels is None and isinstance(model.num_attention_heads, int) and model.num_attention_heads > 0:
             model.kv_channels = model.hidden_size // model.num_attention_heads
         if model.expert_tensor_parallel_size is None:
-            model.expert_tensor_parallel_size = model.tensor_model_parallel_size if model.num_moe_experts else 1
+            model.expert_tensor_parallel_size = model.tensor_model_parallel_size
         if model.dynamic_context_parallel and model.sequence_packing_scheduler is None:
             model.sequence_packing_scheduler = "default_dynamic_cp"
         if data.kind is None:

@@ -13,8 +13,7 @@ import importlib
 import logging
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -150,24 +149,6 @@ def _type_for_optimizers(original: Callable) -> Callable:
     return type_
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """megatron-core warns at import that accelerator libraries are missing: on this machine that is the plan."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*")
-        warnings.filterwarnings("ignore", category=SyntaxWarning)
-        extensions = logging.getLogger("torch.utils.cpp_extension")  # looks for a CUDA runtime
-        level = extensions.level
-        extensions.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            extensions.setLevel(level)
-
-
-_import_context = contextlib.ExitStack()
-
-
 def before_import() -> None:
     """Put the stand-ins in place; nothing where CUDA is present."""
     global _torch_compile
@@ -180,7 +161,6 @@ def before_import() -> None:
     torch.Tensor.type = _type_for_optimizers(torch.Tensor.type)  # type: ignore[method-assign]
     # Functions marked for fusion would be compiled in the first step: half a minute and a C++ compiler, for no gain.
     _torch_compile, torch.compile = torch.compile, _identity  # type: ignore[assignment]
-    _import_context.enter_context(_quiet())
 
 
 def _identity(function: Callable, *args: Any, **kwargs: Any) -> Callable:
@@ -207,7 +187,6 @@ def after_import() -> None:
     # Host and device are the same generator here, so a fork of the "device" state always changes the host's.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     token_dispatcher.maybe_move_tensor_to_cpu = _host_splits
-    _import_context.close()
 
 
 def _host_splits(tensor: torch.Tensor | None, as_numpy: bool = False, record_stream: bool = False) -> Any:

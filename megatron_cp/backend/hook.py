@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -25,12 +27,20 @@ class _PreparingLoader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        _quieten()
         from megatron_cp.backend import cpu, patches
 
         cpu.before_import()
         self._loader.exec_module(module)
         cpu.after_import()
         patches.apply()
+
+
+def _quieten() -> None:
+    """Drop what megatron-core and torch say on every rank about optional libraries and their own deprecations."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=SyntaxWarning, message="invalid escape sequence")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -47,12 +57,21 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Prepare megatron-core at its first import.
-
-    Raises:
-        ImportError: megatron-core was imported before this package, so that it can no longer be prepared.
-    """
+    """Prepare megatron-core at its first import, or at once where it was imported before this package."""
     if _TARGET in sys.modules:
-        raise ImportError("import megatron_cp before megatron.core: it prepares megatron-core while that is imported")
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        _prepare_late()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def _prepare_late() -> None:
+    import torch._dynamo
+
+    from megatron_cp.backend import cpu, patches
+
+    cpu.before_import()
+    cpu.after_import()
+    patches.apply()
+    if not torch.cuda.is_available():
+        # Functions that are marked for fusion already: too late to leave them unmarked, in time not to compile them.
+        torch._dynamo.config.disable = True

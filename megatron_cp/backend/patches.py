@@ -7,6 +7,7 @@ module in a ``ModuleSpec`` or a subclass comes first.
 from __future__ import annotations
 
 import functools
+import queue
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 def apply() -> None:
     """Install all repairs. Called once, right after megatron.core was imported (see ``hook``)."""
     _distributed_optimizer_loads_torch_adam()
+    _checkpoint_results_stay_in_process()
 
 
 def _distributed_optimizer_loads_torch_adam() -> None:
@@ -57,6 +59,18 @@ def _distributed_optimizer_loads_torch_adam() -> None:
     optimizer_class.state_dict = state_dict
     optimizer_class.load_state_dict = load_state_dict
     optimizer_class._set_main_param_and_optimizer_states = set_states
+
+
+def _checkpoint_results_stay_in_process() -> None:
+    """dist_checkpointing/strategies/filesystem_async.py:65, for synchronous saves.
+
+    The threads that write a rank's files report through a queue that lives in a *spawned manager process*: one more
+    Python a rank, which imports the user's main script again (a script without an import guard starts training anew
+    and the save hangs). An ordinary queue does for threads. Test: tests/unit_tests/training/test_checkpoint.py.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
 
 
 def allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:

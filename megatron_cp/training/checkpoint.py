@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.errors import RuntimeFault
 from megatron_cp.training.setup import Progress, Run
@@ -181,11 +182,9 @@ def _restore_rng(state: dict[str, Any]) -> None:
 def _read_common(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise RuntimeFault(f"there is no checkpoint {folder}; see the iter_* folders beside it")
-    try:
+    with _reported_on_all_ranks(f"checkpoint {folder} cannot be read"):
         common = dist_checkpointing.load_common_state_dict(str(folder))
         version = common["format"]
-    except Exception as error:
-        raise RuntimeFault(f"checkpoint {folder} cannot be read: {type(error).__name__}: {error}") from error
     if version > FORMAT:
         raise RuntimeFault(
             f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}: upgrade megatron_cp"
@@ -249,10 +248,17 @@ def _reported_on_all_ranks(what: str) -> Any:
     failure = None
     try:
         yield
-    except Exception as error:
-        failure = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    except (Exception, CheckpointException) as error:
+        failure = f"rank {dist.get_rank()}: {_describe(error)}"
     reports: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, failure)
     failures = [report for report in reports if report]
     if failures:
         raise RuntimeFault(f"{what}. {'; '.join(failures[:4])}")
+
+
+def _describe(error: BaseException) -> str:
+    """One line; torch's ``CheckpointException`` (not an ``Exception``) holds the ranks' own errors and tracebacks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"

@@ -38,6 +38,12 @@ class RankBatches:
         self._run = run
         self._batches = batches
 
+    def state_dict(self) -> dict[str, int]:
+        return self._batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._batches.load_state_dict(state)
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 

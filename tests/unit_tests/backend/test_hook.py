@@ -1,0 +1,44 @@
+"""megatron-core is prepared whichever way it is imported. Each case needs an interpreter of its own."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for machines without CUDA")
+
+STEP = """
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.fusions.fused_bias_swiglu import swiglu
+from megatron.core.tensor_parallel import random
+assert torch.cuda.current_device() == torch.device("cpu")
+assert not torch.cuda.is_available()
+assert swiglu(torch.ones(2, 4)).shape == (2, 2)
+random.model_parallel_cuda_manual_seed(3, tp_rank=0, ep_rank=0, etp_rank=0)
+with random.get_cuda_rng_tracker().fork():
+    a = torch.rand(3)
+random.model_parallel_cuda_manual_seed(3, tp_rank=0, ep_rank=0, etp_rank=0)
+with random.get_cuda_rng_tracker().fork():
+    b = torch.rand(3)
+assert torch.equal(a, b) and not torch.equal(a, torch.rand(3))
+print("prepared")
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["import megatron_cp", "import megatron_cp.attention", "import megatron.core\nimport megatron_cp"],
+    ids=["first", "by a submodule", "late"],
+)
+def test_megatron_core_is_prepared(imports: str) -> None:
+    done = subprocess.run([sys.executable, "-c", imports + STEP], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "prepared", done.stderr[-2000:]
+    if "megatron.core\n" not in imports:
+        assert done.stderr == "", "nothing of upstream's chatter about missing libraries"
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import megatron_cp, sys; assert 'torch' not in sys.modules and 'megatron.core' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,33 @@
+"""The parallel layouts whose training must equal one rank's, as (world size, overrides)."""
+
+from typing import Any
+
+CP2 = {"model__context_parallel_size": 2}
+CP4 = {"model__context_parallel_size": 4}
+TP2 = {"model__tensor_model_parallel_size": 2}
+SP = {"model__sequence_parallel": True}
+PP2 = {"model__pipeline_model_parallel_size": 2}
+VPP2 = {"model__virtual_pipeline_model_parallel_size": 2}
+HCP = {"model__cp_comm_type": "a2a+p2p", "model__hierarchical_context_parallel_sizes": [2, 2]}
+MIXED = HCP | {"model__cp_comm_type": ["a2a+p2p", "p2p", "a2a", "all_gather"]}
+
+
+def over(transport: str) -> dict[str, Any]:
+    return {"model__cp_comm_type": transport}
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp2 p2p": (2, CP2 | over("p2p")),
+    "cp2 all_gather": (2, CP2 | over("all_gather")),
+    "cp2 a2a": (2, CP2 | over("a2a")),
+    "cp4 p2p": (4, CP4 | over("p2p")),
+    "cp4 all_gather": (4, CP4 | over("all_gather")),
+    "cp4 a2a": (4, CP4 | over("a2a")),
+    "cp4 a2a+p2p [2,2]": (4, CP4 | HCP),
+    "cp4 a layer each": (4, CP4 | MIXED),
+    "tp2 cp2": (4, TP2 | CP2),
+    "tp2 sp cp2": (4, TP2 | SP | CP2),
+    "pp2 cp2": (4, PP2 | CP2),
+    "pp2 vpp2 cp2": (4, PP2 | VPP2 | CP2),
+    "dp2 cp2": (4, CP2),
+}

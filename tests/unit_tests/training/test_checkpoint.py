@@ -1,0 +1,177 @@
+"""Resuming: exactly where the layout is the same, within float32's noise where it is not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cp.errors import RuntimeFault
+from megatron_cp.training.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
+from megatron_cp.training.step import train_step
+from tests.ranks import RanksFailed, run_ranks
+from tests.training_runs import start, tiny_config, train_losses, worst_difference
+from tests.unit_tests.training.layouts import CP2, CP4, HCP, LAYOUTS, PP2, TP2, VPP2
+
+Losses = list[tuple[float, float]]
+BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
+
+
+def save_after(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
+    run, batches, count = start(tiny_config(**overrides))
+    results = [train_step(run, batches, count) for _ in range(steps)]
+    run.progress.iteration = steps
+    save_checkpoint(run, folder, {"train": batches.state_dict()})
+    run.close()
+    return [(result.loss, result.grad_norm or 0.0) for result in results]
+
+
+def resume(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
+    run, batches, count = start(tiny_config(**overrides))
+    iteration = latest_iteration(folder)
+    assert iteration is not None
+    batches.load_state_dict(load_checkpoint(run, folder, iteration)["train"])
+    assert run.progress.iteration == iteration
+    results = [train_step(run, batches, count) for _ in range(steps)]
+    run.close()
+    return [(result.loss, result.grad_norm or 0.0) for result in results]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        pytest.param(1, {}, id="one rank"),
+        pytest.param(1, {"optimizer__use_distributed_optimizer": False}, id="one rank, plain optimizer"),
+        pytest.param(4, CP4 | HCP, id="cp4 a2a+p2p"),
+        pytest.param(4, CP4 | HCP | {"dist__use_decentralized_pg": True}, id="cp4 a2a+p2p decentralized"),
+        pytest.param(4, PP2 | VPP2 | CP2, id="pp2 vpp2 cp2"),
+        pytest.param(2, CP2 | {"model__hidden_dropout": 0.1}, id="cp2 with dropout"),
+        pytest.param(2, CP2 | BF16, id="cp2 bf16"),
+    ],
+)
+def test_resuming_continues_exactly(tmp_path: Path, world_size: int, overrides: dict[str, Any]) -> None:
+    undisturbed = run_ranks(train_losses, world_size, overrides, 20)[0]
+    first = run_ranks(save_after, world_size, overrides, str(tmp_path), 10)[0]
+    rest = run_ranks(resume, world_size, overrides, str(tmp_path), 10)[0]
+    assert first + rest == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((4, CP4 | HCP), (1, {})),
+        ((1, {}), (4, CP4 | HCP)),
+        ((2, CP2), (4, TP2 | CP2)),
+        ((4, PP2 | VPP2 | CP2), (2, TP2)),
+        ((4, LAYOUTS["dp2 cp2"][1]), (4, PP2 | CP2)),
+    ],
+    ids=["hcp to one", "one to hcp", "cp2 to tp2 cp2", "pp2 vpp2 cp2 to tp2", "dp2 cp2 to pp2 cp2"],
+)
+def test_resuming_under_another_layout(tmp_path: Path, before: tuple, after: tuple) -> None:
+    undisturbed = run_ranks(train_losses, 1, {}, 6)[0]
+    run_ranks(save_after, before[0], before[1], str(tmp_path), 3)
+    rest = run_ranks(resume, after[0], after[1], str(tmp_path), 3)[0]
+    worst_loss, worst_norm = worst_difference(rest, undisturbed[3:])
+    assert worst_loss < 1e-5 and worst_norm < 1e-5, (worst_loss, worst_norm)
+
+
+def test_another_models_checkpoint_is_refused_with_what_differs(tmp_path: Path) -> None:
+    run_ranks(save_after, 1, {}, str(tmp_path), 1)
+    with pytest.raises(RanksFailed, match=r"of another model: model.num_layers is 2 here and 4 in the checkpoint"):
+        run_ranks(resume, 1, {"model__num_layers": 2}, str(tmp_path), 1)
+
+
+@pytest.mark.parametrize("damage", ["shards emptied", "metadata gone", "folder gone"])
+def test_unreadable_checkpoints_say_so(tmp_path: Path, damage: str) -> None:
+    run_ranks(save_after, 2, CP2, str(tmp_path), 1)
+    folder = tmp_path / "iter_0000001"
+    if damage == "shards emptied":
+        for shard in folder.glob("*.distcp"):
+            shard.write_bytes(b"")
+    elif damage == "metadata gone":
+        (folder / ".metadata").unlink()
+    else:
+        folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(RanksFailed, match=r"RuntimeFault: (there is no )?checkpoint .*iter_0000001") as failed:
+        run_ranks(resume, 2, CP2, str(tmp_path), 1)
+    assert str(failed.value).count("RuntimeFault: ") == 2, "every rank must say so"
+
+
+def test_an_unreadable_tracker_says_so(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
+    with pytest.raises(RuntimeFault, match="does not hold an iteration number"):
+        latest_iteration(tmp_path)
+
+
+def failing_save(overrides: dict[str, Any], folder: str) -> str:
+    """Fill the disk, as it were, while rank 0 puts the second checkpoint in its place."""
+    from megatron_cp.training import checkpoint
+
+    run, batches, count = start(tiny_config(**overrides))
+    train_step(run, batches, count)
+    run.progress.iteration = 1
+    save_checkpoint(run, folder, {})
+
+    def full(aside: Path, final: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoint._put_in_place = full
+    run.progress.iteration = 2
+    try:
+        save_checkpoint(run, folder, {})
+    except RuntimeFault as fault:
+        return str(fault)
+    return "no fault"
+
+
+def test_a_failed_save_is_reported_by_every_rank_and_leaves_the_previous_one(tmp_path: Path) -> None:
+    messages = run_ranks(failing_save, 2, CP2, str(tmp_path))
+    assert all("rank 0: OSError: [Errno 28] No space left" in message for message in messages), messages
+    assert latest_iteration(tmp_path) == 1
+    assert not (tmp_path / "iter_0000002").exists()
+
+
+def keep_two(folder: str) -> None:
+    run, _, _ = start(tiny_config(checkpoint__most_recent_k=2))
+    for iteration in (1, 2, 3, 3):
+        run.progress.iteration = iteration
+        save_checkpoint(run, folder, {})
+
+
+def test_most_recent_k_and_saving_an_iteration_again(tmp_path: Path) -> None:
+    run_ranks(keep_two, 1, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000002",
+        "iter_0000003",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def manager_started(folder: str) -> bool:
+    import multiprocessing.managers as managers
+
+    started = []
+    original = managers.BaseManager.start
+    managers.BaseManager.start = lambda self, *args, **kwargs: (started.append(self), original(self, *args, **kwargs))
+    run, _, _ = start(tiny_config())
+    save_checkpoint(run, folder, {})
+    return bool(started)
+
+
+def test_saving_starts_no_process_that_would_run_the_users_script_again(tmp_path: Path) -> None:
+    assert run_ranks(manager_started, 1, str(tmp_path)) == [False]
+
+
+def adam_steps(overrides: dict[str, Any], folder: str) -> list[float]:
+    """Adam's own step counts after one step on a loaded checkpoint, one a parameter."""
+    run, batches, count = start(tiny_config(**overrides))
+    batches.load_state_dict(load_checkpoint(run, folder, 2)["train"])
+    train_step(run, batches, count)
+    inner = run.optimizer.chained_optimizers[0].optimizer
+    return [float(state["step"]) for state in inner.state.values()]
+
+
+def test_loaded_adam_counts_one_step_for_each_parameter(tmp_path: Path) -> None:
+    """Upstream gives all parameters one shared counter, which each of them then increments."""
+    run_ranks(save_after, 1, {}, str(tmp_path), 2)
+    steps = run_ranks(adam_steps, 1, {}, str(tmp_path))[0]
+    assert len(steps) > 10 and set(steps) == {3.0}
