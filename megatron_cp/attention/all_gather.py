@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_cp.attention import comm
 from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import Problem
-from megatron_cp.attention.kernels import attend, attend_backward, tile_size
+from megatron_cp.attention.kernels import attend, attend_backward, backward_tiles, forward_tiles
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
 from megatron_cp.attention.sharding import regroup_order
 from megatron_cp.attention.tiles import plan_gathered
@@ -35,7 +35,7 @@ class _AllGather(torch.autograd.Function):
     ) -> Tensor:
         arriving = _start_gather(key, value, peers)
         result = OutputAccumulator(query, value.shape[-1])
-        tiles = plan_gathered(problem.layout, peers.rank, problem.mask, tile_size(query))
+        tiles = plan_gathered(problem.layout, peers.rank, problem.mask, forward_tiles(query))
         attend(query, _in_order(arriving, problem, peers), tiles, problem.scale, into=result)
         out, lse = result.finish(offset)
         ctx.save_for_backward(query, key, value, out, lse, offset)
@@ -48,7 +48,7 @@ class _AllGather(torch.autograd.Function):
         (dout,), problem, peers = douts, ctx.problem, ctx.peers
         keys, values = _in_order(_start_gather(key, value, peers), problem, peers)
         dquery, dkeys, dvalues = Gradient(query), Gradient(keys), Gradient(values)
-        tiles = plan_gathered(problem.layout, peers.rank, problem.mask, tile_size(query, backward=True))
+        tiles = plan_gathered(problem.layout, peers.rank, problem.mask, backward_tiles(query, problem))
         attend_backward(dout, query, (keys, values), out, lse, tiles, problem.scale, into=(dquery, dkeys, dvalues))
         dkey, dvalue = (_scatter(x.total(), problem, peers) for x in (dkeys, dvalues))
         doffset = softmax_offset_grad(offset, out, dout, lse, problem.real_rows(peers.rank))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -61,6 +62,22 @@ class CPContext:
         if comm_type == "a2a":
             return cls(comm_type, peers, Peers.alone())
         return cls(comm_type, Peers.alone(), peers)
+
+    def check_agreement(self, facts: dict[str, Any]) -> None:
+        """Raise, on all ranks, ValueError if ``facts`` (the same names everywhere) differ between ranks."""
+        everyone = [(self.rank, facts)]
+        for peers in (self.heads, self.ring):
+            if peers.size > 1:
+                gathered: list[Any] = [None] * peers.size
+                dist.all_gather_object(gathered, everyone, group=peers.group)
+                everyone = [entry for part in gathered for entry in part]
+        (first, expected), *others = sorted(everyone, key=lambda entry: entry[0])
+        for rank, theirs in others:
+            for name, value in expected.items():
+                if theirs.get(name) != value:
+                    raise ValueError(
+                        f"{name} differs between ranks of {self}: {value} on rank {first}, {theirs.get(name)} on {rank}"
+                    )
 
     def __str__(self) -> str:
         if self.comm_type == "a2a+p2p":

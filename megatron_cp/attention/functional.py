@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.attention.all_gather import all_gather_attention
@@ -54,7 +56,8 @@ def context_parallel_attention(
             ``off-by-one``. Its gradient is this rank's part: sum it over the ranks of the group.
         deterministic: the same bits on every run. (The CPU kernels always are; CUDA kernels are chosen accordingly.)
 
-    Raises ValueError naming the argument for sizes, dtypes, devices or groups that do not fit.
+    Raises ValueError naming the argument for sizes, dtypes, devices or groups that do not fit. With
+    TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL the ranks first compare their arguments, and all raise if any differ.
     """
     return attend_in_context(
         CPContext.build(comm_type, group),
@@ -85,6 +88,13 @@ def attend_in_context(
 ) -> Tensor:
     """:func:`context_parallel_attention` with a context that was built before (once for a layer)."""
     packed = cu_seqlens is not None
+    if context.size > 1 and dist.get_debug_level() != dist.DebugLevel.OFF:
+        tensors = {"query": query, "key": key, "value": value, "softmax_offset": softmax_offset}
+        facts: dict[str, Any] = {n: None if x is None else (tuple(x.shape), str(x.dtype)) for n, x in tensors.items()}
+        offsets = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
+        facts |= {name: None if x is None else read_offsets(x) for name, x in offsets.items()}
+        facts |= {"comm_type": context.comm_type, "causal and window_size": mask, "softmax_scale": softmax_scale}
+        context.check_agreement(facts)
     _check_tensors(query, key, value, packed, softmax_offset)
     if cu_seqlens is None:
         if cu_seqlens_padded is not None:

@@ -66,7 +66,7 @@ class Gradient:
     def add(self, rows: slice, part: Tensor) -> None:
         """Add ``part`` [b, h, rows, d], a fresh tensor; the first one that covers all rows is taken as it is."""
         s, b, h, d = self._like.shape
-        dtype = accumulation_dtype(part.dtype)
+        dtype = accumulation_dtype(self._like.dtype)
         if self._sum is None and part.shape[2] == s:
             self._sum = part.to(dtype)
             return
@@ -106,8 +106,10 @@ def softmax_offset_grad(
     """
     if softmax_offset is None:
         return None
-    grad = torch.zeros_like(softmax_offset, dtype=lse.dtype)
+    grad = torch.zeros_like(softmax_offset, dtype=torch.float64)
     for part in rows:
         delta = (dout[part].to(lse.dtype) * out[part].to(lse.dtype)).sum(-1).permute(1, 2, 0)
-        grad -= ((softmax_offset.to(lse.dtype)[:, None] - lse[:, :, part]).exp() * delta).sum((0, 2))
+        grad -= ((softmax_offset.to(lse.dtype)[:, None] - lse[:, :, part]).exp() * delta).sum(
+            (0, 2), dtype=torch.float64
+        )
     return grad.to(softmax_offset.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_cp.attention import comm
 from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import Problem
-from megatron_cp.attention.kernels import attend, attend_backward, tile_size
+from megatron_cp.attention.kernels import attend, attend_backward, backward_tiles, forward_tiles
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
 from megatron_cp.attention.tiles import plan, ring_shifts
 
@@ -39,7 +39,9 @@ class _Ring(torch.autograd.Function):
         result = OutputAccumulator(query, value.shape[-1])
         for stop, onward in zip(stops, _hops(stops), strict=True):
             arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
-            tiles = plan(problem.layout, peers.rank, (peers.rank - stop) % peers.size, problem.mask, tile_size(query))
+            tiles = plan(
+                problem.layout, peers.rank, (peers.rank - stop) % peers.size, problem.mask, forward_tiles(query)
+            )
             attend(query, visitor, tiles, problem.scale, into=result)
             if arriving is not None:
                 visitor = arriving.wait()
@@ -59,7 +61,7 @@ class _Ring(torch.autograd.Function):
         for stop, onward in zip(stops, _hops(stops), strict=True):
             arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
             source = (peers.rank - stop) % peers.size
-            tiles = plan(problem.layout, peers.rank, source, problem.mask, tile_size(query, backward=True))
+            tiles = plan(problem.layout, peers.rank, source, problem.mask, backward_tiles(query, problem))
             attend_backward(dout, query, visitor, out, lse, tiles, problem.scale, into=(dquery, dkey, dvalue))
             if returning is not None:
                 for own, others in zip((dkey, dvalue), returning.wait(), strict=True):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_cp.attention.sharding import Layout, Span
@@ -47,7 +47,10 @@ class Mask:
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of the score matrix; ``low`` and ``high`` (column minus row) bound a BAND, None is without limit."""
+    """A rectangle of the score matrix; ``low`` and ``high`` (column minus row) bound a BAND, None is without limit.
+
+    ``half``: compute it in the tensors' own half precision; otherwise half-precision tensors are taken to float32.
+    """
 
     q_row: int
     q_length: int
@@ -56,6 +59,7 @@ class Tile:
     kind: Kind
     low: int | None = None
     high: int | None = None
+    half: bool = False
 
     @property
     def q_rows(self) -> slice:
@@ -70,12 +74,14 @@ class Tile:
 class TileSize:
     """How finely a kernel wants its work cut.
 
-    ``causal``: CAUSAL tiles longer than this are split into halves and a FULL square between them (0: never).
-    ``band``: the largest number of rows of a BAND tile (0: no limit, for kernels that know windows).
+    ``causal``: CAUSAL tiles longer than this are split into halves and a FULL square between them (0: never; ``half``
+    tiles never are). ``band``: the largest number of rows of a BAND tile (0: no limit, for kernels that know windows).
+    ``half_from``: tiles beyond this position in their sequence are ``half`` (None: no tile is).
     """
 
     causal: int = 0
     band: int = 0
+    half_from: int | None = None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,24 +98,20 @@ def plan_gathered(layout: Layout, q_rank: int, mask: Mask, size: TileSize) -> tu
 
 def cover(q_spans: tuple[Span, ...], k_spans: tuple[Span, ...], mask: Mask, size: TileSize) -> list[Tile]:
     """Disjoint tiles that hold exactly the allowed pairs of two lists of spans, diagonal tiles last."""
-    by_sequence: dict[int, list[Span]] = {}
-    for span in k_spans:
-        by_sequence.setdefault(span.sequence, []).append(span)
-    tiles = [
-        tile
-        for q_span in q_spans
-        for k_span in by_sequence.get(q_span.sequence, ())
-        for tile in _cut(_region(q_span, k_span, mask), size)
-    ]
+    border = size.half_from or 0
+    by_sequence = _by_sequence(_divide(k_spans, border))
+    tiles: list[Tile] = []
+    for q_span in _divide(q_spans, border):
+        for k_span in by_sequence.get(q_span.sequence, ()):
+            half = size.half_from is not None and max(q_span.position, k_span.position) >= border
+            tiles.extend(_cut(replace(_region(q_span, k_span, mask), half=half), size))
     full = [tile for tile in tiles if tile.kind is Kind.FULL]
     return [*_join(full), *(tile for tile in tiles if tile.kind is not Kind.FULL)]
 
 
 def touches(layout: Layout, q_rank: int, k_rank: int, mask: Mask) -> bool:
     """Whether any query of ``q_rank`` sees any key of ``k_rank``."""
-    k_spans: dict[int, list[Span]] = {}
-    for span in layout.spans(k_rank):
-        k_spans.setdefault(span.sequence, []).append(span)
+    k_spans = _by_sequence(layout.spans(k_rank))
     return any(
         _trim(_region(q_span, k_span, mask)) is not None
         for q_span in layout.spans(q_rank)
@@ -125,6 +127,24 @@ def ring_shifts(layout: Layout, mask: Mask) -> tuple[int, ...]:
     """
     n = layout.size
     return tuple(d for d in range(n) if d == 0 or any(touches(layout, r, (r - d) % n, mask) for r in range(n)))
+
+
+def _by_sequence(spans: Iterable[Span]) -> dict[int, list[Span]]:
+    grouped: dict[int, list[Span]] = {}
+    for span in spans:
+        grouped.setdefault(span.sequence, []).append(span)
+    return grouped
+
+
+def _divide(spans: Iterable[Span], border: int) -> Iterator[Span]:
+    """The spans, those that hold the position ``border`` inside cut there."""
+    for span in spans:
+        before = border - span.position
+        if 0 < before < span.length:
+            yield replace(span, length=before)
+            yield replace(span, row=span.row + before, length=span.length - before, position=border)
+        else:
+            yield span
 
 
 def _region(q_span: Span, k_span: Span, mask: Mask) -> Tile:
@@ -157,7 +177,7 @@ def _part(tile: Tile, row: int, row_end: int, column: int, column_end: int) -> T
     high = None if tile.high is None else tile.high + row - column
     low = None if low is not None and low <= 1 - rows else low
     high = None if high is not None and high >= columns - 1 else high
-    return Tile(tile.q_row + row, rows, tile.k_row + column, columns, Kind.BAND, low, high)
+    return Tile(tile.q_row + row, rows, tile.k_row + column, columns, Kind.BAND, low, high, tile.half)
 
 
 def _cut(region: Tile, size: TileSize) -> Iterator[Tile]:
@@ -168,7 +188,7 @@ def _cut(region: Tile, size: TileSize) -> Iterator[Tile]:
     if low is None and high is None:
         yield replace(tile, kind=Kind.FULL)
     elif low is None and high == 0 and rows == columns:
-        yield from _halve_causal(replace(tile, kind=Kind.CAUSAL, high=None), size.causal)
+        yield from _halve_causal(replace(tile, kind=Kind.CAUSAL, high=None), 0 if tile.half else size.causal)
     elif low is None and high is not None and high > 0:
         # All rows see the first columns; behind them the diagonal begins.
         yield from _cut(_part(tile, 0, rows, 0, high), size)
@@ -219,18 +239,16 @@ def _halve_causal(tile: Tile, limit: int) -> Iterator[Tile]:
 
 def _join(tiles: list[Tile]) -> list[Tile]:
     """Full tiles that touch, made into one: along the keys, then along the queries."""
-    joined: dict[tuple[int, int], Tile] = {}
-    for tile in sorted(tiles, key=lambda t: (t.q_row, t.q_length, t.k_row)):
-        left = joined.pop((tile.q_row, tile.k_row), None)
-        if left is not None and left.q_length == tile.q_length:
+    joined: dict[tuple[int, int, int, bool], Tile] = {}
+    for tile in sorted(tiles, key=lambda t: t.k_row):
+        left = joined.pop((tile.q_row, tile.q_length, tile.k_row, tile.half), None)
+        if left is not None:
             tile = replace(left, k_length=left.k_length + tile.k_length)
-        elif left is not None:
-            joined[left.q_row, left.k_row + left.k_length] = left
-        joined[tile.q_row, tile.k_row + tile.k_length] = tile
-    result: dict[tuple[int, int, int], Tile] = {}
-    for tile in sorted(joined.values(), key=lambda t: (t.k_row, t.k_length, t.q_row)):
-        above = result.pop((tile.k_row, tile.k_length, tile.q_row), None)
+        joined[tile.q_row, tile.q_length, tile.k_row + tile.k_length, tile.half] = tile
+    result: dict[tuple[int, int, int, bool], Tile] = {}
+    for tile in sorted(joined.values(), key=lambda t: t.q_row):
+        above = result.pop((tile.k_row, tile.k_length, tile.q_row, tile.half), None)
         if above is not None:
             tile = replace(above, q_length=above.q_length + tile.q_length)
-        result[tile.k_row, tile.k_length, tile.q_row + tile.q_length] = tile
+        result[tile.k_row, tile.k_length, tile.q_row + tile.q_length, tile.half] = tile
     return list(result.values())
