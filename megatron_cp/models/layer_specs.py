@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_cp.attention.core_attention import ContextParallelAttention
+from megatron_cp.attention.te_support import choose_backend
 from megatron_cp.config import RunConfig
 
 
@@ -78,13 +80,14 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def use_transformer_engine(config: RunConfig) -> bool:
-    """Whether the layers are Transformer Engine's: on a GPU where it is installed, unless the recipe says otherwise."""
-    backend = config.model.attention_backend
-    if backend == "native" or not torch.cuda.is_available():
+    """Whether the layers are Transformer Engine's: on a GPU where it is installed and can do what is asked, unless the
+    recipe says otherwise."""
+    if not torch.cuda.is_available():
         return False
     from megatron_cp.attention.transformer_engine import have_transformer_engine
 
-    return have_transformer_engine()
+    version = metadata.version("transformer-engine") if have_transformer_engine() else None
+    return choose_backend(config, version, on_gpu=True)[0] == "te"
 
 
 def gpt_block_spec(
