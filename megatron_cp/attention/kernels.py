@@ -1,16 +1,17 @@
 """One tile's attention, forward and backward, with the log-sum-exp going out and coming in.
 
 Everything else in this package is arithmetic on rows; here the work is done, by the best kernel PyTorch ships for the
-device, wrapped in the guards that kernel needs. A kernel takes [b, h, s, d] views (key and value may have fewer heads)
-and must hand out, or take in, the natural-log softmax denominator [b, h, s], so that results over different keys
-can be merged and gradients taken tile by tile from the final output and denominator.
+device and dtype, wrapped in the guards that kernel needs. A kernel takes [b, h, s, d] views (key and value may have
+fewer heads) and must hand out, or take in, the natural-log softmax denominator [b, h, s], so that results over
+different keys can be merged and gradients taken tile by tile from the final output and denominator.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,44 +22,19 @@ from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.tiles import Kind, Tile, TileSize
 
 KeyValue = tuple[Tensor, Tensor]
-
-_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def forward_tiles(query: Tensor) -> TileSize:
-    """How the forward kernel for ``query`` wants its work cut.
-
-    PyTorch's CPU kernel visits keys in blocks of 512 and computes a whole block where the diagonal crosses it, so a
-    large causal tile wastes a fifth of its time; cut to 256 rows, most of that work runs as unmasked tiles. It is as
-    fast in float32 as in half precision, so partial results are never rounded before they are merged. float64 is for
-    verification: one call for a sequence keeps it identical, bit for bit, to PyTorch's own attention.
-    """
-    return TileSize(causal=0 if query.dtype == torch.float64 else 256, band=256)
-
-
-def backward_tiles(query: Tensor, problem: Problem) -> TileSize:
-    """How the backward kernel for ``query`` wants its work cut.
-
-    As forward, but bf16 runs twice as fast as float32 on large tiles and rounds what it returns. A sum of rounded parts
-    is up to 1.4 times as far from the truth as one rounded result. So bf16 is used where a sequence is one tile, and
-    under a causal mask behind the first tokens: those see few others, and with them lies most of the gradient. The
-    kernel for fp16 is of no use, being 17 times slower.
-    """
-    size = forward_tiles(query)
-    if query.dtype != torch.bfloat16 or problem.mask.left is not None:
-        return size
-    if problem.mask.right == 0:
-        return replace(size, half_from=512)
-    return replace(size, half_from=0) if problem.layout.size == 1 else size
-
-
-def attend(query: Tensor, key_value: KeyValue, tiles: Iterable[Tile], scale: float, into: OutputAccumulator) -> None:
+def attend(query: Tensor, key_value: KeyValue, tiles: Sequence[Tile], scale: float, into: OutputAccumulator) -> None:
     """Attention of [s, b, h, d] queries over [s', b, h', d] keys and values within ``tiles``, merged ``into``."""
-    q, k, v = (_full_precision(_heads_first(x)) for x in (query, *key_value))
+    kernel = kernel_for(query)
+    q, k, v = (_heads_first(x) for x in (query, *key_value))
+    if not any(tile.half for tile in tiles):
+        q, k, v = (_full_precision(x) for x in (q, k, v))
     for tile in tiles:
-        out, lse = _forward(q[:, :, tile.q_rows], k[:, :, tile.k_rows], v[:, :, tile.k_rows], tile, scale)
-        into.add(tile.q_rows, out, lse)
+        rows, columns = tile.q_rows, tile.k_rows
+        out, lse = kernel.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], tile, scale)
+        into.add(rows, out, lse)
 
 
 def attend_backward(
@@ -75,39 +51,175 @@ def attend_backward(
 
     ``out`` and ``lse`` are the final ones, over all keys: they make the tiles' gradients sum to the whole's.
     """
+    kernel = kernel_for(query)
     tensors = [_heads_first(x) for x in (dout, query, *key_value, out)]
     if not any(tile.half for tile in tiles):
         tensors = [_full_precision(x) for x in tensors]
-    do, q, k, v, o = tensors
-    dquery, dkey, dvalue = into
     for tile in tiles:
         rows, columns = tile.q_rows, tile.k_rows
-        parts = [do[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], o[:, :, rows]]
+        parts = [x[:, :, at] for x, at in zip(tensors, (rows, rows, columns, columns, rows), strict=True)]
         if not tile.half:
             parts = [_full_precision(x) for x in parts]
-        dq, dk, dv = _backward(*parts, lse[:, :, rows], tile, scale)
-        dquery.add(rows, dq)
-        dkey.add(columns, dk)
-        dvalue.add(columns, dv)
+        grads = kernel.backward(parts, lse[:, :, rows], tile, scale)
+        for total, at, grad in zip(into, (rows, columns, columns), grads, strict=True):
+            total.add(at, grad)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
-    dim_v = v.shape[-1]
-    q, k, v = _equal_head_dims(q, k, v)
-    out, lse = _cpu_forward(q, k, v, 0.0, tile.kind is Kind.CAUSAL, attn_mask=_band_mask(tile, q), scale=scale)
-    return out[..., :dim_v], lse
+def forward_tiles(query: Tensor) -> TileSize:
+    """How the forward kernel for ``query`` wants its work cut."""
+    return kernel_for(query).forward_tiles(query.dtype)
 
 
-def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    dim_qk, dim_v = q.shape[-1], v.shape[-1]
-    q, k, v = _equal_head_dims(q, k, v)
-    dout, out = _pad_last(dout, v.shape[-1]), _pad_last(out, v.shape[-1])
-    dq, dk, dv = _cpu_backward(
-        dout, q, k, v, out, lse, 0.0, tile.kind is Kind.CAUSAL, attn_mask=_band_mask(tile, q), scale=scale
-    )
-    return dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
+def backward_tiles(query: Tensor, problem: Problem) -> TileSize:
+    """How the backward kernel for ``query`` wants its work cut."""
+    return kernel_for(query).backward_tiles(query.dtype, problem)
+
+
+class Kernel(Protocol):
+    """A device's way to compute a tile. Tensors are [b, h, s, d]; ``parts`` are dout, query, key, value and out."""
+
+    def forward_tiles(self, dtype: torch.dtype) -> TileSize: ...
+
+    def backward_tiles(self, dtype: torch.dtype, problem: Problem) -> TileSize: ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]: ...
+
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, scale: float) -> Gradients: ...
+
+
+def kernel_for(query: Tensor) -> Kernel:
+    """PyTorch's CPU flash kernel; on CUDA its flash kernel in half precision, and plain matmuls otherwise."""
+    if query.device.type == "cpu":
+        return CpuFlash()
+    return CudaFlash() if query.dtype in (torch.bfloat16, torch.float16) else Matmul()
+
+
+class CpuFlash:
+    """PyTorch's CPU flash attention. It takes fewer key/value heads as they are, at full speed."""
+
+    def forward_tiles(self, dtype: torch.dtype) -> TileSize:
+        """Small causal tiles, in float32.
+
+        The kernel visits keys in blocks of 512 and computes a whole block where the diagonal crosses it, so a large
+        causal tile wastes a fifth of its time; cut to 256 rows, most of that work runs as unmasked tiles. It is as
+        fast in float32 as in half precision, so partial results are never rounded before they are merged. float64
+        is for verification: one call for a sequence keeps it identical, bit for bit, to PyTorch's own attention.
+        """
+        return TileSize(causal=0 if dtype == torch.float64 else 256, band=256)
+
+    def backward_tiles(self, dtype: torch.dtype, problem: Problem) -> TileSize:
+        """As forward, but large bf16 tiles stay bf16 where that costs no accuracy.
+
+        There the kernel is twice as fast as in float32, and rounds what it returns: a sum of rounded parts is further
+        from the truth than one rounded result. So bf16 is used where a sequence is one tile, and under a causal mask
+        behind the first tokens: those see few others, and with them lies most of the gradient. The kernel for fp16 is
+        of no use, being 17 times slower.
+        """
+        size = self.forward_tiles(dtype)
+        if dtype != torch.bfloat16 or problem.mask.left is not None:
+            return size
+        if problem.mask.right == 0:
+            return replace(size, half_from=512)
+        return replace(size, half_from=0) if problem.layout.size == 1 else size
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+        dim_v = v.shape[-1]
+        q, k, v = _equal_head_dims(q, k, v)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, tile.kind is Kind.CAUSAL, attn_mask=_band_mask(tile, q), scale=scale
+        )
+        return out[..., :dim_v], lse
+
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, scale: float) -> Gradients:
+        dout, q, k, v, out = parts
+        dim_qk, dim_v = q.shape[-1], v.shape[-1]
+        q, k, v = _equal_head_dims(q, k, v)
+        dout, out = _pad_last(dout, v.shape[-1]), _pad_last(out, v.shape[-1])
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, tile.kind is Kind.CAUSAL, attn_mask=_band_mask(tile, q), scale=scale
+        )
+        return dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
+
+
+class CudaFlash:
+    """PyTorch's FlashAttention-2: half precision, windows of any size in one call, fewer key/value heads."""
+
+    def forward_tiles(self, dtype: torch.dtype) -> TileSize:
+        """As large as they come: it skips what a causal mask or a window hides."""
+        return TileSize(causal=0, band=0, half_from=0)
+
+    def backward_tiles(self, dtype: torch.dtype, problem: Problem) -> TileSize:
+        return self.forward_tiles(dtype)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+        dim_v = v.shape[-1]
+        q, k, v = (x.transpose(1, 2) for x in _equal_head_dims(q, k, v, multiple=8))
+        left, right = _flash_window(tile)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, tile.q_length, tile.k_length, 0.0, tile.kind is Kind.CAUSAL, False,
+            scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        return out.transpose(1, 2)[..., :dim_v], lse
+
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, scale: float) -> Gradients:
+        dout, q, k, v, out = parts
+        dim_qk, dim_v = q.shape[-1], v.shape[-1]
+        q, k, v = (x.transpose(1, 2) for x in _equal_head_dims(q, k, v, multiple=8))
+        dout, out = (_pad_last(x, v.shape[-1]).transpose(1, 2) for x in (dout, out))
+        left, right = _flash_window(tile)
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout there is not
+        grads = torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), None, None, tile.q_length, tile.k_length, 0.0,
+            tile.kind is Kind.CAUSAL, unused, unused, scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        return dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
+
+
+class Matmul:
+    """Attention written out in matmuls, some rows at a time: any device and dtype, to check with rather than fast."""
+
+    ROWS = 512
+
+    def forward_tiles(self, dtype: torch.dtype) -> TileSize:
+        return TileSize(causal=0, band=0)
+
+    def backward_tiles(self, dtype: torch.dtype, problem: Problem) -> TileSize:
+        return self.forward_tiles(dtype)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+        outs, lses = [], []
+        for row in range(0, tile.q_length, self.ROWS):
+            scores = self._scores(q, k, tile, row, scale)
+            lse = scores.logsumexp(-1)
+            outs.append((scores - lse.unsqueeze(-1)).exp() @ v.unsqueeze(2))
+            lses.append(lse)
+        return torch.cat(outs, dim=3).flatten(1, 2), torch.cat(lses, dim=3).flatten(1, 2)
+
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, scale: float) -> Gradients:
+        dout, q, k, v, out = parts
+        kv_heads = k.shape[1]
+        dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+        for row in range(0, tile.q_length, self.ROWS):
+            at = slice(row, row + self.ROWS)
+            do, o, queries, denominators = (x[:, :, at].unflatten(1, (kv_heads, -1)) for x in (dout, out, q, lse))
+            probabilities = (self._scores(q, k, tile, row, scale) - denominators.unsqueeze(-1)).exp()
+            delta = (do * o).sum(-1, keepdim=True)
+            dscores = probabilities * (do @ v.unsqueeze(2).mT - delta) * scale
+            dqs.append(dscores @ k.unsqueeze(2))
+            dk += (dscores.mT @ queries).sum(2)
+            dv += (probabilities.mT @ do).sum(2)
+        return torch.cat(dqs, dim=3).flatten(1, 2), dk, dv
+
+    def _scores(self, q: Tensor, k: Tensor, tile: Tile, row: int, scale: float) -> Tensor:
+        """[b, kv_heads, heads per kv head, rows, s'], masked."""
+        queries = q[:, :, row : row + self.ROWS].unflatten(1, (k.shape[1], -1))
+        scores = queries @ k.unsqueeze(2).mT * scale
+        if tile.kind is Kind.FULL:
+            return scores
+        low, high = (None, 0) if tile.kind is Kind.CAUSAL else (tile.low, tile.high)
+        shifted = (None if low is None else low + row), (None if high is None else high + row)
+        return scores + _additive_band(scores.shape[-2], tile.k_length, *shifted, q.dtype, q.device)
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -119,14 +231,21 @@ def _full_precision(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def _equal_head_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _equal_head_dims(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """The kernels take one head dim: zero columns change neither scores nor the real columns of the output."""
-    dim = max(q.shape[-1], v.shape[-1])
+    dim = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
     return _pad_last(q, dim), _pad_last(k, dim), _pad_last(v, dim)
 
 
 def _pad_last(x: Tensor, dim: int) -> Tensor:
     return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
+
+
+def _flash_window(tile: Tile) -> tuple[int, int]:
+    """FlashAttention counts a window from the diagonal that ends in the last row and column; -1 is no limit."""
+    shift = tile.k_length - tile.q_length
+    left = -1 if tile.low is None else shift - tile.low
+    return left, -1 if tile.high is None else tile.high - shift
 
 
 def _band_mask(tile: Tile, q: Tensor) -> Tensor | None:
