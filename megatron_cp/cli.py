@@ -14,7 +14,7 @@ from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, DataError, RuntimeFault, format_violations
 from megatron_cp.parallel.layout import group_lines, layout_of
 from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
-from megatron_cp.rules import check, check_or_raise
+from megatron_cp.rules import Environment, check, check_or_raise, resolve_auto
 from megatron_cp.rules.explain import explain
 
 EXIT_OK, EXIT_RUNTIME, EXIT_CONFIG = 0, 1, 2
@@ -78,11 +78,16 @@ def _train(argv: Sequence[str]) -> int:
     if args.print_config:
         print(to_yaml(config), end="")
         return EXIT_OK
-    world_size = _world_size(args, config, dry=args.dry_run)
     if args.dry_run:
         print(to_yaml(config))
-        return _report(config, world_size, args)
-    check_or_raise(config, world_size, args.gpus_per_node, args.environment)
+        return _report(config, args)
+    if args.environment or args.world_size is not None:
+        parser.error("--environment and --world-size are for --dry-run; a run has the ones it is started with")
+    environment, world_size = Environment.detect(), int(os.environ.get("WORLD_SIZE", "1"))
+    config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
+    warnings = check_or_raise(config, world_size, args.gpus_per_node, environment)
+    if _is_first_rank():
+        print("\n".join([*([choice] if choice else []), *map(str, warnings)]), end="\n" if choice or warnings else "")
     from megatron_cp.training.train import run  # torch and megatron-core: ten seconds
 
     return run(config)
@@ -94,7 +99,7 @@ def _validate(argv: Sequence[str]) -> int:
     if args.explain:
         return _explain(args.explain)
     config = _load(parser, args)
-    return _report(config, _world_size(args, config, dry=True), args)
+    return _report(config, args)
 
 
 def _recipes(argv: Sequence[str]) -> int:
@@ -119,21 +124,29 @@ def _load(parser: argparse.ArgumentParser, args: argparse.Namespace) -> RunConfi
     return load_recipe(args.recipe, args.overrides, files=args.config, flags=given)
 
 
-def _world_size(args: argparse.Namespace, config: RunConfig, dry: bool) -> int:
-    """Ranks to check for: as asked, else as launched, else (without a run) as the recipe says or its layout needs."""
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _world_size(args: argparse.Namespace, config: RunConfig) -> int:
+    """Ranks to check for: as asked, else as launched, else as the recipe says, else as few as its layout needs."""
     if args.world_size is not None:
         return args.world_size
-    if "WORLD_SIZE" in os.environ or not dry:
-        return int(os.environ.get("WORLD_SIZE", "1"))
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
     m = config.model
     smallest = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
     return config.recipe_world_size or max(1, smallest)
 
 
-def _report(config: RunConfig, world_size: int, args: argparse.Namespace) -> int:
-    """Print the process groups and the violations."""
-    violations = check(config, world_size, args.gpus_per_node, args.environment)
+def _report(config: RunConfig, args: argparse.Namespace) -> int:
+    """Print what auto settings come to, the process groups and the violations."""
+    world_size, environment = _world_size(args, config), Environment.of(args.environment)
+    config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
+    violations = check(config, world_size, args.gpus_per_node, environment)
     print(f"# {config.recipe} on {world_size} ranks")
+    if choice:
+        print(choice)
     with contextlib.suppress(ValueError):  # an impossible layout: the violations below say why
         print("\n".join(group_lines(layout_of(config, world_size))))
     sys.stdout.flush()
@@ -180,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(sys.argv[1:] if argv is None else list(argv))
     except (ConfigError, DataError) as error:
         # Every rank finds the same problems; one of them says so.
-        if os.environ.get("RANK", "0") == "0":
+        if _is_first_rank():
             what = "the configuration cannot run\n" if isinstance(error, ConfigError) else ""
             print(f"megatron-cp: {what}{error}", file=sys.stderr)
         return EXIT_CONFIG

@@ -22,10 +22,11 @@ from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the t
     world,
 )
 from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.resolve import resolve_auto
 from megatron_cp.rules.rule import RULES, Context, Example, Rule, order
 from megatron_cp.schema import build
 
-__all__ = ["RULES", "Environment", "Example", "Rule", "Violation", "check", "check_or_raise"]
+__all__ = ["RULES", "Environment", "Example", "Rule", "Violation", "check", "check_or_raise", "resolve_auto"]
 
 
 def check(
@@ -46,11 +47,9 @@ def check(
     build(RunConfig, asdict(config), problems)
     if problems:  # the checks calculate with these values
         return problems
-    if environment is None:
-        environment = Environment.detect()
-    elif isinstance(environment, str):
-        environment = Environment.describe(environment)
-    context = Context(config, world_size, gpus_per_node, environment)
+    surroundings = Environment.of(environment)
+    config, _ = resolve_auto(config, world_size, gpus_per_node, surroundings)
+    context = Context(config, world_size, gpus_per_node, surroundings)
     found = [violation for id in sorted(RULES, key=order) for violation in RULES[id].violations(context)]
     return sorted(found, key=lambda violation: violation.severity != "error")
 

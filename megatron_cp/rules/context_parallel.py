@@ -36,7 +36,11 @@ _OTHER_NAMES = {
 def transport_is_known(c: Context) -> Iterator[Finding]:
     valid = (*CP_COMM_TYPES, "auto")
     for kind in c.comm_types:
-        if kind not in valid:
+        if kind == "auto":  # where one can be chosen, it was before the rules are asked
+            yield Finding(
+                "model.cp_comm_type", "auto finds no transport for these heads", f"one of {', '.join(CP_COMM_TYPES)}"
+            )
+        elif kind not in valid:
             other = _OTHER_NAMES.get(kind.lower().replace("-", "_"))
             suggestion = f"; did you mean '{other}'?" if other else nearest(kind, list(valid))
             yield Finding(

@@ -44,6 +44,13 @@ class Environment:
         )
 
     @classmethod
+    def of(cls, environment: Environment | str | None) -> Environment:
+        """What a caller means: an environment, the name or file of one, or (None) the one that is really there."""
+        if isinstance(environment, Environment):
+            return environment
+        return cls.detect() if environment is None else cls.describe(environment)
+
+    @classmethod
     def describe(cls, text: str) -> Environment:
         """An environment by name (``gpu``: eight H100 a node, Transformer Engine; ``cpu``) or from a file."""
         if text in PRESETS:

@@ -103,6 +103,23 @@ def test_a_run_that_breaks_a_rule_does_not_start(run, started):
     assert "torchrun --nproc_per_node=4" in err
 
 
+def test_a_run_says_what_auto_is_and_what_to_mind(run, started, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    code, out, _ = run(
+        "train", "--recipe", TINY, "model.cp_comm_type=auto", "mixed_precision=fp16", "--gpus-per-node", "2"
+    )
+    assert code == 0 and "model.cp_comm_type=auto is a2a+p2p [2, 2]: 2 is the largest" in out and "warning K13" in out
+    assert started[0].model.cp_comm_type == "a2a+p2p"
+    code, out, _ = run("train", "--recipe", TINY)
+    assert (code, out) == (0, "")
+
+
+def test_a_described_environment_is_for_looking_only(run, started):
+    for flag in (["--environment", "gpu"], ["--world-size", "4"]):
+        code, _, err = run("train", "--recipe", TINY, *flag)
+        assert code == 2 and "are for --dry-run" in err and not started
+
+
 def test_only_rank_0_reports(run, started, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "1")

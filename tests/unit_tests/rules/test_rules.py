@@ -9,7 +9,7 @@ import pytest
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError
 from megatron_cp.recipes import load_recipe
-from megatron_cp.rules import RULES, Environment, check, check_or_raise
+from megatron_cp.rules import RULES, Environment, check, check_or_raise, resolve_auto
 from megatron_cp.rules.document import PATH, document
 from megatron_cp.rules.elsewhere import ELSEWHERE, KINDS, SILENT_UPSTREAM
 from megatron_cp.rules.environment import PRESETS
@@ -217,6 +217,40 @@ class TestTransformerEngine:
     def test_it_must_be_there_when_asked_for(self):
         assert ("K8", "error") in self.rules("model.attention_backend=te", environment="cpu")
         assert ("K8", "error") in self.rules("model.attention_backend=te", environment=Environment(device="gpu"))
+
+
+class TestAuto:
+    """cp_comm_type=auto is a transport by the time the rules look."""
+
+    def resolve(self, *overrides, node, environment="cpu"):
+        config = load_recipe(EXAMPLE_RECIPE, ["model.cp_comm_type=auto", *overrides])
+        resolved, why = resolve_auto(config, 4, node, Environment.of(environment))
+        assert check(config, 4, node, environment) == check(resolved, 4, node, environment)
+        return resolved.model.cp_comm_type, resolved.model.hierarchical_context_parallel_sizes, why
+
+    def test_a_node_decides(self):
+        assert self.resolve(node=4)[:2] == ("a2a", None)
+        assert self.resolve(node=2)[:2] == ("a2a+p2p", [2, 2])
+        kind, sizes, why = self.resolve("model.num_attention_heads=9", "model.num_query_groups=9", node=4)
+        assert (kind, sizes) == ("all_gather", None) and why.startswith(
+            "model.cp_comm_type=auto is all_gather: no all-to-all"
+        )
+
+    def test_in_a_list(self):
+        assert self.resolve("model.cp_comm_type=[auto,p2p,auto,p2p]", node=4)[:2] == (
+            ["a2a", "p2p", "a2a", "p2p"],
+            None,
+        )
+
+    def test_transformer_engine_has_its_say(self):
+        overrides = ("model.attention_backend=te", "model.num_query_groups=1", "model.window_size=[64,0]")
+        assert self.resolve(*overrides, node=2, environment="gpu")[0] == "all_gather"
+
+    def test_nothing_to_choose(self):
+        config = load_recipe(EXAMPLE_RECIPE)
+        assert resolve_auto(config, 4, None, Environment()) == (config, None)
+        config = load_recipe(EXAMPLE_RECIPE, ["model.cp_comm_type=auto", "model.tensor_model_parallel_size=3"])
+        assert {"A4", "C1"} <= {v.rule for v in check(config, 12, environment="cpu")}
 
 
 class TestEnvironment:

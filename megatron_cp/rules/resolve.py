@@ -1,0 +1,51 @@
+"""What ``auto`` settings come to in an environment, so that the rules and the run see the same names."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from megatron_cp.attention.select import select_transport
+from megatron_cp.attention.te_support import choose_backend
+from megatron_cp.config import RunConfig
+from megatron_cp.rules.environment import Environment
+
+
+def resolve_auto(
+    config: RunConfig, world_size: int, gpus_per_node: int | None, environment: Environment
+) -> tuple[RunConfig, str | None]:
+    """The configuration with ``cp_comm_type=auto`` replaced by a transport, and what was chosen and why.
+
+    The same configuration and None where nothing is ``auto`` or nothing can be chosen (the rules then say what is
+    wrong). A node has ``gpus_per_node`` ranks; by default what the launcher or the environment says, else all ranks.
+    """
+    model = config.model
+    kinds = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
+    if "auto" not in kinds:
+        return config, None
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "")
+    node = gpus_per_node or environment.gpus_per_node or (int(launched) if launched.isdigit() else world_size)
+    on_gpu = environment.device == "gpu"
+    try:
+        transport, sizes, reason = select_transport(
+            model.num_attention_heads,
+            model.num_query_groups or model.num_attention_heads,
+            model.tensor_model_parallel_size,
+            model.context_parallel_size,
+            node,
+            seq_length=model.seq_length,
+            window=model.window_size is not None,
+            softmax_offset=model.softmax_type != "vanilla",
+            transformer_engine=choose_backend(config, environment.transformer_engine, on_gpu)[0] == "te",
+        )
+    except ValueError:
+        return config, None
+    chosen = [transport if kind == "auto" else kind for kind in kinds]
+    hierarchical = sizes if transport == "a2a+p2p" else model.hierarchical_context_parallel_sizes
+    resolved = dataclasses.replace(
+        model,
+        cp_comm_type=transport if isinstance(model.cp_comm_type, str) else chosen,
+        hierarchical_context_parallel_sizes=hierarchical if "a2a+p2p" in chosen else None,
+    )
+    what = f"{transport} {sizes}" if sizes else transport
+    return dataclasses.replace(config, model=resolved), f"model.cp_comm_type=auto is {what}: {reason}"
