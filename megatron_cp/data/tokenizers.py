@@ -187,21 +187,18 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
             )
 
 
-def train_bpe(files: Iterable[str | os.PathLike[str]], vocab_size: int, out_dir: str | os.PathLike[str]) -> Path:
-    """Train a byte-level BPE tokenizer on text files and write ``tokenizer.json`` and its config to ``out_dir``.
+def train_bpe(texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[str]) -> Path:
+    """Train a byte-level BPE tokenizer and write ``tokenizer.json`` and its config to the folder ``out_dir``.
 
     The files are written aside and renamed, so that an interrupted training leaves nothing that looks finished.
     Returns ``out_dir``. Byte-level BPE: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 
     Raises:
-        DataError: no file, or a vocabulary too small for the 256 bytes and the end-of-document token.
+        DataError: a vocabulary too small for the 256 bytes and the end-of-document token.
     """
     from tokenizers import Tokenizer as FastTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    names = [str(file) for file in files]
-    if not names:
-        raise DataError("no text file to train a tokenizer on.")
     if vocab_size < 257:
         raise DataError(f"vocab_size={vocab_size}: byte-level BPE needs 257 or more (256 bytes, end of document).")
     tokenizer = FastTokenizer(models.BPE())
@@ -213,7 +210,7 @@ def train_bpe(files: Iterable[str | os.PathLike[str]], vocab_size: int, out_dir:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train(names, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".tokenizer-") as aside:

@@ -10,7 +10,8 @@ import sys
 import time
 
 from megatron_cp.config import TokenizerConfig
-from megatron_cp.data.preprocess import DEFAULT_SUFFIXES, RichProgress, preprocess
+from megatron_cp.data.preprocess import DEFAULT_SUFFIXES, RichProgress, find_files, preprocess, read_documents
+from megatron_cp.data.tokenizers import train_bpe
 from megatron_cp.errors import DataError
 
 
@@ -33,6 +34,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tokenizer-type", choices=["HuggingFaceTokenizer", "ByteLevelTokenizer", "NullTokenizer"])
     parser.add_argument("--tokenizer-model", metavar="PATH", help="a tokenizer.json, or the folder that holds one")
+    parser.add_argument(
+        "--train-bpe",
+        type=int,
+        metavar="VOCAB_SIZE",
+        help="first train a byte-level BPE tokenizer on the input and write it to the folder --tokenizer-model",
+    )
     parser.add_argument("--vocab-size", type=int, help="of a NullTokenizer, whose text is numbers")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a CPU)")
     options = parser.parse_args(arguments)
@@ -40,6 +47,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         if options.tokenizer_model is None:
             parser.error("name a tokenizer: --tokenizer-model PATH, or --tokenizer-type ByteLevelTokenizer")
         options.tokenizer_type = "HuggingFaceTokenizer"
+    if options.train_bpe is not None and options.tokenizer_type != "HuggingFaceTokenizer":
+        parser.error("--train-bpe makes a HuggingFaceTokenizer: leave out --tokenizer-type")
+    if options.train_bpe is not None and os.path.exists(options.tokenizer_model):
+        parser.error(f"--train-bpe would overwrite {options.tokenizer_model}: name a new folder, or remove it")
     return options
 
 
@@ -49,6 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
     tokenizer = TokenizerConfig(options.tokenizer_type, options.tokenizer_model, options.vocab_size)
     start = time.perf_counter()
     try:
+        if options.train_bpe is not None:
+            files = find_files(options.input, options.suffix)
+            texts = (text for file in files for text, _ in read_documents(file, options.json_key))
+            train_bpe(texts, options.train_bpe, options.tokenizer_model)
+            print(f"{options.tokenizer_model}: byte-level BPE tokenizer, {time.perf_counter() - start:.1f} s")
         summary = preprocess(
             options.input,
             options.output_prefix,

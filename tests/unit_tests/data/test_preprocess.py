@@ -8,6 +8,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_cp.config import TokenizerConfig
 from megatron_cp.data.preprocess import find_files, preprocess
+from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import DataError
 
 BYTES = TokenizerConfig("ByteLevelTokenizer")
@@ -104,6 +105,20 @@ def test_command_line(script: ModuleType, mixed: Path, tmp_path: Path, capsys: p
     assert "tokenizing: 100%" in captured.err
     assert script.main(["--input", str(tmp_path / "nowhere"), *arguments]) == 2
     assert capsys.readouterr().err == f"preprocess_data.py: {tmp_path / 'nowhere'}: no such file or folder.\n"
+
+
+def test_a_tokenizer_trained_on_the_input(
+    script: ModuleType, mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--input", str(mixed), "--output-prefix", str(tmp_path / "x"), "--workers", "1"]
+    arguments += ["--tokenizer-model", str(tmp_path / "bpe"), "--train-bpe", "280"]
+    assert script.main(arguments) == 0
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tmp_path / "bpe")))
+    texts = [tokenizer.detokenize(ids.tolist()) for ids in IndexedDataset(str(tmp_path / "x"))]
+    assert texts == ["first", "\u00e9", "second", "third\n"]
+    with pytest.raises(SystemExit):
+        script.main(arguments)
+    assert "would overwrite" in capsys.readouterr().err
 
 
 def test_output_that_cannot_be_written(script: ModuleType, mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,13 @@ from megatron_cp.config import TokenizerConfig
 from megatron_cp.data.tokenizers import ByteLevelTokenizer, HuggingFaceTokenizer, build_tokenizer, train_bpe
 from megatron_cp.errors import DataError
 
+TEXT = "the cat sat on the mat. def function(argument):\n    return argument\n" * 20
+
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bpe")
-    (folder / "text.txt").write_text("the cat sat on the mat. def function(argument):\n    return argument\n" * 20)
-    return train_bpe([folder / "text.txt"], 300, folder / "tokenizer")
+    return train_bpe([TEXT], 300, folder / "tokenizer")
 
 
 @given(st.text())
@@ -37,7 +38,7 @@ def test_bpe_comes_back_and_compresses(bpe: Path) -> None:
 
 
 def test_bpe_training_is_deterministic(bpe: Path, tmp_path: Path) -> None:
-    again = train_bpe([bpe.parent / "text.txt"], 300, tmp_path / "again")
+    again = train_bpe([TEXT], 300, tmp_path / "again")
     assert (again / "tokenizer.json").read_bytes() == (bpe / "tokenizer.json").read_bytes()
     assert sorted(p.name for p in again.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
@@ -83,4 +84,4 @@ def test_null_tokenizer_takes_the_models_vocabulary() -> None:
 
 def test_too_small_a_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="257 or more"):
-        train_bpe([tmp_path], 256, tmp_path)
+        train_bpe([TEXT], 256, tmp_path)

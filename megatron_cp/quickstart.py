@@ -1,0 +1,237 @@
+"""The main job, from nothing to a trained model: corpus, indexed data, training, last screen.
+
+``scripts/quickstart.sh`` makes the environment and runs this. The corpus is the Python standard library's own source,
+so no network is needed. Arguments are overrides of the recipe, as ``megatron-cp train`` takes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from megatron_cp.config import RunConfig, TokenizerConfig
+from megatron_cp.data.corpus import standard_library_sources
+from megatron_cp.data.preprocess import RichProgress, preprocess
+from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.errors import ConfigError, DataError
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import check_or_raise
+from megatron_cp.rules.environment import Environment
+
+ROOT = Path(__file__).parents[1]
+RECIPE = "llama_tiny_pretrain_config"
+TOKENIZER = TokenizerConfig("ByteLevelTokenizer")
+RANKS = 4
+
+# With fewer GPUs than ranks: plain context parallelism over what there is.
+_LAYOUTS = {
+    1: ("model.context_parallel_size=1", "model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null"),
+    2: ("model.context_parallel_size=2", "model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null"),
+    RANKS: (),
+}
+
+
+class Phases:
+    """Says what is being done, and how long each part took."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.console = console
+        self.seconds: dict[str, float] = {}
+        self._total = total
+
+    @contextmanager
+    def phase(self, name: str, what: str) -> Iterator[list[str]]:
+        """A numbered part of the job; the body appends what came of it to the list it is given."""
+        number = len(self.seconds) + 1
+        self.console.print(f"[bold cyan]{number}/{self._total}[/] [bold]{name}[/]  [dim]{what}[/]")
+        start = time.perf_counter()
+        results: list[str] = []
+        yield results
+        self.seconds[name] = time.perf_counter() - start
+        for result in results:
+            self.console.print(f"    {result} [dim]({self.seconds[name]:.1f} s)[/]", highlight=False)
+
+
+def prepare_data(folder: Path, phases: Phases, sources: Sequence[Path] | None = None) -> Path:
+    """The prefix of the .bin/.idx pair, made in ``folder`` unless it is there and current."""
+    prefix, stamp = folder / "corpus", folder / "made_from.json"
+    with phases.phase("corpus", "the Python standard library's own source") as results:
+        sources = standard_library_sources() if sources is None else sources
+        made_from = _fingerprint(sources)
+        size = sum(path.stat().st_size for path in sources)
+        current = _read(stamp) == made_from and Path(f"{prefix}.idx").is_file()
+        results.append(f"{len(sources)} files, {size / 1e6:.1f} MB of {sysconfig.get_path('stdlib')}")
+    with phases.phase("tokens", "bytes, in Megatron's .bin/.idx files") as results:
+        if current:
+            results.append(f"{_short(prefix)}.bin, .idx: already there")
+        else:
+            stamp.unlink(missing_ok=True)
+            made = preprocess(sources, prefix, TOKENIZER, progress=RichProgress("    tokenizing"))
+            stamp.write_text(json.dumps(made_from))
+            results.append(f"{_short(prefix)}.bin, .idx: {made.tokens / 1e6:.1f} million tokens")
+    return prefix
+
+
+def _fingerprint(sources: Sequence[Path]) -> dict[str, object]:
+    """Changes with the text and with the tokenizer."""
+    digest = hashlib.sha256()
+    for path in sources:
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return {"text": digest.hexdigest(), "files": len(sources), "tokenizer": TOKENIZER.tokenizer_type}
+
+
+def _read(path: Path) -> object:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def next_run_folder(parent: Path) -> Path:
+    """``parent/run-001`` or the next number: a run never continues an earlier one by accident."""
+    taken = [int(p.name[4:]) for p in parent.glob("run-*") if p.name[4:].isdigit()]
+    return parent / f"run-{max(taken, default=0) + 1:03}"
+
+
+def overrides_for(prefix: Path, save: Path, gpus: int) -> list[str]:
+    """What the quick start sets in the recipe; the user's own overrides come after."""
+    ranks = _ranks(gpus)
+    return [
+        f"dataset.data_path={prefix}",
+        "dataset.split='95,5,0'",
+        f"tokenizer.tokenizer_type={TOKENIZER.tokenizer_type}",
+        f"checkpoint.save={save}",
+        "validation.eval_iters=4",
+        "logger.log_interval=20",
+        *_LAYOUTS[ranks],
+    ]
+
+
+def _ranks(gpus: int) -> int:
+    return max(n for n in _LAYOUTS if n <= gpus) if gpus else RANKS
+
+
+def _short(path: Path) -> Path:
+    """Relative to the current folder where that is shorter to read."""
+    path = path.absolute()
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _train(overrides: Sequence[str], ranks: int) -> int:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [str(ROOT / "scripts/training/run_recipe.py"), "--recipe", RECIPE, *overrides]
+    process = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ})
+    previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    interrupted = False
+    try:
+        while True:
+            try:
+                code = process.wait()
+                return 130 if interrupted else code
+            except KeyboardInterrupt:  # the ranks got it too: they save and end
+                interrupted = True
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def last_screen(console: Console, config: RunConfig, phases: Phases, ranks: int, overrides: Sequence[str]) -> None:
+    """Where everything is, the loss before and after, and what to try next."""
+    save = Path(config.checkpoint.save or "")
+    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "lm_loss" in line]
+    held_out = next((line["validation_loss"] for line in reversed(lines) if "validation_loss" in line), None)
+    before, after = steps[0]["lm_loss"], sum(s["lm_loss"] for s in steps[-5:]) / len(steps[-5:])
+    vocab_size = build_tokenizer(config.tokenizer).vocab_size
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    loss = f"[green]{before:.2f} -> {after:.2f}[/] nats a token after {len(steps)} iterations"
+    table.add_row("loss", f"{loss} (ln {vocab_size} = {math.log(vocab_size):.2f} is guessing)")
+    if held_out is not None:
+        table.add_row("held out", f"{held_out:.2f} on text it has not seen")
+    table.add_row("time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.seconds.items()))
+    table.add_row("run folder", f"{_short(save)}")
+    table.add_row("", "config.yaml, metrics.jsonl, tensorboard/ and the checkpoint")
+    table.add_row("data", f"{config.dataset.data_path}.bin, .idx")
+    console.print()
+    console.print(Panel(table, title="done", title_align="left", border_style="green"))
+
+    data = [o for o in overrides if o.startswith(("dataset.", "tokenizer."))]
+    torchrun = f"OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc_per_node={ranks} scripts/training/run_recipe.py"
+    resume = [f"checkpoint.save={save}", f"train.train_iters={2 * config.train.train_iters}"]
+    console.print("[bold]What to try next[/]")
+    for what, command in (
+        ("Watch the curves", f".venv/bin/tensorboard --logdir {_short(save.parent)}"),
+        ("Train on from this checkpoint", f"{torchrun} --recipe {RECIPE} {shlex.join([*data, *resume])}"),
+        ("A ring over all four ranks instead", "scripts/quickstart.sh model.cp_comm_type=p2p"),
+        ("Your own text", ".venv/bin/python scripts/data/preprocess_data.py --help"),
+        ("All recipes", ".venv/bin/megatron-cp recipes"),
+    ):
+        console.print(f"  {what}:")
+        console.print(f"    {command}", style="cyan", highlight=False, soft_wrap=True)
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    home: Path = ROOT / "runs" / "quickstart",
+    sources: Sequence[Path] | None = None,
+) -> int:
+    """Run the quick start; returns the exit code. ``home`` holds its data and runs, ``sources`` replace the corpus."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/quickstart.sh",
+        description=f"Train {RECIPE} on the Python standard library's source: {RANKS} processes on CPUs, or up to "
+        f"{RANKS} GPUs where there are some.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, in Hydra's grammar")
+    user = list(parser.parse_args(arguments).overrides)
+
+    console = Console(highlight=False)
+    data, gpus = home / "data", Environment.detect().gpus_per_node or 0
+    ranks = _ranks(gpus)
+    overrides = [*overrides_for(data / "corpus", next_run_folder(home), gpus), *user]
+    where = f"{ranks} GPUs" if gpus else f"{ranks} CPU processes"
+    try:
+        config = load_recipe(RECIPE, overrides)  # a mistake in the overrides ends it here, before any work
+        check_or_raise(config, ranks)
+        model = config.model
+        levels = f" {model.hierarchical_context_parallel_sizes}" if model.hierarchical_context_parallel_sizes else ""
+        console.print(
+            f"[bold]megatron-cp quick start[/]: {RECIPE} on {where}, "
+            f"context parallel {model.context_parallel_size} ({model.cp_comm_type}{levels})",
+            soft_wrap=True,
+        )
+        phases = Phases(console, total=3)
+        prepare_data(data, phases, sources)
+        with phases.phase("training", f"{config.train.train_iters} iterations; Ctrl-C saves and stops"):
+            code = _train(overrides, ranks)
+    except (ConfigError, DataError, FileNotFoundError) as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("quickstart: interrupted", file=sys.stderr)
+        return 130
+    if code == 0:
+        last_screen(console, config, phases, ranks, overrides)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

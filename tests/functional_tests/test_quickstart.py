@@ -1,0 +1,92 @@
+"""The quick start: its parts quickly, all of it with two iterations, and (slow) as a user runs it."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_cp import quickstart
+from megatron_cp.data.corpus import standard_library_sources
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import check
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    for number in range(30):
+        text = "".join(f"def function_{number}_{i}(argument):\n    return argument + {i}\n\n" for i in range(50))
+        (folder / f"module_{number:02}.py").write_text(text)
+    return sorted(folder.iterdir())
+
+
+def test_the_corpus_is_the_standard_library() -> None:
+    files = standard_library_sources()
+    assert files == sorted(files) == standard_library_sources()
+    assert {"ast.py", "typing.py"} <= {path.name for path in files}
+    assert not any("site-packages" in path.parts or "test" in path.parts for path in files)
+    assert 4e6 < sum(path.stat().st_size for path in files) < 20e6
+
+
+def test_data_is_made_once(sources: list[Path], tmp_path: Path) -> None:
+    console = Console(record=True, width=200, quiet=True)
+    prefix = quickstart.prepare_data(tmp_path, quickstart.Phases(console, 3), sources)
+    made = {path: path.stat().st_mtime_ns for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))}
+    quickstart.prepare_data(tmp_path, quickstart.Phases(console, 3), sources)
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+    quickstart.prepare_data(tmp_path, quickstart.Phases(console, 3), sources[:20])  # another text: made again
+    assert Path(f"{prefix}.bin").stat().st_mtime_ns != made[Path(f"{prefix}.bin")]
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 3, 4, 8])
+def test_every_machine_gets_a_layout_that_runs(gpus: int, tmp_path: Path) -> None:
+    ranks = {0: 4, 1: 1, 2: 2, 3: 2, 4: 4, 8: 4}[gpus]
+    overrides = quickstart.overrides_for(tmp_path / "a b", tmp_path / "s", gpus)
+    config = load_recipe(quickstart.RECIPE, overrides)
+    assert config.model.context_parallel_size == ranks
+    assert config.dataset.data_path == str(tmp_path / "a b")
+    assert [str(v) for v in check(config, ranks, ranks if gpus else None) if v.severity == "error"] == []
+
+
+def test_runs_are_numbered(tmp_path: Path) -> None:
+    assert quickstart.next_run_folder(tmp_path).name == "run-001"
+    (tmp_path / "run-009").mkdir()
+    assert quickstart.next_run_folder(tmp_path).name == "run-010"
+
+
+def test_a_mistake_ends_it_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quickstart.main(["model.num_layer=2"], tmp_path / "home") == 2
+    assert "num_layers" in capsys.readouterr().err
+    assert quickstart.main(["model.context_parallel_size=3"], tmp_path / "home") == 2
+    assert not (tmp_path / "home").exists()
+
+
+def test_two_iterations(sources: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["train.train_iters=2", "train.global_batch_size=2", "train.micro_batch_size=1", "model.num_layers=2"]
+    assert quickstart.main([*small, "validation.eval_iters=1"], tmp_path, sources) == 0
+    out = capsys.readouterr().out
+    assert "4 CPU processes, context parallel 4 (a2a+p2p [2, 2])" in out
+    assert re.search(r"loss +\d+\.\d+ -> \d+\.\d+ nats a token after 2 iterations", out)
+    assert "held out" in out
+    assert (tmp_path / "run-001" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    assert (tmp_path / "run-001" / "config.yaml").is_file()
+
+
+@pytest.mark.slow
+def test_as_a_user_runs_it() -> None:
+    """The whole of it from the clone: the loss falls by more than half, in less than three minutes on two cores."""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [quickstart.ROOT / "scripts/quickstart.sh"], capture_output=True, text=True, env=environment, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "HIERARCHICAL_CONTEXT_PARALLEL_GROUPS a2a=[[0,1],[2,3]] p2p=[[0,2],[1,3]]" in done.stderr
+    (folder,) = re.findall(r"run folder +\W*(runs/quickstart/run-\d+|\S+/run-\d+)", done.stdout)
+    losses = [
+        json.loads(line)["lm_loss"] for line in (quickstart.ROOT / folder / "metrics.jsonl").open() if "lm_loss" in line
+    ]
+    assert sum(losses[-5:]) / 5 < losses[0] / 2
