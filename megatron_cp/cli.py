@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_cp.rules import Environment, check, check_or_raise, resolve_auto
 from megatron_cp.rules.explain import explain
 
 EXIT_OK, EXIT_RUNTIME, EXIT_CONFIG = 0, 1, 2
+_SECONDS_TO_SPEAK = 3.0
 
 # Short and long flag (Bridge's), type, the setting it stands for.
 _FLAGS: tuple[tuple[str | None, str, type, str], ...] = (
@@ -192,10 +194,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(sys.argv[1:] if argv is None else list(argv))
     except (ConfigError, DataError) as error:
-        # Every rank finds the same problems; one of them says so.
-        if _is_first_rank():
-            what = "the configuration cannot run\n" if isinstance(error, ConfigError) else ""
-            print(f"megatron-cp: {what}{error}", file=sys.stderr)
+        # Every rank finds the same problems; one of them says so. A launcher stops all ranks as soon as one has
+        # failed, so the others leave it the time.
+        if not _is_first_rank():
+            time.sleep(_SECONDS_TO_SPEAK)
+            return EXIT_CONFIG
+        what = "the configuration cannot run\n" if isinstance(error, ConfigError) else ""
+        print(f"megatron-cp: {what}{error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
     except RuntimeFault as fault:
         print(f"megatron-cp: {fault}", file=sys.stderr)
