@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def buddy_tree(num_ranks: int, min_cp_size: int = 1) -> BuddyTree:
         raise ValueError(f"min_cp_size={min_cp_size}: must be between 1 and the number of ranks ({num_ranks})")
     leaves = num_ranks // min_cp_size
     edges = [i * min_cp_size for i in range(leaves)] + [num_ranks]
-    blocks = tuple(zip(edges[:-1], edges[1:], strict=True))
+    blocks = tuple(pairwise(edges))
     levels = [blocks]
     while len(blocks) > 1:
         blocks = tuple((blocks[i][0], blocks[min(i + 1, len(blocks) - 1)][1]) for i in range(0, len(blocks), 2))

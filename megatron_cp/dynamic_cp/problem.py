@@ -31,18 +31,24 @@ class Problem:
     lengths: np.ndarray
     seconds: np.ndarray
     tokens: np.ndarray
+    length_list: list[int]
 
-    def levels_under(self, limit: float) -> np.ndarray:
+    def levels_under(self, limit: float, where: slice = slice(None)) -> np.ndarray:
         """For each sample the narrowest level that takes at most ``limit`` seconds, or else the fastest one. [n]"""
-        within = self.seconds <= limit
+        seconds = self.seconds[:, where]
+        within = seconds <= limit
         level = within.argmax(axis=0)
         slow = ~within[level, np.arange(len(level))]
-        level[slow] = self.seconds[:, slow].argmin(axis=0)
+        level[slow] = seconds[:, slow].argmin(axis=0)
         return level
 
-    def at(self, table: np.ndarray, level: np.ndarray) -> np.ndarray:
-        """A [levels, n] table read at each sample's own level. [n]"""
-        return table[level, np.arange(len(level))]
+    def seconds_on(self, num_ranks: int, items: list[int]) -> float:
+        """Seconds of the samples at positions ``items`` in one microbatch on ``num_ranks``; inf if they do not fit."""
+        s = self.lengths[items]
+        per_rank = 2 * self.sequence_parallel_size
+        if int((-(-s // (num_ranks * per_rank))).sum()) * per_rank > self.max_tokens:
+            return float("inf")
+        return self.cost.for_size(num_ranks).seconds(float(s @ s), float(s.sum()))
 
     @property
     def mean_load(self) -> float:
@@ -87,5 +93,5 @@ def make_problem(
         )
     costs = tuple(cost.for_size(size) for size in sizes)
     return Problem(
-        tree, sizes, costs, cost, max_seqlen_per_rank, sequence_parallel_size, order, s, seconds, tokens
+        tree, sizes, costs, cost, max_seqlen_per_rank, sequence_parallel_size, order, s, seconds, tokens, s.tolist()
     )

@@ -1,4 +1,4 @@
-"""Lengths in, schedule out: the one entry of dynamic context parallelism's scheduling. Pure and deterministic."""
+"""Lengths in, schedule out: the entry of dynamic context parallelism. Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
+from megatron_cp.dynamic_cp.jobs import Shelf
+from megatron_cp.dynamic_cp.plan import Plan, build
 from megatron_cp.dynamic_cp.problem import Problem, make_problem
-from megatron_cp.dynamic_cp.tree import Placement, balance
 from megatron_cp.dynamic_cp.types import Group, Schedule
+
+# How many plans to try for a batch: about this many samples and ranks in all, so that time stays n log n.
+_EFFORT = 12_000
+_MOST_PLANS = 24
 
 
 def schedule(
@@ -24,32 +29,179 @@ def schedule(
     microbatch_multiple: int = 1,
     sequence_parallel_size: int = 1,
 ) -> Schedule:
-    """Schedule one global batch of samples of ``lengths`` tokens on ``num_ranks`` data-and-context-parallel ranks."""
-    cost = cost or DEFAULT_COST
-    problem = make_problem(lengths, num_ranks, max_seqlen_per_rank, min_cp_size, cost, sequence_parallel_size)
-    best: tuple[float, Placement] = (0.0, [])
+    """Spread one global batch over data-and-context-parallel ranks so that the slowest rank is done soonest.
+
+    lengths: tokens of each sample; the schedule names samples by their index here.
+    num_ranks: data parallel size times context parallel size; any number, not only powers of two.
+    max_seqlen_per_rank: most tokens a rank holds in one microbatch, padding included.
+    min_cp_size: fewest ranks a group may have.
+    cost: seconds of a microbatch; the default suits an 8B model on H100s. A wrong model makes schedules slower, never
+        incorrect.
+    sync_ranks: ranks that meet in every microbatch, aligned blocks of that many: the expert parallel size, or
+        num_ranks for a barrier. 1 for dense models.
+    pipeline_size: pipeline stages; with more than one, all ranks keep step and the bubble counts.
+    microbatch_multiple: the number of microbatches is a multiple of this (interleaved pipeline stages want it).
+    sequence_parallel_size: tensor parallel size where sequence parallelism is on, else 1; samples are padded to it.
+
+    Every sample appears exactly once, groups come from ``legal_groups(num_ranks, min_cp_size)``, and the same input
+    gives the same schedule everywhere. Ranks without a group in a microbatch are idle there (``Schedule.idle_slots``).
+    Raises ValueError for a sample that fits nowhere, naming it and the smallest setting that would hold it.
+
+    The search: for several limits on a microbatch's seconds, each sample takes the fewest ranks that keep it under the
+    limit; the most promising limits are planned in full (:mod:`.plan`), then jobs that leave their neighbours idle
+    are widened as long as that helps. Time is O(n log n + num_ranks log num_ranks).
+    """
+    for name, value in (("pipeline_size", pipeline_size), ("microbatch_multiple", microbatch_multiple)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
+    if sync_ranks < 1 or num_ranks % sync_ranks:
+        raise ValueError(
+            f"sync_ranks={sync_ranks}: must divide the number of ranks ({num_ranks}), because ranks that meet in every "
+            f"microbatch form equal aligned blocks"
+        )
+    problem = make_problem(
+        lengths, num_ranks, max_seqlen_per_rank, min_cp_size, cost or DEFAULT_COST, sequence_parallel_size
+    )
+    microbatches: list[list[Group]] = []
     if problem.lengths.size:
-        limits = [problem.mean_load * factor for factor in (3.0, 1.1, 0.8)]
-        best = min((balance(problem, problem.levels_under(limit)) for limit in limits), key=lambda found: found[0])
-    microbatches = _in_order(problem, best[1])
-    while len(microbatches) % microbatch_multiple:
-        microbatches.append([])
+        plan = _search(problem, _block_level(problem, sync_ranks, pipeline_size), pipeline_size)
+        microbatches = _lay_out(problem, plan, pipeline_size)
+        _round_up(microbatches, microbatch_multiple)
     return Schedule(num_ranks, max_seqlen_per_rank, microbatches, sequence_parallel_size)
 
 
-def _in_order(problem: Problem, placement: Placement) -> list[list[Group]]:
-    """Number each block's microbatches after those of the wider blocks around it."""
-    done = [0] * problem.tree.num_ranks
-    order = problem.order.tolist()
+def _block_level(problem: Problem, sync_ranks: int, pipeline_size: int) -> int:
+    """The lowest level of the tree whose blocks consist of whole domains of ranks that keep step."""
+    levels = problem.tree.levels
+    if pipeline_size > 1:
+        return len(levels) - 1
+    for i in range(len(levels) - 1):
+        even = problem.tree.tail_size(i) == problem.tree.size(i) or i == 0
+        if problem.tree.size(i) % sync_ranks == 0 and even:
+            return i
+    return len(levels) - 1
+
+
+def _search(problem: Problem, block_level: int, pipeline_size: int) -> Plan:
+    """The best plan within the effort: over limits on a microbatch's seconds, then over widening single jobs."""
+    budget = min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks))
+    keeps_step = block_level > 0
+    limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
+    candidates = limits[: max(2, budget // 2)] if keeps_step else limits[: max(1, min(3, budget))]
+    best: tuple[float, float, np.ndarray, Plan] | None = None
+    for limit in candidates:
+        level = problem.levels_under(limit)
+        plan = build(problem, level, block_level, limit, pipeline_size)
+        if best is None or plan.seconds < best[0]:
+            best = (plan.seconds, limit, level, plan)
+    assert best is not None
+    tried: set[int] = set()
+    for _ in range(budget - len(candidates) if keeps_step else 0):
+        _, limit, level, plan = best
+        tallest = _job_that_wastes_most(problem, plan, level, tried)
+        if tallest is None:
+            break
+        tried.update(tallest)
+        level = level.copy()
+        level[tallest] += 1
+        plan = build(problem, level, block_level, limit, pipeline_size)
+        if plan.seconds < best[0]:
+            best = (plan.seconds, limit, level, plan)
+    return best[3]
+
+
+def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: float) -> list[float]:
+    """Limits on a microbatch's seconds, the most promising first by an estimate of the step that they lead to.
+
+    The estimate is the area (seconds times ranks of every sample, spread evenly), or the longest sample if that is
+    more, plus the pipeline's bubble; where ranks keep step, neighbours of the longest sample waste some of its time.
+    """
+    sizes = np.array(problem.sizes, dtype=np.float64)[:, None]
+    fixed = np.array([cost.fixed for cost in problem.costs])[:, None]
+    share = np.minimum(1.0, problem.tokens / problem.max_tokens)
+    area = (problem.seconds - fixed * (1.0 - share)) * (sizes / problem.tree.num_ranks)
+    mean = problem.mean_load
+    lowest = max(0.03 * mean, 6 * problem.cost.per_microbatch)
+    # Samples under every limit stay at level 0: their sum is always the same.
+    movable = slice(0, int(np.count_nonzero(problem.seconds[0] > lowest)))
+    still = float(area[0, movable.stop :].sum())
+    seconds, area, column = problem.seconds[:, movable], area[:, movable], np.arange(movable.stop)
+    ranked: list[tuple[float, float]] = []
+    limit = max(4.0 * mean, lowest)
+    while limit >= lowest:
+        level = problem.levels_under(limit, movable)
+        longest = float(seconds[level, column].max(initial=0.0))
+        spread = still + float(area[level, column].sum())
+        ranked.append((max(spread, longest) + (pipeline_size - 1 + weight_of_longest) * longest, -limit))
+        limit *= 0.85
+    return [-negative for _, negative in sorted(ranked)]
+
+
+def _job_that_wastes_most(problem: Problem, plan: Plan, level: np.ndarray, tried: set[int]) -> list[int] | None:
+    """Samples of the longest job on the shelf that leaves most idle, if they can be widened and were not tried yet."""
+    most, found = 0.0, None
+    for stacked in plan.shelves:
+        for shelf in stacked:
+            job = max(shelf, key=lambda job: job.seconds)
+            if job.level == len(problem.sizes) - 1 or job.items[0] in tried:
+                continue
+            used = sum([other.seconds * problem.sizes[other.level] for other in shelf])
+            waste = job.seconds * problem.sizes[plan.block_level] - used
+            if waste > most:
+                most, found = waste, job
+    return [x for x in found.items if level[x] == found.level] if found else None
+
+
+def _lay_out(problem: Problem, plan: Plan, pipeline_size: int) -> list[list[Group]]:
+    """Give every job its ranks and its microbatch: wide jobs first, each block's shelves after those around it."""
+    tree, ids = problem.tree, problem.order.tolist()
+    done = [0] * tree.num_ranks
     microbatches: list[list[Group]] = []
-    for (start, stop), bins in placement:
-        ranks = tuple(range(start, stop))
-        first = done[start]
-        while len(microbatches) < first + len(bins):
-            microbatches.append([])
-        for k, b in enumerate(bins):
-            microbatches[first + k].append(Group(ranks, tuple([order[x] for x in b])))
-        done[start:stop] = [first + len(bins)] * (stop - start)
+    ranks_of: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def put(start: int, stop: int, items: list[int]) -> None:
+        ranks = ranks_of.get((start, stop))
+        if ranks is None:
+            ranks = ranks_of[start, stop] = tuple(range(start, stop))
+        microbatches[done[start]].append(Group(ranks, tuple([ids[x] for x in items])))
+
+    for (i, j), jobs in plan.wide.items():
+        start, stop = tree.levels[i][j]
+        for job in jobs:
+            if len(microbatches) == done[start]:
+                microbatches.append([])
+            put(start, stop, job.items)
+            done[start:stop] = [done[start] + 1] * (stop - start)
+    leaf_starts = [start for start, _ in tree.levels[0]]
+    leaf_stops = [stop for _, stop in tree.levels[0]]
+    for j, stacked in enumerate(plan.shelves):
+        start, stop = tree.levels[plan.block_level][j]
+        first = j << plan.block_level
+        for shelf in _pipeline_order(stacked) if pipeline_size > 1 else stacked:
+            if len(microbatches) == done[start]:
+                microbatches.append([])
+            leaf = first
+            for job in sorted(shelf, key=lambda job: -job.level):
+                last = min(leaf + (1 << job.level), len(leaf_starts)) - 1
+                put(leaf_starts[leaf], leaf_stops[last], job.items)
+                leaf = last + 1
+            done[start:stop] = [done[start] + 1] * (stop - start)
     for groups in microbatches:
         groups.sort()
     return microbatches
+
+
+def _pipeline_order(shelves: list[Shelf]) -> list[Shelf]:
+    """Short microbatches first and last, where the pipeline fills and drains, long ones in the middle."""
+    rising = sorted(shelves, key=lambda shelf: max([job.seconds for job in shelf]))
+    return rising[::2] + rising[1::2][::-1]
+
+
+def _round_up(microbatches: list[list[Group]], multiple: int) -> None:
+    """Make the number of microbatches a multiple: split those with most to split, and leave the rest empty."""
+    while len(microbatches) % multiple:
+        k = max(range(len(microbatches)), key=lambda k: sum(len(g.sample_ids) > 1 for g in microbatches[k]))
+        halves = [(group, (len(group.sample_ids) + 1) // 2) for group in microbatches[k]]
+        microbatches[k] = [Group(group.ranks, group.sample_ids[:half]) for group, half in halves]
+        rest = [Group(group.ranks, group.sample_ids[half:]) for group, half in halves if half < len(group.sample_ids)]
+        microbatches.insert(k + 1, rest)

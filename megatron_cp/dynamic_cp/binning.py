@@ -1,0 +1,90 @@
+"""Three classical ways to spread weights over bins, each O(n log n)."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def best_fit(items: Sequence[int], sizes: Sequence[float], capacity: float) -> list[list[int]]:
+    """Pack ``items``, largest first, each into the fullest bin that still takes its size, or else into a new one."""
+    bins: list[list[int]] = []
+    rooms: list[tuple[float, int]] = []
+    for item, size in zip(items, sizes, strict=True):
+        k = bisect_left(rooms, (size, -1))
+        if k == len(rooms):
+            insort(rooms, (capacity - size, len(bins)))
+            bins.append([item])
+        else:
+            room, b = rooms.pop(k)
+            bins[b].append(item)
+            insort(rooms, (room - size, b))
+    return bins
+
+
+def least_loaded(weights: Sequence[float], loads: Sequence[float], on_last: Sequence[float] | None = None) -> list[int]:
+    """The bin of each weight: in the given order, each goes where the load would be least (ties: the first bin).
+
+    With weights in decreasing order this is Graham's longest-processing-time-first rule (1969). on_last: the weights
+    that count on the last bin, if that one is different.
+    """
+    last = len(loads) - 1
+    regular = loads if on_last is None else loads[:last]
+    heap = [(load, j) for j, load in enumerate(regular)]
+    heapq.heapify(heap)
+    chosen = []
+    if on_last is None:
+        for weight in weights:
+            load, j = heap[0]
+            heapq.heapreplace(heap, (load + weight, j))
+            chosen.append(j)
+        return chosen
+    load_of_last = loads[last]
+    for weight, other in zip(weights, on_last, strict=True):
+        load, j = heap[0]
+        if load_of_last + other < load + weight:
+            load_of_last += other
+            chosen.append(last)
+        else:
+            heapq.heapreplace(heap, (load + weight, j))
+            chosen.append(j)
+    return chosen
+
+
+def most_room(weights: Sequence[float], tokens: Sequence[int], rooms: Sequence[float], capacity: int) -> list[int]:
+    """The bin of each weight: where most room is left among the bins whose token capacity still takes it, or -1.
+
+    rooms: seconds wanted of each bin, which may be exceeded. ``tokens`` must not increase.
+    """
+    heap = [(-room, k) for k, room in enumerate(rooms)]
+    heapq.heapify(heap)
+    free = [capacity] * len(rooms)
+    full: list[tuple[int, float, int]] = []
+    chosen = []
+    for weight, need in zip(weights, tokens, strict=True):
+        # A bin that had no room for a longer sample may have it for this one.
+        while full and -full[0][0] >= need:
+            _, room, k = heapq.heappop(full)
+            heapq.heappush(heap, (room, k))
+        while heap and free[heap[0][1]] < need:
+            room, k = heapq.heappop(heap)
+            heapq.heappush(full, (-free[k], room, k))
+        if not heap:
+            chosen.append(-1)
+            continue
+        room, k = heap[0]
+        heapq.heapreplace(heap, (room + weight, k))
+        free[k] -= need
+        chosen.append(k)
+    return chosen
+
+
+def water_level(loads: Sequence[float], volume: float) -> float:
+    """The level to which ``volume`` fills columns that already stand ``loads`` high."""
+    heights = np.sort(np.asarray(loads, dtype=np.float64))
+    filled = heights * np.arange(1, len(heights) + 1) - np.cumsum(heights)
+    columns = int(np.searchsorted(filled, volume, side="right"))
+    return float((volume + heights[:columns].sum()) / columns)

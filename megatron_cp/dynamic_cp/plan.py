@@ -1,0 +1,186 @@
+"""Place jobs on the buddy tree so that every rank is busy for the same time.
+
+Ranks that meet in every microbatch (expert parallelism, a pipeline, a barrier) form a block, and a microbatch of a
+block lasts as long as its dearest group: groups of like duration share a shelf. Blocks meet only at the end of the
+step, so each block's sum counts. A dense model's block is one narrowest group; a barrier's block is all ranks.
+
+1. Samples that want several ranks are packed into jobs. Those no wider than a block are put on shelves, and topped up
+   with short samples to the shelf's height.
+2. Wider jobs and shelves go down the tree, widest first, each to the least loaded block of its level. All ranks of a
+   group then have the same history, so nobody waits before the end.
+3. Short samples fill what is left like water, each going where most time is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_cp.dynamic_cp.binning import best_fit, least_loaded, most_room, water_level
+from megatron_cp.dynamic_cp.jobs import Job, Shelf, stack, top_up, wide_jobs
+from megatron_cp.dynamic_cp.problem import Problem
+
+
+@dataclass
+class Plan:
+    """``wide[i, j]``: the jobs of block j of level i, wider than the blocks that keep step. ``shelves[j]``: of such a
+    block. ``seconds``: the slowest block's total, the pipeline's bubble included."""
+
+    block_level: int
+    shelves: list[list[Shelf]] = field(default_factory=list)
+    wide: dict[tuple[int, int], list[Job]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def build(problem: Problem, level: np.ndarray, block_level: int, limit: float, pipeline_size: int) -> Plan:
+    """A plan with every sample at its ``level`` or, where it fills a gap, on a wider group.
+
+    limit: seconds that a job should not exceed.
+    """
+    while True:
+        plan = Plan(block_level)
+        stuck = _build(problem, level, plan, limit, pipeline_size)
+        if not stuck.size:
+            return plan
+        level = level.copy()
+        level[stuck] = 1
+
+
+def _build(problem: Problem, level: np.ndarray, plan: Plan, limit: float, pipeline_size: int) -> np.ndarray:
+    """Fill in ``plan``. Returns the short samples that would stick out of every shelf: they want more ranks."""
+    tree = problem.tree
+    leaves = min(1 << plan.block_level, len(tree.levels[0]))
+    jobs = wide_jobs(problem, level, limit)
+    shelves, free = stack(problem, [job for job in jobs if job.level <= plan.block_level], leaves)
+    short = np.flatnonzero(level == 0)
+    if shelves and short.size:
+        short = top_up(problem, shelves, short)
+
+    base, highest = _place_wide(problem, plan, [job for job in jobs if job.level > plan.block_level])
+    loads = list(base)
+    plan.shelves = [[] for _ in loads]
+    for shelf, j in zip(shelves, least_loaded([shelf[0].seconds for shelf in shelves], loads), strict=True):
+        plan.shelves[j].append(shelf)
+        loads[j] += shelf[0].seconds
+        highest[j] = max(highest[j], shelf[0].seconds)
+
+    if short.size and leaves == 1 and pipeline_size == 1:
+        _fill_ranks(problem, plan, short, loads)
+    elif short.size:
+        rooms = [(shelf, number) for shelf, number in zip(shelves, free, strict=True) if number]
+        stuck = _fill_shelves(problem, plan, rooms, short, loads, highest, limit, pipeline_size)
+        if stuck.size:
+            return stuck
+    for j, stacked in enumerate(plan.shelves):
+        heights = [max([job.seconds for job in shelf]) for shelf in stacked]
+        bubble = (pipeline_size - 1) * max([highest[j], *heights]) if pipeline_size > 1 else 0.0
+        plan.seconds = max(plan.seconds, base[j] + sum(heights) + bubble)
+    return short[:0]
+
+
+def _place_wide(problem: Problem, plan: Plan, jobs: list[Job]) -> tuple[list[float], list[float]]:
+    """Step 2 for jobs wider than a block. Returns each block's load and its longest job, in seconds."""
+    tree = problem.tree
+    loads, highest = [0.0], [0.0]
+    for i in range(len(tree.levels) - 1, plan.block_level - 1, -1):
+        count = len(tree.levels[i])
+        if count > len(loads):
+            loads = [loads[j // 2] for j in range(count)]
+            highest = [highest[j // 2] for j in range(count)]
+        here = [job for job in jobs if job.level == i]
+        if not here:
+            continue
+        on_tail = None
+        if tree.tail_size(i) != tree.size(i):
+            on_tail = [problem.seconds_on(tree.tail_size(i), job.items) for job in here]
+        for k, j in enumerate(least_loaded([job.seconds for job in here], loads, on_tail)):
+            if on_tail and j == count - 1:
+                here[k].seconds = on_tail[k]
+            plan.wide.setdefault((i, j), []).append(here[k])
+            loads[j] += here[k].seconds
+            highest[j] = max(highest[j], here[k].seconds)
+    return loads, highest
+
+
+def _fill_ranks(problem: Problem, plan: Plan, short: np.ndarray, loads: list[float]) -> None:
+    """Step 3 where nobody keeps step: level the sums, then pack each rank's samples into as few jobs as they need."""
+    capacity, tokens = problem.max_tokens, problem.tokens[0].tolist()
+    # Packed samples share what a microbatch costs whatever it holds.
+    share = np.minimum(1.0, problem.tokens[0, short] / capacity)
+    weights = problem.seconds[0, short] - problem.costs[0].fixed * (1.0 - share)
+    contents: list[list[int]] = [[] for _ in loads]
+    for x, j in zip(short.tolist(), least_loaded(weights.tolist(), loads), strict=True):
+        contents[j].append(x)
+    for j, items in enumerate(contents):
+        needs = [tokens[x] for x in items]
+        bins = [items] if sum(needs) <= capacity else best_fit(items, needs, capacity)
+        plan.shelves[j] += [[Job(problem, 0, packed)] for packed in bins if packed]
+
+
+def _fill_shelves(
+    problem: Problem,
+    plan: Plan,
+    rooms: list[tuple[Shelf, int]],
+    short: np.ndarray,
+    loads: list[float],
+    highest: list[float],
+    limit: float,
+    pipeline_size: int,
+) -> np.ndarray:
+    """Step 3 on shelves: level the blocks with new shelves, then give each sample to the job that lacks most.
+
+    rooms: shelves with free narrowest blocks, and how many. Returns the samples longer than any shelf is high.
+    """
+    leaves = min(1 << plan.block_level, len(problem.tree.levels[0]))
+    fixed, capacity = problem.costs[0].fixed, problem.max_tokens
+    work, tokens = problem.seconds[0, short] - fixed, problem.tokens[0, short]
+    volume = float(work.sum())
+    full = volume / float(tokens.sum()) * capacity  # seconds of work that an average full job holds
+
+    wanted: list[float] = []
+    owners: list[Shelf] = []
+    for shelf, number in rooms:
+        wanted += [shelf[0].seconds - fixed] * number
+        owners += [shelf] * number
+        volume -= number * min(shelf[0].seconds - fixed, full)
+    height = max(min(limit - fixed, 0.995 * full), 0.02 * full)
+    if volume > 0 or not owners:
+        taken = [a + (pipeline_size - 1) * max(b, height) for a, b in zip(loads, highest, strict=True)]
+        level = water_level(taken, max(volume, 0.0) / leaves * (1 + fixed / height))
+        for j, load in enumerate(taken):
+            count = math.ceil((level - load) / (height + fixed) - 1e-6)
+            if count <= 0 or (level - load) / count < 1.5 * fixed:
+                continue
+            for _ in range(count):
+                plan.shelves[j].append([])
+                owners += [plan.shelves[j][-1]] * leaves
+            wanted += [(level - load) / count - fixed] * (count * leaves)
+    if len(problem.sizes) > 1:
+        tall = work > 1.02 * max(wanted, default=0.0)
+        stuck = short[tall & (problem.seconds[1, short] < problem.seconds[0, short])]
+        if stuck.size:
+            return stuck
+
+    contents: list[list[int]] = [[] for _ in owners]
+    left: list[int] = []
+    for x, k in zip(short.tolist(), most_room(work.tolist(), tokens.tolist(), wanted, capacity), strict=True):
+        (contents[k] if k >= 0 else left).append(x)
+    if left:  # the jobs' tokens did not suffice: one more microbatch, or a few, for the least loaded block
+        extra = best_fit(left, problem.tokens[0, left].tolist(), capacity)
+        stacked = plan.shelves[loads.index(min(loads))]
+        for k in range(0, len(extra), leaves):
+            stacked.append([])
+            owners += [stacked[-1]] * len(extra[k : k + leaves])
+        contents += extra
+    for shelf, items in zip(owners, contents, strict=True):
+        if items:
+            shelf.append(Job(problem, 0, items))
+    # New shelves of a block have the same target; sorted, each holds jobs of the most similar durations.
+    for j, stacked in enumerate(plan.shelves):
+        mixed = [shelf for shelf in stacked if any(job.level for job in shelf)]
+        plain = [job for shelf in stacked if not any(job.level for job in shelf) for job in shelf]
+        plain.sort(key=lambda job: -job.seconds)
+        plan.shelves[j] = mixed + [plain[k : k + leaves] for k in range(0, len(plain), leaves)]
+    return short[:0]

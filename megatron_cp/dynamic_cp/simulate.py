@@ -1,0 +1,144 @@
+"""How long a schedule takes under a cost model: a simulated optimizer step, rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_cp.dynamic_cp.cost import CostModel
+from megatron_cp.dynamic_cp.types import Group, Schedule
+
+
+@dataclass(frozen=True)
+class Span:
+    """One group's microbatch on the clock, in seconds from the start of the step."""
+
+    microbatch: int
+    group: Group
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """A simulated step. ``seconds`` is when the slowest rank is done; ``spans`` are in order of microbatch.
+
+    With pipeline stages ``seconds`` includes the bubble and is multiplied by the number of stages, so that it compares
+    with the same work on a pipeline of one; ``spans`` then show the microbatches without the pipeline.
+    ``imbalance`` is seconds * ranks / bare work (no communication, no overhead): 1.0 is perfect.
+    """
+
+    seconds: float
+    imbalance: float
+    spans: list[Span]
+
+
+def _merge(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join intervals that overlap; the result is sorted and disjoint."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(intervals):
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _keeping_step(groups: Sequence[Group], num_ranks: int, sync_ranks: int) -> list[tuple[int, int]]:
+    """Blocks of ranks that run a microbatch together: groups, joined by the domains of ``sync_ranks`` they touch."""
+    spans = [(group.ranks[0], group.ranks[-1] + 1) for group in groups]
+    if sync_ranks > 1:
+        domains = {rank // sync_ranks for start, stop in spans for rank in range(start, stop, 1)}
+        spans += [(d * sync_ranks, min((d + 1) * sync_ranks, num_ranks)) for d in domains]
+    return _merge(spans)
+
+
+def simulate(
+    schedule: Schedule,
+    lengths: Sequence[int] | np.ndarray,
+    cost: CostModel,
+    *,
+    sync_ranks: int = 1,
+    pipeline_size: int = 1,
+) -> Step:
+    """Run ``schedule`` on the clock.
+
+    A group starts when its last member is free; with ``sync_ranks`` the ranks of a domain (aligned blocks of that
+    many) also start and finish each microbatch together. With ``pipeline_size`` > 1 every rank stands for a pipeline
+    that runs one forward, one backward (1F1B), a backward taking twice a forward.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    ideal = cost.ideal_seconds(sizes) / schedule.num_ranks
+    free = np.zeros(schedule.num_ranks)
+    spans: list[Span] = []
+    blocks, durations = [], []
+    for k, groups in enumerate(schedule.microbatches):
+        seconds = {group.ranks[0]: cost.seconds(sizes[list(group.sample_ids)], group.cp_size) for group in groups}
+        together = _keeping_step(groups, schedule.num_ranks, sync_ranks)
+        starts, lasts = [], []
+        todo = sorted(groups)
+        position = 0
+        for first, stop in together:
+            start, last = float(free[first:stop].max()), 0.0
+            while position < len(todo) and todo[position].ranks[0] < stop:
+                duration = seconds[todo[position].ranks[0]]
+                spans.append(Span(k, todo[position], start, start + duration))
+                last = max(last, duration)
+                position += 1
+            free[first:stop] = start + last
+            starts.append((first, stop))
+            lasts.append(last)
+        blocks.append(starts)
+        durations.append(lasts)
+    if pipeline_size == 1:
+        total = float(free.max())
+    else:
+        total = _one_forward_one_backward(blocks, durations, schedule.num_ranks, pipeline_size)
+    return Step(total, total / ideal if ideal else 1.0, spans)
+
+
+def _one_forward_one_backward(
+    blocks: list[list[tuple[int, int]]], durations: list[list[float]], num_ranks: int, stages: int
+) -> float:
+    """Makespan of 1F1B, times the number of stages. ``blocks[k]`` run microbatch k together for ``durations[k]``."""
+    count = len(blocks)
+    edges, pieces = [], []  # per microbatch: a partition of all ranks, and the seconds of each piece
+    for spans, seconds in zip(blocks, durations, strict=True):
+        first, lasts, at = [], [], 0
+        for (start, stop), duration in zip(spans, seconds, strict=True):
+            first += [*range(at, start), start]
+            lasts += [0.0] * (start - at) + [duration]
+            at = stop
+        first += list(range(at, num_ranks))
+        lasts += [0.0] * (num_ranks - at)
+        edges.append(np.array(first))
+        pieces.append(np.array(lasts))
+
+    def run(k: int, ready: np.ndarray, share: float) -> np.ndarray:
+        ends = np.maximum.reduceat(ready, edges[k]) + pieces[k] * share
+        return np.repeat(ends, np.diff(np.append(edges[k], num_ranks)))
+
+    programs = []
+    for stage in range(stages):
+        warm_up = min(stages - 1 - stage, count)
+        steady = [(kind, k + warm_up if kind == "F" else k) for k in range(count - warm_up) for kind in "FB"]
+        programs.append([("F", k) for k in range(warm_up)] + steady + [("B", k) for k in range(count - warm_up, count)])
+    done: dict[tuple[str, int, int], np.ndarray] = {}
+    free = [np.zeros(num_ranks) for _ in range(stages)]
+    position = [0] * stages
+    while any(position[stage] < len(programs[stage]) for stage in range(stages)):
+        for stage in range(stages):
+            while position[stage] < len(programs[stage]):
+                kind, k = programs[stage][position[stage]]
+                if kind == "F":
+                    before = done.get(("F", k, stage - 1)) if stage else free[stage]
+                else:
+                    before = done.get(("B", k, stage + 1)) if stage < stages - 1 else done[("F", k, stage)]
+                if before is None:
+                    break
+                free[stage] = run(k, np.maximum(before, free[stage]), (1 / 3 if kind == "F" else 2 / 3))
+                done[(kind, k, stage)] = free[stage]
+                position[stage] += 1
+    return float(max(ends.max() for ends in free))
