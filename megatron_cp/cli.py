@@ -203,7 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-cp: {what}{error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
     except RuntimeFault as fault:
-        print(f"megatron-cp: {fault}", file=sys.stderr)
+        if not fault.on_all_ranks or os.environ.get("RANK", "0") == "0":
+            print(f"megatron-cp: {fault}", file=sys.stderr)
         return EXIT_RUNTIME
     except SystemExit as stop:  # argparse
         return stop.code if isinstance(stop.code, int) else EXIT_CONFIG

@@ -44,7 +44,14 @@ class ConfigError(ValueError, AssertionError):
 
 
 class RuntimeFault(RuntimeError):
-    """A running job cannot go on; the message names the rank, the step and what to do."""
+    """A running job cannot go on; the message names the rank, the step and what to do.
+
+    ``on_all_ranks``: every rank raises the same one, so that one of them is enough to say it.
+    """
+
+    def __init__(self, message: str, *, on_all_ranks: bool = False) -> None:
+        super().__init__(message)
+        self.on_all_ranks = on_all_ranks
 
 
 class DataError(ValueError):

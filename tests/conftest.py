@@ -5,4 +5,4 @@ import os
 # Ranks are forked from this process: one thread each, as many processes as cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import megatron_cp  # noqa: E402, F401 - before any test module imports megatron.core
+import megatron_cp  # noqa: F401 - before any test module imports megatron.core

@@ -21,7 +21,7 @@ from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_cp.errors import RuntimeFault
+from megatron_cp.errors import ConfigError, RuntimeFault
 from megatron_cp.training.setup import Progress, Run
 
 FORMAT = 1
@@ -62,7 +62,7 @@ def latest_iteration(root: str | Path) -> int | None:
     """The newest complete checkpoint's iteration, ``None`` if there is none.
 
     Raises:
-        RuntimeFault: the file that names it cannot be read.
+        ConfigError: the file that names it cannot be read.
     """
     path = Path(root) / LATEST
     if not path.exists():
@@ -70,7 +70,7 @@ def latest_iteration(root: str | Path) -> int | None:
     try:
         return int(path.read_text().strip())
     except (OSError, ValueError) as error:
-        raise RuntimeFault(
+        raise ConfigError(
             f"{path} does not hold an iteration number ({error}). Write the number of one of the iter_* folders beside "
             "it into it, or give another checkpoint.load."
         ) from error
@@ -180,14 +180,13 @@ def _restore_rng(state: dict[str, Any]) -> None:
 
 
 def _read_common(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise RuntimeFault(f"there is no checkpoint {folder}; see the iter_* folders beside it")
     with _reported_on_all_ranks(f"checkpoint {folder} cannot be read"):
         common = dist_checkpointing.load_common_state_dict(str(folder))
         version = common["format"]
     if version > FORMAT:
         raise RuntimeFault(
-            f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}: upgrade megatron_cp"
+            f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}: upgrade megatron_cp",
+            on_all_ranks=True,
         )
     return common
 
@@ -202,7 +201,8 @@ def _check_same_model(run: Run, common: dict[str, Any], folder: Path) -> None:
     if different:
         raise RuntimeFault(
             f"checkpoint {folder} is of another model: {'; '.join(different)}. Use the checkpoint's values (its "
-            "config.yaml has them), or another checkpoint.load and checkpoint.save."
+            "config.yaml has them), or another checkpoint.load and checkpoint.save.",
+            on_all_ranks=True,
         )
 
 
@@ -254,7 +254,7 @@ def _reported_on_all_ranks(what: str) -> Any:
     dist.all_gather_object(reports, failure)
     failures = [report for report in reports if report]
     if failures:
-        raise RuntimeFault(f"{what}. {'; '.join(failures[:4])}")
+        raise RuntimeFault(f"{what}. {'; '.join(failures[:4])}", on_all_ranks=True)
 
 
 def _describe(error: BaseException) -> str:

@@ -11,11 +11,12 @@ import torch.distributed as dist
 import yaml
 
 from megatron_cp.config import RunConfig
-from megatron_cp.data.datasets import Datasets, build_datasets
+from megatron_cp.data.datasets import Datasets, build_datasets, parse_blend
+from megatron_cp.data.indexed import open_indexed
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_cp.errors import RuntimeFault
+from megatron_cp.errors import ConfigError, DataError, RuntimeFault
 from megatron_cp.parallel.device import start_distributed, stop_distributed
-from megatron_cp.training.checkpoint import latest_iteration, load_checkpoint
+from megatron_cp.training.checkpoint import checkpoint_folder, latest_iteration, load_checkpoint
 from megatron_cp.training.loop import Outcome, train
 from megatron_cp.training.metrics import Reporter, logger, start_logging, wants_live_line
 from megatron_cp.training.setup import Run, setup
@@ -25,18 +26,23 @@ def run(config: RunConfig) -> int:
     """Train as configured; returns the process's exit code.
 
     Raises:
+        ConfigError, DataError: a file that the run needs is missing or unusable; no process group exists yet.
         RuntimeFault: the run cannot go on; the message says where and what to do.
-        DataError: a data file or a tokenizer is at fault.
     """
     rank = int(os.environ.get("RANK", "0"))
     start_logging(rank, wants_live_line(config))
     os.environ.update(config.env_vars)
     # What needs no other rank is read first: a missing file ends the run before any process group exists.
     tokenizer = build_tokenizer(config.tokenizer)
+    if config.dataset.kind == "indexed":
+        for prefix in parse_blend(config.dataset.data_path)[0]:
+            open_indexed(prefix)
     iteration = find_checkpoint(config)
     start_distributed(config)
     try:
         return _run(config, tokenizer, iteration).exit_code
+    except DataError as error:
+        raise RuntimeFault(str(error), on_all_ranks=True) from error
     finally:
         stop_distributed()
 
@@ -45,16 +51,21 @@ def find_checkpoint(config: RunConfig) -> int | None:
     """The iteration to resume from, ``None`` to start fresh.
 
     Raises:
-        RuntimeFault: a checkpoint was asked for and is not there.
+        ConfigError: a checkpoint was asked for and is not there.
     """
     wanted = config.checkpoint
     root = wanted.pretrained_checkpoint if wanted.finetune and wanted.pretrained_checkpoint else wanted.load
     assert root is not None  # finalized
     iteration = wanted.ckpt_step if wanted.ckpt_step is not None else latest_iteration(root)
     if iteration is None and (wanted.exit_on_missing_checkpoint or wanted.load != wanted.save or wanted.finetune):
-        raise RuntimeFault(
+        raise ConfigError(
             f"there is no checkpoint in {root} to load (no latest_checkpointed_iteration.txt). Check checkpoint.load, "
             "or leave it out to start fresh."
+        )
+    if iteration is not None and not checkpoint_folder(root, iteration).is_dir():
+        raise ConfigError(
+            f"there is no checkpoint {checkpoint_folder(root, iteration)}; choose one of the iter_* folders beside it "
+            "with checkpoint.ckpt_step"
         )
     return iteration
 

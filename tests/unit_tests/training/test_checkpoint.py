@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cp.errors import RuntimeFault
+from megatron_cp.errors import ConfigError, RuntimeFault
 from megatron_cp.training.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from megatron_cp.training.step import train_step
 from tests.ranks import RanksFailed, run_ranks
@@ -98,7 +98,7 @@ def test_unreadable_checkpoints_say_so(tmp_path: Path, damage: str) -> None:
 
 def test_an_unreadable_tracker_says_so(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
-    with pytest.raises(RuntimeFault, match="does not hold an iteration number"):
+    with pytest.raises(ConfigError, match="does not hold an iteration number"):
         latest_iteration(tmp_path)
 
 

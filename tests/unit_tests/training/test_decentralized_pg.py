@@ -60,9 +60,7 @@ def members(config: RunConfig) -> dict[str, list[int] | None]:
 
 def both_kinds(cases: list[dict[str, Any]]) -> list[tuple[dict, dict]]:
     """MPU and decentralized groups of several configurations, one after the other in the same process."""
-    return [
-        (members(config_of(**case)), members(config_of(**case, dist__use_decentralized_pg=True))) for case in cases
-    ]
+    return [(members(config_of(**case)), members(config_of(**case, dist__use_decentralized_pg=True))) for case in cases]
 
 
 FOUR_RANKS = [

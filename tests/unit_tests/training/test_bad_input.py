@@ -1,0 +1,99 @@
+"""What a person gets wrong: one clear message and the documented exit code, never a traceback."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cp.cli import main
+from tests.ranks import run_ranks
+
+TINY = [
+    "train",
+    "--recipe",
+    "llama_tiny_p2p_pretrain_config",
+    "dataset.kind=mock",
+    "dataset.seq_length=32",
+    "model.num_layers=1",
+    "model.context_parallel_size=2",
+    "train.train_iters=1",
+    "train.global_batch_size=2",
+    "train.micro_batch_size=1",
+    "logger.progress=none",
+    "logger.tensorboard=false",
+]
+
+
+def run_cli(folder: str, arguments: list[str]) -> tuple[int, str]:
+    """Exit code and standard error of one rank."""
+    path = Path(folder) / f"stderr{os.environ['RANK']}"
+    sys.stderr = path.open("w", buffering=1)
+    code = main([*TINY, f"checkpoint.save={folder}/run", *arguments])
+    return code, path.read_text()
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
+    port = iter(range(29900 + os.getpid() % 500 * 20, 65000))
+
+    def call(*arguments: str, ranks: int = 2) -> tuple[int, str]:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(next(port)))
+        results = run_ranks(run_cli, ranks, str(tmp_path), list(arguments))
+        assert len({code for code, _ in results}) == 1, results
+        text = "".join(text for _, text in results)
+        assert "Traceback" not in text, text
+        return results[0][0], text
+
+    return call
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.name.startswith("stderr"))
+
+
+def test_a_good_run_ends_with_zero_and_can_be_repeated(cli: Any, tmp_path: Path) -> None:
+    code, text = cli()
+    assert code == 0 and "CONTEXT_PARALLEL_GROUP [[0,1]]" in text and "saved checkpoint" in text, text
+    assert {"run/config.yaml", "run/metrics.jsonl", "run/latest_checkpointed_iteration.txt"} <= set(files(tmp_path))
+    code, text = cli()
+    assert code == 0 and "nothing to do: already at iteration 1" in text, text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dataset.kind=indexed", "dataset.data_path=/nowhere/corpus"], "/nowhere/corpus"),
+        (["dataset.kind=indexed"], "dataset.data_path: dataset.kind=indexed needs the prefix"),
+        (["tokenizer.tokenizer_type=HuggingFaceTokenizer", "tokenizer.tokenizer_model=/nowhere"], "/nowhere"),
+        (["checkpoint.load=/nowhere"], "there is no checkpoint in /nowhere"),
+        (["model.tensor_model_parallel_size=4"], "world size"),
+        (["model.context_parallel_size=abc"], "model.context_parallel_size"),
+        (["dataset.seq_length=31"], "Sequence length must be divisible by 2 * context parallel size"),
+        (["model.cp_comm_type=a2a+p2p"], "hierarchical_context_parallel_sizes"),
+    ],
+)
+def test_configuration_errors_end_with_two_before_anything_is_written(
+    cli: Any, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    code, text = cli(*arguments)
+    assert code == 2 and message in text, (code, text)
+    assert files(tmp_path) == []
+
+
+def test_another_models_checkpoint_ends_with_one(cli: Any, tmp_path: Path) -> None:
+    assert cli()[0] == 0
+    before = files(tmp_path)
+    code, text = cli("model.hidden_size=64", "train.train_iters=2")
+    assert code == 1 and text.count("model.hidden_size is 64 here and 128 in the checkpoint") == 1, (code, text)
+    assert files(tmp_path) == before
+
+
+def test_a_checkpoint_that_is_gone_ends_with_two(cli: Any, tmp_path: Path) -> None:
+    assert cli()[0] == 0
+    (tmp_path / "run" / "iter_0000001").rename(tmp_path / "run" / "elsewhere")
+    code, text = cli()
+    assert code == 2 and "there is no checkpoint" in text and "iter_0000001" in text, (code, text)
