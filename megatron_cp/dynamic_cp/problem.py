@@ -56,6 +56,29 @@ class Problem:
         return self.cost.ideal_seconds(self.lengths) / self.tree.num_ranks
 
 
+def check_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The lengths as int64 [n]. Raises ValueError for anything but positive whole numbers."""
+    ids = np.asarray(lengths)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"lengths: must be one list of whole numbers, got shape {ids.shape} of {ids.dtype}")
+    if ids.size and ids.min() < 1:
+        worst = int(ids.argmin())
+        raise ValueError(f"sample {worst} has length {ids[worst]}: a sample must have at least one token")
+    return ids.astype(np.int64)
+
+
+def does_not_fit(
+    what: str, length: int, num_ranks: int, max_seqlen_per_rank: int, sequence_parallel_size: int
+) -> ValueError:
+    """The error for a sample that ``num_ranks`` ranks cannot hold in one microbatch."""
+    padded = padded_length(length, num_ranks, sequence_parallel_size)
+    return ValueError(
+        f"{what} of {length} tokens does not fit: {num_ranks} ranks of max_seqlen_per_rank={max_seqlen_per_rank} hold "
+        f"{num_ranks * max_seqlen_per_rank} tokens and it takes {padded} with padding. Set max_seqlen_per_rank to at "
+        f"least {padded // num_ranks}, use more ranks, or cut the sample"
+    )
+
+
 def make_problem(
     lengths: Sequence[int] | np.ndarray,
     num_ranks: int,
@@ -70,13 +93,7 @@ def make_problem(
     if sequence_parallel_size < 1:
         raise ValueError(f"sequence_parallel_size={sequence_parallel_size}: must be at least 1")
     tree = buddy_tree(num_ranks, min_cp_size)
-    ids = np.asarray(lengths)
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise ValueError(f"lengths: must be one list of whole numbers, got shape {ids.shape} of {ids.dtype}")
-    ids = ids.astype(np.int64)
-    if ids.size and ids.min() < 1:
-        worst = int(ids.argmin())
-        raise ValueError(f"sample {worst} has length {ids[worst]}: a sample must have at least one token")
+    ids = check_lengths(lengths)
     order = np.argsort(-ids, kind="stable")
     s = ids[order]
     sizes = tuple(tree.size(level) for level in range(len(tree.levels)))
@@ -85,11 +102,8 @@ def make_problem(
     seconds = np.stack([cost.sample_seconds(s, size) for size in sizes])
     seconds[tokens > max_seqlen_per_rank] = np.inf
     if s.size and not np.isfinite(seconds[-1, 0]):
-        needed = padded_length(int(s[0]), num_ranks, sequence_parallel_size) // num_ranks
-        raise ValueError(
-            f"sample {order[0]} of {s[0]} tokens does not fit: {num_ranks} ranks of max_seqlen_per_rank="
-            f"{max_seqlen_per_rank} hold {num_ranks * max_seqlen_per_rank} tokens, padding included. "
-            f"Set max_seqlen_per_rank to at least {needed}, use more ranks, or cut the sample"
+        raise does_not_fit(
+            f"sample {order[0]}", int(s[0]), num_ranks, max_seqlen_per_rank, sequence_parallel_size
         )
     costs = tuple(cost.for_size(size) for size in sizes)
     return Problem(

@@ -88,25 +88,29 @@ def _search(problem: Problem, block_level: int, pipeline_size: int) -> Plan:
     keeps_step = block_level > 0
     limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
     candidates = limits[: max(2, budget // 2)] if keeps_step else limits[: max(1, min(3, budget))]
-    best: tuple[float, float, np.ndarray, Plan] | None = None
-    for limit in candidates:
+    plans = [(limit, block_level) for limit in candidates]
+    if budget > len(candidates):
+        # Ranks may keep step where they need not: with few samples that is sometimes better packed.
+        plans += [(limits[0], i) for i in {min(block_level + 3, len(problem.sizes) - 1), len(problem.sizes) - 1}]
+    best: tuple[float, tuple[float, int], np.ndarray, Plan] | None = None
+    for limit, i in dict.fromkeys(plans):
         level = problem.levels_under(limit)
-        plan = build(problem, level, block_level, limit, pipeline_size)
+        plan = build(problem, level, i, limit, pipeline_size)
         if best is None or plan.seconds < best[0]:
-            best = (plan.seconds, limit, level, plan)
+            best = (plan.seconds, (limit, i), level, plan)
     assert best is not None
     tried: set[int] = set()
-    for _ in range(budget - len(candidates) if keeps_step else 0):
-        _, limit, level, plan = best
+    for _ in range(budget - len(plans) if keeps_step else 0):
+        _, (limit, i), level, plan = best
         tallest = _job_that_wastes_most(problem, plan, level, tried)
         if tallest is None:
             break
         tried.update(tallest)
         level = level.copy()
         level[tallest] += 1
-        plan = build(problem, level, block_level, limit, pipeline_size)
+        plan = build(problem, level, i, limit, pipeline_size)
         if plan.seconds < best[0]:
-            best = (plan.seconds, limit, level, plan)
+            best = (plan.seconds, (limit, i), level, plan)
     return best[3]
 
 

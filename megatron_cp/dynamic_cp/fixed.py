@@ -1,0 +1,98 @@
+"""Packing with one CP size for all samples: what training does without dynamic CP, and the baseline to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_cp.dynamic_cp.binning import most_room
+from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
+from megatron_cp.dynamic_cp.problem import check_lengths, does_not_fit
+from megatron_cp.dynamic_cp.types import Group, Schedule, padded_length
+
+
+def smallest_cp_size(longest: int, num_ranks: int, max_seqlen_per_rank: int, sequence_parallel_size: int = 1) -> int:
+    """The smallest divisor of ``num_ranks`` whose ranks hold a sample of ``longest`` tokens in one microbatch."""
+    for size in range(1, num_ranks + 1):
+        if num_ranks % size == 0 and padded_length(longest, size, sequence_parallel_size) <= size * max_seqlen_per_rank:
+            return size
+    raise does_not_fit("the longest sample", longest, num_ranks, max_seqlen_per_rank, sequence_parallel_size)
+
+
+def schedule_fixed_cp(
+    lengths: Sequence[int] | np.ndarray,
+    num_ranks: int,
+    max_seqlen_per_rank: int,
+    *,
+    cp_size: int | None = None,
+    balanced: bool = True,
+    cost: CostModel | None = None,
+    microbatch_multiple: int = 1,
+    sequence_parallel_size: int = 1,
+) -> Schedule:
+    """Pack all samples into microbatches of one CP size.
+
+    cp_size: must divide ``num_ranks``; the smallest that holds the longest sample if None.
+    balanced: True levels the seconds of all microbatches ("dp_balanced") and puts like beside like; False packs
+        samples in the given order until a microbatch is full, as a plain packed data set does.
+    The other arguments and the errors are those of :func:`megatron_cp.dynamic_cp.schedule`.
+    """
+    cost = cost or DEFAULT_COST
+    ids = check_lengths(lengths)
+    if not ids.size:
+        return Schedule(num_ranks, max_seqlen_per_rank, [], sequence_parallel_size)
+    longest = int(ids.max())
+    if cp_size is None:
+        cp_size = smallest_cp_size(longest, num_ranks, max_seqlen_per_rank, sequence_parallel_size)
+    if cp_size < 1 or num_ranks % cp_size:
+        raise ValueError(f"cp_size={cp_size}: must divide the number of ranks ({num_ranks})")
+    unit = 2 * sequence_parallel_size
+    tokens = -(-ids // (cp_size * unit)) * unit
+    if int(tokens.max()) > max_seqlen_per_rank:
+        raise does_not_fit(f"sample {ids.argmax()}", longest, cp_size, max_seqlen_per_rank, sequence_parallel_size)
+    replicas = num_ranks // cp_size
+    step = replicas * microbatch_multiple
+    bins = (
+        _level(ids, tokens, cost, cp_size, max_seqlen_per_rank, step)
+        if balanced
+        else _in_order(tokens.tolist(), max_seqlen_per_rank)
+    )
+    blocks = [tuple(range(k * cp_size, (k + 1) * cp_size)) for k in range(replicas)]
+    count = -(-len(bins) // step) * microbatch_multiple
+    microbatches = [
+        [Group(ranks, tuple(b)) for ranks, b in zip(blocks, bins[k * replicas : (k + 1) * replicas], strict=False) if b]
+        for k in range(count)
+    ]
+    return Schedule(num_ranks, max_seqlen_per_rank, microbatches, sequence_parallel_size)
+
+
+def _in_order(tokens: list[int], capacity: int) -> list[list[int]]:
+    """Next fit: close a bin when the next sample does not fit."""
+    bins: list[list[int]] = []
+    used = capacity
+    for x, need in enumerate(tokens):
+        if used + need > capacity:
+            bins.append([])
+            used = 0
+        bins[-1].append(x)
+        used += need
+    return bins
+
+
+def _level(
+    ids: np.ndarray, tokens: np.ndarray, cost: CostModel, cp_size: int, capacity: int, step: int
+) -> list[list[int]]:
+    """As few bins as will do, a multiple of ``step``, with like seconds, the dearest first."""
+    order = np.argsort(-ids, kind="stable")
+    work = cost.sample_seconds(ids, cp_size) - cost.for_size(cp_size).fixed
+    count = max(1, -(-int(tokens.sum()) // (capacity * step))) * step
+    while True:
+        chosen = most_room(work[order].tolist(), tokens[order].tolist(), [0.0] * count, capacity)
+        if -1 not in chosen:
+            break
+        count += step
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for x, k in zip(order.tolist(), chosen, strict=True):
+        bins[k].append(x)
+    return sorted(bins, key=lambda b: -sum(work[b]))
