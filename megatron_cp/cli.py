@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_cp.config import RunConfig
-from megatron_cp.errors import ConfigError, DataError, RuntimeFault, format_violations
+from megatron_cp.errors import ConfigError, DataError, RuntimeFault, Violation, format_violations
 from megatron_cp.parallel.layout import group_lines, layout_of
 from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
 from megatron_cp.rules import Environment, check, check_or_raise, resolve_auto
 from megatron_cp.rules.explain import explain
 
-EXIT_OK, EXIT_RUNTIME, EXIT_CONFIG = 0, 1, 2
+EXIT_OK, EXIT_RUNTIME, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 _SECONDS_TO_SPEAK = 3.0
 
 # Short and long flag (Bridge's), type, the setting it stands for.
@@ -85,7 +85,7 @@ def _train(argv: Sequence[str]) -> int:
         return _report(config, args)
     if args.environment or args.world_size is not None:
         parser.error("--environment and --world-size are for --dry-run; a run has the ones it is started with")
-    environment, world_size = Environment.detect(), int(os.environ.get("WORLD_SIZE", "1"))
+    environment, world_size = Environment.detect(), _launched_ranks() or 1
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
     warnings = check_or_raise(config, world_size, args.gpus_per_node, environment)
     if _is_first_rank():
@@ -130,12 +130,21 @@ def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def _launched_ranks() -> int | None:
+    """The number of ranks that the launcher started; None without one."""
+    text = os.environ.get("WORLD_SIZE")
+    if text is not None and not text.isdigit():
+        raise ConfigError([Violation("K4", "error", "WORLD_SIZE", f"the variable must be a number, got '{text}'")])
+    return None if text is None else int(text)
+
+
 def _world_size(args: argparse.Namespace, config: RunConfig) -> int:
     """Ranks to check for: as asked, else as launched, else as the recipe says, else as few as its layout needs."""
     if args.world_size is not None:
         return args.world_size
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+    launched = _launched_ranks()
+    if launched is not None:
+        return launched
     m = config.model
     smallest = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
     return config.recipe_world_size or max(1, smallest)
@@ -203,9 +212,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-cp: {what}{error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
     except RuntimeFault as fault:
-        if not fault.on_all_ranks or os.environ.get("RANK", "0") == "0":
-            print(f"megatron-cp: {fault}", file=sys.stderr)
+        if fault.on_all_ranks and not _is_first_rank():
+            time.sleep(_SECONDS_TO_SPEAK)
+        else:
+            print(f"megatron-cp: {fault}", file=sys.stderr, flush=True)
         return EXIT_RUNTIME
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except SystemExit as stop:  # argparse
         return stop.code if isinstance(stop.code, int) else EXIT_CONFIG
     except BrokenPipeError:  # the reader (head, less) went away

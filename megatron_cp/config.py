@@ -85,8 +85,10 @@ class ModelConfig:
     moe_router_topk: int = 2
     moe_ffn_hidden_size: int | None = None
     moe_aux_loss_coeff: float = 0.0
-    moe_router_load_balancing_type: str = "aux_loss"
-    moe_token_dispatcher_type: str = "alltoall"
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] = (
+        "aux_loss"
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     moe_grouped_gemm: bool = False
 
     # Parallel layout.

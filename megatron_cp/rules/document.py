@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_cp.rules import RULES, Rule
-from megatron_cp.rules.elsewhere import ELSEWHERE, KINDS, SILENT_UPSTREAM
+from megatron_cp.rules.elsewhere import ELSEWHERE, GUARDS, KINDS, SILENT_UPSTREAM
 from megatron_cp.rules.explain import EXAMPLE_RECIPE, example_command
 from megatron_cp.rules.rule import SECTIONS, order
 
@@ -46,6 +46,11 @@ def _rule_row(rule: Rule) -> list[str]:
     return [rule.id, rule.severity, rule.title, rule.why, silent, f"`{arguments}`"]
 
 
+def _elsewhere_row(id: str) -> list[str]:
+    guard = f"`{GUARDS[id]}`" if id in GUARDS else ""
+    return [id, ELSEWHERE[id].title, ELSEWHERE[id].what, "silent" if id in SILENT_UPSTREAM else "", guard]
+
+
 def document() -> str:
     """The whole page."""
     lines = [_HEAD]
@@ -58,8 +63,7 @@ def document() -> str:
     for kind, title in KINDS.items():
         ids = [id for id in sorted(ELSEWHERE, key=order) if ELSEWHERE[id].kind == kind]
         lines.append(f"### {title}\n")
-        rows = ([id, ELSEWHERE[id].title, ELSEWHERE[id].what, "silent" if id in SILENT_UPSTREAM else ""] for id in ids)
-        lines += _table(["id", "constraint", "what happens", "upstream"], rows)
+        lines += _table(["id", "constraint", "what happens", "upstream", "test"], map(_elsewhere_row, ids))
         lines.append("")
     return "\n".join(lines)
 

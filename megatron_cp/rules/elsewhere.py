@@ -29,7 +29,7 @@ KINDS = {
     "not offered": "About something that is not offered",
 }
 
-# Where upstream goes on silently: training runs, and the model is wrong. Rules or not, none of these may come back.
+# Where upstream goes on silently: training runs, and the model is wrong. None of these may come back.
 # fmt: off
 SILENT_UPSTREAM = frozenset([
     "A11", "A13",
@@ -43,6 +43,37 @@ SILENT_UPSTREAM = frozenset([
     "K1",
 ])
 # fmt: on
+
+# Constraint -> the test below tests/unit_tests that fails if it is broken. Rules of the table are tested by their own
+# examples.
+GUARDS = {
+    "A11": "training/test_decentralized_pg.py::test_nothing_stale_remains_after_another_initialization",
+    "B7": "data/test_batches.py::test_unknown_keys_are_refused",
+    "B8": "data/test_datasets.py::test_no_square_mask",
+    "B9": "data/test_batches.py::test_a_batch_is_sliced_once",
+    "B10": "rules/test_batch_rules.py::test_anything_else",
+    "C10": "training/test_decentralized_pg.py::test_a_missing_group_is_noticed_at_once",
+    "C11": "training/test_decentralized_pg.py::test_decentralized_groups_are_the_mpus_groups",
+    "C13": "test_config.py::test_layers_past_a_per_layer_list_use_its_last_entry",
+    "F1": "rules/test_batch_rules.py::test_bad_packs",
+    "F2": "rules/test_batch_rules.py::test_bad_packs",
+    "F4": "rules/test_batch_rules.py::test_bad_packs",
+    "F15": "rules/test_batch_rules.py::test_a_pack_of_two_rows",
+    "F16": "attention/test_sharding.py::test_packs_are_cut_sequence_by_sequence",
+    "G3": "training/test_equivalence.py::test_layout_trains_like_one_rank",
+    "G4": "training/test_decentralized_pg.py::test_a_missing_group_is_noticed_at_once",
+    "G5": "training/test_equivalence.py::test_layout_trains_like_one_rank",
+    "H2": "training/test_decentralized_pg.py::test_decentralized_groups_are_the_mpus_groups",
+    "H3": "training/test_equivalence.py::test_decentralized_groups_train_bit_for_bit_like_the_mpu",
+    "H12": "training/test_decentralized_pg.py::test_a_missing_group_is_noticed_at_once",
+    "I6": "training/test_checkpoint.py::test_resuming_under_another_layout",
+    "I12": "training/test_equivalence.py::test_decentralized_groups_train_bit_for_bit_like_the_mpu",
+    "K1": "test_recipes.py::test_a_wrong_override_is_explained",
+    "K2": "test_recipes.py::test_a_wrong_override_is_explained",
+    "K3": "test_recipes.py::test_a_wrong_override_is_explained",
+    "K4": "test_recipes.py::test_unknown_recipe_suggests_the_nearest",
+    "K20": "rules/test_agreement.py::test_a_difference_names_ranks_and_fields",
+}
 
 _BATCH = "megatron_cp.rules.batch checks it on every batch."
 

@@ -18,7 +18,7 @@ _DYNAMIC = ("model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_r
 )
 def dynamic_sizes(c: Context) -> Iterator[Finding]:
     smallest, ranks = c.config.model.min_dynamic_context_parallel_size, c.dp * c.cp
-    if c.config.model.dynamic_context_parallel and smallest > ranks:
+    if c.divisible and c.config.model.dynamic_context_parallel and smallest > ranks:
         yield Finding(
             "model.min_dynamic_context_parallel_size",
             f"{smallest} is more than the dp * cp = {c.dp} * {c.cp} = {ranks} ranks there are",
@@ -53,7 +53,7 @@ def longest_sequence_fits(c: Context) -> Iterator[Finding]:
     model, length = c.config.model, c.config.dataset.seq_length
     ranks = c.dp * c.cp if model.dynamic_context_parallel else c.cp
     limit = model.max_seqlen_per_dp_cp_rank
-    if c.packed and limit is not None and limit * ranks < length:
+    if c.divisible and c.packed and limit is not None and limit * ranks < length:
         yield Finding(
             "model.max_seqlen_per_dp_cp_rank",
             f"{limit} tokens on each of {ranks} ranks are fewer than the sequence length {length}",

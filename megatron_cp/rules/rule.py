@@ -72,6 +72,11 @@ class Context:
     def dp(self) -> int:
         return max(1, self.world_size // (self.tp * self.pp * self.cp))
 
+    @property
+    def divisible(self) -> bool:
+        """Whether the world divides at all (rule A2): what is left over means nothing otherwise."""
+        return self.world_size % (self.tp * self.pp * self.cp) == 0
+
     @cached_property
     def heads(self) -> int:
         """Query heads on one tensor-parallel rank."""

@@ -220,8 +220,9 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
 @rule(
     "K15",
     "A mixture of experts is complete.",
-    "The router chooses moe_router_topk of num_moe_experts.",
+    "The router chooses moe_router_topk of num_moe_experts; megatron-core asks for sequence parallelism under tp.",
     broken("model.num_moe_experts=2", "model.moe_router_topk=4"),
+    needs="config environment",
 )
 def experts_are_complete(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -232,10 +233,24 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
                 "moe_ffn_hidden_size is set but num_moe_experts is None",
                 "model.moe_ffn_hidden_size=null",
             )
-    elif not 1 <= model.moe_router_topk <= model.num_moe_experts:
+        return
+    if not 1 <= model.moe_router_topk <= model.num_moe_experts:
         yield Finding(
             "model.moe_router_topk",
             f"must be between 1 and num_moe_experts ({model.num_moe_experts}), got {model.moe_router_topk}",
+        )
+    if c.tp > 1 and not model.sequence_parallel:
+        yield Finding(
+            "model.sequence_parallel",
+            "performance may degrade if MoE and tensor parallelism are enabled without also enabling sequence "
+            "parallelism: megatron-core refuses to train so",
+            "model.sequence_parallel=true",
+        )
+    if model.add_bias_linear:
+        yield Finding("model.add_bias_linear", "mlp_bias is not supported for experts", "model.add_bias_linear=false")
+    if model.moe_grouped_gemm and c.backend != "te":
+        yield Finding(
+            "model.moe_grouped_gemm", "grouped matrix products need Transformer Engine", "model.moe_grouped_gemm=false"
         )
 
 

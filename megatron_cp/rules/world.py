@@ -130,7 +130,7 @@ def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
 
 def _batch_finding(c: Context, field: str, global_batch: int, micro_batch: int) -> Iterator[Finding]:
     multiple = max(1, micro_batch) * c.dp
-    if global_batch % multiple or global_batch < multiple:
+    if c.divisible and not c.packed and (global_batch % multiple or global_batch < multiple):
         below = global_batch // multiple * multiple
         yield Finding(
             field,
@@ -148,9 +148,8 @@ def _batch_finding(c: Context, field: str, global_batch: int, micro_batch: int) 
     needs="world",
 )
 def batch_divides(c: Context) -> Iterator[Finding]:
-    if not c.packed:
-        train = c.config.train
-        yield from _batch_finding(c, "train.global_batch_size", train.global_batch_size, train.micro_batch_size)
+    train = c.config.train
+    yield from _batch_finding(c, "train.global_batch_size", train.global_batch_size, train.micro_batch_size)
 
 
 @rule(
@@ -161,11 +160,18 @@ def batch_divides(c: Context) -> Iterator[Finding]:
     needs="world",
 )
 def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
+    validation = c.config.validation
+    if validation.eval_iters and (validation.eval_global_batch_size or validation.eval_micro_batch_size):
+        yield from _batch_finding(c, "validation.eval_global_batch_size", *_evaluation_batch(c))
+
+
+def _evaluation_batch(c: Context) -> tuple[int, int]:
+    """Global and micro batch size of evaluation; the training's where it has none of its own."""
     validation, train = c.config.validation, c.config.train
-    own = validation.eval_global_batch_size, validation.eval_micro_batch_size
-    if validation.eval_iters and any(own) and not c.packed:
-        sizes = own[0] or train.global_batch_size, own[1] or train.micro_batch_size
-        yield from _batch_finding(c, "validation.eval_global_batch_size", *sizes)
+    return (
+        validation.eval_global_batch_size or train.global_batch_size,
+        validation.eval_micro_batch_size or train.micro_batch_size,
+    )
 
 
 @rule(
@@ -310,25 +316,31 @@ def interleaving_needs_stages(c: Context) -> Iterator[Finding]:
 )
 def interleaved_microbatches(c: Context) -> Iterator[Finding]:
     model, train = c.config.model, c.config.train
-    if model.virtual_pipeline_model_parallel_size is None or c.pp == 1 or c.packed:
+    if model.virtual_pipeline_model_parallel_size is None or c.pp == 1 or c.packed or not c.divisible:
         return
-    group = model.microbatch_group_size_per_vp_stage or c.pp
-    per_step = max(1, train.micro_batch_size) * c.dp
-    count = train.global_batch_size // per_step
+    yield from _interleaving(c, "train.global_batch_size", train.global_batch_size, train.micro_batch_size)
+    if c.config.validation.eval_iters:
+        yield from _interleaving(c, "validation.eval_global_batch_size", *_evaluation_batch(c))
+
+
+def _interleaving(c: Context, field: str, global_batch: int, micro_batch: int) -> Iterator[Finding]:
+    group = c.config.model.microbatch_group_size_per_vp_stage or c.pp
+    per_step = max(1, micro_batch) * c.dp
+    count = global_batch // per_step
     if not c.pp <= group <= count:
         yield Finding(
-            "train.global_batch_size",
+            field,
             "The number of contiguous micro-batches in a virtual pipeline stage should range in "
             f"[PP={c.pp}, M={count}], got {group}",
-            f"train.global_batch_size={per_step * max(c.pp, group)} or more",
+            f"{field}={per_step * max(c.pp, group)} or more",
         )
     elif 0 < count % group < c.pp:
         yield Finding(
-            "train.global_batch_size",
+            field,
             f"The remainder of M={count} (the total micro-batches) divided by N={group} (number of contiguous "
             "micro-batches in a virtual pipeline stage) should be 0, or larger than or equal to the "
             f"pipeline-parallel size {c.pp}",
-            f"train.global_batch_size={count // group * per_step * group} or {(count // group + 1) * per_step * group}",
+            f"{field}={count // group * per_step * group} or {(count // group + 1) * per_step * group}",
         )
 
 

@@ -129,9 +129,21 @@ def test_only_rank_0_reports(run, started, monkeypatch):
     assert waited  # so that the launcher does not stop rank 0 before it has spoken
 
 
+def test_a_launcher_that_says_nonsense(run, started, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "four")
+    for command in (["train"], ["validate"]):
+        code, _, err = run(*command, "--recipe", TINY)
+        assert code == 2 and "WORLD_SIZE: the variable must be a number, got 'four'" in err and not started
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ConfigError("no such file"), 2), (DataError("empty corpus"), 2), (RuntimeFault("rank 3 died"), 1)],
+    [
+        (ConfigError("no such file"), 2),
+        (DataError("empty corpus"), 2),
+        (RuntimeFault("rank 3 died"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
 )
 def test_errors_of_a_run_become_exit_codes(run, started, monkeypatch, error, code):
     def fail(config):

@@ -1,5 +1,6 @@
 """Composition of recipes: layers, types, suggestions."""
 
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 
@@ -201,3 +202,12 @@ def test_a_short_run_of_a_long_recipe_ends_its_warmup():
     scheduler = load_recipe("llama32_1b_pretrain_config", ["train.train_iters=2"]).scheduler
     assert (scheduler.lr_warmup_iters, scheduler.lr_decay_iters) == (1, 2)
     assert load_recipe("llama32_1b_pretrain_config").scheduler.lr_warmup_iters == 2000
+
+
+def test_a_wheel_brings_every_file():
+    """Editable installations find the folders of the clone; a wheel has what pyproject.toml lists."""
+    root = Path(__file__).parents[2]
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    assert all(folder == f"share/megatron_cp/{Path(pattern).parent}" for folder, (pattern,) in listed.items())
+    packed = {path for patterns in listed.values() for pattern in patterns for path in root.glob(pattern)}
+    assert packed == {*(root / "recipes").rglob("*.yaml"), *(root / "configs").rglob("*.yaml")}

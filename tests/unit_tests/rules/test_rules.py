@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,11 +12,13 @@ from megatron_cp.errors import ConfigError
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import RULES, Environment, check, check_or_raise, resolve_auto
 from megatron_cp.rules.document import PATH, document
-from megatron_cp.rules.elsewhere import ELSEWHERE, KINDS, SILENT_UPSTREAM
+from megatron_cp.rules.elsewhere import ELSEWHERE, GUARDS, KINDS, SILENT_UPSTREAM
 from megatron_cp.rules.environment import PRESETS
 from megatron_cp.rules.explain import EXAMPLE_RECIPE, example_violations, explain
 from megatron_cp.rules.rule import SECTIONS, order
 from megatron_cp.schema import field_paths, section_names
+
+TESTS = Path(__file__).parents[1]
 
 # The sections of the reference collection and how many constraints each has.
 REFERENCE = {"A": 14, "B": 12, "C": 17, "D": 11, "E": 19, "F": 16, "G": 8, "H": 13, "I": 13}
@@ -107,6 +110,13 @@ def test_every_id_is_explained(id):
 def test_a_covered_constraint_names_the_rule_that_covers_it(id):
     named = re.findall(r"\b[A-K]\d+\b", ELSEWHERE[id].what)
     assert named and set(named) <= set(RULES)
+
+
+@pytest.mark.parametrize(("id", "guard"), GUARDS.items(), ids=GUARDS)
+def test_the_guard_of_a_constraint_exists(id, guard):
+    path, _, name = guard.partition("::")
+    assert id in ELSEWHERE
+    assert f"def {name}(" in (TESTS / path).read_text(encoding="utf-8")
 
 
 def test_the_page_is_current():

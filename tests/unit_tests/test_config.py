@@ -1,0 +1,37 @@
+"""The configuration itself: what follows from what."""
+
+import pytest
+
+from megatron_cp.config import ModelConfig, RunConfig
+
+
+def test_finalize_fills_what_the_rest_decides_and_may_be_repeated():
+    config = RunConfig(model=ModelConfig(hidden_size=96, num_attention_heads=6), recipe="mine").finalize()
+    model = config.model
+    assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (384, 16, 6)
+    assert (model.seq_length, model.max_position_embeddings) == (256, 256)
+    assert (config.checkpoint.save, config.checkpoint.load, config.dataset.kind) == ("runs/mine", "runs/mine", "mock")
+    assert config.finalize() == config
+
+
+def test_data_that_is_named_is_read():
+    config = RunConfig()
+    config.dataset.data_path = "corpus"
+    assert config.finalize().dataset.kind == "indexed"
+
+
+def test_the_default_scheduler_of_dynamic_context_parallelism():
+    config = RunConfig(model=ModelConfig(dynamic_context_parallel=True)).finalize()
+    assert config.model.sequence_packing_scheduler == "default_dynamic_cp"
+
+
+@pytest.mark.parametrize("kinds", ["p2p", ["p2p", "a2a", "a2a"]])
+def test_layers_past_a_per_layer_list_use_its_last_entry(kinds):
+    config = RunConfig(model=ModelConfig(num_layers=3, cp_comm_type=kinds))
+    listed = [kinds] * 3 if isinstance(kinds, str) else kinds
+    assert [config.comm_type_of_layer(n) for n in range(1, 6)] == [*listed, listed[-1], listed[-1]]
+
+
+def test_data_parallel_size_is_what_the_layout_leaves():
+    config = RunConfig(model=ModelConfig(tensor_model_parallel_size=2, context_parallel_size=4))
+    assert config.data_parallel_size(24) == 3
