@@ -1,8 +1,19 @@
 """Dynamic context parallelism: a CP size for every packed microbatch. See docs/dynamic_cp.md."""
 
+from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.dynamic_cp.cost import PRESETS, CostModel
+from megatron_cp.dynamic_cp.fixed import schedule_fixed_cp
 from megatron_cp.dynamic_cp.groups import legal_groups
 from megatron_cp.dynamic_cp.scheduler import schedule
 from megatron_cp.dynamic_cp.types import Group, Schedule, padded_length
 
-__all__ = ["PRESETS", "CostModel", "Group", "Schedule", "legal_groups", "padded_length", "schedule"]
+__all__ = [
+    "PRESETS",
+    "CostModel",
+    "Group",
+    "Schedule",
+    "legal_groups",
+    "padded_length",
+    "schedule",
+    "schedule_fixed_cp",
+]

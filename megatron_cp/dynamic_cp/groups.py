@@ -27,7 +27,12 @@ class BuddyTree:
         start, stop = self.levels[level][0]
         return stop - start
 
+    def is_regular(self, level: int) -> bool:
+        """Whether all blocks of ``level`` consist of the same number of narrowest blocks."""
+        return level == 0 or self.tail_size(level) == self.size(level)
+
     def tail_size(self, level: int) -> int:
+        """Ranks of the last block of ``level``."""
         start, stop = self.levels[level][-1]
         return stop - start
 

@@ -102,9 +102,7 @@ def make_problem(
     seconds = np.stack([cost.sample_seconds(s, size) for size in sizes])
     seconds[tokens > max_seqlen_per_rank] = np.inf
     if s.size and not np.isfinite(seconds[-1, 0]):
-        raise does_not_fit(
-            f"sample {order[0]}", int(s[0]), num_ranks, max_seqlen_per_rank, sequence_parallel_size
-        )
+        raise does_not_fit(f"sample {order[0]}", int(s[0]), num_ranks, max_seqlen_per_rank, sequence_parallel_size)
     costs = tuple(cost.for_size(size) for size in sizes)
     return Problem(
         tree, sizes, costs, cost, max_seqlen_per_rank, sequence_parallel_size, order, s, seconds, tokens, s.tolist()

@@ -72,14 +72,10 @@ def schedule(
 
 def _block_level(problem: Problem, sync_ranks: int, pipeline_size: int) -> int:
     """The lowest level of the tree whose blocks consist of whole domains of ranks that keep step."""
-    levels = problem.tree.levels
+    top = len(problem.sizes) - 1
     if pipeline_size > 1:
-        return len(levels) - 1
-    for i in range(len(levels) - 1):
-        even = problem.tree.tail_size(i) == problem.tree.size(i) or i == 0
-        if problem.tree.size(i) % sync_ranks == 0 and even:
-            return i
-    return len(levels) - 1
+        return top
+    return next(i for i in range(top + 1) if problem.tree.is_regular(i) and problem.tree.size(i) % sync_ranks == 0)
 
 
 def _search(problem: Problem, block_level: int, pipeline_size: int) -> Plan:
@@ -87,11 +83,12 @@ def _search(problem: Problem, block_level: int, pipeline_size: int) -> Plan:
     budget = min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks))
     keeps_step = block_level > 0
     limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
-    candidates = limits[: max(2, budget // 2)] if keeps_step else limits[: max(1, min(3, budget))]
+    candidates = limits[: max(2, budget // 2)] if keeps_step else limits[: max(1, min(3, budget // 3))]
     plans = [(limit, block_level) for limit in candidates]
-    if budget > len(candidates):
+    if budget >= 8:
         # Ranks may keep step where they need not: with few samples that is sometimes better packed.
-        plans += [(limits[0], i) for i in {min(block_level + 3, len(problem.sizes) - 1), len(problem.sizes) - 1}]
+        regular = [i for i in range(block_level + 1, len(problem.sizes)) if problem.tree.is_regular(i)]
+        plans += [(limits[0], i) for i in (*regular[2:3], *regular[-1:])]
     best: tuple[float, tuple[float, int], np.ndarray, Plan] | None = None
     for limit, i in dict.fromkeys(plans):
         level = problem.levels_under(limit)

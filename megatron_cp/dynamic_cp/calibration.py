@@ -1,0 +1,128 @@
+"""Fit the cost model to measured times while training runs: the ratio of its parts differs from machine to machine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_cp.dynamic_cp.cost import CostModel
+
+_FITTED = ("per_microbatch", "quadratic", "linear", "kv_intra", "kv_inter", "ring_step")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A calibrated cost model. residual: the median relative error of its predictions; prior_residual: the prior's."""
+
+    cost: CostModel
+    residual: float
+    prior_residual: float
+    observations: int
+
+
+class Calibrator:
+    """Collects measurements and fits the coefficients of a cost model to them.
+
+    Each of per_microbatch, quadratic, linear, kv_intra, kv_inter and ring_step is the prior's value times a factor
+    between 1 / bound and bound; one that is 0 in the prior stays 0. The fit minimizes relative errors by iteratively
+    reweighted least squares with Huber's weights (1964), so a few disturbed steps do no harm, and leans slightly
+    towards the prior, which decides what the measurements cannot tell apart.
+
+    window: how many of the latest observations count.
+    """
+
+    def __init__(self, prior: CostModel, *, window: int = 512, bound: float = 8.0, ridge: float = 1e-3) -> None:
+        if window < 1 or bound <= 1 or ridge <= 0:
+            raise ValueError(f"Calibrator: window={window} must be >= 1, bound={bound} > 1 and ridge={ridge} > 0")
+        self.prior = prior
+        self.bound = bound
+        self.ridge = ridge
+        self._rows: deque[tuple[np.ndarray, float]] = deque(maxlen=window)
+
+    def observe(self, microbatches: Sequence[tuple[Sequence[int] | np.ndarray, int]], seconds: float) -> None:
+        """Add one measurement: ``seconds`` of forward and backward over ``microbatches``, (lengths, cp_size) each.
+
+        Usually one microbatch, or all that one rank ran in a step. Waiting for other ranks must not be in it.
+        """
+        if not seconds > 0 or not microbatches:
+            raise ValueError(f"observe: seconds={seconds} of {len(microbatches)} microbatches: both must be positive")
+        parts = [(np.asarray(lengths, dtype=np.float64), cp_size) for lengths, cp_size in microbatches]
+        self._rows.append((np.array([(s @ s, s.sum(), c) for s, c in parts]), float(seconds)))
+
+    def fit(self) -> Fit:
+        """The cost model that fits the observations best; the prior itself if there are none."""
+        if not self._rows:
+            return Fit(self.prior, 0.0, 0.0, 0)
+        table = np.concatenate([rows for rows, _ in self._rows])
+        owner = np.repeat(np.arange(len(self._rows)), [len(rows) for rows, _ in self._rows])
+        seconds = np.array([s for _, s in self._rows])
+        factors = np.ones(len(_FITTED))
+        for _ in range(25):
+            design = self._design(table, owner, factors) / seconds[:, None]
+            error = design @ factors - 1.0
+            scale = 1.345 * max(1.4826 * float(np.median(np.abs(error))), 1e-4)
+            weight = np.minimum(1.0, scale / np.maximum(np.abs(error), 1e-12))
+            updated = self._solve(design, weight)
+            if np.allclose(updated, factors, rtol=1e-6):
+                break
+            factors = updated
+        scaled = {name: getattr(self.prior, name) * f for name, f in zip(_FITTED, factors.tolist(), strict=True)}
+        cost = replace(self.prior, **scaled)
+        return Fit(
+            cost,
+            residual=float(np.median(np.abs(self._design(table, owner, factors) @ factors / seconds - 1.0))),
+            prior_residual=float(
+                np.median(np.abs(self._design(table, owner, 1 + 0 * factors).sum(axis=1) / seconds - 1.0))
+            ),
+            observations=len(seconds),
+        )
+
+    def _design(self, table: np.ndarray, owner: np.ndarray, factors: np.ndarray) -> np.ndarray:
+        """Seconds per factor of each observation: [observations, factors].
+
+        Exposed communication is max(0, a - b) of two linear terms; which of them counts is decided at ``factors``.
+        """
+        prior = self.prior
+        squares, tokens, c = table.T
+        parallel = c > 1
+        inside = c <= prior.ranks_per_node
+        ring = prior.transport == "p2p"
+        attention = prior.quadratic * (squares / c + prior.small_tile * tokens)
+        moved = parallel * tokens * (c - 1) / c / (1 if ring else c)
+        intra, inter = prior.kv_intra * moved * inside, prior.kv_inter * moved * ~inside
+        hidden = (prior.overlap if ring else 0.0) * attention
+        exposed = parallel & (factors[3] * intra + factors[4] * inter > factors[1] * hidden)
+        columns = np.stack(
+            [
+                np.full_like(c, prior.per_microbatch),
+                attention - exposed * hidden,
+                prior.linear * tokens / c,
+                exposed * intra,
+                exposed * inter,
+                prior.ring_step * parallel * ((c - 1) if ring else 1.0),
+            ],
+            axis=1,
+        )
+        design = np.zeros((int(owner[-1]) + 1, len(_FITTED)))
+        np.add.at(design, owner, columns)
+        return design
+
+    def _solve(self, design: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """Weighted least squares with the ridge towards 1, each factor kept within the bounds."""
+        rows = len(design)
+        normal = (design * weight[:, None]).T @ design / rows + self.ridge * np.diag((design**2).mean(axis=0) + 1e-6)
+        target = (design * weight[:, None]).sum(axis=0) / rows + self.ridge * ((design**2).mean(axis=0) + 1e-6)
+        low, high = 1 / self.bound, self.bound
+        fixed = np.full(design.shape[1], np.nan)
+        while True:
+            free = np.isnan(fixed)
+            solution = fixed.copy()
+            rest = target[free] - normal[np.ix_(free, ~free)] @ fixed[~free]
+            solution[free] = np.linalg.solve(normal[np.ix_(free, free)], rest)
+            outside = free & ((solution < low) | (solution > high))
+            if not outside.any():
+                return solution
+            fixed[outside] = np.clip(solution[outside], low, high)

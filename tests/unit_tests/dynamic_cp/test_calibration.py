@@ -1,0 +1,116 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_cp.dynamic_cp import PRESETS, schedule
+from megatron_cp.dynamic_cp.calibration import Calibrator
+from megatron_cp.dynamic_cp.distributions import sample_lengths
+from megatron_cp.dynamic_cp.simulate import simulate
+from tests.unit_tests.dynamic_cp.checks import problems
+
+PRIOR = PRESETS["h100_8b"]
+TRUE = dataclasses.replace(
+    PRIOR, per_microbatch=0.03, quadratic=4e-9, linear=0.6e-4, kv_intra=2.6e-6, kv_inter=1.2e-5, ring_step=0.6e-3
+)
+
+
+def observed(true=TRUE, steps=6, noise=0.02, outliers=0.0, ranks=32, seed=0):
+    """A calibrator that saw every group of a few schedules, timed by ``true`` with noise."""
+    rng = np.random.default_rng(seed)
+    calibrator = Calibrator(PRIOR, window=2048)
+    for step in range(steps):
+        lengths = sample_lengths("documents", 256, 131072, step)
+        for groups in schedule(lengths, ranks, 8192, cost=PRIOR).microbatches:
+            for group in groups:
+                part = lengths[list(group.sample_ids)]
+                seconds = true.seconds(part, group.cp_size) * (1 + noise * rng.standard_normal())
+                calibrator.observe([(part, group.cp_size)], seconds * (5.0 if rng.random() < outliers else 1.0))
+    return calibrator
+
+
+def test_finds_the_machine_behind_noisy_times():
+    fit = observed().fit()
+    assert fit.residual < 0.03 < 0.2 < fit.prior_residual
+    assert fit.cost.quadratic == pytest.approx(TRUE.quadratic, rel=0.05)
+    assert fit.cost.linear == pytest.approx(TRUE.linear, rel=0.05)
+    assert fit.cost.per_microbatch == pytest.approx(TRUE.per_microbatch, rel=0.3)
+
+
+def test_a_tenth_of_disturbed_steps_does_no_harm():
+    fit = observed(outliers=0.1).fit()
+    assert fit.cost.quadratic == pytest.approx(TRUE.quadratic, rel=0.1)
+    assert fit.cost.linear == pytest.approx(TRUE.linear, rel=0.1)
+
+
+def test_predicts_groups_it_never_saw():
+    cost = observed().fit().cost
+    for lengths, size in (([90_000], 16), ([3000, 2000, 1000], 1), ([30_000, 500], 4), ([60_000], 8)):
+        assert cost.seconds(lengths, size) == pytest.approx(TRUE.seconds(lengths, size), rel=0.06)
+
+
+def test_whole_steps_are_enough():
+    calibrator = Calibrator(PRIOR)
+    for step in range(8):
+        lengths = sample_lengths("documents", 256, 131072, step)
+        plan = schedule(lengths, 16, 8192, cost=PRIOR)
+        for rank in range(16):
+            mine = [(lengths[list(g.sample_ids)], g.cp_size) for g in plan.groups_of(rank) if g]
+            calibrator.observe(mine, sum(TRUE.seconds(*one) for one in mine))
+    fit = calibrator.fit()
+    assert fit.residual < 0.02
+    assert fit.cost.seconds([8000], 1) == pytest.approx(TRUE.seconds([8000], 1), rel=0.05)
+
+
+def test_factors_stay_within_their_bounds():
+    calibrator = Calibrator(PRIOR, bound=2.0)
+    for length in range(1000, 9000, 100):
+        calibrator.observe([([length], 1)], 100 * PRIOR.seconds([length], 1))
+    fit = calibrator.fit()
+    for name in ("per_microbatch", "quadratic", "linear"):
+        assert getattr(fit.cost, name) <= 2.0 * getattr(PRIOR, name) * (1 + 1e-9)
+    assert fit.residual > 0.9  # and the report says that it does not fit
+
+
+def test_what_was_not_seen_stays_at_the_prior():
+    calibrator = Calibrator(PRIOR)
+    for length in range(500, 9000, 250):
+        calibrator.observe([([length], 1)], 1.5 * PRIOR.seconds([length], 1))
+    cost = calibrator.fit().cost
+    assert (cost.kv_intra, cost.kv_inter, cost.ring_step) == pytest.approx(
+        (PRIOR.kv_intra, PRIOR.kv_inter, PRIOR.ring_step)
+    )
+    assert cost.seconds([4096], 1) == pytest.approx(1.5 * PRIOR.seconds([4096], 1), rel=0.02)
+
+
+def test_only_the_window_counts():
+    calibrator = Calibrator(PRIOR, window=20)
+    for factor in (3.0, 1.0):
+        for length in range(500, 10_500, 500):
+            calibrator.observe([([length], 1)], factor * PRIOR.seconds([length], 1))
+    assert calibrator.fit().residual < 1e-3
+
+
+def test_nothing_observed_gives_the_prior():
+    assert Calibrator(PRIOR).fit().cost == PRIOR
+
+
+def test_bad_measurements_are_refused():
+    with pytest.raises(ValueError, match="seconds=0"):
+        Calibrator(PRIOR).observe([([100], 1)], 0)
+    with pytest.raises(ValueError, match="0 microbatches"):
+        Calibrator(PRIOR).observe([], 1.0)
+
+
+def test_calibration_makes_steps_faster_and_a_stale_model_stays_correct():
+    """The machine has a third of the assumed linear cost and twice the attention: schedules adapt once it is known."""
+    true = dataclasses.replace(PRIOR, linear=PRIOR.linear / 3, quadratic=PRIOR.quadratic * 2)
+    calibrated = observed(true=true, noise=0.01).fit().cost
+    stale_total = fitted_total = 0.0
+    for seed in range(100, 104):
+        lengths = sample_lengths("documents", 512, 131072, seed)
+        stale, fitted = (schedule(lengths, 64, 8192, cost=cost) for cost in (PRIOR, calibrated))
+        assert problems(stale, lengths.tolist(), 64, 8192) == problems(fitted, lengths.tolist(), 64, 8192) == []
+        stale_total += simulate(stale, lengths, true).seconds
+        fitted_total += simulate(fitted, lengths, true).seconds
+    assert fitted_total < 0.95 * stale_total
