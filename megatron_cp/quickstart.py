@@ -151,7 +151,7 @@ def _train(overrides: Sequence[str], ranks: int) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
-def last_screen(console: Console, config: RunConfig, phases: Phases, ranks: int, overrides: Sequence[str]) -> None:
+def last_screen(console: Console, config: RunConfig, phases: Phases, ranks: int) -> None:
     """Where everything is, the loss before and after, and what to try next."""
     save = Path(config.checkpoint.save or "")
     lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
@@ -163,26 +163,25 @@ def last_screen(console: Console, config: RunConfig, phases: Phases, ranks: int,
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    loss = f"[green]{before:.2f} -> {after:.2f}[/] nats a token after {len(steps)} iterations"
-    table.add_row("loss", f"{loss} (ln {vocab_size} = {math.log(vocab_size):.2f} is guessing)")
+    table.add_row("loss", f"[green]{before:.2f} -> {after:.2f}[/] after {len(steps)} iterations")
+    table.add_row("", f"(guessing among {vocab_size} tokens: {math.log(vocab_size):.2f})")
     if held_out is not None:
-        table.add_row("held out", f"{held_out:.2f} on text it has not seen")
+        table.add_row("held out", f"{held_out:.2f} on files it has not seen")
     table.add_row("time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.seconds.items()))
     table.add_row("run folder", f"{_short(save)}")
     table.add_row("", "config.yaml, metrics.jsonl, tensorboard/ and the checkpoint")
-    table.add_row("data", f"{config.dataset.data_path}.bin, .idx")
+    table.add_row("data", f"{_short(Path(str(config.dataset.data_path)))}.bin, .idx")
     console.print()
     console.print(Panel(table, title="done", title_align="left", border_style="green"))
 
-    data = [o for o in overrides if o.startswith(("dataset.", "tokenizer."))]
-    torchrun = f"OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc_per_node={ranks} scripts/training/run_recipe.py"
-    resume = [f"checkpoint.save={save}", f"train.train_iters={2 * config.train.train_iters}"]
+    launch = f"OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc_per_node={ranks} scripts/training/run_recipe.py --recipe"
+    more = f"train.train_iters={2 * config.train.train_iters} scheduler.override_opt_param_scheduler=true"
     console.print("[bold]What to try next[/]")
     for what, command in (
-        ("Watch the curves", f".venv/bin/tensorboard --logdir {_short(save.parent)}"),
-        ("Train on from this checkpoint", f"{torchrun} --recipe {RECIPE} {shlex.join([*data, *resume])}"),
-        ("A ring over all four ranks instead", "scripts/quickstart.sh model.cp_comm_type=p2p"),
-        ("Your own text", ".venv/bin/python scripts/data/preprocess_data.py --help"),
+        ("See the curves", f".venv/bin/tensorboard --logdir {shlex.quote(str(_short(save.parent)))}"),
+        ("Train on from this checkpoint", f"{launch} {shlex.quote(str(_short(save / 'config.yaml')))} {more}"),
+        ("Another transport: a ring", "scripts/quickstart.sh model.cp_comm_type=p2p"),
+        ("Tokens of your own text", ".venv/bin/python scripts/data/preprocess_data.py --help"),
         ("All recipes", ".venv/bin/megatron-cp recipes"),
     ):
         console.print(f"  {what}:")
@@ -229,7 +228,7 @@ def main(
         print("quickstart: interrupted", file=sys.stderr)
         return 130
     if code == 0:
-        last_screen(console, config, phases, ranks, overrides)
+        last_screen(console, config, phases, ranks)
     return code
 
 
