@@ -157,7 +157,7 @@ def before_import() -> None:
     for name, stand_in in _CUDA_STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
     torch.cuda.random.get_rng_state = _rng_state
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.Tensor.type = _type_for_optimizers(torch.Tensor.type)  # type: ignore[method-assign]
     # Functions marked for fusion would be compiled in the first step: half a minute and a C++ compiler, for no gain.
     _torch_compile, torch.compile = torch.compile, _identity  # type: ignore[assignment]
@@ -181,7 +181,7 @@ def after_import() -> None:
 
     jit.disable_jit_fuser()  # for the modules that are imported later
     if _torch_compile is not None:
-        torch.compile = _torch_compile  # type: ignore[assignment]
+        torch.compile = _torch_compile
     # Upstream queues the new state with CUDA's lazy initialization, which never comes.
     random._set_cuda_rng_state = _set_rng_state
     # Host and device are the same generator here, so a fork of the "device" state always changes the host's.

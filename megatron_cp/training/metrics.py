@@ -139,8 +139,8 @@ def console() -> Console:
 def start_logging(rank: int, live: bool) -> None:
     """Log to standard error: rank 0 at INFO, the others from WARNING on, with their rank in front."""
     root = logging.getLogger()
-    for handler in list(root.handlers):
-        root.removeHandler(handler)
+    for old in list(root.handlers):
+        root.removeHandler(old)
     handler: logging.Handler
     if live and rank == 0:
         handler = RichHandler(console=console(), show_path=False, show_level=False, log_time_format="[%X]")

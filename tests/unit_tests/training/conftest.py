@@ -1,0 +1,53 @@
+"""A whole run from its command line, on forked ranks."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cp.cli import main
+from tests.ranks import run_ranks
+
+TINY = [
+    "train",
+    "--recipe",
+    "llama_tiny_p2p_pretrain_config",
+    "dataset.kind=mock",
+    "dataset.seq_length=32",
+    "model.num_layers=1",
+    "model.context_parallel_size=2",
+    "train.train_iters=1",
+    "train.global_batch_size=2",
+    "train.micro_batch_size=1",
+    "logger.progress=none",
+    "logger.tensorboard=false",
+]
+
+
+def run_cli(folder: str, arguments: list[str], before: Any) -> tuple[int, str]:
+    """Exit code and standard error of one rank; ``before`` is called first, inside the rank."""
+    if before is not None:
+        before()
+    path = Path(folder) / f"stderr{os.environ['RANK']}"
+    sys.stderr = path.open("w", buffering=1)
+    code = main([*TINY, f"checkpoint.save={folder}/run", *arguments])
+    return code, path.read_text()
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
+    port = iter(range(29900 + os.getpid() % 500 * 20, 65000))
+
+    def call(*arguments: str, ranks: int = 2, before: Any = None) -> tuple[int, str]:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(next(port)))
+        results = run_ranks(run_cli, ranks, str(tmp_path), list(arguments), before)
+        assert len({code for code, _ in results}) == 1, results
+        text = "".join(text for _, text in results)
+        assert "Traceback" not in text, text
+        return results[0][0], text
+
+    return call

@@ -1,0 +1,95 @@
+"""Whole runs from the command line: what they write, how they evaluate, stop and go on."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+METRICS = {
+    "iteration",
+    "consumed_samples",
+    "consumed_tokens",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "step_time_s",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "tflops_per_device",
+    "num_microbatches",
+    "skipped",
+}
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_and_checkpoints_of_a_run(cli: Any, tmp_path: Path) -> None:
+    code, text = cli("train.train_iters=5", "checkpoint.save_interval=2", "logger.tensorboard=true")
+    assert code == 0, text
+    lines = metrics(tmp_path)
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(set(line) >= METRICS for line in lines)
+    assert lines[-1]["consumed_samples"] == 10 and lines[-1]["consumed_tokens"] == 320
+    assert sorted(path.name for path in (tmp_path / "run").glob("iter_*")) == [
+        "iter_0000002",
+        "iter_0000004",
+        "iter_0000005",
+    ]
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_a_resumed_run_is_the_undisturbed_run(cli: Any, tmp_path: Path) -> None:
+    more = ["train.train_iters=6", "model.hidden_dropout=0.1"]
+    assert cli(*more)[0] == 0
+    undisturbed = [line["lm_loss"] for line in metrics(tmp_path)]
+    (tmp_path / "run").rename(tmp_path / "first")
+    assert cli(*more, "train.exit_interval=4")[0] == 0
+    code, text = cli(*more)
+    assert code == 0 and "resumed from iteration 4" in text
+    assert [line["lm_loss"] for line in metrics(tmp_path)] == undisturbed
+
+
+def test_evaluation_is_the_same_under_another_layout(cli: Any, tmp_path: Path) -> None:
+    losses = []
+    for layout in ("model.context_parallel_size=2", "model.context_parallel_size=1"):
+        code, text = cli(
+            layout,
+            "train.train_iters=2",
+            "validation.eval_interval=1",
+            "validation.eval_iters=2",
+            "dataset.mock_masked_fraction=0.4",
+        )
+        assert code == 0, text
+        losses.append([line["validation_loss"] for line in metrics(tmp_path) if "validation_loss" in line])
+        (tmp_path / "run").rename(tmp_path / layout[-1])
+    assert len(losses[0]) >= 2 and losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_one_rank_ends_all_after_a_checkpoint(cli: Any, tmp_path: Path, number: int, code: int) -> None:
+    def signal_rank_1_at_the_third_step() -> None:
+        from megatron_cp.training import loop
+
+        original = loop.train_step
+
+        def step(run: Any, *args: Any) -> Any:
+            if run.progress.iteration == 2 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), number)
+            return original(run, *args)
+
+        loop.train_step = step
+
+    ended, text = cli("train.train_iters=50", before=signal_rank_1_at_the_third_step)
+    assert ended == code, text
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_running_out_of_time_saves_and_ends_with_zero(cli: Any, tmp_path: Path) -> None:
+    code, text = cli("train.train_iters=1000", "train.exit_duration_in_mins=0.001")
+    assert code == 0, text
+    assert 1 <= int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text()) < 1000
