@@ -9,6 +9,7 @@ from megatron_cp.dynamic_cp.types import Group, Schedule, padded_length
 
 __all__ = [
     "PRESETS",
+    "Calibrator",
     "CostModel",
     "Group",
     "Schedule",

@@ -1,0 +1,110 @@
+"""What a person wants to know of a schedule, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_cp.dynamic_cp.cost import CostModel
+from megatron_cp.dynamic_cp.simulate import Step, simulate
+from megatron_cp.dynamic_cp.types import Schedule, padded_length
+
+
+@dataclass(frozen=True)
+class Report:
+    """One schedule's figures under a cost model.
+
+    seconds: simulated step. imbalance: seconds * ranks / bare work; 1.0 is perfect. useful, overhead, idle: shares of
+    all ranks' time that are bare work, communication and fixed costs, and waiting. padding: padding tokens per real
+    token. cp_sizes: groups and tokens by CP size. idle_slots: (rank, microbatch) pairs without a group.
+    """
+
+    title: str
+    step: Step
+    seconds: float
+    imbalance: float
+    useful: float
+    overhead: float
+    idle: float
+    padding: float
+    num_microbatches: int
+    idle_slots: int
+    cp_sizes: dict[int, tuple[int, int]]
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures as plain data."""
+        names = ("seconds", "imbalance", "useful", "overhead", "idle", "padding", "num_microbatches", "idle_slots")
+        sizes = {str(size): {"groups": g, "tokens": t} for size, (g, t) in self.cp_sizes.items()}
+        return {name: getattr(self, name) for name in names} | {"cp_sizes": sizes}
+
+
+def padding_fraction(schedule: Schedule, lengths: Sequence[int] | np.ndarray) -> float:
+    """Padding tokens per real token."""
+    real = padded = 0
+    for groups in schedule.microbatches:
+        for group in groups:
+            for x in group.sample_ids:
+                real += int(lengths[x])
+                padded += padded_length(int(lengths[x]), group.cp_size, schedule.sequence_parallel_size)
+    return padded / real - 1 if real else 0.0
+
+
+def report(
+    title: str,
+    schedule: Schedule,
+    lengths: np.ndarray,
+    cost: CostModel,
+    *,
+    sync_ranks: int = 1,
+    pipeline_size: int = 1,
+) -> Report:
+    """Simulate a schedule and sum it up."""
+    step = simulate(schedule, lengths, cost, sync_ranks=sync_ranks, pipeline_size=pipeline_size)
+    groups: Counter[int] = Counter()
+    tokens: Counter[int] = Counter()
+    busy = 0.0
+    for span in step.spans:
+        size = span.group.cp_size
+        groups[size] += 1
+        tokens[size] += int(lengths[list(span.group.sample_ids)].sum())
+        busy += (span.stop - span.start) * size
+    total = step.seconds * schedule.num_ranks
+    useful = cost.ideal_seconds(lengths) / total if total else 1.0
+    return Report(
+        title=title,
+        step=step,
+        seconds=step.seconds,
+        imbalance=step.imbalance,
+        useful=useful,
+        overhead=busy / total - useful if total else 0.0,
+        idle=1.0 - busy / total if total else 0.0,
+        padding=padding_fraction(schedule, lengths),
+        num_microbatches=schedule.num_microbatches,
+        idle_slots=sum(len(ranks) for ranks in schedule.idle_slots()),
+        cp_sizes={size: (groups[size], tokens[size]) for size in sorted(groups, reverse=True)},
+    )
+
+
+def as_text(dynamic: Report, static: Sequence[Report], lengths: np.ndarray, num_ranks: int) -> str:
+    """The summary that ``megatron-cp schedule`` prints."""
+    lines = [
+        f"{len(lengths)} samples, {int(lengths.sum())} tokens (longest {int(lengths.max())}, "
+        f"median {int(np.median(lengths))}) on {num_ranks} ranks",
+        "",
+        f"{'':30}{'step s':>9}{'imbalance':>11}{'useful':>8}{'overhead':>10}{'idle':>7}{'padding':>9}"
+        f"{'microbatches':>14}",
+    ]
+    for one in (*static, dynamic):
+        lines.append(
+            f"{one.title:30}{one.seconds:9.3f}{one.imbalance:11.3f}{one.useful:8.1%}{one.overhead:10.1%}{one.idle:7.1%}"
+            f"{one.padding:9.2%}{one.num_microbatches:14}"
+        )
+    lines += ["", "CP size   groups        tokens   share of tokens"]
+    for size, (groups, tokens) in dynamic.cp_sizes.items():
+        share = tokens / int(lengths.sum())
+        lines.append(f"{size:7}{groups:9}{tokens:14}{share:10.1%}  {'#' * max(1, round(40 * share))}")
+    lines += [""] + [f"expected speed-up over {one.title}: {one.seconds / dynamic.seconds:.2f}x" for one in static]
+    return "\n".join(lines)

@@ -1,0 +1,141 @@
+"""``megatron-cp schedule``: schedule sequence lengths, print what to expect, and draw it. Needs no GPU and no torch."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from megatron_cp.dynamic_cp.cost import PRESETS
+from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, sample_lengths
+from megatron_cp.dynamic_cp.fixed import schedule_fixed_cp
+from megatron_cp.dynamic_cp.report import as_text, report
+from megatron_cp.dynamic_cp.scheduler import schedule
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "megatron-cp schedule",
+        description="Schedule the samples of one global batch with dynamic CP, and compare with static CP.",
+        epilog="example: megatron-cp schedule --distribution documents --count 1024 --ranks 64 --plot step.png",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--lengths",
+        metavar="FILE",
+        help="whole numbers in a text file (.txt, .gz, - for stdin), or a Megatron .idx file",
+    )
+    source.add_argument("--distribution", choices=sorted(DISTRIBUTIONS), help="draw lengths from this distribution")
+    parser.add_argument("--count", type=int, help="samples: how many to draw (1024), or the first so many of the file")
+    parser.add_argument("--longest", type=int, default=131072, help="longer samples are cut to this (default: 131072)")
+    parser.add_argument("--seed", type=int, default=0, help="of --distribution (default: 0)")
+    parser.add_argument("--ranks", type=int, required=True, help="data parallel size times context parallel size")
+    parser.add_argument("--max-seqlen-per-rank", type=int, default=8192, help="tokens a rank holds (default: 8192)")
+    parser.add_argument("--min-cp-size", type=int, default=1, help="fewest ranks of a group (default: 1)")
+    parser.add_argument(
+        "--sync-ranks", type=int, default=1, help="ranks that meet in every microbatch (expert parallel)"
+    )
+    parser.add_argument("--pipeline-size", type=int, default=1, help="pipeline stages (default: 1)")
+    parser.add_argument(
+        "--microbatch-multiple", type=int, default=1, help="round the number of microbatches up to this"
+    )
+    parser.add_argument(
+        "--sequence-parallel-size", type=int, default=1, help="tensor parallel size under sequence parallelism"
+    )
+    parser.add_argument("--static-cp-size", type=int, help="CP size to compare with (default: the smallest that fits)")
+    parser.add_argument("--cost", choices=sorted(PRESETS), default="h100_8b", help="cost model (default: h100_8b)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write the schedule itself as JSON")
+    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the timeline")
+    parser.add_argument("--html", metavar="FILE.html", type=Path, help="draw the timeline as a web page")
+    return parser
+
+
+def _read(source: str) -> np.ndarray:
+    """Lengths from a file. Raises ValueError saying what is wrong with it."""
+    if source.endswith(".idx"):
+        from megatron.core.datasets.indexed_dataset import IndexedDataset  # torch and megatron-core: ten seconds
+
+        return np.asarray(IndexedDataset(source.removesuffix(".idx"), mmap=True).sequence_lengths, dtype=np.int64)
+    if source == "-":
+        text = sys.stdin.read()
+    elif source.endswith(".gz"):
+        text = gzip.decompress(Path(source).read_bytes()).decode()
+    else:
+        text = Path(source).read_text(encoding="utf-8")
+    words = text.replace(",", " ").split()
+    try:
+        return np.array([int(word) for word in words], dtype=np.int64)
+    except ValueError:
+        bad = next(word for word in words if not word.lstrip("+-").isdigit())
+        raise ValueError(
+            f"{source}: {bad!r} is not a whole number; one length a line, or separated by spaces"
+        ) from None
+
+
+def _lengths(args: argparse.Namespace) -> np.ndarray:
+    if args.count is not None and args.count < 1:
+        raise ValueError(f"--count {args.count}: must be at least 1")
+    if args.longest < 1:
+        raise ValueError(f"--longest {args.longest}: must be at least 1")
+    if args.distribution:
+        return sample_lengths(args.distribution, args.count or 1024, args.longest, args.seed)
+    lengths = np.minimum(_read(args.lengths)[: args.count], args.longest)
+    if not lengths.size:
+        raise ValueError(f"{args.lengths}: holds no lengths")
+    return lengths
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns 0, or 2 with one message on stderr where the input is wrong."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except (ValueError, OSError) as error:
+        print(f"megatron-cp schedule: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    lengths, cost = _lengths(args), PRESETS[args.cost]
+    common = {"cost": cost, "microbatch_multiple": args.microbatch_multiple}
+    common["sequence_parallel_size"] = args.sequence_parallel_size
+    keeping_step = {"sync_ranks": args.sync_ranks, "pipeline_size": args.pipeline_size}
+    begin = time.perf_counter()
+    found = schedule(
+        lengths, args.ranks, args.max_seqlen_per_rank, min_cp_size=args.min_cp_size, **keeping_step, **common
+    )
+    seconds = time.perf_counter() - begin
+    dynamic = report("dynamic CP", found, lengths, cost, **keeping_step)
+    static = []
+    for balanced, title in ((False, "packed in order"), (True, "balanced packing")):
+        fixed = schedule_fixed_cp(
+            lengths, args.ranks, args.max_seqlen_per_rank, cp_size=args.static_cp_size, balanced=balanced, **common
+        )
+        size = fixed.microbatches[0][0].cp_size
+        static.append(report(f"static CP {size}, {title}", fixed, lengths, cost, **keeping_step))
+    if args.json:
+        figures = {"schedule_seconds": seconds, "dynamic": dynamic.as_dict()}
+        print(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))
+    else:
+        print(as_text(dynamic, static, lengths, args.ranks))
+        print(f"scheduled in {1e3 * seconds:.1f} ms; simulated with cost model {args.cost}")
+    if args.output:
+        args.output.write_text(json.dumps([[list(group) for group in groups] for groups in found.microbatches]))
+    if args.plot or args.html:
+        from megatron_cp.dynamic_cp import timeline
+
+        for path, write in ((args.plot, timeline.write_png), (args.html, timeline.write_html)):
+            if path:
+                write(path, [static[1], dynamic], lengths, cost, args.ranks)
+                print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Draw steps as timelines: ranks down, time across, groups coloured by CP size, idle time grey; as PNG or HTML.
+
+Each group's rectangle is solid for the bare work in it and pale for communication and fixed costs, so that both things
+that make static CP slow, waiting and communicating for short samples, can be seen.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_cp.dynamic_cp.cost import CostModel
+from megatron_cp.dynamic_cp.report import Report
+
+# From one rank (yellow) by powers of two to 1024 (black): steps that differ in lightness too.
+_COLOURS = (
+    "#f5c211",
+    "#8fce3c",
+    "#35b779",
+    "#1f9e9a",
+    "#2f78b7",
+    "#4a55b0",
+    "#5b2a86",
+    "#8b1e6d",
+    "#b5304a",
+    "#d1495b",
+    "#2b2b2b",
+)
+_IDLE = "#dddddd"
+
+
+def colour_of(cp_size: int) -> str:
+    """The colour of a CP size: one for each power of two."""
+    return _COLOURS[min(cp_size.bit_length() - 1, len(_COLOURS) - 1)]
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A group's rectangle: first rank, ranks, start, seconds of bare work, end, and a description."""
+
+    first: int
+    ranks: int
+    start: float
+    worked: float
+    stop: float
+    text: str
+
+
+def _bars(report: Report, lengths: np.ndarray, cost: CostModel) -> Iterator[_Bar]:
+    for span in report.step.spans:
+        group, samples = span.group, lengths[list(span.group.sample_ids)]
+        worked = min(span.start + cost.ideal_seconds(samples) / group.cp_size, span.stop)
+        text = (
+            f"microbatch {span.microbatch}, CP {group.cp_size} (ranks {group.ranks[0]}-{group.ranks[-1]}): "
+            f"{len(samples)} samples, {int(samples.sum())} tokens, longest {int(samples.max())}; "
+            f"{span.start:.3f} s to {span.stop:.3f} s, {(worked - span.start) / (span.stop - span.start):.0%} bare work"
+        )
+        yield _Bar(group.ranks[0], group.cp_size, span.start, worked, span.stop, text)
+
+
+def _end(report: Report) -> float:
+    return max((span.stop for span in report.step.spans), default=0.0)
+
+
+def _headline(static: Report, dynamic: Report) -> str:
+    return f"The same samples, {static.seconds / dynamic.seconds:.2f}x faster: static CP above, dynamic CP below"
+
+
+def _caption(report: Report) -> str:
+    waiting = "idle and pipeline bubble (not drawn)" if report.seconds > 1.001 * _end(report) else "idle"
+    return (
+        f"{report.title}: {report.seconds:.2f} s   (useful work {report.useful:.0%}, communication and overhead "
+        f"{report.overhead:.0%}, {waiting} {report.idle:.0%})"
+    )
+
+
+def write_png(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: CostModel, num_ranks: int) -> None:
+    """Draw ``reports`` (static first, dynamic last) one above the other on one time axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Patch, Rectangle
+
+    latest = max(_end(report) for report in reports)
+    idle = {"facecolor": "#f0f0f0", "edgecolor": "#999999", "hatch": "///", "linewidth": 0.0}
+    figure, axes = plt.subplots(len(reports), 1, figsize=(13, 3.6 * len(reports) + 0.8), sharex=True, squeeze=False)
+    sizes = sorted({size for report in reports for size in report.cp_sizes})
+    for axis, report in zip(axes[:, 0], reports, strict=True):
+        end = _end(report)
+        axis.add_patch(Rectangle((0, 0), end, num_ranks, **idle))
+        pale, solid, pale_colours, solid_colours = [], [], [], []
+        for bar in _bars(report, lengths, cost):
+            colour = colour_of(bar.ranks)
+            pale.append(Rectangle((bar.start, bar.first), bar.stop - bar.start, bar.ranks))
+            solid.append(Rectangle((bar.start, bar.first), bar.worked - bar.start, bar.ranks))
+            pale_colours.append(matplotlib.colors.to_rgba(colour, 0.35))
+            solid_colours.append(colour)
+        line = 0.4 if num_ranks <= 128 else 0.1
+        axis.add_collection(PatchCollection(pale, facecolors="white", edgecolors="none"))
+        axis.add_collection(PatchCollection(pale, facecolors=pale_colours, edgecolors="white", linewidths=line))
+        axis.add_collection(PatchCollection(solid, facecolors=solid_colours, edgecolors="white", linewidths=line))
+        axis.axvline(end, color="black", linewidth=1.5)
+        if end < latest:
+            axis.annotate(
+                "", (latest, num_ranks / 2), (end, num_ranks / 2), arrowprops={"arrowstyle": "<->", "color": "black"}
+            )
+            axis.text((end + latest) / 2, num_ranks * 0.46, f"saved: {latest - end:.2f} s", ha="center", va="bottom")
+        axis.set_xlim(0, latest * 1.01)
+        axis.set_ylim(num_ranks, 0)
+        axis.set_ylabel("rank")
+        axis.set_title(_caption(report), loc="left", fontsize=11)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    axes[-1, 0].set_xlabel("seconds from the start of the optimizer step")
+    legend = [Patch(facecolor=colour_of(size), label=f"CP {size}") for size in sizes]
+    legend += [
+        Patch(facecolor=matplotlib.colors.to_rgba(colour_of(sizes[-1]), 0.35), label="pale: communication, overhead"),
+        Patch(**idle, label="idle"),
+    ]
+    figure.suptitle(_headline(reports[0], reports[-1]), x=0.01, ha="left", fontsize=14, fontweight="bold")
+    figure.legend(handles=legend, loc="lower center", ncols=min(len(legend), 9), frameon=False)
+    figure.tight_layout(rect=(0, 0.06, 1, 0.98))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write_html(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: CostModel, num_ranks: int) -> None:
+    """The same picture as one page without dependencies; pointing at a group tells what it runs."""
+    latest = max(_end(report) for report in reports) or 1.0
+    width, height = 1200, max(180, min(420, 4 * num_ranks))
+    parts = [
+        "<!doctype html><meta charset='utf-8'><title>Dynamic CP timeline</title>",
+        "<style>body{font:14px system-ui,sans-serif;margin:24px;color:#222}svg{display:block;margin:4px 0 20px}"
+        "rect.g:hover{stroke:#000;stroke-width:2}"
+        "i{display:inline-block;width:12px;height:12px;margin:0 4px 0 14px}</style>",
+        f"<h2>{html.escape(_headline(reports[0], reports[-1]))}</h2>",
+    ]
+    x, y = width / latest, height / num_ranks
+    for report in reports:
+        end = _end(report)
+        parts.append(f"<b>{html.escape(_caption(report))}</b><svg width='{width + 60}' height='{height + 22}'>")
+        parts.append(f"<rect width='{end * x:.1f}' height='{height}' fill='{_IDLE}'/>")
+        for bar in _bars(report, lengths, cost):
+            colour, text = colour_of(bar.ranks), html.escape(bar.text)
+            box = f"x='{bar.start * x:.2f}' y='{bar.first * y:.2f}' height='{bar.ranks * y:.2f}'"
+            worked, whole = (bar.worked - bar.start) * x, (bar.stop - bar.start) * x
+            parts.append(f"<rect {box} width='{whole:.2f}' fill='#fff'/>")
+            parts.append(
+                f"<rect {box} width='{whole:.2f}' fill='{colour}' fill-opacity='.35' stroke='#fff' stroke-width='.5'/>"
+            )
+            parts.append(f"<rect {box} width='{worked:.2f}' fill='{colour}'/>")
+            parts.append(f"<rect class='g' {box} width='{whole:.2f}' fill='transparent'><title>{text}</title></rect>")
+        parts.append(f"<line x1='{end * x:.1f}' x2='{end * x:.1f}' y2='{height}' stroke='#000' stroke-width='2'/>")
+        parts.append(f"<text x='{end * x:.1f}' y='{height + 16}' text-anchor='middle'>{end:.2f} s</text></svg>")
+    sizes = sorted({size for report in reports for size in report.cp_sizes})
+    parts.append(
+        "Ranks down, seconds across. " + "".join(f"<i style='background:{colour_of(s)}'></i>CP {s}" for s in sizes)
+    )
+    parts.append(f"<i style='background:{_IDLE}'></i>idle. Solid is bare work, pale is communication and overhead.")
+    path.write_text("\n".join(parts), encoding="utf-8")
