@@ -104,17 +104,25 @@ class _Exchange:
     heads: HeadSplit
     order: np.ndarray
 
-    def spread(self, pieces: Callable[[int], Sequence[Tensor]]) -> Tensor:
-        """Send ``pieces(rank)``, each [s_local, b, heads, d], to every rank; [tokens of all ranks, b, mine joined]."""
-        outgoing = [[piece.flatten(2) for piece in pieces(rank)] for rank in range(self.peers.size)]
-        rows, batch, _ = outgoing[0][0].shape
-        widths = [sum(piece.shape[2] for piece in parts) for parts in outgoing]
-        sent = outgoing[0][0].new_empty(rows * batch * sum(widths))
-        for block, parts in zip(sent.split([rows * batch * width for width in widths]), outgoing, strict=True):
-            torch.cat(parts, dim=2, out=block.view(rows, batch, -1))
-        mine = rows * batch * widths[self.peers.rank]
-        received = comm.all_to_all(sent, [rows * batch * w for w in widths], [mine] * self.peers.size, self.peers)
-        return comm.permute_rows(received.wait().view(rows * self.peers.size, batch, -1), self.order)
+    def spread(self, pieces: Callable[[int], Sequence[Tensor]]) -> list[Tensor]:
+        """Send ``pieces(rank)``, each [s_local, b, heads, d], to every rank; mine, with the tokens of all ranks."""
+        outgoing = [pieces(rank) for rank in range(self.peers.size)]
+        rows, batch = outgoing[0][0].shape[:2]
+        widths = [sum(piece.shape[2] * piece.shape[3] for piece in parts) for parts in outgoing]
+        sizes = [rows * batch * width for width in widths]
+        sent = outgoing[0][0].new_empty(sum(sizes))
+        for block, parts in zip(sent.split(sizes), outgoing, strict=True):
+            torch.cat([piece.flatten(2) for piece in parts], dim=2, out=block.view(rows, batch, -1))
+        mine = sizes[self.peers.rank]
+        received = comm.all_to_all(sent, sizes, [mine] * self.peers.size, self.peers).wait()
+        joined = received.view(rows * self.peers.size, batch, -1)
+        shapes = [piece.shape[2:] for piece in outgoing[self.peers.rank]]
+        # Each part gets memory of its own: one kept for the backward pass must not keep the others.
+        parts = joined.split([heads * dim for heads, dim in shapes], dim=2)
+        return [
+            comm.permute_rows(part, self.order).unflatten(2, tuple(shape))
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
 
     def collect(self, joined: Tensor, widths: Sequence[int]) -> list[Tensor]:
         """The inverse: from ``joined`` [all ranks' tokens, b, features], this rank's tokens of each rank's features."""
@@ -129,16 +137,14 @@ class _Exchange:
 class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: _Exchange) -> tuple[Tensor, ...]:
-        heads, rank = exchange.heads, exchange.peers.rank
+        heads = exchange.heads
         ctx.exchange, ctx.shapes = exchange, [x.shape for x in (query, key, value)]
 
         def pieces(to: int) -> Sequence[Tensor]:
             return query[:, :, heads.query(to)], key[:, :, heads.kv(to)], value[:, :, heads.kv(to)]
 
-        joined = exchange.spread(pieces)
-        shapes = [piece.shape[2:] for piece in pieces(rank)]
-        parts = joined.split([count * dim for count, dim in shapes], dim=2)
-        return tuple(part.unflatten(2, tuple(shape)) for part, shape in zip(parts, shapes, strict=True))
+        query, key, value = exchange.spread(pieces)
+        return query, key, value
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -169,8 +175,8 @@ class _HeadsToSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         exchange, dout = ctx.exchange, douts[0]
-        joined = exchange.spread(lambda rank: [dout[:, :, exchange.heads.query(rank)]])
-        return joined.unflatten(2, (-1, ctx.dim)), None
+        (joined,) = exchange.spread(lambda rank: [dout[:, :, exchange.heads.query(rank)]])
+        return joined, None
 
 
 def _counts(heads: HeadSplit, rank: int) -> tuple[int, int, int]:

@@ -77,8 +77,10 @@ def probe_attention(model_chunks: Iterable[torch.nn.Module]) -> None:
 
     A collective call over all ranks, each with its own chunks. Raises :class:`ProbeError` on all of them when any rank
     finds that groups disagree or that an output or gradient differs from the one-rank answer by more than rounding.
-    Modules that share transport and groups are tried once. Returns at once without context parallelism.
+    Modules that share transport and groups are tried once. Without torch.distributed there is nothing to prove.
     """
+    if not dist.is_initialized():
+        return
     suspects = _suspects(model_chunks)
     _agree([problem for suspect in suspects if (problem := _compare_sizes(suspect))])
     _agree(_compare_groups(suspects))
@@ -177,11 +179,8 @@ def _largest_error(got: Tensor, want: Tensor, scale: Tensor) -> float:
 
 def _agree(problems: list[str]) -> None:
     """Raise on all ranks what any of them found."""
-    if not dist.is_initialized():
-        verdicts: list[Any] = [problems]
-    else:
-        verdicts = [None] * dist.get_world_size()
-        dist.all_gather_object(verdicts, problems)
+    verdicts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(verdicts, problems)
     found = [f"rank {rank}: {problem}" for rank, theirs in enumerate(verdicts) for problem in theirs]
     if found:
         shown = found[:8] + ([f"and {len(found) - 8} more"] if len(found) > 8 else [])

@@ -243,5 +243,5 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _shorten(values: Any) -> str:
-    text = str(values)
+    text = str(list(values) if isinstance(values, tuple) else values)
     return text if len(text) <= 80 else text[:77] + "..."

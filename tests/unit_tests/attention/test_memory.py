@@ -1,0 +1,70 @@
+"""What attention keeps for the backward pass, and what it holds while it runs."""
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cp.attention import comm, context_parallel_attention
+from tests.ranks import run_ranks
+from tests.unit_tests.attention.harness import COMM_TYPES, make_groups
+
+S_LOCAL, B, HEADS, KV, QK_DIM, V_DIM = 48, 2, 8, 4, 16, 12
+
+
+def _saved(comm_type: str) -> int:
+    """Elements in distinct storages that the autograd graph of one call keeps."""
+    size = dist.get_world_size()
+    group = make_groups(2) if comm_type == "a2a+p2p" else dist.group.WORLD
+    shapes = ((HEADS, QK_DIM), (KV, QK_DIM), (KV, V_DIM))
+    q, k, v = (torch.randn(S_LOCAL, B, heads, dim, requires_grad=True) for heads, dim in shapes)
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = context_parallel_attention(q, k, v, group=group, comm_type=comm_type)
+    out.backward(torch.randn_like(out))
+    assert size > 1
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("comm_type", COMM_TYPES)
+def test_saved_for_backward_is_qkv_out_and_lse_whatever_the_group(comm_type):
+    expected = S_LOCAL * B * (HEADS * QK_DIM + KV * QK_DIM + KV * V_DIM + HEADS * V_DIM + HEADS)
+    for size in (2, 4):
+        assert run_ranks(_saved, size, comm_type) == [expected] * size
+
+
+def _blocks_alive() -> list[dict[int, int]]:
+    """By tag, the most tensors that hops have brought, alive right after a hop has started: forward and backward."""
+    seen: dict[int, list[weakref.ref]] = {}
+    most: dict[int, int] = {}
+    original = comm.hop
+
+    def watched(pair, distance, peers, tag):
+        arrival = original(pair, distance, peers, tag)
+        seen.setdefault(tag, []).extend(weakref.ref(tensor) for tensor in arrival._content)
+        alive = {id(reference()) for reference in seen[tag] if reference() is not None}
+        most[tag] = max(most.get(tag, 0), len(alive))
+        return arrival
+
+    comm.hop = watched
+    q, k, v = (torch.randn(32, 1, 2, 8, requires_grad=True) for _ in range(3))
+    out = context_parallel_attention(q, k, v, group=dist.group.WORLD)
+    forward = dict(most)
+    # The last block to arrive is saved for the backward pass.
+    seen.clear()
+    most.clear()
+    out.backward(torch.randn_like(out))
+    return [forward, most]
+
+
+def test_the_ring_holds_two_blocks():
+    """The visiting keys and values and those on their way; backward also gradients, which come one block at a time."""
+    for forward, backward in run_ranks(_blocks_alive, 6):
+        assert forward == {comm.KV_TAG: 4}
+        assert backward == {comm.KV_TAG: 4, comm.GRAD_TAG: 4}
