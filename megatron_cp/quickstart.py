@@ -119,7 +119,7 @@ def overrides_for(prefix: Path, save: Path, gpus: int) -> list[str]:
         f"tokenizer.tokenizer_type={TOKENIZER.tokenizer_type}",
         f"checkpoint.save={save}",
         "validation.eval_iters=4",
-        "logger.log_interval=20",
+        f"logger.log_interval={50 if sys.stderr.isatty() else 10}",  # a terminal has a live line as well
         *_LAYOUTS[ranks],
     ]
 
@@ -180,7 +180,7 @@ def last_screen(console: Console, config: RunConfig, phases: Phases, ranks: int)
     for what, command in (
         ("See the curves", f".venv/bin/tensorboard --logdir {shlex.quote(str(_short(save.parent)))}"),
         ("Train on from this checkpoint", f"{launch} {shlex.quote(str(_short(save / 'config.yaml')))} {more}"),
-        ("Another transport: a ring", "scripts/quickstart.sh model.cp_comm_type=p2p"),
+        ("Another transport: a ring", "scripts/quickstart.sh parallel=cp4_p2p"),
         ("Tokens of your own text", ".venv/bin/python scripts/data/preprocess_data.py --help"),
         ("All recipes", ".venv/bin/megatron-cp recipes"),
     ):
@@ -219,7 +219,9 @@ def main(
         )
         phases = Phases(console, total=3)
         prepare_data(data, phases, sources)
-        with phases.phase("training", f"{config.train.train_iters} iterations; Ctrl-C saves and stops"):
+        with phases.phase(
+            "training", f"{config.train.train_iters} iterations; the processes load first. Ctrl-C saves and stops"
+        ):
             code = _train(overrides, ranks)
     except (ConfigError, DataError, FileNotFoundError) as error:
         print(f"quickstart: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megatron_cp import quickstart
 from megatron_cp.data.corpus import standard_library_sources
-from megatron_cp.recipes import load_recipe
+from megatron_cp.recipes import load_recipe, to_yaml
 from megatron_cp.rules import check
 
 
@@ -50,6 +50,23 @@ def test_every_machine_gets_a_layout_that_runs(gpus: int, tmp_path: Path) -> Non
     assert config.model.context_parallel_size == ranks
     assert config.dataset.data_path == str(tmp_path / "a b")
     assert [str(v) for v in check(config, ranks, ranks if gpus else None) if v.severity == "error"] == []
+
+
+def test_what_the_last_screen_suggests_can_run(tmp_path: Path) -> None:
+    run = tmp_path / "run-001"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"lm_loss": 6.0}\n{"lm_loss": 2.5}\n{"validation_loss": 2.6}\n')
+    config = load_recipe(quickstart.RECIPE, quickstart.overrides_for(tmp_path / "data", run, 0))
+    (run / "config.yaml").write_text(to_yaml(config))
+    console = Console(record=True, width=100, quiet=True)
+    quickstart.last_screen(console, config, quickstart.Phases(console, 3), 4)
+    text = console.export_text()
+    assert "6.00 -> 4.25 after 2 iterations" in text
+    (recipe, overrides) = re.search(r"--recipe (\S+) (.*)", text).groups()  # type: ignore[union-attr]
+    assert load_recipe(recipe, overrides.split()).train.train_iters == 2 * config.train.train_iters
+    (transport,) = re.findall(r"quickstart.sh (\S+)", text)
+    ring = load_recipe(quickstart.RECIPE, [*quickstart.overrides_for(tmp_path / "data", run, 0), transport])
+    assert ring.model.cp_comm_type == "p2p" and check(ring, 4) == []
 
 
 def test_runs_are_numbered(tmp_path: Path) -> None:

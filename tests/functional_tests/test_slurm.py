@@ -1,0 +1,68 @@
+"""The Slurm script, with a stand-in for srun that starts every "node" on this machine."""
+
+import os
+import random
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/slurm/train.sbatch"
+
+SRUN = """#!/usr/bin/env bash
+shift  # --kill-on-bad-exit=1
+pids=()
+for ((node = 0; node < SLURM_NNODES; node++)); do
+    SLURM_NODEID=$node "$@" & pids+=($!)
+done
+code=0
+for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+exit $code
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job on two nodes of two processes."""
+    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\nprintf 'localhost\\nlocalhost\\n'\n")):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(random.randrange(100_000)),
+        "SLURM_JOB_NODELIST": "localhost,localhost",
+        "SLURM_NNODES": "2",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "PROCESSES_PER_NODE": "2",
+    }
+
+
+def test_each_node_gets_its_command(cluster: dict[str, str], tmp_path: Path) -> None:
+    """With torchrun replaced by echo: the options, and overrides with spaces and brackets, arrive as given."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/torchrun").write_text('#!/bin/sh\nprintf "<%s>" "$@"; echo\n')
+    (tmp_path / ".venv/bin/torchrun").chmod(0o755)
+    cluster |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "8"}
+    del cluster["PROCESSES_PER_NODE"]
+    arguments = ["--recipe", "r", "dataset.data_path=/a b/c", "model.hierarchical_context_parallel_sizes=[2,2]"]
+    done = subprocess.run([SCRIPT, *arguments], env=cluster, capture_output=True, text=True, check=True)
+    lines = sorted(done.stdout.splitlines())
+    assert len(lines) == 2
+    for node, line in enumerate(lines):
+        options, recipe = line.split("<scripts/training/run_recipe.py>")
+        assert options == (
+            f"<--nnodes=2><--node_rank={node}><--nproc_per_node=8><--master_addr=localhost><--master_port=20007>"
+        )
+        assert re.findall("<(.*?)>", recipe) == arguments
+
+
+@pytest.mark.slow
+def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
+    arguments = ["--recipe", "llama_tiny_pretrain_config", "train.train_iters=2", f"checkpoint.save={tmp_path / 'run'}"]
+    done = subprocess.run([SCRIPT, *arguments], env=cluster, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
