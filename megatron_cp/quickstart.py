@@ -219,9 +219,8 @@ def main(
         )
         phases = Phases(console, total=3)
         prepare_data(data, phases, sources)
-        with phases.phase(
-            "training", f"{config.train.train_iters} iterations; the processes load first. Ctrl-C saves and stops"
-        ):
+        what = f"{config.train.train_iters} iterations, after the processes have loaded; Ctrl-C saves and stops"
+        with phases.phase("training", what):
             code = _train(overrides, ranks)
     except (ConfigError, DataError, FileNotFoundError) as error:
         print(f"quickstart: {error}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """The quick start: its parts quickly, all of it with two iterations, and (slow) as a user runs it."""
 
+import io
 import json
 import os
 import re
@@ -58,7 +59,7 @@ def test_what_the_last_screen_suggests_can_run(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text('{"lm_loss": 6.0}\n{"lm_loss": 2.5}\n{"validation_loss": 2.6}\n')
     config = load_recipe(quickstart.RECIPE, quickstart.overrides_for(tmp_path / "data", run, 0))
     (run / "config.yaml").write_text(to_yaml(config))
-    console = Console(record=True, width=100, quiet=True)
+    console = Console(record=True, width=100, file=io.StringIO())
     quickstart.last_screen(console, config, quickstart.Phases(console, 3), 4)
     text = console.export_text()
     assert "6.00 -> 4.25 after 2 iterations" in text
