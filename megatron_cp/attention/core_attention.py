@@ -273,9 +273,8 @@ def hierarchical_groups(
     if len(groups) != 2 or any(group is None for group in groups):
         raise ValueError(f"{where}: pg_collection.hcp must hold the a2a and the p2p process group, got {groups}")
     for name, group, expected in zip(("a2a", "p2p"), groups, sizes, strict=True):
-        _check_size(
-            f"{where}: pg_collection.hcp's {name} group", group, expected, "hierarchical_context_parallel_sizes"
-        )
+        what = f"{where}: pg_collection.hcp's {name} group"
+        _check_size(what, group, expected, f"hierarchical_context_parallel_sizes={list(sizes)}")
     return groups
 
 

@@ -18,14 +18,15 @@ from torch import Tensor
 from megatron_cp.attention.context import CPContext
 from megatron_cp.attention.reference import reference_attention
 from megatron_cp.attention.sharding import shard_sequence
+from megatron_cp.errors import RuntimeFault
 
 TOKENS_PER_CHUNK, SEED = 2, 20
 # The largest difference, relative to the largest reference value, that rounding explains (outputs and gradients).
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
-class ProbeError(RuntimeError):
-    """Attention does not give the one-rank answer; the message names layers, transport and groups."""
+class ProbeError(RuntimeFault):
+    """Attention does not give the one-rank answer, on every rank; the message names layers, transport and groups."""
 
 
 @dataclass(frozen=True)
@@ -184,4 +185,4 @@ def _agree(problems: list[str]) -> None:
     found = [f"rank {rank}: {problem}" for rank, theirs in enumerate(verdicts) for problem in theirs]
     if found:
         shown = found[:8] + ([f"and {len(found) - 8} more"] if len(found) > 8 else [])
-        raise ProbeError("attention probe failed, nothing was trained.\n  " + "\n  ".join(shown))
+        raise ProbeError("attention probe failed, nothing was trained.\n  " + "\n  ".join(shown), on_all_ranks=True)

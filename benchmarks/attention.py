@@ -1,0 +1,422 @@
+"""How fast context-parallel attention is, against one process with PyTorch's own attention on the whole sequence.
+
+    python benchmarks/attention.py                          # two gloo ranks on this machine, all sections, sizes to 8K
+    python benchmarks/attention.py --sizes 4096,8192,16384,32768 --repeats 3
+    python benchmarks/attention.py --ranks 4 --only speed   # more ranks than cores: read the CPU column
+    torchrun --nproc_per_node=8 benchmarks/attention.py     # on GPUs: NCCL, the flash kernel
+
+Every ratio is of the two sides' times within one round, the sides taking turns, so that a machine that slows down
+slows both; printed are the median over rounds and, in brackets, the smallest and largest. ``wall`` is the slowest
+rank's time over that of one process with as many threads as there are ranks (on GPUs: of one GPU, divided by the number
+of ranks). ``cpu`` is the slowest rank's CPU time over the one process's, divided by the number of ranks: it does not see
+waiting, but other programs on the machine disturb it less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_cp.attention import comm, context_parallel_attention, kernels
+from megatron_cp.attention.comm import Peers
+from megatron_cp.attention.context import Problem
+from megatron_cp.attention.merge import Gradient, OutputAccumulator
+from megatron_cp.attention.ring import ring_attention
+from megatron_cp.attention.sharding import Layout, Span, shard_sequence
+from megatron_cp.attention.tiles import Mask
+
+SECTIONS = ("speed", "split", "window", "packed", "overlap", "where", "pytorch")
+
+
+@dataclass(frozen=True)
+class Sample:
+    wall: float
+    cpu: float
+
+
+class Bench:
+    """The ranks taking turns between one process on the whole problem and all of them on their shards."""
+
+    def __init__(self, repeats: int, device: torch.device) -> None:
+        self.repeats, self.device = repeats, device
+        self.size, self.rank = dist.get_world_size(), dist.get_rank()
+
+    def log(self, *words: object) -> None:
+        if self.rank == 0:
+            print(*words, flush=True)
+
+    def time(self, call: Callable[[], None], alone: bool = False) -> Sample:
+        """The slowest rank's times, or rank 0's with all cores to itself."""
+        dist.barrier()
+        if self.device.type == "cpu":
+            torch.set_num_threads(self.size if alone else 1)
+        wall, cpu = time.perf_counter(), time.process_time()
+        if self.rank == 0 or not alone:
+            call()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+        times = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu], device=self.device)
+        dist.barrier()
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        return Sample(*times.tolist())
+
+    def compare(
+        self, baseline: Callable[[], None], calls: dict[str, Callable[[], None]], whole: bool = True
+    ) -> tuple[Sample, dict[str, str]]:
+        """Ratios of each call to the baseline; a ``whole`` baseline is one process's, with the whole problem."""
+        rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+        best = Sample(float("inf"), float("inf"))
+        for index in range(self.repeats + 1):
+            base = self.time(baseline, alone=whole)
+            cpu = base.cpu / self.size if whole else base.cpu
+            wall = base.wall / self.size if whole and self.device.type == "cuda" else base.wall
+            for name, call in calls.items():
+                sample = self.time(call)
+                if index:  # the first round warms up
+                    rounds[name].append((sample.wall / wall, sample.cpu / cpu))
+            if index:
+                best = Sample(min(best.wall, base.wall), min(best.cpu, base.cpu))
+        return best, {
+            name: "  ".join(
+                f"{what} {spread(values)}"
+                for what, values in zip(("wall", "cpu"), zip(*pairs, strict=False), strict=False)
+            )
+            for name, pairs in rounds.items()
+        }
+
+
+def spread(values: tuple[float, ...]) -> str:
+    return f"{statistics.median(values):5.3f} [{min(values):.3f} {max(values):.3f}]"
+
+
+@dataclass(frozen=True)
+class Shape:
+    tokens: int
+    heads: int = 8
+    kv_heads: int = 8
+    dim: int = 64
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"S={self.tokens} heads={self.heads}/{self.kv_heads} dim={self.dim} {name}"
+
+    def draw(self, device: torch.device) -> list[Tensor]:
+        """Query, key, value and output gradient of the whole sequence, [s, 1, heads, dim]."""
+        torch.manual_seed(0)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return [torch.randn(self.tokens, 1, h, self.dim).to(device, self.dtype) for h in heads]
+
+
+def forward_backward(attention: Callable[..., Tensor], tensors: list[Tensor]) -> None:
+    *qkv, dout = tensors
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    attention(*leaves).backward(dout)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).permute(2, 0, 1, 3)
+
+
+def sharded(bench: Bench, tensors: list[Tensor]) -> list[Tensor]:
+    return [shard_sequence(x, 0, bench.rank, bench.size) for x in tensors]
+
+
+def transport(comm_type: str, **options: object) -> Callable[..., Tensor]:
+    return functools.partial(context_parallel_attention, group=dist.group.WORLD, comm_type=comm_type, **options)
+
+
+def bench_speed(bench: Bench, shapes: list[Shape]) -> None:
+    bench.log("\n## Each transport against one process with as many threads as ranks (causal, forward and backward)")
+    for shape in shapes:
+        whole = shape.draw(bench.device)
+        mine = sharded(bench, whole)
+        calls = {
+            name: functools.partial(forward_backward, transport(name), mine) for name in ("p2p", "a2a", "all_gather")
+        }
+        base, ratios = bench.compare(lambda: forward_backward(sdpa, whole), calls)  # noqa: B023
+        bench.log(f"{shape}: one process {base.wall * 1e3:.0f} ms wall, {base.cpu * 1e3:.0f} ms cpu")
+        for name, ratio in ratios.items():
+            bench.log(f"  {name:10}  {ratio}")
+
+
+class Contiguous(Layout):
+    """Rank r holds the r-th part of the sequence as it is: what zigzag is measured against."""
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        return (Span(0, self.rows, rank * self.rows, 0),)
+
+
+def bench_split(bench: Bench, shape: Shape) -> None:
+    bench.log("\n## A ring over contiguous parts, as a multiple of the same ring over zigzag parts")
+    whole = shape.draw(bench.device)
+    peers = Peers.of(dist.group.WORLD)
+
+    def ring(kind: type[Layout], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layout = kind((shape.tokens,), (shape.tokens,), bench.size)
+        return ring_attention(q, k, v, None, Problem(layout, Mask(None, 0), shape.dim**-0.5), peers)
+
+    parts = [x.chunk(bench.size)[bench.rank] for x in whole]
+    zigzag = functools.partial(forward_backward, functools.partial(ring, Layout), sharded(bench, whole))
+    contiguous = functools.partial(forward_backward, functools.partial(ring, Contiguous), parts)
+    _, ratios = bench.compare(zigzag, {"contiguous": contiguous}, whole=False)
+    bench.log(f"{shape}: {ratios['contiguous']}")
+
+
+def bench_window(bench: Bench, shape: Shape) -> None:
+    bench.log("\n## A sliding window, as a share of full causal attention on the same transport")
+    mine = sharded(bench, shape.draw(bench.device))
+    for name in ("p2p", "a2a", "all_gather"):
+        full = functools.partial(forward_backward, transport(name), mine)
+        windows = {
+            f"window {shape.tokens // part}": functools.partial(
+                forward_backward, transport(name, window_size=(shape.tokens // part, 0)), mine
+            )
+            for part in (4, 16)
+        }
+        for what, ratio in bench.compare(full, windows, whole=False)[1].items():
+            bench.log(f"{shape} {name:10} {what:12} {ratio}")
+
+
+def bench_packed(bench: Bench, shape: Shape) -> None:
+    bench.log("\n## Sequences of very different lengths in one pack, as a share of a batch padded to the longest")
+    unit = 2 * bench.size
+    lengths = [max(unit, shape.tokens >> shift) for shift in (1, 2, 3, 4, 5, 5)]
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(bench.device)
+    total, longest = int(ends[-1]), max(lengths)
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+
+    def draw(*lead: int) -> list[Tensor]:
+        return [torch.randn(*lead, h, shape.dim).to(bench.device, shape.dtype) for h in heads]
+
+    pack, padded = draw(total // bench.size), draw(longest // bench.size, len(lengths))
+    for name in ("p2p", "a2a", "all_gather"):
+        batch = functools.partial(forward_backward, transport(name), padded)
+        packed = functools.partial(forward_backward, transport(name, cu_seqlens=ends), pack)
+        ratio = bench.compare(batch, {"packed": packed}, whole=False)[1]["packed"]
+        bench.log(f"{lengths} tokens, {name:10} {ratio}  (tokens {total / longest / len(lengths):.2f})")
+
+
+@contextmanager
+def slow_network(seconds: float, overlap: bool) -> Iterator[None]:
+    """Every hop takes ``seconds`` from its start; without ``overlap`` the rank waits for it before it computes."""
+    original = comm.hop
+
+    class Late(comm.Arrival):
+        def __init__(self, arrival: comm.Arrival) -> None:
+            self.arrival, self.due = arrival, time.perf_counter() + seconds
+
+        def wait(self) -> object:
+            content = self.arrival.wait()
+            time.sleep(max(0.0, self.due - time.perf_counter()))
+            return content
+
+    def hop(*arguments: object) -> comm.Arrival:
+        late = Late(original(*arguments))
+        return late if overlap else comm.Arrival(late.wait(), [])
+
+    comm.hop = hop
+    try:
+        yield
+    finally:
+        comm.hop = original
+
+
+def bench_overlap(bench: Bench, shape: Shape) -> None:
+    bench.log("\n## The ring with every message delayed: what is hidden behind compute")
+    mine = sharded(bench, shape.draw(bench.device))
+    run = functools.partial(forward_backward, transport("p2p"), mine)
+
+    def delayed(seconds: float, overlap: bool) -> None:
+        with slow_network(seconds, overlap):
+            run()
+
+    run()
+    plain = min(bench.time(run).wall for _ in range(bench.repeats))
+    messages = 2 * (bench.size - 1) + bench.size - 1
+    for share in (0.05, 0.1, 0.2):
+        delay = share * plain
+        on, off = (
+            min(bench.time(functools.partial(delayed, delay, overlap)).wall for _ in range(bench.repeats))
+            for overlap in (True, False)
+        )
+        bench.log(
+            f"{shape}: {plain * 1e3:.0f} ms; {messages} messages of {delay * 1e3:.0f} ms more: {on * 1e3:.0f} ms with "
+            f"overlap, {off * 1e3:.0f} ms without: {1 - max(0.0, on - plain) / max(off - plain, 1e-9):.0%} hidden"
+        )
+
+
+def bench_where(bench: Bench, shapes: list[Shape]) -> None:
+    bench.log("\n## Where the time goes (share of one forward and backward pass, slowest rank)")
+    for shape in shapes:
+        mine = sharded(bench, shape.draw(bench.device))
+        for name in ("p2p", "a2a", "all_gather"):
+            run = functools.partial(forward_backward, transport(name), mine)
+            run()
+            with stopwatches() as spent:
+                total = bench.time(run).wall
+            kernel, summed = spent["kernel"], spent["add"]
+            rows = {
+                "kernels": kernel,
+                "merging and adding": summed,
+                "sending and waiting": spent["exchange"],
+                "copies and the rest": total - kernel - summed - spent["exchange"],
+            }
+            shares = ", ".join(f"{what} {seconds / total:.1%}" for what, seconds in rows.items())
+            bench.log(f"{shape} {name:10} {total * 1e3:.0f} ms: {shares}")
+
+
+@contextmanager
+def stopwatches() -> Iterator[dict[str, float]]:
+    """Seconds spent in kernels, in adding partial results up, and in starting and awaiting exchanges."""
+    spent = {"kernel": 0.0, "add": 0.0, "exchange": 0.0}
+    watched = [
+        (type(kernels.kernel_for(torch.empty(0))), "forward", "kernel"),
+        (type(kernels.kernel_for(torch.empty(0))), "backward", "kernel"),
+        (OutputAccumulator, "add", "add"),
+        (OutputAccumulator, "finish", "add"),
+        (Gradient, "add", "add"),
+        (Gradient, "add_all", "add"),
+        (comm, "hop", "exchange"),
+        (comm.Arrival, "wait", "exchange"),
+    ]
+
+    def timed(function: Callable, name: str) -> Callable:
+        def call(*arguments: object, **options: object) -> object:
+            start = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                spent[name] += time.perf_counter() - start
+
+        return call
+
+    originals = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in watched]
+    for (owner, attribute, name), (_, _, function) in zip(watched, originals, strict=True):
+        setattr(owner, attribute, timed(function, name))
+    try:
+        yield spent
+    finally:
+        for owner, attribute, function in originals:
+            setattr(owner, attribute, function)
+
+
+def bench_pytorch(bench: Bench, shape: Shape) -> None:
+    """PyTorch's context parallelism has no CPU path; its ring template runs when given the CPU kernel by hand."""
+    bench.log("\n## PyTorch's own ring template, driven with the same kernel (over the time of our ring)")
+    if bench.device.type != "cpu":
+        bench.log("on CPUs only: elsewhere use PyTorch's context_parallel")
+        return
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def forward_op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **_: object) -> tuple[Tensor, ...]:
+        return kernel(q, k, v, 0.0, is_causal)
+
+    def backward_op(
+        grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool
+    ) -> tuple[Tensor, ...]:
+        return kernel_backward(grad_out, query, key, value, out, logsumexp, 0.0, is_causal)
+
+    q, k, v, dout = (x.permute(1, 2, 0, 3) for x in sharded(bench, shape.draw(bench.device)))
+    mine = sharded(bench, shape.draw(bench.device))
+
+    def run(method: str) -> None:
+        theirs.set_rotate_method(method)
+        out, lse = theirs._templated_ring_attention(dist.group.WORLD, 2, forward_op, q, k, v, is_causal=True)[:2]
+        theirs._templated_ring_attention_backward(
+            dist.group.WORLD, 2, backward_op, dout, "grad_out", q, k, v, out.to(q.dtype), lse, True
+        )
+
+    calls = {f"rotate by {method}": functools.partial(run, method) for method in ("alltoall", "allgather")}
+    ours = functools.partial(forward_backward, transport("p2p"), mine)
+    for name, ratio in bench.compare(ours, calls, whole=False)[1].items():
+        bench.log(f"{shape} {name:20} {ratio}")
+
+
+def run(options: argparse.Namespace) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bench = Bench(options.repeats, device)
+    bench.log(f"{bench.size} ranks on {device.type}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    shapes = [
+        Shape(tokens, 8, kv_heads, dim, dtype)
+        for tokens in options.sizes
+        for dim in options.dims
+        for dtype in (torch.float32, torch.bfloat16)
+        for kv_heads in (8, 2)
+    ]
+    usual = Shape(options.sizes[-1] if len(options.sizes) == 1 else options.sizes[1])
+    if "speed" in options.only:
+        bench_speed(bench, shapes)
+    for name, section in (
+        ("split", bench_split),
+        ("window", bench_window),
+        ("packed", bench_packed),
+        ("overlap", bench_overlap),
+        ("pytorch", bench_pytorch),
+    ):
+        if name in options.only:
+            section(bench, usual)
+    if "where" in options.only:
+        bench_where(bench, [usual, Shape(usual.tokens, dtype=torch.bfloat16)])
+
+
+def _rank(rank: int, size: int, store: str, options: argparse.Namespace) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    run(options)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks to start (without torchrun)")
+    parser.add_argument("--sizes", type=numbers, default=[4096, 8192], help="sequence lengths")
+    parser.add_argument("--dims", type=numbers, default=[64, 128], help="head dims")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds, after one that warms up")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS), help=", ".join(SECTIONS))
+    options = parser.parse_args()
+    unknown = set(options.only) - set(SECTIONS)
+    if unknown:
+        parser.error(f"unknown section {', '.join(sorted(unknown))}; choose from {', '.join(SECTIONS)}")
+    if "RANK" in os.environ:
+        dist.init_process_group()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        run(options)
+        dist.destroy_process_group()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork")
+        ranks = [
+            context.Process(target=_rank, args=(rank, options.ranks, os.path.join(folder, "store"), options))
+            for rank in range(options.ranks)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
