@@ -71,13 +71,13 @@ def recomputation(c: Context) -> Iterator[Finding]:
             "distribute_saved_activations must be false when sequence parallel is enabled, and needs tp > 1",
             "model.distribute_saved_activations=false",
         )
-    allowed = {"core_attn": True, "mlp": c.backend == "te", "layernorm": c.backend == "te"}
+    allowed = {"core_attn": True, "mlp": True, "layernorm": c.backend == "te"}
     allowed |= {"moe": bool(model.num_moe_experts), "mla_up_proj": model.multi_latent_attention}
     for name in (model.recompute_modules or []) if kind == "selective" else []:
         if not allowed.get(name, False):
             yield Finding(
                 "model.recompute_modules",
-                f"Invalid choices for recompute_modules: {name} (mlp and layernorm need Transformer Engine)",
+                f"Invalid choices for recompute_modules: {name} (layernorm needs Transformer Engine)",
                 f"among {', '.join(n for n, ok in allowed.items() if ok)}",
             )
 
@@ -115,17 +115,16 @@ def distributed_adam(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K10",
-    "Overlapped parameter gathering needs the distributed optimizer and overlapped gradient reduction.",
-    "Without the distributed optimizer there are no shards to gather.",
-    broken("ddp.overlap_param_gather=true"),
+    "Overlapped parameter gathering needs the distributed optimizer.",
+    "Without it there are no shards to gather, and megatron-core fails in the first step.",
+    broken("ddp.overlap_param_gather=true", "optimizer.use_distributed_optimizer=false"),
 )
 def overlap_is_possible(c: Context) -> Iterator[Finding]:
-    ddp, distributed = c.config.ddp, c.config.optimizer.use_distributed_optimizer
-    if ddp.overlap_param_gather and not (ddp.overlap_grad_reduce and distributed):
+    if c.config.ddp.overlap_param_gather and not c.config.optimizer.use_distributed_optimizer:
         yield Finding(
             "ddp.overlap_param_gather",
-            "needs ddp.overlap_grad_reduce=true and optimizer.use_distributed_optimizer=true",
-            "set both, or ddp.overlap_param_gather=false",
+            "needs optimizer.use_distributed_optimizer=true",
+            "ddp.overlap_param_gather=false",
         )
 
 
@@ -162,7 +161,7 @@ def data_is_named(c: Context) -> Iterator[Finding]:
 @rule(
     "K12",
     "A sliding window is two lengths.",
-    "megatron-core passes (left, right) on as they are; a causal window has nothing to the right.",
+    "megatron-core passes (left, right) on as they are and fails late; a causal window has nothing to the right.",
     broken("model.window_size=[64]"),
 )
 def window_is_two_lengths(c: Context) -> Iterator[Finding]:
@@ -171,7 +170,8 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
     if window is not None and (len(window) != 2 or min(window) < -1):
         yield Finding("model.window_size", f"must be [left, right], -1 for no limit, got {window}", "[1024, 0]")
     elif window is not None and model.attention_mask_type == "causal" and window[1] > 0:
-        yield Finding("model.window_size", f"causal attention sees nothing ahead, got {window}", f"[{window[0]}, 0]")
+        message = f"causal attention sees nothing ahead; the right part of {window} has no effect"
+        yield Finding("model.window_size", message, f"[{window[0]}, 0]", severity="warning")
     if isinstance(every, list) and len(every) != model.num_layers:
         yield Finding(
             "model.window_attn_skip_freq", f"has {len(every)} entries for {model.num_layers} layers", "one a layer"
@@ -180,15 +180,17 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K13",
-    "fp16 on a CPU spends its first steps looking for a loss scale.",
-    "Those steps are skipped; bf16 needs no scale.",
+    "fp16 looks for its loss scale by overflowing.",
+    "Those steps are skipped; with ddp.check_for_nan_in_grad megatron-core ends the run at the first of them.",
     broken("mixed_precision=fp16_mixed"),
-    severity="warning",
-    needs="config environment",
 )
-def fp16_on_cpu(c: Context) -> Iterator[Finding]:
-    if c.config.mixed_precision.fp16 and c.environment.device == "cpu":
-        yield Finding("mixed_precision", "fp16 will skip steps until its loss scale fits", "mixed_precision=bf16_mixed")
+def fp16_overflows(c: Context) -> Iterator[Finding]:
+    if c.config.mixed_precision.fp16 and c.config.ddp.check_for_nan_in_grad:
+        yield Finding(
+            "ddp.check_for_nan_in_grad",
+            "fp16 overflows until its loss scale fits, and the run would end with: found NaN in local grad norm",
+            "ddp.check_for_nan_in_grad=false, or mixed_precision=bf16_mixed, which needs no scale",
+        )
 
 
 @rule(
@@ -323,3 +325,56 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
     for field, asked in not_built.items():
         if asked:
             yield Finding(field, "is not built by this version")
+
+
+@rule(
+    "K21",
+    "The fused cross-entropy is for bf16 and fp16.",
+    "megatron-core's rounds the gradient of the logits to bf16 whatever the precision, silently: in fp32 the gradient "
+    "norm is wrong in the fourth digit.",
+    broken("model.cross_entropy_loss_fusion=true"),
+    needs="config environment",
+)
+def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
+    precision = c.config.mixed_precision
+    half = precision.bf16 or precision.fp16 or (c.environment.device == "gpu" and not precision.fp32)
+    if c.config.model.cross_entropy_loss_fusion and not half:
+        yield Finding(
+            "model.cross_entropy_loss_fusion",
+            "the fused cross-entropy rounds gradients to bf16, and this run is in fp32",
+            "model.cross_entropy_loss_fusion=false, or mixed_precision=bf16_mixed",
+        )
+
+
+@rule(
+    "K22",
+    "No sinkhorn routing under context parallelism.",
+    "It balances the experts over the tokens that one rank holds, so that the same model routes differently, silently, "
+    "when a sequence is sliced (the loss differs by a hundredth).",
+    broken("model.num_moe_experts=4", "model.moe_router_load_balancing_type=sinkhorn", "model.moe_router_topk=1"),
+)
+def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if model.num_moe_experts and model.moe_router_load_balancing_type == "sinkhorn" and c.cp > 1:
+        yield Finding(
+            "model.moe_router_load_balancing_type",
+            "sinkhorn balances over the tokens of one context-parallel rank",
+            "model.moe_router_load_balancing_type=aux_loss",
+        )
+
+
+@rule(
+    "K23",
+    "Multi-latent attention with qk_layernorm compresses its queries.",
+    "The normalization is that of the compressed queries; without q_lora_rank megatron-core's own layers refuse it.",
+    broken("model.multi_latent_attention=true", "model.qk_layernorm=true"),
+    needs="config environment",
+)
+def latent_queries_are_normalized(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if model.multi_latent_attention and model.qk_layernorm and model.q_lora_rank is None and c.backend == "native":
+        yield Finding(
+            "model.q_lora_rank",
+            "q_layernorm is non-trivial, but q_lora_rank is None, meaning it will not be used",
+            "model.q_lora_rank=RANK, or model.qk_layernorm=false",
+        )

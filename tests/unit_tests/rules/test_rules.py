@@ -124,10 +124,10 @@ def test_the_page_is_current():
 
 
 def test_all_at_once_errors_first():
-    overrides = ["model.hierarchical_context_parallel_sizes=[1,3]", "dataset.seq_length=250", "mixed_precision=fp16"]
+    overrides = ["model.hierarchical_context_parallel_sizes=[1,3]", "dataset.seq_length=250", "model.window_size=[8,4]"]
     config = load_recipe(EXAMPLE_RECIPE, [*overrides, "model.sequence_parallel=true"])
     violations = check(config, 6, environment="cpu")
-    assert {"A2", "A9", "B1", "C5", "K13"} <= {v.rule for v in violations}
+    assert {"A2", "A9", "B1", "C5", "K12"} <= {v.rule for v in violations}
     severities = [v.severity for v in violations]
     assert severities == sorted(severities)
     with pytest.raises(ConfigError) as caught:
