@@ -61,7 +61,8 @@ def _read(source: str) -> np.ndarray:
     if source.endswith(".idx"):
         from megatron.core.datasets.indexed_dataset import IndexedDataset  # torch and megatron-core: ten seconds
 
-        return np.asarray(IndexedDataset(source.removesuffix(".idx"), mmap=True).sequence_lengths, dtype=np.int64)
+        dataset = IndexedDataset(source.removesuffix(".idx"), mmap=True)
+        return np.array(dataset.sequence_lengths, dtype=np.int64)  # a copy: the dataset unmaps its file when it goes
     if source == "-":
         text = sys.stdin.read()
     elif source.endswith(".gz"):

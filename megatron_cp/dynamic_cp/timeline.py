@@ -10,6 +10,7 @@ import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +34,14 @@ _COLOURS = (
 _IDLE = "#dddddd"
 
 
-def colour_of(cp_size: int) -> str:
-    """The colour of a CP size: one for each power of two."""
-    return _COLOURS[min(cp_size.bit_length() - 1, len(_COLOURS) - 1)]
+def _colours(reports: Sequence[Report]) -> dict[int, str]:
+    """A colour for each CP size in use: always the same for a power of two, a spare one for any other size."""
+    sizes = sorted({size for report in reports for size in report.cp_sizes})
+    chosen = {size: _COLOURS[(size.bit_length() - 1) % len(_COLOURS)] for size in sizes if size & (size - 1) == 0}
+    spare = [colour for colour in reversed(_COLOURS) if colour not in chosen.values()] or list(_COLOURS)
+    others = [size for size in sizes if size not in chosen]
+    chosen |= {size: spare[k % len(spare)] for k, size in enumerate(others)}
+    return dict(sorted(chosen.items()))
 
 
 @dataclass(frozen=True)
@@ -62,16 +68,13 @@ def _bars(report: Report, lengths: np.ndarray, cost: CostModel) -> Iterator[_Bar
         yield _Bar(group.ranks[0], group.cp_size, span.start, worked, span.stop, text)
 
 
-def _end(report: Report) -> float:
-    return max((span.stop for span in report.step.spans), default=0.0)
-
-
 def _headline(static: Report, dynamic: Report) -> str:
     return f"The same samples, {static.seconds / dynamic.seconds:.2f}x faster: static CP above, dynamic CP below"
 
 
 def _caption(report: Report) -> str:
-    waiting = "idle and pipeline bubble (not drawn)" if report.seconds > 1.001 * _end(report) else "idle"
+    drawn = max((span.stop for span in report.step.spans), default=0.0)
+    waiting = "idle and pipeline bubble, drawn at the end," if report.seconds > 1.001 * drawn else "idle"
     return (
         f"{report.title}: {report.seconds:.2f} s   (useful work {report.useful:.0%}, communication and overhead "
         f"{report.overhead:.0%}, {waiting} {report.idle:.0%})"
@@ -87,16 +90,16 @@ def write_png(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: 
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Patch, Rectangle
 
-    latest = max(_end(report) for report in reports)
-    idle = {"facecolor": "#f0f0f0", "edgecolor": "#999999", "hatch": "///", "linewidth": 0.0}
+    latest = max(report.seconds for report in reports)
+    idle: dict[str, Any] = {"facecolor": "#f0f0f0", "edgecolor": "#999999", "hatch": "///", "linewidth": 0.0}
     figure, axes = plt.subplots(len(reports), 1, figsize=(13, 3.6 * len(reports) + 0.8), sharex=True, squeeze=False)
-    sizes = sorted({size for report in reports for size in report.cp_sizes})
+    colours = _colours(reports)
     for axis, report in zip(axes[:, 0], reports, strict=True):
-        end = _end(report)
+        end = report.seconds
         axis.add_patch(Rectangle((0, 0), end, num_ranks, **idle))
         pale, solid, pale_colours, solid_colours = [], [], [], []
         for bar in _bars(report, lengths, cost):
-            colour = colour_of(bar.ranks)
+            colour = colours[bar.ranks]
             pale.append(Rectangle((bar.start, bar.first), bar.stop - bar.start, bar.ranks))
             solid.append(Rectangle((bar.start, bar.first), bar.worked - bar.start, bar.ranks))
             pale_colours.append(matplotlib.colors.to_rgba(colour, 0.35))
@@ -118,9 +121,11 @@ def write_png(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: 
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     axes[-1, 0].set_xlabel("seconds from the start of the optimizer step")
-    legend = [Patch(facecolor=colour_of(size), label=f"CP {size}") for size in sizes]
+    legend = [Patch(facecolor=colour, label=f"CP {size}") for size, colour in colours.items()]
     legend += [
-        Patch(facecolor=matplotlib.colors.to_rgba(colour_of(sizes[-1]), 0.35), label="pale: communication, overhead"),
+        Patch(
+            facecolor=matplotlib.colors.to_rgba(list(colours.values())[-1], 0.35), label="pale: communication, overhead"
+        ),
         Patch(**idle, label="idle"),
     ]
     figure.suptitle(_headline(reports[0], reports[-1]), x=0.01, ha="left", fontsize=14, fontweight="bold")
@@ -132,7 +137,7 @@ def write_png(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: 
 
 def write_html(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: CostModel, num_ranks: int) -> None:
     """The same picture as one page without dependencies; pointing at a group tells what it runs."""
-    latest = max(_end(report) for report in reports) or 1.0
+    latest = max(report.seconds for report in reports) or 1.0
     width, height = 1200, max(180, min(420, 4 * num_ranks))
     parts = [
         "<!doctype html><meta charset='utf-8'><title>Dynamic CP timeline</title>",
@@ -141,13 +146,14 @@ def write_html(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost:
         "i{display:inline-block;width:12px;height:12px;margin:0 4px 0 14px}</style>",
         f"<h2>{html.escape(_headline(reports[0], reports[-1]))}</h2>",
     ]
+    colours = _colours(reports)
     x, y = width / latest, height / num_ranks
     for report in reports:
-        end = _end(report)
+        end = report.seconds
         parts.append(f"<b>{html.escape(_caption(report))}</b><svg width='{width + 60}' height='{height + 22}'>")
         parts.append(f"<rect width='{end * x:.1f}' height='{height}' fill='{_IDLE}'/>")
         for bar in _bars(report, lengths, cost):
-            colour, text = colour_of(bar.ranks), html.escape(bar.text)
+            colour, text = colours[bar.ranks], html.escape(bar.text)
             box = f"x='{bar.start * x:.2f}' y='{bar.first * y:.2f}' height='{bar.ranks * y:.2f}'"
             worked, whole = (bar.worked - bar.start) * x, (bar.stop - bar.start) * x
             parts.append(f"<rect {box} width='{whole:.2f}' fill='#fff'/>")
@@ -158,9 +164,7 @@ def write_html(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost:
             parts.append(f"<rect class='g' {box} width='{whole:.2f}' fill='transparent'><title>{text}</title></rect>")
         parts.append(f"<line x1='{end * x:.1f}' x2='{end * x:.1f}' y2='{height}' stroke='#000' stroke-width='2'/>")
         parts.append(f"<text x='{end * x:.1f}' y='{height + 16}' text-anchor='middle'>{end:.2f} s</text></svg>")
-    sizes = sorted({size for report in reports for size in report.cp_sizes})
-    parts.append(
-        "Ranks down, seconds across. " + "".join(f"<i style='background:{colour_of(s)}'></i>CP {s}" for s in sizes)
-    )
+    legend = [f"<i style='background:{colour}'></i>CP {size}" for size, colour in colours.items()]
+    parts.append("Ranks down, seconds across. " + "".join(legend))
     parts.append(f"<i style='background:{_IDLE}'></i>idle. Solid is bare work, pale is communication and overhead.")
     path.write_text("\n".join(parts), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Random schedules by the thousand: python -m tests.functional_tests.dynamic_cp.fuzz_scheduler [--count 20000] [--seed 0]
+"""Random schedules by the thousand: python -m tests.functional_tests.dynamic_cp.fuzz_scheduler [--count N] [--seed N]
 
 Prints each configuration that fails and ends with 1 if there was one. A configuration is a function of its number, so
 a failure is repeated with --seed NUMBER --count 1.

@@ -1,0 +1,88 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_cp.dynamic_cp import PRESETS, CostModel
+from megatron_cp.dynamic_cp.cost import Device, ModelShape, cost_model
+
+
+def formula(cost, lengths, c):
+    """The documented formula, written out."""
+    attention = sum(cost.quadratic * s * s / c * (1 + cost.small_tile * c / s) for s in lengths)
+    total = cost.per_microbatch + attention + sum(cost.linear * s / c for s in lengths)
+    if c > 1:
+        kv = cost.kv_intra if c <= cost.ranks_per_node else cost.kv_inter
+        total += max(0, kv * sum(lengths) * (c - 1) / c - cost.overlap * attention) + (c - 1) * cost.ring_step
+    return total
+
+
+@pytest.mark.parametrize("name", [name for name, cost in PRESETS.items() if cost.transport == "p2p"])
+@pytest.mark.parametrize("c", [1, 2, 8, 16, 64])
+@pytest.mark.parametrize("lengths", [[300], [100_000], [8000, 120, 7, 3000], [500] * 40])
+def test_seconds_are_the_documented_formula(name, c, lengths):
+    cost = PRESETS[name]
+    assert cost.seconds(lengths, c) == pytest.approx(formula(cost, lengths, c), rel=1e-12)
+    each = [cost.seconds([s], c) for s in lengths]
+    assert cost.sample_seconds(np.array(lengths), c) == pytest.approx(np.array(each), rel=1e-12)
+
+
+def test_ideal_is_one_rank_without_overhead():
+    cost = PRESETS["h100_8b"]
+    bare = dataclasses.replace(cost, per_microbatch=0.0)
+    assert cost.ideal_seconds([5000, 70]) == pytest.approx(bare.seconds([5000, 70], 1))
+
+
+def test_presets_follow_from_their_derivation():
+    """The rounded constants of the H100 presets are what first principles give."""
+    h100 = Device(attention_flops=350e12, matmul_flops=400e12, intra_bytes=300e9, inter_bytes=45e9)
+    derived = {
+        "h100_8b": cost_model(ModelShape(32, 32, 8, 128, 8.0e9), h100),
+        "h100_moe3b": cost_model(ModelShape(48, 32, 4, 128, 3.0e9), h100),
+    }
+    for name, cost in derived.items():
+        for field in ("per_microbatch", "quadratic", "linear", "kv_intra", "kv_inter", "ring_step"):
+            assert getattr(cost, field) == pytest.approx(getattr(PRESETS[name], field), rel=0.08), (name, field)
+
+
+def test_all_to_all_moves_a_share_in_one_step_and_hides_nothing():
+    cost, lengths, c = PRESETS["h100_8b_a2a"], [120_000, 4000], 8
+    compute = formula(dataclasses.replace(cost, kv_intra=0, ring_step=0), lengths, c)
+    moved = cost.kv_intra * sum(lengths) * (c - 1) / c / c
+    assert cost.seconds(lengths, c) == pytest.approx(compute + moved + cost.ring_step)
+    assert cost.kv_intra == pytest.approx(5 * PRESETS["h100_8b"].kv_intra, rel=0.02)  # also queries and outputs
+
+
+def test_tensor_parallelism_divides_work_and_takes_the_node():
+    shape, device = ModelShape(80, 64, 8, 128, 70e9), Device(350e12, 400e12, 300e9, 45e9)
+    one, eight = cost_model(shape, device), cost_model(shape, device, tensor_parallel_size=8)
+    assert eight.quadratic == pytest.approx(one.quadratic / 8)
+    assert eight.linear == pytest.approx(one.linear / 8)
+    assert (one.ranks_per_node, eight.ranks_per_node) == (8, 1)
+
+
+def test_a_schedule_adapts_to_the_topology():
+    """Communication inside the node is cheap, so crossing nodes must cost."""
+    cost = PRESETS["a100_mha_slownet"]
+    assert cost.seconds([60_000], 16) > cost.seconds([60_000], 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quadratic": -1.0}, "quadratic=-1.0"),
+        ({"linear": float("nan")}, "linear=nan"),
+        ({"overlap": 1.5}, "overlap=1.5"),
+        ({"ranks_per_node": 0}, "ranks_per_node=0"),
+        ({"transport": "smoke"}, "transport='smoke'"),
+        ({"quadratic": 0.0, "linear": 0.0}, "both 0"),
+    ],
+)
+def test_impossible_costs_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(PRESETS["h100_8b"], **change)
+
+
+def test_the_contract_of_positional_arguments():
+    cost = CostModel(0.015, 2.6e-9, 1.2e-4, 256, 1.3e-6, 8.7e-6, 1.2e-3, 0.9, 8)
+    assert cost == PRESETS["h100_8b"]

@@ -1,0 +1,108 @@
+import json
+
+import numpy as np
+import pytest
+
+from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, sample_lengths
+from megatron_cp.dynamic_cp.schedule_cli import main
+
+SMALL = ["--distribution", "documents", "--count", "64", "--longest", "16384", "--ranks", "8"]
+
+
+def test_prints_what_to_expect(capsys):
+    assert main(SMALL) == 0
+    text = capsys.readouterr().out
+    assert "64 samples" in text and "CP size" in text and "imbalance" in text
+    assert "expected speed-up over static CP 2, balanced packing" in text
+
+
+def test_json_figures_add_up(capsys):
+    assert main([*SMALL, "--json", "--sync-ranks", "4"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    for name in ("dynamic", "static", "dp_balanced"):
+        one = figures[name]
+        assert one["useful"] + one["overhead"] + one["idle"] == pytest.approx(1)
+        assert one["useful"] * one["imbalance"] == pytest.approx(1)
+    assert sum(size["tokens"] for size in figures["dynamic"]["cp_sizes"].values()) == int(
+        sample_lengths("documents", 64, 16384).sum()
+    )
+
+
+def test_draws_a_picture_and_a_page(tmp_path, capsys):
+    from matplotlib import image
+
+    png, page, plan = tmp_path / "step.png", tmp_path / "step.html", tmp_path / "plan.json"
+    assert main([*SMALL, "--plot", str(png), "--html", str(page), "--output", str(plan)]) == 0
+    pixels = image.imread(png)
+    assert pixels.shape[1] > 1000 and len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 10
+    text = page.read_text()
+    groups = [group for groups in json.loads(plan.read_text()) for group in groups]
+    assert sorted(x for _, ids in groups for x in ids) == list(range(64))
+    assert text.count("<svg") == 2 and text.count("<title>microbatch") >= len(groups)
+    for c in {len(ranks) for ranks, _ in groups}:
+        assert f"CP {c}" in text
+
+
+def test_reads_text_and_gzip(tmp_path, capsys):
+    import gzip
+
+    plain, packed = tmp_path / "lengths.txt", tmp_path / "lengths.txt.gz"
+    plain.write_text("100, 200\n300 5000\n")
+    packed.write_bytes(gzip.compress(b"100\n200\n300\n5000\n"))
+    outputs = []
+    for path in (plain, packed):
+        assert main(["--lengths", str(path), "--ranks", "4", "--max-seqlen-per-rank", "2048", "--json"]) == 0
+        outputs.append(json.loads(capsys.readouterr().out)["dynamic"])
+    assert outputs[0] == outputs[1]
+
+
+def test_reads_a_megatron_index(tmp_path, capsys):
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "text.bin"), dtype=np.int32)
+    for length in (7, 300, 2500):
+        builder.add_document(torch.arange(length, dtype=torch.int32), [length])
+    builder.finalize(str(tmp_path / "text.idx"))
+    assert main(["--lengths", str(tmp_path / "text.idx"), "--ranks", "4", "--max-seqlen-per-rank", "1024"]) == 0
+    assert "3 samples, 2807 tokens (longest 2500" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ("12 twelve", [], "'twelve' is not a whole number"),
+        ("", [], "holds no lengths"),
+        ("0 5", [], "sample 0 has length 0"),
+        ("9000", ["--max-seqlen-per-rank", "64"], "sample 0 of 9000 tokens does not fit"),
+        ("10", ["--count", "0"], "--count 0"),
+        ("10", ["--sync-ranks", "3"], "sync_ranks=3"),
+        ("10", ["--static-cp-size", "5"], "cp_size=5"),
+    ],
+)
+def test_wrong_input_is_one_line_and_2(tmp_path, capsys, content, options, message):
+    path = tmp_path / "lengths.txt"
+    path.write_text(content)
+    assert main(["--lengths", str(path), "--ranks", "4", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_missing_file_is_named(capsys):
+    assert main(["--lengths", "no/such/file.txt", "--ranks", "4"]) == 2
+    assert "no/such/file.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_distributions_are_reproducible_and_bounded(name):
+    lengths = sample_lengths(name, 2000, 32768, seed=5)
+    assert (lengths == sample_lengths(name, 2000, 32768, seed=5)).all()
+    assert (lengths != sample_lengths(name, 2000, 32768, seed=6)).any()
+    assert lengths.min() >= 1 and lengths.max() <= 32768 and len(np.unique(lengths)) > 100
+
+
+def test_real_distributions_have_their_published_shape():
+    wikipedia = sample_lengths("wikipedia", 50_000, 2_000_000)
+    assert 900 < wikipedia.mean() < 1100 and 9_000 < np.percentile(wikipedia, 99) < 12_000
+    documents = sample_lengths("documents", 50_000, 200_000)
+    assert 0.70 < (documents <= 1024).mean() < 0.73 and 0.002 < (documents > 65536).mean() < 0.004
