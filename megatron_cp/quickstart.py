@@ -15,7 +15,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -76,7 +75,7 @@ def prepare_data(folder: Path, phases: Phases, sources: Sequence[Path] | None = 
         made_from = _fingerprint(sources)
         size = sum(path.stat().st_size for path in sources)
         current = _read(stamp) == made_from and Path(f"{prefix}.idx").is_file()
-        results.append(f"{len(sources)} files, {size / 1e6:.1f} MB of {sysconfig.get_path('stdlib')}")
+        results.append(f"{len(sources)} files, {size / 1e6:.1f} MB")
     with phases.phase("tokens", "bytes, in Megatron's .bin/.idx files") as results:
         if current:
             results.append(f"{_short(prefix)}.bin, .idx: already there")
@@ -219,8 +218,8 @@ def main(
         )
         phases = Phases(console, total=3)
         prepare_data(data, phases, sources)
-        what = f"{config.train.train_iters} iterations, after the processes have loaded; Ctrl-C saves and stops"
-        with phases.phase("training", what):
+        with phases.phase("training", f"{config.train.train_iters} iterations; Ctrl-C saves and stops"):
+            console.print("    starting the processes", style="dim")
             code = _train(overrides, ranks)
     except (ConfigError, DataError, FileNotFoundError) as error:
         print(f"quickstart: {error}", file=sys.stderr)
