@@ -29,6 +29,8 @@ _ALIASES = {
     "expt_dp_gtp_remat": "expt_dp",
     "tp_ep_pp_with_egtp_remat": "tp_ep_pp",
 }
+# Fields for what is not built: several optimizer instances, weights sharded for recomputation, extra gather groups.
+_ABSENT = ("inter_dist_opt", "gtp_remat", "expt_gtp_remat", "dp_cp_ag", "expt_dp_ag")
 
 
 def build_process_groups(config: RunConfig) -> ProcessGroupCollection:
@@ -73,12 +75,28 @@ def _decentralized(config: RunConfig, layout: RankLayout, timeout_minutes: float
             _new_groups(lists, timeout, f"hcp{level}") for level, lists in enumerate(layout.hierarchical_groups())
         ]
     fields["intra_dist_opt"] = _new_groups([list(range(layout.world_size))], timeout, "intra_dist_opt")
-    fields |= dict.fromkeys(("inter_dist_opt", "gtp_remat", "expt_gtp_remat", "dp_cp_ag", "expt_dp_ag"))
+    fields |= dict.fromkeys(_ABSENT)
+    _provide_scratch_buffer()
+    return ProcessGroupCollection(**fields)
+
+
+def build_lone_groups(timeout_minutes: float) -> ProcessGroupCollection:
+    """The groups of a run on the calling rank alone, whatever the others do: each is this rank's group of one.
+
+    Not collective, and apart from the MPU's global state, which must not be in use at the same time.
+    """
+    timeout = timedelta(minutes=timeout_minutes)
+    alone = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True, group_desc="ALONE")
+    fields = dict.fromkeys((*FAMILIES, *_ALIASES, "intra_dist_opt"), alone)
+    _provide_scratch_buffer()
+    return ProcessGroupCollection(**fields, hcp=None, **dict.fromkeys(_ABSENT))
+
+
+def _provide_scratch_buffer() -> None:
+    """Not parallel state but a scratch buffer that lives beside it; sequence-parallel linears need it."""
     if not parallel_state.is_initialized():
-        # Not parallel state but a scratch buffer that lives beside it; sequence-parallel linears need it.
         parallel_state.destroy_global_memory_buffer()
         parallel_state._set_global_memory_buffer()
-    return ProcessGroupCollection(**fields)
 
 
 def _new_groups(rank_lists: RankLists, timeout: timedelta, name: str) -> dist.ProcessGroup | None:

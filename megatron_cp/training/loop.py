@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 
 from megatron_cp.data.batches import BatchIterator, slice_for_context_parallel
 from megatron_cp.data.datasets import Datasets
+from megatron_cp.errors import DataError
 from megatron_cp.models.transformer_config import padded_vocab_size
+from megatron_cp.training.batch_checks import BatchChecks, checksum_of
 from megatron_cp.training.checkpoint import save_checkpoint
 from megatron_cp.training.flops import training_flops
 from megatron_cp.training.metrics import Reporter, StepMetrics, Stopwatch, logger
@@ -32,11 +35,20 @@ class Outcome:
 
 
 class RankBatches:
-    """This rank's part of each microbatch: its data-parallel share, its context-parallel slice, on its device."""
+    """This rank's part of each microbatch: its data-parallel share, its context-parallel slice, on its device.
+
+    The first microbatch of a global batch is asked for by all ranks at once: there the whole global batch is fetched
+    and checked.
+
+    Raises:
+        RuntimeFault: on every rank, where the batches of any rank cannot be used.
+    """
 
     def __init__(self, run: Run, batches: BatchIterator) -> None:
         self._run = run
         self._batches = batches
+        self._checks = BatchChecks(run)
+        self._window: deque[Batch] = deque()
 
     def state_dict(self) -> dict[str, int]:
         return self._batches.state_dict()
@@ -48,9 +60,27 @@ class RankBatches:
         return self
 
     def __next__(self) -> Batch:
-        cp = self._run.groups.cp
-        batch = slice_for_context_parallel(next(self._batches), cp.rank(), cp.size())
+        if not self._window:
+            self._window.extend(self._next_global_batch())
+        batch = self._window.popleft()
         return {key: value.to(self._run.device, non_blocking=True) for key, value in batch.items()}
+
+    def _next_global_batch(self) -> list[Batch]:
+        cp, checksum = self._run.groups.cp, 0
+        window: list[Batch] = []
+        problems: list[str] = []
+        try:
+            for _ in range(self._batches.num_microbatches):
+                whole = next(self._batches)
+                checksum = checksum_of(whole, checksum)
+                window.append(slice_for_context_parallel(whole, cp.rank(), cp.size()))
+                problems += self._checks.problems_of(window[-1])
+        except StopIteration:
+            problems.append(f"the data ends after {self._batches.consumed_samples} samples")
+        except (DataError, ValueError) as error:
+            problems.append(str(error))
+        self._checks.agree(checksum, problems)
+        return window
 
 
 def batch_iterator(run: Run, dataset: torch.utils.data.Dataset, consumed_samples: int, training: bool) -> BatchIterator:

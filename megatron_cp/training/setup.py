@@ -13,6 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed import ProcessGroup
 
 from megatron_cp.attention.probe import probe_attention
 from megatron_cp.config import RunConfig
@@ -50,17 +51,23 @@ class Run:
     def is_last_stage(self) -> bool:
         return self.groups.pp.rank() == self.groups.pp.size() - 1
 
+    @property
+    def all_ranks(self) -> ProcessGroup:
+        """The ranks of this run: all of the world's, but for a run that was given groups of its own."""
+        return self.groups.intra_dist_opt
+
     def close(self) -> None:
         """Drop the process groups, so that another run can start in this process."""
         destroy_process_groups(self.groups)
 
 
-def setup(config: RunConfig, vocab_size: int) -> Run:
+def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | None = None) -> Run:
     """Groups, model, probe, data-parallel wrapper, optimizer and schedule of a finalized configuration.
 
-    Collective; torch.distributed must be initialized. ``vocab_size`` is the tokenizer's, before padding.
+    Collective; torch.distributed must be initialized. ``vocab_size`` is the tokenizer's, before padding. ``groups``
+    are the run's own, of the configured sizes; by default they are built, over all ranks of the world.
     """
-    groups = build_process_groups(config)
+    groups = groups or build_process_groups(config)
     seed_everything(config, groups)
     core_config = transformer_config(config)
     chunks: list[Any] = build_model(config, core_config, groups, vocab_size)

@@ -63,11 +63,14 @@ def _forward_backward(
     """Run the pipeline schedule; returns the mean loss per unmasked token and their number, on every rank."""
     model, config = run.config.model, run.config
     stages = model.virtual_pipeline_model_parallel_size
+    # All of them before the first one runs: a rank that finds fault with its batches can tell the others only while
+    # none of them waits for another in the pipeline. Every virtual stage then walks them at its own pace.
+    window = [next(batches) for _ in range(num_microbatches)]
     schedule = get_forward_backward_func(pp_size=model.pipeline_model_parallel_size, vp_size=stages)
     micro_batch_size = config.train.micro_batch_size
     reports = schedule(
         forward_step_func=forward_step,
-        data_iterator=batches if stages is None else _replicate(batches, stages, num_microbatches),
+        data_iterator=iter(window) if stages is None else [iter(window) for _ in range(stages)],
         model=run.model if stages is not None else run.model[0],
         num_microbatches=num_microbatches,
         seq_length=model.seq_length,
@@ -77,12 +80,6 @@ def _forward_backward(
         pg_collection=run.groups,
     )
     return _reduce_loss(run, reports)
-
-
-def _replicate(batches: Iterator[Batch], stages: int, num_microbatches: int) -> list[Iterator[Batch]]:
-    """Every virtual stage of a rank walks the same microbatches, each at its own pace."""
-    window = [next(batches) for _ in range(num_microbatches)]
-    return [iter(window) for _ in range(stages)]
 
 
 def forward_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable]:

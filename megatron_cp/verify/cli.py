@@ -1,0 +1,90 @@
+"""``megatron-cp verify``: does this layout train the same model as one rank?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from megatron_cp.config import RunConfig
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import Environment, check_or_raise, resolve_auto
+from megatron_cp.verify.reduce import comparable, on_one_rank
+
+EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare, print a table on rank 0, and say so in the exit code: 0 equal, 1 different.
+
+    Raises:
+        ConfigError: a configuration cannot run.
+        RuntimeFault: the comparison could not be made.
+    """
+    parser = argparse.ArgumentParser(
+        "megatron-cp verify",
+        description="Run a layout and one rank on the same weights and tokens, and compare losses and gradients. "
+        "Start it as a training run: torchrun --nproc_per_node=4 -m megatron_cp verify --recipe NAME [key=value ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--recipe", metavar="NAME|FILE.yaml", required=True, help="what to verify")
+    parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merged over the recipe")
+    parser.add_argument("--full", action="store_true", help="keep the model's size instead of reducing it")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps to compare (default 3)")
+    parser.add_argument(
+        "--against", metavar='"key=value ..."', help="compare with the layout of these further overrides, not one rank"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, in Hydra's grammar")
+    args = parser.parse_intermixed_args(argv)
+    if args.steps < 1:
+        parser.error("--steps must be at least 1")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    layouts = [load_recipe(args.recipe, args.overrides, files=args.config)]
+    names = ["one rank", f"{world_size} ranks"]
+    if args.against is not None:
+        overrides = [*args.overrides, *shlex.split(args.against)]
+        layouts.insert(0, load_recipe(args.recipe, overrides, files=args.config))
+        names = ["against", "layout"]
+    layouts = [_checked(config, world_size) for config in layouts]
+    configs = [_checked(config, world_size) for config in comparable(layouts, world_size, args.steps, full=args.full)]
+    return _compare(configs, (names[0], names[1]))
+
+
+def _checked(config: RunConfig, world_size: int) -> RunConfig:
+    """The configuration with its auto settings resolved. Raises ConfigError if a rule is broken."""
+    environment = Environment.detect()
+    config, _ = resolve_auto(config, world_size, None, environment)
+    check_or_raise(config, world_size, None, environment)
+    return config
+
+
+def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:
+    # torch and megatron-core take ten seconds: only once everything is checked
+    import torch.distributed as dist
+    from rich.console import Console
+
+    from megatron_cp.parallel.device import start_distributed, stop_distributed
+    from megatron_cp.training.agreement import check_all_ranks_agree
+    from megatron_cp.training.metrics import start_logging
+    from megatron_cp.verify.compare import compare_layouts, compare_with_one_rank
+    from megatron_cp.verify.report import show
+
+    layout = configs[-1]
+    os.environ.update(layout.env_vars)
+    rank = int(os.environ.get("RANK", "0"))
+    start_logging(rank, live=False)
+    start_distributed(layout)
+    try:
+        check_all_ranks_agree(layout)
+        if len(configs) == 2:
+            result = compare_layouts(*configs)
+        else:
+            result = compare_with_one_rank(layout, on_one_rank(layout))
+        if rank == 0:
+            show(result, names, Console(width=None if sys.stdout.isatty() else 120))
+        dist.barrier()  # a launcher stops all ranks as soon as one has ended with a failure
+        return EXIT_EQUAL if result.equal else EXIT_DIFFERENT
+    finally:
+        stop_distributed()

@@ -1,0 +1,177 @@
+"""The configurations that a comparison runs: the same layout with a small model, and that model on one rank. Pure.
+
+What decides how the work is divided stays: heads, key/value heads, transports, lists with one entry a layer, pipeline
+stages, experts. What only makes a step slow shrinks.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from megatron_cp.config import ModelConfig, RunConfig
+from megatron_cp.errors import ConfigError, Violation
+
+HIDDEN, HEAD_DIM, FFN, VOCAB, TOKENS = 64, 16, 32, 255, 32
+
+# Settings that say how a model is divided over ranks or how its memory is saved, and not which model it is.
+_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "microbatch_group_size_per_vp_stage",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
+    "dynamic_context_parallel",
+    "min_dynamic_context_parallel_size",
+    "max_seqlen_per_dp_cp_rank",
+    "sequence_packing_scheduler",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "distribute_saved_activations",
+    "attention_backend",
+)
+
+
+def on_one_rank(config: RunConfig) -> RunConfig:
+    """The same model, data and optimizer without any parallelism, by the plainest path there is."""
+    config = copy.deepcopy(config)
+    defaults = ModelConfig()
+    for name in _LAYOUT:
+        setattr(config.model, name, getattr(defaults, name))
+    config.dist = type(config.dist)(
+        attention_probe=False, distributed_timeout_minutes=config.dist.distributed_timeout_minutes
+    )
+    config.ddp = type(config.ddp)(grad_reduce_in_fp32=config.ddp.grad_reduce_in_fp32)
+    config.optimizer.use_distributed_optimizer = False
+    return config.finalize()
+
+
+def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, full: bool = False) -> list[RunConfig]:
+    """The configurations of several layouts of one model with all that may not differ made equal, and reduced.
+
+    Mock data with an uneven loss mask, float32, no dropout, weights large enough that every part of the model matters
+    for the loss (errors in RoPE hide below a standard deviation of 0.02), and a global batch that every layout divides
+    into at least two microbatches a rank. With ``full`` the model keeps its size.
+
+    Raises:
+        ConfigError: the layouts are of different models.
+    """
+    _check_same_model(layouts)
+    configs = [copy.deepcopy(config) for config in layouts]
+    vocab_size = configs[0].model.vocab_size or configs[0].tokenizer.vocab_size or VOCAB if full else VOCAB
+    length = None if full else _seq_length(configs)
+    num_layers = None if full else _num_layers(configs)
+    batch = math.lcm(*(_global_batch(config, world_size, full) for config in configs))
+    tp = math.lcm(*(config.model.tensor_model_parallel_size for config in configs))
+    for config in configs:
+        model = config.model
+        if not full:
+            _shrink(model, tp, num_layers or model.num_layers)
+            config.train.micro_batch_size = _micro_batch(config, full)
+        if length is not None:
+            config.dataset.seq_length = model.seq_length = model.max_position_embeddings = length
+        if model.window_size is not None and length is not None:
+            model.window_size = [min(side, length // 4) for side in model.window_size]
+        model.vocab_size = None
+        # Padded vocabularies take part in the loss: all layouts must pad to the same number of rows.
+        model.make_vocab_size_divisible_by = math.lcm(model.make_vocab_size_divisible_by, tp)
+        model.init_method_std = 0.15 if not full else model.init_method_std
+        model.hidden_dropout = model.attention_dropout = 0.0
+        config.train.global_batch_size, config.train.train_iters = batch, steps
+        data = config.dataset
+        data.kind, data.data_path, data.mock_masked_fraction, data.num_workers = "mock", None, 0.4, 0
+        config.tokenizer = type(config.tokenizer)("NullTokenizer", vocab_size=vocab_size)
+        config.mixed_precision = type(config.mixed_precision)(fp32=True)
+        scheduler = config.scheduler
+        scheduler.lr_decay_iters, scheduler.lr_warmup_iters, scheduler.lr_warmup_fraction = steps, 0, None
+        scheduler.lr_wsd_decay_iters = None if scheduler.lr_wsd_decay_iters is None else 1
+        config.validation.eval_iters = 0
+        # A failed probe must not end the run before it has shown what comes of it; the comparison probes by itself.
+        config.dist.attention_probe = False
+        config.finalize()
+    return configs
+
+
+def _check_same_model(layouts: Sequence[RunConfig]) -> None:
+    first, *others = (asdict(on_one_rank(config).model) for config in layouts)
+    different = sorted({name for other in others for name in first if first[name] != other[name]})
+    if different:
+        raise ConfigError(
+            [
+                Violation("", "error", f"model.{name}", "differs between the two: they are different models")
+                for name in different
+            ]
+        )
+
+
+def _stages(config: RunConfig) -> int:
+    model = config.model
+    return model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
+
+
+def _num_layers(configs: Sequence[RunConfig]) -> int:
+    """The fewest layers that all layouts divide, at least two a model and one a virtual stage."""
+    model = configs[0].model
+    per_layer = isinstance(model.window_attn_skip_freq, list) or model.hybrid_layer_pattern is not None
+    if per_layer or any(isinstance(config.model.cp_comm_type, list) for config in configs):
+        return model.num_layers
+    least = max(2, (model.window_attn_skip_freq or 0) if not isinstance(model.window_attn_skip_freq, list) else 0)
+
+    def fits(layers: int, config: RunConfig) -> bool:
+        m = config.model
+        counted = layers + m.account_for_embedding_in_pipeline_split + m.account_for_loss_in_pipeline_split
+        return counted % _stages(config) == 0 and counted >= _stages(config)
+
+    for layers in range(min(least, model.num_layers), model.num_layers):
+        if all(fits(layers, config) for config in configs):
+            return layers
+    return model.num_layers
+
+
+def _seq_length(configs: Sequence[RunConfig]) -> int:
+    """At least eight tokens a rank, and what all layouts can cut."""
+    parts, least = [1], TOKENS
+    for config in configs:
+        m = config.model
+        parts.append(2 * m.context_parallel_size)
+        if m.sequence_parallel:
+            parts.append(m.context_parallel_size * m.tensor_model_parallel_size)
+        least = max(least, 8 * m.context_parallel_size)
+    multiple = math.lcm(*parts)
+    return -(-least // multiple) * multiple
+
+
+def _micro_batch(config: RunConfig, full: bool) -> int:
+    return config.train.micro_batch_size if full else min(2, config.train.micro_batch_size)
+
+
+def _global_batch(config: RunConfig, world_size: int, full: bool) -> int:
+    """Two microbatches a rank, or two rounds of the pipeline."""
+    m = config.model
+    count = 2 * m.pipeline_model_parallel_size if m.pipeline_model_parallel_size > 1 else 2
+    if m.virtual_pipeline_model_parallel_size:
+        count = 2 * max(m.pipeline_model_parallel_size, m.microbatch_group_size_per_vp_stage or 0)
+    return _micro_batch(config, full) * max(1, config.data_parallel_size(world_size)) * count
+
+
+def _shrink(model: ModelConfig, tp: int, num_layers: int) -> None:
+    model.num_layers = num_layers
+    model.hidden_size, model.kv_channels = HIDDEN, HEAD_DIM
+    model.ffn_hidden_size = math.lcm(FFN, tp)
+    if model.num_moe_experts is not None:
+        model.moe_ffn_hidden_size = math.lcm(FFN, tp)
+    if model.multi_latent_attention:
+        model.q_lora_rank = None if model.q_lora_rank is None else 16
+        model.kv_lora_rank = 16
+        model.qk_head_dim = model.qk_pos_emb_head_dim = model.v_head_dim = 8

@@ -1,0 +1,84 @@
+"""Parameters and gradients of any layout as parts of whole tensors, so that two layouts can be compared.
+
+Where a rank's part lies in the whole is what megatron-core's own checkpoints say (``sharded_state_dict``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+
+from megatron_cp.training.setup import Run
+
+
+def parameter_parts(run: Run, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> Iterator[ShardedTensor]:
+    """This rank's part of every parameter, holding (a view of) ``of(parameter)`` instead of the parameter."""
+    metadata = {"dp_cp_group": run.groups.dp_cp, "non_homogeneous_layers": True}
+    for chunk in run.model:
+        for entry in nested_values(chunk.module.sharded_state_dict(metadata=metadata)):
+            if isinstance(entry, ShardedTensorFactory):  # several parts of one parameter, such as gate and up
+                yield from nested_values(replace(entry, data=of(entry.data)).build())
+            elif isinstance(entry, ShardedTensor):
+                values = of(entry.data)
+                yield replace(entry, data=values, dtype=values.dtype)
+
+
+def copy_of(parts: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+    """The parts in float32 memory of their own, on the host."""
+    return [
+        replace(part, data=part.data.detach().to("cpu", torch.float32, copy=True), dtype=torch.float32)
+        for part in parts
+        if part.data is not None
+    ]
+
+
+def gather_gradients(run: Run) -> None:
+    """Make every rank's gradient buffers whole where the distributed optimizer left each rank only its part."""
+    if not run.config.optimizer.use_distributed_optimizer:
+        return
+    for chunk in run.model:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            if group.size() == 1:
+                continue
+            for bucket in buffer.buckets:
+                parts = list(bucket.grad_data.chunk(group.size()))
+                dist.all_gather(parts, parts[group.rank()].clone(), group=group)
+
+
+def whole_tensors(parts: Iterable[ShardedTensor], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that any rank holds a part of, name by name, whole and on every rank. Collective.
+
+    A rank without parts takes part with an empty list. Copies of a part count once.
+    """
+    mine: dict[str, list[ShardedTensor]] = defaultdict(list)
+    for part in parts:
+        mine[part.key].append(part)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {key: held[0].global_shape for key, held in mine.items()})
+    shapes = {key: shape for shapes in everyone for key, shape in shapes.items()}
+    for key in sorted(shapes):
+        whole = torch.zeros(shapes[key], dtype=torch.float32, device=device)
+        for part in mine.get(key, []):
+            if is_main_replica(part.replica_id):
+                whole[part.global_slice()] += part.data.to(device)
+        dist.all_reduce(whole)
+        yield key, whole
+
+
+def load_parameters(run: Run, weights: Iterable[ShardedTensor]) -> None:
+    """Give the run the weights that ranks hold parts of: each rank cuts its own out of the whole. Collective."""
+    places: dict[str, list[ShardedTensor]] = defaultdict(list)
+    for part in parameter_parts(run, lambda parameter: parameter.detach()):
+        places[part.key].append(part)
+    for key, whole in whole_tensors(weights, run.device):
+        for part in places.get(key, []):
+            part.data.copy_(whole[part.global_slice()])
+    run.optimizer.reload_model_params()
