@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from megatron_cp.dynamic_cp.problem import Problem, make_problem
 from megatron_cp.dynamic_cp.types import Group, Schedule
 
 # How many plans to try for a batch: about this many samples and ranks in all, so that time stays n log n.
-_EFFORT = 12_000
+_EFFORT = 15_000
 _MOST_PLANS = 24
 
 
@@ -78,37 +79,53 @@ def _block_level(problem: Problem, sync_ranks: int, pipeline_size: int) -> int:
     return next(i for i in range(top + 1) if problem.tree.is_regular(i) and problem.tree.size(i) % sync_ranks == 0)
 
 
+@dataclass
+class _Candidate:
+    """A plan and what it was built from."""
+
+    block_level: int
+    limit: float
+    level: np.ndarray
+    plan: Plan
+
+
 def _search(problem: Problem, block_level: int, pipeline_size: int) -> Plan:
     """The best plan within the effort: over limits on a microbatch's seconds, then over widening single jobs."""
     budget = min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks))
     keeps_step = block_level > 0
     limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
-    candidates = limits[: max(2, budget // 2)] if keeps_step else limits[: max(1, min(3, budget // 3))]
-    plans = [(limit, block_level) for limit in candidates]
-    if budget >= 8:
+    starts = [(block_level, limit) for limit in limits[: max(1, budget // 3 if keeps_step else min(3, budget // 4))]]
+    if budget >= 12:
         # Ranks may keep step where they need not: with few samples that is sometimes better packed.
         regular = [i for i in range(block_level + 1, len(problem.sizes)) if problem.tree.is_regular(i)]
-        plans += [(limits[0], i) for i in (*regular[2:3], *regular[-1:])]
-    best: tuple[float, tuple[float, int], np.ndarray, Plan] | None = None
-    for limit, i in dict.fromkeys(plans):
+        starts += [(i, limits[0]) for i in dict.fromkeys((*regular[2:3], *regular[-1:]))]
+    found = []
+    for i, limit in starts:
         level = problem.levels_under(limit)
-        plan = build(problem, level, i, limit, pipeline_size)
-        if best is None or plan.seconds < best[0]:
-            best = (plan.seconds, (limit, i), level, plan)
-    assert best is not None
+        found.append(_Candidate(i, limit, level, build(problem, level, i, limit, pipeline_size)))
+    best = min(found, key=lambda candidate: candidate.plan.seconds)
+    if keeps_step:
+        # From the plan that looked best and from the one that is: they often lead to different ends.
+        tops = [found[0]] if best is found[0] else [found[0], best]
+        steps = -(-max(0, budget - len(found)) // len(tops))
+        best = min([_widen(problem, top, steps, pipeline_size) for top in tops], key=lambda one: one.plan.seconds)
+    return best.plan
+
+
+def _widen(problem: Problem, best: _Candidate, steps: int, pipeline_size: int) -> _Candidate:
+    """Widen the job that leaves its neighbours idle for longest, as long as that makes the plan better."""
     tried: set[int] = set()
-    for _ in range(budget - len(plans) if keeps_step else 0):
-        _, (limit, i), level, plan = best
-        tallest = _job_that_wastes_most(problem, plan, level, tried)
-        if tallest is None:
+    for _ in range(steps):
+        items = _job_that_wastes_most(problem, best.plan, best.level, tried)
+        if items is None:
             break
-        tried.update(tallest)
-        level = level.copy()
-        level[tallest] += 1
-        plan = build(problem, level, i, limit, pipeline_size)
-        if plan.seconds < best[0]:
-            best = (plan.seconds, (limit, i), level, plan)
-    return best[3]
+        tried.update(items)
+        level = best.level.copy()
+        level[items] += 1
+        plan = build(problem, level, best.block_level, best.limit, pipeline_size)
+        if plan.seconds < best.plan.seconds:
+            best = _Candidate(best.block_level, best.limit, level, plan)
+    return best
 
 
 def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: float) -> list[float]:
