@@ -7,9 +7,9 @@
 
 Every ratio is of the two sides' times within one round, the sides taking turns, so that a machine that slows down
 slows both; printed are the median over rounds and, in brackets, the smallest and largest. ``wall`` is the slowest
-rank's time over that of one process with as many threads as there are ranks (on GPUs: of one GPU, divided by the number
-of ranks). ``cpu`` is the slowest rank's CPU time over the one process's, divided by the number of ranks: it does not see
-waiting, but other programs on the machine disturb it less.
+rank's time over that of one process with as many threads as there are ranks (on GPUs: of one GPU, divided by the
+number of ranks). ``cpu`` is the slowest rank's CPU time over the one process's, divided by the number of ranks: it
+does not see waiting, but other programs on the machine disturb it less.
 """
 
 from __future__ import annotations
@@ -90,15 +90,12 @@ class Bench:
             if index:
                 best = Sample(min(best.wall, base.wall), min(best.cpu, base.cpu))
         return best, {
-            name: "  ".join(
-                f"{what} {spread(values)}"
-                for what, values in zip(("wall", "cpu"), zip(*pairs, strict=False), strict=False)
-            )
+            name: f"wall {spread([wall for wall, _ in pairs])}  cpu {spread([cpu for _, cpu in pairs])}"
             for name, pairs in rounds.items()
         }
 
 
-def spread(values: tuple[float, ...]) -> str:
+def spread(values: list[float]) -> str:
     return f"{statistics.median(values):5.3f} [{min(values):.3f} {max(values):.3f}]"
 
 

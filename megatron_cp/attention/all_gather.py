@@ -33,10 +33,10 @@ class _AllGather(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, problem: Problem, peers: Peers
     ) -> Tensor:
-        arriving = _start_gather(key, value, peers)
+        gathered = _gather(key, value, problem, peers)
         result = OutputAccumulator(query, value.shape[-1])
         tiles = plan_gathered(problem.layout, peers.rank, problem.mask, forward_tiles(query))
-        attend(query, _in_order(arriving, problem, peers), tiles, problem.scale, into=result)
+        attend(query, gathered, tiles, problem.scale, into=result)
         out, lse = result.finish(offset)
         ctx.save_for_backward(query, key, value, out, lse, offset)
         ctx.problem, ctx.peers = problem, peers
@@ -46,7 +46,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, offset = ctx.saved_tensors
         (dout,), problem, peers = douts, ctx.problem, ctx.peers
-        keys, values = _in_order(_start_gather(key, value, peers), problem, peers)
+        keys, values = _gather(key, value, problem, peers)
         dquery, dkeys, dvalues = Gradient(query), Gradient(keys), Gradient(values)
         tiles = plan_gathered(problem.layout, peers.rank, problem.mask, backward_tiles(query, problem))
         attend_backward(dout, query, (keys, values), out, lse, tiles, problem.scale, into=(dquery, dkeys, dvalues))
@@ -55,21 +55,27 @@ class _AllGather(torch.autograd.Function):
         return dquery.finish(), dkey.to(key.dtype), dvalue.to(value.dtype), doffset, None, None
 
 
-def _start_gather(key: Tensor, value: Tensor, peers: Peers) -> tuple[comm.Arrival[Tensor], comm.Arrival[Tensor]]:
-    return comm.all_gather(key, peers), comm.all_gather(value, peers)
-
-
-def _in_order(
-    arriving: tuple[comm.Arrival[Tensor], comm.Arrival[Tensor]], problem: Problem, peers: Peers
-) -> tuple[Tensor, Tensor]:
-    """The gathered shards, put into the order of their sequences."""
+def _gather(key: Tensor, value: Tensor, problem: Problem, peers: Peers) -> tuple[Tensor, Tensor]:
+    """All ranks' keys and values, in the order of ``Layout.gathered_spans``."""
+    parts = 2 if problem.layout.is_dense else 1
+    outs = [x.new_empty((peers.size * x.shape[0], *x.shape[1:])) for x in (key, value)]
+    arriving = [
+        comm.all_gather(piece, peers, into)
+        for x, out in zip((key, value), outs, strict=True)
+        for piece, into in zip(x.chunk(parts), out.chunk(parts), strict=True)
+    ]
+    for arrival in arriving:
+        arrival.wait()
+    keys, values = outs
+    if problem.layout.is_dense:
+        return keys, values
     order = regroup_order(problem.layout, peers.size)
-    keys, values = arriving
-    return comm.permute_rows(keys.wait(), order), comm.permute_rows(values.wait(), order)
+    return comm.permute_rows(keys, order), comm.permute_rows(values, order)
 
 
 def _scatter(gradient: Tensor, problem: Problem, peers: Peers) -> Tensor:
-    """The sum over ranks of this rank's rows of ``gradient``, whose rows are in sequence order."""
-    order = regroup_order(problem.layout, peers.size)
-    shards = comm.permute_rows(gradient, order, inverse=True)
-    return comm.reduce_scatter(shards.unflatten(0, (peers.size, -1)), peers)
+    """The sum over ranks of this rank's rows of ``gradient``, whose rows lie as gathered."""
+    if not problem.layout.is_dense:
+        gradient = comm.permute_rows(gradient, regroup_order(problem.layout, peers.size), inverse=True)
+    parts = gradient.chunk(2 if problem.layout.is_dense else 1)
+    return torch.cat([comm.reduce_scatter(part.unflatten(0, (peers.size, -1)), peers) for part in parts])

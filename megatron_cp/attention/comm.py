@@ -76,12 +76,11 @@ def all_to_all(sent: Tensor, send_sizes: list[int], receive_sizes: list[int], pe
     return Arrival(received, [work], keep=(sent,))
 
 
-def all_gather(tensor: Tensor, peers: Peers) -> Arrival[Tensor]:
-    """[rows, ...] of every rank, one after the other: [size * rows, ...]."""
+def all_gather(tensor: Tensor, peers: Peers, out: Tensor) -> Arrival[Tensor]:
+    """[rows, ...] of every rank, one after the other, into ``out`` [size * rows, ...]."""
     tensor = tensor.contiguous()
-    gathered = tensor.new_empty((peers.size * tensor.shape[0], *tensor.shape[1:]))
-    work = dist.all_gather_into_tensor(gathered, tensor, group=peers.group, async_op=True)
-    return Arrival(gathered, [work], keep=(tensor,))
+    work = dist.all_gather_into_tensor(out, tensor, group=peers.group, async_op=True)
+    return Arrival(out, [work], keep=(tensor,))
 
 
 def reduce_scatter(tensor: Tensor, peers: Peers) -> Tensor:

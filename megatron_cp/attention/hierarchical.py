@@ -1,8 +1,8 @@
 """``a2a+p2p``: sequence for heads within a small group of neighbours, a ring between the groups.
 
 No third algorithm: after the exchange, a group of neighbours holds exactly the zigzag shard that one rank of the ring
-between groups would hold, with a share of the heads. The ring then carries 1/a2a of the keys and values a flat ring
-would carry, over as many hops fewer, and only it crosses the slow links.
+between groups would hold, with a share of the heads. A hop of that ring carries as much as one of a flat ring, but
+there are p2p - 1 of them instead of a2a * p2p - 1, and only they cross the slow links.
 """
 
 from __future__ import annotations

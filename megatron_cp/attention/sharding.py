@@ -85,9 +85,21 @@ class Layout:
         return _spans(self, rank)
 
     @property
-    def is_full(self) -> bool:
-        """Whether no row is padding."""
-        return self.lengths == self.padded
+    def is_dense(self) -> bool:
+        """Whether it is one sequence without padding."""
+        return len(self.lengths) == 1 and self.lengths == self.padded
+
+    def gathered_spans(self) -> tuple[Span, ...]:
+        """All ranks' tokens put together for all-gather.
+
+        Of a dense layout all first chunks by rank and then all second ones, as two gathers leave them without a copy.
+        Otherwise in the order of the sequences: many short pieces would each cost a kernel call.
+        """
+        if not self.is_dense or self.size == 1:
+            return self.resized(1).spans(0)
+        chunk = self.lengths[0] // (2 * self.size)
+        places = [*range(self.size), *reversed(range(self.size, 2 * self.size))]
+        return tuple(Span(index * chunk, chunk, place * chunk, 0) for index, place in enumerate(places))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -92,8 +92,8 @@ def plan(layout: Layout, q_rank: int, k_rank: int, mask: Mask, size: TileSize) -
 
 @functools.lru_cache(maxsize=1024)
 def plan_gathered(layout: Layout, q_rank: int, mask: Mask, size: TileSize) -> tuple[Tile, ...]:
-    """The tiles between the queries of ``q_rank`` and the keys of all ranks in sequence order."""
-    return tuple(cover(layout.spans(q_rank), layout.resized(1).spans(0), mask, size))
+    """The tiles between the queries of ``q_rank`` and the keys of all ranks, which lie as ``gathered_spans`` says."""
+    return tuple(cover(layout.spans(q_rank), layout.gathered_spans(), mask, size))
 
 
 def cover(q_spans: tuple[Span, ...], k_spans: tuple[Span, ...], mask: Mask, size: TileSize) -> list[Tile]:

@@ -71,14 +71,28 @@ def test_tiles_cover_the_allowed_pairs_once(pack, mask, size, data):
         assert not any(tile.half for tile in tiles)
 
 
-@given(packs(), masks, sizes)
+@given(packs(), masks, sizes, st.booleans())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_gathered_tiles_cover_the_whole_sequence(pack, mask, size):
+def test_gathered_tiles_cover_the_whole_sequence(pack, mask, size, dense):
     cu_seqlens, padded, n = pack
-    layout = Layout.packed(cu_seqlens, padded, n)
-    whole = layout.resized(1)
-    total = sum(len(pairs_of(t)) for rank in range(n) for t in plan_gathered(layout, rank, mask, size))
-    assert total == len(allowed_pairs(whole, 0, 0, mask))
+    layout = Layout.dense(2 * n * (cu_seqlens[-1] + 1), n) if dense else Layout.packed(cu_seqlens, padded, n)
+    place = {
+        span.row + i: (span.sequence, span.position + i) for span in layout.gathered_spans() for i in range(span.length)
+    }
+    assert len(place) == sum(layout.lengths)
+    for rank in range(n):
+        mine = {
+            span.row + i: (span.sequence, span.position + i) for span in layout.spans(rank) for i in range(span.length)
+        }
+        expected = {
+            (row, column)
+            for row, (sequence, q) in mine.items()
+            for column, (other, k) in place.items()
+            if sequence == other
+            and (mask.left is None or k >= q - mask.left)
+            and (mask.right is None or k <= q + mask.right)
+        }
+        check_cover(plan_gathered(layout, rank, mask, size), expected)
 
 
 @given(packs(), masks)
