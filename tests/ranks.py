@@ -27,6 +27,8 @@ class RanksFailed(AssertionError):
 
 def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple, timeout: float) -> int:
     faulthandler.enable()
+    stacks = open(os.path.join(folder, f"stacks{rank}"), "w")  # noqa: SIM115 - faulthandler keeps it
+    faulthandler.dump_traceback_later(max(timeout - 1.0, timeout / 2), file=stacks)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
@@ -78,7 +80,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         results, problems = [], []
         for rank in range(world_size):
             path = os.path.join(folder, f"rank{rank}")
-            ok, value = False, f"died without a report ({statuses.get(rank, 'unknown')})"
+            ok, value = False, f"died without a report ({statuses.get(rank, 'unknown')}){_stacks(folder, rank)}"
             if os.path.exists(path):
                 with open(path, "rb") as file:
                     ok, value = pickle.load(file)
@@ -91,6 +93,16 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         if problems:
             raise RanksFailed("\n".join(problems))
         return results
+
+
+def _stacks(folder: str, rank: int) -> str:
+    """Where a rank that ran out of time was."""
+    path = os.path.join(folder, f"stacks{rank}")
+    if not os.path.exists(path):
+        return ""
+    with open(path) as file:
+        text = file.read()
+    return f"\n{text}" if text else ""
 
 
 def _wait(pids: dict[int, int], deadline: float) -> dict[int, str]:

@@ -105,7 +105,7 @@ class DynamicBatches:
         self._device = device
         self._consumed = consumed_samples
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cp-scheduler")
-        self._ahead: Future | None = None
+        self._ahead: Future[tuple[tuple[int, ...], tuple[int, ...], Schedule]] | None = None
 
     def __iter__(self) -> Iterator[StepPlan]:
         return self
@@ -117,6 +117,7 @@ class DynamicBatches:
         exposed = time.perf_counter() - start
         self._consumed += self._size
         self._ahead = self._pool.submit(self._schedule, self._consumed)
+        self._groups.prepare(group.ranks for row in schedule.microbatches for group in row)
         groups: list[Group | None] = list(schedule.groups_of(self._groups.position))
         if not self._keep_step:
             groups = [group for group in groups if group is not None] or [None]
@@ -131,10 +132,12 @@ class DynamicBatches:
         """Read and pack this rank's microbatches of a step, one at a time."""
         width = plan.schedule.sequence_parallel_size
         for group in plan.groups:
-            if group is None:
-                samples, ranks = [dummy_sample(width)], (self._groups.position,)
-            else:
-                samples, ranks = [self._source[plan.samples[i]] for i in group.sample_ids], group.ranks
+            ranks = (self._groups.position,) if group is None else group.ranks
+            samples = (
+                [dummy_sample(width)]
+                if group is None
+                else [self._source[plan.samples[sample_id]] for sample_id in group.sample_ids]
+            )
             yield pack(samples, self._groups.get(ranks), sequence_parallel_size=width, device=self._device)
 
     def state_dict(self) -> dict[str, int]:

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_cp.attention.core_attention import ContextParallelAttention
 from megatron_cp.attention.te_support import choose_backend
 from megatron_cp.config import RunConfig
+from megatron_cp.dynamic_cp.active_group import active_group
 
 
 class TorchNorm:
@@ -76,6 +77,11 @@ class SeededTransformerLayer(TransformerLayer):
             )
         if config.use_cpu_initialization and isinstance(getattr(self.mlp, "experts", None), SequentialMLP):
             self._seed_experts(initialization_seed, number)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Also when recomputed during the backward pass: the arguments, and so the microbatch's group, are kept.
+        with active_group(self.pg_collection, kwargs.get("packed_seq_params")):
+            return super().forward(*args, **kwargs)
 
     def _seed_experts(self, seed: int, layer_number: int) -> None:
         """Each expert from a seed of its own: megatron-core draws the same ones on every expert-parallel rank."""

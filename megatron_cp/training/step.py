@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron_cp.dynamic_cp.packing import PackedMicrobatch
+from megatron_cp.parallel.pipeline import PipelineCommunicator
 from megatron_cp.training.setup import Run
 
 Batch = dict[str, torch.Tensor]
+Microbatches = Iterator[Batch] | Iterator[PackedMicrobatch]
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class StepResult:
     skipped: bool  # the optimizer found inf or nan and left the parameters as they were
 
 
-def train_step(run: Run, batches: Iterator[Batch], num_microbatches: int) -> StepResult:
+def train_step(run: Run, batches: Microbatches, num_microbatches: int) -> StepResult:
     """Forward, backward, gradient reduction, optimizer and schedule for one global batch."""
     for chunk in run.model:
         chunk.zero_grad_buffer()
@@ -43,7 +45,7 @@ def train_step(run: Run, batches: Iterator[Batch], num_microbatches: int) -> Ste
     return StepResult(loss, tokens, None if grad_norm is None else float(grad_norm), not success)
 
 
-def evaluate(run: Run, batches: Iterator[Batch], num_microbatches: int, steps: int) -> float:
+def evaluate(run: Run, batches: Microbatches, num_microbatches: int, steps: int) -> float:
     """Mean loss per unmasked token over ``steps`` global batches, without touching the model."""
     for chunk in run.model:
         chunk.eval()
@@ -57,9 +59,7 @@ def evaluate(run: Run, batches: Iterator[Batch], num_microbatches: int, steps: i
     return total / max(tokens, 1)
 
 
-def _forward_backward(
-    run: Run, batches: Iterator[Batch], num_microbatches: int, forward_only: bool
-) -> tuple[float, int]:
+def _forward_backward(run: Run, batches: Microbatches, num_microbatches: int, forward_only: bool) -> tuple[float, int]:
     """Run the pipeline schedule; returns the mean loss per unmasked token and their number, on every rank."""
     model, config = run.config.model, run.config
     stages = model.virtual_pipeline_model_parallel_size
@@ -68,6 +68,7 @@ def _forward_backward(
     window = [next(batches) for _ in range(num_microbatches)]
     schedule = get_forward_backward_func(pp_size=model.pipeline_model_parallel_size, vp_size=stages)
     micro_batch_size = config.train.micro_batch_size
+    communicator = PipelineCommunicator(run.groups.pp, run.core_config)
     reports = schedule(
         forward_step_func=forward_step,
         data_iterator=iter(window) if stages is None else [iter(window) for _ in range(stages)],
@@ -76,22 +77,25 @@ def _forward_backward(
         seq_length=model.seq_length,
         micro_batch_size=micro_batch_size,
         forward_only=forward_only,
-        p2p_communicator=P2PCommunicator(run.groups.pp, run.core_config),
+        p2p_communicator=communicator,
         pg_collection=run.groups,
     )
+    communicator.finish()
     return _reduce_loss(run, reports)
 
 
-def forward_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable]:
+def forward_step(batches: Microbatches, model: Any) -> tuple[torch.Tensor, Callable]:
     """megatron-core's forward-step contract: one microbatch through this rank's chunk."""
     batch = next(batches)
+    values: dict[str, Any] = vars(batch) if isinstance(batch, PackedMicrobatch) else batch
     output = model(
-        input_ids=batch["tokens"],
-        position_ids=batch["position_ids"],
+        input_ids=values["tokens"],
+        position_ids=values["position_ids"],
         attention_mask=None,
-        labels=batch["labels"],
+        labels=values["labels"],
+        packed_seq_params=values.get("packed_seq_params"),
     )
-    return output, partial(loss_function, batch["loss_mask"])
+    return output, partial(loss_function, values["loss_mask"])
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Batch]:

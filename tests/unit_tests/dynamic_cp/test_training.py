@@ -1,0 +1,209 @@
+"""Training on packed microbatches with a CP size each equals one rank's: float32, long-tailed lengths, uneven masks."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_cp.data.varlen import MockVarlenDataset
+from megatron_cp.dynamic_cp import schedule, schedule_fixed_cp
+from megatron_cp.dynamic_cp.active_group import active_group
+from megatron_cp.dynamic_cp.domain import DynamicGroups
+from megatron_cp.dynamic_cp.iterator import DynamicBatches
+from megatron_cp.dynamic_cp.packing import dummy_sample, pack
+from megatron_cp.parallel.layout import RankLayout, layout_of
+from megatron_cp.training.setup import setup
+from megatron_cp.training.step import train_step
+from tests.ranks import RanksFailed, run_ranks
+from tests.training_runs import VOCAB, tiny_config, worst_difference
+from tests.unit_tests.training.layouts import CP2, PP2, SP, TP2, VPP2
+
+LENGTHS = [int(x) for x in np.random.default_rng(3).choice([5, 17, 40, 9, 3, 64, 100, 23, 1, 12], size=60)]
+BATCH = 12
+STEPS = 4
+Losses = list[tuple[float, float]]
+
+
+def train(
+    overrides: dict[str, Any], per_rank: int, multiple: int = 1, dynamic: bool = True, skip: int = 0
+) -> tuple[Losses, list[dict[int, int]]]:
+    """(loss, gradient norm) of each step and the CP sizes that were used; ``skip`` steps are not trained."""
+    config = tiny_config(model__sequence_packing_scheduler="default_dynamic_cp", dataset__seq_length=128, **overrides)
+    run = setup(config, VOCAB)
+    groups = DynamicGroups(layout_of(config, dist.get_world_size()))
+    model = config.model
+    width = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    options: dict[str, Any] = {"microbatch_multiple": multiple, "sequence_parallel_size": width}
+    if dynamic:
+        options["pipeline_size"] = model.pipeline_model_parallel_size
+    scheduler = functools.partial(
+        schedule if dynamic else schedule_fixed_cp,
+        num_ranks=len(groups.domain),
+        max_seqlen_per_rank=per_rank,
+        **options,
+    )
+    batches = DynamicBatches(
+        MockVarlenDataset(LENGTHS, VOCAB, seed=5, masked_fraction=0.4),
+        BATCH,
+        scheduler,
+        groups,
+        keep_step=model.pipeline_model_parallel_size > 1,
+    )
+    batches.load_state_dict({"consumed_samples": skip * BATCH})
+    losses, sizes = [], []
+    for _ in range(STEPS - skip):
+        plan = next(batches)
+        result = train_step(run, batches.microbatches(plan), plan.num_microbatches)
+        losses.append((result.loss, result.grad_norm or 0.0))
+        sizes.append(plan.cp_sizes)
+    batches.close()
+    groups.destroy()
+    run.close()
+    return losses, sizes
+
+
+@functools.cache
+def one_rank() -> Losses:
+    return run_ranks(train, 1, {}, 128)[0][0]
+
+
+RECOMPUTE = {
+    "model__recompute_granularity": "full",
+    "model__recompute_method": "uniform",
+    "model__recompute_num_layers": 1,
+}
+CASES: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
+    "2 ranks": (2, {}, 64, {}),
+    "3 ranks": (3, {}, 48, {}),
+    "4 ranks": (4, {}, 32, {}),
+    "4 ranks, configured cp2": (4, CP2, 32, {}),
+    "4 ranks, decentralized": (4, CP2 | {"dist__use_decentralized_pg": True}, 32, {}),
+    "6 ranks": (6, {}, 32, {}),
+    "8 ranks": (8, {}, 16, {}),
+    "4 ranks, fixed size": (4, {}, 32, {"dynamic": False}),
+    "tp2": (4, TP2, 64, {}),
+    "tp2 sp": (4, TP2 | SP, 64, {}),
+    "pp2": (4, PP2, 64, {}),
+    "pp2 vpp2": (4, PP2 | VPP2, 64, {"multiple": 2}),
+    "full recomputation": (4, RECOMPUTE, 32, {}),
+    "selective recomputation": (4, {"model__recompute_granularity": "selective"}, 32, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_training_equals_one_rank(name: str) -> None:
+    world_size, overrides, per_rank, options = CASES[name]
+    results = run_ranks(functools.partial(train, **options), world_size, overrides, per_rank)
+    assert all(losses == results[0][0] for losses, _ in results), "ranks report different losses"
+    worst_loss, worst_norm = worst_difference(results[0][0], one_rank())
+    assert worst_loss < 1e-5 and worst_norm < 1e-5, (worst_loss, worst_norm)
+    if options.get("dynamic", True):
+        sizes = {size for step in results[0][1] for size in step}
+        assert len(sizes) > 1, "a schedule with one CP size only would prove little"
+
+
+def without_the_switch() -> None:
+    import contextlib
+
+    from megatron_cp.models import layer_specs
+
+    layer_specs.active_group = lambda groups, packed: contextlib.nullcontext()
+    train({}, 32)
+
+
+def test_layers_need_the_switch() -> None:
+    """Rotary positions would be cut for the configured group, not for the microbatch's."""
+    with pytest.raises(RanksFailed, match="split_with_sizes"):
+        run_ranks(without_the_switch, 4)
+
+
+def test_the_group_is_restored_also_after_an_error() -> None:
+    groups = ProcessGroupCollection(cp="configured")
+    packed = PackedSeqParams(qkv_format="thd", cp_group="microbatch's")
+    with pytest.raises(RuntimeError), active_group(groups, packed):
+        assert groups.cp == "microbatch's"
+        raise RuntimeError
+    assert groups.cp == "configured"
+    with active_group(groups, None):
+        assert groups.cp == "configured"
+
+
+def packed_values() -> dict[str, list]:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        return {}
+    samples = [
+        {"tokens": torch.arange(1, 6), "labels": torch.arange(2, 7), "loss_mask": torch.ones(5)},
+        {"tokens": torch.arange(11, 15), "labels": torch.arange(12, 16), "loss_mask": torch.tensor([0.0, 1, 1, 1])},
+    ]
+    batch = pack(samples, group)
+    parameters = batch.packed_seq_params
+    return {
+        "tokens": batch.tokens.tolist(),
+        "labels": batch.labels.tolist(),
+        "mask": batch.loss_mask.tolist(),
+        "positions": batch.position_ids.tolist(),
+        "real": parameters.cu_seqlens_q.tolist(),
+        "padded": parameters.cu_seqlens_q_padded.tolist(),
+    }
+
+
+def test_a_pack_is_zigzag_within_each_sample_and_padded_to_twice_the_group() -> None:
+    first, second = run_ranks(packed_values, 2)
+    assert first["padded"] == second["padded"] == [0, 8, 12] and first["real"] == [0, 5, 9]
+    assert first["tokens"] == [[1, 2, 0, 0, 11, 14]] and second["tokens"] == [[3, 4, 5, 0, 12, 13]]
+    assert first["labels"] == [[2, 3, 0, 0, 12, 15]]
+    assert first["mask"] == [[1, 1, 0, 0, 0, 1]] and second["mask"] == [[1, 1, 1, 0, 1, 1]]
+    assert first["positions"] == [[0, 1, 6, 7, 0, 3]]
+
+
+def bad_samples(kind: str) -> None:
+    sample = dummy_sample()
+    if kind == "labels":
+        sample["labels"] = sample["labels"][:-1]
+    else:
+        sample = {key: value[:0] for key, value in sample.items()}
+    pack([dummy_sample(), sample], dist.group.WORLD)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("labels", "sample 1 .* has 2 tokens but 1 labels"), ("empty", "sample 1 .* is empty")]
+)
+def test_bad_samples_are_named(kind: str, message: str) -> None:
+    with pytest.raises(RanksFailed, match=f"ValueError: {message}"):
+        run_ranks(bad_samples, 1, kind)
+
+
+def groups_of_a_domain() -> tuple[int, list]:
+    groups = DynamicGroups(RankLayout(4, pp=2), at_start=True)
+    with pytest.raises(ValueError, match="no legal group"):
+        groups.prepare([(1, 0)])
+    sums = []
+    for positions in groups.created:
+        if groups.position in positions:
+            total = torch.tensor(2 ** dist.get_rank())
+            dist.all_reduce(total, group=groups.get(positions))
+            sums.append(int(total))
+        else:
+            with pytest.raises(ValueError, match="not a member"):
+                groups.get(positions)
+    groups.destroy()
+    return groups.position, sums
+
+
+def test_groups_stay_inside_their_domain() -> None:
+    results = run_ranks(groups_of_a_domain, 4)
+    assert results == [(0, [3, 1]), (1, [3, 2]), (0, [12, 4]), (1, [12, 8])]
+
+
+def test_the_schedule_is_ready_when_it_is_needed_and_resuming_goes_on() -> None:
+    undisturbed = run_ranks(train, 2, {}, 64)[0][0]
+    # The same samples again, from the second step on: only the data position is restored here.
+    sizes = run_ranks(functools.partial(train, skip=1), 2, {}, 64)[0][1]
+    assert len(sizes) == STEPS - 1 and sizes == run_ranks(train, 2, {}, 64)[0][1][1:]
+    assert len(undisturbed) == STEPS
