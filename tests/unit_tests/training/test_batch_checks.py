@@ -1,0 +1,89 @@
+"""Batches that are not what the layout says end the run on every rank, with one message and no hang."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cp.data import batches
+from megatron_cp.data.datasets import MockDataset
+from megatron_cp.errors import DataError
+from megatron_cp.training import loop
+from megatron_cp.training.batch_checks import checksum_of
+
+
+def on_rank_one(change: Callable[[], None]) -> None:
+    if os.environ["RANK"] == "1":
+        change()
+
+
+def change_samples(how: Callable[[int, dict], dict]) -> None:
+    original = MockDataset.__getitem__
+    MockDataset.__getitem__ = lambda self, index: how(index, original(self, index))  # type: ignore[method-assign]
+
+
+def other_samples() -> None:
+    """As if this node had another sample index."""
+    change_samples(lambda index, sample: sample | {"tokens": sample["tokens"].roll(1)})
+
+
+def unreadable_sample() -> None:
+    def fail(index: int, sample: dict) -> dict:
+        raise DataError("corpus.bin: holds token 300, but the tokenizer's ids are 0 to 254.")
+
+    change_samples(fail)
+
+
+def restarted_positions() -> None:
+    change_samples(lambda index, sample: sample | {"position_ids": sample["position_ids"] % 8})
+
+
+def another_key() -> None:
+    batches.SAMPLE_KEYS = (*batches.SAMPLE_KEYS, "scores")  # type: ignore[misc]
+    change_samples(lambda index, sample: sample | {"scores": sample["loss_mask"]})
+
+
+def shorter_samples() -> None:
+    change_samples(lambda index, sample: {key: value[:16] for key, value in sample.items()})
+
+
+def sliced_twice() -> None:
+    original = loop.slice_for_context_parallel
+    loop.slice_for_context_parallel = lambda batch, rank, size: original(original(batch, rank, size), rank, size)
+
+
+def no_more_data() -> None:
+    MockDataset.__len__ = lambda self: 1  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_samples, "data-parallel replica 0: ranks [1] read other samples than rank 0"),
+        (unreadable_sample, "rank 1: corpus.bin: holds token 300"),
+        (restarted_positions, "rank 1: error B10: position_ids: context-parallel rank 1 of 2 has positions"),
+        (another_key, "rank 1: error B7: scores: unknown key 'scores'"),
+        (shorter_samples, "rank 1: error B9: tokens: holds 8 tokens, not 32 / cp 2 = 16: already sliced?"),
+        (sliced_twice, "rank 1: this batch is already sliced for context parallelism; slice each batch once"),
+        (no_more_data, "rank 1: the data ends after 0 samples"),
+    ],
+)
+def test_one_ranks_fault_ends_all_ranks(cli: Any, change: Callable[[], None], message: str) -> None:
+    code, text = cli(before=lambda: on_rank_one(change))
+    assert code == 1 and text.count("the batches of step 1 cannot be used.") == 1 and message in text, text
+
+
+def test_no_stage_of_a_pipeline_waits_for_the_others_activations(cli: Any) -> None:
+    layout = ["model.pipeline_model_parallel_size=2", "model.num_layers=2"]
+    code, text = cli(*layout, ranks=4, before=lambda: on_rank_one(other_samples))
+    assert code == 1 and "ranks [1] read other samples than rank 0, but ranks [0, 1, 2, 3]" in text, text
+
+
+def test_the_checksum_sees_every_tensor_and_the_order() -> None:
+    batch = {"tokens": torch.arange(8).view(1, 8), "loss_mask": torch.ones(1, 8)}
+    masked = batch | {"loss_mask": torch.tensor([[1.0] * 7 + [0.0]])}
+    swapped = batch | {"tokens": batch["tokens"].flip(1)}
+    assert len({checksum_of(b) for b in (batch, masked, swapped)} | {checksum_of(batch, 1)}) == 4
+    assert checksum_of(dict(reversed(batch.items()))) == checksum_of(batch)

@@ -1,0 +1,89 @@
+"""The reduced configurations: small, valid, and still the layout that was asked about."""
+
+import time
+
+import pytest
+
+from megatron_cp.errors import ConfigError
+from megatron_cp.recipes import list_recipes, load_recipe
+from megatron_cp.rules import check
+from megatron_cp.verify.reduce import comparable, on_one_rank
+
+KEPT = (
+    "num_attention_heads",
+    "num_query_groups",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel",
+    "num_moe_experts",
+    "position_embedding_type",
+    "softmax_type",
+)
+
+
+def errors(config, world_size):
+    return [v for v in check(config, world_size, environment="cpu") if v.severity == "error"]
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_reduces_to_a_valid_small_layout(name):
+    config = load_recipe(name)
+    m = config.model
+    world_size = config.recipe_world_size or (
+        m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+    )
+    (small,) = comparable([config], world_size, 3)
+    assert not errors(small, world_size)
+    assert not errors(on_one_rank(small), 1)
+    assert [getattr(small.model, field) for field in KEPT] == [getattr(m, field) for field in KEPT]
+    stages = m.pipeline_model_parallel_size * (m.virtual_pipeline_model_parallel_size or 1)
+    assert small.model.hidden_size == 64 and small.model.num_layers <= max(4, stages)
+    assert small.dataset.seq_length <= 8 * max(4, m.context_parallel_size) * m.tensor_model_parallel_size
+
+
+def test_what_a_layer_each_says_keeps_all_layers():
+    kinds = ["p2p", "a2a", "all_gather", "p2p"]
+    overrides = [f"model.cp_comm_type=[{','.join(kinds)}]", "model.hierarchical_context_parallel_sizes=null"]
+    (small,) = comparable([load_recipe("llama_tiny_pretrain_config", overrides)], 4, 3)
+    assert small.model.num_layers == 4 and small.model.cp_comm_type == kinds
+
+
+def test_stages_and_microbatches_suffice():
+    overrides = [
+        "model.num_layers=32", "model.pipeline_model_parallel_size=4", "model.virtual_pipeline_model_parallel_size=2",
+        "model.context_parallel_size=1", "model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null",
+        "train.global_batch_size=64",
+    ]  # fmt: skip
+    (small,) = comparable([load_recipe("llama_tiny_pretrain_config", overrides)], 8, 3)
+    assert small.model.num_layers == 8 and not errors(small, 8)
+    assert small.train.global_batch_size == 2 * 2 * 8  # micro batch, replicas, twice the stages
+
+
+def test_two_layouts_get_one_model():
+    first = load_recipe("llama_tiny_pretrain_config", ["model.context_parallel_size=3", "model.cp_comm_type=p2p",
+                                                       "model.hierarchical_context_parallel_sizes=null"])  # fmt: skip
+    second = load_recipe("llama_tiny_pretrain_config", ["model.tensor_model_parallel_size=2",
+                                                        "model.sequence_parallel=true"])  # fmt: skip
+    small = comparable([first, second], 24, 3)
+    assert small[0].dataset.seq_length == small[1].dataset.seq_length == 48
+    assert small[0].train.global_batch_size == small[1].train.global_batch_size
+    assert on_one_rank(small[0]).model == on_one_rank(small[1]).model
+    assert not errors(small[0], 24) and not errors(small[1], 24)
+
+
+def test_other_models_cannot_be_compared():
+    first = load_recipe("llama_tiny_pretrain_config")
+    second = load_recipe("llama_tiny_pretrain_config", ["model.num_layers=2", "model.rotary_base=500000.0"])
+    with pytest.raises(ConfigError, match=r"model\.num_layers: differs(.|\n)*model\.rotary_base: differs"):
+        comparable([first, second], 4, 3)
+
+
+def test_reducing_the_largest_recipe_is_quick():
+    config = load_recipe("llama31_405b_pretrain_config")
+    start = time.process_time()
+    comparable([config], 1024, 3)
+    assert time.process_time() - start < 0.2
