@@ -49,7 +49,7 @@ class _AllGather(torch.autograd.Function):
         keys, values = _gather(key, value, problem, peers)
         dquery, dkeys, dvalues = Gradient(query), Gradient(keys), Gradient(values)
         tiles = plan_gathered(problem.layout, peers.rank, problem.mask, backward_tiles(query, problem))
-        attend_backward(dout, query, (keys, values), out, lse, tiles, problem.scale, into=(dquery, dkeys, dvalues))
+        attend_backward(dout, query, (keys, values), out, lse, tiles, problem, into=(dquery, dkeys, dvalues))
         dkey, dvalue = (_scatter(x.total(), problem, peers) for x in (dkeys, dvalues))
         doffset = softmax_offset_grad(offset, out, dout, lse, problem.real_rows(peers.rank))
         return dquery.finish(), dkey.to(key.dtype), dvalue.to(value.dtype), doffset, None, None

@@ -92,6 +92,7 @@ class Problem:
     layout: Layout
     mask: Mask
     scale: float
+    deterministic: bool = False
 
     def real_rows(self, rank: int) -> list[slice]:
         """The rows of ``rank`` that hold tokens, not padding."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_cp.attention.all_gather import all_gather_attention
 from megatron_cp.attention.all_to_all import all_to_all_attention
+from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import CPContext, GroupOrPair, Problem
 from megatron_cp.attention.hierarchical import hierarchical_attention
 from megatron_cp.attention.ring import ring_attention
@@ -113,7 +114,8 @@ def attend_in_context(
             )
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
     rows = query.shape[0]
-    problem = Problem(layout, mask, 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale)
+    scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
+    problem = Problem(layout, mask, scale, deterministic)
     if rows == layout.rows:
         out = _transport(context, query, key, value, softmax_offset, problem)
     else:
@@ -127,6 +129,8 @@ def attend_in_context(
 def _transport(
     context: CPContext, query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, problem: Problem
 ) -> Tensor:
+    if problem.layout.rows == 0:
+        return ring_attention(query, key, value, softmax_offset, problem, Peers.alone())
     match context.comm_type:
         case "all_gather" if context.size > 1:
             return all_gather_attention(query, key, value, softmax_offset, problem, context.ring)

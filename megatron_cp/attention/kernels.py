@@ -9,7 +9,8 @@ different keys can be merged and gradients taken tile by tile from the final out
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -44,7 +45,7 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     tiles: Sequence[Tile],
-    scale: float,
+    problem: Problem,
     into: tuple[Gradient, Gradient, Gradient],
 ) -> None:
     """Add the tiles' gradients ``into`` those of query, key and value.
@@ -55,14 +56,28 @@ def attend_backward(
     tensors = [_heads_first(x) for x in (dout, query, *key_value, out)]
     if not any(tile.half for tile in tiles):
         tensors = [_full_precision(x) for x in tensors]
-    for tile in tiles:
-        rows, columns = tile.q_rows, tile.k_rows
-        parts = [x[:, :, at] for x, at in zip(tensors, (rows, rows, columns, columns, rows), strict=True)]
-        if not tile.half:
-            parts = [_full_precision(x) for x in parts]
-        grads = kernel.backward(parts, lse[:, :, rows], tile, scale)
-        for total, at, grad in zip(into, (rows, columns, columns), grads, strict=True):
-            total.add(at, grad)
+    with _deterministic_algorithms(problem.deterministic and query.is_cuda):
+        for tile in tiles:
+            rows, columns = tile.q_rows, tile.k_rows
+            parts = [x[:, :, at] for x, at in zip(tensors, (rows, rows, columns, columns, rows), strict=True)]
+            if not tile.half:
+                parts = [_full_precision(x) for x in parts]
+            grads = kernel.backward(parts, lse[:, :, rows], tile, problem.scale)
+            for total, at, grad in zip(into, (rows, columns, columns), grads, strict=True):
+                total.add(at, grad)
+
+
+@contextmanager
+def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """FlashAttention's backward on CUDA adds in the order in which blocks finish unless PyTorch is told not to."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if wanted:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        if wanted:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def forward_tiles(query: Tensor) -> TileSize:

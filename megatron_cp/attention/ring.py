@@ -62,7 +62,7 @@ class _Ring(torch.autograd.Function):
             arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
             source = (peers.rank - stop) % peers.size
             tiles = plan(problem.layout, peers.rank, source, problem.mask, backward_tiles(query, problem))
-            attend_backward(dout, query, visitor, out, lse, tiles, problem.scale, into=(dquery, dkey, dvalue))
+            attend_backward(dout, query, visitor, out, lse, tiles, problem, into=(dquery, dkey, dvalue))
             if returning is not None:
                 for own, others in zip((dkey, dvalue), returning.wait(), strict=True):
                     own.add_all(others)

@@ -224,6 +224,28 @@ def test_nan_in_padding_does_not_leak_and_padding_gets_zeros():
         assert all(clean.values()), clean
 
 
+def _no_tokens() -> list[tuple[bool, ...]]:
+    """A pack without sequences, its rows all padding."""
+    pair = make_groups(2)
+    results = []
+    for comm_type in COMM_TYPES:
+        leaves = [torch.full((6, heads, 8), float("nan"), requires_grad=True) for heads in (4, 2, 2)]
+        out = context_parallel_attention(
+            *leaves,
+            group=pair if comm_type == "a2a+p2p" else dist.group.WORLD,
+            comm_type=comm_type,
+            cu_seqlens=torch.tensor([0]),
+        )
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        results.append(tuple(bool((x == 0).all()) for x in (out, *grads)))
+    return results
+
+
+def test_a_pack_without_sequences_gives_zeros():
+    for results in run_ranks(_no_tokens, 4):
+        assert results == [(True,) * 4] * 4
+
+
 def _twice(case: Case) -> list[bool]:
     pair = make_groups(2)
     same = []

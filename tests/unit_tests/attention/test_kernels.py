@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_cp.attention import kernels
+from megatron_cp.attention.context import Problem
 from megatron_cp.attention.kernels import CpuFlash, Matmul, attend, attend_backward
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.reference import reference_attention
@@ -16,12 +17,13 @@ KERNELS = {"cpu": CpuFlash(), "matmul": Matmul()}
 def run(kernel_name, monkeypatch, inputs, dout, mask, size, scale=0.3):
     monkeypatch.setattr(kernels, "kernel_for", lambda query: KERNELS[kernel_name])
     query, key, value = inputs
-    tiles = plan(Layout.dense(len(query), 1), 0, 0, mask, size)
+    layout = Layout.dense(len(query), 1)
+    tiles = plan(layout, 0, 0, mask, size)
     result = OutputAccumulator(query, value.shape[-1])
     attend(query, (key, value), tiles, scale, into=result)
     out, lse = result.finish(None)
     grads = Gradient(query), Gradient(key), Gradient(value)
-    attend_backward(dout, query, (key, value), out, lse, tiles, scale, into=grads)
+    attend_backward(dout, query, (key, value), out, lse, tiles, Problem(layout, mask, scale), into=grads)
     return [out, *(grad.finish() for grad in grads)]
 
 
@@ -111,11 +113,12 @@ def test_flash_attention_windows_count_from_the_bottom_right_corner():
 def test_cuda_kernels(mask, dtype, tolerance):
     inputs, dout = draw(dtype=dtype)
     query, key, value = (x.cuda() for x in inputs)
-    tiles = plan(Layout.dense(len(query), 1), 0, 0, mask, kernels.forward_tiles(query))
+    layout = Layout.dense(len(query), 1)
+    tiles = plan(layout, 0, 0, mask, kernels.forward_tiles(query))
     result = OutputAccumulator(query, value.shape[-1])
     attend(query, (key, value), tiles, 0.3, into=result)
     out, lse = result.finish(None)
     grads = Gradient(query), Gradient(key), Gradient(value)
-    attend_backward(dout.cuda(), query, (key, value), out, lse, tiles, 0.3, into=grads)
+    attend_backward(dout.cuda(), query, (key, value), out, lse, tiles, Problem(layout, mask, 0.3), into=grads)
     got = [out.cpu(), *(grad.finish().cpu() for grad in grads)]
     check(got, expected(inputs, dout, mask), tolerance)
