@@ -152,6 +152,11 @@ def test_late_padding_costs_little(distribution, ranks, sequence_parallel):
     assert padding_fraction(found, lengths) <= 0.015
 
 
+def test_early_padding_would_cost_much():
+    lengths = sample_lengths("wikipedia", 4096, 131072, 0).tolist()
+    assert sum(padded_length(s, 256) for s in lengths) > 1.2 * sum(lengths)
+
+
 def test_padding_waits_for_the_cp_size():
     assert [padded_length(101, c) for c in (1, 2, 4, 8)] == [102, 104, 104, 112]
     assert padded_length(101, 4, sequence_parallel_size=8) == 128
