@@ -292,8 +292,8 @@ def _gradcheck() -> list[bool]:
     pair = make_groups(1)
     passed = []
     for comm_type in COMM_TYPES:
-        for window in (None, (3, 0)):
-            case = Case(seq_length=8, batch=1, heads=2, kv_heads=2, qk_dim=3, v_dim=2)
+        for window in (None, (1, 0)):
+            case = Case(seq_length=4, batch=1, heads=2, kv_heads=2, qk_dim=3, v_dim=2)
             inputs, _ = case.draw()
 
             def whole(*x, comm_type=comm_type, window=window):

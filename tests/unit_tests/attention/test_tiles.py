@@ -71,11 +71,11 @@ def test_tiles_cover_the_allowed_pairs_once(pack, mask, size, data):
         assert not any(tile.half for tile in tiles)
 
 
-@given(packs(), masks, sizes, st.booleans())
-@settings(max_examples=100, deadline=None, derandomize=True)
-def test_gathered_tiles_cover_the_whole_sequence(pack, mask, size, dense):
+@given(packs(), masks, sizes, st.none() | st.integers(1, 6))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_gathered_tiles_cover_the_whole_sequence(pack, mask, size, chunk):
     cu_seqlens, padded, n = pack
-    layout = Layout.dense(2 * n * (cu_seqlens[-1] + 1), n) if dense else Layout.packed(cu_seqlens, padded, n)
+    layout = Layout.dense(2 * n * chunk, n) if chunk else Layout.packed(cu_seqlens, padded, n)
     place = {
         span.row + i: (span.sequence, span.position + i) for span in layout.gathered_spans() for i in range(span.length)
     }
