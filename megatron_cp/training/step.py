@@ -20,7 +20,7 @@ from megatron_cp.parallel.pipeline import PipelineCommunicator
 from megatron_cp.training.setup import Run
 
 Batch = dict[str, torch.Tensor]
-Microbatches = Iterator[Batch] | Iterator[PackedMicrobatch]
+Microbatches = Iterator[Batch | PackedMicrobatch]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.errors import ConfigError, DataError, RuntimeFault
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.training.agreement import check_all_ranks_agree
+from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.checkpoint import checkpoint_folder, latest_iteration, load_checkpoint
 from megatron_cp.training.loop import Outcome, train
 from megatron_cp.training.metrics import Reporter, logger, start_logging, wants_live_line
@@ -30,7 +31,10 @@ def run(config: RunConfig) -> int:
         ConfigError, DataError: a file that the run needs is missing or unusable; no process group exists yet.
         RuntimeFault: the run cannot go on; the message says where and what to do.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    # The command line has checked already, without importing torch; whoever calls this from Python has not.
+    config, _ = resolve_auto(config, world_size, None, Environment.of(None))
+    check_or_raise(config, world_size)
     start_logging(rank, wants_live_line(config))
     os.environ.update(config.env_vars)
     # What needs no other rank is read first: a missing file ends the run before any process group exists.
