@@ -137,17 +137,21 @@ def _train(overrides: Sequence[str], ranks: int) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += [str(ROOT / "scripts/training/run_recipe.py"), "--recipe", RECIPE, *overrides]
     process = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ})
-    previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    interrupted = False
+    stopped = 0
+
+    def stop(number: int, frame: object) -> None:
+        nonlocal stopped
+        stopped = 128 + number
+        if number == signal.SIGTERM:  # Ctrl-C reaches all processes of the terminal by itself
+            process.terminate()
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        while True:
-            try:
-                code = process.wait()
-                return 130 if interrupted else code
-            except KeyboardInterrupt:  # the ranks got it too: they save and end
-                interrupted = True
+        code = process.wait()  # the ranks save a checkpoint before they end
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return stopped or code
 
 
 def last_screen(console: Console, config: RunConfig, phases: Phases, ranks: int) -> None:
@@ -229,6 +233,10 @@ def main(
         return 130
     if code == 0:
         last_screen(console, config, phases, ranks)
+    elif code > 128:
+        print(f"quickstart: stopped; the run folder is {_short(Path(config.checkpoint.save or ''))}", file=sys.stderr)
+    else:
+        print("quickstart: training failed; the messages above say why", file=sys.stderr)
     return code
 
 
