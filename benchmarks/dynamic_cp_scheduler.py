@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.dynamic_cp_baselines import greedy_per_microbatch, lower_bound, shipped_scheduler, shipped_seconds
+from benchmarks.dynamic_cp_baselines import greedy, lower_bound, shipped_scheduler, shipped_seconds
 from megatron_cp.dynamic_cp import PRESETS, schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.distributions import sample_lengths
 from megatron_cp.dynamic_cp.report import padding_fraction
@@ -86,7 +86,7 @@ def balance(cost_name: str, seeds: int, step: int) -> bool:
         for seed in range(seeds):
             lengths = sample_lengths(distribution, count, longest, seed)
             ideal = cost.ideal_seconds(lengths) / ranks
-            greedy = greedy_per_microbatch(lengths, ranks, tokens)
+            by_greedy = greedy(lengths, ranks, tokens, cost)
             balanced = schedule_fixed_cp(lengths, ranks, tokens, cost=cost)
             plain = schedule_fixed_cp(lengths, ranks, tokens, cost=cost, balanced=False)
             _, rounds = shipped_scheduler(ranks, tokens).get_groups_and_subsamples(
@@ -100,7 +100,7 @@ def balance(cost_name: str, seeds: int, step: int) -> bool:
                 plans = {
                     "static, in order": plain,
                     "static, balanced": balanced,
-                    "greedy": greedy,
+                    "greedy": by_greedy,
                     "this scheduler": ours,
                 }
                 figures = {name: simulate(plan, lengths, cost, **keeping).imbalance for name, plan in plans.items()}

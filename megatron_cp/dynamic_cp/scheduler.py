@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
+from megatron_cp.dynamic_cp.greedy import greedy_per_microbatch
 from megatron_cp.dynamic_cp.jobs import Shelf
 from megatron_cp.dynamic_cp.plan import Plan, build
 from megatron_cp.dynamic_cp.problem import Problem, make_problem
+from megatron_cp.dynamic_cp.simulate import simulate
 from megatron_cp.dynamic_cp.types import Group, Schedule
 
 # How many plans to try for a batch: about this many samples and ranks in all, so that time stays n log n.
 _EFFORT = 15_000
 _MOST_PLANS = 24
+# Samples times microbatches up to which the greedy rule is tried as well.
+_CHEAP_FOR_GREEDY = 3000
 
 
 def schedule(
@@ -50,7 +55,8 @@ def schedule(
 
     The search: for several limits on a microbatch's seconds, each sample takes the fewest ranks that keep it under the
     limit; the most promising limits are planned in full (:mod:`.plan`), then jobs that leave their neighbours idle
-    are widened as long as that helps. Time is O(n log n + num_ranks log num_ranks).
+    are widened as long as that helps. Few samples are also tried with the greedy rule (:mod:`.greedy`).
+    Time is O(n log n + num_ranks log num_ranks).
     """
     for name, value in (("pipeline_size", pipeline_size), ("microbatch_multiple", microbatch_multiple)):
         if value < 1:
@@ -67,8 +73,22 @@ def schedule(
     if problem.lengths.size:
         plan = _search(problem, _block_level(problem, sync_ranks, pipeline_size), pipeline_size)
         microbatches = _lay_out(problem, plan, pipeline_size)
+        if _greedy_is_cheap(problem):
+            options = [
+                Schedule(num_ranks, max_seqlen_per_rank, m) for m in (microbatches, greedy_per_microbatch(problem))
+            ]
+            step = {"sync_ranks": sync_ranks, "pipeline_size": pipeline_size}
+            best = min(options, key=lambda one: simulate(one, lengths, problem.cost, **step).seconds)
+            microbatches = best.microbatches
         _round_up(microbatches, microbatch_multiple)
     return Schedule(num_ranks, max_seqlen_per_rank, microbatches, sequence_parallel_size)
+
+
+def _greedy_is_cheap(problem: Problem) -> bool:
+    """Whether the greedy rule applies (sizes double) and is quick: it looks at all samples for each microbatch."""
+    doubles = all(b == 2 * a for a, b in itertools.pairwise(problem.sizes))
+    microbatches = 1 + float(problem.lengths.sum()) / (problem.tree.num_ranks * problem.max_tokens)
+    return doubles and len(problem.lengths) * microbatches <= _CHEAP_FOR_GREEDY
 
 
 def _block_level(problem: Problem, sync_ranks: int, pipeline_size: int) -> int:
