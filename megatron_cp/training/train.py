@@ -16,8 +16,8 @@ from megatron_cp.data.indexed import open_indexed
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.errors import ConfigError, DataError, RuntimeFault
 from megatron_cp.parallel.device import start_distributed, stop_distributed
-from megatron_cp.training.agreement import check_all_ranks_agree
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
+from megatron_cp.training.agreement import check_all_ranks_agree
 from megatron_cp.training.checkpoint import checkpoint_folder, latest_iteration, load_checkpoint
 from megatron_cp.training.loop import Outcome, train
 from megatron_cp.training.metrics import Reporter, logger, start_logging, wants_live_line
