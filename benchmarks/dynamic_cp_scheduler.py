@@ -79,6 +79,7 @@ def balance(cost_name: str, seeds: int, step: int) -> bool:
     """Imbalance of every scheduler on the grid. Returns whether all targets were met."""
     cost = PRESETS[cost_name]
     table: dict[tuple[str, str], list[float]] = defaultdict(list)
+    up_to_256: dict[str, list[float]] = defaultdict(list)
     to_bound: dict[bool, list[float]] = {True: [], False: []}
     against_greedy: list[tuple[float, str]] = []
     padding: dict[str, list[float]] = defaultdict(list)
@@ -106,6 +107,8 @@ def balance(cost_name: str, seeds: int, step: int) -> bool:
                 figures = {name: simulate(plan, lengths, cost, **keeping).imbalance for name, plan in plans.items()}
                 for name, figure in figures.items():
                     table[mode, name].append(figure)
+                if ranks <= 256:
+                    up_to_256[mode].append(figures["this scheduler"])
                 ratio = figures["this scheduler"] / figures["greedy"]
                 against_greedy.append((ratio, f"{mode}, {line}"))
                 line += f"  {mode} {figures['this scheduler']:.3f} (greedy {figures['greedy']:.3f})"
@@ -123,6 +126,7 @@ def balance(cost_name: str, seeds: int, step: int) -> bool:
     for name in names:
         cells = [f"{geometric_mean(table[mode, name]):.3f}" if table[mode, name] else "" for mode in MODES]
         print(f"| {name} | {' | '.join(cells)} |")
+    print("| this scheduler, at most 256 ranks |", *(f"{geometric_mean(up_to_256[mode]):.3f} |" for mode in MODES))
     worst_bound, worst = max(to_bound[True], default=1.0), max(against_greedy)
     most_padding = max((max(values) for values in padding.values()), default=0.0)
     print(
