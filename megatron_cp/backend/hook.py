@@ -39,6 +39,9 @@ class _PreparingLoader(importlib.abc.Loader):
 def _quieten() -> None:
     """Drop what megatron-core and torch say on every rank about optional libraries and their own deprecations."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    # torch's checkpoint functions, as megatron-core calls them.
+    for category in (UserWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"torch\.distributed\.checkpoint")
     warnings.filterwarnings("ignore", category=SyntaxWarning, message="invalid escape sequence")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
 

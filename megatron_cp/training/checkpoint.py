@@ -126,7 +126,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int) -> dict[str, Any
         chunk.module.load_state_dict(loaded[name])
     if with_optimizer:
         run.optimizer.load_state_dict(loaded["optimizer"])
-        run.scheduler.load_state_dict(loaded["scheduler"])
+        _load_scheduler(run, loaded["scheduler"], folder)
     else:
         run.optimizer.reload_model_params()
     if with_rng:
@@ -135,6 +135,19 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int) -> dict[str, Any
         return {}
     run.progress = Progress(**common["progress"])
     return common["data"]
+
+
+def _load_scheduler(run: Run, state: dict[str, Any], folder: Path) -> None:
+    try:
+        run.scheduler.load_state_dict(state)
+    except AssertionError as error:  # megatron-core's way to say that a schedule has changed
+        raise RuntimeFault(
+            f"checkpoint {folder} was trained with another learning-rate schedule: {error}. Other train.train_iters "
+            "change it too, unless scheduler.lr_decay_iters and lr_warmup_iters are given. Go on with the new schedule "
+            "by scheduler.override_opt_param_scheduler=true, or with the checkpoint's by "
+            "scheduler.use_checkpoint_opt_param_scheduler=true.",
+            on_all_ranks=True,
+        ) from error
 
 
 def _chunk_names(run: Run) -> list[str]:

@@ -52,3 +52,11 @@ def test_a_checkpoint_that_is_gone_ends_with_two(cli: Any, tmp_path: Path) -> No
     (tmp_path / "run" / "iter_0000001").rename(tmp_path / "run" / "elsewhere")
     code, text = cli()
     assert code == 2 and "there is no checkpoint" in text and "iter_0000001" in text, (code, text)
+
+
+def test_another_schedule_ends_with_one_and_names_both_ways_on(cli: Any) -> None:
+    assert cli()[0] == 0
+    code, text = cli("train.train_iters=5")
+    assert code == 1 and text.count("trained with another learning-rate schedule") == 1, (code, text)
+    assert cli("train.train_iters=5", "scheduler.override_opt_param_scheduler=true")[0] == 0
+    assert cli("train.train_iters=6", "scheduler.use_checkpoint_opt_param_scheduler=true")[0] == 0
