@@ -1,0 +1,82 @@
+"""Imports point downward, and the thinking parts import neither torch nor megatron."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megatron_cp"
+
+# From the top down: a room may import from its own line and from those below it.
+ORDER = [
+    {"__main__", "cli", "quickstart"},
+    {"verify"},
+    {"training"},
+    {"rules"},
+    {"data", "models"},
+    {"dynamic_cp"},
+    {"attention"},
+    {"parallel"},
+    {"recipes"},
+    {"schema"},
+    {"config"},
+    {"errors"},
+    {"backend", ""},
+]
+LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
+# Rooms beside the way: rules use pure modules only, and only those above them use rules.
+PURE = [
+    "megatron_cp",
+    "megatron_cp.config",
+    "megatron_cp.recipes",
+    "megatron_cp.rules",
+    "megatron_cp.parallel.layout",
+    "megatron_cp.dynamic_cp",
+    "megatron_cp.dynamic_cp.cost",
+    "megatron_cp.dynamic_cp.scheduler",
+    "megatron_cp.attention.sharding",
+    "megatron_cp.attention.select",
+    "megatron_cp.attention.te_support",
+    "megatron_cp.cli",
+]
+
+
+def room_of(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    if len(relative.parts) > 1:
+        return relative.parts[0]
+    return "" if relative.stem == "__init__" else relative.stem
+
+
+def imports_of(path: Path) -> set[str]:
+    """Rooms of this package that a module imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    parts = [name.split(".") for name in names]
+    return {part[1] for part in parts if part[0] == "megatron_cp" and len(part) > 1 and part[1] in LEVEL}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_downward(path: Path) -> None:
+    room = room_of(path)
+    assert room in LEVEL, f"a new room {room!r}: give it a place in ORDER"
+    upward = sorted(other for other in imports_of(path) if LEVEL[other] < LEVEL[room])
+    assert not upward, f"{path.relative_to(PACKAGE)} imports from above: {upward}"
+
+
+def test_thinking_parts_import_neither_torch_nor_megatron() -> None:
+    code = f"""
+import importlib, sys
+for name in {PURE!r}:
+    importlib.import_module(name)
+    found = sorted({{"torch", "megatron.core"}} & sys.modules.keys())
+    assert not found, (name, found)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-1500:]
