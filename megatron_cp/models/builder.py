@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from megatron_cp.config import RunConfig
 from megatron_cp.models.layer_specs import gpt_block_spec, seed_of
 from megatron_cp.models.transformer_config import padded_vocab_size
 
 
+class LanguageModel(GPTModel):
+    """megatron-core's model, whose tied output layer on a last stage can be saved without the MPU's global state."""
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: dict[str, Any],
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: dict[str, Any],
+    ) -> None:
+        if not self.post_process or self.pre_process:
+            super().tie_embeddings_and_output_weights_state_dict(
+                sharded_state_dict, output_layer_weight_key, first_stage_word_emb_key, metadata
+            )
+            return
+        # Upstream asks the global state for this rank's number among its replicas.
+        group = metadata["dp_cp_group"]
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            self.shared_embedding_or_output_weight(),
+            first_stage_word_emb_key,
+            replica_id=(1, 0, group.rank()),  # 1: a copy of the first stage's
+            allow_shape_mismatch=True,
+            tp_group=self.tp_group,
+            dp_cp_group=group,
+        )
+
+
 def build_model(
     config: RunConfig, core_config: TransformerConfig, groups: ProcessGroupCollection, vocab_size: int
-) -> list[GPTModel]:
+) -> list[LanguageModel]:
     """This rank's chunks of the model, one a virtual pipeline stage, on this rank's device.
 
     Args:
@@ -32,11 +62,11 @@ def _build_chunk(
     groups: ProcessGroupCollection,
     vocab_size: int,
     vp_stage: int | None,
-) -> GPTModel:
+) -> LanguageModel:
     model = config.model
     stage, stages = groups.pp.rank(), groups.pp.size()
     last_vp_stage = (model.virtual_pipeline_model_parallel_size or 1) - 1
-    chunk = GPTModel(
+    chunk = LanguageModel(
         config=core_config,
         transformer_layer_spec=gpt_block_spec(config, core_config, groups, vp_stage),
         vocab_size=padded_vocab_size(config, vocab_size),
@@ -62,7 +92,7 @@ def _build_chunk(
 
 
 def _seed_vocabulary_weights(
-    chunk: GPTModel, core_config: TransformerConfig, groups: ProcessGroupCollection, seed: int
+    chunk: LanguageModel, core_config: TransformerConfig, groups: ProcessGroupCollection, seed: int
 ) -> None:
     """Draw the embedding and the output layer from seeds of their own: the same ones under every layout."""
     weights = {}

@@ -378,3 +378,23 @@ def latent_queries_are_normalized(c: Context) -> Iterator[Finding]:
             "q_layernorm is non-trivial, but q_lora_rank is None, meaning it will not be used",
             "model.q_lora_rank=RANK, or model.qk_layernorm=false",
         )
+
+
+@rule(
+    "K24",
+    "Multi-latent attention under tensor parallelism needs Transformer Engine's layers.",
+    "megatron-core's own layers split the compressed keys' projection over the ranks and gather its output without "
+    "summing the gradients of the shared rotary key over the ranks' heads: training runs, and its weights are wrong. "
+    "Transformer Engine's layers keep that projection whole.",
+    broken(
+        "model.multi_latent_attention=true", "model.q_lora_rank=32", "model.tensor_model_parallel_size=2", world_size=8
+    ),
+    needs="config environment",
+)
+def latent_keys_under_tensor_parallelism(c: Context) -> Iterator[Finding]:
+    if c.config.model.multi_latent_attention and c.tp > 1 and c.backend == "native":
+        yield Finding(
+            "model.tensor_model_parallel_size",
+            "multi-latent attention in megatron-core's own layers has wrong gradients under tensor parallelism",
+            "model.tensor_model_parallel_size=1, with a larger model.context_parallel_size instead",
+        )

@@ -1,0 +1,139 @@
+"""Random small configurations: mostly ones that fit together, sometimes ones that nearly do."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+Overrides = dict[str, Any]
+SIZES = [
+    (tp, cp, pp, dp)
+    for tp in (1, 2, 4)
+    for cp in (1, 2, 3, 4)
+    for pp in (1, 2, 4)
+    for dp in (1, 2)
+    if tp * cp * pp * dp <= 4
+]
+# More than one rank a sample is what this is about.
+SIZES = [sizes for sizes in SIZES if sizes[1] > 1] * 3 + [sizes for sizes in SIZES if sizes[1] == 1]
+TRANSPORTS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+@st.composite
+def configurations(draw: Any) -> tuple[int, Overrides]:
+    """(world size, overrides of the tests' tiny configuration)."""
+    tp, cp, pp, dp = draw(st.sampled_from(SIZES))
+    vpp = draw(st.sampled_from([None, None, 2])) if pp > 1 else None
+    per_stage = draw(st.sampled_from([1, 2]))
+    layers = pp * (vpp or 1) * per_stage + draw(st.sampled_from([0, 0, 0, 0, 0, 1]))
+    kv_heads = tp * draw(st.sampled_from([1, 2, 3]))
+    heads = kv_heads * draw(st.sampled_from([1, 2, 4]))
+    sequence_parallel = draw(st.booleans()) if tp > 1 else False
+    unit = 2 * cp * (tp if sequence_parallel else 1)
+    # A handful of tokens has gradients that are mostly rounding, of which Adam makes full steps.
+    length = unit * (12 // unit + draw(st.integers(1, 3))) + draw(st.sampled_from([0] * 15 + [1]))
+    micro = draw(st.sampled_from([1, 1, 2]))
+    rounds = pp * draw(st.sampled_from([1, 2])) if vpp else draw(st.integers(1, 3))
+    values: Overrides = {
+        "model__tensor_model_parallel_size": tp,
+        "model__context_parallel_size": cp,
+        "model__pipeline_model_parallel_size": pp,
+        "model__virtual_pipeline_model_parallel_size": vpp,
+        "model__sequence_parallel": sequence_parallel,
+        "model__num_layers": layers,
+        "model__num_attention_heads": heads,
+        "model__num_query_groups": kv_heads,
+        "model__hidden_size": draw(st.sampled_from([32, 48])),
+        "model__ffn_hidden_size": 24 * tp,
+        "model__kv_channels": draw(st.sampled_from([8, 16, 8, 16, 6, 5])),
+        "dataset__seq_length": length,
+        "train__micro_batch_size": micro,
+        "train__global_batch_size": micro * dp * rounds,
+        "dist__use_decentralized_pg": draw(st.booleans()),
+        "dist__use_tp_pp_dp_mapping": draw(st.sampled_from([False, False, True])),
+        "optimizer__use_distributed_optimizer": draw(st.booleans()),
+    }
+    values |= draw(_transports(cp, layers))
+    for feature in draw(st.lists(st.sampled_from(FEATURES), max_size=3)):
+        values |= feature(draw, values)
+    return tp * cp * pp * dp, values
+
+
+@st.composite
+def _transports(draw: Any, cp: int, layers: int) -> Overrides:
+    if draw(st.booleans()):
+        kinds = [draw(st.sampled_from(TRANSPORTS)) for _ in range(layers)]
+    else:
+        kinds = draw(st.sampled_from(TRANSPORTS))
+    levels = None
+    if "a2a+p2p" in kinds:
+        a2a = draw(st.sampled_from([size for size in range(1, cp + 1) if cp % size == 0]))
+        levels = [a2a, cp // a2a]
+    return {"model__cp_comm_type": kinds, "model__hierarchical_context_parallel_sizes": levels}
+
+
+def _experts(draw: Any, values: Overrides) -> Overrides:
+    return {
+        "model__num_moe_experts": 4,
+        "model__moe_ffn_hidden_size": 16 * values["model__tensor_model_parallel_size"],
+        "model__moe_router_load_balancing_type": "none",
+        "model__moe_token_dispatcher_type": draw(st.sampled_from(["alltoall", "allgather"])),
+        "model__expert_model_parallel_size": draw(st.sampled_from([1, 2])),
+    }
+
+
+def _latent(draw: Any, values: Overrides) -> Overrides:
+    heads = values["model__num_attention_heads"]
+    dims = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
+    return {"model__multi_latent_attention": True, "model__num_query_groups": heads} | {
+        f"model__{name}": size for name, size in dims.items()
+    }
+
+
+def _classic(draw: Any, values: Overrides) -> Overrides:
+    return {
+        "model__normalization": "LayerNorm",
+        "model__activation_func": "gelu",
+        "model__gated_linear_unit": False,
+        "model__add_bias_linear": True,
+        "model__position_embedding_type": "learned_absolute",
+    }
+
+
+def _window(draw: Any, values: Overrides) -> Overrides:
+    return {"model__window_size": [draw(st.integers(0, 9)), 0]}
+
+
+def _overlap(draw: Any, values: Overrides) -> Overrides:
+    return {
+        "optimizer__use_distributed_optimizer": True,
+        "ddp__overlap_grad_reduce": True,
+        "ddp__overlap_param_gather": draw(st.booleans()),
+        "ddp__bucket_size": draw(st.sampled_from([None, 5000])),
+    }
+
+
+def _fixed(**values: Any) -> Any:
+    return lambda draw, others: values
+
+
+FEATURES = [
+    _experts,
+    _latent,
+    _classic,
+    _window,
+    _overlap,
+    _fixed(model__attention_mask_type="no_mask"),
+    _fixed(model__softmax_type="learnable"),
+    _fixed(model__softmax_type="off-by-one"),
+    _fixed(model__share_embeddings_and_output_weights=True),
+    _fixed(model__qk_layernorm=True),
+    _fixed(model__add_qkv_bias=True),
+    _fixed(model__rotary_percent=0.5),
+    _fixed(model__rotary_interleaved=True),
+    _fixed(model__position_embedding_type="none"),
+    _fixed(model__recompute_granularity="selective"),
+    _fixed(model__recompute_granularity="full", model__recompute_method="uniform", model__recompute_num_layers=1),
+    _fixed(dist__use_decentralized_pg=True, dist__use_tp_pp_dp_mapping=True),
+    _fixed(model__account_for_loss_in_pipeline_split=True),
+    _fixed(optimizer__optimizer="sgd", optimizer__use_distributed_optimizer=False),
+]

@@ -1,0 +1,49 @@
+"""No false accept: what the rules accept builds, passes the probe, and trains what one rank trains."""
+
+import pytest
+from hypothesis import HealthCheck, assume, event, given, settings
+
+from megatron_cp.rules import check
+from megatron_cp.verify.compare import compare_with_one_rank
+from megatron_cp.verify.reduce import on_one_rank
+from megatron_cp.verify.report import diagnose
+from tests.functional_tests.random_layouts import Overrides, configurations
+from tests.ranks import run_ranks
+from tests.training_runs import tiny_config
+
+
+def verdict(overrides: Overrides) -> tuple[bool, str]:
+    """Whether the layout trains like one rank (probe, two steps, all gradients), and what differs."""
+    config = tiny_config(**overrides, train__train_iters=2, dist__attention_probe=False, scheduler__lr_warmup_iters=0)
+    result = compare_with_one_rank(config, on_one_rank(config))
+    figures = (result.loss_difference, result.norm_difference, result.worst)
+    return result.equal, f"{diagnose(result)} {figures}"
+
+
+def accepted_layout_is_right(drawn: tuple[int, Overrides]) -> None:
+    world_size, overrides = drawn
+    errors = [v for v in check(tiny_config(**overrides), world_size, environment="cpu") if v.severity == "error"]
+    for violation in errors:
+        event(f"refused by {violation.rule}")
+    assume(not errors)
+    results = run_ranks(verdict, world_size, overrides)
+    assert all(equal for equal, _ in results), results[0][1]
+
+
+SETTINGS = settings(
+    deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck), max_examples=20
+)
+
+
+@given(configurations())
+@settings(SETTINGS, derandomize=True)
+def test_a_fixed_sample_of_accepted_layouts_is_right(drawn: tuple[int, Overrides]) -> None:
+    accepted_layout_is_right(drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@given(configurations())
+@settings(SETTINGS, max_examples=200)
+def test_two_hundred_fresh_accepted_layouts_are_right(drawn: tuple[int, Overrides]) -> None:
+    accepted_layout_is_right(drawn)

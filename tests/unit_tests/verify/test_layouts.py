@@ -1,0 +1,44 @@
+"""Layouts that once went wrong, or whose parts are the hardest to put together again."""
+
+from typing import Any
+
+import pytest
+
+from megatron_cp.verify.compare import compare_with_one_rank
+from megatron_cp.verify.reduce import comparable, on_one_rank
+from megatron_cp.verify.report import diagnose
+from tests.ranks import run_ranks
+from tests.training_runs import tiny_config
+from tests.unit_tests.training.layouts import CP2, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.test_model_variants import CLASSIC, MLA, MOE
+
+TIED = {"model__share_embeddings_and_output_weights": True}
+DECENTRALIZED = {"dist__use_decentralized_pg": True}
+
+
+def compare(overrides: dict[str, Any]) -> tuple[bool, list[str], int]:
+    (layout,) = comparable([tiny_config(**overrides)], 4, 2)
+    result = compare_with_one_rank(layout, on_one_rank(layout))
+    return result.equal, diagnose(result), result.num_parameters
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # The last stage's copy of the tied weight: upstream asks the global state for its place in a checkpoint.
+        TIED | PP2 | CP2 | DECENTRALIZED,
+        CLASSIC | TP2 | SP | CP2,
+        MOE | CP2 | {"model__expert_model_parallel_size": 2, "ddp__overlap_grad_reduce": True},
+        PP2 | VPP2 | CP2 | DECENTRALIZED,
+        {"model__softmax_type": "learnable"} | TP2 | CP2,
+    ],
+)
+def test_equal_to_one_rank(overrides: dict[str, Any]) -> None:
+    for equal, said, _ in run_ranks(compare, 4, overrides):
+        assert equal, said
+
+
+def test_what_rule_k24_refuses_is_wrong() -> None:
+    """Multi-latent attention under tensor parallelism: the loss agrees and falls, the gradients are wrong."""
+    equal, said, _ = run_ranks(compare, 4, MLA | TP2 | CP2)[0]
+    assert not equal and "the forward pass agrees" in said[0], said
