@@ -4,6 +4,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from megatron_cp.verify.reduce import ADAM_EPS
+
 Overrides = dict[str, Any]
 SIZES = [
     (tp, cp, pp, dp)
@@ -51,6 +53,7 @@ def configurations(draw: Any) -> tuple[int, Overrides]:
         "dist__use_decentralized_pg": draw(st.booleans()),
         "dist__use_tp_pp_dp_mapping": draw(st.sampled_from([False, False, True])),
         "optimizer__use_distributed_optimizer": draw(st.booleans()),
+        "optimizer__adam_eps": ADAM_EPS,
     }
     values |= draw(_transports(cp, layers))
     for feature in draw(st.lists(st.sampled_from(FEATURES), max_size=3)):

@@ -1,0 +1,133 @@
+"""No false reject: without its rule, each rule's own example ends in an error or trains something else.
+
+For every error rule that a machine without a GPU can try, what happens where the rule is not asked; for the others, why
+they cannot be tried here. A new rule must be entered.
+"""
+
+import re
+from typing import Any
+
+import pytest
+
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import RULES
+from megatron_cp.verify.compare import compare_with_one_rank
+from megatron_cp.verify.reduce import ADAM_EPS, on_one_rank
+from megatron_cp.verify.report import diagnose
+from tests.ranks import RanksFailed, run_ranks
+
+WRONG = {
+    "G2": "the forward pass agrees and .* gradients do not",
+    "K5": "the first loss differs already",  # bf16 wins over fp32, and nobody is told
+    "K21": "the forward pass agrees and .* gradients do not",
+    "K22": "the first loss differs already",
+    "K24": "the forward pass agrees and .* gradients do not",
+    "E15": "the forward pass agrees and .* gradients do not",  # fused cross-entropy in float32, as K21
+}
+ERROR = {
+    "A1": "must be an integer of at least 1",
+    "A2": "world size 4 is not divisible by tp \\* pp \\* cp = 8",
+    "A3": "num_experts|is not divisible by etp",
+    "A5": "num_query_groups|shape|must be a multiple or divisor",
+    "A6": "must be a positive multiple of train.micro_batch_size",
+    "A8": "the data parallel size of the attention and moe layers must be the same",
+    "A9": "sequence parallelism",
+    "A16": "interleaved|pipeline",
+    "A17": "micro-?batches",
+    "A18": "num_moe_experts must be non None to use expert-parallel",
+    "B1": "does not divide by 2 \\* cp_size = 8",
+    "B2": "First dimension of the tensor should be divisible by tensor parallel size",
+    "B3": "the batches of step 1 cannot be used",
+    "B4": "index out of range",
+    "C1": "comm_type 'ring' is unknown",
+    "C3": "Length of cp_comm_type",
+    "C4": "needs hierarchical_context_parallel_sizes",
+    "C5": "multiply to 8, not to the context parallel size 4",
+    "C6": "needs hierarchical_context_parallel_sizes=\\[a2a, p2p\\]",
+    "C7": "can only specify one unknown dimension",
+    "D1": "query has 6 heads on this rank, which do not divide",
+    "D2": "query has 9 heads on this rank, which do not divide",
+    "E11": "attention_dropout=0.1 is not supported",
+    "G1": "Cannot average in collective when calculating per-token loss!",
+    "I2": "Error",
+    "I9": "AssertionError",
+    "K7": "recompute_method",
+    "K9": "Only Adam",
+    "K10": "Error",
+    "K11": "dataset.data_path is not set",
+    "K12": "not enough values to unpack",
+    "K13": "found NaN in local grad norm",
+    "K15": "selected index k out of range",
+    "K16": "dropout probability has to be between 0 and 1",
+    "K17": "must match the size of tensor",
+    "K18": "is invalid for input of size",
+    "K19": "Error",  # multi-token prediction is not built
+    "K23": "q_layernorm",
+}
+# Runs, and is right about what it runs, which is not what was asked for.
+IGNORED = {
+    "C9": "no layer uses the sizes: the run is a plain ring, as if they were not set",
+    "D7": "a hybrid model is not built (K19): a GPT trains in its place",
+    "E8": "no mask is made or read: documents see each other as before",
+    "E9": "RoPE does not read position_ids: they count on over documents",
+    "H8": "dynamic sizes are not built (K19)",
+    "H14": "dynamic sizes are not built (K19)",
+    "H15": "packing is not built (K19)",
+    "K6": "the process group that runs already is used; torch.distributed refuses to start with NCCL and no GPU",
+    "K8": "without a GPU our own attention is used whatever the name says",
+    "K14": "a hybrid model is not built (K19): a GPT trains in its place",
+}
+NOT_TRIED = {
+    "A4": "the example needs 16 ranks; heads_per_rank is a division in megatron-core's configuration",
+    "A7": "evaluation is no part of the comparison; BatchIterator refuses as for A6",
+    "A15": "the example needs 12 ranks; megatron-core asserts it when it counts the layers of a stage",
+}
+BASE = [
+    "dataset.kind=mock", "dataset.mock_masked_fraction=0.4", "dataset.seq_length=64", "train.micro_batch_size=1",
+    "train.global_batch_size=4", "train.train_iters=2", "scheduler.lr_warmup_iters=0", "model.init_method_std=0.15",
+    "mixed_precision.fp32=true", "dist.attention_probe=false", "dist.distributed_timeout_minutes=0.4",
+    f"optimizer.adam_eps={ADAM_EPS}",
+]  # fmt: skip
+
+
+def on_a_cpu() -> list[str]:
+    return [id for id, rule in RULES.items() if rule.severity == "error" and rule.example.environment == "cpu"]
+
+
+def unchecked(overrides: list[str]) -> tuple[bool, str]:
+    config = load_recipe("llama_tiny_pretrain_config", [*BASE, *overrides])
+    result = compare_with_one_rank(config, on_one_rank(config))
+    return result.equal, " ".join(diagnose(result))
+
+
+def outcome(rule_id: str) -> tuple[str, str]:
+    example = RULES[rule_id].example
+    try:
+        equal, said = run_ranks(unchecked, example.world_size, list(example.overrides), timeout=40)[0]
+    except RanksFailed as failure:
+        return "error", str(failure)
+    if "the layout did not run" in said:
+        return "error", said
+    return ("equal" if equal else "wrong"), said
+
+
+def test_every_rule_that_a_cpu_can_break_is_entered() -> None:
+    assert set(on_a_cpu()) == {*WRONG, *ERROR, *IGNORED, *NOT_TRIED}
+
+
+@pytest.mark.parametrize("rule_id", ["C4", "G2", "K24", "C9"])
+def test_silent_ones_upstream(rule_id: str) -> None:
+    check_outcome(rule_id)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule_id", [id for id in on_a_cpu() if id not in NOT_TRIED])
+def test_without_the_rule(rule_id: str) -> None:
+    check_outcome(rule_id)
+
+
+def check_outcome(rule_id: str) -> None:
+    kind, said = outcome(rule_id)
+    expected: Any = "wrong" if rule_id in WRONG else "error" if rule_id in ERROR else "equal"
+    assert kind == expected, said
+    assert re.search((WRONG | ERROR).get(rule_id, ""), said), said[-1500:]
