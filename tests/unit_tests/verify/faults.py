@@ -52,8 +52,8 @@ def skipped_all_to_all() -> Iterator[None]:
 
 @contextlib.contextmanager
 def skipped_all_gather() -> Iterator[None]:
-    def all_gather(tensor: torch.Tensor, peers: Any) -> Any:
-        return comm.Arrival(torch.cat([tensor] * peers.size), [])
+    def all_gather(tensor: torch.Tensor, peers: Any, out: torch.Tensor) -> Any:
+        return comm.Arrival(out.copy_(torch.cat([tensor] * peers.size)), [])
 
     with mock.patch.object(comm, "all_gather", all_gather):
         yield
