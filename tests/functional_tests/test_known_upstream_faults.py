@@ -1,0 +1,104 @@
+"""The silent faults that users of context parallelism have met upstream: each made right or refused, and kept so.
+
+Those with a test of their own elsewhere:
+
+- groups of an earlier run that outlive it: ``unit_tests/training/test_decentralized_pg.py``,
+  ``test_nothing_stale_remains_after_another_initialization``;
+- hierarchical groups ignored by Transformer Engine's attention: ``unit_tests/attention/test_transformer_engine.py``,
+  ``test_groups_transport_and_stream_are_those_handed_over`` and ``test_missing_groups_are_refused``;
+- batches sliced twice, gradients not reduced over context-parallel ranks, losses averaged per rank:
+  ``unit_tests/verify/test_faults.py``.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cp.data.datasets import build_datasets
+from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.errors import DataError
+from megatron_cp.rules import check
+from megatron_cp.training.step import train_step
+from tests.ranks import run_ranks
+from tests.training_runs import start, tiny_config, train_losses
+from tests.unit_tests.training.layouts import CP2, CP4, HCP
+
+
+def refusals(**overrides: Any) -> set[str]:
+    return {v.rule for v in check(tiny_config(**overrides), 4, environment="cpu") if v.severity == "error"}
+
+
+def test_hierarchical_sizes_that_no_layer_uses_are_refused() -> None:
+    sizes = {"model__hierarchical_context_parallel_sizes": [2, 2]}
+    assert refusals(**CP4, **sizes, model__cp_comm_type="p2p") == {"C9"}
+    assert refusals(**CP4, **sizes, model__cp_comm_type=["p2p", "a2a", "p2p", "all_gather"]) == {"C9"}
+    assert refusals(**CP4, **sizes, model__cp_comm_type=["p2p", "a2a+p2p", "p2p", "all_gather"]) == set()
+
+
+def test_multi_token_prediction_is_refused_until_it_is_built() -> None:
+    """Upstream rolls tokens by unpadded lengths and averages the loss per rank."""
+    violations = [v for v in check(tiny_config(**CP2, model__mtp_num_layers=1), 4) if v.severity == "error"]
+    assert [(v.rule, v.field) for v in violations] == [("K19", "model.mtp_num_layers")]
+    assert "is not built by this version" in violations[0].message
+
+
+def dropped_and_weights() -> tuple[list[float], list[float]]:
+    """What this rank's next dropout draws, and sums of all weights before and after two steps with dropout."""
+    run, batches, count = start(tiny_config(**CP4, **HCP, model__hidden_dropout=0.3))
+    mask = torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()
+    sums = [p.double().sum().item() for chunk in run.model for p in chunk.parameters()]
+    for _ in range(2):
+        train_step(run, batches, count)
+    sums += [p.double().sum().item() for chunk in run.model for p in chunk.parameters()]
+    run.close()
+    return mask, sums
+
+
+def test_dropout_differs_between_context_parallel_ranks_and_weights_do_not() -> None:
+    results = run_ranks(dropped_and_weights, 4)
+    masks = [mask for mask, _ in results]
+    assert all(masks[i] != masks[j] for i in range(4) for j in range(i)), "two ranks drop the same hidden units"
+    assert all(weights == results[0][1] for _, weights in results)
+
+
+def test_dropout_repeats_with_the_seed() -> None:
+    overrides = CP2 | {"model__hidden_dropout": 0.3}
+    first, again = (run_ranks(train_losses, 2, overrides, 2)[0] for _ in range(2))
+    assert first == again != run_ranks(train_losses, 2, overrides | {"model__hidden_dropout": 0.0}, 2)[0]
+
+
+def test_masks_and_restarted_positions_that_nobody_would_read_are_refused() -> None:
+    """A document mask is ignored under context parallelism, and RoPE does not read position ids."""
+    assert refusals(**CP4, dataset__reset_attention_mask=True) == {"E8"}
+    assert refusals(**CP4, dataset__reset_position_ids=True) == {"E9"}
+    assert refusals(dataset__reset_attention_mask=True) == {"E8"}
+
+
+def test_inter_document_masks_are_refused_by_the_data_too(tmp_path: Any) -> None:
+    overrides = {
+        "dataset__kind": "indexed",
+        "dataset__data_path": str(tmp_path / "corpus"),
+        "dataset__reset_attention_mask": True,
+    }
+    config = tiny_config(**overrides)
+    with pytest.raises(DataError, match=r"reset_attention_mask=true needs a \[s, s\] mask"):
+        build_datasets(config, build_tokenizer(config.tokenizer), 4)
+
+
+def mask_in_the_model() -> str:
+    run, _, _ = start(tiny_config(**CP2))
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    mask = torch.zeros(1, 1, 16, 16, dtype=torch.bool)
+    try:
+        run.model[0](input_ids=tokens, position_ids=tokens, attention_mask=mask, labels=tokens)
+    except ValueError as error:
+        return str(error)
+    finally:
+        run.close()
+    return "accepted"
+
+
+def test_attention_refuses_a_mask_that_it_would_ignore() -> None:
+    for text in run_ranks(mask_in_the_model, 2):
+        assert "attention_mask of shape (1, 1, 16, 16) is not used" in text
