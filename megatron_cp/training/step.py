@@ -61,13 +61,12 @@ def evaluate(run: Run, batches: Microbatches, num_microbatches: int, steps: int)
 
 def _forward_backward(run: Run, batches: Microbatches, num_microbatches: int, forward_only: bool) -> tuple[float, int]:
     """Run the pipeline schedule; returns the mean loss per unmasked token and their number, on every rank."""
-    model, config = run.config.model, run.config
+    model = run.config.model
     stages = model.virtual_pipeline_model_parallel_size
     # All of them before the first one runs: a rank that finds fault with its batches can tell the others only while
     # none of them waits for another in the pipeline. Every virtual stage then walks them at its own pace.
     window = [next(batches) for _ in range(num_microbatches)]
     schedule = get_forward_backward_func(pp_size=model.pipeline_model_parallel_size, vp_size=stages)
-    micro_batch_size = config.train.micro_batch_size
     communicator = PipelineCommunicator(run.groups.pp, run.core_config)
     reports = schedule(
         forward_step_func=forward_step,
@@ -75,13 +74,17 @@ def _forward_backward(run: Run, batches: Microbatches, num_microbatches: int, fo
         model=run.model if stages is not None else run.model[0],
         num_microbatches=num_microbatches,
         seq_length=model.seq_length,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=_tokens(window[0]).shape[0],  # evaluation may have another one than training
         forward_only=forward_only,
         p2p_communicator=communicator,
         pg_collection=run.groups,
     )
     communicator.finish()
     return _reduce_loss(run, reports)
+
+
+def _tokens(batch: Batch | PackedMicrobatch) -> torch.Tensor:
+    return batch.tokens if isinstance(batch, PackedMicrobatch) else batch["tokens"]
 
 
 def forward_step(batches: Microbatches, model: Any) -> tuple[torch.Tensor, Callable]:

@@ -59,9 +59,7 @@ def find_checkpoint(config: RunConfig) -> int | None:
     Raises:
         ConfigError: a checkpoint was asked for and is not there.
     """
-    wanted = config.checkpoint
-    root = wanted.pretrained_checkpoint if wanted.finetune and wanted.pretrained_checkpoint else wanted.load
-    assert root is not None  # finalized
+    wanted, root = config.checkpoint, _checkpoint_root(config)
     iteration = wanted.ckpt_step if wanted.ckpt_step is not None else latest_iteration(root)
     if iteration is None and (wanted.exit_on_missing_checkpoint or wanted.load != wanted.save or wanted.finetune):
         raise ConfigError(
@@ -76,6 +74,13 @@ def find_checkpoint(config: RunConfig) -> int | None:
     return iteration
 
 
+def _checkpoint_root(config: RunConfig) -> str:
+    """The folder to start from: the pretrained model's for fine-tuning, else the run's own."""
+    wanted = config.checkpoint
+    pretrained = wanted.pretrained_checkpoint if wanted.finetune else None
+    return pretrained or wanted.load or ""
+
+
 def _run(config: RunConfig, tokenizer: Tokenizer, iteration: int | None) -> Outcome:
     folder = Path(config.checkpoint.save or "")
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
@@ -83,8 +88,8 @@ def _run(config: RunConfig, tokenizer: Tokenizer, iteration: int | None) -> Outc
     ready = setup(config, vocab_size)
     try:
         if iteration is not None:
-            root = config.checkpoint.load if not config.checkpoint.finetune else config.checkpoint.pretrained_checkpoint
-            load_checkpoint(ready, root or config.checkpoint.load or "", iteration)
+            root = _checkpoint_root(config)
+            load_checkpoint(ready, root, iteration)
             logger.info("resumed from iteration %d of %s", ready.progress.iteration, root)
         _write_config(config, folder)
         _announce(ready, vocab_size)
@@ -104,10 +109,8 @@ def _run(config: RunConfig, tokenizer: Tokenizer, iteration: int | None) -> Outc
 
 def _datasets(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
     train, held_out = config.train, config.validation
-    evaluations = 1 + (train.train_iters // held_out.eval_interval if held_out.eval_interval else 0)
-    eval_batch = held_out.eval_global_batch_size or train.global_batch_size
-    eval_samples = held_out.eval_iters * eval_batch if evaluations else 0
-    return build_datasets(config, tokenizer, train.train_iters * train.global_batch_size, eval_samples, 0)
+    eval_samples = held_out.eval_iters * (held_out.eval_global_batch_size or train.global_batch_size)
+    return build_datasets(config, tokenizer, train.train_iters * train.global_batch_size, eval_samples)
 
 
 def _write_config(config: RunConfig, folder: Path) -> None:
