@@ -44,7 +44,8 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 def test_each_node_gets_its_command(cluster: dict[str, str], tmp_path: Path) -> None:
     """With torchrun replaced by echo: the options, and overrides with spaces and brackets, arrive as given."""
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/torchrun").write_text('#!/bin/sh\nprintf "<%s>" "$@"; echo\n')
+    # One write a line: both nodes print to the same pipe at the same time.
+    (tmp_path / ".venv/bin/torchrun").write_text('#!/bin/sh\nline=$(printf "<%s>" "$@")\nprintf "%s\\n" "$line"\n')
     (tmp_path / ".venv/bin/torchrun").chmod(0o755)
     cluster |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "8"}
     del cluster["PROCESSES_PER_NODE"]
