@@ -8,10 +8,9 @@ megatron-core's convention (``RankGenerator``), so both kinds of process groups 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
 
 from megatron_cp.config import RunConfig
 
@@ -38,6 +37,8 @@ _EXPERT_FAMILIES = {
 FAMILIES = (*_DENSE_FAMILIES, *_EXPERT_FAMILIES, "embd", "pos_embd")
 
 RankLists = list[list[int]]
+
+_LARGEST_LITERAL_WORLD = 64  # ranks; the tables of larger worlds are abbreviated
 
 
 @dataclass(frozen=True)
@@ -91,31 +92,23 @@ class RankLayout:
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @cached_property
-    def _dense(self) -> np.ndarray:
-        return self._grid({"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp})
+    def _dense(self) -> dict[str, int]:
+        return self._in_order({"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp})
 
     @cached_property
-    def _expert(self) -> np.ndarray:
+    def _expert(self) -> dict[str, int]:
         expert_dp = self.world_size // self.expert_model_size
-        return self._grid({"tp": self.etp, "cp": 1, "ep": self.ep, "dp": expert_dp, "pp": self.pp})
+        return self._in_order({"tp": self.etp, "cp": 1, "ep": self.ep, "dp": expert_dp, "pp": self.pp})
 
-    def _grid(self, sizes: dict[str, int]) -> np.ndarray:
-        """Ranks with one axis a dimension, slowest first as numpy wants it."""
-        return np.arange(self.world_size).reshape([sizes[dim] for dim in reversed(self.order.split("-"))])
-
-    def _slices(self, grid: np.ndarray, dims: tuple[str, ...]) -> RankLists:
-        axes = self.order.split("-")[::-1]
-        inside = [axis for axis, name in enumerate(axes) if name in dims]
-        outside = [axis for axis, name in enumerate(axes) if name not in dims]
-        size = math.prod(grid.shape[axis] for axis in inside)
-        return grid.transpose(outside + inside).reshape(-1, size).tolist()
+    def _in_order(self, sizes: dict[str, int]) -> dict[str, int]:
+        return {name: sizes[name] for name in self.order.split("-")}
 
     def groups(self, family: str) -> RankLists:
         """The rank lists of a family (one of :data:`FAMILIES`), in megatron-core's order."""
         if family in _DENSE_FAMILIES:
-            return self._slices(self._dense, _DENSE_FAMILIES[family])
+            return _slices(self._dense, _DENSE_FAMILIES[family])
         if family in _EXPERT_FAMILIES:
-            return self._slices(self._expert, _EXPERT_FAMILIES[family])
+            return _slices(self._expert, _EXPERT_FAMILIES[family])
         if family == "embd":  # the stages that share the embedding's weights: the first and the last
             return [sorted({ranks[0], ranks[-1]}) for ranks in self.groups("pp")]
         if family == "pos_embd":
@@ -129,18 +122,33 @@ class RankLayout:
         """
         if self.hierarchical is None:
             raise ValueError("the layout has no hierarchical context parallel sizes")
-        levels = self.hierarchical
-        cp_groups = np.array(self.groups("cp")).reshape(-1, *reversed(levels))
-        result = []
-        for level, size in enumerate(levels):
-            axis = len(levels) - level
-            result.append(np.moveaxis(cp_groups, axis, -1).reshape(-1, size).tolist())
-        return tuple(result)
+        sizes = {str(level): size for level, size in enumerate(self.hierarchical)}
+        cp_groups = self.groups("cp")
+        return tuple(
+            [[ranks[place] for place in places] for ranks in cp_groups for places in _slices(sizes, (level,))]
+            for level in sizes
+        )
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The dense coordinates (tp, cp, dp, pp) of a global rank."""
-        index = np.unravel_index(rank, self._dense.shape)
-        return {name: int(i) for name, i in zip(self.order.split("-")[::-1], index, strict=True) if name != "ep"}
+        found = {}
+        for name, size in self._dense.items():
+            rank, found[name] = divmod(rank, size)
+        del found["ep"]
+        return found
+
+
+def _slices(sizes: Mapping[str, int], varying: Collection[str]) -> RankLists:
+    """The places of a grid in lists along which only the dimensions ``varying`` change; the first one is fastest."""
+    inside, outside, stride = [0], [0], 1
+    for name, size in sizes.items():
+        steps = range(0, stride * size, stride)
+        if name in varying:
+            inside = [step + place for step in steps for place in inside]
+        else:
+            outside = [step + place for step in steps for place in outside]
+        stride *= size
+    return [[first + place for place in inside] for first in outside]
 
 
 def layout_of(config: RunConfig, world_size: int) -> RankLayout:
@@ -160,20 +168,48 @@ def layout_of(config: RunConfig, world_size: int) -> RankLayout:
 
 
 def group_lines(layout: RankLayout) -> list[str]:
-    """One line a group family: what a run logs and ``--dry-run`` prints."""
-    lines = [f"TENSOR_MODEL_PARALLEL_GROUP {_compact(layout.groups('tp'))}"] if layout.tp > 1 else []
-    lines.append(f"CONTEXT_PARALLEL_GROUP {_compact(layout.groups('cp'))}")
+    """One line a group family: what a run logs and ``--dry-run`` prints. Exact; every rank by name in small worlds."""
+    text = _literal if layout.world_size <= _LARGEST_LITERAL_WORLD else _compact
+    lines = [f"TENSOR_MODEL_PARALLEL_GROUP {text(layout.groups('tp'))}"] if layout.tp > 1 else []
+    lines.append(f"CONTEXT_PARALLEL_GROUP {text(layout.groups('cp'))}")
     if layout.hierarchical is not None:
         names = ("a2a", "p2p") if len(layout.hierarchical) == 2 else map(str, range(len(layout.hierarchical)))
         levels = zip(names, layout.hierarchical_groups(), strict=True)
-        lines.append("HIERARCHICAL_CONTEXT_PARALLEL_GROUPS " + " ".join(f"{n}={_compact(g)}" for n, g in levels))
+        lines.append("HIERARCHICAL_CONTEXT_PARALLEL_GROUPS " + " ".join(f"{n}={text(g)}" for n, g in levels))
     if layout.pp > 1:
-        lines.append(f"PIPELINE_MODEL_PARALLEL_GROUP {_compact(layout.groups('pp'))}")
+        lines.append(f"PIPELINE_MODEL_PARALLEL_GROUP {text(layout.groups('pp'))}")
     if layout.ep > 1:
-        lines.append(f"EXPERT_MODEL_PARALLEL_GROUP {_compact(layout.groups('ep'))}")
-    lines.append(f"DATA_PARALLEL_GROUP {_compact(layout.groups('dp'))}")
+        lines.append(f"EXPERT_MODEL_PARALLEL_GROUP {text(layout.groups('ep'))}")
+    lines.append(f"DATA_PARALLEL_GROUP {text(layout.groups('dp'))}")
     return lines
 
 
-def _compact(lists: RankLists) -> str:
+def _literal(lists: RankLists) -> str:
     return str(lists).replace(" ", "")
+
+
+def _compact(lists: RankLists) -> str:
+    """Groups along one dimension of a grid: ``[0..24 by 8] [1..25 by 8] ... [999..1023 by 8] (256 of 4: the first
+    shifted by 0..7 + 0..992 by 32)``, which is every sum of one number from each range.
+    """
+    groups = [" + ".join(map(_range, _progressions(ranks))) or str(ranks[0]) for ranks in lists]
+    shown = groups if len(groups) <= 3 else [*groups[:2], groups[-1]]
+    shifts = " + ".join(map(_range, _progressions([ranks[0] for ranks in lists])))
+    dots = " ... " if len(groups) > 3 else " "
+    text = " ".join(f"[{group}]" for group in shown[:-1]) + (dots if shown[:-1] else "") + f"[{shown[-1]}]"
+    return f"{text} ({len(lists)} of {len(lists[0])}{': the first shifted by ' + shifts if shifts else ''})"
+
+
+def _progressions(numbers: list[int]) -> list[range]:
+    """Arithmetic progressions whose sums run through ``numbers``, the first one fastest; that one has the offset."""
+    found: list[range] = []
+    while len(numbers) > 1:
+        first, step = (0 if found else numbers[0]), numbers[1] - numbers[0]
+        length = next((n for n, x in enumerate(numbers) if x != numbers[0] + n * step), len(numbers))
+        found.append(range(first, first + length * step, step))
+        numbers = numbers[::length]
+    return found
+
+
+def _range(numbers: range) -> str:
+    return f"{numbers[0]}..{numbers[-1]}" + (f" by {numbers.step}" if numbers.step != 1 else "")
