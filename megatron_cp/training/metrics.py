@@ -1,28 +1,38 @@
-"""What a run tells: log lines, a live progress line, ``metrics.jsonl`` and TensorBoard. Rank 0 alone writes."""
+"""What a run tells while it runs: log lines, a live progress line, and the sinks' numbers. Rank 0 alone writes."""
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_cp.config import RunConfig
+from megatron_cp.dynamic_cp.iterator import StepPlan
+from megatron_cp.dynamic_cp.recorded import SCHEDULES, record
+from megatron_cp.training.phases import Interval
+from megatron_cp.training.sinks import JsonLines, open_sinks
 
 logger = logging.getLogger("megatron_cp")
+
+_STEPS_TO_JUDGE_BY = 100  # the time left follows from the pace of these
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of ``metrics.jsonl``. Times in seconds, rates a second over the whole world unless named otherwise."""
+    """One line of ``metrics.jsonl``. Times in seconds, rates a second over the whole world unless named otherwise.
+
+    ``step_time_s`` is the step alone, without evaluation and checkpoints between steps. The fields that are ``None``
+    by default belong to dynamic CP and are left out without it; ``cp_sizes`` counts groups by CP size.
+    """
 
     iteration: int
     consumed_samples: int
@@ -36,6 +46,14 @@ class StepMetrics:
     tflops_per_device: float
     num_microbatches: int
     skipped: bool
+    loss_scale: float = 1.0
+    schedule_time_s: float | None = None
+    imbalance: float | None = None
+    padding_fraction: float | None = None
+    cp_sizes: dict[int, int] | None = None
+
+
+_OPTIONAL = ("schedule_time_s", "imbalance", "padding_fraction", "cp_sizes")
 
 
 def wants_live_line(config: RunConfig) -> bool:
@@ -45,25 +63,27 @@ def wants_live_line(config: RunConfig) -> bool:
 
 
 class Reporter:
-    """Rank 0's view of the run; on other ranks every method does nothing."""
+    """Rank 0's view of the run; on other ranks nothing is written.
+
+    Args:
+        total: iterations of the whole run.
+        start: iterations that are done already; what an earlier attempt wrote about later ones is dropped.
+        enabled: whether this is the rank that writes.
+    """
 
     def __init__(self, config: RunConfig, folder: Path, total: int, start: int, enabled: bool) -> None:
         self._config = config
         self._total = total
         self._enabled = enabled
         self._progress: Progress | None = None
-        self._writer: Any = None
-        self._file: Any = None
+        self._schedules: JsonLines | None = None
+        self._since_log: list[StepMetrics] = []
+        self._ends: deque[float] = deque([time.monotonic()], maxlen=_STEPS_TO_JUDGE_BY + 1)
         if not enabled:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
-        _drop_lines_after(path, start)
-        self._file = path.open("a", buffering=1)
-        if config.logger.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(config.logger.tensorboard_dir or str(folder / "tensorboard"), purge_step=start)
+        self._sinks = open_sinks(config, folder, start)
+        if config.model.sequence_packing_scheduler is not None:
+            self._schedules = JsonLines(folder / SCHEDULES, start)
         if wants_live_line(config):
             self._progress = Progress(
                 TextColumn("[bold]training"),
@@ -71,58 +91,108 @@ class Reporter:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[status]}"),
                 TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[left]}"),
                 console=console(),
             )
-            self._task = self._progress.add_task("training", total=total, completed=start, status="")
+            self._task = self._progress.add_task("training", total=total, completed=start, status="", left="")
             self._progress.start()
 
-    def step(self, metrics: StepMetrics) -> None:
-        """Record one optimizer step."""
+    def is_due(self, iteration: int) -> bool:
+        """Whether this iteration is logged; the same on every rank."""
+        return iteration % self._config.logger.log_interval == 0 or iteration == self._total
+
+    def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
+        """Record one optimizer step, and what was measured over the last interval where one ends here."""
         if not self._enabled:
             return
         values = asdict(metrics)
-        self._file.write(json.dumps(values) + "\n")
-        if self._writer is not None:
-            for name, value in values.items():
-                if name != "iteration" and value is not None:
-                    self._writer.add_scalar(name, value, metrics.iteration)
+        del values["iteration"]
+        values = {name: value for name, value in values.items() if value is not None or name not in _OPTIONAL}
+        if interval is not None:
+            values |= {"timers_s": interval.seconds, "peak_memory_bytes": interval.peak_memory_bytes}
+        self._write(metrics.iteration, values)
+        self._ends.append(time.monotonic())
+        left = self._seconds_left(metrics.iteration)
         if self._progress is not None:
             status = f"loss {metrics.lm_loss:.4f} · {metrics.tokens_per_s:,.0f} tokens/s"
-            self._progress.update(self._task, completed=metrics.iteration, status=status)
-        if metrics.iteration % self._config.logger.log_interval == 0 or metrics.iteration == self._total:
-            logger.info(log_line(metrics, self._total, self._config.train.global_batch_size))
+            self._progress.update(self._task, completed=metrics.iteration, status=status, left=f"left {_clock(left)}")
+        self._since_log.append(metrics)
+        if self.is_due(metrics.iteration):
+            logger.info(log_line(self._since_log, self._total, self._config.train.global_batch_size, left, interval))
+            self._since_log = []
 
-    def evaluation(self, iteration: int, name: str, loss: float) -> None:
-        """Record the loss on held-out data."""
+    def schedule(self, iteration: int, plan: StepPlan) -> None:
+        """Record what a step of packed microbatches ran, in ``schedules.jsonl``."""
+        if self._enabled and self._schedules is not None:
+            self._schedules.write(iteration, record(plan))
+
+    def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
+        """Record the loss on held-out data, and how long it took."""
         if not self._enabled:
             return
         logger.info("%s loss at iteration %d: %.6f", name, iteration, loss)
-        self._file.write(json.dumps({"iteration": iteration, f"{name}_loss": loss}) + "\n")
-        if self._writer is not None:
-            self._writer.add_scalar(f"{name}_loss", loss, iteration)
+        values = {f"{name}_loss": loss}
+        self._write(iteration, values if seconds is None else values | {"evaluation_time_s": seconds})
+
+    def saved(self, iteration: int, seconds: float) -> None:
+        """Record for how long training stood still to save a checkpoint."""
+        if self._enabled:
+            self._write(iteration, {"checkpoint_time_s": seconds})
 
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
-        if self._writer is not None:
-            self._writer.close()
-        if self._file is not None:
-            self._file.close()
+        if self._enabled:
+            for sink in (*self._sinks, *([self._schedules] if self._schedules else [])):
+                sink.close()
+
+    def _write(self, iteration: int, values: Mapping[str, object]) -> None:
+        for sink in self._sinks:
+            sink.write(iteration, values)
+
+    def _seconds_left(self, iteration: int) -> float:
+        """At the pace of the last steps, evaluation and checkpoints included."""
+        return (self._total - iteration) * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
 
 
-def log_line(metrics: StepMetrics, total: int, global_batch_size: int) -> str:
-    """The line that Bridge's users know, one an iteration."""
-    grad_norm = "none" if metrics.grad_norm is None else f"{metrics.grad_norm:.3f}"
-    return (
-        f"iteration {metrics.iteration:8d}/{total:8d} | consumed samples: {metrics.consumed_samples:12d} | "
-        f"elapsed time per iteration (ms): {metrics.step_time_s * 1e3:.1f} | "
-        f"throughput per device (TFLOP/s): {metrics.tflops_per_device:.3f} | tokens/s: {metrics.tokens_per_s:.0f} | "
-        f"learning rate: {metrics.learning_rate:.6E} | global batch size: {global_batch_size:5d} | "
-        f"lm loss: {metrics.lm_loss:.6E} | grad norm: {grad_norm} | "
-        f"number of skipped iterations: {int(metrics.skipped):3d} |"
-    )
+def log_line(
+    steps: Sequence[StepMetrics],
+    total: int,
+    global_batch_size: int,
+    seconds_left: float,
+    interval: Interval | None = None,
+) -> str:
+    """The line that Bridge's users and parsers know, with the means over ``steps``, and what else was measured."""
+    last = steps[-1]
+    losses = [step.lm_loss for step in steps if not step.skipped and math.isfinite(step.lm_loss)] or [last.lm_loss]
+    seconds = sum(step.step_time_s for step in steps) / len(steps)
+    # Rates over the interval: work by time, not the mean of the steps' rates.
+    tflops = sum(step.tflops_per_device * step.step_time_s for step in steps) / len(steps) / seconds
+    tokens = sum(step.tokens_per_s * step.step_time_s for step in steps) / len(steps) / seconds
+    entries = [
+        f"iteration {last.iteration:8d}/{total:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {seconds * 1e3:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {tflops:.{1 if tflops >= 10 else 4}f}",
+        f"learning rate: {last.learning_rate:.6E}",
+        f"global batch size: {global_batch_size:5d}",
+        f"lm loss: {sum(losses) / len(losses):.6E}",
+        f"loss scale: {last.loss_scale:.1f}",
+        *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),
+        f"number of skipped iterations: {sum(step.skipped for step in steps):3d}",
+        f"number of nan iterations: {sum(not math.isfinite(step.lm_loss) for step in steps):3d}",
+        f"tokens/s: {tokens:.0f}",
+    ]
+    if interval is not None:
+        entries += [f"{name.replace('_', '-')} (ms): {value * 1e3:.1f}" for name, value in interval.seconds.items()]
+        entries.append(f"peak memory (GB): {interval.peak_memory_bytes / 1e9:.2f}")
+    return " | ".join([*entries, f"time left {_clock(seconds_left)}"]) + " |"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
 
 
 _console: Console | None = None
@@ -153,27 +223,3 @@ def start_logging(rank: int, live: bool) -> None:
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     # megatron-core logs the deprecation of the model classes that everybody uses, and the same advice on every rank.
     logging.getLogger("megatron").setLevel(logging.ERROR)
-
-
-def _drop_lines_after(path: Path, iteration: int) -> None:
-    """Resuming from an older checkpoint repeats iterations: their first lines go."""
-    if not path.exists():
-        return
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
-    kept = [line for line in lines if json.loads(line).get("iteration", 0) <= iteration]
-    if len(kept) != len(lines):
-        path.write_text("".join(f"{line}\n" for line in kept))
-
-
-class Stopwatch:
-    """Seconds since it was last read."""
-
-    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
-        self._synchronize = synchronize
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        self._synchronize()
-        now = time.perf_counter()
-        elapsed, self._last = now - self._last, now
-        return elapsed

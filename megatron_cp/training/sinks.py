@@ -1,0 +1,141 @@
+"""Where a run's numbers go: ``metrics.jsonl``, TensorBoard, Weights & Biases. Used by rank 0 alone.
+
+Every sink takes ``write(iteration, values)`` and ``close()``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+Values = Mapping[str, Any]
+
+
+class JsonLines:
+    """One line a call, complete as soon as it is written."""
+
+    def __init__(self, path: Path, resume_after: int) -> None:
+        keep_lines_until(path, resume_after)
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def write(self, iteration: int, values: Values) -> None:
+        line = {"iteration": iteration} | {name: _strict(value) for name, value in values.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars under ``tensorboard/``."""
+
+    def __init__(self, folder: Path, resume_after: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=resume_after + 1 if resume_after else None)
+
+    def write(self, iteration: int, values: Values) -> None:
+        for name, value in scalars(values).items():
+            self._writer.add_scalar(name, value, iteration)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of ``logger.wandb_project``; a resumed training goes on in the same run.
+
+    Online or offline as wandb's own variables say (``WANDB_MODE=offline`` writes under ``wandb/`` in the run folder).
+    """
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        import wandb
+
+        chosen, number = config.logger, folder / "wandb_run_id.txt"
+        if not number.exists():
+            number.write_text(uuid.uuid4().hex[:12])
+        self._run = wandb.init(
+            project=chosen.wandb_project,
+            name=chosen.wandb_exp_name,
+            entity=chosen.wandb_entity,
+            dir=str(folder),
+            id=number.read_text().strip(),
+            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
+            config=asdict(config),
+        )
+
+    def write(self, iteration: int, values: Values) -> None:
+        self._run.log(scalars(values), step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_sinks(config: RunConfig, folder: Path, resume_after: int) -> list[JsonLines | TensorBoard | WeightsAndBiases]:
+    """The sinks that the configuration asks for; lines of iterations after ``resume_after`` are dropped."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = [JsonLines(folder / "metrics.jsonl", resume_after)]
+    chosen = config.logger
+    if chosen.tensorboard:
+        sinks.append(TensorBoard(Path(chosen.tensorboard_dir or folder / "tensorboard"), resume_after))
+    if chosen.wandb_project:
+        try:
+            sinks.append(WeightsAndBiases(config, folder))
+        except Exception as error:  # no network, no key, a broken installation: no reason to lose a training run
+            logger.warning(
+                "Weights & Biases is off, everything else goes on: %s (%s). Without a network set WANDB_MODE=offline, "
+                "and later 'wandb sync' what it wrote.",
+                error,
+                type(error).__name__,
+            )
+    return sinks
+
+
+def scalars(values: Values) -> dict[str, float]:
+    """Numbers alone, those of mappings as ``name/key``."""
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        entries = value.items() if isinstance(value, Mapping) else [(None, value)]
+        for key, number in entries:
+            if isinstance(number, bool | int | float):
+                flat[name if key is None else f"{name}/{key}"] = float(number)
+    return flat
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a ``metrics.jsonl``; what a killed run has half written is left out."""
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict) and isinstance(values.get("iteration"), int):
+            lines.append(values)
+    return lines
+
+
+def keep_lines_until(path: Path, iteration: int) -> None:
+    """Resuming from an older checkpoint repeats iterations: their first lines go, and a half-written one too."""
+    if not path.exists():
+        return
+    kept = [line for line in read_lines(path) if line["iteration"] <= iteration]
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    aside.replace(path)
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no nan and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
