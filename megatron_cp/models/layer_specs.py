@@ -126,10 +126,8 @@ def use_transformer_engine(config: RunConfig) -> bool:
     return choose_backend(config, version, on_gpu=True)[0] == "te"
 
 
-def gpt_block_spec(
-    config: RunConfig, core_config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None
-) -> TransformerBlockSubmodules:
-    """The spec of this rank's (virtual) pipeline stage of a GPT/Llama-like model."""
+def gpt_layer_spec(config: RunConfig) -> tuple[ModuleSpec, Any]:
+    """The spec of one layer of a GPT/Llama-like model, attention and MLP, and the class of its norms."""
     with_te = use_transformer_engine(config)
     layer = (get_gpt_layer_with_transformer_engine_spec if with_te else get_gpt_layer_local_spec)(
         num_experts=config.model.num_moe_experts,
@@ -154,10 +152,18 @@ def gpt_block_spec(
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if getattr(attention.submodules, name, IdentityOp) not in (None, IdentityOp):
                 setattr(attention.submodules, name, TorchNorm)
-    layer = ModuleSpec(
+    seeded = ModuleSpec(
         module=SeededTransformerLayer,
         submodules=layer.submodules,
         params={"initialization_seed": config.rng.seed},
     )
+    return seeded, norm
+
+
+def gpt_block_spec(
+    config: RunConfig, core_config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The spec of this rank's (virtual) pipeline stage of a GPT/Llama-like model."""
+    layer, norm = gpt_layer_spec(config)
     count = get_num_layers_to_build(core_config, vp_stage, groups.pp.rank())
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
