@@ -108,8 +108,10 @@ class ModelConfig:
     hierarchical_context_parallel_sizes: list[int] | None = None  # [a2a, p2p]
     dynamic_context_parallel: bool = False
     min_dynamic_context_parallel_size: int = 1
-    max_seqlen_per_dp_cp_rank: int | None = None
+    max_seqlen_per_dp_cp_rank: int | None = None  # tokens of a microbatch on a rank; None: seq_length / cp, rounded up
     sequence_packing_scheduler: Literal["default_dynamic_cp", "dp_balanced"] | None = None
+    # The cost model is fitted to the times of so many iterations, then kept; 0: never, the model's shape decides.
+    dynamic_context_parallel_calibration_iters: int = 10
 
     # Memory and exactness.
     recompute_granularity: Literal["full", "selective"] | None = None
@@ -118,6 +120,7 @@ class ModelConfig:
     recompute_modules: list[str] | None = None
     distribute_saved_activations: bool = False
     cross_entropy_loss_fusion: bool = False
+    cross_entropy_chunk_size: int | None = None  # tokens whose logits exist at once on a rank; None: all of them
     calculate_per_token_loss: bool = True
     deterministic_mode: bool = False
 
@@ -174,11 +177,12 @@ class SchedulerConfig:
 
 @dataclass
 class DatasetConfig:
-    kind: Literal["indexed", "mock"] | None = None  # indexed: Megatron .bin/.idx. None: indexed if data_path is given
-    seq_length: int = 256  # tokens a sample
-    data_path: str | list[str | int | float] | None = (
-        None  # prefix, or a list of prefixes, or of weight, prefix, weight, prefix ...
-    )
+    # Fixed lengths: indexed (Megatron .bin/.idx) or mock. Of their own lengths, for packing: documents (.bin/.idx, a
+    # sample each), jsonl (a sample a line) or mock_documents. None: by data_path and model.sequence_packing_scheduler.
+    kind: Literal["indexed", "mock", "documents", "jsonl", "mock_documents"] | None = None
+    seq_length: int = 256  # tokens a sample; the most, where samples have lengths of their own
+    # Prefix or .jsonl file, or a list of them, or of weight, prefix, weight, prefix ...; weights are shares of tokens.
+    data_path: str | list[str | int | float] | None = None
     split: str = "9999,8,2"
     path_to_cache: str | None = None
     random_seed: int = 1234
@@ -189,6 +193,12 @@ class DatasetConfig:
     # mock: random tokens; this share of the loss mask is zero, unevenly over the sequence.
     mock_masked_fraction: float = 0.0
     mock_num_samples: int = 10000
+    # Samples of their own lengths.
+    too_long: Literal["split", "refuse"] = "split"  # what becomes of documents longer than seq_length
+    mock_lengths: str = "lognormal"  # mock_documents: a distribution of dynamic_cp/distributions.py, or a lengths file
+    text_key: str | None = "text"  # jsonl: a line holds a text, or a prompt and a response; the loss is the response's
+    prompt_key: str | None = "prompt"
+    response_key: str | None = "response"
 
 
 @dataclass
@@ -205,6 +215,7 @@ class DistributedConfig:
     distributed_timeout_minutes: float = 10.0
     use_tp_pp_dp_mapping: bool = False
     attention_probe: bool = True
+    dynamic_groups_at_start: bool = False  # of packed microbatches; otherwise each before its first use
 
 
 @dataclass
@@ -311,8 +322,10 @@ class RunConfig:
             model.expert_tensor_parallel_size = model.tensor_model_parallel_size
         if model.dynamic_context_parallel and model.sequence_packing_scheduler is None:
             model.sequence_packing_scheduler = "default_dynamic_cp"
+        if model.sequence_packing_scheduler is not None and model.max_seqlen_per_dp_cp_rank is None:
+            model.max_seqlen_per_dp_cp_rank = self._tokens_per_rank()
         if data.kind is None:
-            data.kind = "mock" if data.data_path is None else "indexed"
+            data.kind = _kind_of_data(data.data_path, packed=model.sequence_packing_scheduler is not None)
         scheduler = self.scheduler
         if scheduler.lr_decay_iters is None:
             scheduler.lr_decay_iters = self.train.train_iters
@@ -323,6 +336,13 @@ class RunConfig:
         if self.checkpoint.load is None:
             self.checkpoint.load = self.checkpoint.save
         return self
+
+    def _tokens_per_rank(self) -> int:
+        """What a rank holds of the longest sample on context_parallel_size ranks, padded: one fits, in any case."""
+        m = self.model
+        width = max(1, m.tensor_model_parallel_size) if m.sequence_parallel else 1
+        unit = 2 * max(1, m.context_parallel_size) * width
+        return -(-max(1, m.seq_length or 1) // unit) * 2 * width
 
     def data_parallel_size(self, world_size: int) -> int:
         """Number of model replicas that see different samples: world / (tp * pp * cp)."""
@@ -335,3 +355,14 @@ class RunConfig:
         if isinstance(kinds, str):
             return kinds
         return kinds[min(layer_number, len(kinds)) - 1]
+
+
+def _kind_of_data(
+    data_path: str | list[str | int | float] | None, packed: bool
+) -> Literal["indexed", "mock", "documents", "jsonl", "mock_documents"]:
+    if data_path is None:
+        return "mock_documents" if packed else "mock"
+    paths = data_path if isinstance(data_path, list) else [data_path]
+    if any(str(path).endswith(".jsonl") for path in paths):
+        return "jsonl"
+    return "documents" if packed else "indexed"

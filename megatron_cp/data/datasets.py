@@ -10,11 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import re
-import shutil
-import socket
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,27 +18,29 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import Dataset
 
 from megatron_cp.config import DatasetConfig, RunConfig
-from megatron_cp.data.indexed import IndexedFiles, check_lengths, open_indexed
+from megatron_cp.data.blend import parse_blend
+from megatron_cp.data.indexed import IndexedFiles, check_ids, check_lengths, open_indexed
+from megatron_cp.data.order import shuffled
+from megatron_cp.data.streams import KINDS, Stream, build_streams, split_parts
+from megatron_cp.data.together import build_cached, is_first_on_node, on_every_rank
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.errors import DataError
 
 Sample = dict[str, torch.Tensor]
 SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-_SPLITS = ("train", "valid", "test")
 
 
 class Datasets(NamedTuple):
-    """One dataset a split, ``None`` where no samples were asked for."""
+    """One dataset a split, ``None`` where no samples were asked for: a Stream for the kinds that are packed."""
 
-    train: Dataset | None
-    valid: Dataset | None
-    test: Dataset | None
+    train: Dataset | Stream | None
+    valid: Dataset | Stream | None
+    test: Dataset | Stream | None
 
 
 def build_datasets(
@@ -57,7 +54,10 @@ def build_datasets(
         DataError: on every rank, with one message, where a file or a setting of the ``dataset`` section is at fault.
     """
     samples = (train_samples, valid_samples, test_samples)
-    if (config.dataset.kind or ("indexed" if config.dataset.data_path else "mock")) == "indexed":
+    kind = config.dataset.kind or ("indexed" if config.dataset.data_path else "mock")
+    if kind in KINDS:
+        return Datasets(*build_streams(config.dataset, tokenizer, samples))
+    if kind == "indexed":
         return Datasets(*_build_indexed(config.dataset, tokenizer, samples))
     seeds = (config.dataset.random_seed + 1_000_003 * split for split in range(3))
     return Datasets(
@@ -103,13 +103,30 @@ class MockDataset(Dataset):
 
 
 class TokenDataset(GPTDataset):
-    """megatron-core's GPTDataset with three faults turned into answers."""
+    """megatron-core's GPTDataset, dealt in an order that does not depend on how many samples are asked for.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    Upstream shuffles the documents of all epochs of a run together, so that a run that is made longer goes on with
+    other samples. Here upstream indexes one epoch, and every later one deals its samples in a new order.
+    """
+
+    def __init__(
+        self,
+        indexed_dataset: Any,
+        dataset_path: str | None,
+        indexed_indices: np.ndarray,
+        num_samples: int,
+        index_split: Any,
+        config: GPTDatasetConfig,
+    ) -> None:
+        # One sample: one epoch then, or as many as make up a sample.
+        super().__init__(indexed_dataset, dataset_path, indexed_indices, 1, index_split, config)
+        self._wanted = num_samples
         # Upstream keeps the first sample's loss mask *after* zeroing its padding, and gives it to all later samples:
         # what a rank computes would depend on the sample it read first.
         self.masks_and_position_ids_are_cacheable = False
+
+    def __len__(self) -> int:
+        return max(self._wanted, super().__len__())
 
     def _get_num_epochs(self, num_tokens_per_epoch: int) -> int:
         # Upstream adds epochs of no tokens for ever.
@@ -122,16 +139,16 @@ class TokenDataset(GPTDataset):
         return super()._get_num_epochs(num_tokens_per_epoch)
 
     def __getitem__(self, idx: int | None) -> Sample:
-        sample = super().__getitem__(idx)
+        sample = super().__getitem__(None if idx is None else self._in_epoch(int(idx)))
         smallest, largest = (int(value) for value in sample["labels"].aminmax())
-        vocab_size = self.config.tokenizer.vocab_size
-        if smallest < 0 or largest >= vocab_size:
-            raise DataError(
-                f"{self.dataset_path}: holds token {smallest if smallest < 0 else largest}, but the tokenizer's ids "
-                f"are 0 to {vocab_size - 1}. "
-                "If the files were made with another tokenizer, set tokenizer.tokenizer_model to that one."
-            )
+        check_ids(self.dataset_path, smallest, largest, self.config.tokenizer.vocab_size)
         return sample
+
+    def _in_epoch(self, index: int) -> int:
+        """Sample of upstream's epoch, which is in random order already."""
+        count = super().__len__()
+        epoch, position = divmod(index, count)
+        return shuffled(position, count, self.config.random_seed, epoch) if epoch else position
 
 
 class _Samples(Dataset):
@@ -148,43 +165,15 @@ class _Samples(Dataset):
         return {key: sample[key] for key in SAMPLE_KEYS}
 
 
-def parse_blend(data_path: Any) -> tuple[list[str], list[float] | None]:
-    """``dataset.data_path`` as (prefixes, weights): a prefix, a list of prefixes, or weight, prefix, weight, prefix.
-
-    Raises:
-        DataError: nothing given, a weight without its prefix, or a weight that is not above zero.
-    """
-    if not data_path:
-        raise DataError("dataset.data_path is not set: give the prefix of a .bin/.idx pair, or dataset.kind=mock.")
-    items = [str(item) for item in ([data_path] if isinstance(data_path, str) else data_path)]
-    if _number(items[0]) is None or os.path.exists(items[0] + ".idx"):
-        return items, None
-    weights = [_number(item) for item in items[0::2]]
-    if len(items) % 2 or None in weights:
-        raise DataError(
-            f"dataset.data_path={items}: a blend is weight, prefix, weight, prefix, ... "
-            "or a list of prefixes without any weight."
-        )
-    if min(w for w in weights if w is not None) <= 0:
-        raise DataError(f"dataset.data_path={items}: every weight must be above zero; leave out what is not wanted.")
-    return items[1::2], [w for w in weights if w is not None]
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Dataset | None]:
     if config.reset_attention_mask:
         raise DataError(
             "dataset.reset_attention_mask=true needs a [s, s] mask, which no rank may build. Leave it false: "
-            "documents in a sample then see each other."
+            "documents in a sample then see each other. Packed, they do not: dataset.kind=documents and "
+            "model.sequence_packing_scheduler=dp_balanced."
         )
-    prefixes, weights = parse_blend(config.data_path)
-    files = [open_indexed(prefix) for prefix in prefixes]
+    prefixes, weights = on_every_rank(lambda: parse_blend(config.data_path))
+    files = on_every_rank(lambda: [open_indexed(prefix) for prefix in prefixes])
     if len(files) == 1:
         weights = None
     elif weights is None:
@@ -206,9 +195,7 @@ def _build_with_megatron_core(
     samples: Sequence[int],
     cache: Path,
 ) -> list[Dataset | None]:
-    numbers = [float(n) for n in re.findall(r"[.0-9]+", config.split)]
-    if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0:
-        raise DataError(f"dataset.split={config.split}: give the shares of train, valid and test, such as 98,1,1.")
+    parts = split_parts(config.split, samples)
     core_config = GPTDatasetConfig(
         random_seed=config.random_seed,
         sequence_length=config.seq_length,
@@ -221,11 +208,7 @@ def _build_with_megatron_core(
         eod_mask_loss=config.eod_mask_loss,
         create_attention_mask=False,
     )
-    for index, name in enumerate(_SPLITS):
-        if samples[index] and core_config.split_matrix[index] is None:
-            raise DataError(f"dataset.split={config.split}: has no share for {name}, but {samples[index]} are needed.")
-        if not samples[index]:
-            core_config.split_matrix[index] = None
+    core_config.split_matrix = parts
     with warnings.catch_warnings():
         # Upstream says at length that it will not mask padding, of which there is none, and that it knows no rank.
         warnings.filterwarnings("ignore", message="The pad token id in the tokenizer collides")
@@ -241,8 +224,12 @@ def _cache_key(
     weights: list[float] | None,
     samples: Sequence[int],
 ) -> str:
-    """Changes with everything the sample indices depend on. Upstream's own key forgets the files' contents."""
-    parts = [config.seq_length, config.split, config.random_seed, weights, list(samples)]
+    """Changes with everything the sample indices depend on. Upstream's own key forgets the files' contents.
+
+    The order in which a blend takes turns is as long as the run; that of one file is an epoch's.
+    """
+    sizes = list(samples) if weights else [bool(count) for count in samples]
+    parts = [config.seq_length, config.split, config.random_seed, weights, sizes]
     parts += [tokenizer.unique_identifiers, [(f.prefix, f.stamp) for f in files]]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -250,49 +237,21 @@ def _cache_key(
 def _build_cached(
     build: Callable[[Path], list[Dataset | None]], files: Sequence[IndexedFiles], cache: Path
 ) -> list[Dataset | None]:
-    """Let the first rank of each node fill ``cache``, then load from it everywhere.
+    """Let the first rank of each node fill ``cache``, then load from it everywhere."""
 
-    The cache is built aside and renamed, so that an interrupted build is never read. Two nodes on one file system may
-    both build; the second finds the name taken and uses it.
-    """
-    problem: str | None = None
-    if _is_first_on_node() and not cache.exists():
+    def fill(aside: Path) -> None:
+        for f in files:
+            check_lengths(f)
         try:
-            for f in files:
-                check_lengths(f)
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            aside = tempfile.mkdtemp(dir=cache.parent, prefix=f".building-{socket.gethostname()}-")
-            try:
-                with _without_process_group():
-                    build(Path(aside))
-                with contextlib.suppress(OSError):  # another node was quicker
-                    os.rename(aside, cache)
-                if not cache.exists():
-                    raise DataError(f"{cache}: the sample index could not be put in place.")
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
-        except OSError as error:
-            problem = (
-                f"{error.filename or cache.parent}: the sample index cannot be written ({error.strerror}); "
-                "set dataset.path_to_cache to a folder that can be."
-            )
-        except (DataError, IndexError) as error:
-            problem = str(error)
-    if dist.is_initialized():
-        # A barrier that also tells the others of a failure, which would otherwise wait for ever.
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        problem = next((p for p in problems if p), None)
-    if problem:
-        raise DataError(problem)
+            with _without_process_group():
+                build(aside)
+        except IndexError as error:  # a blend that asks a file for more than it has
+            raise DataError(str(error)) from error
+
+    # One rank works and the others wait to hear how it went.
+    on_every_rank(lambda: build_cached(fill, cache) if is_first_on_node() else None)
     with _without_process_group():
         return build(cache)
-
-
-def _is_first_on_node() -> bool:
-    if not dist.is_initialized():
-        return True
-    return int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ class IndexedFiles:
 
     prefix: str
     num_sequences: int
+    num_boundaries: int  # of documents: one more than there are documents
     num_tokens: int
     dtype: type[np.integer]
     stamp: tuple[int, int, int]  # bytes of .bin, bytes of .idx, modification time of .idx in ns
@@ -80,6 +81,9 @@ def open_indexed(prefix: str) -> IndexedFiles:
     if count == 0 or bin_bytes == 0:
         raise DataError(f"{prefix}.bin and .idx: hold no tokens; preprocess a corpus that is not empty.")
 
+    if boundaries < 2:
+        raise DataError(f"{idx_path}: is corrupt: it has {boundaries} boundaries of documents, fewer than two.")
+
     dtype = _DTYPES[code]
     with open(idx_path, "rb") as file:
         file.seek(_HEADER.size + 4 * (count - 1))
@@ -91,14 +95,15 @@ def open_indexed(prefix: str) -> IndexedFiles:
         what = "is truncated" if bin_bytes < end else "does not belong to its .idx"
         raise DataError(f"{bin_path}: {what}: {bin_bytes} bytes, but {idx_path} describes {end}.")
     stamp = (bin_bytes, idx_stat.st_size, idx_stat.st_mtime_ns)
-    return IndexedFiles(prefix, count, bin_bytes // np.dtype(dtype).itemsize, dtype, stamp)
+    return IndexedFiles(prefix, count, boundaries, bin_bytes // np.dtype(dtype).itemsize, dtype, stamp)
 
 
 def check_lengths(files: IndexedFiles) -> None:
     """Check all lengths and offsets of the index (reads the whole of it: one rank a node does).
 
     Raises:
-        DataError: a length below zero, or offsets that are not the running sum of the lengths.
+        DataError: a length below zero, offsets that are not the running sum of the lengths, or boundaries of documents
+            that do not run from the first sequence to the last.
     """
     path = files.prefix + ".idx"
     lengths = np.memmap(path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(files.num_sequences,))
@@ -108,3 +113,24 @@ def check_lengths(files: IndexedFiles) -> None:
     ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(files.dtype).itemsize
     if lengths.min() < 0 or offsets[0] != 0 or not np.array_equal(offsets[1:], ends[:-1]):
         raise DataError(f"{path}: is corrupt: its offsets are not the running sum of its lengths; make it again.")
+    boundaries = np.memmap(
+        path, dtype="<i8", mode="r", offset=_HEADER.size + 12 * files.num_sequences, shape=(files.num_boundaries,)
+    )
+    if boundaries[0] != 0 or boundaries[-1] != files.num_sequences or (np.diff(boundaries) < 0).any():
+        raise DataError(
+            f"{path}: is corrupt: its documents do not run from sequence 0 to {files.num_sequences}; make it again."
+        )
+
+
+def check_ids(path: str, smallest: int, largest: int, vocab_size: int | None) -> None:
+    """Check the smallest and largest of some tokens of a file.
+
+    Raises:
+        DataError: the vocabulary does not have one of them.
+    """
+    if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
+        known = "0 and above" if vocab_size is None else f"0 to {vocab_size - 1}"
+        raise DataError(
+            f"{path}: holds token {smallest if smallest < 0 else largest}, but the tokenizer's ids are {known}. "
+            "If the files were made with another tokenizer, set tokenizer.tokenizer_model to that one."
+        )

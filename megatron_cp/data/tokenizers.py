@@ -6,6 +6,7 @@ is only imported for a folder that has no ``tokenizer.json``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -112,8 +113,14 @@ class HuggingFaceTokenizer(_Base):
                 "tokenizer_config.json beside tokenizer.json."
             )
         pad = ids.get(named.get("pad_token") or "", NO_TOKEN)
+        self._digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()[:16]
         # Ids can have holes, so the embedding needs the largest one, not their number.
         super().__init__(max(ids.values()) + 1, ids[end], NO_TOKEN if pad == ids[end] else pad)
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        # Two vocabularies of one size are two tokenizers.
+        return OrderedDict(super().unique_identifiers, digest=self._digest)
 
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

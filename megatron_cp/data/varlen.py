@@ -1,7 +1,8 @@
 """Variable-length samples: one a document, with labels and loss mask of its own.
 
-For a document of tokens d[0..n] the sample is ``tokens`` d[0..n-1], ``labels`` d[1..n] and a loss mask of ones: no
-token ever predicts the next document. Lengths are known without reading the tokens.
+For a document of tokens d[0..n] the sample is ``tokens`` d[0..n-1], ``labels`` d[1..n] and a loss mask of ones, or of
+ones where the label is part of the response: no token ever predicts the next document. Lengths are known without
+reading the tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megatron_cp.data.indexed import open_indexed
+from megatron_cp.data.indexed import check_ids, open_indexed
 from megatron_cp.errors import DataError
 
 Sample = dict[str, torch.Tensor]
@@ -38,6 +39,10 @@ class MockVarlenDataset:
     def __len__(self) -> int:
         return len(self._lengths)
 
+    @property
+    def num_tokens(self) -> int:
+        return int(self._lengths.sum())
+
     def length(self, index: int) -> int:
         return int(self._lengths[index])
 
@@ -57,44 +62,89 @@ class DocumentDataset:
         prefix: path of the two files without their endings.
         max_length: most tokens of a sample.
         too_long: ``split`` cuts longer documents into samples of at most ``max_length``; ``refuse`` makes one an error.
+        part: shares of the documents at which this data set begins and ends, in the order of the file.
+        prompt_lengths: tokens at the start of each document of the file that are no part of the loss.
+        vocab_size: token ids must be below it.
 
     Documents of fewer than two tokens have nothing to predict and are left out.
 
     Raises:
-        DataError: the files are unusable, no document has two tokens, or one is too long.
+        DataError: the files are unusable, no document has two tokens, or one is too long; when a sample is read, it has
+            a token that is not in the vocabulary.
     """
 
-    def __init__(self, prefix: str, max_length: int, too_long: str = "split") -> None:
+    def __init__(
+        self,
+        prefix: str,
+        max_length: int,
+        too_long: str = "split",
+        *,
+        part: tuple[float, float] = (0.0, 1.0),
+        prompt_lengths: np.ndarray | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         if too_long not in ("split", "refuse"):
             raise DataError(f"dataset.too_long={too_long}: must be split or refuse.")
+        if max_length < 1:
+            raise DataError(f"dataset.seq_length={max_length}: must be at least 1.")
         files = open_indexed(prefix)
+        self._path, self._vocab_size, self._max_length = files.prefix, vocab_size, max_length
         self._data = IndexedDataset(files.prefix)
-        sequence_lengths = np.asarray(self._data.sequence_lengths, dtype=np.int64)
-        targets = sequence_lengths - 1
+        # A document is the sequences between two boundaries, which lie one after the other in the file.
+        boundaries = np.asarray(self._data.document_indices, dtype=np.int64)
+        total = len(boundaries) - 1
+        if prompt_lengths is not None and len(prompt_lengths) != total:
+            raise DataError(f"{files.prefix}: has {total} documents but {len(prompt_lengths)} prompt lengths.")
+        first, last = (round(share * total) for share in part)
+        ends = np.concatenate(([0], np.cumsum(self._data.sequence_lengths, dtype=np.int64)))
+        targets = np.diff(ends[boundaries[first : last + 1]]) - 1
         if too_long == "refuse" and targets.max(initial=0) > max_length:
             worst = int(targets.argmax())
             raise DataError(
-                f"{files.prefix}: document {worst} has {int(sequence_lengths[worst])} tokens, more than "
+                f"{files.prefix}: document {first + worst} has {int(targets[worst]) + 1} tokens, more than "
                 f"{max_length} + 1. Raise dataset.seq_length, or cut documents with dataset.too_long=split."
             )
-        pieces = np.maximum(-(-targets // max_length), 0)
-        self._document = np.repeat(np.arange(len(pieces)), pieces)
-        first = np.repeat(np.cumsum(pieces) - pieces, pieces)
-        self._start = (np.arange(len(self._document)) - first) * max_length
-        self._lengths = np.minimum(targets[self._document] - self._start, max_length)
-        if self._lengths.size == 0:
-            raise DataError(f"{files.prefix}: no document has two tokens or more, so there is nothing to predict.")
+        kept = np.flatnonzero(targets > 0)
+        self._targets = targets[kept]
+        self._sequence = boundaries[first + kept]
+        self._prompts = None if prompt_lengths is None else np.asarray(prompt_lengths)[first + kept]
+        # Samples up to and including each document.
+        self._samples = np.cumsum(-(-self._targets // max_length))
+        if not len(kept):
+            where = "no document" if part == (0.0, 1.0) else f"none of the documents {first} to {last} of {total}"
+            raise DataError(f"{files.prefix}: {where} has two tokens or more, so there is nothing to predict.")
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return int(self._samples[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return int(self._targets.sum())
+
+    def _locate(self, index: int) -> tuple[int, int, int]:
+        """Document, first token in it, and number of tokens."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        document = int(np.searchsorted(self._samples, index, side="right"))
+        before = int(self._samples[document - 1]) if document else 0
+        start = (index - before) * self._max_length
+        return document, start, min(int(self._targets[document]) - start, self._max_length)
 
     def length(self, index: int) -> int:
-        return int(self._lengths[index])
+        return self._locate(index)[2]
 
     def __getitem__(self, index: int) -> Sample:
-        length = self.length(index)
-        text = self._data.get(int(self._document[index]), offset=int(self._start[index]), length=length + 1)
+        document, start, length = self._locate(index)
+        text = self._data.get(int(self._sequence[document]), offset=start, length=length + 1)
+        text = text[0] if isinstance(text, tuple) else text  # multimodal files give a mode too
         tokens = torch.from_numpy(text.astype(np.int64))
-        return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": torch.ones(length)}
+        smallest, largest = (int(value) for value in tokens.aminmax())
+        check_ids(self._path, smallest, largest, self._vocab_size)
+        loss_mask = torch.ones(length)
+        if self._prompts is not None:
+            # Label i is token start + i + 1 of the document.
+            loss_mask[: max(0, int(self._prompts[document]) - 1 - start)] = 0.0
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": loss_mask}

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 
@@ -94,3 +95,37 @@ def sample_lengths(name: str, count: int, longest: int, seed: int = 0) -> np.nda
         raise ValueError(f"count={count} and longest={longest}: both must be at least 1")
     rng = np.random.default_rng(seed)
     return np.clip(DISTRIBUTIONS[name](rng, count, longest).astype(np.int64), 1, longest)
+
+
+def read_lengths(path: str) -> np.ndarray:
+    """Sequence lengths (int64) from a text file, which may be packed with gzip: whole numbers, commas or not.
+
+    Raises:
+        ValueError: what is wrong with the file, or that it holds none.
+    """
+    try:
+        raw = Path(path).read_bytes()
+        text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return parse_lengths(text, path)
+
+
+def parse_lengths(text: str, source: str) -> np.ndarray:
+    """Sequence lengths (int64) written as whole numbers of 1 or more; ``source`` is named in what is raised.
+
+    Raises:
+        ValueError: something else among them, with its line, or nothing at all.
+    """
+    lengths: list[int] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        for word in line.replace(",", " ").split():
+            if not word.isdecimal() or int(word) < 1:
+                raise ValueError(
+                    f"{source}:{number}: {word!r} is not a whole number of 1 or more; one length a line, or separated "
+                    "by spaces"
+                )
+            lengths.append(int(word))
+    if not lengths:
+        raise ValueError(f"{source}: holds no lengths")
+    return np.array(lengths, dtype=np.int64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_cp.dynamic_cp.cost import PRESETS
-from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, sample_lengths
+from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, parse_lengths, read_lengths, sample_lengths
 from megatron_cp.dynamic_cp.fixed import schedule_fixed_cp
 from megatron_cp.dynamic_cp.report import as_text, report
 from megatron_cp.dynamic_cp.scheduler import schedule
@@ -63,20 +62,7 @@ def _read(source: str) -> np.ndarray:
 
         dataset = IndexedDataset(source.removesuffix(".idx"), mmap=True)
         return np.array(dataset.sequence_lengths, dtype=np.int64)  # a copy: the dataset unmaps its file when it goes
-    if source == "-":
-        text = sys.stdin.read()
-    elif source.endswith(".gz"):
-        text = gzip.decompress(Path(source).read_bytes()).decode()
-    else:
-        text = Path(source).read_text(encoding="utf-8")
-    words = text.replace(",", " ").split()
-    try:
-        return np.array([int(word) for word in words], dtype=np.int64)
-    except ValueError:
-        bad = next(word for word in words if not word.lstrip("+-").isdigit())
-        raise ValueError(
-            f"{source}: {bad!r} is not a whole number; one length a line, or separated by spaces"
-        ) from None
+    return parse_lengths(sys.stdin.read(), "-") if source == "-" else read_lengths(source)
 
 
 def _lengths(args: argparse.Namespace) -> np.ndarray:
@@ -86,10 +72,7 @@ def _lengths(args: argparse.Namespace) -> np.ndarray:
         raise ValueError(f"--longest {args.longest}: must be at least 1")
     if args.distribution:
         return sample_lengths(args.distribution, args.count or 1024, args.longest, args.seed)
-    lengths = np.minimum(_read(args.lengths)[: args.count], args.longest)
-    if not lengths.size:
-        raise ValueError(f"{args.lengths}: holds no lengths")
-    return lengths
+    return np.minimum(_read(args.lengths)[: args.count], args.longest)
 
 
 def main(argv: list[str] | None = None) -> int:

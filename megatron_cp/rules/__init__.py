@@ -12,6 +12,7 @@ from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the table)
     attention,
     context_parallel,
+    data,
     groups,
     heads,
     models,

@@ -142,6 +142,13 @@ def data_is_named(c: Context) -> Iterator[Finding]:
             "dataset.kind=indexed needs the prefix of a .bin and .idx file",
             "dataset.data_path=PREFIX (scripts/data/preprocess_data.py writes one), or dataset.kind=mock",
         )
+    if data.kind in ("documents", "jsonl") and not data.data_path:
+        what = "a .jsonl file" if data.kind == "jsonl" else "the prefix of a .bin and .idx file"
+        yield Finding(
+            "dataset.data_path",
+            f"dataset.kind={data.kind} needs {what}",
+            "dataset.data_path=PATH, or dataset.kind=mock_documents",
+        )
     if tokenizer.tokenizer_type == "HuggingFaceTokenizer" and not tokenizer.tokenizer_model:
         yield Finding(
             "tokenizer.tokenizer_model",
@@ -319,8 +326,6 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
     not_built = {
         "model.architecture": model.architecture == "hybrid",
         "model.mtp_num_layers": bool(model.mtp_num_layers),
-        "model.dynamic_context_parallel": model.dynamic_context_parallel,
-        "model.sequence_packing_scheduler": c.packed,
     }
     for field, asked in not_built.items():
         if asked:

@@ -73,7 +73,7 @@ def test_reads_a_megatron_index(tmp_path, capsys):
     [
         ("12 twelve", [], "'twelve' is not a whole number"),
         ("", [], "holds no lengths"),
-        ("0 5", [], "sample 0 has length 0"),
+        ("0 5", [], "'0' is not a whole number of 1 or more"),
         ("9000", ["--max-seqlen-per-rank", "64"], "sample 0 of 9000 tokens does not fit"),
         ("10", ["--count", "0"], "--count 0"),
         ("10", ["--sync-ranks", "3"], "sync_ranks=3"),

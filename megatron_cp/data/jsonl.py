@@ -1,0 +1,142 @@
+"""Samples from JSON lines, tokenized once into ``.bin``/``.idx`` files so that their lengths are known without reading.
+
+A line is a JSON object with a text, or with a prompt and a response; of the latter only the response counts in the
+loss. Every document ends with the tokenizer's end-of-document token, which is part of the response.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_cp.config import DatasetConfig
+from megatron_cp.data.together import build_cached
+from megatron_cp.data.tokenizers import Tokenizer
+from megatron_cp.errors import DataError
+
+logger = logging.getLogger(__name__)
+_FORMAT = 1  # of the cached files; another number makes them anew
+_NAME, _PROMPTS = "documents", ".prompts.npy"
+_REPORT_EVERY = 100_000  # lines
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where a line has its text, or its prompt and response; ``None`` for what no line has."""
+
+    text: str | None = "text"
+    prompt: str | None = "prompt"
+    response: str | None = "response"
+
+    @staticmethod
+    def of(config: DatasetConfig) -> Keys:
+        return Keys(config.text_key, config.prompt_key, config.response_key)
+
+
+def tokenized(path: str, tokenizer: Tokenizer, keys: Keys, root: Path | None = None) -> str:
+    """The prefix of a ``.jsonl`` file's ``.bin``, ``.idx`` and ``.prompts.npy``.
+
+    They are made if they are not there, in a folder in ``root`` (by default ``cache`` beside the file) whose name
+    changes with the file's contents, the tokenizer and the keys.
+
+    Raises:
+        DataError: the file cannot be read, a line is no sample (its number and what is wrong), there is none in it, or
+            the folder cannot be written.
+    """
+    file = Path(path)
+    try:
+        with file.open("rb") as stream:
+            contents = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+    parts = [_FORMAT, contents, list(tokenizer.unique_identifiers.items()), keys.text, keys.prompt, keys.response]
+    name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    folder = (root or file.absolute().parent / "cache") / f"jsonl-{name}"
+    build_cached(lambda aside: _tokenize(file, tokenizer, keys, str(aside / _NAME)), folder)
+    return str(folder / _NAME)
+
+
+def read_prompt_lengths(prefix: str) -> np.ndarray:
+    """Tokens of each document's prompt, int32; 0 for a text.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    try:
+        return np.load(prefix + _PROMPTS, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(
+            f"{prefix}{_PROMPTS}: cannot be read ({error}); delete its folder, and it is made anew."
+        ) from error
+
+
+def _tokenize(file: Path, tokenizer: Tokenizer, keys: Keys, prefix: str) -> None:
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    prompt_lengths: list[int] = []
+    empty = 0
+    for number, (prompt, text) in enumerate(_read(file, keys), 1):
+        ids = tokenizer.tokenize(prompt) if prompt else []
+        prompt_length = len(ids)
+        ids += tokenizer.tokenize(text) if text.strip() else []
+        if len(ids) > prompt_length:
+            ids.append(tokenizer.eod)
+            builder.add_document(np.array(ids, dtype=dtype), [len(ids)])
+            prompt_lengths.append(prompt_length)
+        else:
+            empty += 1
+        if number % _REPORT_EVERY == 0:
+            logger.info("%s: %d lines tokenized", file, number)
+    if not prompt_lengths:
+        raise DataError(f"{file}: no text inside.")
+    builder.finalize(f"{prefix}.idx")
+    np.save(prefix + _PROMPTS, np.array(prompt_lengths, dtype=np.int32))
+    left_out = f", {empty} lines without text left out" if empty else ""
+    logger.info("%s: %d documents tokenized%s", file, len(prompt_lengths), left_out)
+
+
+def _read(file: Path, keys: Keys) -> Iterator[tuple[str, str]]:
+    """(prompt, text or response) of each line that is not blank."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                try:
+                    yield _parse(line, keys)
+                except ValueError as error:
+                    raise DataError(f"{file}:{number}: {error}") from error
+
+
+def _parse(line: bytes, keys: Keys) -> tuple[str, str]:
+    """Raises ValueError saying why a line is no sample."""
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text: {error.reason}.") from error
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}." + _cut_short(line)) from error
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON object is needed, found {type(value).__name__}.")
+    has_text = keys.text in value
+    has_pair = keys.prompt in value and keys.response in value
+    if has_text == has_pair:
+        wanted = f"{keys.text!r}, or {keys.prompt!r} and {keys.response!r}"
+        raise ValueError(
+            f"{'both of ' if has_text else 'no '}{wanted}{'' if has_text else f'; it has {sorted(value)}'}. "
+            "Say what counts with dataset.text_key, dataset.prompt_key and dataset.response_key (null for none)."
+        )
+    for key in (keys.text,) if has_text else (keys.prompt, keys.response):
+        if not isinstance(value[key], str):
+            raise ValueError(f"the value of {key!r} is {type(value[key]).__name__}, not text.")
+    return ("", value[keys.text]) if has_text else (value[keys.prompt], value[keys.response])
+
+
+def _cut_short(line: bytes) -> str:
+    return "" if line.endswith(b"\n") else " The file ends in this line: is it truncated?"

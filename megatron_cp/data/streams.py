@@ -1,0 +1,191 @@
+"""Data sets for packing: samples of their own lengths, dealt in an order that never depends on layout or length of run.
+
+A :class:`Stream` answers ``len``, ``length(i)`` without reading, and ``[i]`` with 1-D ``tokens``, ``labels`` (int64)
+and ``loss_mask`` (float32), which is what :mod:`megatron_cp.dynamic_cp.iterator` schedules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megatron_cp.config import DatasetConfig
+from megatron_cp.data.blend import Turns, parse_blend
+from megatron_cp.data.indexed import check_lengths, open_indexed
+from megatron_cp.data.jsonl import Keys, read_prompt_lengths, tokenized
+from megatron_cp.data.order import shuffled
+from megatron_cp.data.together import on_every_rank, once_per_node
+from megatron_cp.data.tokenizers import Tokenizer
+from megatron_cp.data.varlen import DocumentDataset, MockVarlenDataset, Sample
+from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, read_lengths, sample_lengths
+from megatron_cp.errors import DataError
+
+KINDS = ("documents", "jsonl", "mock_documents")
+SPLITS = ("train", "valid", "test")
+
+
+class Source(Protocol):
+    """One epoch of samples."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def length(self, index: int) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+class Stream:
+    """The first ``num_samples`` of an endless, shuffled blend of sources.
+
+    Sample i is the same whatever ``num_samples`` is. Each source is dealt whole, in a new order, before any of its
+    samples comes again. ``weights`` are shares of *tokens*; by default every source gives what it has.
+    """
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None, seed: int, num_samples: int) -> None:
+        self._sources, self._seed, self._num_samples = list(sources), seed, num_samples
+        shares = [float(len(source)) for source in sources]
+        if weights is not None:
+            shares = [w * len(source) / source.num_tokens for w, source in zip(weights, sources, strict=True)]
+        self._turns = Turns(shares) if len(sources) > 1 else None
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def _locate(self, index: int) -> tuple[Source, int]:
+        number, nth = self._turns(index) if self._turns else (0, index)
+        source = self._sources[number]
+        epoch, position = divmod(nth, len(source))
+        return source, shuffled(position, len(source), self._seed + number, epoch)
+
+    def length(self, index: int) -> int:
+        source, item = self._locate(index)
+        return source.length(item)
+
+    def __getitem__(self, index: int) -> Sample:
+        source, item = self._locate(index)
+        return source[item]
+
+
+def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Stream | None]:
+    """A stream for each of train, valid and test, ``None`` where no samples are asked for. Call it on every rank.
+
+    Raises:
+        DataError: on every rank, with one message, where a file or a setting of the ``dataset`` section is at fault.
+    """
+    seeds = [config.random_seed + 1_000_003 * split for split in range(len(SPLITS))]
+    if config.kind == "mock_documents":
+        return on_every_rank(
+            lambda: [
+                Stream([_mock(config, tokenizer.vocab_size, seed)], None, seed, count) if count else None
+                for seed, count in zip(seeds, samples, strict=True)
+            ]
+        )
+    paths, weights = on_every_rank(lambda: parse_blend(config.data_path))
+    parts = on_every_rank(lambda: split_parts(config.split, samples))
+    prefixes = once_per_node(lambda: _prepare(paths, config, tokenizer))
+
+    def build() -> list[Stream | None]:
+        prompts = [read_prompt_lengths(prefix) if config.kind == "jsonl" else None for prefix in prefixes]
+        streams: list[Stream | None] = []
+        for name, part, seed, count in zip(SPLITS, parts, seeds, samples, strict=True):
+            if part is None:
+                streams.append(None)
+                continue
+            try:
+                sources = [
+                    DocumentDataset(
+                        prefix,
+                        config.seq_length,
+                        config.too_long,
+                        part=part,
+                        prompt_lengths=prompt,
+                        vocab_size=tokenizer.vocab_size,
+                    )
+                    for prefix, prompt in zip(prefixes, prompts, strict=True)
+                ]
+            except DataError as error:
+                raise DataError(f"the {name} part of dataset.split={config.split}: {error}") from error
+            streams.append(Stream(sources, weights, seed, count))
+        return streams
+
+    return on_every_rank(build)
+
+
+def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
+    """Prefixes of checked ``.bin/.idx`` pairs with the documents of ``paths``."""
+    if config.kind == "jsonl":
+        root = Path(config.path_to_cache) if config.path_to_cache else None
+        paths = [tokenized(path, tokenizer, Keys.of(config), root) for path in paths]
+    for path in paths:
+        check_lengths(open_indexed(path))
+    return paths
+
+
+def split_parts(split: str, samples: Sequence[int]) -> list[tuple[float, float] | None]:
+    """Where the parts for train, valid and test begin and end, as shares; ``None`` where no samples are asked for.
+
+    Raises:
+        DataError: ``split`` is not one to three shares, or has none for a part that is asked for.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    numbers = [float(n) for n in re.findall(r"[.0-9]+", split)]
+    if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0:
+        raise DataError(f"dataset.split={split}: give the shares of train, valid and test, such as 98,1,1.")
+    parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    for name, part, count in zip(SPLITS, parts, samples, strict=True):
+        if count and part is None:
+            raise DataError(f"dataset.split={split}: has no share for {name}, but {count} are needed.")
+    return [part if count else None for part, count in zip(parts, samples, strict=True)]
+
+
+def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDataset:
+    count, longest, named = config.mock_num_samples, config.seq_length, config.mock_lengths
+    if count < 1:
+        raise DataError(f"dataset.mock_num_samples={count}: must be 1 or more.")
+    try:
+        if named in DISTRIBUTIONS:
+            lengths = sample_lengths(named, count, longest, seed)
+        else:
+            lengths = np.minimum(np.resize(read_lengths(named), count), longest)
+    except ValueError as error:
+        raise DataError(f"dataset.mock_lengths={named}: {error}") from error
+    return MockVarlenDataset(lengths, vocab_size, seed, config.mock_masked_fraction)
+
+
+def check_files(config: DatasetConfig) -> None:
+    """What one rank can find wrong with the files of a run before it meets the others; reads next to nothing.
+
+    Raises:
+        DataError: a file is missing or unusable.
+    """
+    checks: dict[str, Callable[[str], object]] = {
+        "indexed": open_indexed,
+        "documents": open_indexed,
+        "jsonl": _readable,
+    }
+    if config.kind in checks:
+        for path in parse_blend(config.data_path)[0]:
+            checks[config.kind](path)
+    elif config.kind == "mock_documents" and config.mock_lengths not in DISTRIBUTIONS:
+        _readable(config.mock_lengths)
+
+
+def _readable(path: str) -> None:
+    try:
+        with open(path, "rb") as file:
+            empty = not file.read(1)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+    if empty:
+        raise DataError(f"{path}: is empty.")

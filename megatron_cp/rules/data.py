@@ -1,0 +1,88 @@
+"""K, of the data: its kind fits how samples become microbatches, and its settings mean something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cp.rules.rule import Context, Finding, broken, rule
+from megatron_cp.schema import nearest
+
+_ONE_LENGTH = {"documents": "indexed", "jsonl": "indexed", "mock_documents": "mock"}
+_OWN_LENGTHS = {"indexed": "documents", "mock": "mock_documents"}
+
+
+@rule(
+    "K25",
+    "Samples of their own lengths are packed, samples of one length are not.",
+    "Documents of different lengths fit no [batch, sequence] tensor; windows cut from a token stream without regard to "
+    "documents have nothing to gain from packing.",
+    broken("dataset.kind=documents", "dataset.data_path=corpus"),
+)
+def kind_fits_packing(c: Context) -> Iterator[Finding]:
+    data, packing = c.config.dataset, c.config.model.sequence_packing_scheduler
+    if not c.packed and data.kind in _ONE_LENGTH:
+        other = _ONE_LENGTH[data.kind]
+        yield Finding(
+            "dataset.kind",
+            "has samples of their own lengths, which are trained in packs, and model.sequence_packing_scheduler is not "
+            "set",
+            "model.sequence_packing_scheduler=dp_balanced, or model.dynamic_context_parallel=true; for samples of one "
+            f"length dataset.kind={other}{' with a .bin/.idx pair' if data.kind == 'jsonl' else ''}",
+        )
+    if c.packed and data.kind in _OWN_LENGTHS:
+        yield Finding(
+            "dataset.kind",
+            f"has samples of one length, and model.sequence_packing_scheduler={packing} packs samples of their own "
+            "lengths",
+            f"dataset.kind={_OWN_LENGTHS[data.kind]}, or model.sequence_packing_scheduler=null and "
+            "model.dynamic_context_parallel=false",
+        )
+
+
+@rule(
+    "K26",
+    "Mock documents have lengths that can be drawn.",
+    "By the name of a distribution, or from a file of lengths.",
+    broken(
+        "model.sequence_packing_scheduler=dp_balanced", "dataset.kind=mock_documents", "dataset.mock_lengths=lognorml"
+    ),
+)
+def mock_lengths_exist(c: Context) -> Iterator[Finding]:
+    data = c.config.dataset
+    # Whether a file is there is found by the run: this may be another machine.
+    if data.kind != "mock_documents" or any(mark in data.mock_lengths for mark in "./"):
+        return
+    from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS
+
+    if data.mock_lengths not in DISTRIBUTIONS:
+        suggestion = nearest(data.mock_lengths, list(DISTRIBUTIONS))
+        yield Finding(
+            "dataset.mock_lengths",
+            f"is no distribution{suggestion}",
+            f"one of {', '.join(DISTRIBUTIONS)}, or a text file of lengths such as ./lengths.txt",
+        )
+
+
+@rule(
+    "K27",
+    "JSON lines have a text, or a prompt and a response.",
+    "Keys that are not given cannot be found in a line, and one key cannot serve two purposes.",
+    broken(
+        "model.sequence_packing_scheduler=dp_balanced", "dataset.kind=jsonl", "dataset.data_path=chats.jsonl",
+        "dataset.text_key=null", "dataset.response_key=null",
+    ),
+)  # fmt: skip
+def keys_of_json_lines(c: Context) -> Iterator[Finding]:
+    data = c.config.dataset
+    if data.kind != "jsonl":
+        return
+    keys = {"text_key": data.text_key, "prompt_key": data.prompt_key, "response_key": data.response_key}
+    if (data.prompt_key is None) != (data.response_key is None):
+        missing = "response_key" if data.response_key is None else "prompt_key"
+        yield Finding(f"dataset.{missing}", "a prompt and a response go together", f"dataset.{missing}=NAME")
+    elif data.text_key is None and data.prompt_key is None:
+        yield Finding("dataset.text_key", "no key of a line is named", "dataset.text_key=text")
+    named = [key for key in keys.values() if key is not None]
+    for name, key in keys.items():
+        if key is not None and named.count(key) > 1:
+            yield Finding(f"dataset.{name}", f"{key!r} is the key of two things", "a key of its own, or null")
