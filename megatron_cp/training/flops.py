@@ -1,31 +1,63 @@
 """Floating-point operations of a training step, from real tokens and real causal attention. Pure.
 
 Counted like this: a matrix product of an ``[m, k]`` by a ``[k, n]`` matrix is ``2 m k n`` operations, the backward pass
-costs twice the forward pass, recomputation is not counted (it is overhead, not work).
+costs twice the forward pass, recomputation is not counted (it is overhead, not work), nor is padding. Norms, rotary
+embeddings, softmax and activations are left out, as is usual: they are not matrix products, and few.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from megatron_cp.config import ModelConfig
+
+_CONV_WIDTH, _MAMBA_EXPANSION = 4, 2  # of megatron-core's Mamba mixer
 
 
 def training_flops(model: ModelConfig, vocab_size: int, lengths: Iterable[int]) -> float:
     """Operations of forward and backward over documents of these lengths (tokens), summed over all ranks.
 
     ``vocab_size`` is the output layer's rows. Attention counts each query's own visible keys: its document's past
-    under a causal mask, the whole document otherwise, no more than the sliding window.
+    under a causal mask, the whole document otherwise, no more than the layer's sliding window.
     """
     lengths = list(lengths)
-    tokens = sum(lengths)
-    pairs = sum(_attended_pairs(model, length) for length in lengths)
-    extra = 1 + (model.mtp_num_layers or 0)
-    layers = model.num_layers + (model.mtp_num_layers or 0)
-    per_token = layers * (_projection_flops(model) + _mlp_flops(model)) + extra * 2 * model.hidden_size * vocab_size
+    depths = model.mtp_num_layers or 0
+    # Each depth of multi-token prediction joins two hidden states, and has a layer and the output layer's product.
+    per_token = 2 * model.hidden_size * ((1 + depths) * vocab_size + depths * 2 * model.hidden_size)
+    windowed = whole = 0
+    for number, kind in _layers(model):
+        per_token += sum(_PER_TOKEN[part](model) for part in kind)
+        if "*" in kind:
+            windowed += has_window(model, number)
+            whole += not has_window(model, number)
     qk_dim, v_dim = _head_dims(model)
-    per_pair = layers * model.num_attention_heads * 2 * (qk_dim + v_dim)
-    return 3.0 * (tokens * per_token + pairs * per_pair)
+    per_pair = model.num_attention_heads * 2 * (qk_dim + v_dim)
+    causal, window = model.attention_mask_type == "causal", tuple(model.window_size or (-1, -1))
+
+    @cache
+    def of_sample(length: int) -> int:
+        pairs = whole * attended_pairs(length, causal) + windowed * attended_pairs(length, causal, window)
+        return length * per_token + pairs * per_pair
+
+    return 3.0 * sum(map(of_sample, lengths))
+
+
+def _layers(model: ModelConfig) -> list[tuple[int, str]]:
+    """Number and parts of each layer: attention ``*``, MLP or experts ``-``, Mamba ``M``."""
+    main = list(model.hybrid_layer_pattern or "") if model.architecture == "hybrid" else ["*-"] * model.num_layers
+    ahead = ["*-"] * (model.mtp_num_layers or 0)  # megatron-core numbers these from 1 again
+    return [*enumerate(main, start=1), *enumerate(ahead, start=1)]
+
+
+def has_window(model: ModelConfig, layer_number: int) -> bool:
+    """Whether a layer (1-based) attends through ``model.window_size``; the others see everything."""
+    every = model.window_attn_skip_freq
+    if model.window_size is None or every is None:
+        return model.window_size is not None
+    if isinstance(every, list):
+        return bool(every[min(layer_number, len(every)) - 1])
+    return layer_number % every != 0
 
 
 def _head_dims(model: ModelConfig) -> tuple[int, int]:
@@ -62,11 +94,25 @@ def _mlp_flops(model: ModelConfig) -> int:
     return 2 * matrices * model.hidden_size * routed + 2 * model.hidden_size * model.num_moe_experts
 
 
-def _attended_pairs(model: ModelConfig, length: int) -> int:
-    left, right = (-1, -1) if model.window_size is None else model.window_size
-    causal = model.attention_mask_type == "causal"
+def _mamba_flops(model: ModelConfig) -> int:
+    """Projections, the short convolution, and the state's recurrence: h = a h + (dt x) B and y = C h."""
+    inner = _MAMBA_EXPANSION * model.hidden_size
+    if model.mamba_num_heads is not None:
+        inner = model.mamba_num_heads * model.mamba_head_dim
+    mixed = inner + 2 * model.mamba_num_groups * model.mamba_state_dim
+    entering = model.hidden_size * (inner + mixed + inner // model.mamba_head_dim)
+    recurrence = 5 * inner * model.mamba_state_dim
+    return 2 * (entering + inner * model.hidden_size + _CONV_WIDTH * mixed) + recurrence
+
+
+def attended_pairs(length: int, causal: bool, window: tuple[int, ...] = (-1, -1)) -> int:
+    """Pairs of a query and a key that it sees in one document; ``window`` is (left, right), -1 for no limit."""
+    left, right = window
     left = length - 1 if left < 0 else min(left, length - 1)
     right = 0 if causal else (length - 1 if right < 0 else min(right, length - 1))
     past = length * left - left * (left + 1) // 2
     future = length * right - right * (right + 1) // 2
     return length + past + future
+
+
+_PER_TOKEN = {"*": _projection_flops, "-": _mlp_flops, "M": _mamba_flops}

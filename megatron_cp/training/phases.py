@@ -47,6 +47,11 @@ class Phases:
         self._last: Any = self._now()
         self.nvtx = False
 
+    @property
+    def current(self) -> Phase:
+        """The phase that runs now."""
+        return self._running[-1]
+
     @contextlib.contextmanager
     def __call__(self, name: Phase) -> Iterator[None]:
         if self._running[-1] in _BETWEEN_STEPS:  # evaluation's forward passes are evaluation, not training
