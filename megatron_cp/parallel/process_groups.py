@@ -76,7 +76,7 @@ def _decentralized(config: RunConfig, layout: RankLayout, timeout_minutes: float
         ]
     fields["intra_dist_opt"] = _new_groups([list(range(layout.world_size))], timeout, "intra_dist_opt")
     fields |= dict.fromkeys(_ABSENT)
-    _provide_scratch_buffer()
+    _provide_what_is_asked_for(fields["pp"])
     return ProcessGroupCollection(**fields)
 
 
@@ -88,15 +88,18 @@ def build_lone_groups(timeout_minutes: float) -> ProcessGroupCollection:
     timeout = timedelta(minutes=timeout_minutes)
     alone = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True, group_desc="ALONE")
     fields = dict.fromkeys((*FAMILIES, *_ALIASES, "intra_dist_opt"), alone)
-    _provide_scratch_buffer()
+    _provide_what_is_asked_for(alone)
     return ProcessGroupCollection(**fields, hcp=None, **dict.fromkeys(_ABSENT))
 
 
-def _provide_scratch_buffer() -> None:
-    """Not parallel state but a scratch buffer that lives beside it; sequence-parallel linears need it."""
+def _provide_what_is_asked_for(pp: dist.ProcessGroup) -> None:
+    """What megatron-core reads beside any groups: sequence-parallel linears a scratch buffer, and multi-token
+    prediction the rank's pipeline stage, which upstream lets anyone set without the MPU."""
     if not parallel_state.is_initialized():
         parallel_state.destroy_global_memory_buffer()
         parallel_state._set_global_memory_buffer()
+        parallel_state.set_pipeline_model_parallel_world_size(pp.size())
+        parallel_state.set_pipeline_model_parallel_rank(pp.rank())
 
 
 def _new_groups(rank_lists: RankLists, timeout: timedelta, name: str) -> dist.ProcessGroup | None:

@@ -1,0 +1,226 @@
+"""Multi-token prediction: targets against a naive reference, training against one rank and against megatron-core."""
+
+import functools
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, roll_tensor
+
+from megatron_cp.attention.sharding import partition_indices
+from megatron_cp.dynamic_cp.packing import pack
+from megatron_cp.models.language_model import LanguageModel
+from megatron_cp.models.mtp import shift_left, unmasked_tokens
+from megatron_cp.training import step
+from tests.ranks import run_ranks
+from tests.training_runs import start, tiny_config
+from tests.unit_tests.training.layouts import CP2, CP4, HCP, MIXED, PP2, SP, TP2, VPP2, over
+
+MTP1 = {"model__mtp_num_layers": 1, "model__mtp_loss_scaling_factor": 0.5}
+MTP2 = MTP1 | {"model__mtp_num_layers": 2}
+TIED = {"model__share_embeddings_and_output_weights": True}
+DECENTRALIZED = {"dist__use_decentralized_pg": True}
+FULL = {"model__recompute_granularity": "full", "model__recompute_method": "uniform", "model__recompute_num_layers": 1}
+STEPS = 4
+TOLERANCE = 1e-5  # sums in another order, through a few steps of Adam, as in training/test_equivalence.py
+Steps = list[tuple[float, ...]]  # loss, gradient norm and the depths' losses of each step
+
+
+def train(overrides: dict[str, Any]) -> Steps:
+    run, batches, count = start(tiny_config(**overrides))
+    results = [step.train_step(run, batches, count) for _ in range(STEPS)]
+    run.close()
+    return [(result.loss, result.grad_norm or 0.0, *result.mtp_losses) for result in results]
+
+
+def worst_difference(a: Steps, b: Steps) -> float:
+    """Largest relative difference of anything in any step."""
+    x, y = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
+    return float(((x - y) / y).abs().max())
+
+
+# Targets.
+
+
+def naive_shift(values: list[list[int]], depth: int) -> list[int]:
+    """Each sequence moved ``depth`` places to the left, zeros after its end; one after the other."""
+    return [row[i + depth] if i + depth < len(row) else 0 for row in values for i in range(len(row))]
+
+
+def shifted_of_rank(padded: list[int] | None, length: int, depth: int) -> tuple[list, list]:
+    """(what this rank has after ``depth`` shifts, what it should have); two rows where nothing is packed."""
+    group = dist.group.WORLD
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sequences = [list(range(1 + 1000 * i, 1 + 1000 * i + n)) for i, n in enumerate(padded or [length])]
+    edges = np.cumsum([0, *map(len, sequences)])
+    mine = torch.from_numpy(partition_indices(edges, rank, size))
+    expected = torch.tensor(naive_shift(sequences, depth))[mine]
+    values = torch.tensor([x for row in sequences for x in row])[mine]
+    packed = None
+    if padded is None:
+        values, expected = torch.stack([values, 7 * values]), torch.stack([expected, 7 * expected])
+    else:  # the real lengths are shorter than the padded ones
+        real = torch.tensor(np.cumsum([0, *[max(1, n - 1) for n in padded]]), dtype=torch.int32)
+        packed = PackedSeqParams(cu_seqlens_q=real, cu_seqlens_q_padded=torch.tensor(edges, dtype=torch.int32))
+    for _ in range(depth):
+        values = shift_left(values, group, packed)
+    return values.tolist(), expected.tolist()
+
+
+def all_shifts() -> list[tuple[list, list]]:
+    size = dist.get_world_size()
+    packs = [None, [2 * size], [2 * size, 6 * size, 4 * size], [8 * size, 2 * size, 2 * size, 2 * size]]
+    return [shifted_of_rank(padded, 8 * size, depth) for padded in packs for depth in (1, 2, 5)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_shifting_equals_the_naive_reference(size: int) -> None:
+    for results in run_ranks(all_shifts, size):
+        for got, expected in results:
+            assert got == expected
+
+
+def upstream_rolls_by_real_lengths() -> list[list[int]]:
+    """Three documents of 7, 11 and 8 tokens, shifted by megatron-core and by us."""
+    samples = [
+        {"tokens": torch.arange(1, n + 1), "labels": torch.arange(n), "loss_mask": torch.ones(n)} for n in (7, 11, 8)
+    ]
+    batch = pack(samples, dist.group.WORLD)
+    packed = batch.packed_seq_params
+    theirs, _ = roll_tensor(batch.tokens, cp_group=dist.group.WORLD, packed_seq_params=packed)
+    ours = shift_left(batch.tokens, dist.group.WORLD, packed)
+    mine = partition_indices(packed.cu_seqlens_q_padded.numpy(), dist.get_rank(), dist.get_world_size())
+    sequences = [
+        [*range(1, n + 1), *[0] * (int(b - a) - n)]
+        for n, a, b in zip((7, 11, 8), packed.cu_seqlens_q_padded, packed.cu_seqlens_q_padded[1:], strict=False)
+    ]
+    return [theirs[0].tolist(), ours[0].tolist(), torch.tensor(naive_shift(sequences, 1))[mine].tolist()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_packed_sequences_are_shifted_by_their_padded_lengths(size: int) -> None:
+    """megatron-core's own roll follows the real lengths and mixes neighbouring documents, silently."""
+    results = run_ranks(upstream_rolls_by_real_lengths, size)
+    assert all(ours == expected for _, ours, expected in results)
+    assert any(theirs != expected for theirs, _, expected in results), "upstream is right: ours is not needed"
+
+
+def counted() -> tuple[list[float], list[float]]:
+    """Numbers of unmasked tokens by position, and by shifting the mask."""
+    generator = torch.Generator().manual_seed(1)
+    samples = [
+        {
+            "tokens": torch.arange(n),
+            "labels": torch.arange(n),
+            "loss_mask": (torch.rand(n, generator=generator) < 0.5).float(),
+        }
+        for n in (1, 2, 3, 9, 30)
+    ]
+    batch = pack(samples, dist.group.WORLD)
+    mask, by_shifting = batch.loss_mask, []
+    for _ in range(4):
+        by_shifting.append(mask.sum().double())
+        mask = shift_left(mask, dist.group.WORLD, batch.packed_seq_params)
+    totals = torch.stack([unmasked_tokens(batch.loss_mask, batch.position_ids, 3), torch.stack(by_shifting)])
+    dist.all_reduce(totals)
+    return totals[0].tolist(), totals[1].tolist()
+
+
+def test_unmasked_tokens_are_counted_without_shifting() -> None:
+    for by_position, by_shifting in run_ranks(counted, 3):
+        assert by_position == by_shifting and by_position[0] > by_position[3] > 0
+
+
+# Training.
+
+
+@functools.cache
+def one_rank(depths: int, *, tied: bool = False) -> Steps:
+    return run_ranks(train, 1, (MTP1 if depths == 1 else MTP2) | (TIED if tied else {}))[0]
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp2": (2, CP2),
+    "cp4 a2a+p2p [2,2]": (4, CP4 | HCP),
+    "cp3": (3, {"model__context_parallel_size": 3}),
+    "cp4 p2p": (4, CP4 | over("p2p")),
+    "cp4 a2a": (4, CP4 | over("a2a")),
+    "cp4 all_gather": (4, CP4 | over("all_gather")),
+    "cp4 a layer each": (4, CP4 | MIXED),
+    "tp2 sp cp2": (4, TP2 | SP | CP2),
+    "tp2 cp2": (4, TP2 | CP2),
+    "pp2 cp2": (4, PP2 | CP2),
+    "pp2 vpp2 cp2": (4, PP2 | VPP2 | CP2),
+    "pp2 tp2": (4, PP2 | TP2),
+    "dp2 cp2": (4, CP2),
+    "dp2 cp2, overlapped": (
+        4,
+        CP2 | {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True, "ddp__bucket_size": 20000},
+    ),
+    "cp2, larger microbatches": (2, CP2 | {"train__micro_batch_size": 4}),
+    "cp2, full recomputation": (2, CP2 | FULL),
+    "tp2 sp, full recomputation": (2, TP2 | SP | FULL),
+    "cp2, selective recomputation": (2, CP2 | {"model__recompute_granularity": "selective"}),
+    "cp2, decentralized": (2, CP2 | DECENTRALIZED),
+    "pp2 vpp2 cp2, decentralized": (4, PP2 | VPP2 | CP2 | DECENTRALIZED),
+    "tp2 sp cp2, decentralized": (4, TP2 | SP | CP2 | DECENTRALIZED),
+}
+FAST = {("cp4 a2a+p2p [2,2]", 2, False), ("pp2 vpp2 cp2, decentralized", 2, True), ("tp2 sp cp2", 1, False)}
+
+
+@pytest.mark.parametrize(
+    ("name", "depths", "tied"),
+    [
+        pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
+        for name in LAYOUTS
+        for case in [(name, 1, False), (name, 2, False), (name, 2, True)]
+    ],
+)
+def test_training_equals_one_rank(name: str, depths: int, tied: bool) -> None:
+    world_size, layout = LAYOUTS[name]
+    overrides = (MTP1 if depths == 1 else MTP2) | (TIED if tied else {}) | layout
+    if name == "cp3":
+        overrides |= {"dataset__seq_length": 36}
+    results = run_ranks(train, world_size, overrides)
+    assert all(result == results[0] for result in results), "ranks report different losses"
+    reference = one_rank(depths, tied=tied)
+    if name == "cp3":
+        without_cp = {key: value for key, value in overrides.items() if key != "model__context_parallel_size"}
+        reference = run_ranks(train, 1, without_cp)[0]
+    assert worst_difference(results[0], reference) < TOLERANCE
+
+
+def test_the_depths_learn_and_matter() -> None:
+    """Guards the comparisons: heads that nobody trains, or a loss that nobody adds, would pass them."""
+    assert all(later[2 + k] != earlier[2 + k] for k in (0, 1) for earlier, later in [one_rank(2)[:2]])
+    small = run_ranks(train, 1, MTP2 | {"model__mtp_loss_scaling_factor": 1e-3})[0]
+    assert small[0][0] == one_rank(2)[0][0], "the first forward pass is the same"
+    assert abs(small[0][1] - one_rank(2)[0][1]) > 1e-2 and small[-1][0] != one_rank(2)[-1][0]
+
+
+def upstreams_loss(overrides: dict[str, Any]) -> Steps:
+    """megatron-core's own loss: exact where one rank has the whole global batch in one microbatch."""
+    run, batches, count = start(tiny_config(**overrides))
+    assert count == 1
+    results = []
+    with (
+        mock.patch.object(LanguageModel, "_postprocess", GPTModel._postprocess),
+        mock.patch.object(step, "_depth_tokens", lambda run, window: []),
+    ):
+        for _ in range(STEPS):
+            result = step.train_step(run, batches, count)
+            depths = MTPLossLoggingHelper.tracker["loss_values"]
+            results.append((result.loss, result.grad_norm or 0.0, *depths.tolist()))
+            depths.zero_()
+    run.close()
+    return results
+
+
+def test_one_rank_equals_megatron_core() -> None:
+    theirs = run_ranks(upstreams_loss, 1, MTP2 | {"train__micro_batch_size": 4})[0]
+    assert worst_difference(one_rank(2), theirs) < TOLERANCE
