@@ -9,7 +9,7 @@ import torch
 from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.training.loop import RankBatches, batch_iterator
+from megatron_cp.training.batches import RankBatches, batch_iterator
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
 

@@ -122,13 +122,18 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Device:
-    """Sustained rates of one GPU: FLOP/s of attention and of matrix products, bytes/s inside and across nodes."""
+    """Sustained rates of one GPU: FLOP/s of attention and of matrix products, bytes/s inside and across nodes.
+
+    launch_seconds: what a microbatch costs a layer whatever it holds; hop_seconds: latency of an exchange.
+    """
 
     attention_flops: float
     matmul_flops: float
     intra_bytes: float
     inter_bytes: float
     gpus_per_node: int = 8
+    launch_seconds: float = 0.5e-3
+    hop_seconds: float = 12.5e-6
 
 
 def cost_model(
@@ -152,13 +157,13 @@ def cost_model(
     moved = 2 * shape.kv_heads * shape.head_dim + (2 * channels if transport == "a2a" else 0)
     bytes_per_token = 3 * 2 * moved * shape.layers / tp
     return CostModel(
-        per_microbatch=0.5e-3 * shape.layers,
+        per_microbatch=device.launch_seconds * shape.layers,
         quadratic=2 * 3.5 * channels * shape.layers / tp / device.attention_flops,
         linear=6 * shape.active_parameters / tp / device.matmul_flops,
         small_tile=256,
         kv_intra=bytes_per_token / device.intra_bytes,
         kv_inter=bytes_per_token / device.inter_bytes,
-        ring_step=3 * 12.5e-6 * shape.layers,
+        ring_step=3 * device.hop_seconds * shape.layers,
         overlap=overlap,
         ranks_per_node=max(1, device.gpus_per_node // tp),
         transport=transport,
@@ -171,6 +176,12 @@ _MOE_3B = ModelShape(layers=48, attention_heads=32, kv_heads=4, head_dim=128, ac
 _A100 = Device(attention_flops=170e12, matmul_flops=200e12, intra_bytes=200e9, inter_bytes=22e9)
 _H100 = Device(attention_flops=350e12, matmul_flops=400e12, intra_bytes=300e9, inter_bytes=45e9)
 _H200 = Device(attention_flops=380e12, matmul_flops=430e12, intra_bytes=300e9, inter_bytes=45e9)
+# One core a rank, gloo over the loopback: orders of magnitude, for calibration to start from.
+_CPU = Device(
+    attention_flops=1e10, matmul_flops=3e10, intra_bytes=5e8, inter_bytes=5e8, launch_seconds=3e-3, hop_seconds=2e-4
+)
+# By a part of the device's name.
+DEVICES: Mapping[str, Device] = {"A100": _A100, "H100": _H100, "H200": _H200, "cpu": _CPU}
 
 PRESETS: Mapping[str, CostModel] = {
     # Llama-8B-like, attention near 350 TFLOP/s, the rest near 400, NVLink 300 GB/s, one 400 Gb/s NIC a GPU.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_cp.dynamic_cp.groups import legal_groups
+from megatron_cp.dynamic_cp.groups import Positions, legal_groups
+from megatron_cp.dynamic_cp.packing import BlockGroups
 from megatron_cp.parallel.layout import RankLayout
-
-Positions = tuple[int, ...]
 
 
 class DynamicGroups:
@@ -18,42 +17,83 @@ class DynamicGroups:
 
     A domain is a ``dp_cp`` group of the layout: the ranks that hold the same part of the model. All domains run the
     same schedules, so every rank of the world knows which groups a step needs and takes part in creating them, as
-    torch.distributed wants. ``at_start`` creates every legal group at once; otherwise each is created before the first
-    step that uses it. Independent of how the other groups were made (MPU or decentralized).
+    torch.distributed wants. Independent of how the other groups were made (MPU or decentralized).
+
+    Args:
+        blocks: the blocks of positions that schedules may use; by default all of ``legal_groups``.
+        at_start: create every group at once; otherwise each is created before the first step that uses it.
+        a2a_size: ranks of the all-to-all level of a block, where layers use the two-level transport.
+        with_tensor_parallel: also join each block with its tensor-parallel ranks (the router's losses want that).
+        known: groups that exist already; they are used, and not destroyed.
     """
 
     def __init__(
-        self, layout: RankLayout, *, min_cp_size: int = 1, at_start: bool = False, timeout_minutes: float = 10.0
+        self,
+        layout: RankLayout,
+        *,
+        min_cp_size: int = 1,
+        blocks: Iterable[Positions] | None = None,
+        at_start: bool = False,
+        timeout_minutes: float = 10.0,
+        a2a_size: Callable[[Positions], int] | None = None,
+        with_tensor_parallel: bool = False,
+        known: Mapping[Positions, dist.ProcessGroup] | None = None,
     ) -> None:
         rank = dist.get_rank()
         self._domains = layout.groups("dp_cp")
+        self._wide_domains = layout.groups("tp_dp_cp") if with_tensor_parallel and layout.tp > 1 else []
+        if known is not None:  # a run on this rank alone
+            self._domains = [[rank]]
         self.domain = next(ranks for ranks in self._domains if rank in ranks)
         self.position = self.domain.index(rank)
+        self._tp = layout.tp
         # One rank alone is always a group: a rank that keeps step with a dummy microbatch needs nobody.
         alone = {(position,) for position in range(len(self.domain))}
-        self.legal = alone.union(legal_groups(len(self.domain), min_cp_size))
+        wide = legal_groups(len(self.domain), min_cp_size) if blocks is None else blocks
+        self.legal = alone.union(wide)
+        self._a2a_size = a2a_size
         self._timeout = timedelta(minutes=timeout_minutes)
-        self._groups: dict[Positions, dist.ProcessGroup | None] = {}
+        self._known = dict(known or {})
+        self._groups: dict[Positions, dist.ProcessGroup | None] = dict(self._known)
+        self._wide: dict[Positions, dist.ProcessGroup | None] = {}
+        self._prepared: set[Positions] = set()
         self.prepare(self.legal if at_start else alone)
 
-    def prepare(self, blocks: Iterable[Positions]) -> None:
+    def prepare(self, blocks: Iterable[Positions]) -> list[Positions]:
         """Create the groups of these blocks of positions that do not exist yet; collective over the world.
 
-        Raises:
-            ValueError: a block that is no legal group.
+        Returns the blocks that are new. Raises ValueError for a block that is no legal group.
         """
-        for positions in sorted(set(blocks) - self._groups.keys(), key=lambda ranks: (-len(ranks), ranks)):
-            if positions not in self.legal:
-                raise ValueError(f"ranks {positions} are no legal group of a domain of {len(self.domain)} ranks")
-            mine = None
-            for domain in self._domains:
-                group = dist.new_group(
-                    [domain[position] for position in positions],
-                    timeout=self._timeout,
-                    group_desc=f"DYNAMIC_CP_{len(positions)}",
-                )
-                mine = group if domain is self.domain and self.position in positions else mine
-            self._groups[positions] = mine
+        new = sorted(set(blocks) - self._prepared, key=lambda ranks: (-len(ranks), ranks))
+        for block in new:
+            if block not in self.legal:
+                raise ValueError(f"ranks {block} are no legal group of a domain of {len(self.domain)} ranks")
+            for positions in self._parts(block):
+                if positions not in self._groups:
+                    self._groups[positions] = self._create(self._domains, positions, 1)
+            if self._wide_domains:
+                self._wide[block] = self._create(self._wide_domains, block, self._tp)
+        self._prepared.update(new)
+        return new
+
+    def _parts(self, block: Positions) -> Iterator[Positions]:
+        """The block itself and the groups of its two levels, a rank's own left out."""
+        yield block
+        if self._a2a_size is not None:
+            inner = self._a2a_size(block)
+            if 1 < inner < len(block):
+                yield from (block[start : start + inner] for start in range(0, len(block), inner))
+                yield from (block[offset::inner] for offset in range(inner))
+
+    def _create(self, domains: list[list[int]], positions: Positions, width: int) -> dist.ProcessGroup | None:
+        """The group of ``positions`` in every domain, ``width`` neighbouring ranks each; this rank's own, or None."""
+        mine = None
+        for domain in domains:
+            ranks = [domain[position * width + i] for position in positions for i in range(width)]
+            description = f"DYNAMIC_CP_{len(positions)}"
+            group = dist.new_group(ranks, timeout=self._timeout, group_desc=description)
+            mine = group if dist.get_rank() in ranks else mine
+        return mine
 
     def get(self, positions: Positions) -> dist.ProcessGroup:
         """The process group of these positions of the domain.
@@ -68,15 +108,27 @@ class DynamicGroups:
             )
         return group
 
+    def of_block(self, block: Positions) -> BlockGroups:
+        """All groups that work on a microbatch of ``block``. Raises as :meth:`get`."""
+        levels = None
+        if self._a2a_size is not None:
+            inner = self._a2a_size(block)
+            index = block.index(self.position)
+            first = index - index % inner
+            levels = self.get(block[first : first + inner]), self.get(block[index % inner :: inner])
+        return BlockGroups(self.get(block), levels, self._wide.get(block))
+
     @property
     def created(self) -> list[Positions]:
-        """The groups that exist, by position, widest first."""
-        return sorted(self._groups, key=lambda ranks: (-len(ranks), ranks))
+        """The blocks whose groups exist, by position, widest first."""
+        return sorted(self._prepared, key=lambda ranks: (-len(ranks), ranks))
 
     def destroy(self) -> None:
         """Destroy the groups that this rank is a member of."""
         if dist.is_initialized():
-            for group in self._groups.values():
-                if group is not None:
+            for positions, group in [*self._groups.items(), *self._wide.items()]:
+                if group is not None and positions not in self._known:
                     dist.destroy_process_group(group)
         self._groups.clear()
+        self._wide.clear()
+        self._prepared.clear()

@@ -1,14 +1,18 @@
 """The process groups that dynamic context parallelism may use: a buddy tree of aligned blocks of ranks.
 
-Groups that are nested or disjoint can never wait for each other in a circle, and a job needs fewer than two
-communicators a rank.
+Also the first three quarters of a block, so that sizes grow by a half or a third instead of doubling. Every rank runs
+its groups in the order of the microbatches, so groups can never wait for each other in a circle; there are at most
+two and a half groups for each rank in all, and a rank is in at most 2 log2(num_ranks) of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+
+Positions = tuple[int, ...]  # consecutive ranks of a domain, counted within it
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,62 @@ def buddy_tree(num_ranks: int, min_cp_size: int = 1) -> BuddyTree:
     return BuddyTree(num_ranks, tuple(levels))
 
 
+def three_quarters(tree: BuddyTree) -> list[tuple[int, int]]:
+    """The first three of four blocks that form a block two levels up, as (start, stop), where all four exist."""
+    return [(blocks[j][0], blocks[j + 2][1]) for blocks in tree.levels[:-2] for j in range(0, len(blocks) - 3, 4)]
+
+
 @lru_cache(maxsize=32)
-def legal_groups(num_ranks: int, min_cp_size: int = 1) -> tuple[tuple[int, ...], ...]:
+def legal_groups(num_ranks: int, min_cp_size: int = 1) -> tuple[Positions, ...]:
     """Every group of ranks that :func:`megatron_cp.dynamic_cp.schedule` may use, widest first, each once.
 
     Ranks count within the data-and-context-parallel domain. For powers of two these are the aligned blocks of
-    min_cp_size * 2^i ranks; any other number of ranks adds the remainder blocks at the end (10 ranks: 8 and 9 form a
-    pair below the group of all ten).
+    min_cp_size * 2^i ranks, and of min_cp_size * 3 * 2^i ranks that start at multiples of min_cp_size * 4 * 2^i; any
+    other number of ranks adds the remainder blocks at the end (10 ranks: 8 and 9 form a pair below the group of all
+    ten).
     """
     tree = buddy_tree(num_ranks, min_cp_size)
-    blocks = {block for level in tree.levels for block in level}
+    blocks = {block for level in tree.levels for block in level}.union(three_quarters(tree))
     return tuple(tuple(range(start, stop)) for start, stop in sorted(blocks, key=lambda b: (b[0] - b[1], b[0])))
+
+
+def fixed_groups(num_ranks: int, cp_size: int) -> tuple[Positions, ...]:
+    """The groups of packed static CP: neighbours, ``cp_size`` each."""
+    return tuple(tuple(range(start, start + cp_size)) for start in range(0, num_ranks, cp_size))
+
+
+def all_to_all_size(block: Positions, heads: int, kv_heads: int, ranks_per_node: int) -> int:
+    """Ranks of the all-to-all level where a block uses the two-level transport; the ring takes the rest.
+
+    The largest number of neighbours that stay in one node (or in the configured all-to-all size), divide the block and
+    fit the heads: 1 means a ring alone, the whole block an all-to-all alone.
+
+    Args:
+        heads, kv_heads: of a tensor-parallel rank. Key/value heads divide by the size, or the other way round.
+        ranks_per_node: neighbouring ranks of the domain that may form an all-to-all group, counted from position 0.
+    """
+
+    def fits(size: int) -> bool:
+        shares_heads = heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+        aligned = len(block) % size == 0 and block[0] % size == 0 and ranks_per_node % size == 0
+        inside = block[0] // ranks_per_node == block[-1] // ranks_per_node
+        return shares_heads and (aligned or (inside and size == len(block)))
+
+    return max((size for size in range(1, min(len(block), ranks_per_node) + 1) if fits(size)), default=1)
+
+
+def group_line(legal: Iterable[Positions], *, at_start: bool) -> str:
+    """What a run logs of its groups, by size: ``DYNAMIC_CONTEXT_PARALLEL_GROUPS 4:[0-3] 2:[0-1],[2-3] 1:4 ranks``.
+
+    Positions count within a domain, of which all have the same groups.
+    """
+    by_size: dict[int, list[Positions]] = {}
+    for block in sorted(legal, key=lambda block: (-len(block), block)):
+        by_size.setdefault(len(block), []).append(block)
+    parts = []
+    for size, blocks in by_size.items():
+        shown = [f"[{block[0]}-{block[-1]}]" for block in blocks[:4]]
+        more = f",... {len(blocks)} in all" if len(blocks) > len(shown) else ""
+        parts.append(f"{size}:" + (f"{len(blocks)} ranks alone" if size == 1 else ",".join(shown) + more))
+    when = "at the start" if at_start else "before their first use"
+    return f"DYNAMIC_CONTEXT_PARALLEL_GROUPS {' '.join(parts)} (created {when})"

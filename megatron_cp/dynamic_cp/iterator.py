@@ -1,26 +1,30 @@
-"""Global batches of samples made into this rank's packed microbatches, scheduled one step ahead.
+"""Global batches of samples made into this rank's packed microbatches, one step ahead.
 
-Lengths are known before the samples are read, so the schedule of the next step is computed in the background while
-the current one runs, by every rank for itself: the scheduler is deterministic. Each rank then reads just the samples
-that its own microbatches hold.
+Lengths are known before the samples are read, so the next step is scheduled, read and laid out in the background while
+the current one runs, by every rank for itself: the scheduler is deterministic. Each rank reads just the samples that
+its own microbatches hold.
 """
 
 from __future__ import annotations
 
-import time
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.domain import DynamicGroups
-from megatron_cp.dynamic_cp.packing import PackedMicrobatch, Sample, dummy_sample, pack
-from megatron_cp.dynamic_cp.types import Group, Schedule, padded_length
+from megatron_cp.dynamic_cp.packing import HostPack, PackedMicrobatch, Sample, dummy_sample, lay_out
+from megatron_cp.dynamic_cp.report import padding_fraction
+from megatron_cp.dynamic_cp.types import Group, Schedule
 
-Scheduler = Callable[[Sequence[int]], Schedule]
+Scheduler = Callable[[Sequence[int], CostModel], Schedule]
 
 
 class SampleSource(Protocol):
@@ -39,14 +43,18 @@ class SampleSource(Protocol):
 class StepPlan:
     """One optimizer step of this rank.
 
-    ``groups`` has an entry a microbatch, ``None`` where this rank runs a dummy. Times in seconds.
+    ``groups`` has an entry a microbatch, ``None`` where this rank runs a dummy; ``packs`` are their contents.
+    ``checksums`` are those of the samples that were read, by sample id. Times in seconds.
     """
 
     samples: tuple[int, ...]  # indices into the source, by sample id of the schedule
     lengths: tuple[int, ...]
     schedule: Schedule
+    cost: CostModel  # what the schedule was made with
     groups: tuple[Group | None, ...]
-    exposed_seconds: float  # spent waiting for the scheduler
+    packs: tuple[HostPack, ...]
+    checksums: Mapping[int, int] = field(default_factory=dict)
+    exposed_seconds: float = 0.0  # spent waiting for all this
 
     @property
     def num_microbatches(self) -> int:
@@ -60,14 +68,18 @@ class StepPlan:
     @property
     def padding_fraction(self) -> float:
         """Padding tokens by real tokens, over the whole domain."""
-        width = self.schedule.sequence_parallel_size
-        padded = sum(
-            padded_length(self.lengths[i], g.cp_size, width)
-            for groups in self.schedule.microbatches
-            for g in groups
-            for i in g.sample_ids
-        )
-        return padded / sum(self.lengths) - 1
+        return padding_fraction(self.schedule, self.lengths)
+
+    @property
+    def imbalance(self) -> float:
+        """Seconds that the rank with most work takes by the cost model, over the mean of all ranks."""
+        lengths = np.asarray(self.lengths)
+        work = np.zeros(self.schedule.num_ranks)
+        for groups in self.schedule.microbatches:
+            for group in groups:
+                seconds = self.cost.seconds(lengths[list(group.sample_ids)], group.cp_size)
+                work[group.ranks[0] : group.ranks[-1] + 1] += seconds
+        return float(work.max() / work.mean())
 
 
 class DynamicBatches:
@@ -76,10 +88,12 @@ class DynamicBatches:
     Args:
         source: the samples; global batch i holds samples [i * size, (i + 1) * size) modulo its length.
         global_batch_size: samples of an optimizer step.
-        scheduler: lengths to a schedule over the domain's ranks; the same on every rank.
+        scheduler: lengths and cost model to a schedule over the domain's ranks; the same on every rank.
         groups: this rank's process groups.
         keep_step: ranks must run equally many microbatches (pipeline stages): idle slots become dummies. Otherwise
             a rank that has nothing to do in a microbatch leaves it out, though it runs at least one a step.
+        cost: the model to schedule with; see :meth:`use_cost`.
+        longest: most tokens of a sample.
     """
 
     def __init__(
@@ -92,6 +106,8 @@ class DynamicBatches:
         keep_step: bool,
         device: torch.device | str = "cpu",
         consumed_samples: int = 0,
+        cost: CostModel = DEFAULT_COST,
+        longest: int | None = None,
     ) -> None:
         if len(source) == 0:
             raise ValueError("the data set is empty: no sample can be scheduled")
@@ -103,51 +119,107 @@ class DynamicBatches:
         self._groups = groups
         self._keep_step = keep_step
         self._device = device
+        self._longest = longest
         self._consumed = consumed_samples
+        # The next step may be under way with an older cost model than the one in use now.
+        self._cost_of_next = self._cost = cost
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cp-scheduler")
-        self._ahead: Future[tuple[tuple[int, ...], tuple[int, ...], Schedule]] | None = None
+        self._ahead: Future[StepPlan] | None = None
 
     def __iter__(self) -> Iterator[StepPlan]:
         return self
 
     def __next__(self) -> StepPlan:
-        pending = self._ahead or self._pool.submit(self._schedule, self._consumed)
-        start = time.perf_counter()
-        samples, lengths, schedule = pending.result()
-        exposed = time.perf_counter() - start
+        """The next step. Raises what went wrong with it: ValueError, or what the source raises."""
+        begin = perf_counter()
+        plan = (self._ahead or self._submit()).result()
+        exposed = perf_counter() - begin
         self._consumed += self._size
-        self._ahead = self._pool.submit(self._schedule, self._consumed)
-        self._groups.prepare(group.ranks for row in schedule.microbatches for group in row)
+        self._cost_of_next = self._cost
+        self._ahead = self._submit()
+        return StepPlan(**{**vars(plan), "exposed_seconds": exposed})
+
+    def _submit(self) -> Future[StepPlan]:
+        return self._pool.submit(self._plan, self._consumed, self._cost_of_next)
+
+    def _plan(self, consumed: int, cost: CostModel) -> StepPlan:
+        samples = tuple(index % len(self._source) for index in range(consumed, consumed + self._size))
+        lengths = tuple(self._length(index) for index in samples)
+        schedule = self._scheduler(lengths, cost)
         groups: list[Group | None] = list(schedule.groups_of(self._groups.position))
         if not self._keep_step:
             groups = [group for group in groups if group is not None] or [None]
-        return StepPlan(samples, lengths, schedule, tuple(groups), exposed)
+        checksums: dict[int, int] = {}
+        packs = tuple(self._read(group, samples, schedule.sequence_parallel_size, checksums) for group in groups)
+        return StepPlan(samples, lengths, schedule, cost, tuple(groups), packs, checksums)
 
-    def _schedule(self, consumed: int) -> tuple[tuple[int, ...], tuple[int, ...], Schedule]:
-        samples = tuple(index % len(self._source) for index in range(consumed, consumed + self._size))
-        lengths = tuple(self._source.length(index) for index in samples)
-        return samples, lengths, self._scheduler(lengths)
-
-    def microbatches(self, plan: StepPlan) -> Iterator[PackedMicrobatch]:
-        """Read and pack this rank's microbatches of a step, one at a time."""
-        width = plan.schedule.sequence_parallel_size
-        for group in plan.groups:
-            ranks = (self._groups.position,) if group is None else group.ranks
-            samples = (
-                [dummy_sample(width)]
-                if group is None
-                else [self._source[plan.samples[sample_id]] for sample_id in group.sample_ids]
+    def _length(self, index: int) -> int:
+        length = self._source.length(index)
+        if length < 1:
+            raise ValueError(f"sample {index} of the data set is empty; leave empty documents out")
+        if self._longest is not None and length > self._longest:
+            raise ValueError(
+                f"sample {index} of the data set has {length} tokens, more than dataset.seq_length={self._longest}; "
+                "raise that, or have long documents cut (dataset.too_long=split)"
             )
-            yield pack(samples, self._groups.get(ranks), sequence_parallel_size=width, device=self._device)
+        return length
 
-    def state_dict(self) -> dict[str, int]:
+    def _read(self, group: Group | None, samples: Sequence[int], width: int, checksums: dict[int, int]) -> HostPack:
+        if group is None:
+            return lay_out([dummy_sample(width)], 0, 1, sequence_parallel_size=width, idle=True)
+        parts = []
+        for sample_id in group.sample_ids:
+            index = samples[sample_id]
+            part = self._source[index]
+            _check(index, part, self._source.length(index))
+            checksums[sample_id] = _checksum(part)
+            parts.append(part)
+        rank = group.ranks.index(self._groups.position)
+        return lay_out(parts, rank, group.cp_size, sequence_parallel_size=width)
+
+    def microbatches(self, plan: StepPlan) -> list[PackedMicrobatch]:
+        """This rank's microbatches of a step, on its device. Collective: creates the groups that are missing."""
+        self._groups.prepare(group.ranks for row in plan.schedule.microbatches for group in row)
+        ranks = [(self._groups.position,) if group is None else group.ranks for group in plan.groups]
+        return [
+            pack.on(self._device, self._groups.of_block(block)) for pack, block in zip(plan.packs, ranks, strict=True)
+        ]
+
+    def use_cost(self, cost: CostModel) -> None:
+        """Schedule with ``cost`` from the first step on that is not under way yet; the same call on every rank."""
+        self._cost = cost
+
+    def state_dict(self) -> dict[str, Any]:
         """What to save: valid between steps."""
-        return {"consumed_samples": self._consumed}
+        costs = {"cost_of_next": asdict(self._cost_of_next), "cost": asdict(self._cost)}
+        return {"consumed_samples": self._consumed, **costs}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on exactly where the saved one stopped, also on another number of ranks."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where the saved one stopped, also on another number of ranks.
+
+        The cost models are taken over if they are given: with them the schedules are the same, too.
+        """
         self._consumed = int(state["consumed_samples"])
+        if "cost" in state:
+            self._cost_of_next, self._cost = CostModel(**state["cost_of_next"]), CostModel(**state["cost"])
         self._ahead = None
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _check(index: int, sample: Sample, length: int) -> None:
+    """Raise ValueError for a sample that is not what its length says."""
+    for key in ("tokens", "labels", "loss_mask"):
+        if len(sample[key]) != length:
+            raise ValueError(
+                f"sample {index} of the data set should have {length} {key}, but has {len(sample[key])}: each token "
+                "needs one label and one place in the loss mask"
+            )
+
+
+def _checksum(sample: Sample) -> int:
+    crc = 0
+    for key in ("tokens", "labels", "loss_mask"):
+        crc = zlib.crc32(sample[key].contiguous().numpy(), crc)
+    return crc

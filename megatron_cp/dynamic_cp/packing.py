@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,24 +23,121 @@ from megatron_cp.dynamic_cp.types import padded_length
 Sample = dict[str, torch.Tensor]
 
 
+@dataclass
+class MicrobatchParams(PackedSeqParams):
+    """megatron-core's parameters of a pack, and the further groups that work on it.
+
+    cp_levels: (a2a, p2p) groups of the two-level transport; None where no layer uses it.
+    tp_cp_group: tensor-parallel ranks of all of ``cp_group``'s members; None where that is ``cp_group`` itself.
+    idle: a dummy that only keeps step with other ranks: nothing in it may count.
+    """
+
+    cp_levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    tp_cp_group: dist.ProcessGroup | None = None
+    idle: bool = False
+
+
+class BlockGroups(NamedTuple):
+    """The process groups of a block of ranks, as in :class:`MicrobatchParams`."""
+
+    cp: dist.ProcessGroup
+    levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    tp_cp: dist.ProcessGroup | None = None
+
+
 @dataclass(frozen=True)
 class PackedMicrobatch:
     """One rank's part of a packed microbatch: ``[1, t_local]`` tensors and what attention needs to know.
 
-    ``lengths`` are the samples' own (unpadded) lengths, of the whole group.
+    ``padding_mask`` is True where there is padding. ``lengths`` are the samples' own (unpadded) lengths, of the whole
+    group.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
-    packed_seq_params: PackedSeqParams
+    padding_mask: torch.Tensor
+    packed_seq_params: MicrobatchParams
     lengths: tuple[int, ...]
 
     @property
     def padded_tokens(self) -> int:
         """Tokens of the whole group, padding included."""
         return int(self.packed_seq_params.cu_seqlens_q_padded[-1])
+
+
+@dataclass(frozen=True)
+class HostPack:
+    """The same on the host, before any process group is needed: what a background thread can prepare.
+
+    ``tensors`` are those of :class:`PackedMicrobatch`; ``starts`` and ``padded_starts`` the real and the padded
+    cumulative lengths, ``[samples + 1]``, over all ranks of the group.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    starts: tuple[int, ...]
+    padded_starts: tuple[int, ...]
+    cp_size: int
+    idle: bool = False
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in pairwise(self.starts))
+
+    def on(self, device: torch.device | str, groups: BlockGroups) -> PackedMicrobatch:
+        """The microbatch on its device, to be worked on by these groups."""
+        cu_seqlens = torch.tensor(self.starts, dtype=torch.int32, device=device)
+        cu_seqlens_padded = torch.tensor(self.padded_starts, dtype=torch.int32, device=device)
+        longest = max(stop - start for start, stop in pairwise(self.padded_starts))
+        parameters = MicrobatchParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens_padded,
+            cu_seqlens_kv_padded=cu_seqlens_padded,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            # local_cp_size stays None: the group says it, and megatron-core's latent attention refuses the number.
+            cp_group=groups.cp,
+            pad_between_seqs=self.starts != self.padded_starts,
+            cp_levels=groups.levels,
+            tp_cp_group=groups.tp_cp,
+            idle=self.idle,
+        )
+        local = {key: value.to(device, non_blocking=True) for key, value in self.tensors.items()}
+        return PackedMicrobatch(**local, packed_seq_params=parameters, lengths=self.lengths)
+
+
+def lay_out(
+    samples: Sequence[Sample], cp_rank: int, cp_size: int, *, sequence_parallel_size: int = 1, idle: bool = False
+) -> HostPack:
+    """Pack ``samples`` (1-D ``tokens``, ``labels`` and ``loss_mask`` of one length each) for one rank of a group.
+
+    Every rank of the group packs the same samples in the same order. Padding has token, label, position and loss mask
+    0. ``idle`` marks a dummy.
+
+    Raises:
+        ValueError: a sample is empty, or its labels or loss mask have another length than its tokens.
+    """
+    lengths = [length_of(index, sample) for index, sample in enumerate(samples)]
+    padded = [padded_length(length, cp_size, sequence_parallel_size) for length in lengths]
+    starts = [0, *accumulate(padded)]
+    whole = {
+        "tokens": torch.zeros(starts[-1], dtype=torch.int64),
+        "labels": torch.zeros(starts[-1], dtype=torch.int64),
+        "loss_mask": torch.zeros(starts[-1], dtype=torch.float32),
+        "position_ids": torch.zeros(starts[-1], dtype=torch.int64),
+        "padding_mask": torch.ones(starts[-1], dtype=torch.bool),
+    }
+    for start, length, sample in zip(starts, lengths, samples, strict=False):
+        for key in ("tokens", "labels", "loss_mask"):
+            whole[key][start : start + length] = sample[key]
+        whole["position_ids"][start : start + length] = torch.arange(length)
+        whole["padding_mask"][start : start + length] = idle
+    mine = torch.from_numpy(partition_indices(np.array(starts), cp_rank, cp_size))
+    local = {key: value[mine].unsqueeze(0) for key, value in whole.items()}
+    return HostPack(local, (0, *accumulate(lengths)), tuple(starts), cp_size, idle)
 
 
 def pack(
@@ -49,45 +147,9 @@ def pack(
     sequence_parallel_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> PackedMicrobatch:
-    """Pack ``samples`` (1-D ``tokens``, ``labels`` and ``loss_mask`` of one length each) for this rank of ``group``.
-
-    Every rank of the group packs the same samples in the same order. Padding has token 0, label 0 and loss mask 0.
-
-    Raises:
-        ValueError: a sample is empty, or its labels or loss mask have another length than its tokens.
-    """
-    cp_size = group.size()
-    lengths = [_length_of(index, sample) for index, sample in enumerate(samples)]
-    padded = [padded_length(length, cp_size, sequence_parallel_size) for length in lengths]
-    starts = [0, *accumulate(padded)]
-    whole = {
-        "tokens": torch.zeros(starts[-1], dtype=torch.int64),
-        "labels": torch.zeros(starts[-1], dtype=torch.int64),
-        "loss_mask": torch.zeros(starts[-1], dtype=torch.float32),
-        "position_ids": torch.zeros(starts[-1], dtype=torch.int64),
-    }
-    for start, length, size, sample in zip(starts, lengths, padded, samples, strict=False):
-        for key in ("tokens", "labels", "loss_mask"):
-            whole[key][start : start + length] = sample[key]
-        whole["position_ids"][start : start + size] = torch.arange(size)
-    mine = torch.from_numpy(partition_indices(np.array(starts), group.rank(), cp_size))
-    local = {key: value[mine].unsqueeze(0).to(device, non_blocking=True) for key, value in whole.items()}
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    cu_seqlens_padded = torch.tensor(starts, dtype=torch.int32, device=device)
-    longest = max(padded)
-    parameters = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=cu_seqlens_padded,
-        cu_seqlens_kv_padded=cu_seqlens_padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        local_cp_size=cp_size,
-        cp_group=group,
-        pad_between_seqs=lengths != padded,
-    )
-    return PackedMicrobatch(**local, packed_seq_params=parameters, lengths=tuple(lengths))
+    """:func:`lay_out` for this rank of ``group``, on ``device``."""
+    host = lay_out(samples, group.rank(), group.size(), sequence_parallel_size=sequence_parallel_size)
+    return host.on(device, BlockGroups(group))
 
 
 def dummy_sample(sequence_parallel_size: int = 1) -> Sample:
@@ -100,7 +162,8 @@ def dummy_sample(sequence_parallel_size: int = 1) -> Sample:
     }
 
 
-def _length_of(index: int, sample: Sample) -> int:
+def length_of(index: int, sample: Sample) -> int:
+    """Tokens of a sample. Raises ValueError, naming it by ``index``, for one that cannot be packed."""
     length = len(sample["tokens"])
     if length == 0:
         raise ValueError(f"sample {index} of the microbatch is empty; leave empty documents out of the data set")

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_cp.dynamic_cp.iterator import StepPlan
 from megatron_cp.errors import RuntimeFault
 from megatron_cp.parallel.layout import layout_of
-from megatron_cp.rules.batch import check_batch, check_positions
+from megatron_cp.rules.batch import KEYS, check_batch, check_pack, check_positions
 from megatron_cp.training.setup import Run
 
 Batch = Mapping[str, torch.Tensor]
@@ -54,16 +55,7 @@ class BatchChecks:
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(everyone, mine, group=group)
         counts, checksums = torch.stack(everyone).T.tolist()
-        if any(counts):
-            said: list[Any] = [None] * group.size()
-            dist.all_gather_object(said, list(problems), group=group)
-            texts = [f"rank {rank}: {text}" for rank, theirs in enumerate(said) for text in theirs]
-        else:
-            texts = self._disagreements(checksums)
-        if texts:
-            shown = texts[:8] + ([f"and {len(texts) - 8} more"] if len(texts) > 8 else [])
-            step = self._run.progress.iteration + 1
-            raise RuntimeFault(f"the batches of step {step} cannot be used.\n" + "\n".join(shown), on_all_ranks=True)
+        _raise(self._run, _everyones(self._run, problems) if any(counts) else self._disagreements(checksums))
 
     def _disagreements(self, checksums: Sequence[int]) -> list[str]:
         members: dict[int, list[int]] = defaultdict(list)
@@ -79,6 +71,105 @@ class BatchChecks:
                     "files and sample index, and that the sampler depends on the data-parallel rank alone"
                 )
         return texts
+
+
+class PackChecks:
+    """The checks of one run's packed steps, of ``batch_size`` samples each."""
+
+    def __init__(self, run: Run, batch_size: int) -> None:
+        self._run = run
+        self._size = batch_size
+
+    def agree(self, plan: StepPlan | None, problems: Sequence[str]) -> None:
+        """Check this rank's packs and compare what all ranks found; collective over the run's ranks, one exchange.
+
+        All ranks must have made the same schedule of the same lengths, and ranks that read the same sample (those of a
+        group, and of other pipeline stages and tensor-parallel ranks) must have read the same.
+
+        Args:
+            plan: the coming step; None where there is none because of ``problems``.
+
+        Raises:
+            RuntimeFault: on every rank, if any rank has a problem or ranks differ.
+        """
+        problems = [*problems, *(problems_of_packs(plan) if plan else ())]
+        made = _checksum_of_plan(plan) if plan else 0
+        read = torch.full((self._size,), _NOT_READ, dtype=torch.int64)
+        same = (
+            read.clone()
+        )  # the largest of the negatives is the smallest: both ends of what ranks say, in one exchange
+        for sample_id, checksum in (plan.checksums if plan else {}).items():
+            read[sample_id], same[sample_id] = checksum, -checksum
+        head = torch.tensor([len(problems), made, -made], dtype=torch.int64)
+        largest = torch.cat([head, read, same]).to(self._run.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._run.all_ranks)
+        largest = largest.cpu()
+        if largest[0]:
+            _raise(self._run, _everyones(self._run, problems))
+        if largest[1] != -largest[2]:
+            _raise(self._run, self._differing_plans(made))
+        read, same = largest[3:].view(2, -1)
+        differing = ((read != _NOT_READ) & (read != -same)).nonzero().flatten().tolist()
+        if differing and plan is not None:
+            _raise(self._run, self._differing_samples(plan, differing))
+
+    def _differing_plans(self, made: int) -> list[str]:
+        everyone = _gather(self._run, made)
+        others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        return [
+            f"ranks {others} have other sample lengths, or another schedule of them, than rank 0. Check that all nodes "
+            "read the same data files and run on the same kind of machine"
+        ]
+
+    def _differing_samples(self, plan: StepPlan, sample_ids: Sequence[int]) -> list[str]:
+        everyone = _gather(self._run, {i: plan.checksums[i] for i in sample_ids if i in plan.checksums})
+        texts = []
+        for sample_id in sample_ids:
+            read = {rank: theirs[sample_id] for rank, theirs in enumerate(everyone) if sample_id in theirs}
+            first, *_ = read
+            others = [rank for rank, checksum in read.items() if checksum != read[first]]
+            texts.append(
+                f"sample {plan.samples[sample_id]}: ranks {others} read other tokens, labels or loss masks than rank "
+                f"{first}. Check that all nodes read the same data files"
+            )
+        return texts
+
+
+_NOT_READ = -(1 << 40)  # less than any checksum of 32 bits, and than its negative
+
+
+def problems_of_packs(plan: StepPlan) -> list[str]:
+    """What is wrong with the packs of a step on this rank (rules B7, B9, F1, F2, F4, F15)."""
+    found = []
+    width = plan.schedule.sequence_parallel_size
+    for pack in plan.packs:
+        total = pack.padded_starts[-1]
+        shapes = {key: tuple(pack.tensors[key].shape) for key in KEYS if key in pack.tensors}
+        found += check_batch(shapes, seq_length=total, cp_size=pack.cp_size, packed=True)
+        found += check_pack(pack.starts, pack.padded_starts, num_tokens=total, cp_size=pack.cp_size, tp_size=width)
+    return [str(violation) for violation in found]
+
+
+def _checksum_of_plan(plan: StepPlan) -> int:
+    return zlib.crc32(repr((plan.samples, plan.lengths, plan.schedule.microbatches)).encode())
+
+
+def _gather(run: Run, value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * run.all_ranks.size()
+    dist.all_gather_object(everyone, value, group=run.all_ranks)
+    return everyone
+
+
+def _everyones(run: Run, problems: Sequence[str]) -> list[str]:
+    return [f"rank {rank}: {text}" for rank, theirs in enumerate(_gather(run, list(problems))) for text in theirs]
+
+
+def _raise(run: Run, texts: Sequence[str]) -> None:
+    """On every rank at once, if there is anything to say."""
+    if texts:
+        shown = [*texts[:8], *([f"and {len(texts) - 8} more"] if len(texts) > 8 else [])]
+        step = run.progress.iteration + 1
+        raise RuntimeFault(f"the batches of step {step} cannot be used.\n" + "\n".join(shown), on_all_ranks=True)
 
 
 def checksum_of(batch: Batch, start: int = 0) -> int:

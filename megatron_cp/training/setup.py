@@ -17,11 +17,15 @@ from torch.distributed import ProcessGroup
 
 from megatron_cp.attention.probe import probe_attention
 from megatron_cp.config import RunConfig
+from megatron_cp.dynamic_cp.domain import DynamicGroups
 from megatron_cp.models.builder import build_model
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.parallel.device import device, seed_everything
 from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
 from megatron_cp.training.optimizer import build_optimizer, build_scheduler
+from megatron_cp.training.packed_groups import build_dynamic_groups
+from megatron_cp.training.phases import Phases
+from megatron_cp.training.work_clock import WorkClock
 
 
 @dataclass
@@ -46,6 +50,10 @@ class Run:
     scheduler: OptimizerParamScheduler
     device: torch.device
     progress: Progress = field(default_factory=Progress)
+    phases: Phases = field(default_factory=Phases)
+    skipped_in_a_row: int = 0
+    dynamic_groups: DynamicGroups | None = None  # of packed microbatches
+    work_clock: WorkClock | None = None  # while somebody wants to know
 
     @property
     def is_last_stage(self) -> bool:
@@ -58,6 +66,8 @@ class Run:
 
     def close(self) -> None:
         """Drop the process groups, so that another run can start in this process."""
+        if self.dynamic_groups is not None:
+            self.dynamic_groups.destroy()
         destroy_process_groups(self.groups)
 
 
@@ -81,7 +91,9 @@ def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | N
     connect_schedule(config, core_config, model, optimizer, groups)
     # Weights are the same on every context-parallel rank; what dropout draws from now on must not be.
     seed_everything(config, groups, per_context_rank=True)
-    return Run(config, core_config, groups, model, optimizer, scheduler, device())
+    run = Run(config, core_config, groups, model, optimizer, scheduler, device())
+    run.dynamic_groups = build_dynamic_groups(config, groups)
+    return run
 
 
 def wrap_data_parallel(
@@ -94,7 +106,7 @@ def wrap_data_parallel(
         overlap_grad_reduce=ddp.overlap_grad_reduce,
         overlap_param_gather=ddp.overlap_param_gather,
         average_in_collective=ddp.average_in_collective,
-        check_for_nan_in_grad=ddp.check_for_nan_in_grad,
+        check_for_nan_in_grad=False,  # ours tells all ranks, and where it began
         bucket_size=ddp.bucket_size,
         use_distributed_optimizer=config.optimizer.use_distributed_optimizer,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_cp.attention.probe import ProbeError, probe_attention
 from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.training.loop import RankBatches, batch_iterator
+from megatron_cp.training.batches import open_steps
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import StepResult, train_step
 from megatron_cp.verify.shards import copy_of, gather_gradients, load_parameters, parameter_parts
@@ -50,10 +51,10 @@ def measure(
         else:
             load_parameters(run, weights)
         _keep_first_gradients(run, result)
-        batches = batch_iterator(run, dataset, 0, training=True)
-        rank_batches = RankBatches(run, batches)
-        for _ in range(train_iters):
-            result.steps.append(train_step(run, rank_batches, batches.num_microbatches))
+        with closing(open_steps(run, dataset, 0, training=True)) as steps:
+            for _ in range(train_iters):
+                step = next(steps)
+                result.steps.append(train_step(run, iter(step.microbatches), len(step.microbatches)))
         return result
     finally:
         run.close()

@@ -10,7 +10,7 @@ import torch
 from megatron_cp.data import batches
 from megatron_cp.data.datasets import MockDataset
 from megatron_cp.errors import DataError
-from megatron_cp.training import loop
+from megatron_cp.training import batches as training_batches
 from megatron_cp.training.batch_checks import checksum_of
 
 
@@ -50,8 +50,10 @@ def shorter_samples() -> None:
 
 
 def sliced_twice() -> None:
-    original = loop.slice_for_context_parallel
-    loop.slice_for_context_parallel = lambda batch, rank, size: original(original(batch, rank, size), rank, size)
+    original = training_batches.slice_for_context_parallel
+    training_batches.slice_for_context_parallel = lambda batch, rank, size: original(
+        original(batch, rank, size), rank, size
+    )
 
 
 def no_more_data() -> None:

@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings import rotary_pos_embedding
 
 from megatron_cp.attention import comm
 from megatron_cp.attention.sharding import shard_sequence
-from megatron_cp.training import loop, setup, step
+from megatron_cp.training import batches, setup, step
 
 
 @contextlib.contextmanager
@@ -62,25 +62,25 @@ def skipped_all_gather() -> Iterator[None]:
 @contextlib.contextmanager
 def batch_sliced_twice() -> Iterator[None]:
     """By the code that deals batches to ranks, past the mark that a sliced batch carries."""
-    original = loop.slice_for_context_parallel
+    original = batches.slice_for_context_parallel
 
     def twice(batch: Any, cp_rank: int, cp_size: int) -> Any:
         return original(dict(original(batch, cp_rank, cp_size)), cp_rank, cp_size)
 
-    with mock.patch.object(loop, "slice_for_context_parallel", twice):
+    with mock.patch.object(batches, "slice_for_context_parallel", twice):
         yield
 
 
 @contextlib.contextmanager
 def batch_sliced_again_in_the_step() -> Iterator[None]:
     """After every check of batches."""
-    original = loop.RankBatches.__next__
+    original = batches.RankBatches.__next__
 
     def again(self: Any) -> Any:
         cp = self._run.groups.cp
         return {key: shard_sequence(value, 1, cp.rank(), cp.size()) for key, value in original(self).items()}
 
-    with mock.patch.object(loop.RankBatches, "__next__", again):
+    with mock.patch.object(batches.RankBatches, "__next__", again):
         yield
 
 

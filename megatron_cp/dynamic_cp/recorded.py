@@ -1,0 +1,89 @@
+"""The schedules that a run really used, a line a step in its folder, and back again. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_cp.dynamic_cp.cost import CostModel
+from megatron_cp.dynamic_cp.types import Group, Schedule
+
+SCHEDULES = "schedules.jsonl"
+
+
+class Scheduled(Protocol):
+    """A scheduled step, such as a ``StepPlan``."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+
+    @property
+    def cost(self) -> CostModel: ...
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step of a run: what was scheduled, and the cost model that it was scheduled with."""
+
+    iteration: int
+    schedule: Schedule
+    lengths: tuple[int, ...]
+    cost: CostModel
+
+
+def record(step: Scheduled) -> dict[str, Any]:
+    """A step in plain types. A group is [first rank, number of ranks, [sample ids]]; samples are counted in the step."""
+    schedule = step.schedule
+    return {
+        "num_ranks": schedule.num_ranks,
+        "max_seqlen_per_rank": schedule.max_seqlen_per_rank,
+        "sequence_parallel_size": schedule.sequence_parallel_size,
+        "lengths": list(step.lengths),
+        "microbatches": [
+            [[group.ranks[0], group.cp_size, list(group.sample_ids)] for group in groups]
+            for groups in schedule.microbatches
+        ],
+        "cost": asdict(step.cost),
+    }
+
+
+def read_step(folder: Path, iteration: int | None = None) -> RecordedStep:
+    """A step of the run in ``folder``; by default its last one.
+
+    Raises:
+        ValueError: the run has recorded no such step, or the file is damaged.
+    """
+    path = folder / SCHEDULES
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: there is no such file. Runs with model.sequence_packing_scheduler write one into their folder"
+        )
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        # A line that a killed run has half written is left out.
+        steps = {step["iteration"]: step for step in (json.loads(line) for line in lines if line.endswith("\n"))}
+        if not steps:
+            raise ValueError("no step has been recorded yet")
+        wanted = max(steps) if iteration is None else iteration
+        if wanted not in steps:
+            raise ValueError(f"has no iteration {wanted}, only {min(steps)} to {max(steps)}")
+        return _step(steps[wanted])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _step(values: dict[str, Any]) -> RecordedStep:
+    microbatches = [
+        [Group(tuple(range(first, first + size)), tuple(ids)) for first, size, ids in groups]
+        for groups in values["microbatches"]
+    ]
+    schedule = Schedule(
+        values["num_ranks"], values["max_seqlen_per_rank"], microbatches, values["sequence_parallel_size"]
+    )
+    return RecordedStep(values["iteration"], schedule, tuple(values["lengths"]), CostModel(**values["cost"]))
