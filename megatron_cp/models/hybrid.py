@@ -1,0 +1,115 @@
+"""Hybrid models: megatron-core's stack of Mamba-2, attention and MLP layers, with our attention and our mixer in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+
+from megatron_cp.config import RunConfig
+from megatron_cp.models.hybrid_pattern import with_stages
+from megatron_cp.models.layer_specs import gpt_layer_spec, use_transformer_engine
+from megatron_cp.models.mamba import ContextParallelMambaMixer, SeededMambaLayer
+
+
+class HybridLayers(HybridStack):
+    """megatron-core's stack, whose last norm is given; upstream's is Transformer Engine's, installed or not."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: HybridStackSubmodules,
+        *args: Any,
+        final_norm: Any,
+        post_layer_norm: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, submodules, *args, post_layer_norm=False, **kwargs)
+        self.post_layer_norm = post_layer_norm
+        if self.post_process and post_layer_norm:
+            self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+
+class HybridLanguageModel(HybridModel):
+    """megatron-core's model, whose tied output layer on a last stage can be saved without the MPU's global state."""
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: dict[str, Any],
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: dict[str, Any],
+    ) -> None:
+        if not self.post_process or self.pre_process:
+            super().tie_embeddings_and_output_weights_state_dict(
+                sharded_state_dict, output_layer_weight_key, first_stage_word_emb_key, metadata
+            )
+            return
+        # Upstream asks the global state for this rank's number among its replicas.
+        group = metadata["dp_cp_group"]
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            self.shared_embedding_or_output_weight(),
+            first_stage_word_emb_key,
+            replica_id=(1, 0, group.rank()),  # 1: a copy of the first stage's
+            allow_shape_mismatch=True,
+            tp_group=self.tp_group,
+            dp_cp_group=group,
+        )
+
+
+def build_hybrid(config: RunConfig, core_config: TransformerConfig, **common: Any) -> HybridLanguageModel:
+    """This rank's chunk; ``common`` are the arguments that megatron-core's language models share."""
+    model = config.model
+    stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
+    return HybridLanguageModel(
+        config=core_config,
+        hybrid_stack_spec=hybrid_stack_spec(config),
+        hybrid_layer_pattern=with_stages(model.hybrid_layer_pattern or "", stages),
+        **common,
+    )
+
+
+def hybrid_stack_spec(config: RunConfig) -> ModuleSpec:
+    """The spec of the stack: attention and MLP are the halves of a GPT layer."""
+    whole, norm = gpt_layer_spec(config)
+    halves = {
+        "attention_layer": {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp},
+        "mlp_layer": {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp},
+    }
+    layers: dict[str, Any] = {
+        name: ModuleSpec(module=whole.module, params=whole.params, submodules=replace(whole.submodules, **left_out))
+        for name, left_out in halves.items()
+    }
+    layers["mamba_layer"] = ModuleSpec(
+        module=SeededMambaLayer,
+        submodules=_mamba_submodules(use_transformer_engine(config), norm),
+        params={"initialization_seed": config.rng.seed},
+    )
+    return ModuleSpec(module=HybridLayers, submodules=HybridStackSubmodules(**layers), params={"final_norm": norm})
+
+
+def _mamba_submodules(with_te: bool, norm: Any) -> MambaLayerSubmodules:
+    if with_te:
+        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+
+        linears = MambaMixerSubmodules(in_proj=TELayerNormColumnParallelLinear, out_proj=TERowParallelLinear)
+        norm, renamed = IdentityOp, {}
+    else:
+        linears = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+        renamed = {"norm.": "mixer.in_proj.layer_norm_"}  # by the name that Transformer Engine's layers save
+    return MambaLayerSubmodules(
+        norm=norm,
+        mixer=ModuleSpec(module=ContextParallelMambaMixer, submodules=linears),
+        mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=renamed,
+    )
