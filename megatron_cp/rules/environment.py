@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.rules.nvml import read_driver
 from megatron_cp.schema import build
 
 # The variables that change what our libraries do; they are compared over ranks and shown in reports.
@@ -109,20 +109,8 @@ def _gpus() -> tuple[int, float | None]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return 0, None
-    try:  # the driver's management library: no CUDA context, nothing that a later fork would trip over
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
+    driver = read_driver()  # no CUDA context, nothing that a later fork would trip over
+    if driver is None or not driver.gpus:
         return 0, None
-    if nvml.nvmlInit_v2() != 0:
-        return 0, None
-    try:
-        count, handle = ctypes.c_uint(), ctypes.c_void_p()
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0 or count.value == 0:
-            return 0, None
-        nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle))
-        nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-    finally:
-        nvml.nvmlShutdown()
-    number = count.value if visible is None else min(count.value, len(visible.split(",")))
-    return number, major.value + minor.value / 10
+    number = len(driver.gpus)
+    return number if visible is None else min(number, len(visible.split(","))), driver.gpus[0].compute_capability

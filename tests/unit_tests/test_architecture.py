@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_cp"
 
 # From the top down: a room may import from its own line and from those below it.
 ORDER = [
-    {"__main__", "cli", "quickstart"},
+    {"__main__", "cli", "doctor", "quickstart"},
     {"verify"},
     {"training"},
     {"rules"},
@@ -40,6 +40,7 @@ PURE = [
     "megatron_cp.attention.select",
     "megatron_cp.attention.te_support",
     "megatron_cp.cli",
+    "megatron_cp.doctor",
 ]
 
 

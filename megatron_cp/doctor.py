@@ -1,0 +1,285 @@
+"""``megatron-cp doctor``: what is installed here, which attention a recipe would use and why, and what to install.
+
+Reads the driver's and the packages' own records, so it answers in under a second and cannot be made to crash by a
+library that is broken; ``--try`` also imports each one, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_cp.attention.te_support import MINIMUM, choose_backend, parse_version
+from megatron_cp.config import RunConfig
+from megatron_cp.errors import format_violations
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import Environment, check, resolve_auto
+from megatron_cp.rules.environment import installed_version
+from megatron_cp.rules.nvml import Driver, read_driver
+
+EXIT_READY, EXIT_MISSING, EXIT_CONFIG = 0, 1, 2
+MEGATRON_CORE = "0.19.2"
+_EXTRA = "uv pip install 'megatron-cp[gpu]' (in a clone: -e '.[gpu]')"
+_SECONDS_TO_IMPORT = 300
+
+
+@dataclass(frozen=True)
+class Library:
+    """``note``: what it is for or what is odd about it; ``module`` is what ``--try`` imports."""
+
+    name: str
+    version: str | None
+    note: str = ""
+    module: str | None = None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Everything that was found. ``torch_cuda`` is the CUDA version that torch was built for, None for none."""
+
+    environment: Environment
+    driver: Driver | None
+    libraries: tuple[Library, ...]
+    torch_cuda: str | None = None
+
+    def __getitem__(self, name: str) -> Library:
+        return next(library for library in self.libraries if library.name == name)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to do; ``needed`` if this machine cannot train as it stands."""
+
+    needed: bool
+    text: str
+
+
+def survey() -> Survey:
+    """What this machine and this Python environment hold."""
+    torch_cuda = _torch_cuda()
+    nccl = next((v for n in ("13", "12") if (v := installed_version(f"nvidia-nccl-cu{n}"))), None)
+    torch = installed_version("torch")
+    te = installed_version("transformer-engine")
+    te_torch = installed_version("transformer-engine-torch")
+    libraries = (
+        Library("megatron-core", installed_version("megatron-core"), module="megatron.core.parallel_state"),
+        Library("torch", torch, f"for CUDA {torch_cuda}" if torch_cuda else "without CUDA" if torch else "", "torch"),
+        Library("NCCL", nccl, "" if nccl else "no package of its own: torch's build may hold it"),
+        Library("gloo", f"torch {torch}'s" if torch else None),
+        Library(
+            "transformer-engine",
+            te,
+            "its part for PyTorch is missing" if te and not te_torch else "",
+            "transformer_engine.pytorch",
+        ),
+        Library("flash-attn", installed_version("flash-attn"), "for Transformer Engine, optional", "flash_attn"),
+        _apex(),
+        Library("mamba-ssm", installed_version("mamba-ssm"), "fused Mamba layers on GPUs, optional", "mamba_ssm"),
+        Library(
+            "causal-conv1d",
+            installed_version("causal-conv1d"),
+            "fused Mamba layers on GPUs, optional",
+            "causal_conv1d",
+        ),
+    )
+    return Survey(Environment.detect(), read_driver(), libraries, torch_cuda)
+
+
+def _torch_cuda() -> str | None:
+    """From torch's own record: importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b[^=]*= *'([^']+)'", text, flags=re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def _apex() -> Library:
+    """NVIDIA's apex is installed from source; the package index has another project of that name."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return Library("apex", None, "NVIDIA's, from source; fused optimizer where Transformer Engine is not, optional")
+    version = installed_version("apex") or "of unknown version"
+    places = [Path(place) for place in spec.submodule_search_locations or []]
+    if any((place / "multi_tensor_apply").is_dir() for place in places):
+        return Library("apex", version, "NVIDIA's", "amp_C")
+    return Library("apex", version, "NOT NVIDIA's: another project of that name")
+
+
+def findings(found: Survey) -> Iterator[Finding]:
+    """What is missing or does not fit together, whatever is to run."""
+    core, gpus = found["megatron-core"].version, found.environment.device == "gpu"
+    if core is None:
+        yield Finding(True, f"install megatron-core=={MEGATRON_CORE}: scripts/setup.sh does")
+    elif parse_version(core) != parse_version(MEGATRON_CORE):
+        yield Finding(True, f"install megatron-core=={MEGATRON_CORE} in place of {core}, which is not what we are for")
+    if found["torch"].version is None:
+        yield Finding(True, "install torch: scripts/setup.sh does")
+    elif gpus and found.torch_cuda is None:
+        yield Finding(True, f"install a torch with CUDA in place of {found['torch'].version}: it cannot see the GPUs")
+    elif gpus and found.driver is not None and found.torch_cuda is not None:
+        runs, built = found.driver.cuda, parse_version(found.torch_cuda)
+        if built[0] > runs[0]:  # within a major version newer CUDA libraries run on older drivers
+            text = (
+                f"update the driver: {found.driver.version} runs CUDA {runs[0]}.{runs[1]} at most, and torch "
+                f"{found['torch'].version} is built for CUDA {found.torch_cuda}"
+            )
+            yield Finding(True, text)
+    if found.driver is not None and found.driver.gpus and not gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        yield Finding(False, f"CUDA_VISIBLE_DEVICES={visible} hides this machine's GPUs; unset it to use them")
+    te = found["transformer-engine"]
+    if te.version is not None and te.note:
+        yield Finding(gpus, f"reinstall Transformer Engine, {te.note}: {_EXTRA}")
+    elif gpus and te.version is None:
+        yield Finding(False, f"install Transformer Engine for the fastest attention and layers: {_EXTRA}")
+    elif gpus and te.version is not None and parse_version(te.version) < parse_version(MINIMUM):
+        yield Finding(False, f"update Transformer Engine from {te.version} to at least {MINIMUM}: {_EXTRA}")
+    if found["apex"].note.startswith("NOT"):
+        yield Finding(False, "uninstall apex: what is installed is another project of that name, and no use here")
+
+
+def attention_of(config: RunConfig, environment: Environment) -> tuple[str, list[str]]:
+    """The attention that a finalized configuration gets in this environment, and why."""
+    wanted, on_gpu = config.model.attention_backend, environment.device == "gpu"
+    version = environment.transformer_engine
+    backend, gaps = choose_backend(config, version, on_gpu)
+    if wanted == "native":
+        why = ["model.attention_backend=native asks for it"]
+    elif not on_gpu:
+        why = ["there is no GPU, and Transformer Engine's attention needs one"]
+    elif version is None:
+        why = ["Transformer Engine is not installed"]
+    elif gaps:  # named all the same, it is an error of the rules
+        why = ["model.attention_backend=te asks for it"] if backend == "te" else []
+        why += [f"Transformer Engine {version}, {gap.field}: {gap.message}" for gap in gaps]
+    else:
+        why = [f"Transformer Engine {version} computes all that the recipe asks for"]
+    return {"te": "Transformer Engine's", "native": "our own"}[backend], why
+
+
+def _findings_for(config: RunConfig, found: Survey) -> Iterator[Finding]:
+    """What this recipe would gain from."""
+    if config.model.architecture == "hybrid" and found.environment.device == "gpu":
+        absent = [name for name in ("mamba-ssm", "causal-conv1d") if found[name].version is None]
+        if absent:
+            text = f"install {' and '.join(absent)} for fused Mamba layers; plain PyTorch computes them without"
+            yield Finding(False, text)
+
+
+def _try(libraries: Sequence[Library]) -> dict[str, str]:
+    """The error of each installed library that cannot be imported; each in a process of its own, it may well die."""
+    errors = {}
+    for library in libraries:
+        if library.version is None or library.module is None:
+            continue
+        code = f"import megatron_cp, torch, {library.module}"  # ours first: megatron-core without CUDA needs it
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS_TO_IMPORT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            errors[library.name] = f"no end after {_SECONDS_TO_IMPORT} s"
+            continue
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or [f"it died with {done.returncode}"]
+            errors[library.name] = last[0]
+    return errors
+
+
+def _machine_lines(found: Survey) -> Iterator[str]:
+    driver, environment = found.driver, found.environment
+    for gpu in dict.fromkeys(driver.gpus) if driver else ():
+        number = driver.gpus.count(gpu) if driver else 0
+        yield _line(
+            "GPU", f"{number} x {gpu.name}, compute capability {gpu.compute_capability}, {gpu.memory / 2**30:.0f} GiB"
+        )
+    if not (driver and driver.gpus):
+        yield _line("GPU", "none")
+    text = f"{driver.version}, runs CUDA {driver.cuda[0]}.{driver.cuda[1]} and older" if driver else "none"
+    yield _line("NVIDIA driver", text)
+    yield _line("Python", ".".join(map(str, sys.version_info[:3])))
+    for name, value in environment.variables.items():
+        yield _line(name, value)
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:18} {text}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "megatron-cp doctor",
+        description="Show what is installed here, which attention a recipe would use and why, and what to install. "
+        "Exit code: 0 if this machine can train (the recipe, if one is given), 1 if something that is needed is "
+        "missing or broken, 2 if the recipe is wrong or breaks a rule here.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--recipe", metavar="NAME|FILE.yaml", help="also say which attention this recipe would use")
+    parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merged over the recipe")
+    parser.add_argument("--world-size", "--world_size", type=int, help="ranks of the recipe")
+    parser.add_argument("--try", dest="trial", action="store_true", help="import every library as well (slow)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, in Hydra's grammar")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the report; the exit codes are in ``--help``.
+
+    Raises:
+        ConfigError: the recipe cannot be composed.
+    """
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    if not args.recipe and (args.overrides or args.config or args.world_size is not None):
+        parser.error("overrides, --config and --world-size need a --recipe")
+    config = load_recipe(args.recipe, args.overrides, files=args.config) if args.recipe else None
+    found = survey()
+    broken = _try(found.libraries) if args.trial else {}
+    to_do = list(findings(found))
+    for name, error in broken.items():
+        to_do.append(Finding(name in ("megatron-core", "torch"), f"{name} cannot be imported: {error}"))
+
+    print("machine", *_machine_lines(found), sep="\n")
+    print("libraries")
+    for library in found.libraries:
+        state = "missing" if library.version is None else library.version
+        fails = " (cannot be imported)" if library.name in broken else ""
+        print(_line(library.name, f"{state}{fails}{'; ' + library.note if library.note else ''}"))
+    violations = []
+    if config is not None:
+        model = config.model
+        fewest = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+        world_size = args.world_size or config.recipe_world_size or max(1, fewest)
+        config, choice = resolve_auto(config, world_size, None, found.environment)
+        attention, why = attention_of(config, found.environment)
+        backend = config.dist.distributed_backend or ("nccl" if found.environment.device == "gpu" else "gloo")
+        print(f"{config.recipe} on {world_size} ranks")
+        print(_line("attention", f"{attention}: {why[0]}"), *(_line("", reason) for reason in why[1:]), sep="\n")
+        print(_line("communication", backend), *([_line("", choice)] if choice else []), sep="\n")
+        to_do += _findings_for(config, found)
+        violations = check(config, world_size, None, found.environment)
+    print("to do" if to_do else "nothing to do")
+    for finding in sorted(to_do, key=lambda finding: not finding.needed):
+        print(f"  {'needed: ' if finding.needed else ''}{finding.text}")
+    sys.stdout.flush()
+    if violations:
+        print(format_violations(violations), file=sys.stderr)
+    if any(finding.needed for finding in to_do):
+        return EXIT_MISSING
+    return EXIT_CONFIG if any(violation.severity == "error" for violation in violations) else EXIT_READY

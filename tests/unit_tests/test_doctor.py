@@ -1,0 +1,218 @@
+"""``megatron-cp doctor`` on machines that are not there: planted drivers, packages and GPUs."""
+
+import ctypes
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_cp import doctor
+from megatron_cp.cli import main
+from megatron_cp.doctor import Library, Survey
+from megatron_cp.rules import nvml
+from megatron_cp.rules.environment import PRESETS
+from megatron_cp.rules.nvml import Driver, Gpu
+
+ROOT = Path(__file__).parents[2]
+TINY, HCP = "llama_tiny_pretrain_config", "llama32_1b_pretrain_hcp_config"
+H100 = Gpu("NVIDIA H100 80GB HBM3", 9.0, 80 * 2**30)
+DRIVER = Driver("580.65.06", (13, 0), (H100,) * 8)
+NAMES = ("megatron-core", "torch", "NCCL", "gloo", "transformer-engine", "flash-attn", "apex", "mamba-ssm")
+VERSIONS = dict(zip(NAMES, ("0.19.2", "2.11.0", "2.28.9", "torch's", "2.17.1", "2.8.3", "0.1", "2.3"), strict=True))
+GPU_MACHINE = Survey(
+    dataclasses.replace(PRESETS["gpu"], variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    DRIVER,
+    (*tuple(Library(name, version) for name, version in VERSIONS.items()), Library("causal-conv1d", "1.5")),
+    "13.0",
+)
+
+
+def machine(found=GPU_MACHINE, **versions):
+    """The survey with other versions of some libraries (underscores for dashes), None for missing."""
+    renamed = {name.replace("_", "-"): version for name, version in versions.items()}
+    libraries = tuple(dataclasses.replace(x, version=renamed.get(x.name, x.version)) for x in found.libraries)
+    environment = found.environment
+    if "transformer-engine" in renamed:
+        environment = dataclasses.replace(environment, transformer_engine=renamed["transformer-engine"])
+    return dataclasses.replace(found, libraries=libraries, environment=environment)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(found, *argv):
+        monkeypatch.setattr(doctor, "survey", lambda: found)
+        code = main(["doctor", *argv])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_a_complete_gpu_machine(run):
+    code, out, _ = run(GPU_MACHINE, "--recipe", HCP)
+    assert code == 0
+    assert "  GPU                8 x NVIDIA H100 80GB HBM3, compute capability 9.0, 80 GiB\n" in out
+    assert "  NVIDIA driver      580.65.06, runs CUDA 13.0 and older\n" in out
+    assert "  transformer-engine 2.17.1\n" in out
+    assert "  attention          Transformer Engine's: Transformer Engine 2.17.1 computes all" in out
+    assert "  communication      nccl\n" in out and out.endswith("nothing to do\n")
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "said"),
+    [
+        (machine(transformer_engine=None), 0, "  install Transformer Engine for the fastest"),
+        (machine(transformer_engine="2.9.0"), 0, "  update Transformer Engine from 2.9.0 to at least 2.10.0"),
+        (machine(megatron_core=None), 1, "  needed: install megatron-core==0.19.2"),
+        (machine(megatron_core="0.17.0"), 1, "  needed: install megatron-core==0.19.2 in place of 0.17.0"),
+        (machine(torch=None), 1, "  needed: install torch"),
+        (
+            dataclasses.replace(GPU_MACHINE, torch_cuda=None),
+            1,
+            "  needed: install a torch with CUDA in place of 2.11.0",
+        ),
+        (
+            dataclasses.replace(GPU_MACHINE, driver=Driver("550.54", (12, 4), (H100,))),
+            1,
+            "  needed: update the driver: 550.54 runs CUDA 12.4 at most, and torch 2.11.0 is built for CUDA 13.0",
+        ),
+        (dataclasses.replace(GPU_MACHINE, torch_cuda="12.8"), 0, "nothing to do"),
+        (machine(flash_attn=None, apex=None, mamba_ssm=None, causal_conv1d=None, NCCL=None), 0, "nothing to do"),
+    ],
+)
+def test_what_to_install(run, found, code, said):
+    assert run(found)[0] == code
+    assert said in run(found)[1]
+
+
+@pytest.mark.parametrize(
+    ("found", "overrides", "attention"),
+    [
+        (GPU_MACHINE, [], "Transformer Engine's: Transformer Engine 2.17.1 computes all that the recipe asks for"),
+        (GPU_MACHINE, ["model.attention_backend=native"], "our own: model.attention_backend=native asks for it"),
+        (machine(transformer_engine=None), [], "our own: Transformer Engine is not installed"),
+        (
+            GPU_MACHINE,
+            ["model.window_size=[64,0]"],
+            "our own: Transformer Engine 2.17.1, model.window_size: no sliding window with cp_comm_type=a2a+p2p",
+        ),
+        (GPU_MACHINE, ["mixed_precision=fp32"], "our own: Transformer Engine 2.17.1, mixed_precision.fp32: "),
+        (dataclasses.replace(GPU_MACHINE, environment=PRESETS["cpu"]), [], "our own: there is no GPU"),
+    ],
+)
+def test_which_attention_and_why(run, found, overrides, attention):
+    code, out, err = run(found, "--recipe", TINY, *overrides)
+    assert f"  attention          {attention}" in out and code == 0, err
+
+
+def test_a_recipe_that_cannot_run_here_ends_with_two(run):
+    code, out, err = run(machine(transformer_engine=None), "--recipe", TINY, "model.attention_backend=te")
+    assert code == 2 and "error K8: model.attention_backend=te" in err and "libraries" in out
+    code, out, err = run(GPU_MACHINE, "--recipe", TINY, "model.attention_backend=te", "model.window_size=[64,0]")
+    assert code == 2 and "attention          Transformer Engine's: model.attention_backend=te asks for it" in out
+    code, _, err = run(GPU_MACHINE, "--recipe", "llama_tinny_pretrain_config")
+    assert code == 2 and "did you mean" in err
+    code, _, err = run(GPU_MACHINE, "model.num_layers=2")
+    assert code == 2 and "need a --recipe" in err
+
+
+def test_the_size_of_the_world(run):
+    assert f"{TINY} on 8 ranks" in run(GPU_MACHINE, "--recipe", TINY, "--world-size", "8")[1]
+    code, _, err = run(GPU_MACHINE, "--recipe", TINY, "--world-size", "6")
+    assert code == 2 and "error A2" in err
+
+
+def test_hidden_gpus(run, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, out, _ = run(dataclasses.replace(GPU_MACHINE, environment=PRESETS["cpu"]))
+    assert code == 0 and "CUDA_VISIBLE_DEVICES= hides this machine's GPUs" in out
+
+
+def test_nothing_installed_at_all(monkeypatch):
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    found = doctor.survey()
+    assert {library.version for library in found.libraries} == {None}
+    assert [finding.needed for finding in doctor.findings(found)] == [True, True]
+
+
+def plant(folder, name, version):
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def doctor_with(folder, *arguments):
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
+    command = [sys.executable, "-m", "megatron_cp", "doctor", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_planted_packages(tmp_path):
+    plant(tmp_path, "transformer-engine", "2.17.1")
+    plant(tmp_path, "apex", "0.9.10")
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
+    plant(tmp_path, "flash-attn", "2.8.3")
+    (tmp_path / "flash_attn.py").write_text("import os; os.abort()")
+    done = doctor_with(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "transformer-engine 2.17.1; its part for PyTorch is missing" in done.stdout
+    assert "apex               0.9.10; NOT NVIDIA's: another project of that name" in done.stdout
+    assert "reinstall Transformer Engine" in done.stdout and "uninstall apex" in done.stdout
+    (tmp_path / "apex" / "multi_tensor_apply").mkdir()
+    plant(tmp_path, "transformer-engine-torch", "2.17.1")
+    out = doctor_with(tmp_path).stdout
+    assert "apex               0.9.10; NVIDIA's\n" in out and "transformer-engine 2.17.1\n" in out
+
+
+def test_libraries_that_cannot_be_imported(tmp_path, monkeypatch):
+    (tmp_path / "dies.py").write_text("import os; os.abort()")
+    (tmp_path / "fails.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    (tmp_path / "torch.py").write_text("")  # for speed
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    tried = [Library(name, "1", module=name) for name in ("dies", "fails", "json")] + [Library("absent", None, "", "x")]
+    assert doctor._try(tried) == {
+        "dies": "it died with -6",
+        "fails": "OSError: libcudart.so.13: cannot open shared object file",
+    }
+
+
+class FakeNvml:
+    """The driver's library, as far as it is asked."""
+
+    nvmlInit_v2 = nvmlShutdown = staticmethod(lambda: 0)
+
+    def nvmlSystemGetDriverVersion(self, buffer, length):
+        buffer.value = b"580.65.06"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self, cuda):
+        cuda._obj.value = 13000
+
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = 8
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+        return 0
+
+    def nvmlDeviceGetName(self, handle, name, length):
+        name.value = b"NVIDIA H100 80GB HBM3"
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle, major, minor):
+        major._obj.value, minor._obj.value = 9, 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory):
+        memory._obj.total = 80 * 2**30
+
+
+def test_what_the_driver_says(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeNvml())
+    assert nvml.read_driver() == DRIVER
+    monkeypatch.setattr(FakeNvml, "nvmlInit_v2", staticmethod(lambda: 9))
+    assert nvml.read_driver() is None
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())  # a library without these functions
+    assert nvml.read_driver() is None
