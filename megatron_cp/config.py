@@ -133,6 +133,9 @@ class TrainConfig:
     exit_interval: int | None = None
     exit_duration_in_mins: float | None = None
     exit_signal_handler: bool = True
+    # A loss or gradient (ddp.check_for_nan_in_grad) that is nan or inf: end the run, or leave the step out and go on.
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    loss_spike_factor: float | None = 10.0  # report losses this many standard deviations above the usual; None: none
     manual_gc: bool = False
     manual_gc_interval: int = 0
 
@@ -266,10 +269,14 @@ class RNGConfig:
 
 @dataclass
 class ProfilingConfig:
-    use_pytorch_profiler: bool = False
-    profile_step_start: int = 10
-    profile_step_end: int = 12
+    use_pytorch_profiler: bool = False  # a trace file a rank, in profile/ of the run folder
+    use_nsys_profiler: bool = False  # for nsys profile --capture-range=cudaProfilerApi; with NVTX ranges
+    nvtx_ranges: bool = False  # a step's phases as NVTX ranges, in all steps
+    profile_step_start: int = 10  # iterations before the profile
+    profile_step_end: int = 12  # the last profiled iteration
     profile_ranks: list[int] = field(default_factory=lambda: [0])
+    pytorch_profiler_collect_shapes: bool = False
+    pytorch_profiler_collect_callstack: bool = False
 
 
 @dataclass

@@ -16,6 +16,7 @@ from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the t
     groups,
     heads,
     models,
+    observing,
     optimization,
     packing,
     sequence,

@@ -27,6 +27,7 @@ class Environment:
     torch: str | None = None
     transformer_engine: str | None = None
     flash_attn: str | None = None
+    wandb: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -40,6 +41,7 @@ class Environment:
             torch=installed_version("torch"),
             transformer_engine=installed_version("transformer-engine"),
             flash_attn=installed_version("flash-attn"),
+            wandb=installed_version("wandb"),
             variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLE_PREFIXES)},
         )
 

@@ -18,7 +18,7 @@ from megatron_cp.rules.explain import EXAMPLE_RECIPE, example_violations, explai
 from megatron_cp.rules.rule import SECTIONS, order
 from megatron_cp.schema import field_paths, section_names
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 # The sections of the reference collection and how many constraints each has.
 REFERENCE = {"A": 14, "B": 12, "C": 17, "D": 11, "E": 19, "F": 16, "G": 8, "H": 13, "I": 13}
@@ -110,6 +110,36 @@ def test_every_id_is_explained(id):
 def test_a_covered_constraint_names_the_rule_that_covers_it(id):
     named = re.findall(r"\b[A-K]\d+\b", ELSEWHERE[id].what)
     assert named and set(named) <= set(RULES)
+
+
+# Silent faults of what is not offered: the setting that would ask for it, which no configuration may hold (K1).
+NO_SUCH_SETTING = {"H5": "restore_modelopt_state", "H6": "eval_context_parallel_size"}
+
+
+@pytest.mark.parametrize("id", sorted(SILENT_UPSTREAM, key=order))
+def test_what_is_silent_upstream_is_refused_tested_or_impossible(id):
+    if id in RULES:
+        return  # its example is tried above
+    kind = ELSEWHERE[id].kind
+    if kind == "covered":
+        return  # by rules, whose examples are tried above: see the test of what is covered
+    if kind == "not offered":
+        settings = {path.rpartition(".")[2] for path in field_paths(RunConfig)}
+        assert NO_SUCH_SETTING[id] not in settings
+        return
+    assert id in GUARDS, f"{id} is claimed to be {kind}: name the test that fails where it is not"
+
+
+# What is said to be right, or checked by the run, and has no test of its own.
+UNGUARDED = {
+    "E14": "about calling Transformer Engine directly, which nothing here does",
+}
+
+
+def test_every_claim_has_a_test():
+    claims = {id for id, entry in ELSEWHERE.items() if entry.kind in ("composing", "running", "right")}
+    assert claims - set(GUARDS) == {*UNGUARDED}
+    assert set(GUARDS) <= claims
 
 
 @pytest.mark.parametrize(("id", "guard"), GUARDS.items(), ids=GUARDS)
