@@ -42,6 +42,7 @@ _FLAGS: tuple[tuple[str | None, str, type, str], ...] = (
 
 # Commands with a module of their own: module and what it does.
 _MODULES = {
+    "report": ("megatron_cp.report.cli", "show runs side by side: loss, throughput, phases, memory, layout"),
     "doctor": ("megatron_cp.doctor", "what is installed here, and which attention a recipe would use"),
     "verify": ("megatron_cp.verify.cli", "prove that a layout trains the same model as one rank"),
     "schedule": ("megatron_cp.dynamic_cp.schedule_cli", "schedule sequence lengths over ranks and show the balance"),

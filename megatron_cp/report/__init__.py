@@ -1,0 +1,1 @@
+"""What one or several runs did, from their run folders alone: read, drawn, and put on one page."""

@@ -1,0 +1,172 @@
+"""Runs drawn side by side with matplotlib: loss, throughput, phases, memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from megatron_cp.report.runs import LoggedRun
+
+# Okabe and Ito's colours, which colour-blind people can tell apart.
+_RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5d5d5d", "#b8a800")
+_PHASES = {
+    "forward_backward": "#0072b2",
+    "optimizer": "#56b4e9",
+    "data": "#e69f00",
+    "schedule": "#d55e00",
+    "checkpoint": "#009e73",
+    "evaluation": "#cc79a7",
+    "other": "#bbbbbb",
+}
+_SMOOTH_FROM = 120  # points, above which a mean line is drawn over the pale values
+
+
+def draw(runs: Sequence[LoggedRun], width: float = 13.0) -> Figure:
+    """One figure of all panels; ``width`` in inches."""
+    bars = 0.55 + 0.42 * len(runs)
+    key = 0.3 * len(runs)
+    heights = (3.6, 2.6, bars)
+    figure = Figure(figsize=(width, key + sum(heights) + 1.2), layout="constrained")
+    grid = figure.add_gridspec(3, 2, height_ratios=heights)
+    loss = figure.add_subplot(grid[0, :])
+    _lines(loss, runs, "lm_loss", "lm loss")
+    _held_out(loss, runs)
+    _limit_to_most(loss, runs)
+    _lines(figure.add_subplot(grid[1, 0]), runs, "tokens_per_s", "tokens/s, all devices", from_zero=True)
+    _lines(figure.add_subplot(grid[1, 1]), runs, "tflops_per_device", "TFLOP/s a device", from_zero=True)
+    _phase_bars(figure.add_subplot(grid[2, 0]), runs)
+    _memory_bars(figure.add_subplot(grid[2, 1]), runs)
+    handles = [_handle(k, run) for k, run in enumerate(runs)]
+    figure.legend(handles=handles, loc="outside upper left", frameon=False, fontsize=10)
+    return figure
+
+
+def _handle(k: int, run: LoggedRun) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=_colour(k), linewidth=3, label=f"{run.name}   {run.layout}")
+
+
+def _colour(k: int) -> str:
+    return _RUNS[k % len(_RUNS)]
+
+
+def _lines(axes: Any, runs: Sequence[LoggedRun], field: str, title: str, from_zero: bool = False) -> None:
+    for k, run in enumerate(runs):
+        iterations, values = run.points(field)
+        if not values:
+            continue
+        # A line that lies under another one is still seen at its ends and through its dashes.
+        dashes = "-" if k % 2 == 0 else (0, (5, 1.5))
+        if len(values) > _SMOOTH_FROM:
+            axes.plot(iterations, values, color=_colour(k), alpha=0.25, linewidth=0.7)
+            values = _smooth(values)
+        marker = "o" if len(values) == 1 else None
+        axes.plot(iterations, values, color=_colour(k), linestyle=dashes, linewidth=1.6, marker=marker)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("iteration", loc="right", fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if from_zero:
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    _plain(axes)
+
+
+def _held_out(axes: Any, runs: Sequence[LoggedRun]) -> None:
+    for k, run in enumerate(runs):
+        iterations, values = run.points("validation_loss")
+        if values:
+            axes.plot(iterations, values, color=_colour(k), linestyle="none", marker="D", markersize=5)
+    if any(run.points("validation_loss")[1] for run in runs):
+        axes.set_title("lm loss (lines) and validation loss (diamonds)", loc="left", fontsize=11)
+
+
+def _limit_to_most(axes: Any, runs: Sequence[LoggedRun]) -> None:
+    """A spike, or a run that diverged, must not flatten the rest: the axis ends above nearly all values."""
+    values = sorted(value for run in runs for value in run.points("lm_loss")[1])
+    if len(values) >= 50 and values[-1] > 2 * values[int(0.995 * len(values))]:
+        axes.set_ylim(top=1.1 * values[int(0.995 * len(values))])
+
+
+def _phase_bars(axes: Any, runs: Sequence[LoggedRun]) -> None:
+    seen = {}
+    for row, run in enumerate(runs):
+        seconds, left = run.phase_seconds, 0.0
+        for name, colour in _PHASES.items():
+            if seconds.get(name):
+                seen[name] = axes.barh(row, 1e3 * seconds[name], left=left, color=colour, height=0.62)
+                left += 1e3 * seconds[name]
+        total = sum(seconds.values())
+        if total:
+            share = seconds.get("forward_backward", 0.0) / total
+            axes.text(left, row, f" {left:.3g} ms, {share:.0%} forward-backward", va="center", fontsize=8.5)
+    _names(axes, runs)
+    axes.set_title("where an iteration's time goes, ms", loc="left", fontsize=11)
+    axes.margins(x=0.32)
+    axes.set_xlim(left=0)
+    if seen:
+        labels = [name.replace("_", "-") for name in seen]
+        axes.legend(
+            [bar[0] for bar in seen.values()],
+            labels,
+            ncols=len(seen),
+            fontsize=8,
+            frameon=False,
+            loc="upper left",
+            bbox_to_anchor=(0, -0.16),
+            columnspacing=1.0,
+            handlelength=1.0,
+        )
+    else:
+        axes.text(0.5, 0.5, "these runs recorded no phases", transform=axes.transAxes, ha="center")
+    _plain(axes, "x")
+
+
+def _memory_bars(axes: Any, runs: Sequence[LoggedRun]) -> None:
+    for row, run in enumerate(runs):
+        values = run.points("peak_memory_bytes")[1]
+        if values:
+            axes.barh(row, max(values) / 1e9, color=_colour(row), height=0.62)
+            axes.text(max(values) / 1e9, row, f" {max(values) / 1e9:.2f}", va="center", fontsize=8.5)
+    _names(axes, runs)
+    axes.set_title("peak memory of the fullest rank, GB", loc="left", fontsize=11)
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    _plain(axes, "x")
+
+
+def _names(axes: Any, runs: Sequence[LoggedRun]) -> None:
+    axes.set_yticks(range(len(runs)), [_short(run.name) for run in runs], fontsize=9)
+    axes.set_ylim(len(runs) - 0.45, -0.55)
+
+
+def _short(name: str, most: int = 24) -> str:
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-most // 2 :]}"
+
+
+def _plain(axes: Any, grid: str = "y") -> None:
+    axes.grid(axis=grid, color="#e4e4e4", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """The mean over a window of a fortieth of the run, centred, narrower at the ends."""
+    half = max(1, len(values) // 80)
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    spans = [(max(0, k - half), min(len(values), k + half + 1)) for k in range(len(values))]
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
+
+
+def write_png(path: str, runs: Sequence[LoggedRun]) -> None:
+    """Write the figure as a picture. Raises OSError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a glyph that the font lacks
+        draw(runs).savefig(path, format="png", dpi=110)

@@ -1,0 +1,136 @@
+"""Read run folders. Tolerates runs that still write, or were killed while they did."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_cp.errors import DataError
+from megatron_cp.training.sinks import read_lines
+
+Points = tuple[list[int], list[float]]  # iterations and values
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """A run folder's content.
+
+    steps: the lines of optimizer steps, by iteration. events: the other lines (evaluations, checkpoints).
+    config: its ``config.yaml``, {} if it has none.
+    """
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any]
+    steps: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+
+    def points(self, field: str) -> Points:
+        """A number by iteration, wherever it was written; what is absent or not finite is left out."""
+        found = [(line["iteration"], line.get(field)) for line in (*self.steps, *self.events)]
+        kept = sorted((i, float(value)) for i, value in found if isinstance(value, int | float))
+        return [i for i, _ in kept], [value for _, value in kept]
+
+    @property
+    def ranks(self) -> int | None:
+        """The number of devices that the rates were divided by."""
+        for step in self.steps:
+            whole, one = step.get("tokens_per_s"), step.get("tokens_per_s_per_device")
+            if whole and one:
+                return round(whole / one)
+        return None
+
+    @property
+    def phase_seconds(self) -> dict[str, float]:
+        """Mean seconds an iteration in each phase; evaluation and checkpoints are spread over all iterations."""
+        sums: dict[str, float] = defaultdict(float)
+        readings = [step["timers_s"] for step in self.steps if isinstance(step.get("timers_s"), dict)]
+        for reading in readings:
+            for name, seconds in reading.items():
+                sums[name] += seconds / len(readings)
+        for name in ("evaluation", "checkpoint"):
+            total = sum(self.points(f"{name}_time_s")[1])
+            if total:
+                sums[name] += total / max(len(self.steps), 1)
+        return dict(sums)
+
+    @property
+    def layout(self) -> str:
+        """The parallel layout in words: ``4 ranks: cp 4 (a2a+p2p [2, 2]), dp 1``."""
+        model = self.config.get("model", {})
+        sizes = {
+            short: model.get(f"{name}_parallel_size", 1) or 1
+            for short, name in (
+                ("tp", "tensor_model"),
+                ("cp", "context"),
+                ("pp", "pipeline_model"),
+                ("ep", "expert_model"),
+            )
+        }
+        parts = [f"{short} {size}" for short, size in sizes.items() if size > 1 and short != "cp"]
+        if model.get("dynamic_context_parallel"):
+            parts.insert(0, f"dynamic cp up to {sizes['cp']}")
+        elif sizes["cp"] > 1:
+            kinds = model.get("cp_comm_type", "p2p")
+            kind = kinds if isinstance(kinds, str) else ", ".join(dict.fromkeys(kinds))
+            levels = model.get("hierarchical_context_parallel_sizes") if "a2a+p2p" in kind else None
+            parts.insert(0, f"cp {sizes['cp']} ({kind}{f' {levels}' if levels else ''})")
+        if self.ranks:
+            replicas = self.ranks // max(1, sizes["tp"] * sizes["cp"] * sizes["pp"])
+            parts += [f"dp {replicas}"] if replicas > 1 else []
+        ranks = "? ranks" if self.ranks is None else "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{ranks}: {', '.join(parts)}" if parts else ranks
+
+
+def read_runs(folders: Sequence[Path]) -> list[LoggedRun]:
+    """Read run folders; each gets a name that tells it from the others.
+
+    Raises:
+        DataError: a folder is none, is no run's, or holds no step yet.
+    """
+    names = _names(folders)
+    return [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+
+def _read(folder: Path, name: str) -> LoggedRun:
+    if not folder.is_dir():
+        raise DataError(f"there is no run folder {folder}")
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+        hint = f"; the run folders in it are {', '.join(inside[:8])}" if inside else ""
+        raise DataError(f"{folder} is no run folder: it has no metrics.jsonl{hint}")
+    steps, events = {}, []
+    for line in read_lines(metrics):
+        if "lm_loss" in line:
+            steps[line["iteration"]] = line
+        else:
+            events.append(line)
+    if not steps:
+        raise DataError(
+            f"{metrics} holds no complete line of a step: the run ended before its first one, or just began"
+        )
+    return LoggedRun(folder, name, _config(folder), [steps[i] for i in sorted(steps)], events)
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as tell them apart."""
+    paths = [folder.absolute() for folder in folders]
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            return names
+    return [str(path) for path in paths]

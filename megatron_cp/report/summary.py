@@ -1,0 +1,109 @@
+"""Runs side by side in numbers: the rows of the report's table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from megatron_cp.report.runs import LoggedRun
+
+_WARM_UP = 2  # the first steps make buffers and connections
+
+
+def table(runs: Sequence[LoggedRun]) -> list[tuple[str, list[str]]]:
+    """Rows of a name and a cell a run; rows that no run can fill are left out."""
+    rows = [(name, [cell(run) for run in runs]) for name, cell in _ROWS.items()]
+    return [(name, cells) for name, cells in rows if any(cells)]
+
+
+def as_text(runs: Sequence[LoggedRun]) -> str:
+    """The table, for a terminal."""
+    rows = [("", [run.name for run in runs]), *table(runs)]
+    first = max(len(name) for name, _ in rows)
+    widths = [max(len(cells[k]) for _, cells in rows) for k in range(len(runs))]
+    lines = []
+    for name, cells in rows:
+        padded = [f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)]
+        lines.append("  ".join([f"{name:{first}}", *padded]).rstrip())
+    return "\n".join(lines)
+
+
+def typical(run: LoggedRun, field: str) -> float | None:
+    """The median of a number over the steps after the first two."""
+    values = run.points(field)[1]
+    return median(values[_WARM_UP:] or values) if values else None
+
+
+def _setting(section: str, field: str) -> Any:
+    def cell(run: LoggedRun) -> str:
+        values = run.config.get(section)
+        value = values.get(field) if isinstance(values, Mapping) else None
+        return "" if value is None else f"{value:,}" if type(value) is int else str(value)
+
+    return cell
+
+
+def _typical(field: str, form: str, scale: float = 1.0) -> Any:
+    def cell(run: LoggedRun) -> str:
+        value = typical(run, field)
+        return "" if value is None else form.format(value * scale)
+
+    return cell
+
+
+def _iterations(run: LoggedRun) -> str:
+    done = run.steps[-1]["iteration"]
+    train = run.config.get("train")
+    total = train.get("train_iters") if isinstance(train, Mapping) else None
+    return f"{done:,} of {total:,}" if isinstance(total, int) else f"{done:,}"
+
+
+def _loss(run: LoggedRun) -> str:
+    losses = run.points("lm_loss")[1]
+    return f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "not finite"
+
+
+def _held_out(run: LoggedRun) -> str:
+    losses = run.points("validation_loss")[1]
+    return f"{losses[-1]:.4f}" if losses else ""
+
+
+def _largest(field: str, form: str, scale: float) -> Any:
+    def cell(run: LoggedRun) -> str:
+        values = run.points(field)[1]
+        return form.format(max(values) * scale) if values else ""
+
+    return cell
+
+
+def _skipped(run: LoggedRun) -> str:
+    return str(sum(bool(step.get("skipped")) for step in run.steps))
+
+
+def _phases(run: LoggedRun) -> str:
+    seconds = run.phase_seconds
+    total = sum(seconds.values())
+    shares = sorted(((value / total, name) for name, value in seconds.items()), reverse=True) if total else []
+    return ", ".join(f"{name.replace('_', '-')} {share:.0%}" for share, name in shares if share >= 0.005)
+
+
+_ROWS = {
+    "recipe": lambda run: str(run.config.get("recipe", "")),
+    "layout": lambda run: run.layout,
+    "sequence length": _setting("model", "seq_length"),
+    "global batch, samples": _setting("train", "global_batch_size"),
+    "iterations": _iterations,
+    "lm loss": _loss,
+    "validation loss": _held_out,
+    "tokens/s": _typical("tokens_per_s", "{:,.0f}"),
+    "tokens/s a device": _typical("tokens_per_s_per_device", "{:,.0f}"),
+    "TFLOP/s a device": _typical("tflops_per_device", "{:.4g}"),
+    "step, ms": _typical("step_time_s", "{:.1f}", 1e3),
+    "time goes to": _phases,
+    "checkpoint pause, ms": _largest("checkpoint_time_s", "{:.0f}", 1e3),
+    "peak memory a rank, GB": _largest("peak_memory_bytes", "{:.2f}", 1e-9),
+    "padding": _typical("padding_fraction", "{:.2%}"),
+    "imbalance": _typical("imbalance", "{:.3f}"),
+    "skipped steps": _skipped,
+}
