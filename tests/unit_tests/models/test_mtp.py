@@ -13,12 +13,18 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, roll_tensor
 
 from megatron_cp.attention.sharding import partition_indices
+from megatron_cp.data.varlen import MockVarlenDataset
+from megatron_cp.dynamic_cp import schedule, schedule_fixed_cp
+from megatron_cp.dynamic_cp.domain import DynamicGroups
+from megatron_cp.dynamic_cp.iterator import DynamicBatches
 from megatron_cp.dynamic_cp.packing import pack
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.mtp import shift_left, unmasked_tokens
+from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training import step
+from megatron_cp.training.setup import setup
 from tests.ranks import run_ranks
-from tests.training_runs import start, tiny_config
+from tests.training_runs import VOCAB, start, tiny_config
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, MIXED, PP2, SP, TP2, VPP2, over
 
 MTP1 = {"model__mtp_num_layers": 1, "model__mtp_loss_scaling_factor": 0.5}
@@ -224,3 +230,78 @@ def upstreams_loss(overrides: dict[str, Any]) -> Steps:
 def test_one_rank_equals_megatron_core() -> None:
     theirs = run_ranks(upstreams_loss, 1, MTP2 | {"train__micro_batch_size": 4})[0]
     assert worst_difference(one_rank(2), theirs) < TOLERANCE
+
+
+# Packed microbatches, each with a context-parallel group of its own.
+
+LENGTHS = [int(x) for x in np.random.default_rng(3).choice([5, 17, 40, 9, 3, 64, 100, 23, 1, 12], size=60)]
+
+
+def train_packed(overrides: dict[str, Any], per_rank: int, dynamic: bool = True, multiple: int = 1) -> Steps:
+    """As ``train``, on documents of their own lengths, with CP sizes by schedule or (packed static CP) all alike."""
+    config = tiny_config(
+        model__sequence_packing_scheduler="default_dynamic_cp" if dynamic else "dp_balanced",
+        dataset__seq_length=128,
+        **MTP2,
+        **overrides,
+    )
+    run = setup(config, VOCAB)
+    groups = DynamicGroups(layout_of(config, dist.get_world_size()))
+    model = config.model
+    options: dict[str, Any] = {
+        "sequence_parallel_size": model.tensor_model_parallel_size if model.sequence_parallel else 1,
+        "microbatch_multiple": multiple,
+        "num_ranks": len(groups.domain),
+        "max_seqlen_per_rank": per_rank,
+    }
+    if dynamic:
+        options["pipeline_size"] = model.pipeline_model_parallel_size
+    make = schedule if dynamic else schedule_fixed_cp
+    batches = DynamicBatches(
+        MockVarlenDataset(LENGTHS, VOCAB, seed=5, masked_fraction=0.4),
+        12,
+        lambda lengths, cost: make(lengths, cost=cost, **options),
+        groups,
+        keep_step=model.pipeline_model_parallel_size > 1,
+    )
+    losses, sizes = [], set()
+    for _ in range(STEPS):
+        plan = next(batches)
+        result = step.train_step(run, iter(batches.microbatches(plan)), plan.num_microbatches)
+        losses.append((result.loss, result.grad_norm or 0.0, *result.mtp_losses))
+        sizes |= set(plan.cp_sizes)
+    assert dist.get_world_size() == 1 or not dynamic or len(sizes) > 1, "one CP size only would prove little"
+    batches.close()
+    groups.destroy()
+    run.close()
+    return losses
+
+
+@functools.cache
+def one_rank_packed(*, tied: bool) -> Steps:
+    return run_ranks(train_packed, 1, TIED if tied else {}, 128)[0]
+
+
+PACKED: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
+    "4 ranks, decentralized": (4, CP2 | DECENTRALIZED, 32, {}),
+    "2 ranks": (2, {}, 64, {}),
+    "3 ranks": (3, {}, 48, {}),
+    "4 ranks": (4, {}, 32, {}),
+    "4 ranks, fixed size": (4, {}, 32, {"dynamic": False}),
+    "tp2 sp": (4, TP2 | SP, 64, {}),
+    "pp2": (4, PP2, 64, {}),
+    "pp2 vpp2, tied": (4, PP2 | VPP2 | TIED, 64, {"multiple": 2}),
+    "full recomputation": (4, FULL, 32, {}),
+    "selective recomputation": (4, {"model__recompute_granularity": "selective"}, 32, {}),
+    "logits in pieces": (4, {"model__cross_entropy_chunk_size": 7}, 32, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "4 ranks, decentralized" else pytest.mark.slow) for n in PACKED]
+)
+def test_packed_training_equals_one_rank(name: str) -> None:
+    world_size, overrides, per_rank, options = PACKED[name]
+    results = run_ranks(functools.partial(train_packed, **options), world_size, overrides, per_rank)
+    assert all(result == results[0] for result in results), "ranks report different losses"
+    assert worst_difference(results[0], one_rank_packed(tied="tied" in name)) < TOLERANCE
