@@ -63,6 +63,38 @@ def test_the_index_is_cached_and_follows_the_files(config: RunConfig, corpus: Ca
     assert len(list(cache.iterdir())) == 2
 
 
+def _order(config: RunConfig, samples: int, first: int) -> list[tuple[int, ...]]:
+    train, _, _ = build_datasets(config, TOKENIZER, samples)
+    return [tuple(train[i]["tokens"].tolist()) for i in range(first)]
+
+
+def test_a_longer_run_deals_the_same_samples_first(config: RunConfig, corpus: Callable[..., str]) -> None:
+    """Upstream shuffles all epochs of a run together: with more iterations, a resumed run would go on elsewhere."""
+    prefixes = [corpus("a"), corpus("b", letters="nopqrstuvwxyz")]
+    for data_path in (prefixes[0], [0.6, prefixes[0], 0.4, prefixes[1]]):
+        config.dataset.data_path = data_path
+        short = _order(config, 250, 250)  # two epochs and more of either
+        assert _order(config, 3000, 250) == short == _order(config, 251, 250)
+
+
+def test_every_epoch_has_every_sample_once_and_an_order_of_its_own(
+    config: RunConfig, corpus: Callable[..., str]
+) -> None:
+    config.dataset.data_path = corpus()
+    samples = _order(config, 1000, 1000)
+    epoch = len(set(samples))
+    assert 90 < epoch < 120
+    epochs = [samples[start : start + epoch] for start in range(0, 3 * epoch, epoch)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_a_part_of_less_than_a_sample_is_repeated(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.data_path, config.dataset.split, config.dataset.seq_length = corpus(), "39,1,0", 256
+    _, valid, _ = build_datasets(config, TOKENIZER, 4, 10)  # one document of at most 150 bytes
+    _check_sample(valid[9], 256)
+
+
 def test_a_blend_follows_its_weights(config: RunConfig, corpus: Callable[..., str], tmp_path: Path) -> None:
     prefixes = [corpus("a"), corpus("b", letters="nopqrstuvwxyz")]
     config.dataset.data_path = [0.75, prefixes[0], "0.25", prefixes[1]]
