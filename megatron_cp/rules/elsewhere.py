@@ -68,6 +68,7 @@ GUARDS = {
     "F6": "unit_tests/attention/test_core_attention.py::test_packed_sequences",
     "F10": "unit_tests/dynamic_cp/test_training.py::"
     "test_a_pack_is_zigzag_within_each_sample_and_padded_to_twice_the_group",
+    "F14": "unit_tests/models/test_mtp.py::test_packed_sequences_are_shifted_by_their_padded_lengths",
     "F15": "unit_tests/rules/test_batch_rules.py::test_a_pack_of_two_rows",
     "F16": "unit_tests/attention/test_sharding.py::test_packs_are_cut_sequence_by_sequence",
     "G3": "unit_tests/training/test_equivalence.py::test_layout_trains_like_one_rank",
@@ -81,6 +82,7 @@ GUARDS = {
     "H11": "unit_tests/attention/test_transformer_engine.py::test_the_stream_is_there_where_groups_may_change",
     "H12": "unit_tests/training/test_decentralized_pg.py::test_a_missing_group_is_noticed_at_once",
     "H13": "unit_tests/training/test_decentralized_pg.py::test_a_failed_initialization_leaves_nothing_behind",
+    "I1": "unit_tests/models/test_mtp.py::test_shifting_equals_the_naive_reference",
     "I6": "unit_tests/training/test_checkpoint.py::test_resuming_under_another_layout",
     "I7": "unit_tests/training/test_checkpoint.py::test_resuming_under_another_layout",
     "I12": "unit_tests/training/test_equivalence.py::test_decentralized_groups_train_bit_for_bit_like_the_mpu",
@@ -189,7 +191,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "F12": Elsewhere("covered", "Fine-tuning needs per-token loss.", "Everything does: G1, G2."),
     "F13": Elsewhere("not offered", "Energon packing.", "There is none."),
     "F14": Elsewhere(
-        "covered", "Multi-token prediction shifts packed tokens by padded lengths.", "Refused until it does: K19."
+        "right",
+        "Multi-token prediction shifts packed tokens by padded lengths.",
+        "Our shift follows the padded lengths, by which sequences are sliced; upstream's follows the real ones.",
     ),
     "F15": Elsewhere("running", "A pack is one row.", _BATCH),
     "F16": Elsewhere("right", "Slicing packs needs Transformer Engine's CUDA code.", "Ours is plain index arithmetic."),
@@ -231,7 +235,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
         "right", "A failed set-up leaves nothing behind.", "Everything is checked first, and cleared at the end."
     ),
     "I1": Elsewhere(
-        "covered", "Multi-token prediction under CP exchanges neighbours' tokens.", "Refused until it does: K19."
+        "right",
+        "Multi-token prediction under CP exchanges neighbours' tokens.",
+        "Over the group that sliced the microbatch, configured or its own.",
     ),
     "I4": Elsewhere("covered", "Packed Mamba under CP.", "Refused until it is built: K19."),
     "I5": Elsewhere("covered", "The experts' grid.", "A3, A8, A18; --dry-run prints its groups."),

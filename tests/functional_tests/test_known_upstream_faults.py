@@ -6,6 +6,8 @@ Those with a test of their own elsewhere:
   ``test_nothing_stale_remains_after_another_initialization``;
 - hierarchical groups ignored by Transformer Engine's attention: ``unit_tests/attention/test_transformer_engine.py``,
   ``test_groups_transport_and_stream_are_those_handed_over`` and ``test_missing_groups_are_refused``;
+- multi-token prediction that rolls packed tokens by unpadded lengths and averages its loss per rank:
+  ``unit_tests/models/test_mtp.py``;
 - batches sliced twice, gradients not reduced over context-parallel ranks, losses averaged per rank:
   ``unit_tests/verify/test_faults.py``.
 """
@@ -36,13 +38,6 @@ def test_hierarchical_sizes_that_no_layer_uses_are_refused() -> None:
     assert refusals(**CP4, **sizes, model__cp_comm_type=["p2p", "a2a+p2p", "p2p", "all_gather"]) == set()
 
 
-def test_multi_token_prediction_is_refused_until_it_is_built() -> None:
-    """Upstream rolls tokens by unpadded lengths and averages the loss per rank."""
-    violations = [v for v in check(tiny_config(**CP2, model__mtp_num_layers=1), 4) if v.severity == "error"]
-    assert [(v.rule, v.field) for v in violations] == [("K19", "model.mtp_num_layers")]
-    assert "is not built by this version" in violations[0].message
-
-
 def dropped_and_weights() -> tuple[list[float], list[float]]:
     """What this rank's next dropout draws, and sums of all weights before and after two steps with dropout."""
     run, batches, count = start(tiny_config(**CP4, **HCP, model__hidden_dropout=0.3))
@@ -55,7 +50,7 @@ def dropped_and_weights() -> tuple[list[float], list[float]]:
     return mask, sums
 
 
-def test_dropout_differs_between_context_parallel_ranks_and_weights_do_not() -> None:
+def test_dropout_differs_between_cp_ranks_and_weights_do_not() -> None:
     results = run_ranks(dropped_and_weights, 4)
     masks = [mask for mask, _ in results]
     assert all(masks[i] != masks[j] for i in range(4) for j in range(i)), "two ranks drop the same hidden units"

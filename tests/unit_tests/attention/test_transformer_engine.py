@@ -137,6 +137,35 @@ def test_a_microbatch_group_does_not_outlive_the_microbatch():
         assert all(report.values()) and len(report) == 7, report
 
 
+def _set() -> list:
+    """Transports after a group was set as upstream does it (by position, without one), and as we do."""
+    a2a, _ = make_groups(2)
+    upstream, ours = build(CoreAttention, "a2a"), build(with_given_groups(CoreAttention), "a2a")
+    kept = []
+    for module in (upstream, ours):
+        module.set_context_parallel_group(a2a, [0, 1], "stream")
+        kept.append(module.cp_comm_type)
+    return kept
+
+
+def test_setting_a_group_keeps_the_transport():
+    assert run_ranks(_set, 4) == [["p2p", "a2a"]] * 4
+
+
+def test_the_stream_is_there_where_groups_may_change(monkeypatch):
+    class Unconfigured(CoreAttention):
+        """As upstream's class is before any layer was built with context parallelism."""
+
+        cp_stream = None
+
+    config = make_config()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "made")
+    ours = with_given_groups(Unconfigured)
+    ours(config, 1, AttnMaskType.causal, "self", cp_comm_type="p2p", pg_collection=ProcessGroupCollection(cp=None))
+    assert Unconfigured.cp_stream == "made"
+
+
 def _refused() -> list[str]:
     a2a, _ = make_groups(2)
     ours = with_given_groups(CoreAttention)

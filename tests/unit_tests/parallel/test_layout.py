@@ -74,6 +74,16 @@ def test_an_abbreviated_table_is_exact(order: str, tp: int, levels: tuple[int, i
             assert expanded(tables[f"{name}_PARALLEL_GROUP"]) == layout.groups(family)
 
 
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
+def test_the_all_to_all_level_is_contiguous(order: str) -> None:
+    """Neighbours next to the tensor-parallel ranks: what shares a node in the usual numbering of ranks."""
+    for tp in (1, 2):
+        layout = RankLayout(48, tp=tp, cp=12, pp=2, hierarchical=(4, 3), order=order)
+        a2a, p2p = layout.hierarchical_groups()
+        assert all(ranks == list(range(ranks[0], ranks[0] + 4 * tp, tp)) for ranks in a2a)
+        assert all(ranks == list(range(ranks[0], ranks[0] + 12 * tp, 4 * tp)) for ranks in p2p)
+
+
 def test_a_run_logs_these_lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     layout = RankLayout(1024, tp=8, cp=16)

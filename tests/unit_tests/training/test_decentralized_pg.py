@@ -132,6 +132,43 @@ def test_nothing_stale_remains_after_another_initialization() -> None:
     run_ranks(reinitialize, 4)
 
 
+def fail_then_build() -> list[int]:
+    """megatron-core asserts the product of the hierarchical sizes after it has built half of the groups."""
+    with pytest.raises(AssertionError):
+        parallel_state.initialize_model_parallel(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 4])
+    groups = build_process_groups(config_of(cp=4, hcp=[2, 2]))
+    sizes = [groups.cp.size(), *(group.size() for group in groups.hcp)]
+    destroy_process_groups(groups)
+    return sizes
+
+
+def test_a_failed_initialization_leaves_nothing_behind() -> None:
+    assert run_ranks(fail_then_build, 4) == [[4, 2, 2]] * 4
+
+
+def timeouts(decentralized: bool) -> dict[str, float]:
+    """Minutes that a collective of each group may take."""
+    more = {"dist__use_decentralized_pg": decentralized, "dist__distributed_timeout_minutes": 7}
+    groups = build_process_groups(config_of(cp=4, hcp=[2, 2], **more))
+    named = {name: getattr(groups, name) for name in FIELDS}
+    named |= {f"hcp[{level}]": group for level, group in enumerate(groups.hcp)}
+    cpu = torch.device("cpu")
+    found = {
+        name: group._get_backend(cpu).options._timeout.total_seconds() / 60
+        for name, group in named.items()
+        if group is not None
+    }
+    destroy_process_groups(groups)
+    return found
+
+
+@pytest.mark.parametrize("decentralized", [True, False])
+def test_every_group_has_the_configured_timeout(decentralized: bool) -> None:
+    for found in run_ranks(timeouts, 4, decentralized):
+        assert {"cp", "dp_cp", "hcp[0]", "hcp[1]"} <= set(found)
+        assert set(found.values()) == {7.0}, found
+
+
 def missing_level() -> None:
     original = process_groups._decentralized
 
