@@ -26,6 +26,31 @@ def prediction_is_causal(c: Context) -> Iterator[Finding]:
 
 
 @rule(
+    "I14",
+    "The layers of multi-token prediction are recomputed one by one.",
+    "megatron-core asserts it for the uniform method, without a message for users, and leaves them out of the block "
+    "method.",
+    broken(
+        "model.mtp_num_layers=1", "model.recompute_granularity=full", "model.recompute_method=uniform",
+        "model.recompute_num_layers=2",
+    ),
+)  # fmt: skip
+def prediction_is_recomputed(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if not model.mtp_num_layers or model.recompute_granularity != "full":
+        return
+    if model.recompute_method == "uniform" and model.recompute_num_layers not in (None, 1):
+        yield Finding(
+            "model.recompute_num_layers",
+            f"recompute_num_layers must be 1 for MTP recompute, got {model.recompute_num_layers}",
+            "model.recompute_num_layers=1",
+        )
+    elif model.recompute_method == "block":
+        message = "recompute_method=block is not supported for MTP: the activations of its layers are kept"
+        yield Finding("model.recompute_method", message, "model.recompute_method=uniform", severity="warning")
+
+
+@rule(
     "I3",
     "Mamba layers gain nothing from hierarchical context parallelism.",
     "Their all-to-all runs over the whole context-parallel group; only the attention layers use the levels.",

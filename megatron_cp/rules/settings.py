@@ -319,13 +319,13 @@ def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
     "K19",
     "Every setting given is built.",
     "A setting that is accepted and then ignored gives another model than the configuration says.",
-    broken("model.mtp_num_layers=1"),
+    broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.mtp_num_layers=1"),
 )
 def everything_is_built(c: Context) -> Iterator[Finding]:
     model = c.config.model
     not_built = {
         "model.architecture": model.architecture == "hybrid",
-        "model.mtp_num_layers": bool(model.mtp_num_layers),
+        "model.mtp_num_layers": model.architecture == "hybrid" and bool(model.mtp_num_layers),
     }
     for field, asked in not_built.items():
         if asked:

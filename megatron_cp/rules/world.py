@@ -27,6 +27,7 @@ _SIZES = {
         "vocab_size",
         "num_moe_experts",
         "mtp_num_layers",
+        "cross_entropy_chunk_size",
         "min_dynamic_context_parallel_size",
         "max_seqlen_per_dp_cp_rank",
     ),
