@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import RuntimeFault
+from megatron_cp.parallel import staged
+
+logger = logging.getLogger(__name__)
 
 
 def device() -> torch.device:
@@ -31,6 +36,13 @@ def start_distributed(config: RunConfig) -> None:
         return
     backend = config.dist.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     timeout = timedelta(minutes=config.dist.distributed_timeout_minutes)
+    if backend == staged.NAME:
+        staged.register()
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "dist.distributed_backend=staged carries GPU tensors through host memory and gloo: for correctness "
+                "and debugging, not for speed"
+            )
     try:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
@@ -47,6 +59,25 @@ def stop_distributed() -> None:
     """Stop torch.distributed; without this about one gloo run in five aborts at exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every random number generator that :func:`seed_everything` seeds."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
 def seed_everything(config: RunConfig, groups: ProcessGroupCollection, *, per_context_rank: bool = False) -> None:

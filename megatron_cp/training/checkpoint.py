@@ -1,31 +1,41 @@
-"""Checkpoints: megatron-core's ``torch_dist`` format, complete or absent.
+"""Checkpoints: megatron-core's ``torch_dist`` format, complete or absent, written now or in the background.
 
-A checkpoint is written beside its final place, then renamed, and only then named as the latest one. Nothing in it
-depends on the layout that wrote it but the random states, which are restored where the layout is the same.
+Nothing in a checkpoint depends on the layout that wrote it but the random states, which are restored where the layout
+is the same. What the files go through is in ``checkpoint_files``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import random
 import shutil
-from dataclasses import asdict
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_cp.errors import ConfigError, RuntimeFault
+from megatron_cp.errors import RuntimeFault
+from megatron_cp.parallel.device import random_state, restore_random_state
+from megatron_cp.training.checkpoint_files import (
+    checkpoint_folder,
+    clean_leftovers,
+    create_partial,
+    damage,
+    existing_folder,
+    keep_most_recent,
+    put_in_place,
+    saved_iterations,
+)
+from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.setup import Progress, Run
 
 FORMAT = 1
-LATEST = "latest_checkpointed_iteration.txt"
+_T = TypeVar("_T")
 
 # What makes a model another model: a checkpoint with other values of these cannot be continued.
 _ARCHITECTURE = (
@@ -54,54 +64,141 @@ _ARCHITECTURE = (
 )
 
 
-def checkpoint_folder(root: str | Path, iteration: int) -> Path:
-    return Path(root) / f"iter_{iteration:07d}"
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint in its place. Seconds: how long training stood still for it, and from its start to its place."""
+
+    folder: Path
+    paused: float
+    taken: float
 
 
-def latest_iteration(root: str | Path) -> int | None:
-    """The newest complete checkpoint's iteration, ``None`` if there is none.
+class CheckpointSaver:
+    """Saves a run's checkpoints below ``root``; with ``checkpoint.async_save`` a process of each rank's writes them.
 
-    Raises:
-        ConfigError: the file that names it cannot be read.
+    One checkpoint at a time: the next save waits for the one before. Every method but :attr:`writing` and
+    :meth:`close` is collective.
     """
-    path = Path(root) / LATEST
-    if not path.exists():
-        return None
-    try:
-        return int(path.read_text().strip())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} does not hold an iteration number ({error}). Write the number of one of the iter_* folders beside "
-            "it into it, or give another checkpoint.load."
-        ) from error
+
+    def __init__(self, run: Run, root: str | Path) -> None:
+        self._run = run
+        self._root = Path(root)
+        self._background = run.config.checkpoint.async_save
+        self._pending: _Pending | None = None
+        self._on_rank_0("leftovers of interrupted saves could not be cleaned away", lambda: clean_leftovers(root))
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank still writes in the background."""
+        return self._pending is not None and self._pending.writer.writing
+
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint waits for :meth:`finish`; the same on every rank."""
+        return self._pending is not None
+
+    def save(self, data_state: dict[str, Any]) -> Saved | None:
+        """Save everything that resuming needs; in the background it is in its place after :meth:`finish`.
+
+        Raises:
+            RuntimeFault: on every rank, where any rank could not write. The previous checkpoint stays the latest.
+        """
+        self.finish()
+        started = time.perf_counter()
+        run, iteration = self._run, self._run.progress.iteration
+        final = checkpoint_folder(self._root, iteration)
+        failed = f"checkpoint {final} could not be written"
+        partial = self._on_rank_0(failed, lambda: create_partial(final))
+        self._pending = pending = _Pending(iteration, final, partial, Writer(run.groups.dp_cp), started)
+        with self._cleaned_up(partial), _reported_on_all_ranks(failed):
+            if not partial.is_dir():
+                raise FileNotFoundError(f"{partial}, which rank 0 made, is not here: all nodes must share the folder")
+            state = _sharded_state(run, is_loading=False) | {
+                "format": FORMAT,
+                "progress": asdict(run.progress),
+                "config": asdict(run.config),
+                "world_size": dist.get_world_size(),
+                "data": data_state,
+            }
+            pending.writer.start(
+                state,
+                partial,
+                content_metadata=_content_metadata(),
+                fully_parallel=run.config.checkpoint.fully_parallel_save,
+                background=self._background,
+            )
+        pending.paused = time.perf_counter() - started
+        return None if self._background else self.finish()
+
+    def finish(self) -> Saved | None:
+        """Wait for what is being written, on all ranks, check it and put it in its place."""
+        pending = self._pending
+        if pending is None:
+            return None
+        waited = time.perf_counter()
+        failed = f"checkpoint {pending.final} could not be written"
+        with self._cleaned_up(pending.partial):
+            with _reported_on_all_ranks(failed):
+                written = pending.writer.finish()
+            everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(written, everyone)
+            self._on_rank_0(failed, lambda: self._complete(pending, everyone or []))
+        self._pending = None
+        now = time.perf_counter()
+        return Saved(pending.final, pending.paused + now - waited, now - pending.started)
+
+    def close(self) -> None:
+        """Stop writing: what is not in its place stays a leftover, and the previous checkpoint the latest."""
+        if self._pending is not None:
+            self._pending.writer.close()
+            self._pending = None
+
+    def _complete(self, pending: _Pending, written: list[Any]) -> None:
+        pending.writer.write_index(written)
+        problems = damage(pending.partial)
+        if problems:
+            raise OSError(f"what was written is not what should be there: {'; '.join(problems[:4])}")
+        put_in_place(pending.partial, pending.final)
+        wanted = self._run.config.checkpoint
+        keep_most_recent(self._root, pending.iteration, wanted.most_recent_k, wanted.save_retain_interval)
+
+    @contextlib.contextmanager
+    def _cleaned_up(self, partial: Path) -> Any:
+        """After a failure that all ranks know of, nobody writes any more and the space is free again."""
+        try:
+            yield
+        except RuntimeFault:
+            self.close()
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _on_rank_0(self, failed: str, function: Callable[[], _T]) -> _T:
+        """What rank 0's call returns, on every rank."""
+        result: list[Any] = [None]
+        with _reported_on_all_ranks(failed):
+            if dist.get_rank() == 0:
+                result = [function()]
+        dist.broadcast_object_list(result)
+        return result[0]
+
+
+@dataclass
+class _Pending:
+    iteration: int
+    final: Path
+    partial: Path
+    writer: Writer
+    started: float
+    paused: float = 0.0
 
 
 def save_checkpoint(run: Run, root: str | Path, data_state: dict[str, Any]) -> Path:
-    """Save everything that resuming needs below ``root``; collective.
-
-    Raises:
-        RuntimeFault: on every rank, where any rank could not write. The previous checkpoint stays the latest.
-    """
-    final = checkpoint_folder(root, run.progress.iteration)
-    aside = final.with_name(f".{final.name}.partial")
-    with _reported_on_all_ranks(f"checkpoint {final} could not be written"):
-        if dist.get_rank() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-    with _reported_on_all_ranks(f"checkpoint {final} could not be written"):
-        state = _sharded_state(run, is_loading=False) | {
-            "format": FORMAT,
-            "progress": asdict(run.progress),
-            "config": asdict(run.config),
-            "world_size": dist.get_world_size(),
-            "data": data_state,
-        }
-        dist_checkpointing.save(state, str(aside), content_metadata=_content_metadata())
-    with _reported_on_all_ranks(f"checkpoint {final} could not be put in its place"):
-        if dist.get_rank() == 0:
-            _put_in_place(aside, final)
-            _keep_most_recent(Path(root), run.config.checkpoint.most_recent_k, final)
-    return final
+    """Save a checkpoint and wait for it; see :class:`CheckpointSaver`."""
+    saver = CheckpointSaver(run, root)
+    saved = saver.save(data_state) or saver.finish()
+    assert saved is not None
+    return saved.folder
 
 
 def load_checkpoint(run: Run, root: str | Path, iteration: int) -> dict[str, Any]:
@@ -110,15 +207,22 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int) -> dict[str, Any
     Raises:
         RuntimeFault: the checkpoint is missing, unreadable or of another model; says what differs.
     """
-    folder = checkpoint_folder(root, iteration)
+    folder = existing_folder(root, iteration) or checkpoint_folder(root, iteration)
     common = _read_common(folder)
     _check_same_model(run, common, folder)
-    wanted = run.config.checkpoint
+    wanted, saved = run.config.checkpoint, common["config"]["checkpoint"]
     with_optimizer = wanted.load_optim and not wanted.finetune
+    if with_optimizer and not saved["save_optim"]:
+        raise RuntimeFault(
+            f"checkpoint {folder} holds no optimizer state: it was written with checkpoint.save_optim=false. Go on "
+            "with a fresh optimizer by checkpoint.load_optim=false, or start a new run from its weights by "
+            "checkpoint.finetune=true.",
+            on_all_ranks=True,
+        )
     same_layout = _layout_of(common["config"], common["world_size"]) == _layout_of(
         asdict(run.config), dist.get_world_size()
     )
-    with_rng = wanted.load_rng and not wanted.finetune and same_layout and common["config"]["checkpoint"]["save_rng"]
+    with_rng = wanted.load_rng and not wanted.finetune and same_layout and saved["save_rng"]
     state = _sharded_state(run, is_loading=True, optimizer=with_optimizer, rng=with_rng)
     with _reported_on_all_ranks(f"checkpoint {folder} could not be loaded"):
         loaded = dist_checkpointing.load(state, str(folder))
@@ -126,13 +230,13 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int) -> dict[str, Any
         chunk.module.load_state_dict(loaded[name])
     if with_optimizer:
         run.optimizer.load_state_dict(loaded["optimizer"])
-        _load_scheduler(run, loaded["scheduler"], folder)
     else:
         run.optimizer.reload_model_params()
-    if with_rng:
-        _restore_rng(loaded["rng"])
     if wanted.finetune:
         return {}
+    _load_scheduler(run, common["scheduler"], folder)
+    if with_rng:
+        restore_random_state(loaded["rng"])
     run.progress = Progress(**common["progress"])
     return common["data"]
 
@@ -165,34 +269,25 @@ def _sharded_state(run: Run, is_loading: bool, optimizer: bool = True, rng: bool
         for name, chunk in zip(_chunk_names(run), run.model, strict=True)
     }
     state: dict[str, Any] = dict(chunks)
-    if optimizer and run.config.checkpoint.save_optim:
+    if optimizer and (is_loading or run.config.checkpoint.save_optim):
         state["optimizer"] = run.optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
+    if not is_loading:
         state["scheduler"] = run.scheduler.state_dict()
-    if rng and run.config.checkpoint.save_rng:
+    if rng and (is_loading or run.config.checkpoint.save_rng):
         # One object a rank: context-parallel ranks draw their dropout from streams of their own.
-        state["rng"] = ShardedObject("rng", _rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+        state["rng"] = ShardedObject("rng", random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
     return state
 
 
-def _rng_state() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _restore_rng(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state(state["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-
-
 def _read_common(folder: Path) -> dict[str, Any]:
+    with _reported_on_all_ranks(f"checkpoint {folder} cannot be read"):
+        problems = damage(folder) if dist.get_rank() == 0 else []
+        if problems:
+            others = [
+                iteration for iteration in saved_iterations(folder.parent) if folder.name != f"iter_{iteration:07d}"
+            ]
+            instead = f". Load another one by checkpoint.ckpt_step: {others}" if others else ""
+            raise OSError(f"{'; '.join(problems[:4])}{instead}")
     with _reported_on_all_ranks(f"checkpoint {folder} cannot be read"):
         common = dist_checkpointing.load_common_state_dict(str(folder))
         version = common["format"]
@@ -228,31 +323,6 @@ def _layout_of(config: dict[str, Any], world_size: int) -> tuple:
         "expert_model_parallel_size",
     )
     return (world_size, config["dist"]["use_tp_pp_dp_mapping"], *(config["model"][name] for name in names))
-
-
-def _put_in_place(aside: Path, final: Path) -> None:
-    """Rename, then name it the latest: a crash between the two leaves the older checkpoint the latest, and valid."""
-    if final.exists():
-        replaced = final.with_name(f".{final.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-        aside.rename(final)
-        shutil.rmtree(replaced)
-    else:
-        aside.rename(final)
-    latest = final.parent / LATEST
-    written = latest.with_name(f".{LATEST}.partial")
-    written.write_text(str(int(final.name.removeprefix("iter_"))))
-    os.replace(written, latest)
-
-
-def _keep_most_recent(root: Path, count: int, newest: Path) -> None:
-    if count < 1:
-        return
-    checkpoints = sorted(path for path in root.glob("iter_*") if path.is_dir())
-    for path in checkpoints[:-count]:
-        if path != newest:
-            shutil.rmtree(path)
 
 
 @contextlib.contextmanager

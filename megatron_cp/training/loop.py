@@ -5,24 +5,25 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from collections import deque
-from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron_cp.data.batches import BatchIterator, slice_for_context_parallel
 from megatron_cp.data.datasets import Datasets
-from megatron_cp.errors import DataError
 from megatron_cp.models.transformer_config import padded_vocab_size
-from megatron_cp.training.batch_checks import BatchChecks, checksum_of
-from megatron_cp.training.checkpoint import save_checkpoint
+from megatron_cp.training.batches import Step, Steps, open_steps
+from megatron_cp.training.checkpoint import CheckpointSaver, Saved
 from megatron_cp.training.flops import training_flops
-from megatron_cp.training.metrics import Reporter, StepMetrics, Stopwatch, logger
+from megatron_cp.training.metrics import Reporter, StepMetrics, logger
+from megatron_cp.training.phases import read_interval
+from megatron_cp.training.profiling import Profiler
 from megatron_cp.training.setup import Run
-from megatron_cp.training.signals import EXIT_CODES, SignalWatch
-from megatron_cp.training.step import Batch, StepResult, evaluate, train_step
+from megatron_cp.training.signals import EXIT_CODES, SignalWatch, agreed_maximum
+from megatron_cp.training.spikes import SpikeWatch
+from megatron_cp.training.step import StepResult, evaluate, train_step
 
 
 @dataclass(frozen=True)
@@ -34,99 +35,74 @@ class Outcome:
     last_loss: float | None
 
 
-class RankBatches:
-    """This rank's part of each microbatch: its data-parallel share, its context-parallel slice, on its device.
+def train(
+    run: Run,
+    datasets: Datasets,
+    vocab_size: int,
+    folder: Path,
+    reporter: Reporter,
+    data_state: dict[str, Any] | None = None,
+) -> Outcome:
+    """Train from ``run.progress`` to ``train.train_iters`` or until something asks to stop; saves on the way.
 
-    The first microbatch of a global batch is asked for by all ranks at once: there the whole global batch is fetched
-    and checked.
-
-    Raises:
-        RuntimeFault: on every rank, where the batches of any rank cannot be used.
+    ``data_state`` is a checkpoint's: where its data stood.
     """
-
-    def __init__(self, run: Run, batches: BatchIterator) -> None:
-        self._run = run
-        self._batches = batches
-        self._checks = BatchChecks(run)
-        self._window: deque[Batch] = deque()
-
-    def state_dict(self) -> dict[str, int]:
-        return self._batches.state_dict()
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._batches.load_state_dict(state)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        if not self._window:
-            self._window.extend(self._next_global_batch())
-        batch = self._window.popleft()
-        return {key: value.to(self._run.device, non_blocking=True) for key, value in batch.items()}
-
-    def _next_global_batch(self) -> list[Batch]:
-        cp, checksum = self._run.groups.cp, 0
-        window: list[Batch] = []
-        problems: list[str] = []
-        try:
-            for _ in range(self._batches.num_microbatches):
-                whole = next(self._batches)
-                checksum = checksum_of(whole, checksum)
-                window.append(slice_for_context_parallel(whole, cp.rank(), cp.size()))
-                problems += self._checks.problems_of(window[-1])
-        except StopIteration:
-            problems.append(f"the data ends after {self._batches.consumed_samples} samples")
-        except (DataError, ValueError) as error:
-            problems.append(str(error))
-        self._checks.agree(checksum, problems)
-        return window
-
-
-def batch_iterator(run: Run, dataset: torch.utils.data.Dataset, consumed_samples: int, training: bool) -> BatchIterator:
-    """Microbatches of this rank from a dataset, starting after ``consumed_samples``."""
-    config = run.config
-    train, held_out = config.train, config.validation
-    return BatchIterator(
-        dataset,
-        micro_batch_size=train.micro_batch_size
-        if training
-        else held_out.eval_micro_batch_size or train.micro_batch_size,
-        global_batch_size=(
-            train.global_batch_size if training else held_out.eval_global_batch_size or train.global_batch_size
-        ),
-        data_parallel_rank=run.groups.dp.rank(),
-        data_parallel_size=run.groups.dp.size(),
-        consumed_samples=consumed_samples,
-        num_workers=config.dataset.num_workers,
-        pin_memory=run.device.type == "cuda",
-    )
-
-
-def train(run: Run, datasets: Datasets, vocab_size: int, folder: Path, reporter: Reporter) -> Outcome:
-    """Train from ``run.progress`` to ``train.train_iters`` or until something asks to stop; saves on the way."""
-    config = run.config
     assert datasets.train is not None
-    batches = batch_iterator(run, datasets.train, run.progress.consumed_samples, training=True)
-    rank_batches = RankBatches(run, batches)
-    watch = SignalWatch(config.train.exit_signal_handler, run.device)
-    flops = config.train.global_batch_size * training_flops(
-        config.model, padded_vocab_size(config, vocab_size), [config.model.seq_length or 0]
-    )
+    with (
+        closing(open_steps(run, datasets.train, run.progress.consumed_samples, training=True)) as steps,
+        closing(CheckpointSaver(run, folder)) as saver,
+        closing(SignalWatch(run.config.train.exit_signal_handler)) as watch,
+        closing(Profiler(run.config.profiling, folder, torch.distributed.get_rank(), run.phases)) as profiler,
+    ):
+        if data_state is not None:
+            steps.load_state_dict(data_state)
+        return _train(run, steps, datasets, vocab_size, saver, watch, profiler, reporter)
+
+
+def _train(
+    run: Run,
+    steps: Steps,
+    datasets: Datasets,
+    vocab_size: int,
+    saver: CheckpointSaver,
+    watch: SignalWatch,
+    profiler: Profiler,
+    reporter: Reporter,
+) -> Outcome:
+    config = run.config
+    vocab_rows = padded_vocab_size(config, vocab_size)
     if config.train.manual_gc:
         gc.disable()
     started = time.monotonic()
-    stopwatch = Stopwatch(torch.cuda.synchronize)
+    spikes = SpikeWatch(config.train.loss_spike_factor)
     first_loss = last_loss = None
     exit_code = 0
     saved_at = run.progress.iteration
+    logged_at = run.progress.iteration
+    run.phases.read()  # what went before is no step's
     while run.progress.iteration < config.train.train_iters:
-        result = train_step(run, rank_batches, batches.num_microbatches)
-        _advance(run, result)
+        profiler.begin(run.progress.iteration)
+        began = time.perf_counter()
+        with run.phases("data"):
+            step = next(steps)
+        result = train_step(run, iter(step.microbatches), len(step.microbatches))
+        seconds = time.perf_counter() - began  # the loss and the gradient norm have come: the GPU has kept pace
+        _advance(run, step, result)
+        profiler.end(run.progress.iteration)
+        steps.observe()
         last_loss = result.loss
         first_loss = last_loss if first_loss is None else first_loss
-        reporter.step(_metrics(run, result, stopwatch.lap(), flops, batches.num_microbatches))
         iteration = run.progress.iteration
+        interval = None
+        if reporter.is_due(iteration):
+            interval = read_interval(run.phases, iteration - logged_at, run.all_ranks, run.device)
+            logged_at = iteration
+        spike = spikes.is_spike(result.loss)
+        if spike:
+            logger.info("loss spike at iteration %d: %.6f, usually %.6f", iteration, result.loss, spikes.usual)
+        reporter.step(_metrics(run, step, result, seconds, vocab_rows, spike), interval)
+        if step.plan is not None:
+            reporter.schedule(iteration, step.plan)
         if (
             config.train.manual_gc
             and config.train.manual_gc_interval
@@ -135,49 +111,50 @@ def train(run: Run, datasets: Datasets, vocab_size: int, folder: Path, reporter:
             gc.collect()
         if _due(iteration, config.validation.eval_interval):
             _evaluate(run, datasets, reporter)
-        stop = watch.agreed()
-        out_of_time = (
-            config.train.exit_duration_in_mins is not None
-            and time.monotonic() - started > 60 * config.train.exit_duration_in_mins
+        minutes, limit = (time.monotonic() - started) / 60, config.train.exit_duration_in_mins
+        stop, out_of_time, writing = agreed_maximum(
+            (watch.received, limit is not None and minutes > limit, saver.writing), run.device
         )
+        if not writing:
+            _tell(run, saver.finish(), reporter)
         if _due(iteration, config.checkpoint.save_interval):
-            _save(run, folder, batches)
+            _save(run, saver, steps, reporter)
             saved_at = iteration
-        if stop or _agreed(run, out_of_time) or _due(iteration, config.train.exit_interval):
-            exit_code = EXIT_CODES.get(signal.Signals(stop), 0) if stop else 0
+        if stop or out_of_time or _due(iteration, config.train.exit_interval):
+            if stop:
+                exit_code = EXIT_CODES[signal.Signals(stop)]
+                logger.info("%s: stopping after iteration %d and a checkpoint", signal.Signals(stop).name, iteration)
             break
     if run.progress.iteration != saved_at:
-        _save(run, folder, batches)
+        _save(run, saver, steps, reporter)
+    _tell(run, saver.finish(), reporter)
     if datasets.valid is not None and not exit_code and run.progress.iteration == config.train.train_iters:
         _evaluate(run, datasets, reporter)
-    watch.close()
     return Outcome(exit_code, first_loss, last_loss)
-
-
-def _agreed(run: Run, flag: bool) -> bool:
-    """Whether any rank says so: clocks differ, and all ranks must leave the loop at the same iteration."""
-    if run.config.train.exit_duration_in_mins is None:
-        return False
-    votes = torch.tensor(int(flag), device=run.device)
-    torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MAX)
-    return bool(votes.item())
 
 
 def _due(iteration: int, interval: int | None) -> bool:
     return bool(interval) and iteration % interval == 0  # type: ignore[operator]
 
 
-def _advance(run: Run, result: StepResult) -> None:
-    batch = run.config.train.global_batch_size
+def _advance(run: Run, step: Step, result: StepResult) -> None:
     run.progress.iteration += 1
-    run.progress.consumed_samples += batch
-    run.progress.consumed_tokens += batch * (run.config.model.seq_length or 0)
+    run.progress.consumed_samples += len(step.lengths)
+    run.progress.consumed_tokens += step.tokens
     run.progress.skipped_iterations += int(result.skipped)
 
 
-def _metrics(run: Run, result: StepResult, seconds: float, flops: float, num_microbatches: int) -> StepMetrics:
-    devices = torch.distributed.get_world_size()
-    tokens = run.config.train.global_batch_size * (run.config.model.seq_length or 0)
+def _metrics(run: Run, step: Step, result: StepResult, seconds: float, vocab_rows: int, spike: bool) -> StepMetrics:
+    devices, plan = torch.distributed.get_world_size(), step.plan
+    flops = training_flops(run.config.model, vocab_rows, step.lengths)
+    packing: dict[str, Any] = {}
+    if plan is not None:
+        packing = {
+            "schedule_time_s": plan.exposed_seconds,
+            "imbalance": plan.imbalance,
+            "padding_fraction": plan.padding_fraction,
+            "cp_sizes": plan.cp_sizes,
+        }
     return StepMetrics(
         iteration=run.progress.iteration,
         consumed_samples=run.progress.consumed_samples,
@@ -186,11 +163,15 @@ def _metrics(run: Run, result: StepResult, seconds: float, flops: float, num_mic
         grad_norm=result.grad_norm,
         learning_rate=run.optimizer.param_groups[0]["lr"],
         step_time_s=seconds,
-        tokens_per_s=tokens / seconds,
-        tokens_per_s_per_device=tokens / seconds / devices,
+        tokens_per_s=step.tokens / seconds,
+        tokens_per_s_per_device=step.tokens / seconds / devices,
         tflops_per_device=flops / seconds / devices / 1e12,
-        num_microbatches=num_microbatches,
+        num_microbatches=step.num_microbatches,
         skipped=result.skipped,
+        loss_scale=float(run.optimizer.get_loss_scale()),
+        mtp_losses=result.mtp_losses,
+        loss_spike=spike,
+        **packing,
     )
 
 
@@ -199,11 +180,26 @@ def _evaluate(run: Run, datasets: Datasets, reporter: Reporter) -> None:
     for name, dataset in (("validation", datasets.valid), ("test", datasets.test)):
         if dataset is None or not run.config.validation.eval_iters:
             continue
-        batches = batch_iterator(run, dataset, 0, training=False)
-        loss = evaluate(run, RankBatches(run, batches), batches.num_microbatches, run.config.validation.eval_iters)
-        reporter.evaluation(run.progress.iteration, name, loss)
+        began = time.perf_counter()
+        with run.phases("evaluation"), closing(open_steps(run, dataset, 0, training=False)) as steps:
+            loss = evaluate(run, steps, run.config.validation.eval_iters)
+        reporter.evaluation(run.progress.iteration, name, loss, time.perf_counter() - began)
 
 
-def _save(run: Run, folder: Path, batches: BatchIterator) -> None:
-    path = save_checkpoint(run, folder, {"train": batches.state_dict()})
-    logger.info("saved checkpoint %s", path)
+def _save(run: Run, saver: CheckpointSaver, steps: Steps, reporter: Reporter) -> None:
+    with run.phases("checkpoint"):
+        _tell(run, saver.finish(), reporter)  # one that is still being written in the background
+        saved = saver.save({"train": steps.state_dict()})
+    _tell(run, saved, reporter)
+
+
+def _tell(run: Run, saved: Saved | None, reporter: Reporter) -> None:
+    if saved is None:
+        return
+    reporter.saved(run.progress.iteration, saved.paused)
+    logger.info(
+        "saved checkpoint %s (training paused %.2f s, in its place after %.2f s)",
+        saved.folder,
+        saved.paused,
+        saved.taken,
+    )

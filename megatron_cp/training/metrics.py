@@ -47,6 +47,8 @@ class StepMetrics:
     num_microbatches: int
     skipped: bool
     loss_scale: float = 1.0
+    mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction; written as "mtp_1 loss" and so on
+    loss_spike: bool = False  # far above the usual loss
     schedule_time_s: float | None = None
     imbalance: float | None = None
     padding_fraction: float | None = None
@@ -107,6 +109,7 @@ class Reporter:
             return
         values = asdict(metrics)
         del values["iteration"]
+        values |= _named_mtp_losses(values.pop("mtp_losses"))
         values = {name: value for name, value in values.items() if value is not None or name not in _OPTIONAL}
         if interval is not None:
             values |= {"timers_s": interval.seconds, "peak_memory_bytes": interval.peak_memory_bytes}
@@ -155,6 +158,11 @@ class Reporter:
         return (self._total - iteration) * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
 
 
+def _named_mtp_losses(losses: Sequence[float]) -> dict[str, float]:
+    """By the names that Bridge's users know."""
+    return {f"mtp_{depth} loss": loss for depth, loss in enumerate(losses, start=1)}
+
+
 def log_line(
     steps: Sequence[StepMetrics],
     total: int,
@@ -177,6 +185,7 @@ def log_line(
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {global_batch_size:5d}",
         f"lm loss: {sum(losses) / len(losses):.6E}",
+        *(f"{name}: {loss:.6E}" for name, loss in _named_mtp_losses(last.mtp_losses).items()),
         f"loss scale: {last.loss_scale:.1f}",
         *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),
         f"number of skipped iterations: {sum(step.skipped for step in steps):3d}",

@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Sequence
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+_SAME_KEY_PRESS = 1.0  # seconds: a terminal and a launcher may both pass one Ctrl-C on
 
 
 class SignalWatch:
-    """Remembers the signal that asked this rank to stop."""
+    """Remembers the signal that asked this rank to stop. A second SIGINT stops it at once, without a checkpoint."""
 
-    def __init__(self, enabled: bool, device: torch.device) -> None:
-        self._received = 0
-        self._device = device
+    def __init__(self, enabled: bool) -> None:
+        self.received = 0
+        self._at = 0.0
         self._previous = {}
         if enabled:
             for number in EXIT_CODES:
                 self._previous[number] = signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
-
-    def agreed(self) -> int:
-        """The signal that any rank received, 0 for none; collective, the same answer on every rank."""
-        received = torch.tensor(int(self._received), device=self._device)
-        dist.all_reduce(received, op=dist.ReduceOp.MAX)
-        return int(received.item())
+        if not self.received:
+            self.received, self._at = number, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._at > _SAME_KEY_PRESS:
+            raise KeyboardInterrupt
 
     def close(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+def agreed_maximum(values: Sequence[int], device: torch.device) -> list[int]:
+    """The largest that any rank has of each number; one exchange, the same answer on every rank."""
+    votes = torch.tensor([int(value) for value in values], device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return [int(vote) for vote in votes.tolist()]

@@ -6,7 +6,9 @@ only normalization that is exact when ranks hold different numbers of them, as c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,10 +18,15 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_cp.dynamic_cp.packing import PackedMicrobatch
+from megatron_cp.errors import RuntimeFault
+from megatron_cp.models.mtp import depth_weights, unmasked_tokens
+from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.parallel.pipeline import PipelineCommunicator
+from megatron_cp.training.batches import Batch, Steps
+from megatron_cp.training.metrics import logger
+from megatron_cp.training.nonfinite import MAX_SKIPPED_IN_A_ROW, gradients_are_finite, origin
 from megatron_cp.training.setup import Run
 
-Batch = dict[str, torch.Tensor]
 Microbatches = Iterator[Batch | PackedMicrobatch]
 
 
@@ -31,74 +38,137 @@ class StepResult:
     tokens: int  # unmasked tokens of the global batch
     grad_norm: float | None
     skipped: bool  # the optimizer found inf or nan and left the parameters as they were
+    mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction, over its own unmasked tokens
 
 
 def train_step(run: Run, batches: Microbatches, num_microbatches: int) -> StepResult:
     """Forward, backward, gradient reduction, optimizer and schedule for one global batch."""
-    for chunk in run.model:
-        chunk.zero_grad_buffer()
-    run.optimizer.zero_grad()
-    loss, tokens = _forward_backward(run, batches, num_microbatches, forward_only=False)
-    success, grad_norm, _ = run.optimizer.step()
-    if success:
-        run.scheduler.step(increment=run.config.train.global_batch_size)
-    return StepResult(loss, tokens, None if grad_norm is None else float(grad_norm), not success)
+    with run.phases("optimizer"):
+        for chunk in run.model:
+            chunk.zero_grad_buffer()
+        run.optimizer.zero_grad()
+    window = [next(batches) for _ in range(num_microbatches)]
+    randomness = random_state()
+    loss, tokens, mtp_losses = _forward_backward(run, iter(window), num_microbatches, forward_only=False)
+    with run.phases("optimizer"):
+        checked = run.config.ddp.check_for_nan_in_grad
+        if not math.isfinite(loss) or (checked and not gradients_are_finite(run)):
+            _skip_or_stop(run, loss, window, randomness)
+            return StepResult(loss, tokens, None, True, mtp_losses)
+        run.skipped_in_a_row = 0
+        success, grad_norm, _ = run.optimizer.step()
+        if success:
+            run.scheduler.step(increment=run.config.train.global_batch_size)
+    return StepResult(loss, tokens, None if grad_norm is None else float(grad_norm), not success, mtp_losses)
 
 
-def evaluate(run: Run, batches: Microbatches, num_microbatches: int, steps: int) -> float:
-    """Mean loss per unmasked token over ``steps`` global batches, without touching the model."""
+def _skip_or_stop(run: Run, loss: float, window: list[Batch | PackedMicrobatch], randomness: dict[str, Any]) -> None:
+    """Say where numbers that are not finite came from; return if the step may be left out.
+
+    Raises:
+        RuntimeFault: on every rank.
+    """
+
+    def repeat() -> float:
+        restore_random_state(randomness)
+        for chunk in run.model:
+            chunk.zero_grad_buffer()
+        return _forward_backward(run, iter(window), len(window), forward_only=False)[0]
+
+    where, damaged = origin(run, repeat)
+    what = f"iteration {run.progress.iteration + 1}: " + (
+        f"the loss is {loss}" if not math.isfinite(loss) else f"the loss is {loss:.6f}, but gradients are not finite"
+    )
+    run.skipped_in_a_row += 1
+    if run.config.train.on_nonfinite == "stop" or damaged or run.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        hint = "checkpoint.ckpt_step goes back to an older checkpoint"
+        if run.config.train.on_nonfinite == "stop" and not damaged:
+            hint = "train.on_nonfinite=skip leaves such a step out; " + hint
+        elif not damaged:
+            hint = f"{run.skipped_in_a_row} steps in a row were left out; " + hint
+        raise RuntimeFault(f"{what}; {where}. The parameters were not changed. {hint}.", on_all_ranks=True)
+    logger.info("%s; %s. The step is left out", what, where)
+
+
+def evaluate(run: Run, steps: Steps, count: int) -> float:
+    """Mean loss per unmasked token over the next ``count`` global batches, without touching the model."""
     for chunk in run.model:
         chunk.eval()
     total, tokens = 0.0, 0
     with torch.no_grad():
-        for _ in range(steps):
-            loss, count = _forward_backward(run, batches, num_microbatches, forward_only=True)
-            total, tokens = total + loss * count, tokens + count
+        for _ in range(count):
+            step = next(steps)
+            loss, seen, _ = _forward_backward(run, iter(step.microbatches), len(step.microbatches), forward_only=True)
+            total, tokens = total + loss * seen, tokens + seen
     for chunk in run.model:
         chunk.train()
     return total / max(tokens, 1)
 
 
-def _forward_backward(run: Run, batches: Microbatches, num_microbatches: int, forward_only: bool) -> tuple[float, int]:
-    """Run the pipeline schedule; returns the mean loss per unmasked token and their number, on every rank."""
+def _forward_backward(
+    run: Run, batches: Microbatches, num_microbatches: int, forward_only: bool
+) -> tuple[float, int, tuple[float, ...]]:
+    """Run the pipeline schedule; returns, on every rank, the mean loss per unmasked token, their number, and, while
+    training, the mean loss of each depth of multi-token prediction."""
     model = run.config.model
     stages = model.virtual_pipeline_model_parallel_size
     # All of them before the first one runs: a rank that finds fault with its batches can tell the others only while
     # none of them waits for another in the pipeline. Every virtual stage then walks them at its own pace.
-    window = [next(batches) for _ in range(num_microbatches)]
+    with run.phases("data"):
+        window = [next(batches) for _ in range(num_microbatches)]
+        depth_tokens = [] if forward_only else _depth_tokens(run, window)
     schedule = get_forward_backward_func(pp_size=model.pipeline_model_parallel_size, vp_size=stages)
     communicator = PipelineCommunicator(run.groups.pp, run.core_config)
-    reports = schedule(
-        forward_step_func=forward_step,
-        data_iterator=iter(window) if stages is None else [iter(window) for _ in range(stages)],
-        model=run.model if stages is not None else run.model[0],
-        num_microbatches=num_microbatches,
-        seq_length=model.seq_length,
-        micro_batch_size=_tokens(window[0]).shape[0],  # evaluation may have another one than training
-        forward_only=forward_only,
-        p2p_communicator=communicator,
-        pg_collection=run.groups,
-    )
-    communicator.finish()
-    return _reduce_loss(run, reports)
+    timed = run.work_clock(run.core_config) if run.work_clock and not forward_only else nullcontext()
+    with run.phases("forward_backward"), timed:
+        reports = schedule(
+            forward_step_func=partial(forward_step, mtp_weights=depth_weights(run.core_config, depth_tokens)),
+            data_iterator=iter(window) if stages is None else [iter(window) for _ in range(stages)],
+            model=run.model if stages is not None else run.model[0],
+            num_microbatches=num_microbatches,
+            seq_length=model.seq_length,
+            micro_batch_size=_values_of(window[0])["tokens"].shape[0],  # evaluation may have another one than training
+            forward_only=forward_only,
+            p2p_communicator=communicator,
+            pg_collection=run.groups,
+        )
+        communicator.finish()
+        return _reduce_loss(run, reports, depth_tokens)
 
 
-def _tokens(batch: Batch | PackedMicrobatch) -> torch.Tensor:
-    return batch.tokens if isinstance(batch, PackedMicrobatch) else batch["tokens"]
+def _values_of(batch: Batch | PackedMicrobatch) -> dict[str, Any]:
+    return vars(batch) if isinstance(batch, PackedMicrobatch) else batch
 
 
-def forward_step(batches: Microbatches, model: Any) -> tuple[torch.Tensor, Callable]:
+def _depth_tokens(run: Run, window: list[Batch | PackedMicrobatch]) -> list[float]:
+    """Unmasked tokens of the global batch for the main loss and for each depth of multi-token prediction."""
+    depths = run.config.model.mtp_num_layers or 0
+    if not depths:
+        return []
+    values = [_values_of(batch) for batch in window]
+    counts = [unmasked_tokens(each["loss_mask"], each["position_ids"], depths) for each in values]
+    total = torch.stack(counts).sum(dim=0)
+    dist.all_reduce(total, group=run.groups.dp_cp)
+    return total.tolist()
+
+
+def forward_step(
+    batches: Microbatches, model: Any, mtp_weights: tuple[float, ...] = ()
+) -> tuple[torch.Tensor, Callable]:
     """megatron-core's forward-step contract: one microbatch through this rank's chunk."""
-    batch = next(batches)
-    values: dict[str, Any] = vars(batch) if isinstance(batch, PackedMicrobatch) else batch
+    values = _values_of(next(batches))
     output = model(
         input_ids=values["tokens"],
         position_ids=values["position_ids"],
         attention_mask=None,
         labels=values["labels"],
+        loss_mask=values["loss_mask"],
         packed_seq_params=values.get("packed_seq_params"),
+        # The router's losses must not count padding.
+        padding_mask=values.get("padding_mask") if model.config.num_moe_experts else None,
     )
-    return output, partial(loss_function, values["loss_mask"])
+    main_loss = partial(loss_function, values["loss_mask"])
+    return output, partial(_with_predictions, main_loss, mtp_weights) if mtp_weights else main_loss
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Batch]:
@@ -110,14 +180,27 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.
     return total, tokens.to(torch.int), {"lm loss": report}
 
 
-def _reduce_loss(run: Run, reports: list[Batch]) -> tuple[float, int]:
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)
+def _with_predictions(
+    main_loss: Callable, weights: tuple[float, ...], losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    """The same for losses ``[1 + depths, b, s_local]``, with each depth's sum added to the total by its weight."""
+    total, tokens, report = main_loss(losses[0])
+    sums = losses[1:].float().flatten(1).sum(dim=1)
+    for weight, depth_sum in zip(weights, sums, strict=True):
+        total = total + weight * depth_sum
+    return total, tokens, report | {"mtp losses": sums.detach().double()}
+
+
+def _reduce_loss(run: Run, reports: list[Batch], depth_tokens: list[float]) -> tuple[float, int, tuple[float, ...]]:
+    depths = len(depth_tokens[1:])
+    total = torch.zeros(2 + depths, dtype=torch.float64, device=run.device)
     for report in reports:
-        total += report["lm loss"]
+        total += torch.cat([report["lm loss"], report["mtp losses"]]) if depths else report["lm loss"]
     if run.is_last_stage:
         dist.all_reduce(total, group=run.groups.dp_cp)
     if run.groups.pp.size() > 1:
         source = dist.get_process_group_ranks(run.groups.pp)[-1]
         dist.broadcast(total, src=source, group=run.groups.pp)
-    loss_sum, tokens = total.tolist()
-    return loss_sum / max(tokens, 1.0), int(tokens)
+    loss_sum, tokens, *depth_sums = total.tolist()
+    mtp_losses = tuple(each / max(count, 1.0) for each, count in zip(depth_sums, depth_tokens[1:], strict=True))
+    return loss_sum / max(tokens, 1.0), int(tokens), mtp_losses

@@ -11,16 +11,18 @@ import torch.distributed as dist
 import yaml
 
 from megatron_cp.config import RunConfig
-from megatron_cp.data.datasets import Datasets, build_datasets, parse_blend
-from megatron_cp.data.indexed import open_indexed
+from megatron_cp.data.datasets import Datasets, build_datasets
+from megatron_cp.data.streams import check_files
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.errors import ConfigError, DataError, RuntimeFault
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.agreement import check_all_ranks_agree
-from megatron_cp.training.checkpoint import checkpoint_folder, latest_iteration, load_checkpoint
+from megatron_cp.training.checkpoint import load_checkpoint
+from megatron_cp.training.checkpoint_files import checkpoint_folder, existing_folder, latest_iteration
 from megatron_cp.training.loop import Outcome, train
 from megatron_cp.training.metrics import Reporter, logger, start_logging, wants_live_line
+from megatron_cp.training.roll_call import RollCall
 from megatron_cp.training.setup import Run, setup
 
 
@@ -39,17 +41,22 @@ def run(config: RunConfig) -> int:
     os.environ.update(config.env_vars)
     # What needs no other rank is read first: a missing file ends the run before any process group exists.
     tokenizer = build_tokenizer(config.tokenizer)
-    if config.dataset.kind == "indexed":
-        for prefix in parse_blend(config.dataset.data_path)[0]:
-            open_indexed(prefix)
+    check_files(config.dataset)
     iteration = find_checkpoint(config)
     start_distributed(config)
+    roll = RollCall()
     try:
         check_all_ranks_agree(config)
-        return _run(config, tokenizer, iteration).exit_code
+        return _run(config, tokenizer, iteration, roll).exit_code
     except DataError as error:
         raise RuntimeFault(str(error), on_all_ranks=True) from error
+    except BaseException as error:
+        fault = roll.explain(error)
+        if fault is None:
+            raise
+        raise fault from error
     finally:
+        roll.close()
         stop_distributed()
 
 
@@ -66,7 +73,7 @@ def find_checkpoint(config: RunConfig) -> int | None:
             f"there is no checkpoint in {root} to load (no latest_checkpointed_iteration.txt). Check checkpoint.load, "
             "or leave it out to start fresh."
         )
-    if iteration is not None and not checkpoint_folder(root, iteration).is_dir():
+    if iteration is not None and existing_folder(root, iteration) is None:
         raise ConfigError(
             f"there is no checkpoint {checkpoint_folder(root, iteration)}; choose one of the iter_* folders beside it "
             "with checkpoint.ckpt_step"
@@ -81,15 +88,17 @@ def _checkpoint_root(config: RunConfig) -> str:
     return pretrained or wanted.load or ""
 
 
-def _run(config: RunConfig, tokenizer: Tokenizer, iteration: int | None) -> Outcome:
+def _run(config: RunConfig, tokenizer: Tokenizer, iteration: int | None, roll: RollCall) -> Outcome:
     folder = Path(config.checkpoint.save or "")
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     datasets = _datasets(config, tokenizer)
     ready = setup(config, vocab_size)
+    roll.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"
+    data_state = None
     try:
         if iteration is not None:
             root = _checkpoint_root(config)
-            load_checkpoint(ready, root, iteration)
+            data_state = load_checkpoint(ready, root, iteration).get("train")
             logger.info("resumed from iteration %d of %s", ready.progress.iteration, root)
         _write_config(config, folder)
         _announce(ready, vocab_size)
@@ -97,7 +106,7 @@ def _run(config: RunConfig, tokenizer: Tokenizer, iteration: int | None) -> Outc
             config, folder, config.train.train_iters, ready.progress.iteration, enabled=dist.get_rank() == 0
         )
         try:
-            outcome = train(ready, datasets, vocab_size, folder, reporter)
+            outcome = train(ready, datasets, vocab_size, folder, reporter, data_state)
         finally:
             reporter.close()
         if dist.get_rank() == 0:

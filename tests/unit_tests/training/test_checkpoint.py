@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_cp.errors import ConfigError, RuntimeFault
-from megatron_cp.training.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
+from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_cp.training.checkpoint_files import latest_iteration
 from megatron_cp.training.step import train_step
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config, train_losses, worst_difference
@@ -114,7 +115,7 @@ def failing_save(overrides: dict[str, Any], folder: str) -> str:
     def full(aside: Path, final: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    checkpoint._put_in_place = full
+    checkpoint.put_in_place = full
     run.progress.iteration = 2
     try:
         save_checkpoint(run, folder, {})

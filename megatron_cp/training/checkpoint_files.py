@@ -1,0 +1,154 @@
+"""The folders of checkpoints: complete or absent, whenever a process dies or the machine stops.
+
+A checkpoint is written into a folder that starts with a dot, checked, renamed to ``iter_NNNNNNN``, and only then named
+in ``latest_checkpointed_iteration.txt``. Whatever a crash leaves behind starts with a dot too, and is cleaned away by
+the next run or the next save. All of this is one process's work; nothing here talks to other ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections import defaultdict
+from pathlib import Path
+
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_cp.errors import ConfigError
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+def checkpoint_folder(root: str | Path, iteration: int) -> Path:
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def latest_iteration(root: str | Path) -> int | None:
+    """The newest complete checkpoint's iteration, ``None`` if there is none.
+
+    Raises:
+        ConfigError: the file that names it cannot be read.
+    """
+    path = Path(root) / LATEST
+    if not path.exists():
+        return None
+    try:
+        return int(path.read_text().strip())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} does not hold an iteration number ({error}). Write the number of one of the iter_* folders beside "
+            "it into it, or give another checkpoint.load."
+        ) from error
+
+
+def existing_folder(root: str | Path, iteration: int) -> Path | None:
+    """Where a checkpoint lies: in its place, or beside it if a crash came while it was being replaced."""
+    final = checkpoint_folder(root, iteration)
+    return next((path for path in (final, _replaced(final)) if path.is_dir()), None)
+
+
+def saved_iterations(root: str | Path) -> list[int]:
+    """The iterations that ``root`` has a checkpoint of, ascending."""
+    names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*") if path.is_dir())
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def create_partial(final: Path) -> Path:
+    """Make the folder to write a checkpoint into before it gets its place ``final``.
+
+    Its name is new each time: a writer that outlived its run must not write into the next run's files.
+    """
+    partial = final.with_name(f".{final.name}.partial-{uuid.uuid4().hex[:8]}")
+    partial.mkdir(parents=True)
+    return partial
+
+
+def damage(folder: str | Path) -> list[str]:
+    """What is missing from a checkpoint, by its own index: files that are gone or too short. Reads no tensors."""
+    folder = Path(folder)
+    try:
+        stored = FileSystemReader(str(folder)).read_metadata().storage_data
+    except Exception as error:  # unpickling a damaged file can raise anything
+        return [f"{folder / '.metadata'} cannot be read ({type(error).__name__}: {error})"]
+    needed: dict[str, int] = defaultdict(int)
+    for place in (stored or {}).values():
+        needed[place.relative_path] = max(needed[place.relative_path], place.offset + place.length)
+    problems = []
+    for name, size in sorted(needed.items()):
+        path = folder / name
+        if not path.exists():
+            problems.append(f"{path} is missing")
+        elif path.stat().st_size < size:
+            problems.append(f"{path} has {path.stat().st_size} bytes where {size} were written")
+    return problems
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Rename, then name it the latest: a crash between the two leaves the older checkpoint the latest, and valid."""
+    for path in partial.iterdir():
+        _to_disk(path)
+    _to_disk(partial)
+    replaced = _replaced(final)
+    if final.exists():
+        discard(replaced)
+        final.rename(replaced)
+    partial.rename(final)
+    _to_disk(final.parent)
+    latest = final.parent / LATEST
+    written = latest.with_name(f".{LATEST}.partial")
+    written.write_text(str(int(final.name.removeprefix("iter_"))))
+    _to_disk(written)
+    os.replace(written, latest)
+    _to_disk(final.parent)
+    discard(replaced)
+
+
+def keep_most_recent(root: str | Path, newest: int, count: int, retain_interval: int | None) -> None:
+    """Delete what is older than the ``count`` newest checkpoints up to ``newest``, but multiples of the interval.
+
+    ``count`` below 1 keeps all, or, with an interval, the newest. Checkpoints after ``newest`` (a run that went back
+    to an older one leaves them) stay.
+    """
+    if count < 1:
+        if retain_interval is None:
+            return
+        count = 1
+    older = [iteration for iteration in saved_iterations(root) if iteration <= newest][:-count]
+    for iteration in older:
+        if retain_interval is None or iteration % retain_interval:
+            discard(checkpoint_folder(root, iteration))
+
+
+def discard(folder: Path) -> None:
+    """Delete a checkpoint; a crash on the way leaves nothing that looks like one."""
+    if not folder.exists():
+        return
+    condemned = folder.with_name(f".{folder.name.lstrip('.')}.deleted-{uuid.uuid4().hex[:8]}")
+    folder.rename(condemned)
+    shutil.rmtree(condemned, ignore_errors=True)
+
+
+def clean_leftovers(root: str | Path) -> list[str]:
+    """Delete what interrupted saves left in ``root``, and put back what they were replacing; the names, sorted."""
+    found = sorted(Path(root).glob(".iter_*"))
+    for path in found:
+        final = path.with_name(path.name.split(".")[1])
+        if path == _replaced(final) and not final.exists():
+            path.rename(final)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    return [path.name for path in found]
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f".{final.name}.replaced")
+
+
+def _to_disk(path: Path) -> None:
+    """Return when a file's bytes, or a folder's entries, would survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
