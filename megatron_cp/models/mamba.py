@@ -2,7 +2,7 @@
 
 Parameters, their names and their checkpoints are upstream's. Under context parallelism the mixer exchanges sequence for
 heads and back, as upstream; how the heads are shared is worked out for the group of each call, so the groups may differ
-from one microbatch to the next.
+from one microbatch to the next, and need not divide the heads.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from megatron_cp.attention.merge import accumulation_dtype
 from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.models.layer_specs import seed_of
 from megatron_cp.models.mamba_exchange import (
+    for_scan,
     heads_to_sequence,
     sequence_to_heads,
     sequences_of,
-    share_of,
+    share_of_channels,
     token_layout,
 )
-from megatron_cp.models.mamba_shape import MambaShape
+from megatron_cp.models.mamba_shape import MambaShape, MambaShare
 from megatron_cp.models.ssd import conv_and_scan
 
 try:  # mamba-ssm's fused kernel, which needs causal-conv1d beside it
@@ -127,7 +128,8 @@ class ContextParallelMambaMixer(MambaMixer):
 
         self.conv1d_weight = parameter(whole.convolved, (1, CONV_WIDTH), _draw_convolution, config.params_dtype)
         self.conv1d_bias = parameter(whole.convolved, (), _draw_convolution, config.params_dtype)
-        self.conv1d_weight.partition_sizes = self.conv1d_bias.partition_sizes = shape.convolved
+        for weight in (self.conv1d_weight, self.conv1d_bias):
+            weight.partition_sizes = shape.convolved  # type: ignore[attr-defined]
         self.dt_bias = parameter([heads], (), _draw_dt_bias, config.params_dtype)
         self.A_log = parameter([heads], (), _draw_log_a, torch.float32)
         self.D = parameter([heads], (), torch.nn.init.ones_, torch.float32)
@@ -162,7 +164,7 @@ class ContextParallelMambaMixer(MambaMixer):
         if inference_context is not None or inference_params is not None:
             raise ValueError("Mamba layers are built for training here; there is no inference")
         peers = self._peers(packed_seq_params)
-        share = self.shape.share(peers.size)
+        share = self.shape.share(peers.rank, peers.size)
         projected, _ = self.in_proj(hidden_states)
         layout = token_layout(packed_seq_params, projected.shape[0], peers.size)
         projected = sequence_to_heads(projected, self.shape, layout, peers)
@@ -172,25 +174,18 @@ class ContextParallelMambaMixer(MambaMixer):
             seq_idx = numbers.expand(projected.shape[1], -1)
             # Padding lies behind its sequence and reaches no real token; but in a product nan would.
             projected = projected.masked_fill(padding[:, None, None], 0)
-        y = self._conv_and_scan(projected.transpose(0, 1), share, peers, seq_idx).transpose(0, 1)
-        return self.out_proj(self.norm(heads_to_sequence(y, layout, peers)))
+        y = self._conv_and_scan(for_scan(projected, share).transpose(0, 1), share, seq_idx).transpose(0, 1)
+        return self.out_proj(self.norm(heads_to_sequence(y, self.shape, layout, peers)))
 
-    def _conv_and_scan(self, x: Tensor, share: MambaShape, peers: Peers, seq_idx: Tensor | None) -> Tensor:
+    def _conv_and_scan(self, x: Tensor, share: MambaShare, seq_idx: Tensor | None) -> Tensor:
         """[b, s, features] -> [b, s, inner] with this rank's share of the heads."""
-        shape, dtype = self.shape, accumulation_dtype(x.dtype)
-
-        def by_head(parameter: Tensor) -> Tensor:
-            return share_of(parameter, [shape.heads], [shape.heads], peers).to(dtype)
-
-        def by_channel(parameter: Tensor) -> Tensor:
-            return share_of(parameter, shape.convolved, [shape.heads, shape.groups, shape.groups], peers)
-
+        heads, dtype = slice(share.heads.start, share.heads.stop), accumulation_dtype(x.dtype)
         weights = (
-            by_channel(self.conv1d_weight).squeeze(1),
-            by_channel(self.conv1d_bias),
-            by_head(self.dt_bias),
-            -by_head(self.A_log).exp(),
-            by_head(self.D),
+            share_of_channels(self.conv1d_weight, self.shape, share).squeeze(1),
+            share_of_channels(self.conv1d_bias, self.shape, share),
+            self.dt_bias[heads].to(dtype),
+            -self.A_log[heads].to(dtype).exp(),
+            self.D[heads].to(dtype),
         )
         if fused_kernel is not None and x.is_cuda:
             return fused_kernel(
@@ -199,11 +194,11 @@ class ContextParallelMambaMixer(MambaMixer):
                 chunk_size=FUSED_CHUNK_SIZE,
                 seq_idx=None if seq_idx is None else seq_idx.contiguous(),
                 activation="silu",
-                headdim=shape.head_dim,
-                ngroups=share.groups,
+                headdim=share.shape.head_dim,
+                ngroups=share.scanned_groups,
                 norm_before_gate=False,
             )
-        return conv_and_scan(x, *weights, head_dim=shape.head_dim, groups=share.groups, seq_idx=seq_idx)
+        return conv_and_scan(x, *weights, head_dim=share.shape.head_dim, groups=share.scanned_groups, seq_idx=seq_idx)
 
     def _peers(self, packed: PackedSeqParams | None) -> Peers:
         if packed is not None and packed.cp_group is None and packed.local_cp_size == 1:

@@ -1,13 +1,13 @@
 """Sequence for heads and back, around a Mamba layer's scan, over the ranks of a context-parallel group.
 
-Before: a rank has its zigzag part of the tokens with all of its heads. In between: all tokens, in their order, with the
-part of the heads that :class:`MambaShape` gives it. As upstream's MambaContextParallel, in one message instead of five.
+Before: a rank has its zigzag part of the tokens with all of its heads. In between: all tokens, in their order, with its
+share of the heads. As upstream's MambaContextParallel, but in one message instead of five, and for any number of ranks
+up to that of the heads.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_cp.attention.comm import Peers, permute_rows
 from megatron_cp.attention.sharding import Layout, read_offsets, regroup_order
-from megatron_cp.models.mamba_shape import MambaShape
+from megatron_cp.models.mamba_shape import MambaShape, MambaShare
 
 
 def token_layout(packed: PackedSeqParams | None, rows: int, size: int) -> Layout:
@@ -55,43 +55,71 @@ def sequences_of(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
 def sequence_to_heads(x: Tensor, shape: MambaShape, layout: Layout, peers: Peers) -> Tensor:
     """[s_local, b, features of all heads] -> [s, b, features of this rank's share], in the order of the tokens.
 
-    ``x`` is the input projection's output; what it holds is ``shape.projected``. Differentiable.
+    ``x`` is the input projection's output; its features are ``shape.projected``. Differentiable.
     """
     if peers.size == 1:
         return x
-    units = [shape.heads, shape.heads, shape.groups, shape.groups, shape.heads]
-    parts = zip(x.split(shape.projected, dim=-1), units, strict=True)
-    outgoing = torch.cat([_for_each_rank(part, count, peers.size) for part, count in parts], dim=-1)
-    received = all_to_all(peers.group, outgoing.movedim(2, 0).flatten(0, 1))
-    return permute_rows(received, regroup_order(layout, peers.size))
+    shares = [shape.share(rank, peers.size) for rank in range(peers.size)]
+    blocks = [_share_of_projections(x, shape, share).flatten() for share in shares]
+    received = _exchange(blocks, [blocks[peers.rank].numel()] * peers.size, peers)
+    width = sum(shares[peers.rank].shape.projected)
+    return permute_rows(received.view(-1, x.shape[1], width), regroup_order(layout, peers.size))
 
 
-def heads_to_sequence(y: Tensor, layout: Layout, peers: Peers) -> Tensor:
+def heads_to_sequence(y: Tensor, shape: MambaShape, layout: Layout, peers: Peers) -> Tensor:
     """[s, b, inner of this rank's share] -> [s_local, b, inner of all heads]: the way back. Differentiable."""
     if peers.size == 1:
         return y
-    outgoing = permute_rows(y, regroup_order(layout, peers.size), inverse=True)
-    received = all_to_all(peers.group, outgoing)
-    return received.unflatten(0, (peers.size, -1)).movedim(0, 2).flatten(2)
+    blocks = permute_rows(y, regroup_order(layout, peers.size), inverse=True).chunk(peers.size)
+    tokens = blocks[0].shape[:2]
+    widths = [shape.share(rank, peers.size).shape.inner for rank in range(peers.size)]
+    sizes = [tokens.numel() * width for width in widths]
+    received = _exchange([block.flatten() for block in blocks], sizes, peers)
+    return torch.cat([block.view(*tokens, -1) for block in received.split(sizes)], dim=-1)
 
 
-def share_of(parameter: Tensor, sizes: Sequence[int], units: Sequence[int], peers: Peers) -> Tensor:
-    """This rank's share of a parameter along its first dim, which holds parts of ``sizes``, of so many ``units`` each.
+def for_scan(x: Tensor, share: MambaShare) -> Tensor:
+    """This rank's share of the projections, [..., z x B C dt], with B and C as the scan wants them. Differentiable."""
+    return _groups_of_heads(x, share.shape.projected, slice(2, 4), share)
 
-    Units are heads or groups; of fewer groups than ranks, neighbouring ranks take the same one. Differentiable: the
-    gradients of a rank are zero outside its share, and their sum over the ranks is the whole one.
+
+def share_of_channels(parameter: Tensor, shape: MambaShape, share: MambaShare) -> Tensor:
+    """A rank's share of a parameter [features of x B C, ...], for the scan. Differentiable.
+
+    The gradients of a rank are zero outside its share; their sum over the ranks is the whole one.
     """
-    if peers.size == 1:
-        return parameter
-    shares = []
-    for part, count in zip(parameter.split(list(sizes)), units, strict=True):
-        pieces = min(count, peers.size)
-        shares.append(part.chunk(pieces)[peers.rank * pieces // peers.size])
-    return torch.cat(shares)
+    features = parameter.movedim(0, -1)
+    units = [shape.heads, shape.groups, shape.groups]
+    features = _narrowed(features, shape.convolved, units, [share.heads, share.groups, share.groups])
+    return _groups_of_heads(features, share.shape.convolved, slice(1, 3), share).movedim(-1, 0)
 
 
-def _for_each_rank(x: Tensor, units: int, size: int) -> Tensor:
-    """[..., features of units] -> [..., size, features of a rank's share of the units]."""
-    pieces = min(units, size)
-    x = x.unflatten(-1, (pieces, 1, -1))
-    return x.expand(*x.shape[:-2], size // pieces, -1).flatten(-3, -2)
+def _share_of_projections(x: Tensor, shape: MambaShape, share: MambaShare) -> Tensor:
+    units = [shape.heads, shape.heads, shape.groups, shape.groups, shape.heads]
+    ids = [share.heads, share.heads, share.groups, share.groups, share.heads]
+    return _narrowed(x, shape.projected, units, ids)
+
+
+def _narrowed(x: Tensor, sizes: list[int], units: list[int], ids: list[range]) -> Tensor:
+    """Of each part of the last dim, which consists of so many heads or groups, those with these ids."""
+    kept = []
+    for part, count, wanted in zip(x.split(sizes, dim=-1), units, ids, strict=True):
+        width = part.shape[-1] // count
+        kept.append(part.narrow(-1, wanted.start * width, len(wanted) * width))
+    return torch.cat(kept, dim=-1)
+
+
+def _groups_of_heads(x: Tensor, sizes: list[int], of_groups: slice, share: MambaShare) -> Tensor:
+    if share.group_of_head is None:
+        return x
+    index = torch.tensor(share.group_of_head, device=x.device)
+    parts = list(x.split(sizes, dim=-1))
+    parts[of_groups] = [
+        part.unflatten(-1, (len(share.groups), -1)).index_select(-2, index).flatten(-2) for part in parts[of_groups]
+    ]
+    return torch.cat(parts, dim=-1)
+
+
+def _exchange(blocks: list[Tensor], sizes: list[int], peers: Peers) -> Tensor:
+    """Send a block to each rank, in order, and receive theirs, of these sizes; flat. Differentiable."""
+    return all_to_all(peers.group, torch.cat(blocks), sizes, [block.numel() for block in blocks])

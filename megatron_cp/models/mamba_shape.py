@@ -46,22 +46,40 @@ class MambaShape:
             raise ValueError(f"{self.heads} heads in {self.groups} groups do not divide over {tp} ranks")
         return replace(self, heads=self.heads // tp, groups=self.groups // tp)
 
-    def can_share(self, size: int) -> bool:
-        """Whether the ranks of a context-parallel group of ``size`` can share this rank's heads."""
-        return self.heads % size == 0 and (self.groups % size == 0 or size % self.groups == 0)
-
-    def share(self, size: int) -> MambaShape:
-        """The part of each of ``size`` context-parallel ranks: whole heads, and the groups that they use.
-
-        With fewer groups than ranks, several neighbouring ranks get the same one.
+    def share(self, rank: int, size: int) -> MambaShare:
+        """The part of rank ``rank`` of a context-parallel group of ``size``: whole heads, as evenly as they divide.
 
         Raises:
-            ValueError: that does not work out; says what the largest size is that does.
+            ValueError: there are fewer heads than ranks.
         """
-        if not self.can_share(size):
-            largest = max(n for n in range(1, size) if self.can_share(n))
+        if self.heads < size:
             raise ValueError(
-                f"{self.heads} Mamba heads in {self.groups} groups cannot be shared by the {size} ranks of a "
-                f"context-parallel group; the largest smaller group that can has {largest}"
+                f"{self.heads} Mamba heads on each tensor-parallel rank cannot be shared by the {size} ranks of a "
+                f"context-parallel group; the largest group that can has {self.heads}"
             )
-        return replace(self, heads=self.heads // size, groups=max(1, self.groups // size))
+        heads = range(rank * self.heads // size, (rank + 1) * self.heads // size)
+        group_of = [head * self.groups // self.heads for head in heads]
+        groups = range(group_of[0], group_of[-1] + 1)
+        local = tuple(group - groups.start for group in group_of)
+        each = len(heads) // len(groups)
+        evenly = local == tuple(index // each for index in range(len(heads)))
+        return MambaShare(replace(self, heads=len(heads), groups=len(groups)), heads, groups, None if evenly else local)
+
+
+@dataclass(frozen=True)
+class MambaShare:
+    """What one context-parallel rank works on: its heads, and the groups that these use.
+
+    Several neighbouring ranks may use the same group. ``group_of_head`` is the local group of each head where the
+    groups do not serve as many of the heads each: the scan then gets one for each head.
+    """
+
+    shape: MambaShape
+    heads: range
+    groups: range
+    group_of_head: tuple[int, ...] | None
+
+    @property
+    def scanned_groups(self) -> int:
+        """Groups that the scan works with."""
+        return len(self.groups) if self.group_of_head is None else len(self.heads)
