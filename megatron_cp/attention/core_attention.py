@@ -184,7 +184,9 @@ class ContextParallelAttention(MegatronModule):
         if packed_seq_params is None:
             return self._context
         if packed_seq_params.cp_group is not None:
-            return self._context_for(packed_seq_params.cp_group)
+            levels = getattr(packed_seq_params, "cp_levels", None)
+            two_level = self.cp_comm_type == "a2a+p2p" and levels is not None
+            return self._context_for(levels if two_level else packed_seq_params.cp_group)
         if packed_seq_params.local_cp_size is None:
             return self._context
         if packed_seq_params.local_cp_size != 1:

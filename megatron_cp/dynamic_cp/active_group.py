@@ -11,20 +11,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @contextmanager
-def active_group(groups: ProcessGroupCollection, packed: PackedSeqParams | None) -> Iterator[None]:
-    """Let ``groups.cp`` be the microbatch's group inside; nothing happens for a microbatch without one."""
+def active_group(groups: ProcessGroupCollection, packed: PackedSeqParams | None, *routers: Any) -> Iterator[None]:
+    """Let ``groups.cp`` be the microbatch's group inside; nothing happens for a microbatch without one.
+
+    Where the microbatch has a group together with its tensor-parallel ranks, ``groups.tp_cp`` is that one inside.
+    ``routers`` keep groups of their own (``cp_group``, ``tp_cp_group``) and count nothing while they are ``idle``.
+    """
     if packed is None or packed.cp_group is None:
         yield
         return
-    configured = groups.cp
-    groups.cp = packed.cp_group
+    wide, idle = getattr(packed, "tp_cp_group", None), getattr(packed, "idle", False)
+    switched = [(groups, "cp", packed.cp_group)] + ([] if wide is None else [(groups, "tp_cp", wide)])
+    for router in routers:
+        switched += [(router, "cp_group", packed.cp_group), (router, "idle", idle)]
+        switched += [] if wide is None else [(router, "tp_cp_group", wide)]
+    configured = [(holder, name, getattr(holder, name)) for holder, name, _ in switched]
+    for holder, name, value in switched:
+        setattr(holder, name, value)
     try:
         yield
     finally:
-        groups.cp = configured
+        for holder, name, value in configured:
+            setattr(holder, name, value)

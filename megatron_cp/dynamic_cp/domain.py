@@ -41,6 +41,7 @@ class DynamicGroups:
     ) -> None:
         rank = dist.get_rank()
         self._domains = layout.groups("dp_cp")
+        self._wide = with_tensor_parallel
         self._wide_domains = layout.groups("tp_dp_cp") if with_tensor_parallel and layout.tp > 1 else []
         if known is not None:  # a run on this rank alone
             self._domains = [[rank]]
@@ -55,7 +56,7 @@ class DynamicGroups:
         self._timeout = timedelta(minutes=timeout_minutes)
         self._known = dict(known or {})
         self._groups: dict[Positions, dist.ProcessGroup | None] = dict(self._known)
-        self._wide: dict[Positions, dist.ProcessGroup | None] = {}
+        self._wide_groups: dict[Positions, dist.ProcessGroup | None] = {}
         self._prepared: set[Positions] = set()
         self.prepare(self.legal if at_start else alone)
 
@@ -72,7 +73,7 @@ class DynamicGroups:
                 if positions not in self._groups:
                     self._groups[positions] = self._create(self._domains, positions, 1)
             if self._wide_domains:
-                self._wide[block] = self._create(self._wide_domains, block, self._tp)
+                self._wide_groups[block] = self._create(self._wide_domains, block, self._tp)
         self._prepared.update(new)
         return new
 
@@ -116,7 +117,8 @@ class DynamicGroups:
             index = block.index(self.position)
             first = index - index % inner
             levels = self.get(block[first : first + inner]), self.get(block[index % inner :: inner])
-        return BlockGroups(self.get(block), levels, self._wide.get(block))
+        group = self.get(block)
+        return BlockGroups(group, levels, self._wide_groups.get(block, group) if self._wide else None)
 
     @property
     def created(self) -> list[Positions]:
@@ -126,9 +128,9 @@ class DynamicGroups:
     def destroy(self) -> None:
         """Destroy the groups that this rank is a member of."""
         if dist.is_initialized():
-            for positions, group in [*self._groups.items(), *self._wide.items()]:
+            for positions, group in [*self._groups.items(), *self._wide_groups.items()]:
                 if group is not None and positions not in self._known:
                     dist.destroy_process_group(group)
         self._groups.clear()
-        self._wide.clear()
+        self._wide_groups.clear()
         self._prepared.clear()

@@ -87,24 +87,23 @@ def fixed_groups(num_ranks: int, cp_size: int) -> tuple[Positions, ...]:
     return tuple(tuple(range(start, start + cp_size)) for start in range(0, num_ranks, cp_size))
 
 
-def all_to_all_size(block: Positions, heads: int, kv_heads: int, ranks_per_node: int) -> int:
+def all_to_all_size(block: Positions, heads: int, ranks_per_node: int) -> int:
     """Ranks of the all-to-all level where a block uses the two-level transport; the ring takes the rest.
 
     The largest number of neighbours that stay in one node (or in the configured all-to-all size), divide the block and
-    fit the heads: 1 means a ring alone, the whole block an all-to-all alone.
+    divide the heads: 1 means a ring alone, the whole block an all-to-all alone.
 
     Args:
-        heads, kv_heads: of a tensor-parallel rank. Key/value heads divide by the size, or the other way round.
+        heads: query heads of a tensor-parallel rank. (Key/value heads are shared where there are fewer.)
         ranks_per_node: neighbouring ranks of the domain that may form an all-to-all group, counted from position 0.
     """
 
-    def fits(size: int) -> bool:
-        shares_heads = heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-        aligned = len(block) % size == 0 and block[0] % size == 0 and ranks_per_node % size == 0
-        inside = block[0] // ranks_per_node == block[-1] // ranks_per_node
-        return shares_heads and (aligned or (inside and size == len(block)))
+    def stays_inside(size: int) -> bool:
+        firsts = block[::size]
+        return all(first // ranks_per_node == (first + size - 1) // ranks_per_node for first in firsts)
 
-    return max((size for size in range(1, min(len(block), ranks_per_node) + 1) if fits(size)), default=1)
+    sizes = range(1, min(len(block), ranks_per_node) + 1)
+    return max(size for size in sizes if len(block) % size == 0 and heads % size == 0 and stays_inside(size))
 
 
 def group_line(legal: Iterable[Positions], *, at_start: bool) -> str:

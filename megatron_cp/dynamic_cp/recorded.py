@@ -38,7 +38,7 @@ class RecordedStep:
 
 
 def record(step: Scheduled) -> dict[str, Any]:
-    """A step in plain types. A group is [first rank, number of ranks, [sample ids]]; samples are counted in the step."""
+    """A step in plain types; a group is [first rank, number of ranks, [sample ids]], samples are counted in the step."""
     schedule = step.schedule
     return {
         "num_ranks": schedule.num_ranks,

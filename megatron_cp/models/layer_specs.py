@@ -29,6 +29,7 @@ from megatron_cp.attention.core_attention import ContextParallelAttention
 from megatron_cp.attention.te_support import choose_backend
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.active_group import active_group
+from megatron_cp.models.router import PackRouter, routers_of
 
 
 class TorchNorm:
@@ -80,7 +81,7 @@ class SeededTransformerLayer(TransformerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Also when recomputed during the backward pass: the arguments, and so the microbatch's group, are kept.
-        with active_group(self.pg_collection, kwargs.get("packed_seq_params")):
+        with active_group(self.pg_collection, kwargs.get("packed_seq_params"), *routers_of(self)):
             return super().forward(*args, **kwargs)
 
     def _seed_experts(self, seed: int, layer_number: int) -> None:
@@ -136,6 +137,8 @@ def gpt_layer_spec(config: RunConfig) -> tuple[ModuleSpec, Any]:
         multi_latent_attention=config.model.multi_latent_attention,
         **({} if with_te else {"normalization": config.model.normalization}),
     )
+    if config.model.num_moe_experts:
+        layer.submodules.mlp.keywords["submodules"].router = PackRouter
     attention = layer.submodules.self_attention
     attention.params["attn_mask_type"] = AttnMaskType[config.model.attention_mask_type]
     if with_te:

@@ -50,10 +50,11 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     dtype = params_dtype(config)
     on_gpu = torch.cuda.is_available()
     parallel = model.context_parallel_size > 1
+    grouped = parallel or model.dynamic_context_parallel  # microbatches may be sliced where the model is not
     values |= {
         "activation_func": _ACTIVATIONS[model.activation_func],
         "window_size": tuple(model.window_size) if model.window_size else None,
-        "cp_comm_type": model.cp_comm_type if parallel else None,
+        "cp_comm_type": model.cp_comm_type if grouped else None,
         "hierarchical_context_parallel_sizes": model.hierarchical_context_parallel_sizes if parallel else None,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

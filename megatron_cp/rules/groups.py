@@ -28,16 +28,17 @@ def dynamic_sizes(c: Context) -> Iterator[Finding]:
 
 @rule(
     "H10",
-    "Dynamic context parallelism with Transformer Engine uses a one-level transport.",
-    "The group that a microbatch switches on is one process group; Transformer Engine's a2a+p2p wants two.",
+    "Packed microbatches with Transformer Engine use a one-level transport.",
+    "The group that a microbatch switches on is one process group; Transformer Engine's a2a+p2p wants two. Our "
+    "attention takes both levels of a microbatch's group.",
     broken("model.attention_backend=te", *_DYNAMIC, environment="gpu"),
     needs="config environment",
 )
 def dynamic_transport(c: Context) -> Iterator[Finding]:
-    if c.backend == "te" and c.config.model.dynamic_context_parallel and "a2a+p2p" in c.comm_types:
+    if c.backend == "te" and c.packed and "a2a+p2p" in c.comm_types:
         yield Finding(
             "model.cp_comm_type",
-            "a2a+p2p requires cp_group = [a2a_cp_group, p2p_cp_group], and a dynamic group is one",
+            "a2a+p2p requires cp_group = [a2a_cp_group, p2p_cp_group], and a microbatch's group is one",
             "model.cp_comm_type=p2p, or model.attention_backend=native",
         )
 
@@ -52,12 +53,15 @@ def dynamic_transport(c: Context) -> Iterator[Finding]:
 def longest_sequence_fits(c: Context) -> Iterator[Finding]:
     model, length = c.config.model, c.config.dataset.seq_length
     ranks = c.dp * c.cp if model.dynamic_context_parallel else c.cp
+    unit = 2 * (c.tp if model.sequence_parallel else 1)
+    needed = -(-length // (ranks * unit)) * unit  # a sample is padded to a multiple of this on every rank
     limit = model.max_seqlen_per_dp_cp_rank
-    if c.divisible and c.packed and limit is not None and limit * ranks < length:
+    if c.divisible and c.packed and limit is not None and limit < needed:
         yield Finding(
             "model.max_seqlen_per_dp_cp_rank",
-            f"{limit} tokens on each of {ranks} ranks are fewer than the sequence length {length}",
-            f"at least {-(-length // ranks)}, or dataset.seq_length={limit * ranks} or less",
+            f"{limit} tokens on each of {ranks} ranks are fewer than the sequence length {length}, which takes "
+            f"{needed} on each",
+            f"at least {needed}, or dataset.seq_length={max(limit // unit, 1) * unit * ranks} or less",
         )
 
 
@@ -75,4 +79,109 @@ def scheduler_fits(c: Context) -> Iterator[Finding]:
             "model.sequence_packing_scheduler",
             f"does not fit model.dynamic_context_parallel={str(model.dynamic_context_parallel).lower()}",
             f"model.sequence_packing_scheduler={wanted}",
+        )
+
+
+@rule(
+    "H16",
+    "Packed microbatches and virtual pipeline stages need gloo.",
+    "The interleaved schedule lets a stage's two neighbours answer in another order than it asks; lengths that differ "
+    "must then be told apart by tags, which NCCL does not have.",
+    broken(
+        "model.dynamic_context_parallel=true", "model.hierarchical_context_parallel_sizes=null",
+        "model.cp_comm_type=p2p", "model.context_parallel_size=1", "model.pipeline_model_parallel_size=2",
+        "model.virtual_pipeline_model_parallel_size=2", environment="gpu",
+    ),
+    needs="config environment",
+)  # fmt: skip
+def interleaving_needs_tags(c: Context) -> Iterator[Finding]:
+    stages = c.config.model.virtual_pipeline_model_parallel_size
+    gloo = c.config.dist.distributed_backend in ("gloo", "staged") or c.environment.device == "cpu"
+    if c.packed and stages is not None and c.pp > 1 and not gloo:
+        yield Finding(
+            "model.virtual_pipeline_model_parallel_size",
+            "packed microbatches differ in length, and the interleaved schedule cannot exchange those over NCCL",
+            "model.virtual_pipeline_model_parallel_size=null",
+        )
+
+
+@rule(
+    "H17",
+    "What is recomputed alone needs no group of its microbatch.",
+    "mla_up_proj and moe run again during the backward pass outside their layer, where the microbatch's group is no "
+    "longer switched on. Whole layers (full) and core_attn keep it.",
+    broken(
+        "model.sequence_packing_scheduler=dp_balanced", "model.multi_latent_attention=true",
+        "model.recompute_granularity=selective", "model.recompute_modules=[mla_up_proj]",
+    ),
+)  # fmt: skip
+def recomputation_keeps_the_group(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    modules = (model.recompute_modules or []) if model.recompute_granularity == "selective" else []
+    balanced = bool(model.num_moe_experts) and model.moe_aux_loss_coeff > 0
+    lost = [name for name in modules if name == "mla_up_proj" or (name == "moe" and balanced)]
+    if c.packed and lost:
+        yield Finding(
+            "model.recompute_modules",
+            f"{', '.join(lost)} would be recomputed with the configured group instead of the microbatch's",
+            "model.recompute_granularity=full with a method and a number of layers, or leave it out",
+        )
+
+
+@rule(
+    "H18",
+    "Experts are balanced over a pack by the plain auxiliary loss.",
+    "A pack is no sequence (seq_aux_loss), ranks run different numbers of packs (global_aux_loss), and sinkhorn would "
+    "count padding.",
+    broken(
+        "model.sequence_packing_scheduler=dp_balanced", "model.num_moe_experts=4",
+        "model.moe_router_load_balancing_type=seq_aux_loss", "model.moe_aux_loss_coeff=0.01",
+    ),
+)  # fmt: skip
+def balance_of_packs(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    kind = model.moe_router_load_balancing_type
+    counts = kind == "sinkhorn" or (kind in ("seq_aux_loss", "global_aux_loss") and model.moe_aux_loss_coeff > 0)
+    if c.packed and model.num_moe_experts and counts:
+        yield Finding(
+            "model.moe_router_load_balancing_type",
+            f"{kind} is not defined for packed microbatches",
+            "model.moe_router_load_balancing_type=aux_loss or none",
+        )
+
+
+@rule(
+    "H19",
+    "Dynamic groups for multi-latent attention start from context_parallel_size of 2.",
+    "With a configured size of 1 megatron-core cuts its rotary embeddings to the tokens of one rank, which are fewer "
+    "than the positions of a sample that several ranks share.",
+    broken(
+        "model.dynamic_context_parallel=true", "model.multi_latent_attention=true", "model.context_parallel_size=1",
+        "model.hierarchical_context_parallel_sizes=null", "model.cp_comm_type=p2p",
+    ),
+)  # fmt: skip
+def latent_positions(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if model.dynamic_context_parallel and model.multi_latent_attention and c.cp == 1:
+        yield Finding(
+            "model.context_parallel_size",
+            "with multi-latent attention, dynamic groups need all rotary positions, which are kept from 2 on",
+            "model.context_parallel_size=2",
+        )
+
+
+@rule(
+    "H20",
+    "Packing decides what a microbatch holds.",
+    "train.micro_batch_size has no effect then: a microbatch is one pack of as many samples as the scheduler says.",
+    broken("model.sequence_packing_scheduler=dp_balanced", "train.micro_batch_size=2"),
+    severity="warning",
+)
+def packs_have_no_micro_batch_size(c: Context) -> Iterator[Finding]:
+    size = c.config.train.micro_batch_size
+    if c.packed and size > 1:
+        yield Finding(
+            "train.micro_batch_size",
+            f"{size} has no effect with model.sequence_packing_scheduler={c.config.model.sequence_packing_scheduler}",
+            "train.micro_batch_size=1; model.max_seqlen_per_dp_cp_rank is the limit of a microbatch",
         )

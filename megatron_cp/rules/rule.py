@@ -106,10 +106,24 @@ class Context:
 
     def a2a_sizes(self) -> Iterator[tuple[str, int]]:
         """Transport and number of ranks over which an all-to-all splits the heads."""
+        if self.config.model.dynamic_context_parallel:  # a2a+p2p takes the level that fits each group
+            size = self._awkward_group_size() if "a2a" in self.comm_types else 1
+            if size > 1:
+                yield "a2a", size
+            return
         if self.cp > 1 and "a2a" in self.comm_types:
             yield "a2a", self.cp
         if self.cp > 1 and "a2a+p2p" in self.comm_types and self.levels is not None:
             yield "a2a+p2p", self.levels[0]
+
+    def _awkward_group_size(self) -> int:
+        """The size of the dynamic groups that fits the heads worst: the widest that does not divide them."""
+        from megatron_cp.dynamic_cp.groups import legal_groups
+
+        ranks = self.dp * self.cp
+        smallest = min(max(1, self.config.model.min_dynamic_context_parallel_size), ranks)
+        sizes = {len(block) for block in legal_groups(ranks, smallest)}
+        return max(sizes, key=lambda size: (self.heads % size != 0, size))
 
     @cached_property
     def packed(self) -> bool:

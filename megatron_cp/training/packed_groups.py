@@ -35,7 +35,6 @@ def build_dynamic_groups(config: RunConfig, groups: ProcessGroupCollection) -> D
         a2a_size=partial(
             all_to_all_size,
             heads=max(1, model.num_attention_heads // tp),
-            kv_heads=max(1, (model.num_query_groups or model.num_attention_heads) // tp),
             ranks_per_node=neighbours_in_a_node(config),
         )
         if "a2a+p2p" in kinds

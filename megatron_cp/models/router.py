@@ -1,0 +1,53 @@
+"""The router of a mixture of experts, for packs whose ranks hold different numbers of real tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+
+class PackRouter(TopKRouter):
+    """megatron-core's router, whose load-balancing loss weighs a pack by the real tokens of all its ranks.
+
+    ``cp_group`` and ``tp_cp_group`` are the microbatch's while ``active_group`` says so. Upstream weighs each rank's
+    share of the loss by this rank's own tokens, which is the same only where all ranks hold equally many; and a dummy
+    microbatch, which has none (``idle``), would make it 0 / 0.
+    """
+
+    idle = False
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        aux_loss_name: str,
+        reduce_group: dist.ProcessGroup,
+        needs_dp_avg: bool = True,
+        valid_token_count: int | Tensor | None = None,
+    ) -> Tensor:
+        if self.idle:
+            return activation
+        if isinstance(valid_token_count, Tensor):
+            valid_token_count = valid_token_count.detach().to(torch.float32)
+            dist.all_reduce(valid_token_count, group=reduce_group)
+            valid_token_count = valid_token_count / reduce_group.size()
+        return super().attach_and_log_load_balancing_loss(
+            activation,
+            aux_loss_coeff,
+            aux_loss,
+            aux_loss_name,
+            reduce_group,
+            needs_dp_avg=needs_dp_avg,
+            valid_token_count=valid_token_count,
+        )
+
+
+def routers_of(layer: Any) -> list[PackRouter]:
+    """The routers in a transformer layer: one in a mixture of experts, else none."""
+    router = getattr(getattr(layer, "mlp", None), "router", None)
+    return [router] if isinstance(router, PackRouter) else []

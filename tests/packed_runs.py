@@ -1,0 +1,86 @@
+"""Tiny packed training runs as they are configured, and one rank that takes the same samples one by one."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_cp.config import RunConfig
+from megatron_cp.data.datasets import build_datasets
+from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.dynamic_cp.packing import pack
+from megatron_cp.rules import check_or_raise
+from megatron_cp.training.batches import open_steps
+from megatron_cp.training.setup import setup
+from megatron_cp.training.step import train_step
+from tests.training_runs import tiny_config
+
+Losses = list[tuple[float, float]]
+LONGEST, BATCH, STEPS = 128, 12, 10
+DYNAMIC = {"model__dynamic_context_parallel": True}
+BALANCED = {"model__sequence_packing_scheduler": "dp_balanced"}
+
+
+def lengths_file(folder: Path) -> str:
+    """Long-tailed lengths, odd ones and the longest allowed among them."""
+    lengths = np.random.default_rng(3).choice([5, 17, 40, 9, 3, 64, LONGEST, 23, 1, 12, 31], size=70)
+    path = folder / "lengths.txt"
+    path.write_text("\n".join(map(str, lengths)))
+    return str(path)
+
+
+def packed_config(lengths: str, overrides: dict[str, Any]) -> RunConfig:
+    defaults: dict[str, Any] = {
+        "dataset__kind": "mock_documents",
+        "dataset__mock_lengths": lengths,
+        "dataset__seq_length": LONGEST,
+        "train__global_batch_size": BATCH,
+        "train__train_iters": STEPS,
+    }
+    return tiny_config(**defaults | overrides)
+
+
+def train_dataset(config: RunConfig) -> Any:
+    samples = config.train.train_iters * config.train.global_batch_size
+    dataset = build_datasets(config, build_tokenizer(config.tokenizer), samples).train
+    assert dataset is not None
+    return dataset
+
+
+def packed_losses(lengths: str, overrides: dict[str, Any]) -> tuple[Losses, list[dict[int, int]], set[int]]:
+    """(loss, gradient norm) and groups by CP size of each step, and how many microbatches this rank had in them."""
+    config = packed_config(lengths, overrides)
+    check_or_raise(config, dist.get_world_size(), environment="cpu")
+    tokenizer = build_tokenizer(config.tokenizer)
+    run = setup(config, tokenizer.vocab_size)
+    losses, sizes, counts = [], [], set()
+    with closing(open_steps(run, train_dataset(config), 0, training=True)) as steps:
+        for _ in range(STEPS):
+            step = next(steps)
+            assert step.plan is not None
+            result = train_step(run, iter(step.microbatches), len(step.microbatches))
+            run.progress.iteration += 1
+            steps.observe()
+            losses.append((result.loss, result.grad_norm or 0.0))
+            sizes.append(step.plan.cp_sizes)
+            counts.add(len(step.microbatches))
+    run.close()
+    return losses, sizes, counts
+
+
+def one_by_one(lengths: str, overrides: dict[str, Any]) -> Losses:
+    """The same samples on one rank, each in a microbatch of its own."""
+    config = packed_config(lengths, BALANCED | overrides)
+    run = setup(config, build_tokenizer(config.tokenizer).vocab_size)
+    source, losses = train_dataset(config), []
+    for first in range(0, STEPS * BATCH, BATCH):
+        samples = [source[index % len(source)] for index in range(first, first + BATCH)]
+        microbatches = [pack([sample], run.groups.cp) for sample in samples]
+        result = train_step(run, iter(microbatches), BATCH)
+        losses.append((result.loss, result.grad_norm or 0.0))
+    run.close()
+    return losses

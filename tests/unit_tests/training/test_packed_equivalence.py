@@ -1,0 +1,121 @@
+"""Packed training as configured equals one rank that takes the samples one by one: float32, ten steps, long tails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.packed_runs import (
+    BALANCED,
+    DYNAMIC,
+    LONGEST,
+    Losses,
+    lengths_file,
+    one_by_one,
+    packed_config,
+    packed_losses,
+)
+from tests.ranks import run_ranks
+from tests.training_runs import worst_difference
+from tests.unit_tests.training.layouts import CP2, CP4, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.test_model_variants import CLASSIC, FULL, MLA, MOE
+
+TOLERANCE = 1e-5
+DECENTRALIZED = {"dist__use_decentralized_pg": True}
+TWO_LEVELS = {"model__cp_comm_type": "a2a+p2p", "model__hierarchical_context_parallel_sizes": [2, 1]}
+slow = pytest.mark.slow
+
+
+def per_rank(tokens: int) -> dict[str, Any]:
+    return {"model__max_seqlen_per_dp_cp_rank": tokens}
+
+
+# Name -> ranks, model, layout.
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "2 ranks": (2, {}, DYNAMIC | per_rank(64)),
+    "3 ranks": (3, {}, DYNAMIC | per_rank(44)),
+    "4 ranks, cp2": (4, {}, DYNAMIC | CP2 | per_rank(32)),
+    "tp2 sp": (4, {}, DYNAMIC | TP2 | SP | per_rank(64)),
+    "pp2 vpp2": (4, {}, DYNAMIC | PP2 | VPP2 | per_rank(64)),
+    "4 ranks, dp_balanced cp2": (4, {}, BALANCED | CP2),
+    "4 ranks, dp_balanced cp4": (4, {}, BALANCED | CP4),
+    "4 ranks, decentralized, groups at the start": (
+        4,
+        {},
+        DYNAMIC | CP2 | DECENTRALIZED | per_rank(32) | {"dist__dynamic_groups_at_start": True},
+    ),
+    "4 ranks, default limit": (4, {}, DYNAMIC | CP4),
+    "6 ranks": (6, {}, DYNAMIC | per_rank(32)),
+    "6 ranks, groups of 2 and more": (
+        6,
+        {},
+        DYNAMIC | per_rank(32) | {"model__min_dynamic_context_parallel_size": 2},
+    ),
+    "8 ranks": (8, {}, DYNAMIC | per_rank(16)),
+    "8 ranks, dp_balanced cp2 pp2": (8, {}, BALANCED | CP2 | PP2),
+    "pp2": (4, {}, DYNAMIC | PP2 | per_rank(64)),
+    "pp2 decentralized": (8, {}, DYNAMIC | PP2 | CP2 | DECENTRALIZED | per_rank(32)),
+    "tp2": (4, {}, DYNAMIC | TP2 | per_rank(64)),
+    "tp2 sp pp2": (8, {}, DYNAMIC | TP2 | SP | PP2 | per_rank(64)),
+    "4 ranks, a2a": (4, {}, DYNAMIC | CP2 | per_rank(32) | {"model__cp_comm_type": "a2a"}),
+    "4 ranks, all_gather": (4, {}, DYNAMIC | CP2 | per_rank(32) | {"model__cp_comm_type": "all_gather"}),
+    "8 ranks, a2a 2 inside and p2p across": (8, {}, DYNAMIC | CP2 | TWO_LEVELS | per_rank(16)),
+    "4 ranks, a2a+p2p in one node": (4, {}, DYNAMIC | per_rank(32) | {"model__cp_comm_type": "a2a+p2p"}),
+    "full recomputation": (4, {}, DYNAMIC | FULL | per_rank(32)),
+    "full recomputation, pp2": (4, {}, DYNAMIC | PP2 | FULL | per_rank(64)),
+    "selective recomputation": (4, {}, DYNAMIC | per_rank(32) | {"model__recompute_granularity": "selective"}),
+    "learned positions": (4, CLASSIC, DYNAMIC | per_rank(32)),
+    "latent attention": (4, MLA, DYNAMIC | CP2 | per_rank(32)),
+    "latent attention, full recomputation": (4, MLA, DYNAMIC | CP2 | FULL | per_rank(32)),
+    "experts": (4, MOE, DYNAMIC | per_rank(32)),
+    "experts, ep2": (4, MOE, DYNAMIC | per_rank(32) | {"model__expert_model_parallel_size": 2}),
+    "experts, ep2 tp2 sp": (8, MOE, DYNAMIC | TP2 | SP | per_rank(32) | {"model__expert_model_parallel_size": 2}),
+    "sliding window": (4, {"model__window_size": [8, 0]}, DYNAMIC | per_rank(32)),
+    "overlapped reductions": (
+        4,
+        {},
+        DYNAMIC
+        | CP2
+        | per_rank(32)
+        | {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True, "ddp__bucket_size": 20000},
+    ),
+    "plain optimizer": (4, {}, DYNAMIC | per_rank(32) | {"optimizer__use_distributed_optimizer": False}),
+}
+FAST = ("2 ranks", "3 ranks", "4 ranks, cp2", "tp2 sp", "pp2 vpp2", "4 ranks, dp_balanced cp2")
+
+_reference: dict[str, Losses] = {}
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return lengths_file(tmp_path_factory.mktemp("lengths"))
+
+
+def reference(lengths: str, model: dict[str, Any]) -> Losses:
+    key = repr(model)
+    if key not in _reference:
+        _reference[key] = run_ranks(one_by_one, 1, lengths, model)[0]
+    return _reference[key]
+
+
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=slow) for name in CASES])
+def test_packed_training_is_one_rank_one_by_one(name: str, lengths: str) -> None:
+    ranks, model, layout = CASES[name]
+    results = run_ranks(packed_losses, ranks, lengths, model | layout)
+    losses, sizes, _ = results[0]
+    assert all(others == losses for others, _, _ in results), "ranks report different losses"
+    worst = worst_difference(losses, reference(lengths, model))
+    assert max(worst) < TOLERANCE, worst
+    used = {size for step in sizes for size in step}
+    if layout.get("model__dynamic_context_parallel"):
+        assert len(used) > 1 or "default limit" in name, "a schedule with one CP size only would prove little"
+    else:
+        assert used == {layout["model__context_parallel_size"]}
+
+
+def test_the_default_limit_holds_one_longest_sample() -> None:
+    for layout, expected in ((CP2, LONGEST // 2), (CP4, LONGEST // 4), (TP2 | SP | CP2, LONGEST // 2)):
+        assert packed_config("", DYNAMIC | layout).model.max_seqlen_per_dp_cp_rank == expected
+    odd = packed_config("", BALANCED | CP2 | {"dataset__seq_length": 129})
+    assert odd.model.max_seqlen_per_dp_cp_rank == 66
