@@ -214,7 +214,8 @@ class TokenizerConfig:
 @dataclass
 class DistributedConfig:
     use_decentralized_pg: bool = False
-    distributed_backend: Literal["nccl", "gloo"] | None = None  # nccl on GPUs, gloo elsewhere
+    # None: nccl on GPUs, gloo elsewhere. staged: gloo by way of host memory, for several ranks on one GPU; slow.
+    distributed_backend: Literal["nccl", "gloo", "staged"] | None = None
     distributed_timeout_minutes: float = 10.0
     use_tp_pp_dp_mapping: bool = False
     attention_probe: bool = True

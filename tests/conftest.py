@@ -4,5 +4,7 @@ import os
 
 # Ranks are forked from this process: one thread each, as many processes as cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Asking whether there is a GPU must not start CUDA here: a forked rank could not start it again.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import megatron_cp  # noqa: F401 - before any test module imports megatron.core

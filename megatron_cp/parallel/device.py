@@ -36,6 +36,8 @@ def start_distributed(config: RunConfig) -> None:
         return
     backend = config.dist.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     timeout = timedelta(minutes=config.dist.distributed_timeout_minutes)
+    if torch.cuda.is_available():
+        check_gpus(backend, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count())
     if backend == staged.NAME:
         staged.register()
         if os.environ.get("RANK", "0") == "0":
@@ -53,6 +55,16 @@ def start_distributed(config: RunConfig) -> None:
             f"torch.distributed could not start with dist.distributed_backend={backend!r}: {error}. "
             "Start the run with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)."
         ) from error
+
+
+def check_gpus(backend: str, ranks: int, gpus: int) -> None:
+    """Raises RuntimeFault where NCCL would find ``ranks`` of this node sharing its fewer ``gpus``."""
+    if backend == "nccl" and ranks > gpus:
+        raise RuntimeFault(
+            f"{ranks} ranks on a node with {gpus} GPU{'s' * (gpus != 1)}: NCCL refuses two ranks on one GPU. Start one "
+            "rank a GPU, or set dist.distributed_backend=staged, which lets ranks share one, slowly",
+            on_all_ranks=True,
+        )
 
 
 def stop_distributed() -> None:

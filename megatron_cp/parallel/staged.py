@@ -1,0 +1,369 @@
+"""The ``staged`` torch.distributed backend: GPU tensors carried by gloo, through pinned host memory.
+
+NCCL refuses to run two ranks on one GPU. With ``dist.distributed_backend=staged`` any number of ranks may share one, so
+that everything that ranks say to each other can be tried on a single GPU. It is for correctness and debugging: every
+message crosses the bus twice and waits for the host.
+
+How an operation runs:
+
+1. The caller's stream is told to copy what is sent into pinned memory, and the host waits until it has. From here on
+   the caller may do with its streams what it likes, only not touch the tensors, as with any backend.
+2. gloo carries the host copies, in its own threads.
+3. ``wait`` waits for gloo on the host, and puts the copy to the device into the stream that is current *then*. Whatever
+   that stream runs afterwards sees the result, which is what NCCL's ``wait`` promises.
+
+Host tensors go to gloo as they are. Data that is only moved is moved as bytes, in any dtype; sums and their like are
+gloo's, in its dtypes, and an average is a sum that is divided.
+"""
+
+# torch.distributed calls these methods in the one way that is implemented; its stub lists others for each.
+# mypy: disable-error-code="override"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+NAME = "staged"
+
+Start = Callable[[list[Tensor], list[Tensor]], Any]
+
+
+def register() -> None:
+    """Make the backend known to torch.distributed; once a process is enough, and more do no harm."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
+
+
+def must_be_staged(tensor: Tensor) -> bool:
+    """Whether gloo cannot be given this tensor. Tests say so of host tensors too, to run what a GPU would."""
+    return tensor.is_cuda
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous copies in (pinned) host memory, complete when this returns."""
+    copies = [host_like(tensor).copy_(tensor, non_blocking=True) for tensor in tensors]
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def host_like(tensor: Tensor) -> Tensor:
+    """Uninitialized contiguous host memory of a tensor's shape, pinned where it is a GPU's."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+def to_device(host: Tensor, tensor: Tensor) -> None:
+    """Copy into ``tensor`` in its device's current stream."""
+    tensor.copy_(host, non_blocking=True)  # the host's allocator keeps pinned memory until the copy has been made
+    if tensor.is_cuda:
+        # The tensor may belong to another stream: its memory must not be given away before this one is done with it.
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as bytes ``[..., itemsize]``: gloo moves more dtypes than it knows by name."""
+    return tensor.unsqueeze(-1).view(torch.uint8)
+
+
+class StagedWork(Work):
+    """What is under way; ``wait`` may be called any number of times."""
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        arriving: Sequence[tuple[Tensor, Tensor]],
+        divide_by: int = 1,
+        kept: Sequence[Tensor] = (),
+    ) -> None:
+        super().__init__()
+        self._kept = kept  # what gloo reads until then
+        self._works = list(works)
+        self._all_works = tuple(works)
+        self._arriving = list(arriving)  # host memory, and the tensor that it is for
+        self._divide_by = divide_by
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        while self._works:
+            work = self._works[0]
+            if timeout:
+                work.wait(timeout)
+            else:
+                work.wait()
+            self._works.pop(0)  # gloo would wait for ever if it were asked again about a receive
+        self._kept = ()
+        self._deliver()
+        return True
+
+    def is_completed(self) -> bool:
+        if not all(work.is_completed() for work in self._works):
+            return False
+        return self.wait()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        return [tensor for _, tensor in self._arriving]
+
+    def get_future(self) -> torch.futures.Future:
+        self.wait()
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+    def _source_rank(self) -> int:
+        return self._all_works[0]._source_rank()
+
+    def _deliver(self) -> None:
+        for host, tensor in self._arriving:
+            if self._divide_by > 1:
+                host.div_(self._divide_by)
+            to_device(host, tensor)
+        self._arriving = []
+
+
+class Together(Work):
+    """Several operations as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        for work in self._works:
+            if timeout:
+                work.wait(timeout)
+            else:
+                work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class StagedGroup(dist.ProcessGroup):
+    """torch.distributed's operations over one gloo group. The methods' names and arguments are torch's."""
+
+    def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = gloo
+        self._size = size
+        self._coalesced: list[Any] | None = None
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    # Sums and their like.
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        opts, divide_by = self._without_average(opts or dist.AllreduceOptions())
+        return self._in_place(lambda host: self._gloo.allreduce(host, opts), tensors, tensors, divide_by)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        plain = dist.AllreduceOptions()
+        if opts is not None:
+            plain.reduceOp = opts.reduceOp
+        return Together([self.allreduce([tensor], plain) for tensor in tensors])
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        opts, divide_by = self._without_average(opts)
+        received = tensors if opts.rootRank == self.rank() else []
+        return self._in_place(lambda host: self._gloo.reduce(host, opts), tensors, received, divide_by)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts, divide_by = self._without_average(opts or dist.ReduceScatterOptions())
+        return self._carry(
+            lambda sent, received: self._gloo._reduce_scatter_base(received[0], sent[0], opts),
+            [input],
+            [output],
+            divide_by,
+        )
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        op: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        works = []
+        for output, input in zip(outputs, inputs, strict=True):
+            mine = dist.ReduceScatterOptions()
+            mine.reduceOp = op  # each its own: an average is replaced in place
+            works.append(self._reduce_scatter_base(output, input, mine))
+        return Together(works)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        if len({tensor.shape for tensor in inputs[0]}) > 1:
+            raise ValueError("reduce_scatter of parts of different shapes: all ranks' parts must have one shape")
+        return self._reduce_scatter_base(outputs[0], torch.stack(list(inputs[0])), opts)
+
+    # What only moves.
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        received = [] if opts.rootRank == self.rank() else tensors
+        return self._in_place(lambda host: self._gloo.broadcast(list(map(as_bytes, host)), opts), tensors, received)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self._carry(
+            lambda sent, received: self._gloo._allgather_base(as_bytes(received[0]), as_bytes(sent[0])),
+            [input],
+            [output],
+        )
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        return Together([self._allgather_base(o, i) for o, i in zip(outputs, inputs, strict=True)])
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self._carry(
+            lambda sent, received: self._gloo.allgather([list(map(as_bytes, received))], [as_bytes(sent[0])]),
+            inputs,
+            outputs[0],
+        )
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        works = [self.allgather([[of[k] for of in outputs]], [tensor]) for k, tensor in enumerate(inputs)]
+        return Together(works)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
+        def start(sent: list[Tensor], received: list[Tensor]) -> Any:
+            lists = [list(map(as_bytes, received))] if received else []
+            return self._gloo.gather(lists, [as_bytes(sent[0])], opts)
+
+        return self._carry(start, inputs, outputs[0] if outputs else [])
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
+        def start(sent: list[Tensor], received: list[Tensor]) -> Any:
+            lists = [list(map(as_bytes, sent))] if sent else []
+            return self._gloo.scatter([as_bytes(received[0])], lists, opts)
+
+        return self._carry(start, inputs[0] if inputs else [], outputs)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> Any:
+        def start(sent: list[Tensor], received: list[Tensor]) -> Any:
+            plain = dist.AllToAllOptions()
+            return self._gloo.alltoall_base(
+                as_bytes(received[0]), as_bytes(sent[0]), output_splits, input_splits, plain
+            )
+
+        return self._carry(start, [input], [output])
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """gloo has none for lists: their bytes, one after the other, and apart again."""
+
+        def start(sent: list[Tensor], received: list[Tensor]) -> Any:
+            whole = torch.cat([as_bytes(tensor).reshape(-1) for tensor in sent])
+            sizes = [tensor.numel() * tensor.element_size() for tensor in received]
+            arrived = torch.empty(sum(sizes), dtype=torch.uint8)
+            splits = [tensor.numel() * tensor.element_size() for tensor in sent]
+            work = self._gloo.alltoall_base(arrived, whole, sizes, splits, dist.AllToAllOptions())
+            parts = [as_bytes(tensor) for tensor in received]
+            pairs = [(piece.view_as(part), part) for piece, part in zip(arrived.split(sizes), parts, strict=True)]
+            return StagedWork([work], pairs)
+
+        return self._carry(start, inputs, outputs)
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> Any:
+        return self._carry(lambda sent, _: self._gloo.send(list(map(as_bytes, sent)), destination, tag), tensors, [])
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        return self._carry(lambda _, received: self._gloo.recv(list(map(as_bytes, received)), source, tag), [], tensors)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        return self._carry(
+            lambda _, received: self._gloo.recv_anysource(list(map(as_bytes, received)), tag), [], tensors
+        )
+
+    def barrier(self, opts: Any = None) -> Any:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # what this rank's device was told before is behind it, too
+        return self._gloo.barrier(opts or dist.BarrierOptions())
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        works, self._coalesced = self._coalesced or [], None
+        return Together(works)
+
+    # Life.
+
+    def setGroupName(self, name: str) -> None: ...
+
+    def shutdown(self) -> None:
+        self._gloo = None  # the last reference: gloo's threads end with it
+
+    def abort(self) -> None:
+        if self._gloo is not None:
+            self._gloo.abort()
+
+    # How all of them are carried.
+
+    def _carry(
+        self,
+        start: Start,
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
+        divide_by: int = 1,
+    ) -> Any:
+        """Start ``start(host copies of what is sent, host memory for what is received)``; returns the work."""
+        if divide_by > 1 or any(map(must_be_staged, (*sent, *received))) or not _contiguous(received):
+            copies, memory = to_host(sent), list(map(host_like, received))
+            pairs = list(zip(memory, received, strict=True))
+            work = StagedWork([start(copies, memory)], pairs, divide_by, copies)
+        else:
+            work = start([tensor.contiguous() for tensor in sent], list(received))
+        return self._note(work)
+
+    def _in_place(
+        self,
+        start: Callable[[list[Tensor]], Any],
+        tensors: Sequence[Tensor],
+        received: Sequence[Tensor],
+        divide_by: int = 1,
+    ) -> Any:
+        """Start ``start(host copies)``, which holds the result afterwards; ``received`` is none, or all tensors."""
+        if divide_by > 1 or any(map(must_be_staged, tensors)) or not _contiguous(tensors):
+            copies = to_host(tensors)
+            pairs = list(zip(copies, received, strict=True)) if received else []
+            work = StagedWork([start(copies)], pairs, divide_by, copies)
+        else:
+            work = start(list(tensors))
+        return self._note(work)
+
+    def _note(self, work: Any) -> Any:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _without_average(self, opts: Any) -> tuple[Any, int]:
+        """gloo knows no average: the options for a sum, and what to divide it by."""
+        if opts.reduceOp != dist.ReduceOp.AVG:
+            return opts, 1
+        opts.reduceOp = dist.ReduceOp.SUM
+        return opts, self._size
+
+
+def _contiguous(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.is_contiguous() for tensor in tensors)
+
+
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> StagedGroup:
+    return StagedGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
