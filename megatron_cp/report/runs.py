@@ -47,16 +47,12 @@ class LoggedRun:
 
     @property
     def phase_seconds(self) -> dict[str, float]:
-        """Mean seconds an iteration in each phase; evaluation and checkpoints are spread over all iterations."""
+        """Mean seconds an iteration in each phase; evaluation and checkpoints are spread over the iterations."""
         sums: dict[str, float] = defaultdict(float)
         readings = [step["timers_s"] for step in self.steps if isinstance(step.get("timers_s"), dict)]
         for reading in readings:
             for name, seconds in reading.items():
                 sums[name] += seconds / len(readings)
-        for name in ("evaluation", "checkpoint"):
-            total = sum(self.points(f"{name}_time_s")[1])
-            if total:
-                sums[name] += total / max(len(self.steps), 1)
         return dict(sums)
 
     @property

@@ -101,7 +101,6 @@ _ROWS = {
     "TFLOP/s a device": _typical("tflops_per_device", "{:.4g}"),
     "step, ms": _typical("step_time_s", "{:.1f}", 1e3),
     "time goes to": _phases,
-    "checkpoint pause, ms": _largest("checkpoint_time_s", "{:.0f}", 1e3),
     "peak memory a rank, GB": _largest("peak_memory_bytes", "{:.2f}", 1e-9),
     "padding": _typical("padding_fraction", "{:.2%}"),
     "imbalance": _typical("imbalance", "{:.3f}"),

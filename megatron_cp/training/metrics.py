@@ -138,9 +138,11 @@ class Reporter:
         self._write(iteration, values if seconds is None else values | {"evaluation_time_s": seconds})
 
     def saved(self, iteration: int, seconds: float) -> None:
-        """Record for how long training stood still to save a checkpoint."""
+        """Show for how long training stood still to save a checkpoint; ``metrics.jsonl`` has it among the phases."""
         if self._enabled:
-            self._write(iteration, {"checkpoint_time_s": seconds})
+            for sink in self._sinks:
+                if not isinstance(sink, JsonLines):
+                    sink.write(iteration, {"checkpoint_time_s": seconds})
 
     def close(self) -> None:
         if self._progress is not None:

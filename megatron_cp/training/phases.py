@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 Phase = Literal["data", "schedule", "forward_backward", "optimizer", "evaluation", "checkpoint", "other"]
-STEP_PHASES: tuple[Phase, ...] = ("data", "schedule", "forward_backward", "optimizer", "other")
-_BETWEEN_STEPS = ("evaluation", "checkpoint")
+_BETWEEN_STEPS: tuple[Phase, ...] = ("evaluation", "checkpoint")
+PHASES: tuple[Phase, ...] = ("data", "schedule", "forward_backward", "optimizer", *_BETWEEN_STEPS, "other")
 _MAX_UNREAD = 1024  # events that wait to be read
 
 
@@ -106,13 +106,13 @@ class Phases:
 def read_interval(phases: Phases, steps: int, group: dist.ProcessGroup, device: torch.device) -> Interval:
     """Phases and memory of the ``steps`` since the last reading, over all ranks of ``group``; collective."""
     seconds = phases.read()
-    mine = [seconds.get(name, 0.0) / max(steps, 1) for name in STEP_PHASES]
+    mine = [seconds.get(name, 0.0) / max(steps, 1) for name in PHASES]
     numbers = torch.tensor([*mine, peak_memory_bytes(device)], dtype=torch.float64, device=device)
     everyone = [torch.empty_like(numbers) for _ in range(group.size())]
     dist.all_gather(everyone, numbers, group=group)
     table = torch.stack(everyone).cpu()
-    means = dict(zip(STEP_PHASES, table[:, :-1].mean(0).tolist(), strict=True))
-    # A phase that never runs (no schedule without dynamic CP) is left out.
+    means = dict(zip(PHASES, table[:, :-1].mean(0).tolist(), strict=True))
+    # A phase that did not run (no schedule without dynamic CP) is left out.
     return Interval({name: value for name, value in means.items() if value > 0}, int(table[:, -1].max()))
 
 
