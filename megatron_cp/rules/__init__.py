@@ -13,6 +13,7 @@ from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the t
     attention,
     context_parallel,
     data,
+    endurance,
     groups,
     heads,
     models,

@@ -188,14 +188,14 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
 @rule(
     "K13",
     "fp16 looks for its loss scale by overflowing.",
-    "Those steps are skipped; with ddp.check_for_nan_in_grad megatron-core ends the run at the first of them.",
+    "Those steps are skipped by themselves; ddp.check_for_nan_in_grad would end the run at the first of them.",
     broken("mixed_precision=fp16_mixed"),
 )
 def fp16_overflows(c: Context) -> Iterator[Finding]:
     if c.config.mixed_precision.fp16 and c.config.ddp.check_for_nan_in_grad:
         yield Finding(
             "ddp.check_for_nan_in_grad",
-            "fp16 overflows until its loss scale fits, and the run would end with: found NaN in local grad norm",
+            "fp16 overflows until its loss scale fits, and the run would end with: gradients are not finite",
             "ddp.check_for_nan_in_grad=false, or mixed_precision=bf16_mixed, which needs no scale",
         )
 

@@ -1,0 +1,71 @@
+"""K. Checkpoints, exits and numbers that go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cp.rules.rule import Context, Finding, broken, rule
+
+
+@rule(
+    "K50",
+    "Checkpoints to keep for ever are among those that are saved.",
+    "save_retain_interval keeps its multiples; a checkpoint is written at multiples of save_interval. megatron-core "
+    "asks for the same.",
+    broken("checkpoint.save_interval=20", "checkpoint.save_retain_interval=50"),
+)
+def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
+    every, kept = c.config.checkpoint.save_interval, c.config.checkpoint.save_retain_interval
+    if kept is None or kept < 1:
+        return
+    if every is None:
+        yield Finding(
+            "checkpoint.save_retain_interval",
+            f"keeps multiples of {kept}, but checkpoint.save_interval is not set: only the end is saved",
+            f"checkpoint.save_interval={kept}",
+        )
+    elif every > 0 and kept % every:
+        yield Finding(
+            "checkpoint.save_retain_interval",
+            f"keeps multiples of {kept}, which checkpoint.save_interval={every} does not divide",
+            f"checkpoint.save_retain_interval={max(1, kept // every) * every}",
+        )
+
+
+@rule(
+    "K51",
+    "Intervals, times and thresholds are above zero.",
+    "Zero would mean always or never, depending on who reads it; null means never.",
+    broken("checkpoint.save_interval=0"),
+)
+def intervals_are_positive(c: Context) -> Iterator[Finding]:
+    config = c.config
+    values = {
+        "checkpoint.save_interval": config.checkpoint.save_interval,
+        "checkpoint.save_retain_interval": config.checkpoint.save_retain_interval,
+        "train.exit_interval": config.train.exit_interval,
+        "train.exit_duration_in_mins": config.train.exit_duration_in_mins,
+        "train.loss_spike_factor": config.train.loss_spike_factor,
+        "dist.distributed_timeout_minutes": config.dist.distributed_timeout_minutes,
+    }
+    for field, value in values.items():
+        if value is not None and value <= 0:
+            never = "" if field.startswith("dist") else f"{field}=null"
+            yield Finding(field, f"must be above 0, got {value}", never)
+
+
+@rule(
+    "K52",
+    "A run that is saved without its optimizer cannot be resumed with it.",
+    "Adam's moments are gone; a run that was stopped and started again with load_optim would end at once.",
+    broken("checkpoint.save_optim=false", "checkpoint.save_interval=10"),
+    severity="warning",
+)
+def resuming_needs_the_optimizer(c: Context) -> Iterator[Finding]:
+    wanted = c.config.checkpoint
+    if not wanted.save_optim and wanted.load_optim and wanted.save_interval is not None:
+        yield Finding(
+            "checkpoint.save_optim",
+            "checkpoints without the optimizer's state end an attempt to go on from them",
+            "checkpoint.save_optim=true, or checkpoint.load_optim=false to go on with a fresh optimizer",
+        )
