@@ -119,6 +119,7 @@ class ModelConfig:
     recompute_num_layers: int | None = None
     recompute_modules: list[str] | None = None
     distribute_saved_activations: bool = False
+    cpu_offloading: bool = False  # of activations; refused, see rule K28
     cross_entropy_loss_fusion: bool = False
     cross_entropy_chunk_size: int | None = None  # tokens whose logits exist at once on a rank; None: all of them
     calculate_per_token_loss: bool = True
@@ -160,6 +161,7 @@ class OptimizerConfig:
     sgd_momentum: float = 0.9
     clip_grad: float = 1.0
     use_distributed_optimizer: bool = True
+    optimizer_cpu_offload: bool = False  # refused, see rule K28
 
 
 @dataclass

@@ -71,9 +71,9 @@ def _build_chunk(
             mtp_block_spec=mtp_block_spec(config, layers, use_transformer_engine(config)) if with_mtp else None,
             rope_scaling=model.rope_scaling,
             rope_scaling_factor=model.rope_scaling_factor,
-            cross_entropy_chunk_size=model.cross_entropy_chunk_size,
             **common,
         )
+    chunk.cross_entropy_chunk_size = model.cross_entropy_chunk_size
     if core_config.use_cpu_initialization:
         _seed_vocabulary_weights(chunk, core_config, groups, config.rng.seed)
     if torch.cuda.is_available():

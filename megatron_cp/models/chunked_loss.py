@@ -42,6 +42,29 @@ def chunked_losses(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, c
     return _ChunkedLosses.apply(hidden, weight, labels.contiguous(), head, size)
 
 
+class LossesInPieces:
+    """For megatron-core's language models: the losses of hidden states, in pieces where so configured."""
+
+    cross_entropy_chunk_size: int | None = None  # tokens whose logits may exist at once; None: all of them
+
+    def output_weight(self: Any) -> Tensor:
+        """The output layer's, or the embedding's where they are tied."""
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+
+    def losses_of(self: Any, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Per-token losses [b, s] of hidden states [s, b, h] (under sequence parallelism: of this rank's part)."""
+        if self.cross_entropy_chunk_size is None:
+            return self._losses_at_once(hidden_states, self.output_weight(), labels)
+        return chunked_losses(
+            self._losses_at_once, hidden_states, self.output_weight(), labels, self.cross_entropy_chunk_size
+        )
+
+    def _losses_at_once(self: Any, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        logits, _ = self.output_layer(hidden_states, weight=weight)
+        return self.compute_language_model_loss(labels, logits)
+
+
 class _ChunkedLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: Head, size: int) -> Tensor:

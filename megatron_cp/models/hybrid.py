@@ -15,8 +15,10 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch import Tensor
 
 from megatron_cp.config import RunConfig
+from megatron_cp.models.chunked_loss import LossesInPieces
 from megatron_cp.models.hybrid_pattern import with_stages
 from megatron_cp.models.layer_specs import gpt_layer_spec, use_transformer_engine
 from megatron_cp.models.mamba import ContextParallelMambaMixer, SeededMambaLayer
@@ -40,8 +42,20 @@ class HybridLayers(HybridStack):
             self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
 
-class HybridLanguageModel(HybridModel):
+class HybridLanguageModel(LossesInPieces, HybridModel):
     """megatron-core's model, whose tied output layer on a last stage can be saved without the MPU's global state."""
+
+    post_process: bool
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if labels is None or not self.post_process or self.cross_entropy_chunk_size is None:
+            return super().forward(*args, labels=labels, **kwargs)
+        self.post_process = False  # so that upstream ends with the hidden states
+        try:
+            hidden_states = super().forward(*args, **kwargs)
+        finally:
+            self.post_process = True
+        return self.losses_of(hidden_states, labels)
 
     def tie_embeddings_and_output_weights_state_dict(
         self,

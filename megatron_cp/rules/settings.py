@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_cp.models.hybrid_pattern import LETTERS, layers_of, with_stages
 from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, rule
 
 
@@ -203,27 +204,26 @@ def fp16_overflows(c: Context) -> Iterator[Finding]:
 @rule(
     "K14",
     "A hybrid model has a layer pattern with one letter a layer.",
-    "M is Mamba, * attention, - an MLP; the pattern is the model.",
+    "M is Mamba, * attention, - an MLP; the pattern is the model. | may part the pipeline stages, all of them.",
     broken("model.architecture=hybrid"),
 )
 def hybrid_pattern(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    pattern = model.hybrid_layer_pattern
+    model, field = c.config.model, "model.hybrid_layer_pattern"
+    pattern, layers = model.hybrid_layer_pattern, layers_of(model.hybrid_layer_pattern)
     if model.architecture != "hybrid":
         if pattern is not None:
-            yield Finding(
-                "model.hybrid_layer_pattern", "is set, but model.architecture is gpt", "model.architecture=hybrid"
-            )
-    elif not pattern or set(pattern) - set("M*-"):
-        yield Finding(
-            "model.hybrid_layer_pattern", "must be letters among M, * and -", "model.hybrid_layer_pattern=M*-M*-"
-        )
-    elif len(pattern) != model.num_layers:
-        yield Finding(
-            "model.hybrid_layer_pattern",
-            f"has {len(pattern)} letters for {model.num_layers} layers",
-            f"model.num_layers={len(pattern)}",
-        )
+            yield Finding(field, "is set, but model.architecture is gpt", "model.architecture=hybrid")
+    elif not layers or set(layers) - set(LETTERS):
+        yield Finding(field, "must be letters among M, * and -", "model.hybrid_layer_pattern=M*-M*-")
+    elif len(layers) != model.num_layers:
+        message = f"has {len(layers)} letters for {model.num_layers} layers"
+        yield Finding(field, message, f"model.num_layers={len(layers)}")
+    elif "|" in (pattern or ""):
+        stages = c.pp * max(1, model.virtual_pipeline_model_parallel_size or 1)
+        try:
+            with_stages(pattern or "", stages)
+        except ValueError as error:
+            yield Finding(field, str(error), f"{stages - 1} times | between layers, or none")
 
 
 @rule(
@@ -323,13 +323,38 @@ def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
 )
 def everything_is_built(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    not_built = {
-        "model.architecture": model.architecture == "hybrid",
-        "model.mtp_num_layers": model.architecture == "hybrid" and bool(model.mtp_num_layers),
+    not_built_in_hybrids = {
+        "model.mtp_num_layers": bool(model.mtp_num_layers),
+        "model.num_moe_experts": model.num_moe_experts is not None,
+        "model.multi_latent_attention": model.multi_latent_attention,
+        "model.rope_scaling": model.rope_scaling,
+        "model.cross_entropy_chunk_size": model.cross_entropy_chunk_size is not None,
     }
-    for field, asked in not_built.items():
-        if asked:
-            yield Finding(field, "is not built by this version")
+    for field, asked in not_built_in_hybrids.items():
+        if asked and model.architecture == "hybrid":
+            yield Finding(field, "is not built into hybrid models by this version", "model.architecture=gpt")
+
+
+@rule(
+    "K28",
+    "Nothing is offloaded to host memory.",
+    "Without a GPU there is no other memory: megatron-core's hybrid optimizer takes a parameter for its own copy and "
+    "fails in the first step, and offloading activations is Transformer Engine's. On GPUs neither is proven here.",
+    broken("optimizer.optimizer_cpu_offload=true"),
+)
+def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
+    asked = {
+        "model.cpu_offloading": c.config.model.cpu_offloading,
+        "optimizer.optimizer_cpu_offload": c.config.optimizer.optimizer_cpu_offload,
+    }
+    for field, value in asked.items():
+        if value:
+            yield Finding(
+                field,
+                "offloading to host memory is not supported",
+                f"{field}=false, and to save memory model.recompute_granularity=full, the distributed optimizer, "
+                "model.cross_entropy_chunk_size, or a larger model.context_parallel_size",
+            )
 
 
 @rule(
