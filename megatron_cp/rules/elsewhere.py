@@ -83,6 +83,7 @@ GUARDS = {
     "H12": "unit_tests/training/test_decentralized_pg.py::test_a_missing_group_is_noticed_at_once",
     "H13": "unit_tests/training/test_decentralized_pg.py::test_a_failed_initialization_leaves_nothing_behind",
     "I1": "unit_tests/models/test_mtp.py::test_shifting_equals_the_naive_reference",
+    "I4": "unit_tests/dynamic_cp/test_hybrid_training.py::test_packed_training_equals_one_rank",
     "I6": "unit_tests/training/test_checkpoint.py::test_resuming_under_another_layout",
     "I7": "unit_tests/training/test_checkpoint.py::test_resuming_under_another_layout",
     "I12": "unit_tests/training/test_equivalence.py::test_decentralized_groups_train_bit_for_bit_like_the_mpu",
@@ -239,7 +240,11 @@ ELSEWHERE: dict[str, Elsewhere] = {
         "Multi-token prediction under CP exchanges neighbours' tokens.",
         "Over the group that sliced the microbatch, configured or its own.",
     ),
-    "I4": Elsewhere("covered", "Packed Mamba under CP.", "Refused until it is built: K19."),
+    "I4": Elsewhere(
+        "right",
+        "Packed Mamba under CP.",
+        "Convolution and state start anew with each sequence of a pack.",
+    ),
     "I5": Elsewhere("covered", "The experts' grid.", "A3, A8, A18; --dry-run prints its groups."),
     "I6": Elsewhere(
         "right", "A checkpoint loads under another cp.", "Weights do not depend on cp; torch_dist reshards."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_cp.models.mamba_shape import MambaShape
 from megatron_cp.rules.environment import PRESETS
 from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, rule
 
@@ -120,28 +121,65 @@ def mla_version(c: Context) -> Iterator[Finding]:
 @rule(
     "D7",
     "Mamba's heads and groups divide over tp * cp.",
-    "Its mixer exchanges sequence for heads over the whole context-parallel group, whatever cp_comm_type says.",
+    "Its mixer exchanges sequence for heads over the whole context-parallel group, whatever cp_comm_type says. Dynamic "
+    "groups share the heads as evenly as they can, so there it is enough that each rank gets one.",
     broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.mamba_num_heads=6"),
+    needs="world",
 )
 def mamba_heads_divide(c: Context) -> Iterator[Finding]:
     model = c.config.model
     if model.architecture != "hybrid" or "M" not in (model.hybrid_layer_pattern or ""):
         return
-    heads = model.mamba_num_heads or 2 * model.hidden_size // max(1, model.mamba_head_dim)
-    parts = c.tp * c.cp
+    dynamic = model.dynamic_context_parallel
+    heads, groups, cp = MambaShape.of(model).heads, max(1, model.mamba_num_groups), 1 if dynamic else c.cp
+    parts = c.tp * cp
     if heads % parts:
         yield Finding(
             "model.mamba_num_heads",
             f"nheads must be evenly divisible by tp_size * cp_size: {heads} by {parts}",
             f"a multiple of {parts}, or tp * cp among {listed(divisors(heads))}",
         )
-    groups = model.mamba_num_groups // c.tp
-    if model.mamba_num_groups % c.tp or groups < 1:
-        message = f"{model.mamba_num_groups} groups do not divide over tp {c.tp}"
-    elif groups < c.cp and c.cp % groups:
-        message = f"cp_size must be evenly divisible by ngroups/tp_size: {c.cp} by {groups}"
-    elif groups >= c.cp and groups % c.cp:
-        message = f"ngroups must be evenly divisible by tp_size * cp_size: {model.mamba_num_groups} by {parts}"
+    elif dynamic and c.divisible and heads // c.tp < c.dp * c.cp:
+        yield Finding(
+            "model.mamba_num_heads",
+            f"a dynamic group may have all dp * cp = {c.dp * c.cp} ranks, and {heads} heads / tp {c.tp} = "
+            f"{heads // c.tp} can be shared by no more than {heads // c.tp}",
+            f"at least {c.dp * c.cp * c.tp}, or more tensor- or pipeline-parallel ranks, so that dp * cp is at most "
+            f"{heads // c.tp}",
+        )
+    local = groups // c.tp
+    if groups % c.tp:
+        message = f"{groups} groups do not divide over tp {c.tp}"
+    elif heads % groups:
+        message = f"nheads must be evenly divisible by ngroups: {heads} by {groups}"
+    elif local < cp and cp % local:
+        message = f"cp_size must be evenly divisible by ngroups/tp_size: {cp} by {local}"
+    elif local >= cp and local % cp:
+        message = f"ngroups must be evenly divisible by tp_size * cp_size: {groups} by {parts}"
     else:
         return
-    yield Finding("model.mamba_num_groups", message, f"a multiple of {parts}")
+    valid = [n for n in divisors(heads) if n % c.tp == 0 and (n // c.tp % cp == 0 or cp % (n // c.tp) == 0)]
+    yield Finding("model.mamba_num_groups", message, f"one of {listed(valid)}" if valid else "")
+
+
+@rule(
+    "D12",
+    "A Mamba layer's sizes are at least 1, and its heads are as wide as it says.",
+    "Without mamba_num_heads a layer is twice as wide as the model, in heads of mamba_head_dim.",
+    broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.mamba_head_dim=48"),
+)
+def mamba_sizes(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if model.architecture != "hybrid":
+        return
+    for name in ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"):
+        value = getattr(model, name)
+        if value is not None and value < 1:
+            yield Finding(f"model.{name}", f"must be an integer of at least 1, got {value}")
+    width = 2 * model.hidden_size
+    if model.mamba_num_heads is None and model.mamba_head_dim > 0 and width % model.mamba_head_dim:
+        yield Finding(
+            "model.mamba_head_dim",
+            f"d_inner must be evenly divisible by headdim: {width} by {model.mamba_head_dim}",
+            f"one of {listed(divisors(width))}, or model.mamba_num_heads",
+        )

@@ -274,7 +274,7 @@ def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
     layers = model.num_layers + model.account_for_embedding_in_pipeline_split + model.account_for_loss_in_pipeline_split
     virtual = max(1, model.virtual_pipeline_model_parallel_size or 1) if c.pp > 1 else 1
     stages = c.pp * virtual
-    if layers % stages:
+    if layers % stages and "|" not in (model.hybrid_layer_pattern or ""):  # there the pattern says what lies where
         valid = sorted({n for n in (layers // stages * stages, (layers // stages + 1) * stages) if n})
         counted = layers - model.num_layers
         yield Finding(

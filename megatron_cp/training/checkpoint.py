@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.errors import RuntimeFault
+from megatron_cp.models.hybrid_pattern import layers_of
 from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.training.checkpoint_files import (
     checkpoint_folder,
@@ -61,6 +62,10 @@ _ARCHITECTURE = (
     "multi_latent_attention",
     "mtp_num_layers",
     "num_moe_experts",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
 )
 
 
@@ -301,6 +306,8 @@ def _read_common(folder: Path) -> dict[str, Any]:
 
 def _check_same_model(run: Run, common: dict[str, Any], folder: Path) -> None:
     saved, now = common["config"]["model"], asdict(run.config.model)
+    for model in (saved, now):  # where its pipeline stages begin makes no other model
+        model["hybrid_layer_pattern"] = layers_of(model.get("hybrid_layer_pattern")) or None
     different = [
         f"model.{name} is {now[name]!r} here and {saved.get(name)!r} in the checkpoint"
         for name in _ARCHITECTURE

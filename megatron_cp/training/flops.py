@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from megatron_cp.config import ModelConfig
+from megatron_cp.models.hybrid_pattern import layers_of
 
 _CONV_WIDTH, _MAMBA_EXPANSION = 4, 2  # of megatron-core's Mamba mixer
 
@@ -45,7 +46,8 @@ def training_flops(model: ModelConfig, vocab_size: int, lengths: Iterable[int]) 
 
 def _layers(model: ModelConfig) -> list[tuple[int, str]]:
     """Number and parts of each layer: attention ``*``, MLP or experts ``-``, Mamba ``M``."""
-    main = list(model.hybrid_layer_pattern or "") if model.architecture == "hybrid" else ["*-"] * model.num_layers
+    hybrid = model.architecture == "hybrid"
+    main = list(layers_of(model.hybrid_layer_pattern)) if hybrid else ["*-"] * model.num_layers
     ahead = ["*-"] * (model.mtp_num_layers or 0)  # megatron-core numbers these from 1 again
     return [*enumerate(main, start=1), *enumerate(ahead, start=1)]
 
