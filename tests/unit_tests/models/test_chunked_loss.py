@@ -18,6 +18,13 @@ from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
 CHUNK = {"model__cross_entropy_chunk_size": 5}  # divides nothing
 TIED = {"model__share_embeddings_and_output_weights": True}
 MTP2 = {"model__mtp_num_layers": 2, "model__mtp_loss_scaling_factor": 0.5}
+HYBRID = {
+    "model__architecture": "hybrid",
+    "model__hybrid_layer_pattern": "M*-M",
+    "model__mamba_head_dim": 16,
+    "model__mamba_num_groups": 4,
+    "model__mamba_state_dim": 16,
+}
 BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
 STEPS = 3
 
@@ -147,6 +154,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "cp4 a2a+p2p": (4, CP4 | HCP),
     "pp2 vpp2 cp2, mtp, tied": (4, PP2 | VPP2 | CP2 | MTP2 | TIED),
     "tp2 sp, larger microbatches": (2, TP2 | SP | {"train__micro_batch_size": 2}),
+    "hybrid, pp2 tp2 sp": (4, HYBRID | PP2 | TP2 | SP),
     "dp2 cp2, overlapped": (
         4,
         CP2 | MTP2 | TIED | {"ddp__overlap_grad_reduce": True, "ddp__bucket_size": 20000},

@@ -1,6 +1,7 @@
 """Multi-token prediction: targets against a naive reference, training against one rank and against megatron-core."""
 
 import functools
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, roll_tensor
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_cp.attention.sharding import partition_indices
 from megatron_cp.data.varlen import MockVarlenDataset
@@ -22,7 +24,10 @@ from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.mtp import shift_left, unmasked_tokens
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training import step
+from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_cp.training.metrics import Reporter, StepMetrics, log_line
 from megatron_cp.training.setup import setup
+from megatron_cp.training.sinks import read_lines
 from tests.ranks import run_ranks
 from tests.training_runs import VOCAB, start, tiny_config
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, MIXED, PP2, SP, TP2, VPP2, over
@@ -305,3 +310,52 @@ def test_packed_training_equals_one_rank(name: str) -> None:
     results = run_ranks(functools.partial(train_packed, **options), world_size, overrides, per_rank)
     assert all(result == results[0] for result in results), "ranks report different losses"
     assert worst_difference(results[0], one_rank_packed(tied="tied" in name)) < TOLERANCE
+
+
+# Checkpoints and metrics.
+
+
+def save_after(overrides: dict[str, Any], folder: str) -> None:
+    run, batches, count = start(tiny_config(**overrides))
+    for _ in range(2):
+        step.train_step(run, batches, count)
+    run.progress.iteration = 2
+    save_checkpoint(run, folder, {"train": batches.state_dict()})
+    run.close()
+
+
+def resume(overrides: dict[str, Any], folder: str) -> Steps:
+    run, batches, count = start(tiny_config(**overrides))
+    batches.load_state_dict(load_checkpoint(run, folder, 2)["train"])
+    results = [step.train_step(run, batches, count) for _ in range(STEPS - 2)]
+    run.close()
+    return [(result.loss, result.grad_norm or 0.0, *result.mtp_losses) for result in results]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tied"),
+    [
+        ((4, PP2 | VPP2 | CP2 | DECENTRALIZED), (2, TP2 | SP), True),
+        pytest.param((4, CP4 | HCP), (4, PP2 | TP2), False, marks=pytest.mark.slow),
+        pytest.param((1, {}), (4, PP2 | VPP2 | CP2), True, marks=pytest.mark.slow),
+        pytest.param((4, PP2 | CP2), (1, {}), False, marks=pytest.mark.slow),
+    ],
+)
+def test_resuming_under_another_layout(tmp_path: Path, before: Any, after: Any, tied: bool) -> None:
+    model = MTP2 | (TIED if tied else {})
+    run_ranks(save_after, before[0], model | before[1], str(tmp_path))
+    rest = run_ranks(resume, after[0], model | after[1], str(tmp_path))[0]
+    assert worst_difference(rest, one_rank(2, tied=tied)[2:]) < TOLERANCE
+
+
+def test_each_depth_is_a_metric_of_its_own(tmp_path: Path) -> None:
+    config = tiny_config(**MTP2, checkpoint__save=str(tmp_path))
+    metrics = StepMetrics(1, 4, 128, 5.0, 1.0, 1e-3, 1.0, 1.0, 1.0, 1.0, 4, False, mtp_losses=(5.5, 6.0))
+    reporter = Reporter(config, tmp_path, total=1, start=0, enabled=True)
+    reporter.step(metrics)
+    reporter.close()
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    assert (line["mtp_1 loss"], line["mtp_2 loss"]) == (5.5, 6.0) and "mtp_losses" not in line
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("mtp_1 loss")] == [5.5]
+    assert "mtp_2 loss: 6.000000E+00" in log_line([metrics], 1, 4, 0.0)

@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
-from tests.training_runs import train_losses, worst_difference
+from tests.training_runs import start, tiny_config, train_losses, worst_difference
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
 
 Overrides = dict[str, Any]
@@ -76,6 +78,23 @@ def test_feature_trains_like_one_rank(name: str) -> None:
     parallel = run_ranks(train_losses, world_size, model | layout, 4)[0]
     worst_loss, worst_norm = worst_difference(parallel, one_rank)
     assert worst_loss < 1e-5 and worst_norm < 1e-5, (worst_loss, worst_norm)
+
+
+def precisions() -> tuple[set, set, set]:
+    """Data types of the parameters, of their gradients' sums and of what the optimizer updates."""
+    run, batches, count = start(tiny_config(mixed_precision__fp32=False, mixed_precision__bf16=True, **CP2))
+    before = [p.detach().clone() for chunk in run.model for p in chunk.parameters()]
+    result = train_step(run, batches, count)
+    parameters = [p for chunk in run.model for p in chunk.parameters()]
+    assert result.grad_norm and any(not p.equal(old) for p, old in zip(parameters, before, strict=True))
+    updated = [p for group in run.optimizer.param_groups for p in group["params"]]
+    run.close()
+    return {p.dtype for p in parameters}, {p.main_grad.dtype for p in parameters}, {p.dtype for p in updated}
+
+
+def test_bf16_sums_gradients_and_updates_weights_in_float32() -> None:
+    for parameters, gradients, updated in run_ranks(precisions, 2):
+        assert parameters == {torch.bfloat16} and gradients == updated == {torch.float32}
 
 
 def test_bf16_stays_close_to_float32() -> None:
