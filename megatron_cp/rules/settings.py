@@ -328,7 +328,6 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
         "model.num_moe_experts": model.num_moe_experts is not None,
         "model.multi_latent_attention": model.multi_latent_attention,
         "model.rope_scaling": model.rope_scaling,
-        "model.cross_entropy_chunk_size": model.cross_entropy_chunk_size is not None,
     }
     for field, asked in not_built_in_hybrids.items():
         if asked and model.architecture == "hybrid":
