@@ -1,6 +1,7 @@
 """The Llama recipes against the numbers that were published for the models and for the training recipes."""
 
 import math
+from dataclasses import asdict
 
 import pytest
 
@@ -61,6 +62,9 @@ HIERARCHICAL = {
     "llama3_8b_128k_hcp_config": (64, [2, 4], 131072),
     "llama3_8b_1m_hcp_config": (128, [4, 16], 1048576),
 }
+# Recipes with dynamic context parallelism, and the one that each of them switches it on in.
+DYNAMIC = {"llama3_8b_128k_dynamic_cp_pretrain_config": "llama3_8b_128k_pretrain_config"}
+SWITCH = ["model.dynamic_context_parallel=true"]
 
 
 def published_ffn(dim: int, ffn_dim_multiplier: float, multiple_of: int, **_) -> int:
@@ -133,7 +137,19 @@ def test_hierarchical_recipes(name):
 
 def test_every_llama_recipe_is_held_against_something_published():
     named = {name for name in list_recipes() if name.startswith("llama3")}
-    assert named == set(LAYOUTS) | set(HIERARCHICAL)
+    assert named == set(LAYOUTS) | set(HIERARCHICAL) | set(DYNAMIC)
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_dynamic_recipes_differ_from_a_published_one_in_nothing_else(name):
+    changed = asdict(load_recipe(name))
+    plain = asdict(load_recipe(DYNAMIC[name], [*SWITCH, "dataset.mock_lengths=documents"]))
+    for config in (changed, plain):
+        config.pop("recipe")
+        config.pop("checkpoint")
+    assert changed == plain
+    assert changed["dataset"]["kind"] == "mock_documents"
+    assert changed["model"]["sequence_packing_scheduler"] == "default_dynamic_cp"
 
 
 @pytest.mark.parametrize("name", list_recipes())
