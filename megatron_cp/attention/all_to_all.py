@@ -7,7 +7,7 @@ its gradients are summed on the way back. The result is the unsharded one, bit f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron_cp.attention.ring import ring_attention
 from megatron_cp.attention.sharding import regroup_order
 
 Inner = Callable[[Tensor, Tensor, Tensor, Tensor | None, Problem], Tensor]
+Share = Callable[[int], slice]  # rank -> the heads it works on
 
 
 def all_to_all_attention(
@@ -100,85 +101,84 @@ class HeadSplit:
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
+    """One message a tensor: while one is on its way, the next is packed and the one before unpacked."""
+
     peers: Peers
     heads: HeadSplit
     order: np.ndarray
 
-    def spread(self, pieces: Callable[[int], Sequence[Tensor]]) -> list[Tensor]:
-        """Send ``pieces(rank)``, each [s_local, b, heads, d], to every rank; mine, with the tokens of all ranks."""
-        outgoing = [pieces(rank) for rank in range(self.peers.size)]
-        rows, batch = outgoing[0][0].shape[:2]
-        widths = [sum(piece.shape[2] * piece.shape[3] for piece in parts) for parts in outgoing]
-        sizes = [rows * batch * width for width in widths]
-        sent = outgoing[0][0].new_empty(sum(sizes))
-        for block, parts in zip(sent.split(sizes), outgoing, strict=True):
-            torch.cat([piece.flatten(2) for piece in parts], dim=2, out=block.view(rows, batch, -1))
-        mine = sizes[self.peers.rank]
-        received = comm.all_to_all(sent, sizes, [mine] * self.peers.size, self.peers).wait()
-        joined = received.view(rows * self.peers.size, batch, -1)
-        shapes = [piece.shape[2:] for piece in outgoing[self.peers.rank]]
-        # Each part gets memory of its own: one kept for the backward pass must not keep the others.
-        parts = joined.split([heads * dim for heads, dim in shapes], dim=2)
-        return [
-            comm.permute_rows(part, self.order).unflatten(2, tuple(shape))
-            for part, shape in zip(parts, shapes, strict=True)
-        ]
+    def spread(self, tensors: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor]:
+        """[s_local, b, heads, d] of all heads to [all ranks' tokens, b, this rank's share of the heads, d]."""
+        arrivals = [self._start_spread(x, share) for x, share in zip(tensors, shares, strict=True)]
+        return [comm.permute_rows(arrival.wait(), self.order) for arrival in arrivals]
 
-    def collect(self, joined: Tensor, widths: Sequence[int]) -> list[Tensor]:
-        """The inverse: from ``joined`` [all ranks' tokens, b, features], this rank's tokens of each rank's features."""
-        rows, batch = joined.shape[0] // self.peers.size, joined.shape[1]
-        sent = comm.permute_rows(joined, self.order, inverse=True).view(-1)
-        sizes = [rows * batch * width for width in widths]
-        mine = sizes[self.peers.rank]
-        received = comm.all_to_all(sent, [mine] * self.peers.size, sizes, self.peers).wait()
-        return [block.view(rows, batch, -1) for block in received.split(sizes)]
+    def _start_spread(self, x: Tensor, share: Share) -> comm.Arrival[Tensor]:
+        rows, batch, _, dim = x.shape
+        parts = [x[:, :, share(rank)] for rank in range(self.peers.size)]
+        sizes = [part.numel() for part in parts]
+        sent = x.new_empty(sum(sizes))
+        for block, part in zip(sent.split(sizes), parts, strict=True):
+            block.view_as(part).copy_(part)
+        mine = parts[self.peers.rank].shape[2]
+        shape = (rows * self.peers.size, batch, mine, dim)
+        return comm.all_to_all(sent, sizes, [rows * batch * mine * dim] * self.peers.size, self.peers, shape)
+
+    def collect(self, tensors: Sequence[Tensor], shares: Sequence[Share]) -> Iterator[Iterator[tuple[slice, Tensor]]]:
+        """The inverse: for each tensor, each rank's share of the heads and what it computed for this rank's tokens."""
+        arrivals = [self._start_collect(x, share) for x, share in zip(tensors, shares, strict=True)]
+        for x, share, arrival in zip(tensors, shares, arrivals, strict=True):
+            yield self._blocks(x, share, arrival.wait())
+
+    def _start_collect(self, x: Tensor, share: Share) -> comm.Arrival[Tensor]:
+        sent = comm.permute_rows(x, self.order, inverse=True).view(-1)
+        return comm.all_to_all(
+            sent, [sent.numel() // self.peers.size] * self.peers.size, self._sizes(x, share), self.peers
+        )
+
+    def _blocks(self, x: Tensor, share: Share, received: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        for rank, block in enumerate(received.split(self._sizes(x, share))):
+            at = share(rank)
+            yield at, block.view(x.shape[0] // self.peers.size, x.shape[1], at.stop - at.start, x.shape[3])
+
+    def _sizes(self, x: Tensor, share: Share) -> list[int]:
+        one_head = x.shape[0] // self.peers.size * x.shape[1] * x.shape[3]
+        return [one_head * (share(rank).stop - share(rank).start) for rank in range(self.peers.size)]
 
 
 class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: _Exchange) -> tuple[Tensor, ...]:
-        heads = exchange.heads
         ctx.exchange, ctx.shapes = exchange, [x.shape for x in (query, key, value)]
-
-        def pieces(to: int) -> Sequence[Tensor]:
-            return query[:, :, heads.query(to)], key[:, :, heads.kv(to)], value[:, :, heads.kv(to)]
-
-        query, key, value = exchange.spread(pieces)
+        heads = exchange.heads
+        query, key, value = exchange.spread((query, key, value), (heads.query, heads.kv, heads.kv))
         return query, key, value
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, heads = ctx.exchange, ctx.exchange.heads
-        dims = [shape[3] for shape in ctx.shapes]
-        counts = [_counts(heads, rank) for rank in range(heads.size)]
-        widths = [sum(n * d for n, d in zip(count, dims, strict=True)) for count in counts]
-        received = exchange.collect(torch.cat([grad.flatten(2) for grad in grads], dim=2), widths)
-        dtype = grads[0].dtype
-        dquery = grads[0].new_empty(ctx.shapes[0])
-        dkey, dvalue = (grads[0].new_zeros(shape, dtype=accumulation_dtype(dtype)) for shape in ctx.shapes[1:])
-        for rank, (block, count) in enumerate(zip(received, counts, strict=True)):
-            parts = block.split([n * d for n, d in zip(count, dims, strict=True)], dim=2)
-            dq, dk, dv = (x.unflatten(2, (n, d)) for x, n, d in zip(parts, count, dims, strict=True))
-            dquery[:, :, heads.query(rank)] = dq
-            dkey[:, :, heads.kv(rank)] += dk
-            dvalue[:, :, heads.kv(rank)] += dv
-        return dquery, dkey.to(dtype), dvalue.to(dtype), None
+        heads = ctx.exchange.heads
+        collected = ctx.exchange.collect(grads, (heads.query, heads.kv, heads.kv))
+        totals = []
+        for grad, shape, blocks in zip(grads, ctx.shapes, collected, strict=True):
+            # A key/value head that several ranks used gets the sum of their gradients.
+            shared = shape[2] < heads.size or shape[2] % heads.size
+            dtype = accumulation_dtype(grad.dtype) if shared else grad.dtype
+            total = grad.new_zeros(shape, dtype=dtype) if shared else grad.new_empty(shape)
+            for at, block in blocks:
+                if shared:
+                    total[:, :, at] += block
+                else:
+                    total[:, :, at] = block
+            totals.append(total.to(grad.dtype))
+        return *totals, None
 
 
 class _HeadsToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange, ctx.dim = exchange, out.shape[3]
-        blocks = exchange.collect(out.flatten(2), [out.shape[2] * out.shape[3]] * exchange.peers.size)
-        return torch.cat([block.unflatten(2, (-1, ctx.dim)) for block in blocks], dim=2)
+        ctx.exchange = exchange
+        (blocks,) = exchange.collect([out], [exchange.heads.query])
+        return torch.cat([block for _, block in blocks], dim=2)
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, dout = ctx.exchange, douts[0]
-        (joined,) = exchange.spread(lambda rank: [dout[:, :, exchange.heads.query(rank)]])
-        return joined, None
-
-
-def _counts(heads: HeadSplit, rank: int) -> tuple[int, int, int]:
-    kv = heads.kv(rank)
-    return heads.heads // heads.size, kv.stop - kv.start, kv.stop - kv.start
+        return *ctx.exchange.spread(douts, [ctx.exchange.heads.query]), None

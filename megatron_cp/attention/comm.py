@@ -69,11 +69,13 @@ def hop(pair: tuple[Tensor, Tensor], distance: int, peers: Peers, tag: int) -> A
     return Arrival(arriving, dist.batch_isend_irecv(operations), keep=sent)
 
 
-def all_to_all(sent: Tensor, send_sizes: list[int], receive_sizes: list[int], peers: Peers) -> Arrival[Tensor]:
-    """Send consecutive parts of the flat tensor ``sent`` to the ranks in order, and receive theirs."""
+def all_to_all(
+    sent: Tensor, send_sizes: list[int], receive_sizes: list[int], peers: Peers, shape: tuple[int, ...] = (-1,)
+) -> Arrival[Tensor]:
+    """Send consecutive parts of the flat tensor ``sent`` to the ranks in order; theirs come as one ``shape``."""
     received = sent.new_empty(sum(receive_sizes))
     work = dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=peers.group, async_op=True)
-    return Arrival(received, [work], keep=(sent,))
+    return Arrival(received.view(shape), [work], keep=(sent,))
 
 
 def all_gather(tensor: Tensor, peers: Peers, out: Tensor) -> Arrival[Tensor]:
