@@ -54,12 +54,15 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, 
     return code
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, grace: float = 5.0
+) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` forked gloo ranks and return their results in rank order.
 
     The default process group is initialized (unless the environment variable ``MEGATRON_CP_TEST_NO_INIT`` is set,
     for tests that start torch.distributed themselves). Results must be picklable. Raises :class:`RanksFailed` with
-    the tracebacks of all failing ranks; ranks that still run ``timeout`` seconds after the start are killed.
+    the tracebacks of all failing ranks; ranks that still run ``timeout`` seconds after the start, or ``grace`` seconds
+    after one failed, are killed.
     """
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         pids: dict[int, int] = {}
@@ -76,7 +79,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                     sys.stderr.flush()
                     os._exit(code)
             pids[pid] = rank
-        statuses = _wait(pids, time.monotonic() + timeout)
+        statuses = _wait(pids, time.monotonic() + timeout, grace)
         results, problems = [], []
         for rank in range(world_size):
             path = os.path.join(folder, f"rank{rank}")
@@ -105,7 +108,7 @@ def _stacks(folder: str, rank: int) -> str:
     return f"\n{text}" if text else ""
 
 
-def _wait(pids: dict[int, int], deadline: float) -> dict[int, str]:
+def _wait(pids: dict[int, int], deadline: float, grace: float) -> dict[int, str]:
     """Wait for all children; after a failure or the deadline, the others get a moment and are then killed."""
     alive, statuses = dict(pids), {}
     while alive:
@@ -117,7 +120,7 @@ def _wait(pids: dict[int, int], deadline: float) -> dict[int, str]:
                 statuses[rank] = f"exit {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
                 if code != 0:
                     # A dead peer makes the rest fail or hang in a collective: give them a moment to report.
-                    deadline = min(deadline, time.monotonic() + 5.0)
+                    deadline = min(deadline, time.monotonic() + grace)
         if alive and time.monotonic() > deadline:
             for pid, rank in alive.items():
                 os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,62 @@
+"""torchrun starts a run again after a rank died, and it goes on from its last checkpoint by itself."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(folder: Path, *launcher: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *launcher),
+        *("scripts/training/run_recipe.py", "--recipe", "llama_tiny_p2p_pretrain_config"),
+        *("dataset.kind=mock", "dataset.seq_length=64", "model.num_layers=2", "model.context_parallel_size=2"),
+        *("train.train_iters=400", "train.global_batch_size=2", "train.micro_batch_size=1"),
+        *("checkpoint.save_interval=10", "checkpoint.async_save=true", "checkpoint.most_recent_k=2"),
+        *("logger.progress=none", "logger.tensorboard=false", f"checkpoint.save={folder}"),
+    ]
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(line["iteration"], line["lm_loss"]) for line in lines if "lm_loss" in line]
+
+
+def workers(launcher: psutil.Process) -> list[psutil.Process]:
+    """The ranks: the launcher's own children, without their background writers."""
+    return [child for child in launcher.children() if any("run_recipe" in part for part in child.cmdline())]
+
+
+@pytest.mark.slow
+def test_max_restarts_resumes_by_itself(tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    undisturbed = command(tmp_path / "undisturbed", "--standalone")
+    subprocess.run(undisturbed, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=280)
+    again = command(tmp_path / "again", "--standalone", "--max-restarts=2")
+    with (tmp_path / "log").open("w") as log:
+        launched = subprocess.Popen(again, cwd=ROOT, env=environment, stderr=log, stdout=log)
+    try:
+        for rank, at in ((1, 60), (0, 200)):
+            deadline = time.monotonic() + 120
+            while max((iteration for iteration, _ in losses(tmp_path / "again")), default=0) < at:
+                assert launched.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+                time.sleep(0.05)
+            workers(psutil.Process(launched.pid))[rank].send_signal(signal.SIGKILL)
+            time.sleep(3.0)  # the old ranks leave before the next ones write
+        assert launched.wait(timeout=200) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        launched.kill()
+    text = (tmp_path / "log").read_text()
+    assert text.count("resumed from iteration") == 2, text[-3000:]
+    assert "rank 1 is gone (killed, crashed or frozen)" in text, text[-3000:]
+    assert losses(tmp_path / "again") == losses(tmp_path / "undisturbed")
+    assert len(losses(tmp_path / "again")) == 400

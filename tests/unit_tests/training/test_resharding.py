@@ -1,0 +1,122 @@
+"""Going on under another layout: the same samples in the same order, the same loss within float32's noise."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.training.batches import open_steps
+from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_cp.training.setup import setup
+from megatron_cp.training.step import train_step
+from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, train_dataset
+from tests.ranks import RanksFailed, run_ranks
+from tests.training_runs import train_losses, worst_difference
+from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
+from tests.unit_tests.training.test_checkpoint import resume, save_after
+
+DECENTRALIZED = {"dist__use_decentralized_pg": True}
+FOUR_BY_ONE = {"model__cp_comm_type": "a2a+p2p", "model__hierarchical_context_parallel_sizes": [4, 1]}
+HEADS = {"model__num_query_groups": 8}  # an all-to-all over four ranks needs four heads of each
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        pytest.param({}, (4, CP4 | HCP), (4, CP4 | DECENTRALIZED | HCP), id="MPU to decentralized"),
+        pytest.param({}, (4, CP4 | over("p2p")), (4, CP4 | HCP), id="p2p to a2a+p2p"),
+        pytest.param(HEADS, (4, CP4 | HCP), (4, CP4 | FOUR_BY_ONE), id="[2,2] to [4,1]", marks=slow),
+        pytest.param({}, (4, CP4 | over("all_gather")), (1, {}), id="cp4 to cp1", marks=slow),
+        pytest.param({}, (4, DECENTRALIZED | PP2 | CP2), (4, TP2 | CP2), id="decentralized pp to MPU tp", marks=slow),
+        pytest.param({}, (4, {}), (4, CP4), id="dp4 to cp4", marks=slow),
+        pytest.param({}, (4, PP2 | CP2), (4, PP2 | VPP2 | CP2), id="pp to vpp", marks=slow),
+        pytest.param({}, (4, PP2 | VPP2 | CP2), (4, PP2), id="vpp to pp dp", marks=slow),
+        pytest.param({}, (2, TP2), (4, TP2 | SP | CP2), id="tp to tp sp cp", marks=slow),
+        pytest.param({}, (4, TP2 | SP | PP2), (2, CP2), id="tp sp pp to cp", marks=slow),
+        pytest.param({"model__share_embeddings_and_output_weights": True}, (2, PP2), (2, CP2), id="tied", marks=slow),
+        pytest.param({"optimizer__use_distributed_optimizer": False}, (2, CP2), (2, TP2), id="plain", marks=slow),
+    ],
+)
+def test_another_layout_goes_on_with_the_same_losses(
+    tmp_path: Path, model: dict[str, Any], before: tuple, after: tuple
+) -> None:
+    undisturbed = run_ranks(train_losses, 1, model, 6)[0]
+    run_ranks(save_after, before[0], model | before[1], str(tmp_path), 3)
+    rest = run_ranks(resume, after[0], model | after[1], str(tmp_path), 3)[0]
+    assert max(worst_difference(rest, undisturbed[3:])) < 1e-5
+
+
+def packed_steps(
+    lengths: str, overrides: dict[str, Any], folder: str, load: int | None, steps: int
+) -> tuple[list[tuple[float, float]], list[tuple[int, ...]], Any]:
+    """(loss, gradient norm) and the samples of each step, from a checkpoint if one is given; saves at the end."""
+    config = packed_config(lengths, overrides)
+    run = setup(config, build_tokenizer(config.tokenizer).vocab_size)
+    state = load_checkpoint(run, folder, load)["train"] if load is not None else None
+    losses, samples = [], []
+    with closing(open_steps(run, train_dataset(config), run.progress.consumed_samples, training=True)) as walk:
+        if state is not None:
+            walk.load_state_dict(state)
+            assert walk.state_dict()["consumed_samples"] == run.progress.consumed_samples
+        for _ in range(steps):
+            step = next(walk)
+            result = train_step(run, iter(step.microbatches), len(step.microbatches))
+            run.progress.iteration += 1
+            run.progress.consumed_samples += len(step.lengths)
+            walk.observe()
+            losses.append((result.loss, result.grad_norm or 0.0))
+            samples.append(step.plan.samples)
+        state = walk.state_dict()
+        save_checkpoint(run, folder, {"train": state})
+    return losses, samples, state.get("calibration")
+
+
+def per_rank(tokens: int) -> dict[str, Any]:
+    return DYNAMIC | {"model__max_seqlen_per_dp_cp_rank": tokens}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param((4, BALANCED | CP2), (4, per_rank(32) | CP2), id="static to dynamic"),
+        pytest.param((4, per_rank(32) | CP2), (4, per_rank(32) | CP2), id="dynamic, the same"),
+        pytest.param((4, per_rank(32) | CP2), (2, BALANCED | CP2), id="dynamic to static", marks=slow),
+        pytest.param((4, per_rank(32)), (2, per_rank(64)), id="dynamic 4 to 2", marks=slow),
+        pytest.param((4, per_rank(64) | TP2), (4, per_rank(64) | PP2), id="dynamic tp to pp", marks=slow),
+    ],
+)
+def test_packed_runs_go_on_with_the_same_samples(tmp_path: Path, before: tuple, after: tuple) -> None:
+    lengths = lengths_file(tmp_path)
+    whole, order, _ = run_ranks(packed_steps, 1, lengths, BALANCED, str(tmp_path / "one"), None, 6)[0]
+    first = run_ranks(packed_steps, before[0], lengths, before[1], str(tmp_path / "run"), None, 3)[0]
+    rest = run_ranks(packed_steps, after[0], lengths, after[1], str(tmp_path / "run"), 3, 3)[0]
+    assert first[1] + rest[1] == order
+    assert max(worst_difference(first[0] + rest[0], whole)) < 1e-5
+
+
+def newer_format(folder: str) -> None:
+    from megatron_cp.training import checkpoint
+
+    checkpoint.FORMAT = 99
+    save_after({}, folder, 1)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    run_ranks(newer_format, 1, str(tmp_path))
+    with pytest.raises(RanksFailed, match="has format 99, newer than this version's 1: upgrade megatron_cp"):
+        run_ranks(resume, 1, {}, str(tmp_path), 1)
+
+
+def test_bytes_that_changed_are_noticed(tmp_path: Path) -> None:
+    """A disk that returns other bytes than were written; in the middle of the tensors, not in a header."""
+    run_ranks(save_after, 1, {}, str(tmp_path), 1)
+    shard = next((tmp_path / "iter_0000001").glob("__0_0.distcp"))
+    content = bytearray(shard.read_bytes())
+    for position in range(len(content) // 4, len(content), 4096):
+        content[position] ^= 0xFF
+    shard.write_bytes(bytes(content))
+    with pytest.raises(RanksFailed, match=r"checkpoint .*iter_0000001 (could not be loaded|cannot be read)"):
+        run_ranks(resume, 1, {}, str(tmp_path), 1)

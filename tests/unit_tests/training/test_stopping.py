@@ -1,0 +1,191 @@
+"""How runs end before their time: signals, ranks that die, freeze or fail, and who says so."""
+
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import RanksFailed, run_ranks
+from tests.unit_tests.training.conftest import run_cli
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+def at_iteration(number: int, rank: int, action: Any) -> Any:
+    """A function that makes ``rank`` do something at the start of an iteration's step."""
+
+    def before() -> None:
+        from megatron_cp.training import loop
+
+        original = loop.train_step
+
+        def step(run: Any, *args: Any) -> Any:
+            if run.progress.iteration == number - 1 and int(os.environ["RANK"]) == rank:
+                action()
+            return original(run, *args)
+
+        loop.train_step = step
+
+    return before
+
+
+def losing_a_rank(folder: str, arguments: list[str], before: Any) -> None:
+    """A run that loses a rank; what the others say and their exit codes go to files."""
+    code, _ = run_cli(folder, arguments, before)
+    lost = float(Path(folder, "lost").read_text())
+    Path(folder, f"code{os.environ['RANK']}").write_text(f"{code} {time.time() - lost:.1f}")
+    if Path(folder, "frozen").exists():
+        os.kill(int(Path(folder, "frozen").read_text()), signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def lose(tmp_path: Path, monkeypatch: Any, ranks: int, arguments: list[str], before: Any) -> tuple[str, Any]:
+    monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(RanksFailed):
+        run_ranks(losing_a_rank, ranks, str(tmp_path), arguments, before, timeout=90, grace=40)
+    codes = {path.name: path.read_text() for path in tmp_path.glob("code*")}
+    return "".join(path.read_text() for path in sorted(tmp_path.glob("stderr*"))), codes
+
+
+@pytest.mark.parametrize(
+    ("layout", "dying"),
+    [
+        (["model.context_parallel_size=4", "dataset.seq_length=64"], 2),
+        (["model.context_parallel_size=2", "model.pipeline_model_parallel_size=2", "model.num_layers=2"], 3),
+        (["model.context_parallel_size=1", "train.global_batch_size=4"], 0),
+    ],
+    ids=["cp4", "pp2 cp2", "dp4, rank 0"],
+)
+def test_a_rank_that_is_killed_is_named(tmp_path: Path, monkeypatch: Any, layout: list[str], dying: int) -> None:
+    def die() -> None:
+        (tmp_path / "lost").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    kill = at_iteration(3, dying, die)
+    arguments = [*layout, "train.train_iters=50", "checkpoint.save_interval=2"]
+    text, codes = lose(tmp_path, monkeypatch, 4, arguments, kill)
+    assert len(codes) == 3 and all(code.startswith("1 ") for code in codes.values()), (codes, text)
+    assert all(float(code.split()[1]) < 30 for code in codes.values()), codes
+    assert "Traceback" not in text, text
+    if dying == 0:  # and with it the store
+        assert "rank 0 is gone" in text, text
+    else:
+        found = re.findall(r"megatron-cp: rank (\d), (\w+) of iteration 3: (.*) failed because (.*?)\. It said", text)
+        assert len(found) == 1, text
+        assert found[0][0] == "0" and found[0][3] == f"rank {dying} is gone (killed, crashed or frozen)", found
+        assert "last checkpoint" in text
+    assert (tmp_path / "run" / LATEST).read_text() == "2"
+
+
+def test_a_rank_that_is_frozen_is_named_after_the_timeout(tmp_path: Path, monkeypatch: Any) -> None:
+    def stop() -> None:
+        (tmp_path / "lost").write_text(str(time.time()))
+        (tmp_path / "frozen").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    freeze = at_iteration(2, 1, stop)
+    arguments = ["train.train_iters=50", "dist.distributed_timeout_minutes=0.1"]
+    text, codes = lose(tmp_path, monkeypatch, 2, arguments, freeze)
+    assert list(codes) == ["code0"] and codes["code0"].startswith("1 "), (codes, text)
+    assert "failed because rank 1 is gone (killed, crashed or frozen). It said:" in text, text
+
+
+def fail_with(error: BaseException) -> Any:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "own", "others"),
+    [
+        (OSError(5, "Input/output error"), "rank 1, other of iteration 2: [Errno 5] Input/output error", "[Errno 5]"),
+        (KeyboardInterrupt(), "", "rank 1 had failed: KeyboardInterrupt"),
+    ],
+    ids=["disk", "interrupted"],
+)
+def test_a_rank_that_fails_is_named_with_its_reason(cli: Any, error: BaseException, own: str, others: str) -> None:
+    codes, text = cli("train.train_iters=50", before=at_iteration(2, 1, fail_with(error)), same_code=False)
+    assert codes[0] == 1 and codes[1] == (130 if isinstance(error, KeyboardInterrupt) else 1), text
+    assert own in text and "failed because rank 1 had failed" in text and others in text, text
+
+
+def test_a_signal_during_a_save(cli: Any, tmp_path: Path) -> None:
+    def signal_in_the_save() -> None:
+        from megatron_cp.training import checkpoint_writer
+
+        original = checkpoint_writer.Writer.start
+
+        def start(self: Any, *args: Any, **kwargs: Any) -> None:
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
+            original(self, *args, **kwargs)
+
+        checkpoint_writer.Writer.start = start
+
+    code, text = cli(
+        "train.train_iters=50", "checkpoint.save_interval=2", "checkpoint.async_save=true", before=signal_in_the_save
+    )
+    assert code == 143 and "SIGTERM: stopping after iteration 3 and a checkpoint" in text, text
+    assert (tmp_path / "run" / LATEST).read_text() == "3"
+    assert sorted(path.name for path in (tmp_path / "run").glob("*iter*")) == [
+        "iter_0000002",
+        "iter_0000003",
+        LATEST,
+    ]
+
+
+def interrupt_twice() -> None:
+    from megatron_cp.training import loop
+
+    original = loop.train_step
+
+    def step(run: Any, *args: Any) -> Any:
+        if run.progress.iteration == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.2)
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(run, *args)
+
+    loop.train_step = step
+
+
+def test_a_second_interrupt_stops_at_once(cli: Any, tmp_path: Path) -> None:
+    code, text = cli("train.train_iters=50", "checkpoint.save_interval=1", before=interrupt_twice)
+    assert code == 130, text
+    assert (tmp_path / "run" / LATEST).read_text() == "2"
+
+
+def test_a_signal_twice_within_a_key_press_is_one(cli: Any, tmp_path: Path) -> None:
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    code, text = cli("train.train_iters=50", before=at_iteration(3, 1, twice))
+    assert code == 130, text
+    assert (tmp_path / "run" / LATEST).read_text() == "3"
+
+
+@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_exit_interval_and_a_save_in_the_background(cli: Any, tmp_path: Path, background: str) -> None:
+    arguments = ["train.train_iters=6", "checkpoint.save_interval=1", f"checkpoint.async_save={background}"]
+    code, text = cli(*arguments, "train.exit_interval=4", "checkpoint.most_recent_k=2")
+    assert code == 0 and "training paused" in text, text
+    assert (tmp_path / "run" / LATEST).read_text() == "4"
+    code, text = cli(*arguments, "checkpoint.most_recent_k=2")
+    assert code == 0 and "resumed from iteration 4" in text, text
+    assert sorted(path.name for path in (tmp_path / "run").glob("*iter_*")) == ["iter_0000005", "iter_0000006"]
