@@ -33,6 +33,7 @@ from megatron_cp.training.checkpoint_files import (
     saved_iterations,
 )
 from megatron_cp.training.checkpoint_writer import Writer
+from megatron_cp.training.metrics import logger
 from megatron_cp.training.setup import Progress, Run
 
 FORMAT = 1
@@ -165,7 +166,10 @@ class CheckpointSaver:
             raise OSError(f"what was written is not what should be there: {'; '.join(problems[:4])}")
         put_in_place(pending.partial, pending.final)
         wanted = self._run.config.checkpoint
-        keep_most_recent(self._root, pending.iteration, wanted.most_recent_k, wanted.save_retain_interval)
+        try:
+            keep_most_recent(self._root, pending.iteration, wanted.most_recent_k, wanted.save_retain_interval)
+        except OSError as error:  # the new one is safe all the same
+            logger.warning("an old checkpoint could not be deleted: %s", error)
 
     @contextlib.contextmanager
     def _cleaned_up(self, partial: Path) -> Any:
