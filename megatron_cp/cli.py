@@ -162,7 +162,12 @@ def _report(config: RunConfig, args: argparse.Namespace) -> int:
     if choice:
         print(choice)
     with contextlib.suppress(ValueError):  # an impossible layout: the violations below say why
-        print("\n".join(group_lines(layout_of(config, world_size))))
+        layout = layout_of(config, world_size)
+        print("\n".join(group_lines(layout)))
+        if config.model.sequence_packing_scheduler is not None:
+            from megatron_cp.dynamic_cp.groups import configured_blocks, group_line
+
+            print(group_line(configured_blocks(config, layout), at_start=config.dist.dynamic_groups_at_start))
     sys.stdout.flush()
     errors = [v for v in violations if v.severity == "error"]
     if violations:

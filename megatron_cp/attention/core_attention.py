@@ -184,9 +184,7 @@ class ContextParallelAttention(MegatronModule):
         if packed_seq_params is None:
             return self._context
         if packed_seq_params.cp_group is not None:
-            levels = getattr(packed_seq_params, "cp_levels", None)
-            two_level = self.cp_comm_type == "a2a+p2p" and levels is not None
-            return self._context_for(levels if two_level else packed_seq_params.cp_group)
+            return self._context_of_microbatch(packed_seq_params)
         if packed_seq_params.local_cp_size is None:
             return self._context
         if packed_seq_params.local_cp_size != 1:
@@ -196,11 +194,21 @@ class ContextParallelAttention(MegatronModule):
             )
         return CPContext.alone(self.cp_comm_type)
 
-    def _context_for(self, group: GroupOrPair) -> CPContext:
+    def _context_of_microbatch(self, packed: Any) -> CPContext:
+        """That of the microbatch's group; its two levels for ``a2a+p2p``, and for ``a2a`` where it has too many ranks
+        for the heads."""
+        levels = getattr(packed, "cp_levels", None)
+        heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
+        too_many = self.cp_comm_type == "a2a" and heads % packed.cp_group.size() != 0
+        if levels is not None and (too_many or self.cp_comm_type == "a2a+p2p"):
+            return self._context_for(levels, "a2a+p2p")
+        return self._context_for(packed.cp_group)
+
+    def _context_for(self, group: GroupOrPair, comm_type: str | None = None) -> CPContext:
         # The groups are kept with their context: an id is only unique while its object lives.
         key = tuple(map(id, group)) if isinstance(group, Sequence) else (id(group),)
         if key not in self._contexts:
-            self._contexts[key] = (group, CPContext.build(self.cp_comm_type, group))
+            self._contexts[key] = (group, CPContext.build(comm_type or self.cp_comm_type, group))
         return self._contexts[key][1]
 
     def _build_softmax_offset(self) -> Tensor | None:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from megatron_cp.config import RunConfig
+from megatron_cp.parallel.layout import RankLayout
+
 Positions = tuple[int, ...]  # consecutive ranks of a domain, counted within it
 
 
@@ -87,6 +90,14 @@ def fixed_groups(num_ranks: int, cp_size: int) -> tuple[Positions, ...]:
     return tuple(tuple(range(start, start + cp_size)) for start in range(0, num_ranks, cp_size))
 
 
+def configured_blocks(config: RunConfig, layout: RankLayout) -> tuple[Positions, ...]:
+    """The groups that the packed microbatches of a run may use, by their positions in a domain."""
+    model, ranks = config.model, layout.dp * layout.cp
+    if model.dynamic_context_parallel:
+        return legal_groups(ranks, model.min_dynamic_context_parallel_size)
+    return fixed_groups(ranks, layout.cp)
+
+
 def all_to_all_size(block: Positions, heads: int, ranks_per_node: int) -> int:
     """Ranks of the all-to-all level where a block uses the two-level transport; the ring takes the rest.
 
@@ -107,17 +118,20 @@ def all_to_all_size(block: Positions, heads: int, ranks_per_node: int) -> int:
 
 
 def group_line(legal: Iterable[Positions], *, at_start: bool) -> str:
-    """What a run logs of its groups, by size: ``DYNAMIC_CONTEXT_PARALLEL_GROUPS 4:[0-3] 2:[0-1],[2-3] 1:4 ranks``.
+    """What a run logs of its groups, by size: ``DYNAMIC_CONTEXT_PARALLEL_GROUPS 2:[0-1] 1:2 ranks alone``.
 
     Positions count within a domain, of which all have the same groups.
     """
     by_size: dict[int, list[Positions]] = {}
     for block in sorted(legal, key=lambda block: (-len(block), block)):
         by_size.setdefault(len(block), []).append(block)
+    ranks = 1 + max(block[-1] for blocks in by_size.values() for block in blocks)
+    by_size.pop(1, None)
     parts = []
     for size, blocks in by_size.items():
         shown = [f"[{block[0]}-{block[-1]}]" for block in blocks[:4]]
         more = f",... {len(blocks)} in all" if len(blocks) > len(shown) else ""
-        parts.append(f"{size}:" + (f"{len(blocks)} ranks alone" if size == 1 else ",".join(shown) + more))
+        parts.append(f"{size}:{','.join(shown)}{more}")
+    parts.append(f"1:{ranks} ranks alone" if ranks > 1 else "1:[0]")
     when = "at the start" if at_start else "before their first use"
     return f"DYNAMIC_CONTEXT_PARALLEL_GROUPS {' '.join(parts)} (created {when})"

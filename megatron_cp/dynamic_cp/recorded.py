@@ -29,16 +29,17 @@ class Scheduled(Protocol):
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of a run: what was scheduled, and the cost model that it was scheduled with."""
+    """One step of a run: what was scheduled, the cost model that it was scheduled with, and how long the step took."""
 
     iteration: int
     schedule: Schedule
     lengths: tuple[int, ...]
     cost: CostModel
+    measured_seconds: float | None = None
 
 
 def record(step: Scheduled) -> dict[str, Any]:
-    """A step in plain types; a group is [first rank, number of ranks, [sample ids]], samples are counted in the step."""
+    """A step in plain types; a group is [first rank, number of ranks, [sample ids]] with ids counted in the step."""
     schedule = step.schedule
     return {
         "num_ranks": schedule.num_ranks,
@@ -65,20 +66,27 @@ def read_step(folder: Path, iteration: int | None = None) -> RecordedStep:
             f"{path}: there is no such file. Runs with model.sequence_packing_scheduler write one into their folder"
         )
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        # A line that a killed run has half written is left out.
-        steps = {step["iteration"]: step for step in (json.loads(line) for line in lines if line.endswith("\n"))}
+        steps = _lines(path)
         if not steps:
             raise ValueError("no step has been recorded yet")
         wanted = max(steps) if iteration is None else iteration
         if wanted not in steps:
             raise ValueError(f"has no iteration {wanted}, only {min(steps)} to {max(steps)}")
-        return _step(steps[wanted])
+        metrics = folder / "metrics.jsonl"
+        seconds = _lines(metrics, "step_time_s").get(wanted, {}).get("step_time_s") if metrics.is_file() else None
+        return _step(steps[wanted], seconds)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _step(values: dict[str, Any]) -> RecordedStep:
+def _lines(path: Path, key: str = "iteration") -> dict[int, dict[str, Any]]:
+    """The lines that have ``key``, by iteration; one that a killed run has half written is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {values["iteration"]: values for values in found if key in values}
+
+
+def _step(values: dict[str, Any], seconds: float | None) -> RecordedStep:
     microbatches = [
         [Group(tuple(range(first, first + size)), tuple(ids)) for first, size, ids in groups]
         for groups in values["microbatches"]
@@ -86,4 +94,4 @@ def _step(values: dict[str, Any]) -> RecordedStep:
     schedule = Schedule(
         values["num_ranks"], values["max_seqlen_per_rank"], microbatches, values["sequence_parallel_size"]
     )
-    return RecordedStep(values["iteration"], schedule, tuple(values["lengths"]), CostModel(**values["cost"]))
+    return RecordedStep(values["iteration"], schedule, tuple(values["lengths"]), CostModel(**values["cost"]), seconds)

@@ -6,15 +6,19 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron_cp.dynamic_cp.cost import PRESETS
+from megatron_cp.dynamic_cp.cost import PRESETS, CostModel
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, parse_lengths, read_lengths, sample_lengths
 from megatron_cp.dynamic_cp.fixed import schedule_fixed_cp
-from megatron_cp.dynamic_cp.report import as_text, report
+from megatron_cp.dynamic_cp.recorded import read_step
+from megatron_cp.dynamic_cp.report import Report, as_text, report
 from megatron_cp.dynamic_cp.scheduler import schedule
+from megatron_cp.dynamic_cp.types import Schedule
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -29,11 +33,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="whole numbers in a text file (.txt, .gz, - for stdin), or a Megatron .idx file",
     )
+    source.add_argument("--from-run", metavar="RUN", type=Path, help="a run's folder: what one of its steps really did")
     source.add_argument("--distribution", choices=sorted(DISTRIBUTIONS), help="draw lengths from this distribution")
     parser.add_argument("--count", type=int, help="samples: how many to draw (1024), or the first so many of the file")
     parser.add_argument("--longest", type=int, default=131072, help="longer samples are cut to this (default: 131072)")
     parser.add_argument("--seed", type=int, default=0, help="of --distribution (default: 0)")
-    parser.add_argument("--ranks", type=int, required=True, help="data parallel size times context parallel size")
+    parser.add_argument("--iteration", type=int, help="of --from-run (default: the last one)")
+    parser.add_argument("--ranks", type=int, help="data parallel size times context parallel size")
     parser.add_argument("--max-seqlen-per-rank", type=int, default=8192, help="tokens a rank holds (default: 8192)")
     parser.add_argument("--min-cp-size", type=int, default=1, help="fewest ranks of a group (default: 1)")
     parser.add_argument(
@@ -86,6 +92,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.from_run:
+        return _show_run(args)
+    if args.ranks is None:
+        raise ValueError("--ranks is needed: data parallel size times context parallel size")
     lengths, cost = _lengths(args), PRESETS[args.cost]
     common = {"cost": cost, "microbatch_multiple": args.microbatch_multiple}
     common["sequence_parallel_size"] = args.sequence_parallel_size
@@ -96,19 +106,58 @@ def _run(args: argparse.Namespace) -> int:
     )
     seconds = time.process_time() - begin
     dynamic = report("dynamic CP", found, lengths, cost, **keeping_step)
-    static = []
-    for balanced, title in ((False, "packed in order"), (True, "balanced packing")):
-        fixed = schedule_fixed_cp(
-            lengths, args.ranks, args.max_seqlen_per_rank, cp_size=args.static_cp_size, balanced=balanced, **common
-        )
-        size = fixed.microbatches[0][0].cp_size
-        static.append(report(f"static CP {size}, {title}", fixed, lengths, cost, **keeping_step))
+    static = _static(lengths, found, args.static_cp_size, keeping_step, common)
     if args.json:
         figures = {"schedule_seconds": seconds, "dynamic": dynamic.as_dict()}
         print(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))
     else:
         print(as_text(dynamic, static, lengths, args.ranks))
         print(f"scheduled in {1e3 * seconds:.0f} ms of CPU time; simulated with cost model {args.cost}")
+    _write(args, found, [static[1], dynamic], lengths, cost)
+    return 0
+
+
+def _show_run(args: argparse.Namespace) -> int:
+    """One step of a run as it was scheduled, and what packed static CP would have made of the same samples."""
+    step = read_step(args.from_run, args.iteration)
+    lengths, found = np.array(step.lengths), step.schedule
+    common = {"cost": step.cost, "sequence_parallel_size": found.sequence_parallel_size}
+    keeping_step = {"sync_ranks": args.sync_ranks, "pipeline_size": args.pipeline_size}
+    real = report(f"the run, iteration {step.iteration}", found, lengths, step.cost, **keeping_step)
+    static = _static(lengths, found, args.static_cp_size, keeping_step, common)
+    if args.json:
+        figures = {"iteration": step.iteration, "measured_seconds": step.measured_seconds, "run": real.as_dict()}
+        print(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))
+    else:
+        print(as_text(real, static, lengths, found.num_ranks))
+        measured = "" if step.measured_seconds is None else f"; the whole step took {step.measured_seconds:.3f} s"
+        print(f"simulated with the run's own cost model{measured}")
+    _write(args, found, [static[1], real], lengths, step.cost)
+    return 0
+
+
+def _static(
+    lengths: np.ndarray,
+    found: Schedule,
+    cp_size: int | None,
+    keeping_step: dict[str, int],
+    common: dict[str, Any],
+) -> list[Report]:
+    """Packed static CP on the same ranks, in order and balanced."""
+    reports = []
+    for balanced, title in ((False, "packed in order"), (True, "balanced packing")):
+        fixed = schedule_fixed_cp(
+            lengths, found.num_ranks, found.max_seqlen_per_rank, cp_size=cp_size, balanced=balanced, **common
+        )
+        size = fixed.microbatches[0][0].cp_size
+        reports.append(report(f"static CP {size}, {title}", fixed, lengths, common["cost"], **keeping_step))
+    return reports
+
+
+def _write(
+    args: argparse.Namespace, found: Schedule, drawn: Sequence[Report], lengths: np.ndarray, cost: CostModel
+) -> None:
+    """The files that were asked for."""
     if args.output:
         args.output.write_text(json.dumps([[list(group) for group in groups] for groups in found.microbatches]))
     if args.plot or args.html:
@@ -116,9 +165,8 @@ def _run(args: argparse.Namespace) -> int:
 
         for path, write in ((args.plot, timeline.write_png), (args.html, timeline.write_html)):
             if path:
-                write(path, [static[1], dynamic], lengths, cost, args.ranks)
+                write(path, drawn, lengths, cost, found.num_ranks)
                 print(f"wrote {path}", file=sys.stderr)
-    return 0
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "H9": Elsewhere(
         "covered",
         "Dynamic CP excludes pipelines, MLA and averaged losses.",
-        "Upstream's limits; ours is the per-token loss: G2.",
+        "Upstream's limits; ours are the per-token loss, G2, and for latent attention H19.",
     ),
     "H11": Elsewhere(
         "right", "Transformer Engine's CP stream exists when cp is 1.", "Our subclass makes it where groups may change."

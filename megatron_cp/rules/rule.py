@@ -106,8 +106,8 @@ class Context:
 
     def a2a_sizes(self) -> Iterator[tuple[str, int]]:
         """Transport and number of ranks over which an all-to-all splits the heads."""
-        if self.config.model.dynamic_context_parallel:  # a2a+p2p takes the level that fits each group
-            size = self._awkward_group_size() if "a2a" in self.comm_types else 1
+        if self.config.model.dynamic_context_parallel:  # ours takes the all-to-all size that fits each group
+            size = self._awkward_group_size() if "a2a" in self.comm_types and self.backend == "te" else 1
             if size > 1:
                 yield "a2a", size
             return

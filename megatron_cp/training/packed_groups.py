@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.domain import DynamicGroups
-from megatron_cp.dynamic_cp.groups import all_to_all_size, fixed_groups, group_line
+from megatron_cp.dynamic_cp.groups import all_to_all_size, configured_blocks, group_line
 from megatron_cp.parallel.layout import layout_of
 
 logger = logging.getLogger(__name__)
@@ -28,16 +28,15 @@ def build_dynamic_groups(config: RunConfig, groups: ProcessGroupCollection) -> D
     tp = model.tensor_model_parallel_size
     found = DynamicGroups(
         layout,
-        min_cp_size=model.min_dynamic_context_parallel_size,
-        blocks=None if model.dynamic_context_parallel else fixed_groups(domain, layout.cp),
+        blocks=configured_blocks(config, layout),
         at_start=config.dist.dynamic_groups_at_start,
         timeout_minutes=config.dist.distributed_timeout_minutes,
         a2a_size=partial(
             all_to_all_size,
             heads=max(1, model.num_attention_heads // tp),
-            ranks_per_node=neighbours_in_a_node(config),
+            ranks_per_node=neighbours_in_a_node(config) if "a2a+p2p" in kinds else domain,
         )
-        if "a2a+p2p" in kinds
+        if {"a2a", "a2a+p2p"} & set(kinds)
         else None,
         with_tensor_parallel=bool(model.num_moe_experts),
         known={(0,): groups.dp_cp} if groups.intra_dist_opt.size() == 1 else None,

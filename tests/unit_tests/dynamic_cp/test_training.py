@@ -1,5 +1,6 @@
 """Training on packed microbatches with a CP size each equals one rank's: float32, long-tailed lengths, uneven masks."""
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +16,9 @@ from megatron_cp.data.varlen import MockVarlenDataset
 from megatron_cp.dynamic_cp import CostModel, Schedule, schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.dynamic_cp.domain import DynamicGroups
+from megatron_cp.dynamic_cp.groups import all_to_all_size
 from megatron_cp.dynamic_cp.iterator import DynamicBatches
-from megatron_cp.dynamic_cp.packing import dummy_sample, pack
+from megatron_cp.dynamic_cp.packing import MicrobatchParams, dummy_sample, pack
 from megatron_cp.parallel.layout import RankLayout, layout_of
 from megatron_cp.training.setup import setup
 from megatron_cp.training.step import train_step
@@ -132,6 +134,80 @@ def test_the_group_is_restored_also_after_an_error() -> None:
     assert groups.cp == "configured"
     with active_group(groups, None):
         assert groups.cp == "configured"
+
+
+class Router:
+    cp_group, tp_cp_group, idle = "configured", "configured", False
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_everything_that_keeps_a_group_is_switched_and_restored(idle: bool) -> None:
+    groups, router = ProcessGroupCollection(cp="configured", tp_cp="configured"), Router()
+    packed = MicrobatchParams(qkv_format="thd", cp_group="mine", tp_cp_group="wide", idle=idle)
+    for failing in (False, True):
+        with contextlib.suppress(RuntimeError), active_group(groups, packed, router):
+            assert (groups.cp, groups.tp_cp) == (router.cp_group, router.tp_cp_group) == ("mine", "wide")
+            assert router.idle is idle
+            other = MicrobatchParams(qkv_format="thd", cp_group="another")  # recomputed in between
+            with active_group(groups, other, router):
+                assert groups.cp == "another" and router.tp_cp_group == "wide"
+            assert groups.cp == "mine"
+            if failing:
+                raise RuntimeError
+        assert (groups.cp, groups.tp_cp) == (router.cp_group, router.tp_cp_group) == ("configured", "configured")
+        assert router.idle is False
+
+
+def levels_of_blocks() -> list[tuple[int, list[int], list[int], list[int]]]:
+    size = functools.partial(all_to_all_size, heads=8, ranks_per_node=2)
+    groups = DynamicGroups(RankLayout(4, tp=1), at_start=True, a2a_size=size, with_tensor_parallel=True)
+    found = []
+    for block in groups.created:
+        if groups.position in block:
+            of_block = groups.of_block(block)
+            assert of_block.levels is not None and of_block.tp_cp is of_block.cp
+            ranks = [dist.get_process_group_ranks(group) for group in (*of_block.levels, of_block.cp)]
+            found.append((len(block), *ranks))
+    groups.destroy()
+    return found
+
+
+def test_a_block_has_all_to_all_groups_inside_nodes_and_a_ring_across() -> None:
+    results = run_ranks(levels_of_blocks, 4)
+    assert (4, [0, 1], [0, 2], [0, 1, 2, 3]) in results[0] and (4, [2, 3], [1, 3], [0, 1, 2, 3]) in results[3]
+    assert (2, [2, 3], [2], [2, 3]) in results[2] and (1, [1], [1], [1]) in results[1]
+
+
+@pytest.mark.parametrize(
+    ("block", "heads", "node", "size"),
+    [
+        (range(8), 8, 8, 8),
+        (range(8), 8, 4, 4),
+        (range(8, 16), 4, 8, 4),
+        (range(8), 6, 8, 2),
+        (range(3), 8, 8, 1),
+        (range(3), 6, 8, 3),
+        (range(8, 14), 6, 4, 2),
+        (range(2, 4), 8, 3, 1),
+        (range(5, 6), 8, 4, 1),
+    ],
+)
+def test_the_all_to_all_level_of_a_block(block: range, heads: int, node: int, size: int) -> None:
+    assert all_to_all_size(tuple(block), heads, node) == size
+
+
+def wide_groups() -> list[list[int]]:
+    groups = DynamicGroups(RankLayout(8, tp=2, pp=2), with_tensor_parallel=True)
+    blocks = [(0, 1), (groups.position,)]
+    groups.prepare([(0, 1)])
+    found = [dist.get_process_group_ranks(groups.of_block(block).tp_cp) for block in blocks]
+    groups.destroy()
+    return found
+
+
+def test_a_block_with_its_tensor_parallel_ranks() -> None:
+    results = run_ranks(wide_groups, 8)
+    assert results[0] == [[0, 1, 2, 3], [0, 1]] and results[7] == [[4, 5, 6, 7], [6, 7]]
 
 
 def packed_values() -> dict[str, list]:

@@ -58,7 +58,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "pp2 decentralized": (8, {}, DYNAMIC | PP2 | CP2 | DECENTRALIZED | per_rank(32)),
     "tp2": (4, {}, DYNAMIC | TP2 | per_rank(64)),
     "tp2 sp pp2": (8, {}, DYNAMIC | TP2 | SP | PP2 | per_rank(64)),
-    "4 ranks, a2a": (4, {}, DYNAMIC | CP2 | per_rank(32) | {"model__cp_comm_type": "a2a"}),
+    "4 ranks, a2a, a ring where 3 ranks share 8 heads": (
+        4,
+        {},
+        DYNAMIC | CP2 | per_rank(32) | {"model__cp_comm_type": "a2a"},
+    ),
     "4 ranks, all_gather": (4, {}, DYNAMIC | CP2 | per_rank(32) | {"model__cp_comm_type": "all_gather"}),
     "8 ranks, a2a 2 inside and p2p across": (8, {}, DYNAMIC | CP2 | TWO_LEVELS | per_rank(16)),
     "4 ranks, a2a+p2p in one node": (4, {}, DYNAMIC | per_rank(32) | {"model__cp_comm_type": "a2a+p2p"}),
@@ -70,7 +74,16 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "latent attention, full recomputation": (4, MLA, DYNAMIC | CP2 | FULL | per_rank(32)),
     "experts": (4, MOE, DYNAMIC | per_rank(32)),
     "experts, ep2": (4, MOE, DYNAMIC | per_rank(32) | {"model__expert_model_parallel_size": 2}),
-    "experts, ep2 tp2 sp": (8, MOE, DYNAMIC | TP2 | SP | per_rank(32) | {"model__expert_model_parallel_size": 2}),
+    # Whole experts: over gloo the tokens of split ones cannot be gathered, of which each rank has another number.
+    "experts, ep4 tp2 sp": (
+        8,
+        MOE,
+        DYNAMIC
+        | TP2
+        | SP
+        | per_rank(32)
+        | {"model__expert_model_parallel_size": 4, "model__expert_tensor_parallel_size": 1},
+    ),
     "sliding window": (4, {"model__window_size": [8, 0]}, DYNAMIC | per_rank(32)),
     "overlapped reductions": (
         4,
@@ -119,3 +132,21 @@ def test_the_default_limit_holds_one_longest_sample() -> None:
         assert packed_config("", DYNAMIC | layout).model.max_seqlen_per_dp_cp_rank == expected
     odd = packed_config("", BALANCED | CP2 | {"dataset__seq_length": 129})
     assert odd.model.max_seqlen_per_dp_cp_rank == 66
+
+
+@slow
+@pytest.mark.parametrize(
+    "layout", [CP2, TP2 | SP, TP2 | SP | CP2, PP2 | CP2], ids=["cp2", "tp2 sp", "tp2 sp cp2", "pp2"]
+)
+def test_the_balance_of_experts_is_that_of_the_pack(layout: dict[str, Any], lengths: str) -> None:
+    """The auxiliary loss is a matter of the pack, so one rank takes the same packs: those of fixed groups."""
+    model = MOE | {"model__moe_router_load_balancing_type": "aux_loss", "model__moe_aux_loss_coeff": 0.1}
+    limit = per_rank(LONGEST // 2) if layout.get("model__context_parallel_size") else per_rank(LONGEST)
+    # One replica on all ranks: its packs do not depend on their number but for padding.
+    ranks = 2 if layout is CP2 or layout == TP2 | SP else 4
+    losses = run_ranks(packed_losses, ranks, lengths, model | BALANCED | layout | limit)[0][0]
+    alone = run_ranks(packed_losses, 1, lengths, model | BALANCED | per_rank(LONGEST))[0][0]
+    worst = worst_difference(losses, alone)
+    assert max(worst) < TOLERANCE, worst
+    unbalanced = run_ranks(packed_losses, 1, lengths, MOE | BALANCED | per_rank(LONGEST))[0][0]
+    assert max(worst_difference(unbalanced, alone)) > 1e-3, "the auxiliary loss does nothing here"
