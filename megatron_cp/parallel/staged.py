@@ -48,7 +48,7 @@ def must_be_staged(tensor: Tensor) -> bool:
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Contiguous copies in (pinned) host memory, complete when this returns."""
-    copies = [host_like(tensor).copy_(tensor, non_blocking=True) for tensor in tensors]
+    copies = [host_like(tensor).copy_(tensor.detach(), non_blocking=True) for tensor in tensors]
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return copies
@@ -61,7 +61,9 @@ def host_like(tensor: Tensor) -> Tensor:
 
 def to_device(host: Tensor, tensor: Tensor) -> None:
     """Copy into ``tensor`` in its device's current stream."""
-    tensor.copy_(host, non_blocking=True)  # the host's allocator keeps pinned memory until the copy has been made
+    # ``data``: a receive is no operation of autograd, also into a tensor whose gradient is wanted. The allocator keeps
+    # pinned memory until the copy has been made.
+    tensor.data.copy_(host, non_blocking=True)
     if tensor.is_cuda:
         # The tensor may belong to another stream: its memory must not be given away before this one is done with it.
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -87,6 +89,7 @@ class StagedWork(Work):
         self._works = list(works)
         self._all_works = tuple(works)
         self._arriving = list(arriving)  # host memory, and the tensor that it is for
+        self._received = [tensor for _, tensor in arriving]
         self._divide_by = divide_by
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
@@ -113,7 +116,7 @@ class StagedWork(Work):
         self.wait()
 
     def result(self) -> list[Tensor]:
-        return [tensor for _, tensor in self._arriving]
+        return self._received
 
     def get_future(self) -> torch.futures.Future:
         self.wait()
@@ -164,14 +167,18 @@ class StagedGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._gloo: Any = gloo
         self._size = size
+        self._name = ""
         self._coalesced: list[Any] | None = None
 
     def getBackendName(self) -> str:
         return NAME
 
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
     @property
     def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
+        return self._name
 
     # Sums and their like.
 
@@ -193,7 +200,7 @@ class StagedGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts, divide_by = self._without_average(opts or dist.ReduceScatterOptions())
         return self._carry(
-            lambda sent, received: self._gloo._reduce_scatter_base(received[0], sent[0], opts),
+            lambda sent, received: self._gloo._reduce_scatter_base(received[0].view(-1), sent[0].view(-1), opts),
             [input],
             [output],
             divide_by,
@@ -304,8 +311,6 @@ class StagedGroup(dist.ProcessGroup):
         return Together(works)
 
     # Life.
-
-    def setGroupName(self, name: str) -> None: ...
 
     def shutdown(self) -> None:
         self._gloo = None  # the last reference: gloo's threads end with it
