@@ -187,7 +187,7 @@ class ContextParallelMambaMixer(MambaMixer):
             -self.A_log[heads].to(dtype).exp(),
             self.D[heads].to(dtype),
         )
-        if fused_kernel is not None and x.is_cuda:
+        if fused_kernel is not None and on_gpu(x):
             return fused_kernel(
                 x.contiguous(),
                 *weights,
@@ -233,6 +233,11 @@ class SeededMambaLayer(MambaLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with active_group(self.pg_collection, kwargs.get("packed_seq_params")):
             return super().forward(*args, **kwargs)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether mamba-ssm's kernel, where installed, can take ``x``."""
+    return x.is_cuda
 
 
 def _tensor_parallel(tensor: Tensor) -> torch.nn.Parameter:
