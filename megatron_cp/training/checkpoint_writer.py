@@ -138,9 +138,17 @@ def _write(report: IO[bytes], buckets: list[Any] | None, transforms: Any, parent
                 raise written
             outcome += written
     except Exception as error:
-        outcome = error
+        outcome = _root_of(error)
     pickle.dump(outcome, report)
     report.flush()
+
+
+def _root_of(error: BaseException) -> BaseException:
+    """The disk's error where there was one: torch's own about it speaks of unexpected positions in a file."""
+    root: BaseException | None = error
+    while root is not None and not isinstance(root, OSError):
+        root = root.__cause__ or root.__context__
+    return root or error
 
 
 def _die_with_parent() -> None:

@@ -20,6 +20,7 @@ from tests.training_runs import start, tiny_config, train_losses
 from tests.unit_tests.training.layouts import CP2, PP2
 
 ASYNC = {"checkpoint__async_save": True}
+slow = pytest.mark.slow
 
 
 def names(folder: Path) -> list[str]:
@@ -135,7 +136,9 @@ def test_a_full_disk_leaves_the_previous_checkpoints(small_disk: Path, overrides
     messages = run_ranks(save_until_full, 2, str(small_disk), CP2 | overrides)
     failed = int(messages[0].split()[0])
     assert failed >= 2
-    assert all(f"iter_{failed:07d} could not be written" in text and "No space left" in text for text in messages)
+    assert all(f"iter_{failed:07d} could not be written" in text and "No space left" in text for text in messages), (
+        messages
+    )
     assert latest_iteration(small_disk) == failed - 1
     assert [name for name in names(small_disk) if "iter" in name] == [
         *(f"iter_{iteration:07d}" for iteration in range(1, failed)),
@@ -247,12 +250,18 @@ def in_own_group(fn: Any, *args: Any) -> Any:
     return fn(*args)
 
 
-@pytest.mark.parametrize("moment", range(1, 60))
-def test_killed_at_any_file_operation_of_a_save(tmp_path: Path, moment: int) -> None:
-    """One rank makes all the file operations that matter; two ranks and the background are below."""
+@pytest.mark.parametrize(
+    ("ranks", "moment", "overrides"),
+    [pytest.param(1, at, {}, marks=[] if at % 7 == 1 else slow, id=f"one rank, {at}") for at in range(1, 48)]
+    + [pytest.param(2, at, ASYNC | CP2, marks=slow, id=f"in the background, {at}") for at in range(1, 40, 2)],
+)
+def test_killed_at_any_file_operation_of_a_save(
+    tmp_path: Path, ranks: int, moment: int, overrides: dict[str, Any]
+) -> None:
+    """Rank 0 makes all the file operations but the writing of tensors."""
     killed = False
     try:
-        operations = run_ranks(in_own_group, 1, save_twice_and_die, str(tmp_path), moment, {})
+        operations = run_ranks(in_own_group, ranks, save_twice_and_die, str(tmp_path), moment, overrides)
     except RanksFailed as failed:
         killed = "SIGKILL" in str(failed)
         assert killed, failed
@@ -268,8 +277,9 @@ def test_killed_at_any_file_operation_of_a_save(tmp_path: Path, moment: int) -> 
     assert not [name for name in names(tmp_path) if name.startswith(".iter")]
     for name in names(tmp_path):
         assert name.startswith(("latest", ".latest")) or not damage(tmp_path / name), name
-    if moment % 6 == 0:
-        assert len(run_ranks(resume_at, 1, {"model__num_layers": 1}, str(tmp_path), iteration, 1)[0]) == 1
+    if moment % 7 == 1:
+        layout = overrides | {"model__num_layers": 1}
+        assert len(run_ranks(resume_at, ranks, layout, str(tmp_path), iteration, 1)[0]) == 1
 
 
 def test_files_that_are_there_are_what_the_index_says(tmp_path: Path) -> None:
