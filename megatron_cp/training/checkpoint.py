@@ -111,6 +111,11 @@ class CheckpointSaver:
         """
         self.finish()
         started = time.perf_counter()
+        if self._run.config.ddp.overlap_param_gather:
+            # The optimizer leaves each rank with its own shards of the new weights; the next forward pass, or this,
+            # gathers the others'.
+            for chunk in self._run.model:
+                chunk.start_param_sync(force_sync=True)
         run, iteration = self._run, self._run.progress.iteration
         final = checkpoint_folder(self._root, iteration)
         failed = f"checkpoint {final} could not be written"

@@ -214,6 +214,26 @@ def test_the_depths_learn_and_matter() -> None:
     assert abs(small[0][1] - one_rank(2)[0][1]) > 1e-2 and small[-1][0] != one_rank(2)[-1][0]
 
 
+def transports() -> list[str]:
+    run, _, _ = start(tiny_config(**MTP2, **CP4, **MIXED))
+    mtp = run.model[0].module.mtp
+    kinds = [layer.mtp_model_layer.self_attention.core_attention.cp_comm_type for layer in mtp.layers]
+    run.close()
+    return kinds
+
+
+def test_every_depth_has_the_last_layers_transport() -> None:
+    """megatron-core would give depth 1 the first layer's."""
+    assert run_ranks(transports, 4)[0] == [MIXED["model__cp_comm_type"][-1]] * 2 != MIXED["model__cp_comm_type"][:2]
+
+
+@pytest.mark.slow
+def test_bf16_stays_close_to_float32() -> None:
+    bf16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
+    losses = [torch.tensor(run_ranks(train, 2, MTP2 | CP2 | more)[0]) for more in ({}, bf16)]
+    assert 1e-6 < ((losses[0] - losses[1]) / losses[0])[:, [0, 2, 3]].abs().max() < 5e-3
+
+
 def upstreams_loss(overrides: dict[str, Any]) -> Steps:
     """megatron-core's own loss: exact where one rank has the whole global batch in one microbatch."""
     run, batches, count = start(tiny_config(**overrides))

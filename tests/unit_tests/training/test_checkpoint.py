@@ -14,6 +14,7 @@ from tests.training_runs import start, tiny_config, train_losses, worst_differen
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, LAYOUTS, PP2, TP2, VPP2
 
 Losses = list[tuple[float, float]]
+OVERLAPPED = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True}
 BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
 
 
@@ -47,6 +48,7 @@ def resume(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
         pytest.param(4, PP2 | VPP2 | CP2, id="pp2 vpp2 cp2"),
         pytest.param(2, CP2 | {"model__hidden_dropout": 0.1}, id="cp2 with dropout"),
         pytest.param(2, CP2 | BF16, id="cp2 bf16"),
+        pytest.param(4, CP2 | OVERLAPPED, id="dp2 cp2 overlapped"),
     ],
 )
 def test_resuming_continues_exactly(tmp_path: Path, world_size: int, overrides: dict[str, Any]) -> None:
@@ -73,6 +75,14 @@ def test_resuming_under_another_layout(tmp_path: Path, before: tuple, after: tup
     rest = run_ranks(resume, after[0], after[1], str(tmp_path), 3)[0]
     worst_loss, worst_norm = worst_difference(rest, undisturbed[3:])
     assert worst_loss < 1e-5 and worst_norm < 1e-5, (worst_loss, worst_norm)
+
+
+def test_weights_are_saved_whole_where_their_gathering_is_overlapped(tmp_path: Path) -> None:
+    """After a step each rank has its own shards of the new weights, until the next forward pass."""
+    undisturbed = run_ranks(train_losses, 4, CP2, 3)[0]
+    run_ranks(save_after, 4, CP2 | OVERLAPPED, str(tmp_path), 2)
+    weights_alone = run_ranks(resume, 1, {"checkpoint__load_optim": False}, str(tmp_path), 1)[0]
+    assert max(worst_difference(weights_alone, undisturbed[2:])) < 1e-6
 
 
 def test_another_models_checkpoint_is_refused_with_what_differs(tmp_path: Path) -> None:
