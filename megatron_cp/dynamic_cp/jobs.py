@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from heapq import nlargest
 
 import numpy as np
 
 from megatron_cp.dynamic_cp.binning import best_fit
+from megatron_cp.dynamic_cp.gaps import Gaps
 from megatron_cp.dynamic_cp.problem import Problem
+
+# Bounds on how many samples are squeezed into how many wide jobs: the time for it must not grow with n.
+_MOST_TO_SQUEEZE = 512
+_JOBS_TO_SQUEEZE = 8
+_JOBS_TO_FILL = 8
 
 
 class Job:
     """Samples that run together on a group of one level's size: their positions, their sums, and the seconds."""
 
-    __slots__ = ("items", "length", "level", "seconds", "squares", "tokens")
+    __slots__ = ("items", "length", "level", "seconds", "squares", "start", "tokens")
 
     def __init__(self, problem: Problem, level: int, items: list[int]) -> None:
         lengths = problem.length_list
@@ -22,25 +29,31 @@ class Job:
         self.length = sum([lengths[x] for x in items])
         self.squares = sum([lengths[x] * lengths[x] for x in items])
         self.tokens = 0  # padded, per rank; kept where samples may be added
+        self.start = -1  # first narrowest block within the shelf, where that is settled
         self.seconds = problem.costs[level].seconds(self.squares, self.length)
 
 
 Shelf = list[Job]
 
 
-def wide_jobs(problem: Problem, level: np.ndarray, limit: float) -> list[Job]:
+def wide_jobs(problem: Problem, level: np.ndarray, limit: float, fill: bool) -> list[Job]:
     """Pack the samples above level 0, each at its level, into jobs of at most ``limit`` seconds where possible.
 
+    fill: samples, of level 0 too, may first take the tokens that wider jobs have free (:func:`fill_up`).
     Returns the jobs, longest first.
     """
-    jobs = []
-    for i in np.unique(level[level > 0]).tolist():
+    jobs: list[Job] = []
+    for i in np.unique(level if fill else level[level > 0])[::-1].tolist():
         members = np.flatnonzero(level == i)
+        if fill and jobs:
+            members = fill_up(problem, jobs, members, i)
+        if i == 0 or not members.size:
+            continue
         own = problem.seconds[i, members] - problem.costs[i].fixed
         longest = max(limit - problem.costs[i].fixed, float(own.max()))
         share = np.maximum(own / longest, problem.tokens[i, members] / problem.max_tokens)
         by_share = np.argsort(-share, kind="stable")
-        tokens = problem.tokens[i].tolist()
+        tokens = dict(zip(members.tolist(), problem.tokens[i, members].tolist(), strict=True))
         for items in best_fit(members[by_share].tolist(), share[by_share].tolist(), 1.0):
             job = Job(problem, i, items)
             job.tokens = sum([tokens[x] for x in items])
@@ -49,28 +62,67 @@ def wide_jobs(problem: Problem, level: np.ndarray, limit: float) -> list[Job]:
     return jobs
 
 
+def fill_up(problem: Problem, jobs: list[Job], members: np.ndarray, level: int) -> np.ndarray:
+    """Let wider jobs with free tokens take samples, longest first, where that costs fewer rank-seconds than a job of
+    the sample's own level. Pays where a microbatch's fixed costs or its exposed communication are high.
+
+    Returns the samples that are left. Looks at no more than a few jobs at a time.
+    """
+    waiting = sorted(jobs, key=lambda job: (job.tokens - problem.max_tokens) * problem.sizes[job.level], reverse=True)
+    open_jobs = [waiting.pop() for _ in range(min(_JOBS_TO_FILL, len(waiting)))]
+    least = int(problem.lengths[members[-1]])
+    size, fixed = problem.sizes[level], problem.costs[level].fixed
+    own = (problem.seconds[level, members] - fixed * (1 - problem.tokens[level, members] / problem.max_tokens)) * size
+    left = []
+    for x, alone in zip(members.tolist(), own.tolist(), strict=True):
+        s = problem.length_list[x]
+        cheapest, taker = alone, None
+        for job in open_jobs:
+            if job.tokens + int(problem.tokens[job.level, x]) <= problem.max_tokens:
+                after = problem.costs[job.level].seconds(job.squares + s * s, job.length + s)
+                extra = (after - job.seconds) * problem.sizes[job.level]
+                if extra < cheapest:
+                    cheapest, taker = extra, job
+        if taker is None:
+            left.append(x)
+            continue
+        taker.items.append(x)
+        taker.squares += s * s
+        taker.length += s
+        taker.tokens += int(problem.tokens[taker.level, x])
+        taker.seconds = problem.costs[taker.level].seconds(taker.squares, taker.length)
+        if (problem.max_tokens - taker.tokens) * problem.sizes[taker.level] < least:
+            open_jobs.remove(taker)
+            if waiting:
+                open_jobs.append(waiting.pop())
+    return np.array(left, dtype=np.int64)
+
+
 def stack(problem: Problem, jobs: list[Job], leaves: int) -> tuple[list[Shelf], list[int]]:
     """Put jobs, longest first, side by side on shelves of ``leaves`` narrowest blocks: first fit.
 
     Returns the shelves, tallest first, and how many narrowest blocks each has free. Each shelf's first job is its
-    longest. (The first-fit-decreasing-height rule of strip packing: Coffman, Garey, Johnson and Tarjan 1980.)
+    longest; each job's ``start`` is set. (The first-fit-decreasing-height rule of strip packing: Coffman, Garey,
+    Johnson and Tarjan 1980.)
     """
-    widths = [min(1 << i, leaves) for i in range(len(problem.sizes))]
     shelves: list[Shelf] = []
-    free: list[int] = []
-    first_fit = [0] * len(widths)
+    gaps: list[Gaps] = []
+    first_fit = [0] * len(problem.sizes)
     for job in jobs:
-        width = widths[job.level]
+        width = problem.leaves[job.level]
         k = first_fit[job.level]
-        while k < len(shelves) and free[k] < width:
+        while k < len(shelves):
+            job.start = gaps[k].take(width)
+            if job.start >= 0:
+                break
             k += 1
-        first_fit[job.level] = k
-        if k == len(shelves):
+        else:
             shelves.append([])
-            free.append(leaves)
+            gaps.append(Gaps(leaves))
+            job.start = gaps[k].take(width)
+        first_fit[job.level] = k
         shelves[k].append(job)
-        free[k] -= width
-    return shelves, free
+    return shelves, [one.free for one in gaps]
 
 
 def top_up(problem: Problem, shelves: list[Shelf], short: np.ndarray) -> np.ndarray:
@@ -120,3 +172,45 @@ def top_up(problem: Problem, shelves: list[Shelf], short: np.ndarray) -> np.ndar
                 slack = height - seconds
                 k = max(k, bisect_left(price, -slack))
     return short[[k for k in range(count) if following[k] == k]]
+
+
+def squeeze_in(problem: Problem, stacks: list[list[Shelf]], left: list[int], leaves: int) -> bool:
+    """Add short samples that found no tokens elsewhere to the wide jobs with most of them free, where that costs less
+    than microbatches of their own. Returns whether it did; otherwise nothing has changed.
+
+    left: positions of level-0 samples, longest first. leaves: narrowest blocks of a microbatch of their own.
+    """
+    if len(left) > _MOST_TO_SQUEEZE:
+        return False
+    wide = [(shelf, job) for shelves in stacks for shelf in shelves for job in shelf if job.level]
+    wide = nlargest(
+        _JOBS_TO_SQUEEZE, wide, key=lambda pair: (problem.max_tokens - pair[1].tokens) * problem.sizes[pair[1].level]
+    )
+    alone = [Job(problem, 0, items) for items in best_fit(left, problem.tokens[0, left].tolist(), problem.max_tokens)]
+    alone.sort(key=lambda job: -job.seconds)
+    allowed = sum([job.seconds for job in alone[::leaves]])
+
+    height = {id(shelf): max([job.seconds for job in shelf]) for shelf, _ in wide}
+    state = [(job.tokens, job.squares, job.length, job.seconds) for _, job in wide]
+    added: list[list[int]] = [[] for _ in wide]
+    for x in left:
+        s, options = problem.length_list[x], []
+        for k, (shelf, job) in enumerate(wide):
+            tokens, squares, length, _ = state[k]
+            tokens, squares, length = tokens + int(problem.tokens[job.level, x]), squares + s * s, length + s
+            if tokens <= problem.max_tokens:
+                seconds = problem.costs[job.level].seconds(squares, length)
+                options.append((max(0.0, seconds - height[id(shelf)]), seconds, k, (tokens, squares, length, seconds)))
+        if not options:
+            return False
+        higher, _, k, after = min(options)
+        allowed -= higher
+        if allowed <= 0:
+            return False
+        height[id(wide[k][0])] += higher
+        state[k] = after
+        added[k].append(x)
+    for (_, job), items, (tokens, squares, length, seconds) in zip(wide, added, state, strict=True):
+        job.items += items
+        job.tokens, job.squares, job.length, job.seconds = tokens, squares, length, seconds
+    return True

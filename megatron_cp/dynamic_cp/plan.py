@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_cp.dynamic_cp.binning import best_fit, least_loaded, most_room, water_level
-from megatron_cp.dynamic_cp.jobs import Job, Shelf, stack, top_up, wide_jobs
+from megatron_cp.dynamic_cp.jobs import Job, Shelf, squeeze_in, stack, top_up, wide_jobs
 from megatron_cp.dynamic_cp.problem import Problem
 
 
@@ -34,31 +34,41 @@ class Plan:
     seconds: float = 0.0
 
 
-def build(problem: Problem, level: np.ndarray, block_level: int, limit: float, pipeline_size: int) -> Plan:
+def build(
+    problem: Problem, level: np.ndarray, block_level: int, limit: float, pipeline_size: int, fill: bool = False
+) -> Plan:
     """A plan with every sample at its ``level`` or, where it fills a gap, on a wider group.
 
-    limit: seconds that a job should not exceed.
+    limit: seconds that a job should not exceed. fill: let wide jobs take what fits their free tokens first.
     """
+    tallest = 1.02
     while True:
         plan = Plan(block_level)
-        stuck = _build(problem, level, plan, limit, pipeline_size)
+        stuck = _build(problem, level, plan, limit, pipeline_size, tallest, fill)
         if not stuck.size:
             return plan
         level = level.copy()
         level[stuck] = 1
+        tallest = max(0.5, tallest - 0.06)  # more at a time, so that few attempts do
 
 
-def _build(problem: Problem, level: np.ndarray, plan: Plan, limit: float, pipeline_size: int) -> np.ndarray:
-    """Fill in ``plan``. Returns the short samples that would stick out of every shelf: they want more ranks."""
+def _build(
+    problem: Problem, level: np.ndarray, plan: Plan, limit: float, pipeline_size: int, tallest: float, fill: bool
+) -> np.ndarray:
+    """Fill in ``plan``. Returns the short samples longer than ``tallest`` shelves: they want more ranks."""
     tree = problem.tree
     leaves = min(1 << plan.block_level, len(tree.levels[0]))
-    jobs = wide_jobs(problem, level, limit)
-    shelves, free = stack(problem, [job for job in jobs if job.level <= plan.block_level], leaves)
-    short = np.flatnonzero(level == 0)
+    jobs = wide_jobs(problem, level, limit, fill)
+    shelves, free = stack(problem, [job for job in jobs if problem.leaves[job.level] <= leaves], leaves)
+    is_short = level == 0
+    if fill:
+        for job in jobs:
+            is_short[job.items] = False
+    short = np.flatnonzero(is_short)
     if shelves and short.size:
         short = top_up(problem, shelves, short)
 
-    base, highest = _place_wide(problem, plan, [job for job in jobs if job.level > plan.block_level])
+    base, highest = _place_wide(problem, plan, [job for job in jobs if problem.leaves[job.level] > leaves])
     loads = list(base)
     plan.shelves = [[] for _ in loads]
     for shelf, j in zip(shelves, least_loaded([shelf[0].seconds for shelf in shelves], loads), strict=True):
@@ -70,7 +80,7 @@ def _build(problem: Problem, level: np.ndarray, plan: Plan, limit: float, pipeli
         _fill_ranks(problem, plan, short, loads)
     elif short.size:
         rooms = [(shelf, number) for shelf, number in zip(shelves, free, strict=True) if number]
-        stuck = _fill_shelves(problem, plan, rooms, short, loads, highest, limit, pipeline_size)
+        stuck = _fill_shelves(problem, plan, rooms, short, loads, highest, limit, pipeline_size, tallest)
         if stuck.size:
             return stuck
     for j, stacked in enumerate(plan.shelves):
@@ -89,7 +99,7 @@ def _place_wide(problem: Problem, plan: Plan, jobs: list[Job]) -> tuple[list[flo
         if count > len(loads):
             loads = [loads[j // 2] for j in range(count)]
             highest = [highest[j // 2] for j in range(count)]
-        here = [job for job in jobs if job.level == i]
+        here = [job for job in jobs if problem.tree_levels[job.level] == i]
         if not here:
             continue
         on_tail = None
@@ -128,10 +138,12 @@ def _fill_shelves(
     highest: list[float],
     limit: float,
     pipeline_size: int,
+    tallest: float,
 ) -> np.ndarray:
     """Step 3 on shelves: level the blocks with new shelves, then give each sample to the job that lacks most.
 
-    rooms: shelves with free narrowest blocks, and how many. Returns the samples longer than any shelf is high.
+    rooms: shelves with free narrowest blocks, and how many. Returns the samples that take longer than ``tallest`` times
+    the highest shelf, if there are any that stick out.
     """
     leaves = min(1 << plan.block_level, len(problem.tree.levels[0]))
     fixed, capacity = problem.costs[0].fixed, problem.max_tokens
@@ -158,8 +170,11 @@ def _fill_shelves(
                 owners += [plan.shelves[j][-1]] * leaves
             wanted += [(level - load) / count - fixed] * (count * leaves)
     if len(problem.sizes) > 1:
-        tall = work > 1.02 * max(wanted, default=0.0)
-        stuck = short[tall & (problem.seconds[1, short] < problem.seconds[0, short])]
+        highest_wanted = max(wanted, default=0.0)
+        quicker = problem.seconds[1, short] < problem.seconds[0, short]
+        stuck = (
+            short[quicker & (work > tallest * highest_wanted)] if (work > 1.02 * highest_wanted).any() else short[:0]
+        )
         if stuck.size:
             return stuck
 
@@ -167,7 +182,8 @@ def _fill_shelves(
     left: list[int] = []
     for x, k in zip(short.tolist(), most_room(work.tolist(), tokens.tolist(), wanted, capacity), strict=True):
         (contents[k] if k >= 0 else left).append(x)
-    if left:  # the jobs' tokens did not suffice: one more microbatch, or a few, for the least loaded block
+    if left and not squeeze_in(problem, plan.shelves, left, leaves):
+        # The jobs' tokens did not suffice: one more microbatch, or a few, for the least loaded block.
         extra = best_fit(left, problem.tokens[0, left].tolist(), capacity)
         stacked = plan.shelves[loads.index(min(loads))]
         for k in range(0, len(extra), leaves):

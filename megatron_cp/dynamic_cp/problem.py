@@ -14,7 +14,10 @@ from megatron_cp.dynamic_cp.types import padded_length
 
 @dataclass(frozen=True)
 class Problem:
-    """Samples, ranks and costs. Level i of the tree has groups of ``sizes[i]`` ranks.
+    """Samples, ranks and costs. A group of level i has ``sizes[i]`` ranks, in ``leaves[i]`` narrowest blocks.
+
+    Levels ascend. They are those of the tree and, between these, three quarters of the next one where the plan may use
+    them: ``tree_levels[i]`` is the level's number in the tree, or -1 for three quarters.
 
     order: sample ids, longest first (ties by id). Arrays indexed by position in that order:
     lengths [n]; seconds [levels, n], a sample alone in a microbatch, inf where it does not fit;
@@ -23,6 +26,8 @@ class Problem:
 
     tree: BuddyTree
     sizes: tuple[int, ...]
+    leaves: tuple[int, ...]
+    tree_levels: tuple[int, ...]
     costs: tuple[GroupCost, ...]
     cost: CostModel
     max_tokens: int
@@ -33,14 +38,17 @@ class Problem:
     tokens: np.ndarray
     length_list: list[int]
 
-    def levels_under(self, limit: float, where: slice = slice(None)) -> np.ndarray:
-        """For each sample the narrowest level that takes at most ``limit`` seconds, or else the fastest one. [n]"""
-        seconds = self.seconds[:, where]
-        within = seconds <= limit
-        level = within.argmax(axis=0)
-        slow = ~within[level, np.arange(len(level))]
-        level[slow] = seconds[:, slow].argmin(axis=0)
-        return level
+    def levels_under(self, limit: float, doubling: bool = False) -> np.ndarray:
+        """For each sample the narrowest level that takes at most ``limit`` seconds, or else the fastest one. [n]
+
+        doubling: only levels of the tree, whose sizes double.
+        """
+        choices = self.choices(doubling)
+        return choices[narrowest(self.seconds[choices] if doubling else self.seconds, limit)]
+
+    def choices(self, doubling: bool) -> np.ndarray:
+        """The levels, or only those of the tree."""
+        return np.flatnonzero(np.array(self.tree_levels) >= 0) if doubling else np.arange(len(self.sizes))
 
     def seconds_on(self, num_ranks: int, items: list[int]) -> float:
         """Seconds of the samples at positions ``items`` in one microbatch on ``num_ranks``; inf if they do not fit."""
@@ -54,6 +62,15 @@ class Problem:
     def mean_load(self) -> float:
         """Seconds a rank would work if the bare work were spread evenly."""
         return self.cost.ideal_seconds(self.lengths) / self.tree.num_ranks
+
+
+def narrowest(seconds: np.ndarray, limit: float) -> np.ndarray:
+    """For each column [levels, n] the first row of at most ``limit``, or else the row of the least seconds. [n]"""
+    within = seconds <= limit
+    level = within.argmax(axis=0)
+    slow = ~within[level, np.arange(len(level))]
+    level[slow] = seconds[:, slow].argmin(axis=0)
+    return level
 
 
 def check_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -86,8 +103,13 @@ def make_problem(
     min_cp_size: int,
     cost: CostModel,
     sequence_parallel_size: int,
+    block_level: int = 0,
 ) -> Problem:
-    """Check the input and tabulate it. Raises ValueError naming the sample or the setting at fault."""
+    """Check the input and tabulate it. Raises ValueError naming the sample or the setting at fault.
+
+    block_level: of the tree; inside its blocks, groups of three quarters of a block are offered too. Not for an
+    all-to-all, which wants a CP size that divides the heads.
+    """
     if max_seqlen_per_rank < 1:
         raise ValueError(f"max_seqlen_per_rank={max_seqlen_per_rank}: must be at least 1")
     if sequence_parallel_size < 1:
@@ -96,7 +118,11 @@ def make_problem(
     ids = check_lengths(lengths)
     order = np.argsort(-ids, kind="stable")
     s = ids[order]
-    sizes = tuple(tree.size(level) for level in range(len(tree.levels)))
+    choices = [(tree.size(i), min(1 << i, len(tree.levels[0])), i) for i in range(len(tree.levels))]
+    if cost.transport != "a2a":
+        quarters = range(min(block_level, len(tree.levels[0]).bit_length() - 1) - 1)
+        choices += [(3 * tree.size(i), 3 << i, -1) for i in quarters]
+    sizes, leaves, tree_levels = zip(*sorted(choices), strict=True)
     units = np.array(sizes)[:, None] * (2 * sequence_parallel_size)
     tokens = -(-s[None, :] // units) * (2 * sequence_parallel_size)
     seconds = np.stack([cost.sample_seconds(s, size) for size in sizes])
@@ -105,5 +131,17 @@ def make_problem(
         raise does_not_fit(f"sample {order[0]}", int(s[0]), num_ranks, max_seqlen_per_rank, sequence_parallel_size)
     costs = tuple(cost.for_size(size) for size in sizes)
     return Problem(
-        tree, sizes, costs, cost, max_seqlen_per_rank, sequence_parallel_size, order, s, seconds, tokens, s.tolist()
+        tree,
+        sizes,
+        leaves,
+        tree_levels,
+        costs,
+        cost,
+        max_seqlen_per_rank,
+        sequence_parallel_size,
+        order,
+        s,
+        seconds,
+        tokens,
+        s.tolist(),
     )

@@ -10,15 +10,18 @@ import numpy as np
 
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.greedy import greedy_per_microbatch
+from megatron_cp.dynamic_cp.groups import BuddyTree, buddy_tree
 from megatron_cp.dynamic_cp.jobs import Shelf
 from megatron_cp.dynamic_cp.plan import Plan, build
-from megatron_cp.dynamic_cp.problem import Problem, make_problem
+from megatron_cp.dynamic_cp.problem import Problem, make_problem, narrowest
 from megatron_cp.dynamic_cp.simulate import simulate
 from megatron_cp.dynamic_cp.types import Group, Schedule
 
 # How many plans to try for a batch: about this many samples and ranks in all, so that time stays n log n.
 _EFFORT = 15_000
 _MOST_PLANS = 24
+# How many of the most promising limits are also planned with wide jobs filled up first.
+_STARTS_WITH_FILL = 4
 # Samples times microbatches up to which the greedy rule is tried as well.
 _CHEAP_FOR_GREEDY = 3000
 
@@ -66,17 +69,16 @@ def schedule(
             f"sync_ranks={sync_ranks}: must divide the number of ranks ({num_ranks}), because ranks that meet in every "
             f"microbatch form equal aligned blocks"
         )
-    problem = make_problem(
-        lengths, num_ranks, max_seqlen_per_rank, min_cp_size, cost or DEFAULT_COST, sequence_parallel_size
-    )
+    block_level = _block_level(buddy_tree(num_ranks, min_cp_size), sync_ranks, pipeline_size)
+    setting = (lengths, num_ranks, max_seqlen_per_rank, min_cp_size, cost or DEFAULT_COST, sequence_parallel_size)
+    problem = make_problem(*setting, block_level=block_level)
     microbatches: list[list[Group]] = []
     if problem.lengths.size:
-        plan = _search(problem, _block_level(problem, sync_ranks, pipeline_size), pipeline_size)
+        plan = _search(problem, block_level, pipeline_size)
         microbatches = _lay_out(problem, plan, pipeline_size)
         if _greedy_is_cheap(problem):
-            options = [
-                Schedule(num_ranks, max_seqlen_per_rank, m) for m in (microbatches, greedy_per_microbatch(problem))
-            ]
+            greedy = greedy_per_microbatch(make_problem(*setting))
+            options = [Schedule(num_ranks, max_seqlen_per_rank, one) for one in (microbatches, greedy)]
             step = {"sync_ranks": sync_ranks, "pipeline_size": pipeline_size}
             best = min(options, key=lambda one: simulate(one, lengths, problem.cost, **step).seconds)
             microbatches = best.microbatches
@@ -86,17 +88,18 @@ def schedule(
 
 def _greedy_is_cheap(problem: Problem) -> bool:
     """Whether the greedy rule applies (sizes double) and is quick: it looks at all samples for each microbatch."""
-    doubles = all(b == 2 * a for a, b in itertools.pairwise(problem.sizes))
+    tree = problem.tree
+    doubles = all(2 * tree.size(i) == tree.size(i + 1) for i in range(len(tree.levels) - 1))
     microbatches = 1 + float(problem.lengths.sum()) / (problem.tree.num_ranks * problem.max_tokens)
     return doubles and len(problem.lengths) * microbatches <= _CHEAP_FOR_GREEDY
 
 
-def _block_level(problem: Problem, sync_ranks: int, pipeline_size: int) -> int:
+def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: int) -> int:
     """The lowest level of the tree whose blocks consist of whole domains of ranks that keep step."""
-    top = len(problem.sizes) - 1
+    top = len(tree.levels) - 1
     if pipeline_size > 1:
         return top
-    return next(i for i in range(top + 1) if problem.tree.is_regular(i) and problem.tree.size(i) % sync_ranks == 0)
+    return next(i for i in range(top + 1) if tree.is_regular(i) and tree.size(i) % sync_ranks == 0)
 
 
 @dataclass
@@ -105,24 +108,29 @@ class _Candidate:
 
     block_level: int
     limit: float
+    fill: bool
     level: np.ndarray
     plan: Plan
 
 
 def _search(problem: Problem, block_level: int, pipeline_size: int) -> Plan:
     """The best plan within the effort: over limits on a microbatch's seconds, then over widening single jobs."""
-    budget = min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks))
+    budget = max(2, min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks)))
     keeps_step = block_level > 0
     limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
-    starts = [(block_level, limit) for limit in limits[: max(1, budget // 3 if keeps_step else min(3, budget // 4))]]
+    starts = [
+        (block_level, *one, False)
+        for one in limits[: max(min(2, budget), budget // 3) if keeps_step else max(1, min(3, budget // 4))]
+    ]
     if budget >= 12:
         # Ranks may keep step where they need not: with few samples that is sometimes better packed.
-        regular = [i for i in range(block_level + 1, len(problem.sizes)) if problem.tree.is_regular(i)]
-        starts += [(i, limits[0]) for i in dict.fromkeys((*regular[2:3], *regular[-1:]))]
+        regular = [i for i in range(block_level + 1, len(problem.tree.levels)) if problem.tree.is_regular(i)]
+        starts += [(i, *limits[0], False) for i in dict.fromkeys((*regular[2:3], *regular[-1:]))]
+        starts += [(block_level, *one, True) for one in limits[:_STARTS_WITH_FILL]]
     found = []
-    for i, limit in starts:
-        level = problem.levels_under(limit)
-        found.append(_Candidate(i, limit, level, build(problem, level, i, limit, pipeline_size)))
+    for i, limit, doubling, fill in starts:
+        level = problem.levels_under(limit, doubling=doubling)
+        found.append(_Candidate(i, limit, fill, level, build(problem, level, i, limit, pipeline_size, fill)))
     best = min(found, key=lambda candidate: candidate.plan.seconds)
     if keeps_step:
         # From the plan that looked best and from the one that is: they often lead to different ends.
@@ -142,14 +150,16 @@ def _widen(problem: Problem, best: _Candidate, steps: int, pipeline_size: int) -
         tried.update(items)
         level = best.level.copy()
         level[items] += 1
-        plan = build(problem, level, best.block_level, best.limit, pipeline_size)
+        plan = build(problem, level, best.block_level, best.limit, pipeline_size, best.fill)
         if plan.seconds < best.plan.seconds:
-            best = _Candidate(best.block_level, best.limit, level, plan)
+            best = _Candidate(best.block_level, best.limit, best.fill, level, plan)
     return best
 
 
-def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: float) -> list[float]:
+def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: float) -> list[tuple[float, bool]]:
     """Limits on a microbatch's seconds, the most promising first by an estimate of the step that they lead to.
+
+    Where three quarters of a block are on offer, each other entry (True) does without: they can leave gaps.
 
     The estimate is the area (seconds times ranks of every sample, spread evenly), or the longest sample if that is
     more, plus the pipeline's bubble; where ranks keep step, neighbours of the longest sample waste some of its time.
@@ -163,16 +173,22 @@ def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: f
     # Samples under every limit stay at level 0: their sum is always the same.
     movable = slice(0, int(np.count_nonzero(problem.seconds[0] > lowest)))
     still = float(area[0, movable.stop :].sum())
-    seconds, area, column = problem.seconds[:, movable], area[:, movable], np.arange(movable.stop)
-    ranked: list[tuple[float, float]] = []
-    limit = max(4.0 * mean, lowest)
-    while limit >= lowest:
-        level = problem.levels_under(limit, movable)
-        longest = float(seconds[level, column].max(initial=0.0))
-        spread = still + float(area[level, column].sum())
-        ranked.append((max(spread, longest) + (pipeline_size - 1 + weight_of_longest) * longest, -limit))
-        limit *= 0.85
-    return [-negative for _, negative in sorted(ranked)]
+    column = np.arange(movable.stop)
+    ranked: list[list[tuple[float, float, bool]]] = []
+    for doubling in (False, True) if -1 in problem.tree_levels else (False,):
+        ranked.append([])
+        choices = problem.choices(doubling)
+        seconds, weights = problem.seconds[choices, movable], area[choices, movable]
+        limit = max(4.0 * mean, lowest)
+        while limit >= lowest:
+            level = narrowest(seconds, limit)
+            longest = float(seconds[level, column].max(initial=0.0))
+            spread = still + float(weights[level, column].sum())
+            ahead = max(spread, longest) + (pipeline_size - 1 + weight_of_longest) * longest
+            ranked[-1].append((ahead, -limit, doubling))
+            limit *= 0.85
+        ranked[-1].sort()
+    return [(-negative, doubling) for ones in zip(*ranked, strict=True) for _, negative, doubling in ones]
 
 
 def _job_that_wastes_most(problem: Problem, plan: Plan, level: np.ndarray, tried: set[int]) -> list[int] | None:
@@ -184,7 +200,7 @@ def _job_that_wastes_most(problem: Problem, plan: Plan, level: np.ndarray, tried
             if job.level == len(problem.sizes) - 1 or job.items[0] in tried:
                 continue
             used = sum([other.seconds * problem.sizes[other.level] for other in shelf])
-            waste = job.seconds * problem.sizes[plan.block_level] - used
+            waste = job.seconds * problem.tree.size(plan.block_level) - used
             if waste > most:
                 most, found = waste, job
     return [x for x in found.items if level[x] == found.level] if found else None
@@ -218,11 +234,11 @@ def _lay_out(problem: Problem, plan: Plan, pipeline_size: int) -> list[list[Grou
         for shelf in _pipeline_order(stacked) if pipeline_size > 1 else stacked:
             if len(microbatches) == done[start]:
                 microbatches.append([])
-            leaf = first
-            for job in sorted(shelf, key=lambda job: -job.level):
-                last = min(leaf + (1 << job.level), len(leaf_starts)) - 1
-                put(leaf_starts[leaf], leaf_stops[last], job.items)
-                leaf = last + 1
+            taken = {job.start + x for job in shelf if job.level for x in range(problem.leaves[job.level])}
+            gaps = (x for x in itertools.count() if x not in taken)
+            for job in shelf:
+                leaf = first + (job.start if job.level else next(gaps))
+                put(leaf_starts[leaf], leaf_stops[leaf + problem.leaves[job.level] - 1], job.items)
             done[start:stop] = [done[start] + 1] * (stop - start)
     for groups in microbatches:
         groups.sort()

@@ -7,6 +7,7 @@ that make static CP slow, waiting and communicating for short samples, can be se
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,17 +32,27 @@ _COLOURS = (
     "#d1495b",
     "#2b2b2b",
 )
-_IDLE = "#dddddd"
+_IDLE = "#f0f0f0"
 
 
 def _colours(reports: Sequence[Report]) -> dict[int, str]:
-    """A colour for each CP size in use: always the same for a power of two, a spare one for any other size."""
-    sizes = sorted({size for report in reports for size in report.cp_sizes})
-    chosen = {size: _COLOURS[(size.bit_length() - 1) % len(_COLOURS)] for size in sizes if size & (size - 1) == 0}
-    spare = [colour for colour in reversed(_COLOURS) if colour not in chosen.values()] or list(_COLOURS)
-    others = [size for size in sizes if size not in chosen]
-    chosen |= {size: spare[k % len(spare)] for k, size in enumerate(others)}
-    return dict(sorted(chosen.items()))
+    """A colour for each CP size in use: always the same for a power of two, a blend of its neighbours for another."""
+    return {size: _colour(size) for size in sorted({size for report in reports for size in report.cp_sizes})}
+
+
+def _colour(size: int) -> str:
+    exponent = min(math.log2(size), len(_COLOURS) - 1)
+    lower, upper = _COLOURS[math.floor(exponent)], _COLOURS[math.ceil(exponent)]
+    share = exponent % 1
+    parts = [round((1 - share) * int(lower[i : i + 2], 16) + share * int(upper[i : i + 2], 16)) for i in (1, 3, 5)]
+    return "#" + "".join(f"{part:02x}" for part in parts)
+
+
+def _ticks(end: float) -> list[float]:
+    """Round numbers from 0 to ``end``, five to ten of them."""
+    step = 10.0 ** math.floor(math.log10(end))
+    step = next(step * part for part in (0.1, 0.2, 0.5, 1, 2) if end / (step * part) <= 10)
+    return [k * step for k in range(int(end / step + 1e-9) + 1)]
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,7 @@ def write_png(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: 
     from matplotlib.patches import Patch, Rectangle
 
     latest = max(report.seconds for report in reports)
-    idle: dict[str, Any] = {"facecolor": "#f0f0f0", "edgecolor": "#999999", "hatch": "///", "linewidth": 0.0}
+    idle: dict[str, Any] = {"facecolor": _IDLE, "edgecolor": "#999999", "hatch": "///", "linewidth": 0.0}
     figure, axes = plt.subplots(len(reports), 1, figsize=(13, 3.6 * len(reports) + 0.8), sharex=True, squeeze=False)
     colours = _colours(reports)
     for axis, report in zip(axes[:, 0], reports, strict=True):
@@ -138,33 +149,68 @@ def write_png(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: 
 def write_html(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: CostModel, num_ranks: int) -> None:
     """The same picture as one page without dependencies; pointing at a group tells what it runs."""
     latest = max(report.seconds for report in reports) or 1.0
-    width, height = 1200, max(180, min(420, 4 * num_ranks))
+    width, height, left = 1200, max(180, min(420, 4 * num_ranks)), 50
+    colours = _colours(reports)
+    legend = [f"<i style='background:{colour}'></i>CP {size}" for size, colour in colours.items()]
+    pale = list(colours.values())[-1]
+    legend.append(f"<i style='background:{pale}'></i><i style='background:{pale};opacity:.35;margin-left:0'></i>")
+    legend.append("solid: bare work, pale: communication and overhead")
+    legend.append("<i class='idle'></i>idle")
     parts = [
         "<!doctype html><meta charset='utf-8'><title>Dynamic CP timeline</title>",
         "<style>body{font:14px system-ui,sans-serif;margin:24px;color:#222}svg{display:block;margin:4px 0 20px}"
-        "rect.g:hover{stroke:#000;stroke-width:2}"
-        "i{display:inline-block;width:12px;height:12px;margin:0 4px 0 14px}</style>",
-        f"<h2>{html.escape(_headline(reports[0], reports[-1]))}</h2>",
+        "svg text{font-size:12px}text.size{text-anchor:middle;fill:#fff;pointer-events:none}"
+        "rect.g:hover{stroke:#000;stroke-width:2}h2{margin-bottom:8px}p{margin:0 0 18px}"
+        "i{display:inline-block;width:12px;height:12px;margin:0 4px 0 14px;vertical-align:-1px}"
+        "i.idle{background:repeating-linear-gradient(135deg,#f0f0f0 0 4px,#999 4px 5px)}</style>",
+        f"<h2>{html.escape(_headline(reports[0], reports[-1]))}</h2><p>{''.join(legend)}</p>",
     ]
-    colours = _colours(reports)
     x, y = width / latest, height / num_ranks
-    for report in reports:
+    for number, report in enumerate(reports):
         end = report.seconds
-        parts.append(f"<b>{html.escape(_caption(report))}</b><svg width='{width + 60}' height='{height + 22}'>")
-        parts.append(f"<rect width='{end * x:.1f}' height='{height}' fill='{_IDLE}'/>")
+        parts.append(f"<b>{html.escape(_caption(report))}</b>")
+        parts.append(f"<svg width='{left + width + 60}' height='{height + 44}'><g transform='translate({left} 6)'>")
+        parts.append(
+            f"<defs><pattern id='idle{number}' width='6' height='6' patternUnits='userSpaceOnUse' "
+            f"patternTransform='rotate(45)'><rect width='6' height='6' fill='{_IDLE}'/>"
+            "<line y2='6' stroke='#999' stroke-width='1.5'/></pattern></defs>"
+        )
+        parts.append(f"<rect width='{end * x:.1f}' height='{height}' fill='url(#idle{number})'/>")
         for bar in _bars(report, lengths, cost):
             colour, text = colours[bar.ranks], html.escape(bar.text)
             box = f"x='{bar.start * x:.2f}' y='{bar.first * y:.2f}' height='{bar.ranks * y:.2f}'"
             worked, whole = (bar.worked - bar.start) * x, (bar.stop - bar.start) * x
             parts.append(f"<rect {box} width='{whole:.2f}' fill='#fff'/>")
-            parts.append(
-                f"<rect {box} width='{whole:.2f}' fill='{colour}' fill-opacity='.35' stroke='#fff' stroke-width='.5'/>"
-            )
+            parts.append(f"<rect {box} width='{whole:.2f}' fill='{colour}' fill-opacity='.35'/>")
             parts.append(f"<rect {box} width='{worked:.2f}' fill='{colour}'/>")
-            parts.append(f"<rect class='g' {box} width='{whole:.2f}' fill='transparent'><title>{text}</title></rect>")
+            parts.append(
+                f"<rect class='g' {box} width='{whole:.2f}' fill='transparent' stroke='#fff' "
+                f"stroke-width='{0.8 if num_ranks <= 128 else 0.2}'><title>{text}</title></rect>"
+            )
+            if bar.ranks * y >= 15 and worked >= 50:
+                place = f"x='{(bar.start + bar.worked) * x / 2:.1f}' y='{(bar.first + bar.ranks / 2) * y + 4:.1f}'"
+                parts.append(f"<text class='size' {place}>CP {bar.ranks}</text>")
+        parts += _axes(num_ranks, latest, x, height)
         parts.append(f"<line x1='{end * x:.1f}' x2='{end * x:.1f}' y2='{height}' stroke='#000' stroke-width='2'/>")
-        parts.append(f"<text x='{end * x:.1f}' y='{height + 16}' text-anchor='middle'>{end:.2f} s</text></svg>")
-    legend = [f"<i style='background:{colour}'></i>CP {size}" for size, colour in colours.items()]
-    parts.append("Ranks down, seconds across. " + "".join(legend))
-    parts.append(f"<i style='background:{_IDLE}'></i>idle. Solid is bare work, pale is communication and overhead.")
+        if latest - end > 0.005 * latest:
+            middle = f"x='{(end + latest) * x / 2:.1f}' text-anchor='middle'"
+            line = f"x1='{end * x + 3:.1f}' x2='{latest * x:.1f}' y1='{height / 2}' y2='{height / 2}'"
+            parts.append(f"<line {line} stroke='#000' stroke-dasharray='4 3'/>")
+            parts.append(f"<text {middle} y='{height / 2 - 8}'>saved: {latest - end:.2f} s</text>")
+        parts.append("</g></svg>")
     path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def _axes(num_ranks: int, latest: float, x: float, height: int) -> Iterator[str]:
+    """SVG: rank numbers at the left, seconds below. ``x``: pixels a second."""
+    yield f"<line y2='{height}' stroke='#222'/><line x2='{latest * x:.1f}' y1='{height}' y2='{height}' stroke='#222'/>"
+    step = max(1, num_ranks // 8)
+    for rank in range(0, num_ranks, step):
+        middle = (rank + 0.5) * height / num_ranks
+        yield f"<text x='-6' y='{middle + 4:.1f}' text-anchor='end'>{rank}</text>"
+    yield f"<text x='-36' y='{height / 2}' text-anchor='middle' transform='rotate(-90 -36 {height / 2})'>rank</text>"
+    for second in _ticks(latest):
+        yield f"<line x1='{second * x:.1f}' x2='{second * x:.1f}' y1='{height}' y2='{height + 5}' stroke='#222'/>"
+        yield f"<text x='{second * x:.1f}' y='{height + 18}' text-anchor='middle'>{second:g}</text>"
+    label = "seconds from the start of the optimizer step"
+    yield f"<text x='{latest * x / 2:.1f}' y='{height + 36}' text-anchor='middle'>{label}</text>"

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.dynamic_cp import PRESETS, Group, legal_groups, padded_length, schedule, schedule_fixed_cp
+from megatron_cp.dynamic_cp import PRESETS, CostModel, Group, legal_groups, padded_length, schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.distributions import sample_lengths
+from megatron_cp.dynamic_cp.gaps import Gaps
+from megatron_cp.dynamic_cp.jobs import Job, squeeze_in
+from megatron_cp.dynamic_cp.problem import make_problem
 from megatron_cp.dynamic_cp.report import padding_fraction
 from megatron_cp.dynamic_cp.simulate import simulate
 from tests.functional_tests.dynamic_cp.fuzz_scheduler import configuration, failures
@@ -192,21 +195,90 @@ def test_bad_input_is_named(arguments, message):
         schedule(**{"num_ranks": 8, "max_seqlen_per_rank": 100} | arguments)
 
 
-def test_legal_groups_are_aligned_nested_and_complete():
-    assert legal_groups(4) == ((0, 1, 2, 3), (0, 1), (2, 3), (0,), (1,), (2,), (3,))
+def test_legal_groups_are_aligned_and_complete():
+    assert legal_groups(4) == ((0, 1, 2, 3), (0, 1, 2), (0, 1), (2, 3), (0,), (1,), (2,), (3,))
     assert (8, 9) in legal_groups(10) and tuple(range(10)) in legal_groups(10)
     assert legal_groups(6, 4) == (tuple(range(6)),)
     assert legal_groups(12, 3) == tuple(
-        tuple(range(a, b)) for a, b in [(0, 12), (0, 6), (6, 12), (0, 3), (3, 6), (6, 9), (9, 12)]
+        tuple(range(a, b)) for a, b in [(0, 12), (0, 9), (0, 6), (6, 12), (0, 3), (3, 6), (6, 9), (9, 12)]
     )
+    assert legal_groups(3) == ((0, 1, 2), (0, 1), (0,), (1,), (2,))
+    assert max(sum(rank in group for group in legal_groups(1024)) for rank in range(1024)) == 20
     for ranks in range(1, 40):
         for least in {1, 2, 3, ranks} - set(range(ranks + 1, 41)):
             groups = legal_groups(ranks, least)
-            assert len(set(groups)) == len(groups) < 2 * ranks + 1
+            assert len(set(groups)) == len(groups) < 2.5 * ranks + 1
             assert all(len(group) >= least for group in groups)
             assert {rank for group in groups for rank in group} == set(range(ranks))
-            sets = [set(group) for group in groups]
-            assert all(a <= b or b <= a or not a & b for a in sets for b in sets)
+            assert all(group == tuple(range(group[0], group[-1] + 1)) for group in groups)
+            # Aligned: whole multiples of the largest power of two of narrowest blocks within the size.
+            whole = [group for group in groups if group[-1] + 1 < ranks // least * least]
+            widths = {group: len(group) // least for group in whole}
+            assert all(len(group) == width * least for group, width in widths.items())
+            assert all(group[0] // least % (1 << (width - 1).bit_length()) == 0 for group, width in widths.items())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    leaves=st.integers(1, 70), widths=st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]), max_size=40)
+)
+def test_gaps_are_filled_with_legal_blocks(leaves, widths):
+    legal, gaps, taken = set(legal_groups(leaves)), Gaps(leaves), set()
+    for width in widths:
+        start = gaps.take(width)
+        if start >= 0:
+            block = tuple(range(start, start + width))
+            assert block in legal and not taken & set(block)
+            taken.update(block)
+        assert gaps.free == leaves - len(taken)
+    while gaps.free:
+        start = gaps.take(1)
+        assert 0 <= start < leaves and start not in taken
+        taken.add(start)
+    assert taken == set(range(leaves)) and gaps.take(1) == -1
+
+
+def test_what_is_left_over_is_squeezed_into_wide_jobs_where_that_is_cheaper():
+    problem = make_problem([24_000] + [1000] * 5, 4, 10_000, 1, COST, 1, block_level=2)
+    three = problem.sizes.index(3)
+
+    def shelf():
+        job = Job(problem, three, [0])
+        job.tokens = int(problem.tokens[three, 0])
+        return [job, Job(problem, 0, [1, 2])]
+
+    before, after = shelf(), shelf()
+    assert squeeze_in(problem, [[after]], [3, 4, 5], 4)
+    wide = after[0]
+    assert wide.items == [0, 3, 4, 5] and wide.tokens <= 10_000
+    again = Job(problem, three, wide.items)
+    assert (wide.length, wide.squares) == (again.length, again.squares) and wide.seconds == pytest.approx(again.seconds)
+    own = COST.seconds([1000] * 3, 1)
+    assert before[0].seconds < wide.seconds < before[0].seconds + own
+
+    # Only two more thousands fit three ranks beside 27,000 tokens: nothing changes.
+    full = make_problem([27_000] + [1000] * 5, 4, 10_000, 1, COST, 1, block_level=2)
+    job = Job(full, three, [0])
+    job.tokens = int(full.tokens[three, 0])
+    assert not squeeze_in(full, [[[job]]], [1, 2, 3, 4], 4) and job.items == [0]
+    # Communication that costs more than a microbatch: nothing changes.
+    slow = make_problem([24_000] + [10] * 5, 4, 10_000, 1, CostModel(1e-9, 1e-9, 1e-6, kv_intra=1.0), 1, block_level=2)
+    job = Job(slow, three, [0])
+    assert not squeeze_in(slow, [[[job]]], [1, 2], 4) and job.items == [0]
+
+
+def test_three_quarters_of_a_block_are_used_where_ranks_keep_step():
+    lengths = sample_lengths("documents", 512, 131072, 0)
+
+    def sizes(cost, **options):
+        plan = schedule(lengths, 64, 8192, cost=PRESETS[cost], **options)
+        return {group.cp_size for groups in plan.microbatches for group in groups}
+
+    threes = {3, 6, 12, 24, 48}
+    assert sizes("h100_8b", sync_ranks=64) & threes
+    assert sizes("h100_8b", sync_ranks=8) & threes <= {3, 6}
+    assert not sizes("h100_8b") & threes, "without a barrier, blocks of the tree balance better"
+    assert not sizes("h100_8b_a2a", sync_ranks=64) & threes, "an all-to-all wants a size that divides the heads"
 
 
 def test_time_grows_like_n_log_n():
