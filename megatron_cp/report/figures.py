@@ -71,7 +71,8 @@ def _lines(axes: Any, runs: Sequence[LoggedRun], field: str, title: str, from_ze
     axes.set_xlabel("iteration", loc="right", fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if from_zero:
-        axes.set_ylim(bottom=0)
+        largest = max((value for run in runs for value in run.points(field)[1]), default=1.0)
+        axes.set_ylim(0, 1.08 * largest or 1.0)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     _plain(axes)
 
@@ -96,17 +97,19 @@ def _phase_bars(axes: Any, runs: Sequence[LoggedRun]) -> None:
     seen = {}
     for row, run in enumerate(runs):
         seconds, left = run.phase_seconds, 0.0
+        total = sum(seconds.values())
         for name, colour in _PHASES.items():
             if seconds.get(name):
                 seen[name] = axes.barh(row, 1e3 * seconds[name], left=left, color=colour, height=0.62)
+                if seconds[name] > 0.07 * total:
+                    middle, share = left + 500 * seconds[name], f"{seconds[name] / total:.0%}"
+                    axes.text(middle, row, share, va="center", ha="center", fontsize=8.5, color="white")
                 left += 1e3 * seconds[name]
-        total = sum(seconds.values())
         if total:
-            share = seconds.get("forward_backward", 0.0) / total
-            axes.text(left, row, f" {left:.3g} ms, {share:.0%} forward-backward", va="center", fontsize=8.5)
+            axes.text(left, row, f" {left:.4g}", va="center", fontsize=8.5)
     _names(axes, runs)
     axes.set_title("where an iteration's time goes, ms", loc="left", fontsize=11)
-    axes.margins(x=0.32)
+    axes.margins(x=0.12)
     axes.set_xlim(left=0)
     if seen:
         labels = [name.replace("_", "-") for name in seen]
@@ -157,12 +160,12 @@ def _plain(axes: Any, grid: str = "y") -> None:
 
 def _smooth(values: Sequence[float]) -> list[float]:
     """The mean over a window of a fortieth of the run, centred, narrower at the ends."""
-    half = max(1, len(values) // 80)
+    half, last = max(1, len(values) // 80), len(values) - 1
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
-    spans = [(max(0, k - half), min(len(values), k + half + 1)) for k in range(len(values))]
-    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
+    reach = [min(half, k, last - k) for k in range(len(values))]
+    return [(sums[k + r + 1] - sums[k - r]) / (2 * r + 1) for k, r in enumerate(reach)]
 
 
 def write_png(path: str, runs: Sequence[LoggedRun]) -> None:

@@ -76,7 +76,7 @@ class LoggedRun:
             kind = kinds if isinstance(kinds, str) else ", ".join(dict.fromkeys(kinds))
             levels = model.get("hierarchical_context_parallel_sizes") if "a2a+p2p" in kind else None
             parts.insert(0, f"cp {sizes['cp']} ({kind}{f' {levels}' if levels else ''})")
-        if self.ranks:
+        if self.ranks and model:
             replicas = self.ranks // max(1, sizes["tp"] * sizes["cp"] * sizes["pp"])
             parts += [f"dp {replicas}"] if replicas > 1 else []
         ranks = "? ranks" if self.ranks is None else "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"

@@ -1,0 +1,150 @@
+"""``megatron-cp report``: what it reads, what it says of it, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import struct
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_cp.cli import main
+from megatron_cp.errors import DataError
+from megatron_cp.report.runs import read_runs
+from megatron_cp.report.summary import table
+
+HCP = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
+
+
+def run_folder(folder: Path, steps: int = 30, model: dict[str, Any] | None = None, ranks: int = 4) -> Path:
+    """A run's folder with made-up numbers: 100 tokens/s more each step, forward-backward three quarters of the time."""
+    folder.mkdir(parents=True)
+    draw = random.Random(0)
+    lines: list[dict[str, Any]] = []
+    for i in range(1, steps + 1):
+        line: dict[str, Any] = {
+            "iteration": i, "consumed_samples": 8 * i, "consumed_tokens": 2048 * i,
+            "lm_loss": 6 / i**0.2 + draw.random() / 9,
+            "grad_norm": 1.0, "learning_rate": 1e-3, "step_time_s": 0.4, "tokens_per_s": 1000.0 + 100 * i,
+            "tokens_per_s_per_device": (1000.0 + 100 * i) / ranks, "tflops_per_device": 0.02, "num_microbatches": 1,
+            "skipped": i == 3,
+        }  # fmt: skip
+        if i % 5 == 0:
+            line |= {"timers_s": {"data": 0.04, "forward_backward": 0.3, "optimizer": 0.06}}
+            line |= {"peak_memory_bytes": 10_000_000 * i}
+        lines.append(line)
+    lines.append({"iteration": steps, "validation_loss": 3.25})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = {
+        "recipe": "llama_tiny_pretrain_config",
+        "model": {"context_parallel_size": 4, "cp_comm_type": "p2p", "seq_length": 256} | (model or {}),
+        "train": {"train_iters": 40, "global_batch_size": 8},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def test_the_numbers(tmp_path: Path) -> None:
+    (run,) = read_runs([run_folder(tmp_path / "a")])
+    rows = dict(table([run]))
+    assert rows["tokens/s"] == ["2,650"]  # the median of steps 3 to 30
+    assert rows["tokens/s a device"] == ["662"]
+    assert rows["iterations"] == ["30 of 40"] and rows["skipped steps"] == ["1"]
+    assert rows["time goes to"] == ["forward-backward 75%, optimizer 15%, data 10%"]
+    assert rows["peak memory a rank, GB"] == ["0.30"] and rows["validation loss"] == ["3.2500"]
+    assert rows["layout"] == ["4 ranks: cp 4 (p2p)"] and rows["sequence length"] == ["256"]
+    assert "padding" not in rows
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "layout"),
+    [
+        (HCP, 4, "4 ranks: cp 4 (a2a+p2p [2, 2])"),
+        ({"context_parallel_size": 2, "tensor_model_parallel_size": 2}, 16, "16 ranks: cp 2 (p2p), tp 2, dp 4"),
+        ({"dynamic_context_parallel": True}, 8, "8 ranks: dynamic cp up to 4, dp 2"),
+        ({"context_parallel_size": 1}, 1, "1 rank"),
+        ({"cp_comm_type": ["p2p", "a2a", "p2p"]}, 4, "4 ranks: cp 4 (p2p, a2a)"),
+    ],
+)  # fmt: skip
+def test_the_layout_in_words(tmp_path: Path, model: dict[str, Any], ranks: int, layout: str) -> None:
+    assert read_runs([run_folder(tmp_path / "a", model=model, ranks=ranks)])[0].layout == layout
+
+
+def test_a_killed_run_a_diverged_one_and_one_without_its_config(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a")
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"iteration": 31, "lm_loss": null, "tokens_per_s": 5}\n{"iteration": 32, "lm')
+    (folder / "config.yaml").write_text("model: [")
+    (run,) = read_runs([folder])
+    assert run.steps[-1]["iteration"] == 31 and len(run.points("lm_loss")[0]) == 30
+    assert run.layout == "4 ranks" and dict(table([run]))["iterations"] == ["31"]
+    assert main(["report", str(folder), "--png", str(tmp_path / "a.png")]) == 0
+
+
+def test_names_tell_runs_apart(tmp_path: Path) -> None:
+    folders = [run_folder(tmp_path / a / "run") for a in ("x", "y")]
+    assert [run.name for run in read_runs(folders)] == ["x/run", "y/run"]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda p: None, "there is no run folder"),
+        (lambda p: p.mkdir(), "is no run folder: it has no metrics.jsonl"),
+        (lambda p: run_folder(p / "inner"), "the run folders in it are inner"),
+        (lambda p: (p.mkdir(), (p / "metrics.jsonl").write_text('{"iteration": 1, "lm')), "no complete line of a step"),
+    ],
+)
+def test_what_is_no_run_is_said(tmp_path: Path, prepare: Any, message: str, capsys: pytest.CaptureFixture) -> None:
+    prepare(tmp_path / "a")
+    with pytest.raises(DataError, match=message):
+        read_runs([tmp_path / "a"])
+    assert main(["report", str(tmp_path / "a")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    folders = [str(run_folder(tmp_path / name, steps=n)) for name, n in (("a", 1), ("b", 200))]
+    assert main(["report", *folders, "--png", str(tmp_path / "r.png")]) == 0
+    data = (tmp_path / "r.png").read_bytes()
+    width, height = struct.unpack(">II", data[16:24])
+    assert data[:4] == b"\x89PNG" and width > 1000 and height > 800
+
+
+class Links(HTMLParser):
+    """Everything that a page would load from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.cells: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("script", "link", "img", "iframe"):
+            self.loaded.append(tag)
+        self.loaded += [v for k, v in attrs if k in ("src", "href", "xlink:href") and v and not v.startswith("#")]
+
+    def handle_data(self, data: str) -> None:
+        self.cells.append(data)
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folders = [str(run_folder(tmp_path / name)) for name in ("plain", "with <b>")]
+    assert main(["report", *folders, "--html", str(tmp_path / "r.html")]) == 0
+    text = (tmp_path / "r.html").read_text()
+    links = Links()
+    links.feed(text)
+    assert not links.loaded and "<b>" not in text
+    assert {"plain", "with <b>", "4 ranks: cp 4 (p2p)"} <= set(links.cells)
+    assert text.count("<svg") == 1 and not re.search(r"url\(\s*['\"]?http", text)
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["report", str(run_folder(tmp_path / "a")), "--html", str(tmp_path / "no" / "r.html")]) == 2
+    assert "the report could not be written" in capsys.readouterr().err
