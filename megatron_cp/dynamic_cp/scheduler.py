@@ -20,6 +20,8 @@ from megatron_cp.dynamic_cp.types import Group, Schedule
 # How many plans to try for a batch: about this many samples and ranks in all, so that time stays n log n.
 _EFFORT = 15_000
 _MOST_PLANS = 24
+# Where time is for two plans only: ranks that must keep step for three quarters of a block to be worth one of them.
+_ENOUGH_FOR_QUARTERS = 64
 # How many of the most promising limits are also planned with wide jobs filled up first.
 _STARTS_WITH_FILL = 4
 # Samples times microbatches up to which the greedy rule is tried as well.
@@ -118,6 +120,8 @@ def _search(problem: Problem, block_level: int, pipeline_size: int) -> Plan:
     budget = max(2, min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks)))
     keeps_step = block_level > 0
     limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
+    if budget == 2 and problem.tree.size(block_level) < _ENOUGH_FOR_QUARTERS:
+        budget, limits = 1, [one for one in limits if one[1]] or limits
     starts = [
         (block_level, *one, False)
         for one in limits[: max(min(2, budget), budget // 3) if keeps_step else max(1, min(3, budget // 4))]
