@@ -51,7 +51,9 @@ def resume_at(overrides: dict[str, Any], folder: str, iteration: int, steps: int
     return [(result.loss, result.grad_norm or 0.0) for result in results]
 
 
-@pytest.mark.parametrize(("ranks", "overrides"), [(1, {}), (2, CP2), (2, PP2)], ids=["one rank", "cp2", "pp2"])
+@pytest.mark.parametrize(
+    ("ranks", "overrides"), [(2, CP2), pytest.param(1, {}, marks=slow), pytest.param(2, PP2, marks=slow)]
+)
 def test_what_is_written_in_the_background_is_the_moment_of_saving(
     tmp_path: Path, ranks: int, overrides: dict[str, Any]
 ) -> None:
@@ -252,7 +254,7 @@ def in_own_group(fn: Any, *args: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("ranks", "moment", "overrides"),
-    [pytest.param(1, at, {}, marks=[] if at % 7 == 1 else slow, id=f"one rank, {at}") for at in range(1, 48)]
+    [pytest.param(1, at, {}, marks=[] if at % 11 == 1 else slow, id=f"one rank, {at}") for at in range(1, 48)]
     + [pytest.param(2, at, ASYNC | CP2, marks=slow, id=f"in the background, {at}") for at in range(1, 40, 2)],
 )
 def test_killed_at_any_file_operation_of_a_save(

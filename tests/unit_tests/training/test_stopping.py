@@ -13,6 +13,8 @@ import pytest
 from tests.ranks import RanksFailed, run_ranks
 from tests.unit_tests.training.conftest import run_cli
 
+STAGES = ["model.pipeline_model_parallel_size=2", "model.num_layers=2"]
+slow = pytest.mark.slow
 LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -62,11 +64,10 @@ def lose(tmp_path: Path, monkeypatch: Any, ranks: int, arguments: list[str], bef
 @pytest.mark.parametrize(
     ("layout", "dying"),
     [
-        (["model.context_parallel_size=4", "dataset.seq_length=64"], 2),
-        (["model.context_parallel_size=2", "model.pipeline_model_parallel_size=2", "model.num_layers=2"], 3),
-        (["model.context_parallel_size=1", "train.global_batch_size=4"], 0),
+        pytest.param(["model.context_parallel_size=4", "dataset.seq_length=64"], 2, id="cp4"),
+        pytest.param(["model.context_parallel_size=2", *STAGES], 3, id="pp2 cp2", marks=slow),
+        pytest.param(["model.context_parallel_size=1", "train.global_batch_size=4"], 0, id="rank 0", marks=slow),
     ],
-    ids=["cp4", "pp2 cp2", "dp4, rank 0"],
 )
 def test_a_rank_that_is_killed_is_named(tmp_path: Path, monkeypatch: Any, layout: list[str], dying: int) -> None:
     def die() -> None:
@@ -89,6 +90,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path, monkeypatch: Any, layout
     assert (tmp_path / "run" / LATEST).read_text() == "2"
 
 
+@slow
 def test_a_rank_that_is_frozen_is_named_after_the_timeout(tmp_path: Path, monkeypatch: Any) -> None:
     def stop() -> None:
         (tmp_path / "lost").write_text(str(time.time()))
@@ -169,6 +171,7 @@ def test_a_second_interrupt_stops_at_once(cli: Any, tmp_path: Path) -> None:
     assert (tmp_path / "run" / LATEST).read_text() == "2"
 
 
+@slow
 def test_a_signal_twice_within_a_key_press_is_one(cli: Any, tmp_path: Path) -> None:
     def twice() -> None:
         os.kill(os.getpid(), signal.SIGINT)
