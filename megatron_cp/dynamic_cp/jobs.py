@@ -7,7 +7,7 @@ from heapq import nlargest
 
 import numpy as np
 
-from megatron_cp.dynamic_cp.binning import best_fit
+from megatron_cp.dynamic_cp.binning import best_fit, most_room
 from megatron_cp.dynamic_cp.gaps import Gaps
 from megatron_cp.dynamic_cp.problem import Problem
 
@@ -174,11 +174,27 @@ def top_up(problem: Problem, shelves: list[Shelf], short: np.ndarray) -> np.ndar
     return short[[k for k in range(count) if following[k] == k]]
 
 
-def squeeze_in(problem: Problem, stacks: list[list[Shelf]], left: list[int], leaves: int) -> bool:
+def spread_out(problem: Problem, left: list[int], leaves: int) -> list[list[list[int]]]:
+    """Put level-0 samples, longest first, into as few microbatches as hold them, evenly over ``leaves`` ranks each.
+
+    Returns the microbatches' jobs, as the samples in them.
+    """
+    tokens = problem.tokens[0, left].tolist()
+    bins = best_fit(left, tokens, problem.max_tokens)
+    count = min(-(-len(bins) // leaves) * leaves, len(left))
+    chosen = most_room(problem.seconds[0, left].tolist(), tokens, [0.0] * count, problem.max_tokens)
+    if -1 not in chosen:  # nearly always: there are at least as many bins as will do
+        bins = [[] for _ in range(count)]
+        for x, k in zip(left, chosen, strict=True):
+            bins[k].append(x)
+    return [bins[k : k + leaves] for k in range(0, len(bins), leaves)]
+
+
+def squeeze_in(problem: Problem, stacks: list[list[Shelf]], left: list[int], alone: float) -> bool:
     """Add short samples that found no tokens elsewhere to the wide jobs with most of them free, where that costs less
     than microbatches of their own. Returns whether it did; otherwise nothing has changed.
 
-    left: positions of level-0 samples, longest first. leaves: narrowest blocks of a microbatch of their own.
+    left: positions of level-0 samples, longest first. alone: seconds of microbatches of their own.
     """
     if len(left) > _MOST_TO_SQUEEZE:
         return False
@@ -186,10 +202,6 @@ def squeeze_in(problem: Problem, stacks: list[list[Shelf]], left: list[int], lea
     wide = nlargest(
         _JOBS_TO_SQUEEZE, wide, key=lambda pair: (problem.max_tokens - pair[1].tokens) * problem.sizes[pair[1].level]
     )
-    alone = [Job(problem, 0, items) for items in best_fit(left, problem.tokens[0, left].tolist(), problem.max_tokens)]
-    alone.sort(key=lambda job: -job.seconds)
-    allowed = sum([job.seconds for job in alone[::leaves]])
-
     height = {id(shelf): max([job.seconds for job in shelf]) for shelf, _ in wide}
     state = [(job.tokens, job.squares, job.length, job.seconds) for _, job in wide]
     added: list[list[int]] = [[] for _ in wide]
@@ -204,8 +216,8 @@ def squeeze_in(problem: Problem, stacks: list[list[Shelf]], left: list[int], lea
         if not options:
             return False
         higher, _, k, after = min(options)
-        allowed -= higher
-        if allowed <= 0:
+        alone -= higher
+        if alone <= 0:
             return False
         height[id(wide[k][0])] += higher
         state[k] = after

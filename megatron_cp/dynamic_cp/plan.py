@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_cp.dynamic_cp.binning import best_fit, least_loaded, most_room, water_level
-from megatron_cp.dynamic_cp.jobs import Job, Shelf, squeeze_in, stack, top_up, wide_jobs
+from megatron_cp.dynamic_cp.jobs import Job, Shelf, spread_out, squeeze_in, stack, top_up, wide_jobs
 from megatron_cp.dynamic_cp.problem import Problem
 
 
@@ -182,14 +182,15 @@ def _fill_shelves(
     left: list[int] = []
     for x, k in zip(short.tolist(), most_room(work.tolist(), tokens.tolist(), wanted, capacity), strict=True):
         (contents[k] if k >= 0 else left).append(x)
-    if left and not squeeze_in(problem, plan.shelves, left, leaves):
-        # The jobs' tokens did not suffice: one more microbatch, or a few, for the least loaded block.
-        extra = best_fit(left, problem.tokens[0, left].tolist(), capacity)
-        stacked = plan.shelves[loads.index(min(loads))]
-        for k in range(0, len(extra), leaves):
-            stacked.append([])
-            owners += [stacked[-1]] * len(extra[k : k + leaves])
-        contents += extra
+    if left:  # the jobs' tokens did not suffice: into wide jobs, or more microbatches for the least loaded block
+        extra = spread_out(problem, left, leaves)
+        alone = sum([max([Job(problem, 0, items).seconds for items in bins]) for bins in extra])
+        if not squeeze_in(problem, plan.shelves, left, alone):
+            stacked = plan.shelves[loads.index(min(loads))]
+            for bins in extra:
+                stacked.append([])
+                owners += [stacked[-1]] * len(bins)
+                contents += bins
     for shelf, items in zip(owners, contents, strict=True):
         if items:
             shelf.append(Job(problem, 0, items))

@@ -106,10 +106,11 @@ def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: int) -> int:
 
 @dataclass
 class _Candidate:
-    """A plan and what it was built from."""
+    """A plan and what it was built from: ``doubling`` and ``limit`` gave the levels, or they were widened since."""
 
     block_level: int
     limit: float
+    doubling: bool
     fill: bool
     level: np.ndarray
     plan: Plan
@@ -120,23 +121,35 @@ def _search(problem: Problem, block_level: int, pipeline_size: int) -> Plan:
     budget = max(2, min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks)))
     keeps_step = block_level > 0
     limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
-    if budget == 2 and problem.tree.size(block_level) < _ENOUGH_FOR_QUARTERS:
-        budget, limits = 1, [one for one in limits if one[1]] or limits
-    starts = [
-        (block_level, *one, False)
-        for one in limits[: max(min(2, budget), budget // 3) if keeps_step else max(1, min(3, budget // 4))]
-    ]
+    number = max(2, budget // 3) if keeps_step else max(1, min(3, budget // 4))
+    chosen = limits[:number]
+    if keeps_step and problem.tree.size(block_level) < _ENOUGH_FOR_QUARTERS:
+        # Few ranks, few three quarters: one plan with them, if there is time for several.
+        doubling = [one for one in limits if one[1]] or limits
+        chosen = doubling[:1] if budget == 2 else doubling[: number - 1] + limits[:1]
+
+    def plan(limit: float, doubling: bool, level_of_blocks: int = block_level, fill: bool = False) -> _Candidate:
+        level = problem.levels_under(limit, doubling=doubling)
+        built = build(problem, level, level_of_blocks, limit, pipeline_size, fill)
+        return _Candidate(level_of_blocks, limit, doubling, fill, level, built)
+
+    found = [plan(*one) for one in chosen]
     if budget >= 12:
         # Ranks may keep step where they need not: with few samples that is sometimes better packed.
         regular = [i for i in range(block_level + 1, len(problem.tree.levels)) if problem.tree.is_regular(i)]
-        starts += [(i, *limits[0], False) for i in dict.fromkeys((*regular[2:3], *regular[-1:]))]
-        starts += [(block_level, *one, True) for one in limits[:_STARTS_WITH_FILL]]
-    found = []
-    for i, limit, doubling, fill in starts:
-        level = problem.levels_under(limit, doubling=doubling)
-        found.append(_Candidate(i, limit, fill, level, build(problem, level, i, limit, pipeline_size, fill)))
-    best = min(found, key=lambda candidate: candidate.plan.seconds)
-    if keeps_step:
+        found += [plan(*limits[0], i) for i in dict.fromkeys((*regular[2:3], *regular[-1:]))]
+        found += [plan(*one, fill=True) for one in limits[:_STARTS_WITH_FILL]]
+    if keeps_step and budget >= 5:
+        # The estimate can be far off: go on in the direction that helps.
+        for factor in (1.4, 0.7):
+            best = min(found, key=lambda one: one.plan.seconds)
+            while len(found) < budget:
+                found.append(plan(best.limit * factor, best.doubling, best.block_level, best.fill))
+                if found[-1].plan.seconds >= best.plan.seconds:
+                    break
+                best = found[-1]
+    best = min(found, key=lambda one: one.plan.seconds)
+    if keeps_step and budget > 2:
         # From the plan that looked best and from the one that is: they often lead to different ends.
         tops = [found[0]] if best is found[0] else [found[0], best]
         steps = -(-max(0, budget - len(found)) // len(tops))
@@ -156,7 +169,7 @@ def _widen(problem: Problem, best: _Candidate, steps: int, pipeline_size: int) -
         level[items] += 1
         plan = build(problem, level, best.block_level, best.limit, pipeline_size, best.fill)
         if plan.seconds < best.plan.seconds:
-            best = _Candidate(best.block_level, best.limit, best.fill, level, plan)
+            best = _Candidate(best.block_level, best.limit, best.doubling, best.fill, level, plan)
     return best
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.dynamic_cp import PRESETS, CostModel, Group, legal_groups, padded_length, schedule, schedule_fixed_cp
+from megatron_cp.dynamic_cp import PRESETS, Group, legal_groups, padded_length, schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.distributions import sample_lengths
 from megatron_cp.dynamic_cp.gaps import Gaps
-from megatron_cp.dynamic_cp.jobs import Job, squeeze_in
+from megatron_cp.dynamic_cp.jobs import Job, spread_out, squeeze_in
 from megatron_cp.dynamic_cp.problem import make_problem
 from megatron_cp.dynamic_cp.report import padding_fraction
 from megatron_cp.dynamic_cp.simulate import simulate
@@ -248,23 +248,33 @@ def test_what_is_left_over_is_squeezed_into_wide_jobs_where_that_is_cheaper():
         return [job, Job(problem, 0, [1, 2])]
 
     before, after = shelf(), shelf()
-    assert squeeze_in(problem, [[after]], [3, 4, 5], 4)
+    own = COST.seconds([1000], 1)
+    assert spread_out(problem, [3, 4, 5], 4) == [[[3], [4], [5]]]
+    assert squeeze_in(problem, [[after]], [3, 4, 5], 3 * own)
     wide = after[0]
     assert wide.items == [0, 3, 4, 5] and wide.tokens <= 10_000
     again = Job(problem, three, wide.items)
     assert (wide.length, wide.squares) == (again.length, again.squares) and wide.seconds == pytest.approx(again.seconds)
-    own = COST.seconds([1000] * 3, 1)
-    assert before[0].seconds < wide.seconds < before[0].seconds + own
+    assert before[0].seconds < wide.seconds < before[0].seconds + 3 * own
+    untouched = shelf()
+    assert not squeeze_in(problem, [[untouched]], [3, 4, 5], 0.5 * (wide.seconds - before[0].seconds))
+    assert untouched[0].items == [0]
 
     # Only two more thousands fit three ranks beside 27,000 tokens: nothing changes.
     full = make_problem([27_000] + [1000] * 5, 4, 10_000, 1, COST, 1, block_level=2)
     job = Job(full, three, [0])
     job.tokens = int(full.tokens[three, 0])
-    assert not squeeze_in(full, [[[job]]], [1, 2, 3, 4], 4) and job.items == [0]
-    # Communication that costs more than a microbatch: nothing changes.
-    slow = make_problem([24_000] + [10] * 5, 4, 10_000, 1, CostModel(1e-9, 1e-9, 1e-6, kv_intra=1.0), 1, block_level=2)
-    job = Job(slow, three, [0])
-    assert not squeeze_in(slow, [[[job]]], [1, 2], 4) and job.items == [0]
+    assert not squeeze_in(full, [[[job]]], [1, 2, 3, 4], 4 * own) and job.items == [0]
+
+
+def test_what_is_left_over_is_spread_over_all_ranks():
+    """Ten full ranks' worth and a little: the little takes a moment of all ranks, not a long one of one rank."""
+    lengths = [8000] * 10 + [191] * 20
+    found = schedule(lengths, 8, 8192, sync_ranks=8)
+    assert problems(found, lengths, 8, 8192) == []
+    problem = make_problem(lengths, 8, 8192, 1, COST, 1, block_level=3)
+    bins = spread_out(problem, list(range(10, 30)), 8)
+    assert [[len(items) for items in microbatch] for microbatch in bins] == [[3, 3, 3, 3, 2, 2, 2, 2]]
 
 
 def test_three_quarters_of_a_block_are_used_where_ranks_keep_step():
