@@ -141,7 +141,7 @@ def soak(kind: str, iterations: int, folder: Path, seed: int = 1, tell: Any = pr
     def one_life(name: str, layout: tuple[int, tuple[str, ...]], doom: Doom | None) -> list[tuple[int, list[int]]]:
         os.environ["MASTER_PORT"] = str(free_port())
         arguments = [*common, *layout[1], f"checkpoint.save={folder / name}"]
-        return run_ranks(live, layout[0], str(folder), arguments, doom, iterations, timeout=1800)
+        return run_ranks(live, layout[0], str(folder), arguments, doom, iterations, timeout=1800, grace=20)
 
     began = time.monotonic()
     lives = one_life("undisturbed", LAYOUTS[kind][0], None)
