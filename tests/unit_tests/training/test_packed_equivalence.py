@@ -95,7 +95,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "plain optimizer": (4, {}, DYNAMIC | per_rank(32) | {"optimizer__use_distributed_optimizer": False}),
 }
-FAST = ("2 ranks", "3 ranks", "4 ranks, cp2", "tp2 sp", "pp2 vpp2", "4 ranks, dp_balanced cp2")
+FAST = ("2 ranks", "3 ranks", "4 ranks, cp2", "pp2 vpp2", "4 ranks, dp_balanced cp2")
 
 _reference: dict[str, Losses] = {}
 

@@ -177,14 +177,22 @@ def pack_of_another_length() -> None:
     ("change", "message"),
     [
         (too_long, r"rank 1: sample 0 of the data set has 129 tokens, more than dataset.seq_length=128"),
-        (empty, "rank 1: sample 0 of the data set is empty"),
+        pytest.param(empty, "rank 1: sample 0 of the data set is empty", marks=pytest.mark.slow),
         (fewer_labels, "labels, but has"),
-        (unreadable, "rank 1: corpus.bin: Input/output error"),
+        pytest.param(unreadable, "rank 1: corpus.bin: Input/output error", marks=pytest.mark.slow),
         (other_samples, "ranks [1] read other tokens, labels or loss masks than rank 0"),
-        (other_lengths, "ranks [1] have other sample lengths, or another schedule of them, than rank 0"),
+        pytest.param(
+            other_lengths,
+            "ranks [1] have other sample lengths, or another schedule of them, than rank 0",
+            marks=pytest.mark.slow,
+        ),
         (another_schedule, "ranks [1] have other sample lengths, or another schedule of them, than rank 0"),
-        (fits_nowhere, "tokens does not fit: 2 ranks of max_seqlen_per_rank=32 hold 64 tokens"),
-        (pack_of_another_length, "rank 1: error B9: tokens: holds"),
+        pytest.param(
+            fits_nowhere,
+            "tokens does not fit: 2 ranks of max_seqlen_per_rank=32 hold 64 tokens",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(pack_of_another_length, "rank 1: error B9: tokens: holds", marks=pytest.mark.slow),
     ],
 )
 def test_one_ranks_fault_ends_all_ranks(packed: Any, change: Callable[[], None], message: str) -> None:
