@@ -42,9 +42,9 @@ def skipped_gradient_hop() -> Iterator[None]:
 
 @contextlib.contextmanager
 def skipped_all_to_all() -> Iterator[None]:
-    def all_to_all(sent: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], peers: Any) -> Any:
+    def all_to_all(sent: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], peers: Any, *shape: Any) -> Any:
         assert sum(receive_sizes) == sent.numel()
-        return comm.Arrival(sent.clone(), [])
+        return comm.Arrival(sent.clone().view(*shape or (-1,)), [])
 
     with mock.patch.object(comm, "all_to_all", all_to_all):
         yield
