@@ -17,6 +17,7 @@ def apply() -> None:
     """Install all repairs. Called once, right after megatron.core was imported (see ``hook``)."""
     _distributed_optimizer_loads_torch_adam()
     _checkpoint_results_stay_in_process()
+    _optimizer_state_of_several_buckets_is_saved_whole()
 
 
 def _distributed_optimizer_loads_torch_adam() -> None:
@@ -71,6 +72,44 @@ def _checkpoint_results_stay_in_process() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.Queue()
+
+
+def _optimizer_state_of_several_buckets_is_saved_whole() -> None:
+    """optimizer/distrib_optimizer.py:1764, where gradients are reduced in several buckets (overlap_grad_reduce).
+
+    The state is gathered bucket after bucket *without* the padding at each bucket's end, and then cut into parameters
+    at offsets that count this padding: every parameter behind the first padded bucket is saved with parts of another's
+    state, and only a warning about the last one says so. Here the cut is given offsets without padding. Test:
+    tests/unit_tests/training/test_checkpoint.py.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.sharded_param_state_fully_reshardable
+
+    @functools.wraps(original)
+    def sharded_param_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        padded = [buffer.param_index_map for buffer in self.buffers]
+        try:
+            for buffer in self.buffers:
+                buffer.param_index_map = offsets_without_padding(buffer)
+            return original(self, *args, **kwargs)
+        finally:
+            for buffer, offsets in zip(self.buffers, padded, strict=True):
+                buffer.param_index_map = offsets
+
+    DistributedOptimizer.sharded_param_state_fully_reshardable = sharded_param_state
+
+
+def offsets_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
+    """``buffer.param_index_map`` (start, end, bucket), had no bucket padding at its end."""
+    padding, so_far = [], 0
+    for bucket in buffer.buckets:
+        padding.append(so_far)
+        so_far += bucket.grad_data.numel() - bucket.numel_unpadded
+    return {
+        param: (start - padding[bucket], end - padding[bucket], bucket)
+        for param, (start, end, bucket) in buffer.param_index_map.items()
+    }
 
 
 def allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
