@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_cp.dynamic_cp.cost import CostModel
 
-_FITTED = ("per_microbatch", "quadratic", "linear", "kv_intra", "kv_inter", "ring_step")
+_FITTED = ("per_microbatch", "quadratic", "linear", "kv_intra", "kv_inter", "ring_step", "per_sample")
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Fit:
 class Calibrator:
     """Collects measurements and fits the coefficients of a cost model to them.
 
-    Each of per_microbatch, quadratic, linear, kv_intra, kv_inter and ring_step is the prior's value times a factor
-    between 1 / bound and bound; one that is 0 in the prior stays 0. The fit minimizes relative errors by iteratively
-    reweighted least squares with Huber's weights (1964), so a few disturbed steps do no harm, and leans slightly
-    towards the prior, which decides what the measurements cannot tell apart.
+    Each coefficient (per_microbatch, quadratic, linear, kv_intra, kv_inter, ring_step, per_sample) is the prior's value
+    times a factor between 1 / bound and bound; one that is 0 in the prior stays 0. The fit minimizes relative errors by
+    iteratively reweighted least squares with Huber's weights (1964), so a few disturbed steps do no harm, and leans
+    slightly towards the prior, which decides what the measurements cannot tell apart.
 
     window: how many of the latest observations count.
     """
@@ -50,7 +50,7 @@ class Calibrator:
         if not seconds > 0 or not microbatches:
             raise ValueError(f"observe: seconds={seconds} of {len(microbatches)} microbatches: both must be positive")
         parts = [(np.asarray(lengths, dtype=np.float64), cp_size) for lengths, cp_size in microbatches]
-        self._rows.append((np.array([(s @ s, s.sum(), c) for s, c in parts]), float(seconds)))
+        self._rows.append((np.array([(s @ s, s.sum(), c, len(s)) for s, c in parts]), float(seconds)))
 
     def fit(self) -> Fit:
         """The cost model that fits the observations best; the prior itself if there are none."""
@@ -86,7 +86,7 @@ class Calibrator:
         Exposed communication is max(0, a - b) of two linear terms; which of them counts is decided at ``factors``.
         """
         prior = self.prior
-        squares, tokens, c = table.T
+        squares, tokens, c, samples = table.T
         parallel = c > 1
         inside = c <= prior.ranks_per_node
         ring = prior.transport == "p2p"
@@ -103,6 +103,7 @@ class Calibrator:
                 exposed * intra,
                 exposed * inter,
                 prior.ring_step * parallel * ((c - 1) if ring else 1.0),
+                prior.per_sample * samples * np.where(parallel & ring, c + 2, 1),
             ],
             axis=1,
         )

@@ -39,7 +39,7 @@ class CostModel:
     """Seconds of one packed microbatch, forward and backward, through the whole model on ``c`` ranks.
 
     ``seconds = per_microbatch + sum_i [quadratic * s_i^2 / c * (1 + small_tile * c / s_i) + linear * s_i / c]
-    + (c > 1) * (max(0, kv * T * (c - 1) / c - overlap * attention) + (c - 1) * ring_step)``
+    + (c > 1) * (max(0, kv * T * (c - 1) / c - overlap * attention) + (c - 1) * ring_step) + per_sample * n * tiles(c)``
 
     where the s_i are the lengths of the packed samples in tokens, T their sum, ``attention`` the quadratic term, and
     kv is ``kv_intra`` for ``c <= ranks_per_node`` and ``kv_inter`` beyond.
@@ -52,6 +52,9 @@ class CostModel:
     ranks_per_node: CP ranks that share a node's fast links (GPUs per node / tensor parallel size).
     transport: "p2p" is a ring; with "a2a" queries, keys, values and outputs are exchanged by heads, so a rank moves
     only its share (kv / c per token), in one step, with nothing to hide behind.
+    per_sample: seconds per packed sample and kernel call, where a kernel is called for each sample of a pack: on CPUs.
+    The n samples need ``tiles(c)`` calls each: one on one rank, and on a ring of c ranks two on the diagonal, one
+    between them and one for each other rank. The scheduler sees it in the price of a sample, not in that of a pack.
     """
 
     per_microbatch: float
@@ -64,9 +67,19 @@ class CostModel:
     overlap: float = 0.9
     ranks_per_node: int = 8
     transport: Literal["p2p", "a2a"] = "p2p"
+    per_sample: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("per_microbatch", "quadratic", "linear", "small_tile", "kv_intra", "kv_inter", "ring_step"):
+        for name in (
+            "per_microbatch",
+            "quadratic",
+            "linear",
+            "small_tile",
+            "kv_intra",
+            "kv_inter",
+            "ring_step",
+            "per_sample",
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"CostModel.{name}={getattr(self, name)}: must be a number >= 0")
         if not 0 <= self.overlap <= 1:
@@ -94,14 +107,19 @@ class CostModel:
     def seconds(self, lengths: Sequence[int] | np.ndarray, cp_size: int) -> float:
         """Seconds of one microbatch that packs samples of ``lengths`` (tokens) on ``cp_size`` ranks."""
         s = np.asarray(lengths, dtype=np.float64)
-        return self.for_size(cp_size).seconds(float(s @ s), float(s.sum()))
+        calls = self.per_sample * len(s) * self.tiles(cp_size)
+        return self.for_size(cp_size).seconds(float(s @ s), float(s.sum())) + calls
+
+    def tiles(self, cp_size: int) -> int:
+        """Kernel calls of one rank for one sample."""
+        return cp_size + 2 if cp_size > 1 and self.transport == "p2p" else 1
 
     def sample_seconds(self, lengths: ArrayLike, cp_size: int) -> np.ndarray:
         """Seconds of each sample alone in a microbatch on ``cp_size`` ranks; same shape as ``lengths``."""
         s = np.asarray(lengths, dtype=np.float64)
         k = self.for_size(cp_size)
         exposed = np.maximum(0.0, (k.comm - k.hide_token - k.hide_square * s) * s)
-        return k.fixed + (k.square * s + k.token) * s + exposed
+        return k.fixed + (k.square * s + k.token) * s + exposed + self.per_sample * self.tiles(cp_size)
 
     def ideal_seconds(self, lengths: ArrayLike) -> float:
         """Rank-seconds of pure work: attention on one rank and the linear part, no overhead, no communication."""
@@ -125,6 +143,7 @@ class Device:
     """Sustained rates of one GPU: FLOP/s of attention and of matrix products, bytes/s inside and across nodes.
 
     launch_seconds: what a microbatch costs a layer whatever it holds; hop_seconds: latency of an exchange.
+    call_seconds: what a kernel call for one sample costs a layer, 0 where one call does a whole pack.
     """
 
     attention_flops: float
@@ -134,6 +153,7 @@ class Device:
     gpus_per_node: int = 8
     launch_seconds: float = 0.5e-3
     hop_seconds: float = 12.5e-6
+    call_seconds: float = 0.0
 
 
 def cost_model(
@@ -167,6 +187,7 @@ def cost_model(
         overlap=overlap,
         ranks_per_node=max(1, device.gpus_per_node // tp),
         transport=transport,
+        per_sample=device.call_seconds * shape.layers,
     )
 
 
@@ -178,7 +199,13 @@ _H100 = Device(attention_flops=350e12, matmul_flops=400e12, intra_bytes=300e9, i
 _H200 = Device(attention_flops=380e12, matmul_flops=430e12, intra_bytes=300e9, inter_bytes=45e9)
 # One core a rank, gloo over the loopback: orders of magnitude, for calibration to start from.
 _CPU = Device(
-    attention_flops=1e10, matmul_flops=3e10, intra_bytes=5e8, inter_bytes=5e8, launch_seconds=3e-3, hop_seconds=2e-4
+    attention_flops=1e10,
+    matmul_flops=3e10,
+    intra_bytes=5e8,
+    inter_bytes=5e8,
+    launch_seconds=3e-3,
+    hop_seconds=2e-4,
+    call_seconds=2e-4,
 )
 # By a part of the device's name.
 DEVICES: Mapping[str, Device] = {"A100": _A100, "H100": _H100, "H200": _H200, "cpu": _CPU}

@@ -14,7 +14,8 @@ def formula(cost, lengths, c):
     if c > 1:
         kv = cost.kv_intra if c <= cost.ranks_per_node else cost.kv_inter
         total += max(0, kv * sum(lengths) * (c - 1) / c - cost.overlap * attention) + (c - 1) * cost.ring_step
-    return total
+    calls = c + 2 if c > 1 and cost.transport == "p2p" else 1
+    return total + cost.per_sample * len(lengths) * calls
 
 
 @pytest.mark.parametrize("name", [name for name, cost in PRESETS.items() if cost.transport == "p2p"])
@@ -22,6 +23,17 @@ def formula(cost, lengths, c):
 @pytest.mark.parametrize("lengths", [[300], [100_000], [8000, 120, 7, 3000], [500] * 40])
 def test_seconds_are_the_documented_formula(name, c, lengths):
     cost = PRESETS[name]
+    assert cost.seconds(lengths, c) == pytest.approx(formula(cost, lengths, c), rel=1e-12)
+    each = [cost.seconds([s], c) for s in lengths]
+    assert cost.sample_seconds(np.array(lengths), c) == pytest.approx(np.array(each), rel=1e-12)
+
+
+@pytest.mark.parametrize("c", [1, 2, 8])
+@pytest.mark.parametrize("transport", ["p2p", "a2a"])
+def test_samples_with_a_kernel_call_of_their_own(c, transport):
+    """On a ring a sample takes two calls on the diagonal, one between them and one for each other rank."""
+    cost = CostModel(1e-3, 1e-9, 1e-6, transport=transport, per_sample=1e-4)
+    lengths = [300, 40, 7]
     assert cost.seconds(lengths, c) == pytest.approx(formula(cost, lengths, c), rel=1e-12)
     each = [cost.seconds([s], c) for s in lengths]
     assert cost.sample_seconds(np.array(lengths), c) == pytest.approx(np.array(each), rel=1e-12)
