@@ -149,6 +149,12 @@ def split_parts(split: str, samples: Sequence[int]) -> list[tuple[float, float] 
     return [part if count else None for part, count in zip(parts, samples, strict=True)]
 
 
+def has_test_part(split: str) -> bool:
+    """Whether ``dataset.split`` keeps a share for the test set."""
+    shares = re.findall(r"[.0-9]+", split)
+    return len(shares) == 3 and float(shares[2]) > 0
+
+
 def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDataset:
     count, longest, named = config.mock_num_samples, config.seq_length, config.mock_lengths
     if count < 1:

@@ -168,5 +168,9 @@ def gpt_block_spec(
 ) -> TransformerBlockSubmodules:
     """The spec of this rank's (virtual) pipeline stage of a GPT/Llama-like model."""
     layer, norm = gpt_layer_spec(config)
+    if config.model.multi_latent_attention and config.model.q_lora_rank is None:
+        # The one projection that upstream builds without its group, so that it would ask the global state.
+        attention = layer.submodules.self_attention.submodules
+        attention.linear_q_proj = ModuleSpec(attention.linear_q_proj, params={"tp_group": groups.tp})
     count = get_num_layers_to_build(core_config, vp_stage, groups.pp.rank())
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)

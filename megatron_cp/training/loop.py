@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from megatron_cp.data.datasets import Datasets
+from megatron_cp.data.streams import Stream
 from megatron_cp.models.transformer_config import padded_vocab_size
 from megatron_cp.training.batches import Step, Steps, open_steps
 from megatron_cp.training.checkpoint import CheckpointSaver, Saved
@@ -110,7 +112,7 @@ def _train(
         ):
             gc.collect()
         if _due(iteration, config.validation.eval_interval):
-            _evaluate(run, datasets, reporter)
+            _evaluate(run, "validation", datasets.valid, reporter)
         minutes, limit = (time.monotonic() - started) / 60, config.train.exit_duration_in_mins
         stop, out_of_time, writing = agreed_maximum(
             (watch.received, limit is not None and minutes > limit, saver.writing), run.device
@@ -128,8 +130,9 @@ def _train(
     if run.progress.iteration != saved_at:
         _save(run, saver, steps, reporter)
     _tell(run, saver.finish(), reporter)
-    if datasets.valid is not None and not exit_code and run.progress.iteration == config.train.train_iters:
-        _evaluate(run, datasets, reporter)
+    if not exit_code and run.progress.iteration == config.train.train_iters:
+        _evaluate(run, "validation", datasets.valid, reporter)
+        _evaluate(run, "test", datasets.test, reporter)
     return Outcome(exit_code, first_loss, last_loss)
 
 
@@ -175,15 +178,14 @@ def _metrics(run: Run, step: Step, result: StepResult, seconds: float, vocab_row
     )
 
 
-def _evaluate(run: Run, datasets: Datasets, reporter: Reporter) -> None:
-    """Loss on the held-out sets, always on the same first ``eval_iters`` batches."""
-    for name, dataset in (("validation", datasets.valid), ("test", datasets.test)):
-        if dataset is None or not run.config.validation.eval_iters:
-            continue
-        began = time.perf_counter()
-        with run.phases("evaluation"), closing(open_steps(run, dataset, 0, training=False)) as steps:
-            loss = evaluate(run, steps, run.config.validation.eval_iters)
-        reporter.evaluation(run.progress.iteration, name, loss, time.perf_counter() - began)
+def _evaluate(run: Run, name: str, dataset: Dataset | Stream | None, reporter: Reporter) -> None:
+    """Loss on a held-out set, always on the same first ``eval_iters`` batches of it; nothing where there is none."""
+    if dataset is None:
+        return
+    began = time.perf_counter()
+    with run.phases("evaluation"), closing(open_steps(run, dataset, 0, training=False)) as steps:
+        loss = evaluate(run, steps, run.config.validation.eval_iters)
+    reporter.evaluation(run.progress.iteration, name, loss, time.perf_counter() - began)
 
 
 def _save(run: Run, saver: CheckpointSaver, steps: Steps, reporter: Reporter) -> None:

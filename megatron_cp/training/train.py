@@ -12,7 +12,7 @@ import yaml
 
 from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import Datasets, build_datasets
-from megatron_cp.data.streams import check_files
+from megatron_cp.data.streams import check_files, has_test_part
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.errors import ConfigError, DataError, RuntimeFault
 from megatron_cp.parallel.device import start_distributed, stop_distributed
@@ -119,7 +119,8 @@ def _run(config: RunConfig, tokenizer: Tokenizer, iteration: int | None, roll: R
 def _datasets(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
     train, held_out = config.train, config.validation
     eval_samples = held_out.eval_iters * (held_out.eval_global_batch_size or train.global_batch_size)
-    return build_datasets(config, tokenizer, train.train_iters * train.global_batch_size, eval_samples)
+    test_samples = eval_samples if has_test_part(config.dataset.split) else 0
+    return build_datasets(config, tokenizer, train.train_iters * train.global_batch_size, eval_samples, test_samples)
 
 
 def _write_config(config: RunConfig, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The configurations that a comparison runs: the same layout with a small model, and that model on one rank. Pure.
 
-What decides how the work is divided stays: heads, key/value heads, transports, lists with one entry a layer, pipeline
-stages, experts. What only makes a step slow shrinks.
+What decides how the work is divided stays: heads (Mamba's too), key/value heads, transports, lists with one entry a
+layer, pipeline stages, experts. What only makes a step slow shrinks.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ from dataclasses import asdict
 
 from megatron_cp.config import ModelConfig, RunConfig
 from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.models.mamba_shape import MambaShape
 
 HIDDEN, HEAD_DIM, FFN, VOCAB, TOKENS = 64, 16, 32, 255, 32
+# Packed samples have lengths of their own, lognormal, a sixteenth of the longest on average: enough to differ.
+PACKED_TOKENS, PACKED_SAMPLES_A_RANK = 256, 4
 # Adam's first updates are signs: with its usual 1e-8, elements whose gradient is nothing but rounding take full steps
 # either way, and right layouts drift apart by 1e-4 a step. So much of the gradients' usual size keeps them in place.
 ADAM_EPS = 1e-3
 
-# Settings that say how a model is divided over ranks or how its memory is saved, and not which model it is.
+# Settings that say how a model is divided over ranks, how its memory is saved or with which kernels it is computed, and
+# not which model it is.
 _LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -37,11 +41,15 @@ _LAYOUT = (
     "min_dynamic_context_parallel_size",
     "max_seqlen_per_dp_cp_rank",
     "sequence_packing_scheduler",
+    "dynamic_context_parallel_calibration_iters",
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
     "recompute_modules",
     "distribute_saved_activations",
+    "cross_entropy_loss_fusion",
+    "cross_entropy_chunk_size",
+    "deterministic_mode",
     "attention_backend",
 )
 
@@ -49,9 +57,12 @@ _LAYOUT = (
 def on_one_rank(config: RunConfig) -> RunConfig:
     """The same model, data and optimizer without any parallelism, by the plainest path there is."""
     config = copy.deepcopy(config)
-    defaults = ModelConfig()
+    defaults, packed = ModelConfig(), config.model.sequence_packing_scheduler is not None
     for name in _LAYOUT:
         setattr(config.model, name, getattr(defaults, name))
+    if packed:
+        config.model.sequence_packing_scheduler = "dp_balanced"
+        config.model.max_seqlen_per_dp_cp_rank = config.model.seq_length
     config.dist = type(config.dist)(
         attention_probe=False, distributed_timeout_minutes=config.dist.distributed_timeout_minutes
     )
@@ -63,9 +74,10 @@ def on_one_rank(config: RunConfig) -> RunConfig:
 def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, full: bool = False) -> list[RunConfig]:
     """The configurations of several layouts of one model with all that may not differ made equal, and reduced.
 
-    Mock data with an uneven loss mask, float32, no dropout, weights large enough that every part of the model matters
-    for the loss (errors in RoPE hide below a standard deviation of 0.02), and a global batch that every layout divides
-    into at least two microbatches a rank. With ``full`` the model keeps its size.
+    Mock data (of many lengths, if they are packed) with an uneven loss mask, float32, no dropout, weights large enough
+    that every part of the model matters for the loss (errors in RoPE hide below a standard deviation of 0.02), and a
+    global batch that every layout divides into at least two microbatches a rank. With ``full`` the model keeps its
+    size.
 
     Raises:
         ConfigError: the layouts are of different models.
@@ -83,6 +95,7 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
             _shrink(model, tp, num_layers or model.num_layers)
             config.train.micro_batch_size = _micro_batch(config, full)
         if length is not None:
+            _shrink_packs(model, config.dataset.seq_length, length)
             config.dataset.seq_length = model.seq_length = model.max_position_embeddings = length
         if model.window_size is not None and length is not None:
             model.window_size = [min(side, length // 4) for side in model.window_size]
@@ -152,6 +165,8 @@ def _seq_length(configs: Sequence[RunConfig]) -> int:
         if m.sequence_parallel:
             parts.append(m.context_parallel_size * m.tensor_model_parallel_size)
         least = max(least, 8 * m.context_parallel_size)
+        if m.sequence_packing_scheduler is not None:
+            least = max(least, PACKED_TOKENS)
     multiple = math.lcm(*parts)
     return -(-least // multiple) * multiple
 
@@ -161,15 +176,29 @@ def _micro_batch(config: RunConfig, full: bool) -> int:
 
 
 def _global_batch(config: RunConfig, world_size: int, full: bool) -> int:
-    """Two microbatches a rank, or two rounds of the pipeline."""
+    """Two microbatches a rank, or two rounds of the pipeline; enough samples to schedule, if they are packed."""
     m = config.model
+    if m.sequence_packing_scheduler is not None:
+        return PACKED_SAMPLES_A_RANK * max(1, config.data_parallel_size(world_size)) * m.context_parallel_size
     count = 2 * m.pipeline_model_parallel_size if m.pipeline_model_parallel_size > 1 else 2
     if m.virtual_pipeline_model_parallel_size:
         count = 2 * max(m.pipeline_model_parallel_size, m.microbatch_group_size_per_vp_stage or 0)
     return _micro_batch(config, full) * max(1, config.data_parallel_size(world_size)) * count
 
 
+def _shrink_packs(model: ModelConfig, before: int, length: int) -> None:
+    """As many ranks for the longest sequence as before."""
+    if model.sequence_packing_scheduler is None or model.max_seqlen_per_dp_cp_rank is None:
+        return
+    ranks = -(-before // model.max_seqlen_per_dp_cp_rank)
+    unit = 2 * (model.tensor_model_parallel_size if model.sequence_parallel else 1)
+    model.max_seqlen_per_dp_cp_rank = -(-length // (ranks * unit)) * unit
+
+
 def _shrink(model: ModelConfig, tp: int, num_layers: int) -> None:
+    if model.architecture == "hybrid":
+        model.mamba_num_heads = MambaShape.of(model).heads
+        model.mamba_head_dim = model.mamba_state_dim = 8
     model.num_layers = num_layers
     model.hidden_size, model.kv_channels = HIDDEN, HEAD_DIM
     model.ffn_hidden_size = math.lcm(FFN, tp)

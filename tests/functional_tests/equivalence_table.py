@@ -2,7 +2,7 @@
 
     python -m tests.functional_tests.equivalence_table
 
-The same layouts and the same 20 iterations as ``tests/unit_tests/training/test_equivalence.py``.
+The same layouts as in ``tests/unit_tests/training/test_equivalence.py``, and the 20 iterations of its slow part.
 """
 
 import time

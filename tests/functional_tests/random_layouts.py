@@ -86,7 +86,8 @@ def _experts(draw: Any, values: Overrides) -> Overrides:
 
 def _latent(draw: Any, values: Overrides) -> Overrides:
     heads = values["model__num_attention_heads"]
-    dims = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
+    dims: Overrides = {"kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
+    dims["q_lora_rank"] = draw(st.sampled_from([16, None]))
     return {"model__multi_latent_attention": True, "model__num_query_groups": heads} | {
         f"model__{name}": size for name, size in dims.items()
     }
@@ -99,6 +100,40 @@ def _classic(draw: Any, values: Overrides) -> Overrides:
         "model__gated_linear_unit": False,
         "model__add_bias_linear": True,
         "model__position_embedding_type": "learned_absolute",
+    }
+
+
+def _packed(draw: Any, values: Overrides) -> Overrides:
+    """Samples of many lengths, packed: each microbatch with a group of its own, or all with the configured one."""
+    dynamic = draw(st.booleans())
+    return {
+        "model__dynamic_context_parallel": dynamic,
+        "model__sequence_packing_scheduler": "default_dynamic_cp" if dynamic else "dp_balanced",
+        "model__dynamic_context_parallel_calibration_iters": 0,
+        "model__max_seqlen_per_dp_cp_rank": 8 * draw(st.integers(6, 16)),
+        "dataset__kind": "mock_documents",
+        "dataset__seq_length": 96,
+        "dataset__random_seed": draw(st.integers(0, 99)),
+        "train__micro_batch_size": 1,
+        "train__global_batch_size": 12,
+    }
+
+
+def _mtp(draw: Any, values: Overrides) -> Overrides:
+    return {"model__mtp_num_layers": draw(st.sampled_from([1, 2])), "model__mtp_loss_scaling_factor": 0.5}
+
+
+def _hybrid(draw: Any, values: Overrides) -> Overrides:
+    groups = values["model__tensor_model_parallel_size"] * draw(st.sampled_from([1, 2]))
+    return {
+        "model__architecture": "hybrid",
+        "model__hybrid_layer_pattern": "".join(
+            draw(st.sampled_from("MM*-")) for _ in range(values["model__num_layers"])
+        ),
+        "model__mamba_num_groups": groups,
+        "model__mamba_num_heads": groups * draw(st.sampled_from([2, 3, 4])),
+        "model__mamba_head_dim": 8,
+        "model__mamba_state_dim": 8,
     }
 
 
@@ -120,6 +155,10 @@ def _fixed(**values: Any) -> Any:
 
 
 FEATURES = [
+    _packed,
+    _packed,
+    _mtp,
+    _hybrid,
     _experts,
     _latent,
     _classic,
@@ -135,6 +174,7 @@ FEATURES = [
     _fixed(model__rotary_interleaved=True),
     _fixed(model__position_embedding_type="none"),
     _fixed(model__recompute_granularity="selective"),
+    _fixed(model__cross_entropy_chunk_size=7),
     _fixed(model__recompute_granularity="full", model__recompute_method="uniform", model__recompute_num_layers=1),
     _fixed(dist__use_decentralized_pg=True, dist__use_tp_pp_dp_mapping=True),
     _fixed(model__account_for_loss_in_pipeline_split=True),

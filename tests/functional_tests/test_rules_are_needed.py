@@ -5,6 +5,7 @@ entered.
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,10 +54,14 @@ ERROR = {
     "C5": "multiply to 8, not to the context parallel size 4",
     "C6": "needs hierarchical_context_parallel_sizes=\\[a2a, p2p\\]",
     "C7": "can only specify one unknown dimension",
+    "D7": "6 heads in 8 groups do not divide",
+    "D12": "5 heads in 8 groups do not divide",
     "D1": "query has 6 heads on this rank, which do not divide",
     "D2": "query has 9 heads on this rank, which do not divide",
     "E11": "attention_dropout=0.1 is not supported",
     "G1": "Cannot average in collective when calculating per-token loss!",
+    "H8": "min_cp_size=8: must be between 1 and the number of ranks",
+    "H14": "tokens does not fit: 4 ranks of max_seqlen_per_rank=8 hold 32 tokens",
     "I9": "AssertionError",
     "I14": "recompute_num_layers must be 1 for MTP recompute",
     "K7": "recompute_method",
@@ -65,22 +70,23 @@ ERROR = {
     "K11": "dataset.data_path is not set",
     "K12": "not enough values to unpack",
     "K13": "gradients are not finite",
+    "K14": "range\\(\\) arg 3 must not be zero",
     "K15": "selected index k out of range",
     "K16": "dropout probability has to be between 0 and 1",
     "K17": "must match the size of tensor",
     "K18": "is invalid for input of size",
     "K19": "Error",  # multi-token prediction of hybrid models is not built
     "K23": "q_layernorm",
+    "K25": "KeyError",
+    "K26": "lognorml: cannot be read",
+    "K27": "Say what counts with dataset.text_key",
 }
 # Runs, and is right about what it runs, which is not what was asked for.
 IGNORED = {
     "C9": "no layer uses the sizes: the run is a plain ring, as if they were not set",
-    "D7": "a hybrid model is not built (K19): a GPT trains in its place",
     "E8": "no mask is made or read: documents see each other as before",
     "E9": "RoPE does not read position_ids: they count on over documents",
-    "H8": "dynamic sizes are not built (K19)",
-    "H14": "dynamic sizes are not built (K19)",
-    "H15": "packing is not built (K19)",
+    "H15": "the scheduler's name says nothing: packs of the configured size, where dynamic ones were asked for",
     "I2": "what is predicted is in sight: the loss falls, alike under every layout, and nothing is learnt",
     "K28": "the setting is not handed on: nothing is offloaded",
     "K6": "the process group that runs already is used; torch.distributed refuses to start with NCCL and no GPU",
@@ -91,7 +97,11 @@ IGNORED = {
     "K43": "only the loop logs",
     "K50": "only the loop saves, and keeps multiples of both",
     "K51": "only the loop saves, and takes 0 for never",
-    "K14": "a hybrid model is not built (K19): a GPT trains in its place",
+}
+NOT_TRIED = {
+    "H17": "",
+    "H18": "every balancing loss depends on which samples share a microbatch: no comparison can tell right from wrong",
+    "H19": "",
 }
 # Examples that need more ranks or other data than a test has, as another run: world size and overrides.
 ONE_CP_RANK = [
@@ -105,7 +115,7 @@ SMALLER: dict[str, tuple[int, list[str]]] = {
     "A7": (4, ["validation.eval_iters=1", "validation.eval_global_batch_size=9", "train.micro_batch_size=2"]),
     "A15": (3, [*ONE_CP_RANK, "model.pipeline_model_parallel_size=3"]),
     "H14": (4, [
-        "model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=8", "dataset.mock_lengths=long",
+        "model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=8", "dataset.mock_lengths=bimodal",
     ]),
     "K25": (4, ["dataset.kind=mock_documents"]),
 }  # fmt: skip
@@ -157,7 +167,7 @@ def outcome(rule_id: str) -> tuple[str, str]:
 
 
 def test_every_rule_that_a_cpu_can_break_is_entered() -> None:
-    assert set(on_a_cpu()) == {*WRONG, *ERROR, *IGNORED}
+    assert set(on_a_cpu()) == {*WRONG, *ERROR, *IGNORED, *NOT_TRIED}
 
 
 @pytest.mark.parametrize("rule_id", ["C4", "G2", "K24", "C9"])
@@ -166,8 +176,10 @@ def test_silent_ones_upstream(rule_id: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule_id", on_a_cpu())
-def test_without_the_rule(rule_id: str) -> None:
+@pytest.mark.parametrize("rule_id", [id for id in on_a_cpu() if id not in NOT_TRIED])
+def test_without_the_rule(rule_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "What is it?", "response": "A test."}\n' * 50)
+    monkeypatch.chdir(tmp_path)
     check_outcome(rule_id)
 
 

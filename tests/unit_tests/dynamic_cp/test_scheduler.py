@@ -6,9 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.dynamic_cp import PRESETS, Group, legal_groups, padded_length, schedule, schedule_fixed_cp
+from megatron_cp.dynamic_cp import PRESETS, Group, Schedule, legal_groups, padded_length, schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.distributions import sample_lengths
 from megatron_cp.dynamic_cp.gaps import Gaps
+from megatron_cp.dynamic_cp.greedy import greedy_per_microbatch
 from megatron_cp.dynamic_cp.jobs import Job, spread_out, squeeze_in
 from megatron_cp.dynamic_cp.problem import make_problem
 from megatron_cp.dynamic_cp.report import padding_fraction
@@ -144,6 +145,26 @@ def test_dynamic_beats_fixed_cp(cost, mode):
         )
     ]
     assert seconds[0] < 0.95 * seconds[1]
+
+
+@pytest.mark.parametrize(
+    ("cost", "mode", "distribution", "ranks", "m", "count", "seed"),
+    [
+        # 99 % of the tokens there are fit one microbatch: what is left over must not take long.
+        ("a100_mha_slownet", "barrier", "wikipedia", 128, 16384, 2048, 0),
+        # The estimate favours microbatches that are too short.
+        ("h100_70b_tp8", "pipeline", "bimodal", 128, 8192, 2048, 0),
+        # High fixed costs and exposed communication: no tokens may stay free.
+        ("h100_70b_tp8", "dense", "long", 32, 3072, 256, 0),
+    ],
+)
+def test_not_slower_than_the_greedy_rule(cost, mode, distribution, ranks, m, count, seed):
+    longest = 65536 if distribution == "long" else 131072
+    lengths, model, options = sample_lengths(distribution, count, longest, seed), PRESETS[cost], MODES[mode](ranks)
+    greedy = Schedule(ranks, m, greedy_per_microbatch(make_problem(lengths, ranks, m, 1, model, 1)))
+    ours = schedule(lengths, ranks, m, cost=model, **options)
+    seconds = [simulate(plan, lengths, model, **options).seconds for plan in (ours, greedy)]
+    assert seconds[0] <= 1.01 * seconds[1]
 
 
 @pytest.mark.parametrize("distribution", ["documents", "wikipedia"])

@@ -40,6 +40,7 @@ def resume(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
     return [(result.loss, result.grad_norm or 0.0) for result in results]
 
 
+@pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
@@ -53,10 +54,10 @@ def resume(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
         pytest.param(4, CP2 | OVERLAPPED, id="dp2 cp2 overlapped"),
     ],
 )
-def test_resuming_continues_exactly(tmp_path: Path, world_size: int, overrides: dict[str, Any]) -> None:
-    undisturbed = run_ranks(train_losses, world_size, overrides, 20)[0]
-    first = run_ranks(save_after, world_size, overrides, str(tmp_path), 10)[0]
-    rest = run_ranks(resume, world_size, overrides, str(tmp_path), 10)[0]
+def test_resuming_continues_exactly(tmp_path: Path, world_size: int, overrides: dict[str, Any], steps: int) -> None:
+    undisturbed = run_ranks(train_losses, world_size, overrides, 2 * steps)[0]
+    first = run_ranks(save_after, world_size, overrides, str(tmp_path), steps)[0]
+    rest = run_ranks(resume, world_size, overrides, str(tmp_path), steps)[0]
     assert first + rest == undisturbed
 
 

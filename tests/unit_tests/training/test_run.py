@@ -21,6 +21,9 @@ METRICS = {
     "tflops_per_device",
     "num_microbatches",
     "skipped",
+    "loss_scale",
+    "timers_s",
+    "peak_memory_bytes",
 }
 
 
@@ -41,6 +44,37 @@ def test_metrics_and_checkpoints_of_a_run(cli: Any, tmp_path: Path) -> None:
         "iter_0000005",
     ]
     assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_phases_and_memory_of_a_run(cli: Any, tmp_path: Path) -> None:
+    settings = ["checkpoint.save_interval=3", "validation.eval_interval=2", "validation.eval_iters=1"]
+    code, text = cli("train.train_iters=5", "logger.log_interval=2", *settings)
+    assert code == 0, text
+    lines = [line for line in metrics(tmp_path) if "lm_loss" in line]
+    logged = [line for line in lines if "timers_s" in line]
+    assert [line["iteration"] for line in logged] == [2, 4, 5]
+    assert text.count("forward-backward (ms)") == 3 and text.count("peak memory (GB)") == 3
+    for line in logged:
+        timers = line["timers_s"]
+        assert {"data", "forward_backward", "optimizer", "other"} <= set(timers)
+        assert 1e8 < line["peak_memory_bytes"] < 1e11
+    # Evaluation after the second step, a checkpoint after the third: both within the second interval.
+    assert [("evaluation" in line["timers_s"], "checkpoint" in line["timers_s"]) for line in logged] == [
+        (False, False),
+        (True, True),
+        (True, False),
+    ]
+    for first, line in zip((1, 3), logged, strict=False):
+        steps = [each["step_time_s"] for each in lines if first <= each["iteration"] <= line["iteration"]]
+        timers = line["timers_s"]
+        inside = timers["data"] + timers["forward_backward"] + timers["optimizer"]
+        assert inside <= sum(steps) / 2 * 1.2 and inside > 0.5 * sum(steps) / 2
+    assert all(line["tokens_per_s"] == pytest.approx(64 / line["step_time_s"]) for line in lines)
+
+
+def test_the_staged_backend_says_that_it_is_slow(cli: Any) -> None:
+    code, text = cli("dist.distributed_backend=staged", "train.train_iters=2")
+    assert code == 0 and text.count("for correctness and debugging, not for speed") == 1, text
 
 
 def test_a_resumed_run_is_the_undisturbed_run(cli: Any, tmp_path: Path) -> None:

@@ -9,11 +9,21 @@ from megatron_cp.verify.reduce import comparable, on_one_rank
 from megatron_cp.verify.report import diagnose
 from tests.ranks import run_ranks
 from tests.training_runs import tiny_config
-from tests.unit_tests.training.layouts import CP2, PP2, SP, TP2, VPP2
+from tests.unit_tests.models.hybrids import HYBRID
+from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
 from tests.unit_tests.training.test_model_variants import CLASSIC, MLA, MOE
 
 TIED = {"model__share_embeddings_and_output_weights": True}
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
+PACKED = {"model__sequence_packing_scheduler": "dp_balanced"}
+DYNAMIC = {
+    "model__sequence_packing_scheduler": "default_dynamic_cp",
+    "model__dynamic_context_parallel": True,
+    "model__max_seqlen_per_dp_cp_rank": 8,  # a quarter of the longest
+}
+# Queries that are not compressed have a projection that upstream builds without its process group.
+UNCOMPRESSED = MLA | {"model__q_lora_rank": None, "model__qk_layernorm": False}
+MTP = {"model__mtp_num_layers": 2, "model__mtp_loss_scaling_factor": 0.5}
 
 
 def compare(overrides: dict[str, Any]) -> tuple[bool, list[str], int]:
@@ -31,7 +41,17 @@ def compare(overrides: dict[str, Any]) -> tuple[bool, list[str], int]:
         MOE | CP2 | {"model__expert_model_parallel_size": 2, "ddp__overlap_grad_reduce": True},
         PP2 | VPP2 | CP2 | DECENTRALIZED,
         {"model__softmax_type": "learnable"} | TP2 | CP2,
+        PACKED | CP4 | HCP,
+        PACKED | PP2 | CP2,
+        DYNAMIC,
+        DYNAMIC | TP2 | SP | MTP | {"model__max_seqlen_per_dp_cp_rank": 16},
+        MTP | TP2 | CP2,
+        HYBRID | CP4 | HCP,
+        UNCOMPRESSED | CP4 | HCP | DECENTRALIZED,
+        HYBRID | DYNAMIC,
+        MTP | PP2 | VPP2 | CP2 | TIED,
     ],
+    ids=str,
 )
 def test_equal_to_one_rank(overrides: dict[str, Any]) -> None:
     for equal, said, _ in run_ranks(compare, 4, overrides):

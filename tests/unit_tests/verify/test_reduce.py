@@ -7,7 +7,7 @@ import pytest
 from megatron_cp.errors import ConfigError
 from megatron_cp.recipes import list_recipes, load_recipe
 from megatron_cp.rules import check
-from megatron_cp.verify.reduce import comparable, on_one_rank
+from megatron_cp.verify.reduce import PACKED_TOKENS, comparable, on_one_rank
 
 KEPT = (
     "num_attention_heads",
@@ -42,7 +42,8 @@ def test_every_recipe_reduces_to_a_valid_small_layout(name):
     assert [getattr(small.model, field) for field in KEPT] == [getattr(m, field) for field in KEPT]
     stages = m.pipeline_model_parallel_size * (m.virtual_pipeline_model_parallel_size or 1)
     assert small.model.hidden_size == 64 and small.model.num_layers <= max(4, stages)
-    assert small.dataset.seq_length <= 8 * max(4, m.context_parallel_size) * m.tensor_model_parallel_size
+    least = 8 * max(4, m.context_parallel_size) * m.tensor_model_parallel_size
+    assert small.dataset.seq_length <= (least if m.sequence_packing_scheduler is None else PACKED_TOKENS)
 
 
 def test_what_a_layer_each_says_keeps_all_layers():
@@ -61,6 +62,25 @@ def test_stages_and_microbatches_suffice():
     (small,) = comparable([load_recipe("llama_tiny_pretrain_config", overrides)], 8, 3)
     assert small.model.num_layers == 8 and not errors(small, 8)
     assert small.train.global_batch_size == 2 * 2 * 8  # micro batch, replicas, twice the stages
+
+
+def test_packed_samples_keep_their_number_of_ranks():
+    overrides = [
+        "model.sequence_packing_scheduler=default_dynamic_cp", "model.dynamic_context_parallel=true",
+        "model.max_seqlen_per_dp_cp_rank=24", "dataset.seq_length=72",
+    ]  # fmt: skip
+    (small,) = comparable([load_recipe("llama_tiny_pretrain_config", overrides)], 4, 3)
+    assert not errors(small, 4) and not errors(on_one_rank(small), 1)
+    model, length = small.model, small.dataset.seq_length
+    assert small.dataset.kind == "mock_documents" and model.dynamic_context_parallel
+    assert 2 * model.max_seqlen_per_dp_cp_rank < length <= 3 * model.max_seqlen_per_dp_cp_rank
+    assert on_one_rank(small).model.max_seqlen_per_dp_cp_rank == length
+
+
+def test_the_reference_has_no_fused_or_chunked_loss():
+    overrides = ["model.cross_entropy_loss_fusion=true", "mixed_precision=bf16_mixed"]
+    reference = on_one_rank(load_recipe("llama_tiny_pretrain_config", overrides))
+    assert not reference.model.cross_entropy_loss_fusion
 
 
 def test_two_layouts_get_one_model():

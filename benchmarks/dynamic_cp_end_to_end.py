@@ -1,0 +1,243 @@
+"""What dynamic context parallelism brings a whole training step: the same samples, trained three ways in one run.
+
+    python benchmarks/dynamic_cp_end_to_end.py                       # four gloo ranks on this machine
+    python benchmarks/dynamic_cp_end_to_end.py --ranks 2 --distributions wikipedia --rounds 5
+    torchrun --nproc_per_node=8 benchmarks/dynamic_cp_end_to_end.py  # GPUs
+
+The three ways take turns, a step each: ``dynamic`` (a group size for every microbatch), ``packed`` (static context
+parallelism over all ranks, samples packed by ``dp_balanced``) and ``padded`` (static, every sample padded to the
+longest allowed). All ranks may hold the same number of tokens at a time, and the longest sample needs all of them.
+Printed are medians over rounds and, in brackets, the smallest and largest: ``wall`` from barrier to barrier, ``cpu``
+the CPU time of the busiest rank. Where ranks outnumber cores, idle ranks lend their core to busy ones, and wall time
+shows less of an imbalance than it would on a machine of the right size.
+
+``predicted`` is the simulator's: both schedules under the cost model fitted to the steps before the measured ones.
+Lengths are the named distribution's, divided by ``--shrink`` and cut to ``--longest``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from megatron_cp.config import RunConfig
+from megatron_cp.data.varlen import MockVarlenDataset
+from megatron_cp.dynamic_cp.calibration import Calibrator, Fit
+from megatron_cp.dynamic_cp.distributions import sample_lengths
+from megatron_cp.dynamic_cp.iterator import StepPlan
+from megatron_cp.dynamic_cp.simulate import simulate
+from megatron_cp.parallel.device import start_distributed, stop_distributed
+from megatron_cp.training.batches import Steps, open_steps
+from megatron_cp.training.metrics import start_logging
+from megatron_cp.training.scheduling import model_cost
+from megatron_cp.training.setup import Run, setup
+from megatron_cp.training.step import train_step
+
+VOCAB = 256
+WAYS = ("dynamic", "packed", "padded")
+
+
+def configuration(way: str, options: argparse.Namespace) -> RunConfig:
+    config = RunConfig()
+    model = config.model
+    model.num_layers, model.hidden_size, model.ffn_hidden_size = options.layers, options.hidden, 3 * options.hidden
+    model.num_attention_heads, model.num_query_groups = options.hidden // 32, options.hidden // 64
+    model.context_parallel_size = options.ranks
+    model.cp_comm_type = options.transport
+    config.dataset.seq_length = options.longest
+    config.train.global_batch_size, config.train.train_iters = options.batch, 10_000
+    config.dist.use_decentralized_pg = True  # several runs side by side: none may own the global state
+    config.tokenizer.tokenizer_type, config.tokenizer.vocab_size = "NullTokenizer", VOCAB
+    if way != "padded":
+        model.max_seqlen_per_dp_cp_rank = options.longest // options.ranks
+        model.dynamic_context_parallel = way == "dynamic"
+        model.sequence_packing_scheduler = "default_dynamic_cp" if way == "dynamic" else "dp_balanced"
+        model.dynamic_context_parallel_calibration_iters = (
+            options.calibrate + 1
+        )  # what was measured until then is read below
+    return config.finalize()
+
+
+class Padded(Dataset):
+    """Each sample padded to one length."""
+
+    def __init__(self, samples: MockVarlenDataset, length: int) -> None:
+        self._samples, self._length = samples, length
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = self._samples[index]
+        missing = self._length - len(sample["tokens"])
+        padded = {key: torch.nn.functional.pad(value, (0, missing)) for key, value in sample.items()}
+        return padded | {"position_ids": torch.arange(self._length)}
+
+
+@dataclass
+class Way:
+    run: Run
+    steps: Steps
+    walls: list[float] = field(default_factory=list)
+    cpus: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, way: str, lengths: np.ndarray, options: argparse.Namespace) -> Way:
+        run = setup(configuration(way, options), VOCAB)
+        samples = MockVarlenDataset(lengths, VOCAB, seed=1)
+        dataset = Padded(samples, options.longest) if way == "padded" else samples
+        return cls(run, open_steps(run, dataset, 0, training=True))
+
+    def step(self, measured: bool) -> None:
+        dist.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        step = next(self.steps)
+        result = train_step(self.run, iter(step.microbatches), len(step.microbatches))
+        cpu = time.process_time() - cpu
+        dist.barrier()
+        wall = time.perf_counter() - wall
+        self.run.progress.iteration += 1
+        self.steps.observe()
+        busiest = torch.tensor(cpu, device=self.run.device)
+        dist.all_reduce(busiest, dist.ReduceOp.MAX)
+        self.losses.append(result.loss)
+        if measured:
+            self.walls.append(wall)
+            self.cpus.append(busiest.item())
+            if step.plan is not None:
+                self.plans.append(step.plan)
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} [{min(values):.2f} {max(values):.2f}]"
+
+
+def calibrated(*ways: Way) -> Fit:
+    """The cost model that fits what the ways measured so far: between them they ran samples of all lengths on groups
+    of all sizes."""
+    states = [way.steps.state_dict()["calibration"] for way in ways]
+    calibrator = Calibrator(model_cost(ways[0].run.config), bound=64.0)
+    for work, seconds in (one for state in states for one in state["observed"]):
+        calibrator.observe(work, seconds)
+    return calibrator.fit()
+
+
+def compare(distribution: str, options: argparse.Namespace) -> None:
+    """Train on one distribution all three ways and print what came out."""
+    count = options.batch * (options.calibrate + options.rounds)
+    if distribution == "uniform":
+        lengths = np.full(count, options.longest // 8)
+    else:
+        drawn = sample_lengths(distribution, count, options.longest * options.shrink, seed=options.seed)
+        lengths = np.maximum(2, drawn // options.shrink)
+    ways = {way: Way.start(way, lengths, options) for way in WAYS if way != "padded" or options.padded}
+    for index in range(options.calibrate + options.rounds):
+        for name, way in ways.items():
+            if name != "padded" or index < options.padded_rounds:
+                way.step(measured=name == "padded" or index >= options.calibrate)
+        if index + 1 == options.calibrate:
+            fit = calibrated(ways["dynamic"], ways["packed"])
+    dynamic, packed = ways["dynamic"], ways["packed"]
+    seconds = {
+        name: sum(simulate(p.schedule, p.lengths, fit.cost).seconds for p in way.plans)
+        for name, way in ways.items()
+        if way.plans
+    }
+    worst = max(abs(a - b) / abs(b) for a, b in zip(dynamic.losses, packed.losses, strict=True))
+    if dist.get_rank() == 0:
+        tokens = sum(sum(plan.lengths) for plan in dynamic.plans) / sum(dynamic.walls)
+        measured = lengths[options.batch * options.calibrate :]
+        print(
+            f"\n## {distribution}: {options.batch} samples a step, mean {measured.mean():.0f}, longest {measured.max()}"
+            f"; dynamic: {tokens:.0f} tokens/s"
+        )
+        for name, way in ways.items():
+            if name == "dynamic":
+                continue
+            pairs = range(len(way.walls)) if name == "packed" else None
+            wall = _ratios(way.walls, dynamic.walls, pairs)
+            cpu = _ratios(way.cpus, dynamic.cpus, pairs)
+            print(f"  {name:7} / dynamic   wall {spread(wall)}   cpu {spread(cpu)}")
+        gain = sum(packed.walls) / sum(dynamic.walls)
+        gain_cpu = sum(packed.cpus) / sum(dynamic.cpus)
+        predicted = seconds["packed"] / seconds["dynamic"]
+        print(
+            f"  over all steps      wall {gain:.2f}   cpu {gain_cpu:.2f}   predicted {predicted:.2f}"
+            f" (the model is off by {fit.residual:.0%} of a rank's step)"
+        )
+        print(f"  losses of the two differ by at most {worst:.1e}", flush=True)
+    for way in ways.values():
+        way.steps.close()
+        way.run.close()
+
+
+def _ratios(theirs: list[float], ours: list[float], pairs: range | None) -> list[float]:
+    """Round by round on the same samples; against the median where ``theirs`` ran other rounds."""
+    if pairs is not None:
+        return [theirs[index] / ours[index] for index in pairs]
+    return [seconds / statistics.median(ours) for seconds in theirs]
+
+
+def _rank(rank: int, folder: str, options: argparse.Namespace) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    torch.set_num_threads(1)
+    start_logging(1, False)  # only warnings: a run's own lines would bury the results
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", options.ranks), rank=rank, world_size=options.ranks
+    )
+    for distribution in options.distributions:
+        compare(distribution, options)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="gloo ranks to start (without torchrun)")
+    parser.add_argument(
+        "--distributions", type=lambda text: text.split(","), default=["wikipedia", "documents", "uniform"]
+    )
+    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest sample")
+    parser.add_argument("--shrink", type=int, default=16, help="lengths are divided by this")
+    parser.add_argument("--batch", type=int, default=48, help="samples of a step")
+    parser.add_argument("--calibrate", type=int, default=8, help="steps before measuring")
+    parser.add_argument("--rounds", type=int, default=8, help="measured steps of each way")
+    parser.add_argument("--padded", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--padded-rounds", type=int, default=1, help="measured steps of the padded way: they are slow")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--transport", default="p2p")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        options.ranks = int(os.environ["WORLD_SIZE"])
+        start_distributed(configuration("dynamic", options))
+        for distribution in options.distributions:
+            compare(distribution, options)
+        stop_distributed()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork")
+        ranks = [context.Process(target=_rank, args=(rank, folder, options)) for rank in range(options.ranks)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

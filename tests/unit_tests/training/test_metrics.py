@@ -1,0 +1,316 @@
+"""What a run tells: phases, log line, live line, metrics.jsonl, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pty
+import re
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cp.training.metrics import Reporter, StepMetrics, log_line
+from megatron_cp.training.phases import Interval, Phases, peak_memory_bytes, read_interval
+from megatron_cp.training.sinks import keep_lines_until, read_lines
+from tests.ranks import run_ranks
+from tests.training_runs import tiny_config
+
+INTERVAL = Interval({"data": 0.001, "forward_backward": 0.2, "optimizer": 0.0125}, 1_500_000_000)
+
+
+def step(iteration: int, **changes: Any) -> StepMetrics:
+    values: dict[str, Any] = {
+        "iteration": iteration,
+        "consumed_samples": 8 * iteration,
+        "consumed_tokens": 256 * iteration,
+        "lm_loss": 5.0,
+        "grad_norm": 1.25,
+        "learning_rate": 3e-4,
+        "step_time_s": 0.25,
+        "tokens_per_s": 1024.0,
+        "tokens_per_s_per_device": 256.0,
+        "tflops_per_device": 0.5,
+        "num_microbatches": 2,
+        "skipped": False,
+    }
+    return StepMetrics(**(values | changes))
+
+
+# Phases.
+
+
+class Clock:
+    """A clock that stands still until it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def __call__(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the events here are those that stand in for CUDA's")
+@pytest.mark.parametrize("on_gpu", [False, True])  # True: the events' code, on events that keep wall time
+def test_phases_add_up_and_inner_ones_are_taken_from_outer_ones(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Clock(monkeypatch)
+    phases = Phases(on_gpu)
+    with phases("data"):
+        work(2)
+        with phases("schedule"):
+            work(4)
+        work(3)
+    work(1)
+    for _ in range(2):
+        with phases("forward_backward"):
+            work(10)
+    with phases("evaluation"), phases("forward_backward"):
+        work(7)
+    expected = {"data": 5, "schedule": 4, "other": 1, "forward_backward": 20, "evaluation": 7}
+    assert {name: value for name, value in phases.read().items() if value} == pytest.approx(expected)
+    work(6)
+    assert {name: value for name, value in phases.read().items() if value} == pytest.approx({"other": 6})
+
+
+def test_a_phase_that_fails_ends() -> None:
+    phases = Phases()
+    with pytest.raises(ValueError, match="inside"), phases("data"), phases("schedule"):
+        raise ValueError("inside")
+    assert phases.current == "other"
+
+
+def test_many_events_are_read_before_anybody_asks() -> None:
+    phases = Phases(on_gpu=True)
+    for _ in range(3000):
+        with phases("data"):
+            pass
+    assert len(phases._borders) <= 1100
+
+
+def test_phases_cost_next_to_nothing() -> None:
+    phases, begin = Phases(), time.perf_counter()
+    for _ in range(2000):
+        with phases("data"):
+            pass
+    assert (time.perf_counter() - begin) / 2000 < 200e-6  # five of them a step: below a millisecond
+
+
+def interval_of_two_ranks() -> Interval:
+    phases = Phases()
+    with phases("data"):
+        time.sleep(0.05 * (1 + torch.distributed.get_rank()))
+    if torch.distributed.get_rank() == 1:
+        held = torch.ones(30_000_000)  # 120 MB
+        assert held.sum() == 30_000_000
+    return read_interval(phases, 5, torch.distributed.group.WORLD, torch.device("cpu"))
+
+
+def test_an_interval_is_the_mean_of_the_ranks_and_the_memory_of_the_fullest() -> None:
+    before = peak_memory_bytes(torch.device("cpu"))
+    a, b = run_ranks(interval_of_two_ranks, 2)
+    assert a == b
+    assert 0.075 / 5 <= a.seconds["data"] < 2 * 0.075 / 5
+    assert "schedule" not in a.seconds
+    assert 100_000_000 < a.peak_memory_bytes < before + 400_000_000
+
+
+# The log line.
+
+# How Bridge's and Megatron's parsers read it.
+LINE = re.compile(r"iteration\s+(?P<iteration>\d+)/\s*\d+\s*\|(?P<fields>.*)$")
+FIELD = re.compile(r"^\s*([^:]+?)\s*:\s*([+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*$")
+
+
+def parse(line: str) -> dict[str, float]:
+    match = LINE.search(line)
+    assert match
+    fields = {m[1]: float(m[2]) for part in match["fields"].split("|") if (m := FIELD.match(part))}
+    return {"iteration": float(match["iteration"])} | fields
+
+
+def test_the_log_line_is_bridges() -> None:
+    fields = parse(log_line([step(7)], 100, 8, 93.0, INTERVAL))
+    expected = {
+        "iteration": 7,
+        "consumed samples": 56,
+        "elapsed time per iteration (ms)": 250,
+        "throughput per GPU (TFLOP/s/GPU)": 0.5,
+        "learning rate": 3e-4,
+        "global batch size": 8,
+        "lm loss": 5,
+        "loss scale": 1,
+        "grad norm": 1.25,
+        "number of skipped iterations": 0,
+        "number of nan iterations": 0,
+        "tokens/s": 1024,
+        "data (ms)": 1,
+        "forward-backward (ms)": 200,
+        "optimizer (ms)": 12.5,
+        "peak memory (GB)": 1.5,
+    }
+    assert fields == pytest.approx(expected)
+    assert "| time left 0:01:33 |" in log_line([step(7)], 100, 8, 93.0, INTERVAL)
+
+
+def test_the_log_line_sums_up_its_interval() -> None:
+    steps = [
+        step(1, lm_loss=6.0, step_time_s=0.1, tokens_per_s=2000.0),
+        step(2, lm_loss=4.0, step_time_s=0.3, tokens_per_s=1000.0),
+        step(3, lm_loss=99.0, skipped=True, step_time_s=0.2, tokens_per_s=1500.0),
+        step(4, lm_loss=float("nan"), grad_norm=None, step_time_s=0.2, tokens_per_s=1500.0),
+    ]
+    fields = parse(log_line(steps, 100, 8, 0.0))
+    assert fields["lm loss"] == 5.0 and fields["elapsed time per iteration (ms)"] == 200.0
+    assert fields["number of skipped iterations"] == 1 and fields["number of nan iterations"] == 1
+    assert fields["tokens/s"] == round((200 + 300 + 300 + 300) / 0.8)  # work by time, not the mean of the rates
+    assert "grad norm" not in fields
+
+
+# Sinks.
+
+
+def report(folder: Path, start: int = 0, steps: range = range(1, 4), **settings: Any) -> None:
+    config = tiny_config(**{f"logger__{name}": value for name, value in settings.items()})
+    config.train.train_iters = 10
+    reporter = Reporter(config, folder, 10, start, enabled=True)
+    for iteration in steps:
+        reporter.step(step(iteration), INTERVAL if reporter.is_due(iteration) else None)
+    reporter.evaluation(steps[-1], "validation", 4.5, 0.1)
+    reporter.saved(steps[-1], 0.2)
+    reporter.close()
+
+
+def test_lines_and_tensorboard(tmp_path: Path) -> None:
+    report(tmp_path, log_interval=2)
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 3]
+    assert "timers_s" not in lines[0] and "imbalance" not in lines[0]
+    assert lines[1]["timers_s"] == INTERVAL.seconds and lines[1]["peak_memory_bytes"] == 1_500_000_000
+    assert lines[3] == {"iteration": 3, "validation_loss": 4.5, "evaluation_time_s": 0.1}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("lm_loss")] == [1, 2, 3]
+    tags = set(board.Tags()["scalars"])
+    assert {"timers_s/forward_backward", "peak_memory_bytes", "validation_loss", "checkpoint_time_s"} <= tags
+
+
+def test_a_number_that_is_none_is_null_in_the_lines(tmp_path: Path) -> None:
+    reporter = Reporter(tiny_config(logger__tensorboard=False), tmp_path, 10, 0, enabled=True)
+    reporter.step(step(1, lm_loss=float("nan"), grad_norm=float("inf")))
+    reporter.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text and json.loads(text)["lm_loss"] is None
+
+
+def test_resuming_drops_repeated_and_half_written_lines(tmp_path: Path) -> None:
+    report(tmp_path, steps=range(1, 7), tensorboard=False)
+    path = tmp_path / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"iteration": 7, "lm_lo')
+    report(tmp_path, start=4, steps=range(5, 8), tensorboard=False)
+    assert [line["iteration"] for line in read_lines(path) if "lm_loss" in line] == [1, 2, 3, 4, 5, 6, 7]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+    keep_lines_until(tmp_path / "none.jsonl", 3)
+
+
+class FakeRun:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments, self.logged, self.finished = arguments, [], False
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_weights_and_biases_gets_the_numbers_and_one_run_over_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in, which shows what is asked of wandb and not that wandb takes it: for that the next test."""
+    runs: list[FakeRun] = []
+    stand_in = types.ModuleType("wandb")
+    stand_in.init = lambda **arguments: runs.append(FakeRun(arguments)) or runs[-1]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for start in (0, 3):
+        report(
+            tmp_path, start, range(start + 1, start + 4), wandb_project="mine", wandb_exp_name="a", tensorboard=False
+        )
+    first, second = runs
+    assert first.arguments["project"] == "mine" and first.arguments["name"] == "a"
+    assert first.arguments["config"]["model"]["num_layers"] == 4 and first.arguments["dir"] == str(tmp_path)
+    assert first.arguments["id"] == second.arguments["id"] and second.arguments["resume"] == "allow"
+    assert [number for number, _ in first.logged] == [1, 2, 3, 3, 3] and first.finished
+    assert first.logged[0][1]["lm_loss"] == 5.0 and "timers_s/data" in first.logged[0][1]
+
+
+def test_a_run_goes_on_without_weights_and_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(**arguments: Any) -> None:
+        raise ConnectionError("no route to host")
+
+    stand_in = types.ModuleType("wandb")
+    stand_in.init = refuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    report(tmp_path, wandb_project="mine", tensorboard=False)
+    assert "Weights & Biases is off, everything else goes on: no route to host" in caplog.text
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="the extra megatron-cp[wandb] is not installed")
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    report(tmp_path, wandb_project="mine", tensorboard=False)
+    written = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(written) == 1 and b"lm_loss" in written[0].read_bytes()
+
+
+# The live line.
+
+
+def on_a_terminal(folder: str) -> None:
+    """In a forked rank, whose standard error becomes a terminal of 110 columns."""
+    from megatron_cp.training import metrics
+
+    leader, follower = pty.openpty()
+    os.environ.update(COLUMNS="110", TERM="xterm-256color")
+    os.dup2(follower, 2)
+    sys.stderr = os.fdopen(2, "w")
+    config = tiny_config(logger__progress="auto", logger__tensorboard=False, logger__log_interval=1000)
+    assert metrics.wants_live_line(config)
+    reporter = Reporter(config, Path(folder), 10, 0, enabled=True)
+    for iteration in range(1, 6):
+        time.sleep(0.05)
+        reporter.step(step(iteration, lm_loss=6.0 - iteration))
+    time.sleep(0.2)
+    reporter.close()
+    sys.stderr.flush()
+    text = os.read(leader, 1 << 16).decode()
+    assert "5/10" in text and "loss 1.0000" in text and "1,024 tokens/s" in text, text
+    assert re.search(r"left 0:00:0\d", text), text
+
+
+def test_the_live_line_has_loss_tokens_and_time_left(tmp_path: Path) -> None:
+    run_ranks(on_a_terminal, 1, str(tmp_path), timeout=30)
+
+
+def test_off_a_terminal_there_is_no_live_line_but_the_time_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="megatron_cp"):
+        report(tmp_path, progress="auto", tensorboard=False)
+    lines = [line for line in caplog.messages if line.startswith("iteration")]
+    assert len(lines) == 3 and all("time left 0:00:0" in line for line in lines)
