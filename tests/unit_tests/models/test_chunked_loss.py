@@ -160,7 +160,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         CP2 | MTP2 | TIED | {"ddp__overlap_grad_reduce": True, "ddp__bucket_size": 20000},
     ),
 }
-FAST = ("one rank, tied, mtp", "tp2 sp cp2, mtp")
+FAST = ("one rank, tied, mtp", "tp2 sp, tied")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CASES])

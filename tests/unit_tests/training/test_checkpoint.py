@@ -46,11 +46,11 @@ def resume(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
     [
         pytest.param(1, {}, id="one rank"),
         pytest.param(1, {"optimizer__use_distributed_optimizer": False}, id="one rank, plain optimizer"),
-        pytest.param(4, CP4 | HCP, id="cp4 a2a+p2p"),
+        pytest.param(4, CP4 | HCP, id="cp4 a2a+p2p", marks=pytest.mark.slow),
         pytest.param(4, CP4 | HCP | {"dist__use_decentralized_pg": True}, id="cp4 a2a+p2p decentralized"),
         pytest.param(4, PP2 | VPP2 | CP2, id="pp2 vpp2 cp2"),
-        pytest.param(2, CP2 | {"model__hidden_dropout": 0.1}, id="cp2 with dropout"),
-        pytest.param(2, CP2 | BF16, id="cp2 bf16"),
+        pytest.param(2, CP2 | {"model__hidden_dropout": 0.1, "train__micro_batch_size": 2}, id="cp2 with dropout"),
+        pytest.param(2, CP2 | BF16 | {"train__micro_batch_size": 2}, id="cp2 bf16"),
         pytest.param(4, CP2 | OVERLAPPED, id="dp2 cp2 overlapped"),
     ],
 )

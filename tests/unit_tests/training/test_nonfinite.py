@@ -13,7 +13,7 @@ from megatron_cp.training.spikes import SpikeWatch
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config, train_losses, worst_difference
-from tests.unit_tests.training.layouts import CP2, PP2, TP2, VPP2
+from tests.unit_tests.training.layouts import CP2, CP4, PP2, TP2, VPP2
 
 
 def poison(run: Any, rank: int, name: str, microbatch: int, backward: bool) -> Any:
@@ -183,7 +183,7 @@ def masked_losses(overrides: dict[str, Any], last_unmasked: int) -> list[tuple[f
         return batch
 
     BatchIterator.__next__ = masked
-    return train_losses({"dataset__mock_masked_fraction": 0.0} | overrides, 4)
+    return train_losses({"dataset__mock_masked_fraction": 0.0} | overrides, 3)
 
 
 @pytest.mark.parametrize("unmasked", [8, 1, 0], ids=["one slice", "one token", "none"])
@@ -191,9 +191,9 @@ def test_ranks_without_an_unmasked_token_are_exact(unmasked: int) -> None:
     """Of 32 tokens on four ranks, rank 0 holds the first four and the last four, rank 1 the next; ranks 2 and 3 none
     of the first eight."""
     one = run_ranks(masked_losses, 1, {}, unmasked)[0]
-    four = run_ranks(masked_losses, 4, {"model__context_parallel_size": 4}, unmasked)[0]
+    four = run_ranks(masked_losses, 4, CP4, unmasked)[0]
     if not unmasked:
-        assert [loss for loss, _ in one] == [loss for loss, _ in four] == [0.0] * 4
+        assert [loss for loss, _ in one] == [loss for loss, _ in four] == [0.0] * 3
         assert all(math.isfinite(norm) for _, norm in one + four)
     else:
         worst_loss, worst_norm = worst_difference(one, four)
