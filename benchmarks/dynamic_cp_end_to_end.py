@@ -11,8 +11,10 @@ Printed are medians over rounds and, in brackets, the smallest and largest: ``wa
 the CPU time of the busiest rank. Where ranks outnumber cores, idle ranks lend their core to busy ones, and wall time
 shows less of an imbalance than it would on a machine of the right size.
 
-``predicted`` is the simulator's: both schedules under the cost model fitted to the steps before the measured ones.
-Lengths are the named distribution's, divided by ``--shrink`` and cut to ``--longest``.
+``predicted`` is the simulator's: both schedules under the cost model fitted to the steps before the measured ones, and
+what these steps spent outside of microbatches (reducing gradients, the optimizer).
+Lengths are the named distribution's, divided by ``--shrink`` and cut to ``--longest``; ``uniform`` has an eighth of the
+longest everywhere, and ``full`` the longest: there is nothing to gain there. Both have fewer samples in a step.
 """
 
 from __future__ import annotations
@@ -91,6 +93,7 @@ class Way:
     walls: list[float] = field(default_factory=list)
     cpus: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    outside: list[float] = field(default_factory=list)  # of the steps before: seconds that are not microbatches'
     plans: list[StepPlan] = field(default_factory=list)
 
     @classmethod
@@ -110,12 +113,16 @@ class Way:
         wall = time.perf_counter() - wall
         self.run.progress.iteration += 1
         self.steps.observe()
-        busiest = torch.tensor(cpu, device=self.run.device)
-        dist.all_reduce(busiest, dist.ReduceOp.MAX)
+        clock = self.run.work_clock
+        slowest = torch.tensor([cpu, clock.seconds if clock else 0.0], dtype=torch.float64, device=self.run.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        busiest, microbatches = slowest.tolist()
         self.losses.append(result.loss)
-        if measured:
+        if not measured:
+            self.outside.append(wall - microbatches)
+        else:
             self.walls.append(wall)
-            self.cpus.append(busiest.item())
+            self.cpus.append(busiest)
             if step.plan is not None:
                 self.plans.append(step.plan)
 
@@ -136,9 +143,13 @@ def calibrated(*ways: Way) -> Fit:
 
 def compare(distribution: str, options: argparse.Namespace) -> None:
     """Train on one distribution all three ways and print what came out."""
+    equal = {"uniform": options.longest // 8, "full": options.longest}.get(distribution)
+    if equal:
+        batch = max(options.ranks, 64 * options.batch // equal)
+        options = argparse.Namespace(**vars(options) | {"batch": batch, "padded": False})
     count = options.batch * (options.calibrate + options.rounds)
-    if distribution == "uniform":
-        lengths = np.full(count, options.longest // 8)
+    if equal:
+        lengths = np.full(count, equal)
     else:
         drawn = sample_lengths(distribution, count, options.longest * options.shrink, seed=options.seed)
         lengths = np.maximum(2, drawn // options.shrink)
@@ -151,7 +162,7 @@ def compare(distribution: str, options: argparse.Namespace) -> None:
             fit = calibrated(ways["dynamic"], ways["packed"])
     dynamic, packed = ways["dynamic"], ways["packed"]
     seconds = {
-        name: sum(simulate(p.schedule, p.lengths, fit.cost).seconds for p in way.plans)
+        name: sum(simulate(p.schedule, p.lengths, fit.cost).seconds + statistics.median(way.outside) for p in way.plans)
         for name, way in ways.items()
         if way.plans
     }
@@ -207,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="gloo ranks to start (without torchrun)")
     parser.add_argument(
-        "--distributions", type=lambda text: text.split(","), default=["wikipedia", "documents", "uniform"]
+        "--distributions", type=lambda text: text.split(","), default=["wikipedia", "documents", "uniform", "full"]
     )
     parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest sample")
     parser.add_argument("--shrink", type=int, default=16, help="lengths are divided by this")
