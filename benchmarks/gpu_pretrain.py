@@ -1,0 +1,163 @@
+"""Tokens/s and model-FLOPs utilization of training on one device, beside the matrix products that it can do.
+
+    python benchmarks/gpu_pretrain.py                                         # a GPU: 1B, 4K to 128K tokens
+    python benchmarks/gpu_pretrain.py --models 1b,8b --sizes 8192,32768 --recompute none,full
+    python benchmarks/gpu_pretrain.py --models tiny --sizes 256 --matmul 512  # what a CPU can do, to try the script
+
+Utilization is that of the rate measured in the same run for large bf16 matrix products, not of a data sheet's:
+operations are counted as in ``megatron_cp/training/flops.py`` (causal attention, no recomputation). ``8b`` has the
+8B model's widths and four of its layers. Each case is a step of the recipe, with its optimizer; printed are the median
+over steps and, in brackets, the slowest and fastest. A case that does not fit in memory says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import product
+
+import torch
+
+from megatron_cp.data.datasets import build_datasets
+from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.errors import ConfigError
+from megatron_cp.models.transformer_config import padded_vocab_size
+from megatron_cp.parallel.device import device, start_distributed, stop_distributed
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import check
+from megatron_cp.training.batches import open_steps
+from megatron_cp.training.flops import training_flops
+from megatron_cp.training.metrics import start_logging
+from megatron_cp.training.setup import setup
+from megatron_cp.training.step import train_step
+
+MODELS = {
+    "1b": ("llama32_1b_pretrain_config", []),
+    "8b": ("llama3_8b_pretrain_config", ["model.num_layers=4"]),
+    "tiny": ("llama_tiny_pretrain_config", ["parallel=none"]),
+}
+RECOMPUTE = {
+    "none": [],
+    "selective": ["model.recompute_granularity=selective"],
+    "full": ["model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"],
+}
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def matmul_rate(size: int, repeats: int = 20) -> float:
+    """FLOP/s of products of square matrices, the median; bf16 on a GPU, float32 as the recipes use it on a CPU."""
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    a, b = (torch.randn(size, size, device=device()).to(dtype) for _ in range(2))
+    seconds = []
+    for _ in range(repeats + 3):
+        wait()
+        began = time.perf_counter()
+        torch.matmul(a, b)
+        wait()
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / statistics.median(seconds[3:])
+
+
+def steps_of(model: str, size: int, attention: str, recompute: str, options: argparse.Namespace) -> Iterator[float]:
+    """Yields the operations of a step, then the seconds of each step.
+
+    Raises:
+        ConfigError: this machine cannot run the case.
+    """
+    recipe, overrides = MODELS[model]
+    settings = [
+        *overrides,
+        f"dataset.seq_length={size}",
+        f"train.global_batch_size={max(1, options.tokens // size)}",
+        "train.micro_batch_size=1",
+        f"train.train_iters={options.steps + options.warm_up}",
+        "scheduler.lr_warmup_iters=1",
+        "dataset.kind=mock",
+        "validation.eval_iters=0",
+        f"model.attention_backend={attention}",
+        f"model.cross_entropy_chunk_size={options.chunk}",
+        *RECOMPUTE[recompute],
+    ]
+    config = load_recipe(recipe, settings)
+    violations = [v for v in check(config, 1) if v.severity == "error"]
+    if violations:
+        raise ConfigError(violations)
+    start_distributed(config)
+    tokenizer = build_tokenizer(config.tokenizer)
+    count = config.train.train_iters * config.train.global_batch_size
+    dataset = build_datasets(config, tokenizer, count).train
+    assert dataset is not None
+    run = setup(config, tokenizer.vocab_size)
+    try:
+        rows = padded_vocab_size(config, tokenizer.vocab_size)
+        yield training_flops(config.model, rows, [size] * config.train.global_batch_size)
+        with closing(open_steps(run, dataset, 0, training=True)) as steps:
+            for index in range(config.train.train_iters):
+                wait()
+                began = time.perf_counter()
+                step = next(steps)
+                train_step(run, iter(step.microbatches), len(step.microbatches))
+                wait()
+                if index >= options.warm_up:
+                    yield time.perf_counter() - began
+    finally:
+        run.close()
+
+
+def measure(model: str, size: int, attention: str, recompute: str, peak: float, options: argparse.Namespace) -> str:
+    """One case as a row of the table."""
+    name = f"| {model} | {size} | {attention} | {recompute} |"
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        flops, *seconds = steps_of(model, size, attention, recompute, options)
+    except torch.OutOfMemoryError:
+        return f"{name} does not fit in memory | | |"
+    except ConfigError as error:
+        return f"{name} {error.violations[0].message} | | |"
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    median, tokens = statistics.median(seconds), max(1, options.tokens // size) * size
+    used = [f"{100 * flops / each / peak:.1f}" for each in (median, max(seconds), min(seconds))]
+    memory = f"{torch.cuda.max_memory_allocated() / 1e9:.1f}" if torch.cuda.is_available() else ""
+    return f"{name} {tokens / median:.0f} | {used[0]} [{used[1]} {used[2]}] | {memory} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = {"type": lambda text: text.split(",")}
+    parser.add_argument("--models", **names, default=["1b"], help=", ".join(MODELS))
+    parser.add_argument("--sizes", **names, default=["4096", "8192", "16384", "32768", "65536", "131072"])
+    parser.add_argument("--attention", **names, default=["te", "native"], help="te, native")
+    parser.add_argument("--recompute", **names, default=["none", "full"], help=", ".join(RECOMPUTE))
+    parser.add_argument("--tokens", type=int, default=131072, help="tokens of a step")
+    parser.add_argument("--chunk", type=int, default=8192, help="model.cross_entropy_chunk_size")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each case")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
+    parser.add_argument("--matmul", type=int, default=8192, help="rows and columns of the matrices")
+    options = parser.parse_args()
+    start_logging(1, False)  # only warnings
+    peak = matmul_rate(options.matmul)
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{where}, torch {torch.__version__}: {peak / 1e12:.3g} TFLOP/s in matrix products of {options.matmul}\n")
+    print("| model | tokens | attention | recompute | tokens/s | utilization, % | memory, GB |")
+    print("|---|---|---|---|---|---|---|")
+    for model, size, attention, recompute in product(
+        options.models, options.sizes, options.attention, options.recompute
+    ):
+        print(measure(model, int(size), attention, recompute, peak, options), flush=True)
+    stop_distributed()
+
+
+if __name__ == "__main__":
+    main()
