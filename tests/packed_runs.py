@@ -72,15 +72,34 @@ def packed_losses(lengths: str, overrides: dict[str, Any]) -> tuple[Losses, list
     return losses, sizes, counts
 
 
-def one_by_one(lengths: str, overrides: dict[str, Any]) -> Losses:
-    """The same samples on one rank, each in a microbatch of its own."""
+Packs = list[list[list[int]]]
+
+
+def packs_of(lengths: str, overrides: dict[str, Any]) -> Packs:
+    """The samples (numbers within the step) of each pack of each step, as these ranks would train them."""
+    config = packed_config(lengths, overrides | {"model__dynamic_context_parallel_calibration_iters": 0})
+    run, found = setup(config, build_tokenizer(config.tokenizer).vocab_size), []
+    with closing(open_steps(run, train_dataset(config), 0, training=True)) as steps:
+        for _ in range(STEPS):
+            plan = next(steps).plan
+            assert plan is not None
+            found.append([list(group.sample_ids) for groups in plan.schedule.microbatches for group in groups])
+            run.progress.iteration += 1
+            steps.observe()
+    run.close()
+    return found
+
+
+def one_by_one(lengths: str, overrides: dict[str, Any], packs: Packs | None = None) -> Losses:
+    """The same samples on one rank, each in a microbatch of its own, or in the given packs."""
     config = packed_config(lengths, BALANCED | overrides)
     run = setup(config, build_tokenizer(config.tokenizer).vocab_size)
     source, losses = train_dataset(config), []
-    for first in range(0, STEPS * BATCH, BATCH):
+    for step, first in enumerate(range(0, STEPS * BATCH, BATCH)):
         samples = [source[index % len(source)] for index in range(first, first + BATCH)]
-        microbatches = [pack([sample], run.groups.cp) for sample in samples]
-        result = train_step(run, iter(microbatches), BATCH)
+        together = packs[step] if packs else [[i] for i in range(BATCH)]
+        microbatches = [pack([samples[i] for i in ids], run.groups.cp) for ids in together]
+        result = train_step(run, iter(microbatches), len(microbatches))
         losses.append((result.loss, result.grad_norm or 0.0))
     run.close()
     return losses

@@ -13,12 +13,19 @@ from torch import Tensor
 class PackRouter(TopKRouter):
     """megatron-core's router, whose load-balancing loss weighs a pack by the real tokens of all its ranks.
 
-    ``cp_group`` and ``tp_cp_group`` are the microbatch's while ``active_group`` says so. Upstream weighs each rank's
-    share of the loss by this rank's own tokens, which is the same only where all ranks hold equally many; and a dummy
-    microbatch, which has none (``idle``), would make it 0 / 0.
+    ``cp_group`` and ``tp_cp_group`` are the microbatch's while ``active_group`` says so. Upstream means to weigh each
+    rank's share of the loss by this rank's own tokens, which is right only where all ranks hold equally many; what it
+    counts where there is padding is all ranks' tokens (moe_utils.py:271: the sum that it reduces in place and reads
+    afterwards), so that the loss weighs as many times too much as there are ranks. And a dummy microbatch, which has
+    no token (``idle``), would make it 0 / 0.
     """
 
     idle = False
+    _real_tokens: Tensor | None = None  # of this rank, in the microbatch at hand; None without padding
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
+        self._real_tokens = None if padding_mask is None else (~padding_mask).sum()
+        return super().routing(logits, padding_mask=padding_mask)
 
     def attach_and_log_load_balancing_loss(
         self,
@@ -32,8 +39,8 @@ class PackRouter(TopKRouter):
     ) -> Tensor:
         if self.idle:
             return activation
-        if isinstance(valid_token_count, Tensor):
-            valid_token_count = valid_token_count.detach().to(torch.float32)
+        if self._real_tokens is not None:
+            valid_token_count = self._real_tokens.to(torch.float32)
             dist.all_reduce(valid_token_count, group=reduce_group)
             valid_token_count = valid_token_count / reduce_group.size()
         return super().attach_and_log_load_balancing_loss(

@@ -95,6 +95,7 @@ def test_two_iterations(sources: list[Path], tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_as_a_user_runs_it() -> None:
     """The whole of it from the clone: the loss falls by more than half, in less than three minutes on two cores."""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
