@@ -61,6 +61,8 @@ ERROR = {
     "E11": "attention_dropout=0.1 is not supported",
     "G1": "Cannot average in collective when calculating per-token loss!",
     "H8": "min_cp_size=8: must be between 1 and the number of ranks",
+    "H17": "split_with_sizes expects split_sizes to sum exactly",
+    "H19": "must match the size of tensor",
     "H14": "tokens does not fit: 4 ranks of max_seqlen_per_rank=8 hold 32 tokens",
     "I9": "AssertionError",
     "I14": "recompute_num_layers must be 1 for MTP recompute",
@@ -99,13 +101,17 @@ IGNORED = {
     "K51": "only the loop saves, and takes 0 for never",
 }
 NOT_TRIED = {
-    "H17": "",
     "H18": "every balancing loss depends on which samples share a microbatch: no comparison can tell right from wrong",
-    "H19": "",
 }
 # Examples that need more ranks or other data than a test has, as another run: world size and overrides.
 ONE_CP_RANK = [
     "model.context_parallel_size=1", "model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null",
+]  # fmt: skip
+DYNAMIC_LATENT = [
+    "model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=16", "dataset.mock_lengths=lognormal",
+    "model.dynamic_context_parallel_calibration_iters=0", "train.global_batch_size=12",
+    "model.multi_latent_attention=true", "model.num_query_groups=8", "model.num_attention_heads=8",
+    "model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null",
 ]  # fmt: skip
 SMALLER: dict[str, tuple[int, list[str]]] = {
     "A4": (4, [
@@ -117,6 +123,11 @@ SMALLER: dict[str, tuple[int, list[str]]] = {
     "H14": (4, [
         "model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=8", "dataset.mock_lengths=bimodal",
     ]),
+    "H17": (4, [
+        *DYNAMIC_LATENT, "model.context_parallel_size=4", "model.recompute_granularity=selective",
+        "model.recompute_modules=[mla_up_proj]",
+    ]),
+    "H19": (4, [*DYNAMIC_LATENT, "model.context_parallel_size=1"]),
     "K25": (4, ["dataset.kind=mock_documents"]),
 }  # fmt: skip
 BASE = [
@@ -186,7 +197,7 @@ def test_without_the_rule(rule_id: str, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("rule_id", SMALLER)
 def test_a_smaller_run_breaks_the_same_rule(rule_id: str) -> None:
     world_size, overrides = SMALLER[rule_id]
-    config = load_recipe("llama_tiny_pretrain_config", overrides)
+    config = loaded(overrides)
     assert [v.rule for v in check(config, world_size, environment="cpu") if v.severity == "error"] == [rule_id]
 
 
