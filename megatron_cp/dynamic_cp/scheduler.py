@@ -251,11 +251,14 @@ def _lay_out(problem: Problem, plan: Plan, pipeline_size: int) -> list[list[Grou
         for shelf in _pipeline_order(stacked) if pipeline_size > 1 else stacked:
             if len(microbatches) == done[start]:
                 microbatches.append([])
-            taken = {job.start + x for job in shelf if job.level for x in range(problem.leaves[job.level])}
-            gaps = (x for x in itertools.count() if x not in taken)
-            for job in shelf:
-                leaf = first + (job.start if job.level else next(gaps))
-                put(leaf_starts[leaf], leaf_stops[leaf + problem.leaves[job.level] - 1], job.items)
+            if plan.block_level == 0:  # a shelf is one job on the block: most of a dense schedule
+                put(start, stop, shelf[0].items)
+            else:
+                taken = {job.start + x for job in shelf if job.level for x in range(problem.leaves[job.level])}
+                gaps = (x for x in itertools.count() if x not in taken)
+                for job in shelf:
+                    leaf = first + (job.start if job.level else next(gaps))
+                    put(leaf_starts[leaf], leaf_stops[leaf + problem.leaves[job.level] - 1], job.items)
             done[start:stop] = [done[start] + 1] * (stop - start)
     for groups in microbatches:
         groups.sort()
