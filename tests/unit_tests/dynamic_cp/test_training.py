@@ -98,7 +98,7 @@ CASES: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "8 ranks" else n for n in CASES])
 def test_packed_training_equals_one_rank(name: str) -> None:
     world_size, overrides, per_rank, options = CASES[name]
     results = run_ranks(functools.partial(train, **options), world_size, overrides, per_rank)

@@ -45,7 +45,7 @@ def resume(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
     ("world_size", "overrides"),
     [
         pytest.param(1, {}, id="one rank"),
-        pytest.param(1, {"optimizer__use_distributed_optimizer": False}, id="one rank, plain optimizer"),
+        pytest.param(1, {"optimizer__use_distributed_optimizer": False}, id="plain optimizer", marks=pytest.mark.slow),
         pytest.param(4, CP4 | HCP, id="cp4 a2a+p2p", marks=pytest.mark.slow),
         pytest.param(4, CP4 | HCP | {"dist__use_decentralized_pg": True}, id="cp4 a2a+p2p decentralized"),
         pytest.param(4, PP2 | VPP2 | CP2, id="pp2 vpp2 cp2"),
