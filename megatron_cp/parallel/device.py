@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import RuntimeFault
@@ -47,7 +48,9 @@ def start_distributed(config: RunConfig) -> None:
             )
     try:
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+            store = dist.PrefixStore(_attempt(), store)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     except (ValueError, RuntimeError) as error:
@@ -55,6 +58,13 @@ def start_distributed(config: RunConfig) -> None:
             f"torch.distributed could not start with dist.distributed_backend={backend!r}: {error}. "
             "Start the run with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)."
         ) from error
+
+
+def _attempt() -> str:
+    """A name for this start of the ranks: torchrun (torch 2.11) keeps one store for all its restarts, in which ranks
+    that start again would find the addresses of the dead. Only within a node: across nodes the counts may differ."""
+    one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if one_node else 0}"
 
 
 def check_gpus(backend: str, ranks: int, gpus: int) -> None:
