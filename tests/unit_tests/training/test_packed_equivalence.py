@@ -19,10 +19,12 @@ from tests.packed_runs import (
 )
 from tests.ranks import run_ranks
 from tests.training_runs import worst_difference
+from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts import CP2, CP4, PP2, SP, TP2, VPP2
 from tests.unit_tests.training.test_model_variants import CLASSIC, FULL, MLA, MOE
 
 TOLERANCE = 1e-5
+MTP = {"model__mtp_num_layers": 2, "model__mtp_loss_scaling_factor": 0.5}
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
 TWO_LEVELS = {"model__cp_comm_type": "a2a+p2p", "model__hierarchical_context_parallel_sizes": [2, 1]}
 slow = pytest.mark.slow
@@ -73,6 +75,10 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "learned positions": (4, CLASSIC, DYNAMIC | per_rank(32)),
     "latent attention": (4, MLA, DYNAMIC | CP2 | per_rank(32)),
     "latent attention, full recomputation": (4, MLA, DYNAMIC | CP2 | FULL | per_rank(32)),
+    "hybrid": (4, HYBRID, DYNAMIC | per_rank(32)),
+    "hybrid, pp2": (4, HYBRID, DYNAMIC | PP2 | per_rank(64)),
+    "two tokens further": (4, MTP, DYNAMIC | CP2 | per_rank(32)),
+    "two tokens further, tp2 sp": (4, MTP, DYNAMIC | TP2 | SP | per_rank(64)),
     "experts": (4, MOE, DYNAMIC | per_rank(32)),
     "experts, ep2": (4, MOE, DYNAMIC | per_rank(32) | {"model__expert_model_parallel_size": 2}),
     # Whole experts: over gloo the tokens of split ones cannot be gathered, of which each rank has another number.
