@@ -16,20 +16,23 @@ from __future__ import annotations
 
 import argparse
 import functools
-import multiprocessing
 import os
 import statistics
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gloo_ranks import run_on_ranks
 from megatron_cp.attention import comm, context_parallel_attention, kernels
 from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import Problem
@@ -374,12 +377,6 @@ def run(options: argparse.Namespace) -> None:
         bench_where(bench, [usual, Shape(usual.tokens, dtype=torch.bfloat16)])
 
 
-def _rank(rank: int, size: int, store: str, options: argparse.Namespace) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    run(options)
-    dist.destroy_process_group()
-
-
 def main() -> None:
     def numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
@@ -401,18 +398,7 @@ def main() -> None:
         run(options)
         dist.destroy_process_group()
         return
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("fork")
-        ranks = [
-            context.Process(target=_rank, args=(rank, options.ranks, os.path.join(folder, "store"), options))
-            for rank in range(options.ranks)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            raise SystemExit(1)
+    run_on_ranks(options.ranks, run, options)
 
 
 if __name__ == "__main__":

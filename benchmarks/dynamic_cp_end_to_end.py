@@ -20,18 +20,21 @@ longest everywhere, and ``full`` the longest: there is nothing to gain there. Bo
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
-import tempfile
+import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gloo_ranks import run_on_ranks
 from megatron_cp.config import RunConfig
 from megatron_cp.data.varlen import MockVarlenDataset
 from megatron_cp.dynamic_cp.calibration import Calibrator, Fit
@@ -64,9 +67,8 @@ def configuration(way: str, options: argparse.Namespace) -> RunConfig:
         model.max_seqlen_per_dp_cp_rank = options.longest // options.ranks
         model.dynamic_context_parallel = way == "dynamic"
         model.sequence_packing_scheduler = "default_dynamic_cp" if way == "dynamic" else "dp_balanced"
-        model.dynamic_context_parallel_calibration_iters = (
-            options.calibrate + 1
-        )  # what was measured until then is read below
+        # One more than are run before measuring: what was seen until then is read below.
+        model.dynamic_context_parallel_calibration_iters = options.calibrate + 1
     return config.finalize()
 
 
@@ -201,17 +203,18 @@ def _ratios(theirs: list[float], ours: list[float], pairs: range | None) -> list
     return [seconds / statistics.median(ours) for seconds in theirs]
 
 
-def _rank(rank: int, folder: str, options: argparse.Namespace) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+def compare_all(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     start_logging(1, False)  # only warnings: a run's own lines would bury the results
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/store", options.ranks), rank=rank, world_size=options.ranks
-    )
     for distribution in options.distributions:
         compare(distribution, options)
-    dist.destroy_process_group()
+
+
+def compare_on_this_machine(options: argparse.Namespace) -> None:
+    """On a rank that no launcher started, and told who it is."""
+    rank, size = str(dist.get_rank()), str(options.ranks)
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    compare_all(options)
 
 
 def main() -> None:
@@ -235,19 +238,10 @@ def main() -> None:
     if "RANK" in os.environ:
         options.ranks = int(os.environ["WORLD_SIZE"])
         start_distributed(configuration("dynamic", options))
-        for distribution in options.distributions:
-            compare(distribution, options)
+        compare_all(options)
         stop_distributed()
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("fork")
-        ranks = [context.Process(target=_rank, args=(rank, folder, options)) for rank in range(options.ranks)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            raise SystemExit(1)
+    else:
+        run_on_ranks(options.ranks, compare_on_this_machine, options)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def _optimizer_state_of_several_buckets_is_saved_whole() -> None:
 
 
 def offsets_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
-    """``buffer.param_index_map`` (start, end, bucket), had no bucket padding at its end."""
+    """``buffer.param_index_map`` (start, end, bucket), as it would be if no bucket ended with padding."""
     padding, so_far = [], 0
     for bucket in buffer.buckets:
         padding.append(so_far)

@@ -139,9 +139,7 @@ def split_parts(split: str, samples: Sequence[int]) -> list[tuple[float, float] 
         parse_and_normalize_split,
     )
 
-    numbers = [float(n) for n in re.findall(r"[.0-9]+", split)]
-    if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0:
-        raise DataError(f"dataset.split={split}: give the shares of train, valid and test, such as 98,1,1.")
+    _shares(split)
     parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     for name, part, count in zip(SPLITS, parts, samples, strict=True):
         if count and part is None:
@@ -150,9 +148,18 @@ def split_parts(split: str, samples: Sequence[int]) -> list[tuple[float, float] 
 
 
 def has_test_part(split: str) -> bool:
-    """Whether ``dataset.split`` keeps a share for the test set."""
-    shares = re.findall(r"[.0-9]+", split)
-    return len(shares) == 3 and float(shares[2]) > 0
+    """Whether ``dataset.split`` keeps a share for the test set. Raises as :func:`split_parts` does."""
+    return sum(_shares(split)[2:]) > 0
+
+
+def _shares(split: str) -> list[float]:
+    try:
+        numbers = [float(n) for n in re.findall(r"[.0-9]+", split)]
+    except ValueError:  # two dots
+        numbers = []
+    if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0:
+        raise DataError(f"dataset.split={split}: give the shares of train, valid and test, such as 98,1,1.")
+    return numbers
 
 
 def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDataset:

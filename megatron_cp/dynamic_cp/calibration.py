@@ -103,7 +103,7 @@ class Calibrator:
                 exposed * intra,
                 exposed * inter,
                 prior.ring_step * parallel * ((c - 1) if ring else 1.0),
-                prior.per_sample * samples * np.where(parallel & ring, c + 2, 1),
+                prior.per_sample * samples * prior.calls(c),
             ],
             axis=1,
         )

@@ -39,7 +39,7 @@ class CostModel:
     """Seconds of one packed microbatch, forward and backward, through the whole model on ``c`` ranks.
 
     ``seconds = per_microbatch + sum_i [quadratic * s_i^2 / c * (1 + small_tile * c / s_i) + linear * s_i / c]
-    + (c > 1) * (max(0, kv * T * (c - 1) / c - overlap * attention) + (c - 1) * ring_step) + per_sample * n * tiles(c)``
+    + (c > 1) * (max(0, kv * T * (c - 1) / c - overlap * attention) + (c - 1) * ring_step) + per_sample * n * calls(c)``
 
     where the s_i are the lengths of the packed samples in tokens, T their sum, ``attention`` the quadratic term, and
     kv is ``kv_intra`` for ``c <= ranks_per_node`` and ``kv_inter`` beyond.
@@ -53,7 +53,7 @@ class CostModel:
     transport: "p2p" is a ring; with "a2a" queries, keys, values and outputs are exchanged by heads, so a rank moves
     only its share (kv / c per token), in one step, with nothing to hide behind.
     per_sample: seconds per packed sample and kernel call, where a kernel is called for each sample of a pack: on CPUs.
-    The n samples need ``tiles(c)`` calls each: one on one rank, and on a ring of c ranks two on the diagonal, one
+    The n samples need ``calls(c)`` of them each: one on one rank, and on a ring of c ranks two on the diagonal, one
     between them and one for each other rank. The scheduler sees it in the price of a sample, not in that of a pack.
     """
 
@@ -107,19 +107,20 @@ class CostModel:
     def seconds(self, lengths: Sequence[int] | np.ndarray, cp_size: int) -> float:
         """Seconds of one microbatch that packs samples of ``lengths`` (tokens) on ``cp_size`` ranks."""
         s = np.asarray(lengths, dtype=np.float64)
-        calls = self.per_sample * len(s) * self.tiles(cp_size)
+        calls = self.per_sample * len(s) * float(self.calls(cp_size))
         return self.for_size(cp_size).seconds(float(s @ s), float(s.sum())) + calls
 
-    def tiles(self, cp_size: int) -> int:
-        """Kernel calls of one rank for one sample."""
-        return cp_size + 2 if cp_size > 1 and self.transport == "p2p" else 1
+    def calls(self, cp_size: ArrayLike) -> np.ndarray:
+        """Kernel calls of one rank for one sample, of the same shape as ``cp_size``."""
+        c = np.asarray(cp_size)
+        return np.where((c > 1) & (self.transport == "p2p"), c + 2, 1)
 
     def sample_seconds(self, lengths: ArrayLike, cp_size: int) -> np.ndarray:
         """Seconds of each sample alone in a microbatch on ``cp_size`` ranks; same shape as ``lengths``."""
         s = np.asarray(lengths, dtype=np.float64)
         k = self.for_size(cp_size)
         exposed = np.maximum(0.0, (k.comm - k.hide_token - k.hide_square * s) * s)
-        return k.fixed + (k.square * s + k.token) * s + exposed + self.per_sample * self.tiles(cp_size)
+        return k.fixed + (k.square * s + k.token) * s + exposed + self.per_sample * self.calls(cp_size)
 
     def ideal_seconds(self, lengths: ArrayLike) -> float:
         """Rank-seconds of pure work: attention on one rank and the linear part, no overhead, no communication."""

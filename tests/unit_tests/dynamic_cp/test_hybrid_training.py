@@ -7,12 +7,12 @@ import pytest
 
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import worst_difference
-from tests.unit_tests.dynamic_cp.test_training import CASES, RECOMPUTE, Losses, train
+from tests.unit_tests.dynamic_cp.test_training import CASES, RECOMPUTE, Case, Losses, check_case, train
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts import PP2, TP2
 
 QUICK = ["3 ranks", "4 ranks, decentralized", "tp2 sp", "pp2 vpp2"]
-HYBRID_CASES: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
+HYBRID_CASES: dict[str, Case] = {
     **CASES,
     "full recomputation, pp2 tp2": (8, PP2 | TP2 | RECOMPUTE, 64, {}),
 }
@@ -27,14 +27,7 @@ def one_rank() -> Losses:
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in HYBRID_CASES]
 )
 def test_packed_training_equals_one_rank(name: str) -> None:
-    world_size, overrides, per_rank, options = HYBRID_CASES[name]
-    results = run_ranks(functools.partial(train, **options), world_size, HYBRID | overrides, per_rank)
-    assert all(losses == results[0][0] for losses, _ in results), "ranks report different losses"
-    worst_loss, worst_norm = worst_difference(results[0][0], one_rank())
-    assert worst_loss < 1e-5 and worst_norm < 1e-5, (worst_loss, worst_norm)
-    if options.get("dynamic", True):
-        sizes = {size for step in results[0][1] for size in step}
-        assert len(sizes) > 1, "a schedule with one CP size only would prove little"
+    check_case(HYBRID_CASES[name], HYBRID, one_rank())
 
 
 def without_resets() -> Losses:

@@ -80,7 +80,8 @@ RECOMPUTE = {
     "model__recompute_method": "uniform",
     "model__recompute_num_layers": 1,
 }
-CASES: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
+Case = tuple[int, dict[str, Any], int, dict[str, Any]]  # ranks, layout, tokens per rank, options of ``train``
+CASES: dict[str, Case] = {
     "2 ranks": (2, {}, 64, {}),
     "3 ranks": (3, {}, 48, {}),
     "4 ranks": (4, {}, 32, {}),
@@ -98,16 +99,21 @@ CASES: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "8 ranks" else n for n in CASES])
-def test_packed_training_equals_one_rank(name: str) -> None:
-    world_size, overrides, per_rank, options = CASES[name]
-    results = run_ranks(functools.partial(train, **options), world_size, overrides, per_rank)
+def check_case(case: Case, model: dict[str, Any], reference: Losses) -> None:
+    """Train ``model`` as the case lays it out: like one rank, and in groups of several sizes if they may differ."""
+    world_size, overrides, per_rank, options = case
+    results = run_ranks(functools.partial(train, **options), world_size, model | overrides, per_rank)
     assert all(losses == results[0][0] for losses, _ in results), "ranks report different losses"
-    worst_loss, worst_norm = worst_difference(results[0][0], one_rank())
+    worst_loss, worst_norm = worst_difference(results[0][0], reference)
     assert worst_loss < 1e-5 and worst_norm < 1e-5, (worst_loss, worst_norm)
     if options.get("dynamic", True):
         sizes = {size for step in results[0][1] for size in step}
         assert len(sizes) > 1, "a schedule with one CP size only would prove little"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "8 ranks" else n for n in CASES])
+def test_packed_training_equals_one_rank(name: str) -> None:
+    check_case(CASES[name], {}, one_rank())
 
 
 def without_the_switch() -> None:
