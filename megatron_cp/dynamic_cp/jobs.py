@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from heapq import nlargest
+from itertools import chain
 
 import numpy as np
 
@@ -22,18 +23,28 @@ class Job:
 
     __slots__ = ("items", "length", "level", "seconds", "squares", "start", "tokens")
 
-    def __init__(self, problem: Problem, level: int, items: list[int]) -> None:
-        lengths = problem.length_list
+    def __init__(self, problem: Problem, level: int, items: list[int], length: int, squares: int, tokens: int) -> None:
         self.level = level
         self.items = items
-        self.length = sum([lengths[x] for x in items])
-        self.squares = sum([lengths[x] * lengths[x] for x in items])
-        self.tokens = 0  # padded, per rank; kept where samples may be added
+        self.length = length
+        self.squares = squares
+        self.tokens = tokens  # padded, per rank
         self.start = -1  # first narrowest block within the shelf, where that is settled
-        self.seconds = problem.costs[level].seconds(self.squares, self.length)
+        self.seconds = problem.costs[level].seconds(squares, length)
 
 
 Shelf = list[Job]
+
+
+def jobs_of(problem: Problem, level: int, contents: list[list[int]]) -> list[Job]:
+    """A job of ``level`` for each of ``contents``, the positions of its samples; none may be empty."""
+    items = list(chain.from_iterable(contents))
+    ends = np.cumsum([0, *map(len, contents)])
+    s = problem.lengths[items]
+    sums = np.zeros((3, len(items) + 1), dtype=np.int64)
+    np.cumsum([s, s * s, problem.tokens[level, items]], axis=1, out=sums[:, 1:])
+    length, squares, tokens = np.diff(sums[:, ends]).tolist()
+    return [Job(problem, level, *each) for each in zip(contents, length, squares, tokens, strict=True)]
 
 
 def wide_jobs(problem: Problem, level: np.ndarray, limit: float, fill: bool) -> list[Job]:
@@ -53,11 +64,7 @@ def wide_jobs(problem: Problem, level: np.ndarray, limit: float, fill: bool) -> 
         longest = max(limit - problem.costs[i].fixed, float(own.max()))
         share = np.maximum(own / longest, problem.tokens[i, members] / problem.max_tokens)
         by_share = np.argsort(-share, kind="stable")
-        tokens = dict(zip(members.tolist(), problem.tokens[i, members].tolist(), strict=True))
-        for items in best_fit(members[by_share].tolist(), share[by_share].tolist(), 1.0):
-            job = Job(problem, i, items)
-            job.tokens = sum([tokens[x] for x in items])
-            jobs.append(job)
+        jobs += jobs_of(problem, i, best_fit(members[by_share].tolist(), share[by_share].tolist(), 1.0))
     jobs.sort(key=lambda job: (-job.seconds, job.items[0]))
     return jobs
 
@@ -71,8 +78,7 @@ def fill_up(problem: Problem, jobs: list[Job], members: np.ndarray, level: int) 
     waiting = sorted(jobs, key=lambda job: (job.tokens - problem.max_tokens) * problem.sizes[job.level], reverse=True)
     open_jobs = [waiting.pop() for _ in range(min(_JOBS_TO_FILL, len(waiting)))]
     least = int(problem.lengths[members[-1]])
-    size, fixed = problem.sizes[level], problem.costs[level].fixed
-    own = (problem.seconds[level, members] - fixed * (1 - problem.tokens[level, members] / problem.max_tokens)) * size
+    own = problem.shared_seconds(level, members) * problem.sizes[level]
     left = []
     for x, alone in zip(members.tolist(), own.tolist(), strict=True):
         s = problem.length_list[x]
@@ -141,7 +147,9 @@ def top_up(problem: Problem, shelves: list[Shelf], short: np.ndarray) -> np.ndar
         return k
 
     positions, lengths = short.tolist(), problem.lengths[short].tolist()
+    shorter = [-length for length in lengths]
     prices: dict[int, list[float]] = {}
+    taken = []
     for shelf in shelves:
         height = shelf[0].seconds
         for job in shelf:
@@ -150,28 +158,29 @@ def top_up(problem: Problem, shelves: list[Shelf], short: np.ndarray) -> np.ndar
                 continue
             cost, unit = problem.costs[job.level], 2 * problem.sequence_parallel_size * problem.sizes[job.level]
             if job.level not in prices:
-                prices[job.level] = (cost.fixed - problem.seconds[job.level, short]).tolist()
-            price = prices[job.level]
-            k = bisect_left(price, -slack)
+                long_enough = short[: bisect_right(shorter, -8 * unit)]
+                prices[job.level] = (cost.fixed - problem.seconds[job.level, long_enough]).tolist()
+            price, k = prices[job.level], 0
             while slack >= 0.01 * height:
-                k = available(k)
-                if k == count or lengths[k] < 8 * unit:
+                free = (problem.max_tokens - job.tokens) * problem.sizes[job.level] // unit * unit
+                k = available(max(k, bisect_left(price, -slack), bisect_left(shorter, -free)))
+                if k >= len(price):
                     break
                 s = lengths[k]
-                tokens = job.tokens + -(-s // unit) * unit // problem.sizes[job.level]
                 seconds = cost.seconds(job.squares + s * s, job.length + s)
-                if tokens > problem.max_tokens or seconds > height:
-                    slack *= 0.7  # tokens bind, or communication that the job no longer hides: try a shorter one
-                    k = max(k + 1, bisect_left(price, -slack))
+                if seconds > height:  # communication that the job no longer hides: try a shorter one
+                    slack *= 0.7
+                    k += 1
                     continue
                 job.items.append(positions[k])
                 job.squares += s * s
                 job.length += s
-                job.tokens, job.seconds = tokens, seconds
+                job.tokens += -(-s // unit) * unit // problem.sizes[job.level]
+                job.seconds = seconds
                 following[k] = k + 1
+                taken.append(k)
                 slack = height - seconds
-                k = max(k, bisect_left(price, -slack))
-    return short[[k for k in range(count) if following[k] == k]]
+    return np.delete(short, taken)
 
 
 def spread_out(problem: Problem, left: list[int], leaves: int) -> list[list[list[int]]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_cp.dynamic_cp.binning import best_fit, least_loaded, most_room, water_level
-from megatron_cp.dynamic_cp.jobs import Job, Shelf, spread_out, squeeze_in, stack, top_up, wide_jobs
+from megatron_cp.dynamic_cp.jobs import Job, Shelf, jobs_of, spread_out, squeeze_in, stack, top_up, wide_jobs
 from megatron_cp.dynamic_cp.problem import Problem
 
 
@@ -117,16 +117,17 @@ def _place_wide(problem: Problem, plan: Plan, jobs: list[Job]) -> tuple[list[flo
 def _fill_ranks(problem: Problem, plan: Plan, short: np.ndarray, loads: list[float]) -> None:
     """Step 3 where nobody keeps step: level the sums, then pack each rank's samples into as few jobs as they need."""
     capacity, tokens = problem.max_tokens, problem.tokens[0].tolist()
-    # Packed samples share what a microbatch costs whatever it holds.
-    share = np.minimum(1.0, problem.tokens[0, short] / capacity)
-    weights = problem.seconds[0, short] - problem.costs[0].fixed * (1.0 - share)
+    weights = problem.shared_seconds(0, short)
     contents: list[list[int]] = [[] for _ in loads]
     for x, j in zip(short.tolist(), least_loaded(weights.tolist(), loads), strict=True):
         contents[j].append(x)
-    for j, items in enumerate(contents):
-        needs = [tokens[x] for x in items]
-        bins = [items] if sum(needs) <= capacity else best_fit(items, needs, capacity)
-        plan.shelves[j] += [[Job(problem, 0, packed)] for packed in bins if packed]
+    busy = [j for j, items in enumerate(contents) if items]
+    for j, job in zip(busy, jobs_of(problem, 0, [contents[j] for j in busy]), strict=True):
+        if job.tokens <= capacity:
+            plan.shelves[j].append([job])
+        else:
+            bins = best_fit(job.items, [tokens[x] for x in job.items], capacity)
+            plan.shelves[j] += [[one] for one in jobs_of(problem, 0, bins)]
 
 
 def _fill_shelves(
@@ -184,16 +185,16 @@ def _fill_shelves(
         (contents[k] if k >= 0 else left).append(x)
     if left:  # the jobs' tokens did not suffice: into wide jobs, or more microbatches for the least loaded block
         extra = spread_out(problem, left, leaves)
-        alone = sum([max([Job(problem, 0, items).seconds for items in bins]) for bins in extra])
+        alone = sum([max([job.seconds for job in jobs_of(problem, 0, bins)]) for bins in extra])
         if not squeeze_in(problem, plan.shelves, left, alone):
             stacked = plan.shelves[loads.index(min(loads))]
             for bins in extra:
                 stacked.append([])
                 owners += [stacked[-1]] * len(bins)
                 contents += bins
-    for shelf, items in zip(owners, contents, strict=True):
-        if items:
-            shelf.append(Job(problem, 0, items))
+    busy = [k for k, items in enumerate(contents) if items]
+    for k, job in zip(busy, jobs_of(problem, 0, [contents[k] for k in busy]), strict=True):
+        owners[k].append(job)
     # New shelves of a block have the same target; sorted, each holds jobs of the most similar durations.
     for j, stacked in enumerate(plan.shelves):
         mixed = [shelf for shelf in stacked if any(job.level for job in shelf)]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron_cp.dynamic_cp.cost import CostModel, GroupCost
 from megatron_cp.dynamic_cp.groups import BuddyTree, buddy_tree
@@ -38,13 +39,28 @@ class Problem:
     tokens: np.ndarray
     length_list: list[int]
 
+    def shared_seconds(self, level: int, which: np.ndarray | slice) -> np.ndarray:
+        """Seconds of samples at ``level`` if they and others filled the microbatch: its fixed seconds go by tokens."""
+        empty = 1.0 - np.minimum(1.0, self.tokens[level, which] / self.max_tokens)
+        return self.seconds[level, which] - self.costs[level].fixed * empty
+
+    def over(self, limits: ArrayLike) -> np.ndarray:
+        """How many samples take more than each of ``limits`` seconds: the longest ones. [levels, limits]"""
+        return np.stack([np.searchsorted(-row, -np.asarray(limits)) for row in self.seconds])
+
     def levels_under(self, limit: float, doubling: bool = False) -> np.ndarray:
         """For each sample the narrowest level that takes at most ``limit`` seconds, or else the fastest one. [n]
 
         doubling: only levels of the tree, whose sizes double.
         """
-        choices = self.choices(doubling)
-        return choices[narrowest(self.seconds[choices] if doubling else self.seconds, limit)]
+        choices, over = self.choices(doubling), self.over([limit])[:, 0].tolist()
+        level = np.empty(len(self.lengths), dtype=np.int64)
+        left = len(level)  # the samples that no narrower level takes
+        for i in choices.tolist():
+            level[over[i] : left] = i
+            left = min(left, over[i])
+        level[:left] = choices[self.seconds[choices, :left].argmin(axis=0)]
+        return level
 
     def choices(self, doubling: bool) -> np.ndarray:
         """The levels, or only those of the tree."""
@@ -62,15 +78,6 @@ class Problem:
     def mean_load(self) -> float:
         """Seconds a rank would work if the bare work were spread evenly."""
         return self.cost.ideal_seconds(self.lengths) / self.tree.num_ranks
-
-
-def narrowest(seconds: np.ndarray, limit: float) -> np.ndarray:
-    """For each column [levels, n] the first row of at most ``limit``, or else the row of the least seconds. [n]"""
-    within = seconds <= limit
-    level = within.argmax(axis=0)
-    slow = ~within[level, np.arange(len(level))]
-    level[slow] = seconds[:, slow].argmin(axis=0)
-    return level
 
 
 def check_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from megatron_cp.dynamic_cp.greedy import greedy_per_microbatch
 from megatron_cp.dynamic_cp.groups import BuddyTree, buddy_tree
 from megatron_cp.dynamic_cp.jobs import Shelf
 from megatron_cp.dynamic_cp.plan import Plan, build
-from megatron_cp.dynamic_cp.problem import Problem, make_problem, narrowest
+from megatron_cp.dynamic_cp.problem import Problem, make_problem
 from megatron_cp.dynamic_cp.simulate import simulate
 from megatron_cp.dynamic_cp.types import Group, Schedule
 
@@ -181,31 +181,45 @@ def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: f
     The estimate is the area (seconds times ranks of every sample, spread evenly), or the longest sample if that is
     more, plus the pipeline's bubble; where ranks keep step, neighbours of the longest sample waste some of its time.
     """
-    sizes = np.array(problem.sizes, dtype=np.float64)[:, None]
-    fixed = np.array([cost.fixed for cost in problem.costs])[:, None]
-    share = np.minimum(1.0, problem.tokens / problem.max_tokens)
-    area = (problem.seconds - fixed * (1.0 - share)) * (sizes / problem.tree.num_ranks)
-    mean = problem.mean_load
-    lowest = max(0.03 * mean, 6 * problem.cost.per_microbatch)
-    # Samples under every limit stay at level 0: their sum is always the same.
-    movable = slice(0, int(np.count_nonzero(problem.seconds[0] > lowest)))
-    still = float(area[0, movable.stop :].sum())
-    column = np.arange(movable.stop)
+    limits = _ladder(problem)
+    over = problem.over(limits)
+    # Limits part the movable samples, by length, into levels; all others are short enough for level 0.
+    movable = max(1, int(over[0, -1]))
+    seconds = problem.seconds[:, :movable]
+    area = np.stack([size * problem.shared_seconds(i, slice(movable)) for i, size in enumerate(problem.sizes)])
+    area[np.isinf(area)] = 0.0
+    # summed[i, x]: the area at level i of the samples before x.
+    summed = np.concatenate([np.zeros((len(area), 1)), np.cumsum(area, axis=1)], axis=1)
+    still = problem.sizes[0] * float(problem.shared_seconds(0, slice(movable, None)).sum())
     ranked: list[list[tuple[float, float, bool]]] = []
     for doubling in (False, True) if -1 in problem.tree_levels else (False,):
-        ranked.append([])
         choices = problem.choices(doubling)
-        seconds, weights = problem.seconds[choices, movable], area[choices, movable]
-        limit = max(4.0 * mean, lowest)
-        while limit >= lowest:
-            level = narrowest(seconds, limit)
-            longest = float(seconds[level, column].max(initial=0.0))
-            spread = still + float(weights[level, column].sum())
-            ahead = max(spread, longest) + (pipeline_size - 1 + weight_of_longest) * longest
-            ranked[-1].append((ahead, -limit, doubling))
-            limit *= 0.85
-        ranked[-1].sort()
+        left = np.full(len(limits), movable)
+        spread, longest = np.full(len(limits), still), np.zeros(len(limits))
+        for i in choices.tolist():
+            start = np.minimum(over[i], left)
+            spread += summed[i, left] - summed[i, start]
+            at_start = seconds[i, np.minimum(start, movable - 1)]
+            np.maximum(longest, at_start, out=longest, where=start < left)
+            left = start
+        # What no level does within the limit goes to the fastest one.
+        most = int(left.max())
+        fastest = choices[problem.seconds[choices, :most].argmin(axis=0)]
+        spread += np.concatenate([[0.0], np.cumsum(area[fastest, np.arange(most)])])[left]
+        np.maximum(longest, problem.seconds[choices, 0].min(), out=longest, where=left > 0)
+        spread /= problem.tree.num_ranks
+        ahead = np.maximum(spread, longest) + (pipeline_size - 1 + weight_of_longest) * longest
+        ranked.append(sorted([(each, -limit, doubling) for each, limit in zip(ahead.tolist(), limits, strict=True)]))
     return [(-negative, doubling) for ones in zip(*ranked, strict=True) for _, negative, doubling in ones]
+
+
+def _ladder(problem: Problem) -> list[float]:
+    """Limits on a microbatch's seconds that are worth a thought, the highest first."""
+    lowest = max(0.03 * problem.mean_load, 6 * problem.cost.per_microbatch)
+    limits = [max(4.0 * problem.mean_load, lowest)]
+    while limits[-1] * 0.85 >= lowest:
+        limits.append(limits[-1] * 0.85)
+    return limits
 
 
 def _job_that_wastes_most(problem: Problem, plan: Plan, level: np.ndarray, tried: set[int]) -> list[int] | None:
@@ -226,40 +240,38 @@ def _job_that_wastes_most(problem: Problem, plan: Plan, level: np.ndarray, tried
 def _lay_out(problem: Problem, plan: Plan, pipeline_size: int) -> list[list[Group]]:
     """Give every job its ranks and its microbatch: wide jobs first, each block's shelves after those around it."""
     tree, ids = problem.tree, problem.order.tolist()
-    done = [0] * tree.num_ranks
+    done = [0] * tree.num_ranks  # microbatches of each rank so far
     microbatches: list[list[Group]] = []
     ranks_of: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def put(start: int, stop: int, items: list[int]) -> None:
+    def put(start: int, stop: int, items: list[int], k: int) -> None:
+        if k == len(microbatches):
+            microbatches.append([])
         ranks = ranks_of.get((start, stop))
         if ranks is None:
             ranks = ranks_of[start, stop] = tuple(range(start, stop))
-        microbatches[done[start]].append(Group(ranks, tuple([ids[x] for x in items])))
+        microbatches[k].append(Group(ranks, tuple([ids[x] for x in items])))
 
     for (i, j), jobs in plan.wide.items():
         start, stop = tree.levels[i][j]
-        for job in jobs:
-            if len(microbatches) == done[start]:
-                microbatches.append([])
-            put(start, stop, job.items)
-            done[start:stop] = [done[start] + 1] * (stop - start)
+        before = done[start]
+        for k, job in enumerate(jobs, before):
+            put(start, stop, job.items, k)
+        done[start:stop] = [before + len(jobs)] * (stop - start)
     leaf_starts = [start for start, _ in tree.levels[0]]
     leaf_stops = [stop for _, stop in tree.levels[0]]
     for j, stacked in enumerate(plan.shelves):
         start, stop = tree.levels[plan.block_level][j]
         first = j << plan.block_level
-        for shelf in _pipeline_order(stacked) if pipeline_size > 1 else stacked:
-            if len(microbatches) == done[start]:
-                microbatches.append([])
+        for k, shelf in enumerate(_pipeline_order(stacked) if pipeline_size > 1 else stacked, done[start]):
             if plan.block_level == 0:  # a shelf is one job on the block: most of a dense schedule
-                put(start, stop, shelf[0].items)
-            else:
-                taken = {job.start + x for job in shelf if job.level for x in range(problem.leaves[job.level])}
-                gaps = (x for x in itertools.count() if x not in taken)
-                for job in shelf:
-                    leaf = first + (job.start if job.level else next(gaps))
-                    put(leaf_starts[leaf], leaf_stops[leaf + problem.leaves[job.level] - 1], job.items)
-            done[start:stop] = [done[start] + 1] * (stop - start)
+                put(start, stop, shelf[0].items, k)
+                continue
+            taken = {job.start + x for job in shelf if job.level for x in range(problem.leaves[job.level])}
+            gaps = (x for x in itertools.count() if x not in taken)
+            for job in shelf:
+                leaf = first + (job.start if job.level else next(gaps))
+                put(leaf_starts[leaf], leaf_stops[leaf + problem.leaves[job.level] - 1], job.items, k)
     for groups in microbatches:
         groups.sort()
     return microbatches

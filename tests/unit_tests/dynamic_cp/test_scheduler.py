@@ -10,7 +10,7 @@ from megatron_cp.dynamic_cp import PRESETS, Group, Schedule, legal_groups, padde
 from megatron_cp.dynamic_cp.distributions import sample_lengths
 from megatron_cp.dynamic_cp.gaps import Gaps
 from megatron_cp.dynamic_cp.greedy import greedy_per_microbatch
-from megatron_cp.dynamic_cp.jobs import Job, spread_out, squeeze_in
+from megatron_cp.dynamic_cp.jobs import jobs_of, spread_out, squeeze_in
 from megatron_cp.dynamic_cp.problem import make_problem
 from megatron_cp.dynamic_cp.report import padding_fraction
 from megatron_cp.dynamic_cp.simulate import simulate
@@ -264,9 +264,7 @@ def test_what_is_left_over_is_squeezed_into_wide_jobs_where_that_is_cheaper():
     three = problem.sizes.index(3)
 
     def shelf():
-        job = Job(problem, three, [0])
-        job.tokens = int(problem.tokens[three, 0])
-        return [job, Job(problem, 0, [1, 2])]
+        return [*jobs_of(problem, three, [[0]]), *jobs_of(problem, 0, [[1, 2]])]
 
     before, after = shelf(), shelf()
     own = COST.seconds([1000], 1)
@@ -274,7 +272,7 @@ def test_what_is_left_over_is_squeezed_into_wide_jobs_where_that_is_cheaper():
     assert squeeze_in(problem, [[after]], [3, 4, 5], 3 * own)
     wide = after[0]
     assert wide.items == [0, 3, 4, 5] and wide.tokens <= 10_000
-    again = Job(problem, three, wide.items)
+    [again] = jobs_of(problem, three, [wide.items])
     assert (wide.length, wide.squares) == (again.length, again.squares) and wide.seconds == pytest.approx(again.seconds)
     assert before[0].seconds < wide.seconds < before[0].seconds + 3 * own
     untouched = shelf()
@@ -283,8 +281,7 @@ def test_what_is_left_over_is_squeezed_into_wide_jobs_where_that_is_cheaper():
 
     # Only two more thousands fit three ranks beside 27,000 tokens: nothing changes.
     full = make_problem([27_000] + [1000] * 5, 4, 10_000, 1, COST, 1, block_level=2)
-    job = Job(full, three, [0])
-    job.tokens = int(full.tokens[three, 0])
+    [job] = jobs_of(full, three, [[0]])
     assert not squeeze_in(full, [[[job]]], [1, 2, 3, 4], 4 * own) and job.items == [0]
 
 
