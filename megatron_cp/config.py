@@ -222,6 +222,8 @@ class DistributedConfig:
     use_tp_pp_dp_mapping: bool = False
     attention_probe: bool = True
     dynamic_groups_at_start: bool = False  # of packed microbatches; otherwise each before its first use
+    # Ranks that share a sample of the validation and test sets; None: as in training. Its samples are run as packs.
+    eval_context_parallel_size: int | None = None
 
 
 @dataclass

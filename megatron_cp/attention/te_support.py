@@ -64,11 +64,15 @@ def gaps(config: RunConfig, version: str) -> Iterator[Gap]:
     model = config.model
     if parse_version(version) < parse_version(MINIMUM):
         yield Gap("C16", "model.attention_backend", f"at least version {MINIMUM} is needed ({version} here)")
-    if model.context_parallel_size <= 1 and not model.dynamic_context_parallel:
+    of_evaluation = config.dist.eval_context_parallel_size or 1
+    if max(model.context_parallel_size, of_evaluation) <= 1 and not model.dynamic_context_parallel:
         return
+    packing = "model.sequence_packing_scheduler", model.sequence_packing_scheduler is not None
+    if of_evaluation > 1 and not packing[1]:
+        packing = "dist.eval_context_parallel_size", True
     wanted = {
         "context parallelism": ("model.cp_comm_type", True),
-        "packed sequences (thd)": ("model.sequence_packing_scheduler", model.sequence_packing_scheduler is not None),
+        "packed sequences (thd)": packing,
         "sliding window": ("model.window_size", model.window_size is not None),
         "softmax offset": ("model.softmax_type", model.softmax_type != "vanilla"),
         "head dims that differ (MLA)": ("model.multi_latent_attention", model.multi_latent_attention),

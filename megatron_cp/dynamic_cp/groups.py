@@ -91,11 +91,16 @@ def fixed_groups(num_ranks: int, cp_size: int) -> tuple[Positions, ...]:
 
 
 def configured_blocks(config: RunConfig, layout: RankLayout) -> tuple[Positions, ...]:
-    """The groups that the packed microbatches of a run may use, by their positions in a domain."""
-    model, ranks = config.model, layout.dp * layout.cp
+    """The groups that the packed microbatches of a run may use, by their positions in a domain; none without packs."""
+    model, ranks, of_evaluation = config.model, layout.dp * layout.cp, config.dist.eval_context_parallel_size
+    blocks: tuple[Positions, ...] = ()
     if model.dynamic_context_parallel:
-        return legal_groups(ranks, model.min_dynamic_context_parallel_size)
-    return fixed_groups(ranks, layout.cp)
+        blocks = legal_groups(ranks, model.min_dynamic_context_parallel_size)
+    elif model.sequence_packing_scheduler is not None:
+        blocks = fixed_groups(ranks, layout.cp)
+    if of_evaluation is not None:
+        blocks += tuple(block for block in fixed_groups(ranks, of_evaluation) if block not in blocks)
+    return blocks
 
 
 def all_to_all_size(block: Positions, heads: int, ranks_per_node: int) -> int:

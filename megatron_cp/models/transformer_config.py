@@ -50,7 +50,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     dtype = params_dtype(config)
     on_gpu = torch.cuda.is_available()
     parallel = model.context_parallel_size > 1
-    grouped = parallel or model.dynamic_context_parallel  # microbatches may be sliced where the model is not
+    # Microbatches may be sliced where the model is not.
+    grouped = parallel or model.dynamic_context_parallel or config.dist.eval_context_parallel_size is not None
     values |= {
         "activation_func": _ACTIVATIONS[model.activation_func],
         "window_size": tuple(model.window_size) if model.window_size else None,
@@ -65,7 +66,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         "bias_activation_fusion": on_gpu and model.activation_func in ("silu", "gelu"),
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
-        "variable_seq_lengths": model.sequence_packing_scheduler is not None,
+        "variable_seq_lengths": model.sequence_packing_scheduler is not None
+        or config.dist.eval_context_parallel_size is not None,
         # Batched point-to-point calls confuse the interleaved schedule's messages: silently wrong losses.
         "batch_p2p_comm": model.virtual_pipeline_model_parallel_size is None,
         "attention_softmax_in_fp32": True,

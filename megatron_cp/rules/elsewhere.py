@@ -221,8 +221,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
         "right", "Decentralized groups ignore the timeout.", "Ours pass dist.distributed_timeout_minutes on."
     ),
     "H5": Elsewhere("not offered", "ModelOpt with decentralized groups.", "There is no ModelOpt."),
-    "H6": Elsewhere("not offered", "Evaluation under another cp.", "Evaluation uses the training's groups."),
-    "H7": Elsewhere("not offered", "Evaluation under another cp with a2a+p2p.", "As H6."),
+    "H7": Elsewhere(
+        "right", "Evaluation under another cp with a2a+p2p.", "Its groups have their two levels, as dynamic ones do."
+    ),
     "H9": Elsewhere(
         "covered",
         "Dynamic CP excludes pipelines, MLA and averaged losses.",

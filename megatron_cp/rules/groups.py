@@ -4,9 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.rules.rule import Context, Finding, broken, rule
+from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, rule
 
 _DYNAMIC = ("model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=64")
+
+
+@rule(
+    "H6",
+    "Evaluation's context parallel size divides the dp * cp ranks.",
+    "Upstream's setting changes batch sizes alone: without a script of one's own the model goes on in training's "
+    "groups. Ours runs the samples of evaluation as packs on groups of that size.",
+    broken("dist.eval_context_parallel_size=3", "validation.eval_iters=1"),
+    needs="world",
+)
+def groups_of_evaluation(c: Context) -> Iterator[Finding]:
+    size, ranks = c.config.dist.eval_context_parallel_size, c.dp * c.cp
+    if size is not None and c.divisible and (size < 1 or ranks % size):
+        yield Finding(
+            "dist.eval_context_parallel_size",
+            f"{size} does not divide the dp * cp = {c.dp} * {c.cp} = {ranks} ranks",
+            f"one of {listed(divisors(ranks))}, or null for training's groups",
+        )
+
+
+@rule(
+    "H21",
+    "Evaluation in groups of its own counts positions from the start of each sample.",
+    "Its samples are run as packs, which have no positions that start again within a sample.",
+    broken(
+        "dist.eval_context_parallel_size=1", "dataset.reset_position_ids=true",
+        "model.position_embedding_type=learned_absolute",
+    ),
+)  # fmt: skip
+def positions_of_evaluation(c: Context) -> Iterator[Finding]:
+    if c.config.dist.eval_context_parallel_size is not None and c.config.dataset.reset_position_ids:
+        yield Finding(
+            "dataset.reset_position_ids",
+            "has no effect on evaluation in groups of its own, and would have one on training",
+            "dataset.reset_position_ids=false, or dist.eval_context_parallel_size=null",
+        )
 
 
 @rule(
@@ -35,7 +71,7 @@ def dynamic_sizes(c: Context) -> Iterator[Finding]:
     needs="config environment",
 )
 def dynamic_transport(c: Context) -> Iterator[Finding]:
-    if c.backend == "te" and c.packed and "a2a+p2p" in c.comm_types:
+    if c.backend == "te" and c.packs and "a2a+p2p" in c.comm_types:
         yield Finding(
             "model.cp_comm_type",
             "a2a+p2p requires cp_group = [a2a_cp_group, p2p_cp_group], and a microbatch's group is one",
@@ -97,7 +133,7 @@ def scheduler_fits(c: Context) -> Iterator[Finding]:
 def interleaving_needs_tags(c: Context) -> Iterator[Finding]:
     stages = c.config.model.virtual_pipeline_model_parallel_size
     gloo = c.config.dist.distributed_backend in ("gloo", "staged") or c.environment.device == "cpu"
-    if c.packed and stages is not None and c.pp > 1 and not gloo:
+    if c.packs and stages is not None and c.pp > 1 and not gloo:
         yield Finding(
             "model.virtual_pipeline_model_parallel_size",
             "packed microbatches differ in length, and the interleaved schedule cannot exchange those over NCCL",
@@ -152,7 +188,7 @@ def balance_of_packs(c: Context) -> Iterator[Finding]:
 
 @rule(
     "H19",
-    "Dynamic groups for multi-latent attention start from context_parallel_size of 2.",
+    "Groups of other sizes for multi-latent attention start from context_parallel_size of 2.",
     "With a configured size of 1 megatron-core cuts its rotary embeddings to the tokens of one rank, which are fewer "
     "than the positions of a sample that several ranks share.",
     broken(
@@ -162,10 +198,10 @@ def balance_of_packs(c: Context) -> Iterator[Finding]:
 )  # fmt: skip
 def latent_positions(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    if model.dynamic_context_parallel and model.multi_latent_attention and c.cp == 1:
+    if (model.dynamic_context_parallel or c.eval_cp > 1) and model.multi_latent_attention and c.cp == 1:
         yield Finding(
             "model.context_parallel_size",
-            "with multi-latent attention, dynamic groups need all rotary positions, which are kept from 2 on",
+            "with multi-latent attention, groups of other sizes need all rotary positions, which are kept from 2 on",
             "model.context_parallel_size=2",
         )
 

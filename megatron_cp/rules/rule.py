@@ -111,6 +111,8 @@ class Context:
             if size > 1:
                 yield "a2a", size
             return
+        if "a2a" in self.comm_types and self.backend == "te" and self.eval_cp > 1:
+            yield "a2a", self.eval_cp
         if self.cp > 1 and "a2a" in self.comm_types:
             yield "a2a", self.cp
         if self.cp > 1 and "a2a+p2p" in self.comm_types and self.levels is not None:
@@ -127,7 +129,18 @@ class Context:
 
     @cached_property
     def packed(self) -> bool:
+        """Whether training runs packs."""
         return self.config.model.sequence_packing_scheduler is not None
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether anything runs packs, evaluation in groups of its own among them."""
+        return self.packed or self.config.dist.eval_context_parallel_size is not None
+
+    @cached_property
+    def eval_cp(self) -> int:
+        """Context parallel size of evaluation; 1 where it is training's."""
+        return self.config.dist.eval_context_parallel_size or 1
 
     @cached_property
     def node_size(self) -> int | None:

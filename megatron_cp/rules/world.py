@@ -162,6 +162,8 @@ def batch_divides(c: Context) -> Iterator[Finding]:
 )
 def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
     validation = c.config.validation
+    if c.packs:
+        return  # a pack takes any number of samples
     if validation.eval_iters and (validation.eval_global_batch_size or validation.eval_micro_batch_size):
         yield from _batch_finding(c, "validation.eval_global_batch_size", *_evaluation_batch(c))
 
@@ -320,7 +322,7 @@ def interleaved_microbatches(c: Context) -> Iterator[Finding]:
     if model.virtual_pipeline_model_parallel_size is None or c.pp == 1 or c.packed or not c.divisible:
         return
     yield from _interleaving(c, "train.global_batch_size", train.global_batch_size, train.micro_batch_size)
-    if c.config.validation.eval_iters:
+    if c.config.validation.eval_iters and not c.packs:
         yield from _interleaving(c, "validation.eval_global_batch_size", *_evaluation_batch(c))
 
 

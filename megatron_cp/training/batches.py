@@ -158,8 +158,11 @@ def batch_iterator(run: Run, dataset: Any, consumed_samples: int, training: bool
 
 def open_steps(run: Run, dataset: Any, consumed_samples: int, training: bool) -> Steps:
     """The steps of a configuration over a dataset, starting after ``consumed_samples``."""
-    if run.config.model.sequence_packing_scheduler is None:
+    packed = run.config.model.sequence_packing_scheduler is not None
+    in_other_groups = not training and run.config.dist.eval_context_parallel_size is not None
+    if not packed and not in_other_groups:
         return StaticSteps(run, dataset, consumed_samples, training)
-    from megatron_cp.training.packed import PackedSteps
+    from megatron_cp.training.packed import OneLength, PackedSteps
 
-    return PackedSteps(run, dataset, consumed_samples, training)
+    source = dataset if packed else OneLength(dataset, run.config.dataset.seq_length)
+    return PackedSteps(run, source, consumed_samples, training)

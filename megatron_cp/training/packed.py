@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.iterator import DynamicBatches, SampleSource, StepPlan
+from megatron_cp.dynamic_cp.packing import Sample
 from megatron_cp.errors import DataError
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training.batch_checks import PackChecks
@@ -14,6 +17,44 @@ from megatron_cp.training.batches import Step
 from megatron_cp.training.calibrate import CostTracker
 from megatron_cp.training.scheduling import keeps_step, make_schedule, model_cost
 from megatron_cp.training.setup import Run
+
+
+class OneLength:
+    """A data set of samples of one length as a source of samples to pack."""
+
+    def __init__(self, dataset: Any, length: int) -> None:
+        self._dataset, self._length = dataset, length
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def length(self, index: int) -> int:
+        """Tokens of a sample."""
+        return self._length
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._dataset[index]
+
+
+def of_evaluation(config: RunConfig) -> RunConfig:
+    """The configuration that evaluation is scheduled by: training's, but for a context parallel size of its own."""
+    size, training = config.dist.eval_context_parallel_size, config.model
+    if size is None:
+        return config
+    model = replace(
+        training,
+        context_parallel_size=size,
+        hierarchical_context_parallel_sizes=None,
+        dynamic_context_parallel=False,
+        sequence_packing_scheduler="dp_balanced",
+        max_seqlen_per_dp_cp_rank=None,
+    )
+    found = replace(config, model=model).finalize()
+    assert model.max_seqlen_per_dp_cp_rank is not None
+    samples = config.validation.eval_micro_batch_size or config.train.micro_batch_size
+    least = training.max_seqlen_per_dp_cp_rank or samples * model.max_seqlen_per_dp_cp_rank
+    model.max_seqlen_per_dp_cp_rank = max(least, model.max_seqlen_per_dp_cp_rank)
+    return found
 
 
 class PackedSteps:
@@ -24,7 +65,7 @@ class PackedSteps:
     """
 
     def __init__(self, run: Run, source: SampleSource, consumed_samples: int, training: bool) -> None:
-        config, model = run.config, run.config.model
+        config, model = run.config if training else of_evaluation(run.config), run.config.model
         assert run.dynamic_groups is not None
         size = config.train.global_batch_size
         if not training:

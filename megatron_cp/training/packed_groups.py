@@ -20,15 +20,16 @@ logger = logging.getLogger(__name__)
 def build_dynamic_groups(config: RunConfig, groups: ProcessGroupCollection) -> DynamicGroups | None:
     """The groups of packed microbatches, ``None`` for a run without packing; collective. Logs them once."""
     model = config.model
-    if model.sequence_packing_scheduler is None:
-        return None
     layout = layout_of(config, groups.intra_dist_opt.size())
+    blocks = configured_blocks(config, layout)
+    if not blocks:
+        return None
     domain = layout.dp * layout.cp
     kinds = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
     tp = model.tensor_model_parallel_size
     found = DynamicGroups(
         layout,
-        blocks=configured_blocks(config, layout),
+        blocks=blocks,
         at_start=config.dist.dynamic_groups_at_start,
         timeout_minutes=config.dist.distributed_timeout_minutes,
         a2a_size=partial(

@@ -114,6 +114,7 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
         scheduler.lr_decay_iters, scheduler.lr_warmup_iters, scheduler.lr_warmup_fraction = steps, 0, None
         scheduler.lr_wsd_decay_iters = None if scheduler.lr_wsd_decay_iters is None else 1
         config.validation.eval_iters = 0
+        config.dist.eval_context_parallel_size = None
         # A failed probe must not end the run before it has shown what comes of it; the comparison probes by itself.
         config.dist.attention_probe = False
         config.finalize()

@@ -113,7 +113,7 @@ def test_a_covered_constraint_names_the_rule_that_covers_it(id):
 
 
 # Silent faults of what is not offered: the setting that would ask for it, which no configuration may hold (K1).
-NO_SUCH_SETTING = {"H5": "restore_modelopt_state", "H6": "eval_context_parallel_size"}
+NO_SUCH_SETTING = {"H5": "restore_modelopt_state"}
 
 
 @pytest.mark.parametrize("id", sorted(SILENT_UPSTREAM, key=order))

@@ -3,10 +3,13 @@
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from megatron_cp.attention.core_attention import ContextParallelAttention
 
 METRICS = {
     "iteration",
@@ -114,6 +117,72 @@ def test_evaluation_is_the_same_under_another_layout(cli: Any, tmp_path: Path) -
         (tmp_path / "run").rename(tmp_path / str(number))
     assert len(losses[0]) >= 2
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+def record_groups(folder: str) -> None:
+    """Have attention write down the size of the group of each of its calls, and whether the model was training."""
+    original = ContextParallelAttention.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        size = self._context_of(kwargs.get("packed_seq_params")).size
+        with open(f"{folder}/groups{os.environ['RANK']}", "a") as file:
+            file.write(f"{'training' if self.training else 'evaluation'} {size}\n")
+        return original(self, *args, **kwargs)
+
+    ContextParallelAttention.forward = forward  # type: ignore[method-assign]
+
+
+HCP = ["model.cp_comm_type=a2a+p2p", "model.hierarchical_context_parallel_sizes=[2,2]", "model.context_parallel_size=4"]
+PACKS = ["model.sequence_packing_scheduler=dp_balanced", "dataset.kind=mock_documents"]
+DYNAMIC = ["model.dynamic_context_parallel=true", "dataset.kind=mock_documents", "model.max_seqlen_per_dp_cp_rank=16"]
+HYBRID = ["model.architecture=hybrid", "model.hybrid_layer_pattern=M*-", "model.num_layers=3"]
+HYBRID += ["model.mamba_head_dim=16", "model.mamba_num_groups=2", "model.mamba_state_dim=8"]
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        pytest.param(["model.context_parallel_size=2"], (2, 1), id="cp2 to 1", marks=slow),
+        pytest.param(HCP, (4, 2), id="a2a+p2p to 2"),
+        pytest.param(
+            ["model.context_parallel_size=2", *HCP[:1], "model.hierarchical_context_parallel_sizes=[2,1]"],
+            (2, 4),
+            id="2 to two levels",
+            marks=slow,
+        ),
+        pytest.param(
+            ["model.context_parallel_size=1", "model.pipeline_model_parallel_size=2"], (1, 2), id="pp2, 1 to 2"
+        ),
+        pytest.param(
+            ["model.context_parallel_size=2", "dist.use_decentralized_pg=true"], (2, 4), id="decentralized", marks=slow
+        ),
+        pytest.param(["model.context_parallel_size=2", *HYBRID], (2, 4), id="hybrid", marks=slow),
+        pytest.param(["model.context_parallel_size=2", *PACKS], (2, 4), id="packs", marks=slow),
+        pytest.param(["model.context_parallel_size=4", *DYNAMIC], (None, 2), id="dynamic"),
+    ],
+)
+def test_evaluation_in_groups_of_its_own(
+    cli: Any, tmp_path: Path, layout: list[str], sizes: tuple[int | None, int]
+) -> None:
+    """The same losses as in training's groups, and attention really ran in the others."""
+    settings = [*layout, "train.train_iters=2", "train.global_batch_size=4", "validation.eval_interval=1"]
+    settings += ["validation.eval_iters=2", "validation.eval_global_batch_size=8", "validation.eval_micro_batch_size=1"]
+    settings += [] if "model.num_layers=3" in layout else ["model.num_layers=2"]
+    settings += [] if "dataset.kind=mock_documents" in layout else ["dataset.mock_masked_fraction=0.4"]
+    losses = []
+    for more in ([], [f"dist.eval_context_parallel_size={sizes[1]}"]):
+        code, text = cli(*settings, *more, ranks=4, before=partial(record_groups, str(tmp_path)))
+        assert code == 0, text
+        lines = metrics(tmp_path)
+        losses.append([line[key] for line in lines for key in ("lm_loss", "validation_loss") if key in line])
+        seen = [(tmp_path / f"groups{rank}").read_text().split("\n")[:-1] for rank in range(4)]
+        for path in (tmp_path / "run", *(tmp_path / f"groups{rank}" for rank in range(4))):
+            path.rename(f"{path}.{len(losses)}")
+    assert len(losses[0]) == 5 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for lines in seen:
+        assert {line for line in lines if line.startswith("evaluation")} == {f"evaluation {sizes[1]}"}
+        assert sizes[0] is None or {line for line in lines if line.startswith("tr")} == {f"training {sizes[0]}"}
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
