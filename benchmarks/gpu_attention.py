@@ -1,0 +1,177 @@
+"""Attention alone on one device: our kernels beside others', and what a ring's cutting into blocks costs.
+
+    python benchmarks/gpu_attention.py                                              # a GPU: 4K to 64K tokens
+    python benchmarks/gpu_attention.py --sizes 4096 --heads 32/8 --dims 128 --rings 2,4,8
+    python benchmarks/gpu_attention.py --sizes 512 --heads 8/2 --dims 64 --matmul 512  # what a CPU can do, to try it
+
+Causal, forward and forward plus backward, in bf16 on a GPU and float32 on a CPU, the ways taking turns in every round.
+``sdpa`` is PyTorch's own, ``te`` Transformer Engine's, where it is installed. Rates count causal attention's operations
+(2 a pair and channel forward for each of two products, 2.5 times that backward) over half the square, and stand beside
+the rate of large matrix products in the same run.
+
+A ring of c ranks is run without its communication: this device does what one rank would launch, on blocks of the same
+sizes, with the merging of partial results; a visitor is there when it is asked for. Printed is c times the slowest
+rank's time over the time of the whole sequence in one call: what is above 1 is the price of the blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gpu_pretrain import matmul_rate, wait
+from megatron_cp.attention import comm
+from megatron_cp.attention.comm import Arrival, Peers
+from megatron_cp.attention.context import Problem
+from megatron_cp.attention.ring import ring_attention
+from megatron_cp.attention.sharding import Layout
+from megatron_cp.attention.tiles import Mask
+from megatron_cp.parallel.device import device
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def inputs(rows: int, heads: int, kv_heads: int, dim: int) -> Inputs:
+    """Query, key and value [rows, 1, heads, dim] that want gradients."""
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    query, key, value = (
+        torch.randn(rows, 1, count, dim, device=device()).to(dtype).requires_grad_()
+        for count in (heads, kv_heads, kv_heads)
+    )
+    return query, key, value
+
+
+def ring_of_one(rank: int, size: int) -> Attention:
+    """What ``rank`` of a ring of ``size`` launches for its shard."""
+    peers = Peers(None, rank, size)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        problem = Problem(
+            Layout.dense(query.shape[0] * size, size), Mask(right=0), 1 / math.sqrt(query.shape[-1]), False
+        )
+        return ring_attention(query, key, value, None, problem, peers)
+
+    return attention
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out.permute(2, 0, 1, 3)
+
+
+def transformer_engine(heads: int, kv_heads: int, dim: int) -> Attention | None:
+    """Transformer Engine's attention, None where it is not installed or there is no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        from transformer_engine.pytorch import DotProductAttention
+    except ImportError:
+        return None
+    module = DotProductAttention(
+        heads, dim, num_gqa_groups=kv_heads, attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal"
+    )
+    return lambda query, key, value: module(query, key, value)
+
+
+def seconds_of(attention: Attention, given: Inputs) -> tuple[float, float]:
+    """Seconds forward, and forward plus backward, of one run."""
+    for x in given:
+        x.grad = None
+    wait()
+    began = time.perf_counter()
+    out = attention(*given)
+    wait()
+    forward = time.perf_counter() - began
+    dout = torch.ones_like(out)
+    wait()
+    began = time.perf_counter()
+    out.backward(dout)
+    wait()
+    return forward, forward + time.perf_counter() - began
+
+
+def measure(ways: dict[str, tuple[Attention, Inputs]], repeats: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds of each way in each round, forward and both; one round before is not counted."""
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
+    for index in range(repeats + 1):
+        for name, (attention, given) in ways.items():
+            for total, seconds in zip(found[name], seconds_of(attention, given), strict=True):
+                total.extend([seconds] if index else [])
+    return found
+
+
+def ratio(times: list[float], others: list[float], factor: float = 1.0) -> str:
+    """``factor`` times the one over the other: median of the rounds, least and most."""
+    each = [factor * a / b for a, b in zip(times, others, strict=True)]
+    return f"{statistics.median(each):.3f} [{min(each):.3f} {max(each):.3f}]"
+
+
+def case(size: int, heads: int, kv_heads: int, dim: int, rings: list[int], repeats: int, peak: float) -> None:
+    """The rows of one shape."""
+    whole = inputs(size, heads, kv_heads, dim)
+    ways: dict[str, tuple[Attention, Inputs]] = {"ours": (ring_of_one(0, 1), whole), "sdpa": (sdpa, whole)}
+    engine = transformer_engine(heads, kv_heads, dim)
+    if engine is not None:
+        ways["te"] = (engine, whole)
+    for count in rings:
+        shard = inputs(size // count, heads, kv_heads, dim)
+        ways |= {f"ring {count}, rank {rank}": (ring_of_one(rank, count), shard) for rank in {0, count - 1}}
+    found = measure(ways, repeats)
+    pairs = size * size / 2 * heads * dim * 4
+    name = f"| {size} | {heads}/{kv_heads} | {dim} |"
+    for way in ("ours", "sdpa", "te"):
+        if way in found:
+            forward, both = found[way]
+            rates = [pairs / statistics.median(forward) / peak, 3.5 * pairs / statistics.median(both) / peak]
+            over = ratio(both, found["sdpa" if engine is None else "te"][1])
+            print(f"{name} {way} | {100 * rates[0]:.0f} % | {100 * rates[1]:.0f} % | {over} |", flush=True)
+    for count in rings:
+        ranks = [found[f"ring {count}, rank {rank}"] for rank in {0, count - 1}]
+        slowest = [[max(times) for times in zip(*part, strict=True)] for part in zip(*ranks, strict=True)]
+        forward, both = (ratio(part, whole, count) for part, whole in zip(slowest, found["ours"], strict=True))
+        print(f"{name} ring of {count} | {forward} | {both} | |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = {"type": lambda text: [int(part) for part in text.split(",")]}
+    parser.add_argument("--sizes", **numbers, default=[4096, 8192, 16384, 32768, 65536])
+    parser.add_argument("--heads", type=lambda text: text.split(","), default=["32/32", "32/8"])
+    parser.add_argument("--dims", **numbers, default=[64, 128])
+    parser.add_argument("--rings", **numbers, default=[2, 4, 8])
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--matmul", type=int, default=8192, help="rows and columns of the matrices")
+    options = parser.parse_args()
+    peak = matmul_rate(options.matmul)
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{where}, torch {torch.__version__}: {peak / 1e12:.3g} TFLOP/s in matrix products of {options.matmul}\n")
+    print("| tokens | heads | dim | way | forward | both | both, over te's (sdpa's without it) |")
+    print("|---|---|---|---|---|---|---|")
+
+    def arrived(pair: tuple[Tensor, Tensor], distance: int, peers: Peers, tag: int) -> Arrival[tuple[Tensor, Tensor]]:
+        return Arrival(pair, [])
+
+    with mock.patch.object(comm, "hop", arrived):
+        for dim in options.dims:
+            for heads in options.heads:
+                count, kv_count = (int(part) for part in heads.split("/"))
+                for size in options.sizes:
+                    case(size, count, kv_count, dim, options.rings, options.repeats, peak)
+
+
+if __name__ == "__main__":
+    main()
