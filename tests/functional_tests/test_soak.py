@@ -16,7 +16,7 @@ ITERATIONS = int(os.environ.get("MEGATRON_CP_SOAK_ITERATIONS", "2000"))
 def test_soak(tmp_path: Path, kind: str) -> None:
     found = soak(kind, ITERATIONS, tmp_path)
     assert found.lives >= 4 and len(found.losses) == ITERATIONS
-    assert found.losses[-1] < found.losses[0] - 0.01, "nothing was learned"
+    assert found.losses[-1] < found.losses[0] - 0.5, "nothing was learned"
     if kind == "same":
         assert found.losses == found.undisturbed
     else:

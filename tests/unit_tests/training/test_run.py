@@ -159,7 +159,7 @@ slow = pytest.mark.slow
         ),
         pytest.param(["model.context_parallel_size=2", *HYBRID], (2, 4), id="hybrid", marks=slow),
         pytest.param(["model.context_parallel_size=2", *PACKS], (2, 4), id="packs", marks=slow),
-        pytest.param(["model.context_parallel_size=4", *DYNAMIC], (None, 2), id="dynamic"),
+        pytest.param(["model.context_parallel_size=4", *DYNAMIC], (None, 2), id="dynamic", marks=slow),
     ],
 )
 def test_evaluation_in_groups_of_its_own(
