@@ -79,6 +79,7 @@ GUARDS = {
     "H2": "unit_tests/training/test_decentralized_pg.py::test_decentralized_groups_are_the_mpus_groups",
     "H3": "unit_tests/training/test_equivalence.py::test_decentralized_groups_train_bit_for_bit_like_the_mpu",
     "H4": "unit_tests/training/test_decentralized_pg.py::test_every_group_has_the_configured_timeout",
+    "H7": "unit_tests/training/test_run.py::test_evaluation_in_groups_of_its_own",
     "H11": "unit_tests/attention/test_transformer_engine.py::test_the_stream_is_there_where_groups_may_change",
     "H12": "unit_tests/training/test_decentralized_pg.py::test_a_missing_group_is_noticed_at_once",
     "H13": "unit_tests/training/test_decentralized_pg.py::test_a_failed_initialization_leaves_nothing_behind",
