@@ -51,10 +51,12 @@ def train_dataset(config: RunConfig) -> Any:
     return dataset
 
 
-def packed_losses(lengths: str, overrides: dict[str, Any]) -> tuple[Losses, list[dict[int, int]], set[int]]:
+def packed_losses(
+    lengths: str, overrides: dict[str, Any], environment: str = "cpu"
+) -> tuple[Losses, list[dict[int, int]], set[int]]:
     """(loss, gradient norm) and groups by CP size of each step, and how many microbatches this rank had in them."""
     config = packed_config(lengths, overrides)
-    check_or_raise(config, dist.get_world_size(), environment="cpu")
+    check_or_raise(config, dist.get_world_size(), environment=environment)
     tokenizer = build_tokenizer(config.tokenizer)
     run = setup(config, tokenizer.vocab_size)
     losses, sizes, counts = [], [], set()
