@@ -41,6 +41,7 @@ from megatron_cp.attention.ring import ring_attention
 from megatron_cp.attention.sharding import Layout, Span, shard_sequence
 from megatron_cp.attention.tiles import Mask
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SECTIONS = ("speed", "split", "window", "packed", "overlap", "where", "pytorch")
 
 
@@ -358,7 +359,7 @@ def run(options: argparse.Namespace) -> None:
         Shape(tokens, 8, kv_heads, dim, dtype)
         for tokens in options.sizes
         for dim in options.dims
-        for dtype in (torch.float32, torch.bfloat16)
+        for dtype in (DTYPES[name] for name in options.dtypes)
         for kv_heads in (8, 2)
     ]
     usual = Shape(options.sizes[-1] if len(options.sizes) == 1 else options.sizes[1])
@@ -385,6 +386,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="gloo ranks to start (without torchrun)")
     parser.add_argument("--sizes", type=numbers, default=[4096, 8192], help="sequence lengths")
     parser.add_argument("--dims", type=numbers, default=[64, 128], help="head dims")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one that warms up")
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS), help=", ".join(SECTIONS))
     options = parser.parse_args()

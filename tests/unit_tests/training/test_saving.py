@@ -76,8 +76,9 @@ def slow_writer_dies(folder: str, how: str) -> str:
     original = checkpoint_writer.FileSystemWriterAsync.write_preloaded_data
 
     def write(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(1.0)
-        if how == "full" and os.environ["RANK"] == "1":
+        mine = os.environ["RANK"] == "1"
+        time.sleep(60.0 if mine and how == "killed" else 1.0)  # it must not be done before it is killed
+        if mine and how == "full":
             return 0, OSError(28, "No space left on device")
         return original(*args, **kwargs)
 
