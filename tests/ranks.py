@@ -5,6 +5,7 @@ milliseconds. So a test calls :func:`run_ranks` with a plain function, and each 
 """
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -26,6 +27,7 @@ class RanksFailed(AssertionError):
 
 
 def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple, timeout: float) -> int:
+    gc.freeze()  # a collection looks at what the rank made, and copies no page of its parent's
     faulthandler.enable()
     stacks = open(os.path.join(folder, f"stacks{rank}"), "w")  # noqa: SIM115 - faulthandler keeps it
     faulthandler.dump_traceback_later(max(timeout - 1.0, timeout / 2), file=stacks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -65,10 +66,16 @@ class Run:
         return self.groups.intra_dist_opt
 
     def close(self) -> None:
-        """Drop the process groups, so that another run can start in this process."""
+        """Drop the process groups and what keeps the model alive, so that another run can start in this process."""
         if self.dynamic_groups is not None:
             self.dynamic_groups.destroy()
         destroy_process_groups(self.groups)
+        # Gradients' hooks hold the model, the model its configuration, that the optimizer, and the optimizer's views of
+        # parameters the hooks: a cycle through C++, where Python's collector does not see, so all of it would stay.
+        self.core_config.grad_scale_func = self.core_config.finalize_model_grads_func = None
+        for module in (module for chunk in self.model for module in chunk.modules()):
+            if hasattr(module.forward, "cache_clear"):  # RoPE's remembers every instance that it was called on
+                module.forward.cache_clear()
 
 
 def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | None = None) -> Run:
@@ -77,6 +84,7 @@ def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | N
     Collective; torch.distributed must be initialized. ``vocab_size`` is the tokenizer's, before padding. ``groups``
     are the run's own, of the configured sizes; by default they are built, over all ranks of the world.
     """
+    gc.collect()  # an earlier run of this process, which is full of cycles: its memory and its groups' threads
     groups = groups or build_process_groups(config)
     seed_everything(config, groups)
     core_config = transformer_config(config)
