@@ -84,6 +84,24 @@ def test_precisions(dtype, tolerance, monkeypatch):
     check(run("cpu", monkeypatch, inputs, dout, Mask(None, 0), size), expected(inputs, dout, Mask(None, 0)), tolerance)
 
 
+@pytest.mark.parametrize(
+    ("fast_bf16", "dtype", "mask", "half_from"),
+    [
+        (True, torch.bfloat16, Mask(None, 0), 512),
+        (True, torch.bfloat16, Mask(), 0),
+        (True, torch.bfloat16, Mask(7, 0), None),
+        (True, torch.float16, Mask(), None),
+        (False, torch.bfloat16, Mask(None, 0), None),
+        (False, torch.bfloat16, Mask(), None),
+    ],
+)
+def test_the_backward_pass_uses_bf16_where_it_is_fast_and_exact(fast_bf16, dtype, mask, half_from, monkeypatch):
+    monkeypatch.setattr(kernels, "fast_bf16", lambda: fast_bf16)
+    problem = Problem(Layout.dense(4096, 1), mask, 1.0)
+    assert CpuFlash().backward_tiles(dtype, problem).half_from == half_from
+    assert CpuFlash().forward_tiles(dtype).half_from is None
+
+
 def test_flash_attention_windows_count_from_the_bottom_right_corner():
     """FlashAttention's window (left, right) lets row i see columns i + shift - left .. i + shift + right."""
     for n, mask in ((3, Mask(7, 2)), (4, Mask(11, 0)), (2, Mask(0, 5))):
