@@ -95,25 +95,24 @@ def _run(config: RunConfig, tokenizer: Tokenizer, iteration: int | None, roll: R
     ready = setup(config, vocab_size)
     roll.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"
     data_state = None
+    if iteration is not None:
+        root = _checkpoint_root(config)
+        data_state = load_checkpoint(ready, root, iteration).get("train")
+        logger.info("resumed from iteration %d of %s", ready.progress.iteration, root)
+    _write_config(config, folder)
+    _announce(ready, vocab_size)
+    reporter = Reporter(
+        config, folder, config.train.train_iters, ready.progress.iteration, enabled=dist.get_rank() == 0
+    )
     try:
-        if iteration is not None:
-            root = _checkpoint_root(config)
-            data_state = load_checkpoint(ready, root, iteration).get("train")
-            logger.info("resumed from iteration %d of %s", ready.progress.iteration, root)
-        _write_config(config, folder)
-        _announce(ready, vocab_size)
-        reporter = Reporter(
-            config, folder, config.train.train_iters, ready.progress.iteration, enabled=dist.get_rank() == 0
-        )
-        try:
-            outcome = train(ready, datasets, vocab_size, folder, reporter, data_state)
-        finally:
-            reporter.close()
-        if dist.get_rank() == 0:
-            _last_words(ready, folder, outcome)
-        return outcome
+        outcome = train(ready, datasets, vocab_size, folder, reporter, data_state)
     finally:
-        ready.close()
+        reporter.close()
+    if dist.get_rank() == 0:
+        _last_words(ready, folder, outcome)
+    # Not after an error: ranks that wait in these groups would see them break before they can be told why.
+    ready.close()
+    return outcome
 
 
 def _datasets(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
