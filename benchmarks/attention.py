@@ -380,19 +380,22 @@ def run(options: argparse.Namespace) -> None:
 
 def main() -> None:
     def numbers(text: str) -> list[int]:
-        return [int(number) for number in text.split(",")]
+        return [int(number) for number in names(text)]
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="gloo ranks to start (without torchrun)")
     parser.add_argument("--sizes", type=numbers, default=[4096, 8192], help="sequence lengths")
     parser.add_argument("--dims", type=numbers, default=[64, 128], help="head dims")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
+    parser.add_argument("--dtypes", type=names, default=[*DTYPES], help=", ".join(DTYPES))
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one that warms up")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS), help=", ".join(SECTIONS))
+    parser.add_argument("--only", type=names, default=[*SECTIONS], help=", ".join(SECTIONS))
     options = parser.parse_args()
-    unknown = set(options.only) - set(SECTIONS)
-    if unknown:
-        parser.error(f"unknown section {', '.join(sorted(unknown))}; choose from {', '.join(SECTIONS)}")
+    for what, given, known in (("section", options.only, SECTIONS), ("dtype", options.dtypes, DTYPES)):
+        if unknown := set(given) - set(known):
+            parser.error(f"unknown {what} {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
     if "RANK" in os.environ:
         dist.init_process_group()
         if torch.cuda.is_available():

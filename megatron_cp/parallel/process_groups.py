@@ -117,7 +117,7 @@ def destroy_process_groups(groups: ProcessGroupCollection | None = None) -> None
 
     megatron-core's own ``destroy_model_parallel`` leaves the hierarchical and hybrid groups behind (0.19.2), and the
     next initialization in the same process would find them. It destroys no group either: with gloo each would keep
-    three threads that wake a hundred times a second for as long as the process lives.
+    three threads, one of which wakes a hundred times a second, for as long as the process lives.
     """
     of_mpu = parallel_state._global_process_group_list if parallel_state.is_initialized() else None
     parallel_state.destroy_model_parallel()

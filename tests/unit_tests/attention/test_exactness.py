@@ -23,6 +23,9 @@ from tests.unit_tests.attention.harness import (
 )
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
+# Drawn softmax scales make scores of up to 20, whose rounding in float32, and that of their log-sum-exp, is in every
+# probability of the backward pass; and an offset's gradient is a sum that may cancel.
+DRAWN_TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6}
 PACK = {"cu_seqlens": (0, 5, 5, 52, 53, 120), "cu_seqlens_padded": (0, 24, 24, 96, 120, 216)}
 CASES = {
     "causal": Case(heads=12, kv_heads=12),
@@ -99,8 +102,7 @@ def test_drawn_problems(data):
     chosen = [(name, case) for case in cases for name in COMM_TYPES if usable(name, case, size)]
     for errors in run_ranks(run_cases, size, chosen, a2a_size):
         for (comm_type, case), error in zip(chosen, errors, strict=True):
-            # An output that is almost zero everywhere (one token, an offset) has no scale of its own.
-            assert error <= 2 * TOLERANCE[case.dtype], (comm_type, case, error)
+            assert error <= DRAWN_TOLERANCE[case.dtype], (comm_type, case, error)
 
 
 def _replicated(cases: list[Case]) -> list[float]:
