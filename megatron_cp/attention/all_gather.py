@@ -7,6 +7,7 @@ gradients, which are then summed over ranks and scattered.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class _AllGather(torch.autograd.Function):
         dquery, dkeys, dvalues = Gradient(query), Gradient(keys), Gradient(values)
         tiles = plan_gathered(problem.layout, peers.rank, problem.mask, backward_tiles(query, problem))
         attend_backward(dout, query, (keys, values), out, lse, tiles, problem, into=(dquery, dkeys, dvalues))
-        dkey, dvalue = (_scatter(x.total(), problem, peers) for x in (dkeys, dvalues))
+        dkey, dvalue = _scatter(dkeys.total(), dvalues.total(), problem, peers)
         doffset = softmax_offset_grad(offset, out, dout, lse, problem.real_rows(peers.rank))
         return dquery.finish(), dkey.to(key.dtype), dvalue.to(value.dtype), doffset, None, None
 
@@ -58,24 +59,30 @@ class _AllGather(torch.autograd.Function):
 def _gather(key: Tensor, value: Tensor, problem: Problem, peers: Peers) -> tuple[Tensor, Tensor]:
     """All ranks' keys and values, in the order of ``Layout.gathered_spans``."""
     parts = 2 if problem.layout.is_dense else 1
-    outs = [x.new_empty((peers.size * x.shape[0], *x.shape[1:])) for x in (key, value)]
-    arriving = [
-        comm.all_gather(piece, peers, into)
-        for x, out in zip((key, value), outs, strict=True)
-        for piece, into in zip(x.chunk(parts), out.chunk(parts), strict=True)
-    ]
-    for arrival in arriving:
-        arrival.wait()
-    keys, values = outs
+    arriving = []
+    for index, x in enumerate((key, value)):
+        out = x.new_empty((peers.size * x.shape[0], *x.shape[1:]))
+        arriving.append(comm.all_gather(x.chunk(parts), out.chunk(parts), out, peers, index))
+    keys, values = (arrival.wait() for arrival in arriving)
     if problem.layout.is_dense:
         return keys, values
     order = regroup_order(problem.layout, peers.size)
     return comm.permute_rows(keys, order), comm.permute_rows(values, order)
 
 
-def _scatter(gradient: Tensor, problem: Problem, peers: Peers) -> Tensor:
-    """The sum over ranks of this rank's rows of ``gradient``, whose rows lie as gathered."""
-    if not problem.layout.is_dense:
-        gradient = comm.permute_rows(gradient, regroup_order(problem.layout, peers.size), inverse=True)
-    parts = gradient.chunk(2 if problem.layout.is_dense else 1)
-    return torch.cat([comm.reduce_scatter(part.unflatten(0, (peers.size, -1)), peers) for part in parts])
+def _scatter(dkeys: Tensor, dvalues: Tensor, problem: Problem, peers: Peers) -> Iterator[Tensor]:
+    """The sums over ranks, in rank order, of this rank's rows of gradients whose rows lie as gathered."""
+    parts = 2 if problem.layout.is_dense else 1
+    arriving = []
+    for index, gradient in enumerate((dkeys, dvalues)):
+        if not problem.layout.is_dense:
+            gradient = comm.permute_rows(gradient, regroup_order(problem.layout, peers.size), inverse=True)
+        by_rank = list(zip(*(part.chunk(peers.size) for part in gradient.chunk(parts)), strict=True))
+        own = torch.cat(by_rank[peers.rank])
+        received = [own if rank == peers.rank else torch.empty_like(own) for rank in range(peers.size)]
+        arriving.append(comm.exchange(by_rank, [x.chunk(parts) for x in received], received, peers, index))
+    for arrival in arriving:
+        total, *others = arrival.wait()
+        for other in others:
+            total += other
+        yield total

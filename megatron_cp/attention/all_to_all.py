@@ -20,7 +20,7 @@ from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import Problem
 from megatron_cp.attention.merge import accumulation_dtype
 from megatron_cp.attention.ring import ring_attention
-from megatron_cp.attention.sharding import regroup_order
+from megatron_cp.attention.sharding import Layout, Run, regroup_order, regroup_runs
 
 Inner = Callable[[Tensor, Tensor, Tensor, Tensor | None, Problem], Tensor]
 Share = Callable[[int], slice]  # rank -> the heads it works on
@@ -46,7 +46,7 @@ def with_heads_exchanged(
     if peers.size == 1:
         return inner(query, key, value, softmax_offset, problem)
     heads = HeadSplit.of(query.shape[2], key.shape[2], peers.size)
-    exchange = _Exchange(peers, heads, regroup_order(problem.layout, peers.size))
+    exchange = _Exchange.of(peers, heads, problem.layout)
     query, key, value = _SequenceToHeads.apply(query, key, value, exchange)
     if softmax_offset is not None:
         softmax_offset = softmax_offset[heads.query(peers.rank)]
@@ -101,83 +101,99 @@ class HeadSplit:
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """One message a tensor: while one is on its way, the next is packed and the one before unpacked."""
+    """The messages between sequence and heads, all tensors' under way at once.
+
+    Rows go straight to where they belong: ``runs`` says which rows of each rank lie where in the common shard. For
+    packs, whose chunks would be a message each, that shard is put together rank by rank and then put in ``order``.
+    """
 
     peers: Peers
     heads: HeadSplit
-    order: np.ndarray
+    runs: Sequence[Sequence[Run]]
+    order: np.ndarray | None
+
+    @classmethod
+    def of(cls, peers: Peers, heads: HeadSplit, layout: Layout) -> _Exchange:
+        if layout.is_dense:
+            return cls(peers, heads, regroup_runs(layout, peers.size), None)
+        one_by_one = [[Run(0, rank * layout.rows, layout.rows)] for rank in range(peers.size)]
+        return cls(peers, heads, one_by_one, regroup_order(layout, peers.size))
+
+    @property
+    def mine(self) -> Sequence[Run]:
+        return self.runs[self.peers.rank]
 
     def spread(self, tensors: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor]:
         """[s_local, b, heads, d] of all heads to [all ranks' tokens, b, this rank's share of the heads, d]."""
-        arrivals = [self._start_spread(x, share) for x, share in zip(tensors, shares, strict=True)]
-        return [comm.permute_rows(arrival.wait(), self.order) for arrival in arrivals]
+        arrivals = [self._start_spread(*each, index) for index, each in enumerate(zip(tensors, shares, strict=True))]
+        shards = [arrival.wait() for arrival in arrivals]
+        return shards if self.order is None else [comm.permute_rows(shard, self.order) for shard in shards]
 
-    def _start_spread(self, x: Tensor, share: Share) -> comm.Arrival[Tensor]:
-        rows, batch, _, dim = x.shape
+    def _start_spread(self, x: Tensor, share: Share, index: int) -> comm.Arrival[Tensor]:
         parts = [x[:, :, share(rank)] for rank in range(self.peers.size)]
-        sizes = [part.numel() for part in parts]
-        sent = x.new_empty(sum(sizes))
-        for block, part in zip(sent.split(sizes), parts, strict=True):
-            block.view_as(part).copy_(part)
-        mine = parts[self.peers.rank].shape[2]
-        shape = (rows * self.peers.size, batch, mine, dim)
-        return comm.all_to_all(sent, sizes, [rows * batch * mine * dim] * self.peers.size, self.peers, shape)
+        mine = parts[self.peers.rank]
+        shard = x.new_empty((x.shape[0] * self.peers.size, *mine.shape[1:]))
+        outgoing = [[part[run.rows] for run in self.mine] for part in parts]
+        incoming = [[shard[run.common] for run in runs] for runs in self.runs]
+        arrival = comm.exchange(outgoing, incoming, shard, self.peers, index)
+        for run in self.mine:
+            shard[run.common] = mine[run.rows]
+        return arrival
 
-    def collect(self, tensors: Sequence[Tensor], shares: Sequence[Share]) -> Iterator[Iterator[tuple[slice, Tensor]]]:
-        """The inverse: for each tensor, each rank's share of the heads and what it computed for this rank's tokens."""
-        arrivals = [self._start_collect(x, share) for x, share in zip(tensors, shares, strict=True)]
-        for x, share, arrival in zip(tensors, shares, arrivals, strict=True):
-            yield self._blocks(x, share, arrival.wait())
+    def collect(self, tensors: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor]:
+        """The inverse; a head that several ranks worked on gets the sum of what they computed."""
+        arrivals = [self._start_collect(*each, index) for index, each in enumerate(zip(tensors, shares, strict=True))]
+        return [self._join(arrival.wait(), share) for arrival, share in zip(arrivals, shares, strict=True)]
 
-    def _start_collect(self, x: Tensor, share: Share) -> comm.Arrival[Tensor]:
-        sent = comm.permute_rows(x, self.order, inverse=True).view(-1)
-        return comm.all_to_all(
-            sent, [sent.numel() // self.peers.size] * self.peers.size, self._sizes(x, share), self.peers
-        )
+    def _start_collect(self, x: Tensor, share: Share, index: int) -> comm.Arrival[list[list[Tensor]]]:
+        if self.order is not None:
+            x = comm.permute_rows(x, self.order, inverse=True)
+        outgoing = [[x[run.common] for run in runs] for runs in self.runs]
+        incoming = [
+            [x.new_empty((run.length, x.shape[1], heads.stop - heads.start, x.shape[3])) for run in self.mine]
+            for heads in map(share, range(self.peers.size))
+        ]
+        incoming[self.peers.rank] = outgoing[self.peers.rank]
+        return comm.exchange(outgoing, incoming, incoming, self.peers, index)
 
-    def _blocks(self, x: Tensor, share: Share, received: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        for rank, block in enumerate(received.split(self._sizes(x, share))):
-            at = share(rank)
-            yield at, block.view(x.shape[0] // self.peers.size, x.shape[1], at.stop - at.start, x.shape[3])
+    def _join(self, parts: list[list[Tensor]], share: Share) -> Tensor:
+        """``parts``: what each rank computed for each of this rank's runs."""
+        size, like = self.peers.size, parts[0][0]
+        shape = (sum(run.length for run in self.mine), like.shape[1], share(size - 1).stop, like.shape[3])
+        if all(share(rank).stop == share(rank + 1).start for rank in range(size - 1)):
+            whole = like.new_empty(shape)
+            for rank, run, part in self._places(parts):
+                whole[run.rows, :, share(rank)] = part
+            return whole
+        total = like.new_zeros(shape, dtype=accumulation_dtype(like.dtype))
+        for rank, run, part in self._places(parts):
+            total[run.rows, :, share(rank)] += part
+        return total.to(like.dtype)
 
-    def _sizes(self, x: Tensor, share: Share) -> list[int]:
-        one_head = x.shape[0] // self.peers.size * x.shape[1] * x.shape[3]
-        return [one_head * (share(rank).stop - share(rank).start) for rank in range(self.peers.size)]
+    def _places(self, parts: list[list[Tensor]]) -> Iterator[tuple[int, Run, Tensor]]:
+        for rank, pieces in enumerate(parts):
+            for run, piece in zip(self.mine, pieces, strict=True):
+                yield rank, run, piece
 
 
 class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: _Exchange) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.shapes = exchange, [x.shape for x in (query, key, value)]
+        ctx.exchange = exchange
         heads = exchange.heads
-        query, key, value = exchange.spread((query, key, value), (heads.query, heads.kv, heads.kv))
-        return query, key, value
+        return tuple(exchange.spread((query, key, value), (heads.query, heads.kv, heads.kv)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         heads = ctx.exchange.heads
-        collected = ctx.exchange.collect(grads, (heads.query, heads.kv, heads.kv))
-        totals = []
-        for grad, shape, blocks in zip(grads, ctx.shapes, collected, strict=True):
-            # A key/value head that several ranks used gets the sum of their gradients.
-            shared = shape[2] < heads.size or shape[2] % heads.size
-            dtype = accumulation_dtype(grad.dtype) if shared else grad.dtype
-            total = grad.new_zeros(shape, dtype=dtype) if shared else grad.new_empty(shape)
-            for at, block in blocks:
-                if shared:
-                    total[:, :, at] += block
-                else:
-                    total[:, :, at] = block
-            totals.append(total.to(grad.dtype))
-        return *totals, None
+        return *ctx.exchange.collect(grads, (heads.query, heads.kv, heads.kv)), None
 
 
 class _HeadsToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        (blocks,) = exchange.collect([out], [exchange.heads.query])
-        return torch.cat([block for _, block in blocks], dim=2)
+        return exchange.collect([out], [exchange.heads.query])[0]
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Messages between the same two ranks that may be under way at the same time are told apart by their tag.
-# A hop uses its tag and the next.
-KV_TAG, GRAD_TAG = 10, 20
+# A hop uses its tag and the next, an exchange two for each index.
+KV_TAG, GRAD_TAG, EXCHANGE_TAG = 10, 20, 30
 
 
 @dataclass(frozen=True)
@@ -69,33 +69,44 @@ def hop(pair: tuple[Tensor, Tensor], distance: int, peers: Peers, tag: int) -> A
     return Arrival(arriving, dist.batch_isend_irecv(operations), keep=sent)
 
 
-def all_to_all(
-    sent: Tensor, send_sizes: list[int], receive_sizes: list[int], peers: Peers, shape: tuple[int, ...] = (-1,)
-) -> Arrival[Tensor]:
-    """Send consecutive parts of the flat tensor ``sent`` to the ranks in order; theirs come as one ``shape``."""
-    received = sent.new_empty(sum(receive_sizes))
-    work = dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=peers.group, async_op=True)
-    return Arrival(received.view(shape), [work], keep=(sent,))
+def exchange[T](
+    outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], content: T, peers: Peers, index: int
+) -> Arrival[T]:
+    """Send one or two tensors ``outgoing[r]`` to each other rank r and fill ``incoming[r]``, parts of ``content``.
 
-
-def all_gather(tensor: Tensor, peers: Peers, out: Tensor) -> Arrival[Tensor]:
-    """[rows, ...] of every rank, one after the other, into ``out`` [size * rows, ...]."""
-    tensor = tensor.contiguous()
-    work = dist.all_gather_into_tensor(out, tensor, group=peers.group, async_op=True)
-    return Arrival(out, [work], keep=(tensor,))
-
-
-def reduce_scatter(tensor: Tensor, peers: Peers) -> Tensor:
-    """The sum over ranks of part ``rank`` of [size, ...].
-
-    As an all-to-all and a local sum in rank order: the bytes of a reduce-scatter, which gloo would turn into an
-    all-reduce, and the same result on every run.
+    An all-to-all whose parts may lie anywhere, so that they need no buffer to be sent from or put into. Exchanges under
+    way at the same time have different ``index``.
     """
-    if peers.size == 1:
-        return tensor[0]
-    part = tensor[0].numel()
-    received = all_to_all(tensor.contiguous().view(-1), [part] * peers.size, [part] * peers.size, peers).wait()
-    return received.view_as(tensor).sum(0)
+    operations, sent = [], []
+    others = [rank for rank in range(peers.size) if rank != peers.rank]
+    for rank in others:
+        for tag, part in enumerate(outgoing[rank], EXCHANGE_TAG + 2 * index):
+            sent.append(part.contiguous())
+            operations.append(dist.P2POp(dist.isend, sent[-1], group=peers.group, tag=tag, group_peer=rank))
+        for tag, part in enumerate(incoming[rank], EXCHANGE_TAG + 2 * index):
+            operations.append(dist.P2POp(dist.irecv, part, group=peers.group, tag=tag, group_peer=rank))
+    return Arrival(content, dist.batch_isend_irecv(operations), keep=sent)
+
+
+def all_gather[T](pieces: Sequence[Tensor], outs: Sequence[Tensor], content: T, peers: Peers, index: int) -> Arrival[T]:
+    """One or two tensors ``pieces[i]`` [rows, ...] of every rank, by rank, into ``outs[i]`` [size * rows, ...].
+
+    ``content`` and ``index`` as for :func:`exchange`.
+    """
+    sent = [piece.contiguous() for piece in pieces]
+    if sent[0].device.type != "cpu":
+        works = [
+            dist.all_gather_into_tensor(out, piece, group=peers.group, async_op=True)
+            for out, piece in zip(outs, sent, strict=True)
+        ]
+        return Arrival(content, works, keep=sent)
+    # gloo's all-gather would put everything together in a buffer of its own and copy it from there.
+    slots = [out.unflatten(0, (peers.size, -1)) for out in outs]
+    incoming = [[slot[rank] for slot in slots] for rank in range(peers.size)]
+    arrival = exchange([sent] * peers.size, incoming, content, peers, index)
+    for slot, piece in zip(incoming[peers.rank], sent, strict=True):
+        slot.copy_(piece)
+    return arrival
 
 
 def permute_rows(x: Tensor, order: np.ndarray, inverse: bool = False) -> Tensor:

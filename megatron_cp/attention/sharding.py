@@ -213,6 +213,35 @@ def regroup_order(layout: Layout, group_size: int) -> np.ndarray:
     return order
 
 
+@dataclass(frozen=True)
+class Run:
+    """Rows [row, row + length) of a rank's shard, which are the rows from ``common_row`` on of a common shard."""
+
+    row: int
+    common_row: int
+    length: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.length)
+
+    @property
+    def common(self) -> slice:
+        return slice(self.common_row, self.common_row + self.length)
+
+
+@functools.lru_cache(maxsize=256)
+def regroup_runs(layout: Layout, group_size: int) -> tuple[tuple[Run, ...], ...]:
+    """:func:`regroup_order` as the longest runs of rows, for each rank of the group: one or two of a dense layout."""
+    order = regroup_order(layout, group_size)
+    starts = np.flatnonzero((np.diff(order, prepend=-1) != 1) | (order % layout.rows == 0))
+    runs: list[list[Run]] = [[] for _ in range(group_size)]
+    for start, end in pairwise([*starts.tolist(), len(order)]):
+        rank, row = divmod(int(order[start]), layout.rows)
+        runs[rank].append(Run(row, start, end - start))
+    return tuple(map(tuple, runs))
+
+
 def read_offsets(cu_seqlens: torch.Tensor | Sequence[int] | np.ndarray) -> tuple[int, ...]:
     """Cumulative lengths as plain integers (one device synchronization for a CUDA tensor)."""
     return tuple(_as_list(cu_seqlens))

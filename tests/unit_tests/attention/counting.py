@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 SENT: Counter = Counter()
-"""Bytes that this process has handed to other ranks, by operation."""
+"""Bytes that this process has handed to each other rank of a group."""
 
 
 class CountingGroup(dist.ProcessGroup):
-    """Gloo with every operation the transports use passed through a counter; what a rank keeps is not counted."""
+    """Gloo with the operations that the transports use on a CPU; all that is sent passes through a counter."""
 
     def __init__(self, gloo: dist.ProcessGroup, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -23,21 +23,11 @@ class CountingGroup(dist.ProcessGroup):
         return "counting"
 
     def send(self, tensors, to, tag):
-        SENT["send"] += sum(map(_bytes, tensors))
+        SENT[to] += sum(map(_bytes, tensors))
         return self._gloo.send(tensors, to, tag)
 
     def recv(self, tensors, source, tag):
         return self._gloo.recv(tensors, source, tag)
-
-    def alltoall_base(self, received, sent, receive_sizes, send_sizes, options):
-        kept = _bytes(sent) // self.size() if not send_sizes else send_sizes[self.rank()] * sent.element_size()
-        SENT["all_to_all"] += _bytes(sent) - kept
-        return self._gloo.alltoall_base(received, sent, receive_sizes, send_sizes, options)
-
-    def _allgather_base(self, gathered, tensor, options):
-        # A ring all-gather passes on everything but what the next rank contributed itself.
-        SENT["all_gather"] += _bytes(tensor) * (self.size() - 1)
-        return self._gloo._allgather_base(gathered, tensor, options)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_cp.attention import comm
+from megatron_cp.attention import all_gather, comm
 from megatron_cp.attention.context import CPContext
 from megatron_cp.attention.core_attention import ContextParallelAttention
 from megatron_cp.attention.probe import ProbeError, probe_attention
@@ -63,6 +63,12 @@ def test_layers_that_share_transport_and_groups_are_tried_once():
     assert run_ranks(_tries, 2) == [3, 3]
 
 
+def _gather_only_my_own(pieces, outs, content, peers, index):
+    for piece, out in zip(pieces, outs, strict=True):
+        out.copy_(torch.cat([piece] * peers.size))
+    return comm.Arrival(content, [])
+
+
 def _broken(how: str) -> str:
     size, rank = dist.get_world_size(), dist.get_rank()
     chunks = make_chunks(["p2p", "a2a", "a2a+p2p", "all_gather"])
@@ -81,9 +87,9 @@ def _broken(how: str) -> str:
         case "silent ring":
             comm.hop = lambda pair, *_: comm.Arrival(pair, [])
         case "silent gather":
-            comm.all_gather = lambda x, peers, out: comm.Arrival(out.copy_(torch.cat([x] * peers.size)), [])
+            comm.all_gather = _gather_only_my_own
         case "silent gradients":
-            comm.reduce_scatter = lambda x, peers: x[peers.rank]
+            all_gather._scatter = lambda dkeys, dvalues, _, peers: (x.chunk(peers.size)[0] for x in (dkeys, dvalues))
     try:
         probe_attention(chunks)
     except ProbeError as error:

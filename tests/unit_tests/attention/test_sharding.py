@@ -13,6 +13,7 @@ from megatron_cp.attention.sharding import (
     Layout,
     partition_indices,
     regroup_order,
+    regroup_runs,
     shard_sequence,
     unshard_sequence,
 )
@@ -84,6 +85,19 @@ def test_neighbours_together_hold_the_shard_of_a_smaller_ring(size, group):
     for p in range(size // group):
         together = np.concatenate([partition_indices(padded, p * group + a, size) for a in range(group)])
         assert together[order].tolist() == partition_indices(padded, p, size // group).tolist()
+
+
+@pytest.mark.parametrize(("size", "group"), [(2, 2), (4, 2), (6, 3), (8, 4), (3, 3), (4, 1)])
+def test_a_dense_shard_of_neighbours_is_one_or_two_runs_of_each(size, group):
+    layout = Layout.dense(12 * size, size)
+    runs = regroup_runs(layout, group)
+    assert [len(of_rank) for of_rank in runs] in ([2] * group, [2] * (group - 1) + [1])
+    shards = np.arange(group * layout.rows).reshape(group, -1)
+    common = np.full(group * layout.rows, -1)
+    for rank, of_rank in enumerate(runs):
+        for run in of_rank:
+            common[run.common] = shards[rank][run.rows]
+    assert common.tolist() == regroup_order(layout, group).tolist()
 
 
 def test_sharding_is_differentiable():

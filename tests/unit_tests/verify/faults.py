@@ -41,19 +41,28 @@ def skipped_gradient_hop() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def skipped_all_to_all() -> Iterator[None]:
-    def all_to_all(sent: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], peers: Any, *shape: Any) -> Any:
-        assert sum(receive_sizes) == sent.numel()
-        return comm.Arrival(sent.clone().view(*shape or (-1,)), [])
+def skipped_exchange() -> Iterator[None]:
+    """Every rank takes for the others' parts what it has itself."""
 
-    with mock.patch.object(comm, "all_to_all", all_to_all):
+    def exchange(outgoing: Any, incoming: Any, content: Any, peers: Any, index: int) -> Any:
+        for rank, (pieces, places) in enumerate(zip(outgoing, incoming, strict=True)):
+            if rank == peers.rank:
+                continue
+            flat = torch.cat([piece.reshape(-1) for piece in pieces])
+            for place, part in zip(places, flat.split([place.numel() for place in places]), strict=True):
+                place.copy_(part.view_as(place))
+        return comm.Arrival(content, [])
+
+    with mock.patch.object(comm, "exchange", exchange):
         yield
 
 
 @contextlib.contextmanager
 def skipped_all_gather() -> Iterator[None]:
-    def all_gather(tensor: torch.Tensor, peers: Any, out: torch.Tensor) -> Any:
-        return comm.Arrival(out.copy_(torch.cat([tensor] * peers.size)), [])
+    def all_gather(pieces: Any, outs: Any, content: Any, peers: Any, index: int) -> Any:
+        for piece, out in zip(pieces, outs, strict=True):
+            out.copy_(torch.cat([piece] * peers.size))
+        return comm.Arrival(content, [])
 
     with mock.patch.object(comm, "all_gather", all_gather):
         yield

@@ -52,7 +52,7 @@ def test_two_layouts_against_each_other() -> None:
     p2p = "model.cp_comm_type=p2p model.hierarchical_context_parallel_sizes=null"
     code, out, _ = of_all_ranks("--against", p2p + " model.tensor_model_parallel_size=2 model.context_parallel_size=2")
     assert code == 0 and "EQUAL" in out, out
-    code, out, _ = of_all_ranks("--against", p2p, "--steps", "1", fault="skipped_all_to_all")
+    code, out, _ = of_all_ranks("--against", p2p, "--steps", "1", fault="skipped_exchange")
     assert code == 1 and "DIFFERENT" in out, out
 
 

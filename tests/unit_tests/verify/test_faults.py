@@ -37,7 +37,7 @@ CASES: dict[str, list[Case]] = {
     "nothing": [Case(CP4 | HCP, "", False), Case(TP2 | CP2, "", False)],
     "skipped_hop": [Case(CP4, COMMUNICATE, True), Case(CP4 | HCP, COMMUNICATE, True)],
     "skipped_gradient_hop": [Case(CP4, "the key gradient of a sequence sharded over 4 ranks differs", True)],
-    "skipped_all_to_all": [Case(CP4 | over("a2a"), COMMUNICATE, True), Case(CP4 | HCP, COMMUNICATE, True)],
+    "skipped_exchange": [Case(CP4 | over("a2a"), COMMUNICATE, True), Case(CP4 | HCP, COMMUNICATE, True)],
     "skipped_all_gather": [Case(CP4 | over("all_gather"), COMMUNICATE, True)],
     "batch_sliced_twice": [Case(CP4, "holds 2 tokens, not 32 / cp 4 = 8: already sliced?", False)],
     "batch_sliced_again_in_the_step": [Case(CP2, "look at how batches are dealt to ranks and sliced", False)],
