@@ -15,6 +15,7 @@ does not see waiting, but other programs on the machine disturb it less.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import os
 import statistics
@@ -49,6 +50,19 @@ SECTIONS = ("speed", "split", "window", "packed", "overlap", "where", "pytorch")
 class Sample:
     wall: float
     cpu: float
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to give no memory back to the system, for both sides.
+
+    The steps of a training run are all alike, so it asks the system for next to none. Here different passes take
+    turns, and on a virtual machine fetching a page again can take as long as computing with it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        mallopt(m_trim_threshold, 2**31 - 1)
+        mallopt(m_mmap_threshold, 2**30)
 
 
 class Bench:
@@ -353,6 +367,7 @@ def bench_pytorch(bench: Bench, shape: Shape) -> None:
 
 def run(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    keep_freed_memory()
     bench = Bench(options.repeats, device)
     bench.log(f"{bench.size} ranks on {device.type}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     shapes = [

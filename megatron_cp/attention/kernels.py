@@ -90,12 +90,26 @@ def backward_tiles(query: Tensor, problem: Problem) -> TileSize:
     return kernel_for(query).backward_tiles(query.dtype, problem)
 
 
+def by_head(x: Tensor) -> Tensor:
+    """Keys or values [s, b, h, d] as [b, h, s, d], in the memory order that the kernel reads fastest."""
+    x = _heads_first(x)
+    return x.contiguous() if kernel_for(x).prefers_heads_apart(x.dtype) else x
+
+
+def by_row(key_value: Sequence[Tensor]) -> KeyValue:
+    """What :func:`by_head` gave as [s, b, h, d] again, without a copy."""
+    key, value = key_value
+    return key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)
+
+
 class Kernel(Protocol):
     """A device's way to compute a tile. Tensors are [b, h, s, d]; ``parts`` are dout, query, key, value and out."""
 
     def forward_tiles(self, dtype: torch.dtype) -> TileSize: ...
 
     def backward_tiles(self, dtype: torch.dtype, problem: Problem) -> TileSize: ...
+
+    def prefers_heads_apart(self, dtype: torch.dtype) -> bool: ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]: ...
 
@@ -137,6 +151,10 @@ class CpuFlash:
             return replace(size, half_from=512)
         return replace(size, half_from=0) if problem.layout.size == 1 else size
 
+    def prefers_heads_apart(self, dtype: torch.dtype) -> bool:
+        """It is some 2 % faster where a head's keys are neighbours; float64 is left as PyTorch's attention has it."""
+        return dtype != torch.float64
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         dim_v = v.shape[-1]
         q, k, v = _equal_head_dims(q, k, v)
@@ -171,6 +189,9 @@ class CudaFlash:
 
     def backward_tiles(self, dtype: torch.dtype, problem: Problem) -> TileSize:
         return self.forward_tiles(dtype)
+
+    def prefers_heads_apart(self, dtype: torch.dtype) -> bool:
+        return False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         dim_v = v.shape[-1]
@@ -207,6 +228,9 @@ class Matmul:
 
     def backward_tiles(self, dtype: torch.dtype, problem: Problem) -> TileSize:
         return self.forward_tiles(dtype)
+
+    def prefers_heads_apart(self, dtype: torch.dtype) -> bool:
+        return False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         outs, lses = [], []

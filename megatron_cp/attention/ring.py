@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_cp.attention import comm
 from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import Problem
-from megatron_cp.attention.kernels import attend, attend_backward, backward_tiles, forward_tiles
+from megatron_cp.attention.kernels import attend, attend_backward, backward_tiles, by_head, by_row, forward_tiles
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
 from megatron_cp.attention.tiles import plan, ring_shifts
 
@@ -35,14 +35,14 @@ class _Ring(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, problem: Problem, peers: Peers
     ) -> Tensor:
         stops = ring_shifts(problem.layout, problem.mask)
-        visitor = (key, value)
+        visitor = by_head(key), by_head(value)
         result = OutputAccumulator(query, value.shape[-1])
         for stop, onward in zip(stops, _hops(stops), strict=True):
             arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
             tiles = plan(
                 problem.layout, peers.rank, (peers.rank - stop) % peers.size, problem.mask, forward_tiles(query)
             )
-            attend(query, visitor, tiles, problem.scale, into=result)
+            attend(query, by_row(visitor), tiles, problem.scale, into=result)
             if arriving is not None:
                 visitor = arriving.wait()
         out, lse = result.finish(offset)
@@ -52,23 +52,23 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, offset = ctx.saved_tensors
+        query, *visitor, out, lse, offset = ctx.saved_tensors
         (dout,), problem, peers = douts, ctx.problem, ctx.peers
         stops = ring_shifts(problem.layout, problem.mask)[::-1]
-        visitor = (key, value)
         returning = None
-        dquery, dkey, dvalue = Gradient(query), Gradient(key), Gradient(value)
+        like = by_row(visitor)
+        dquery, dkey, dvalue = map(Gradient, (query, *like))
         for stop, onward in zip(stops, _hops(stops), strict=True):
             arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
             source = (peers.rank - stop) % peers.size
             tiles = plan(problem.layout, peers.rank, source, problem.mask, backward_tiles(query, problem))
-            attend_backward(dout, query, visitor, out, lse, tiles, problem, into=(dquery, dkey, dvalue))
+            attend_backward(dout, query, by_row(visitor), out, lse, tiles, problem, into=(dquery, dkey, dvalue))
             if returning is not None:
                 for own, others in zip((dkey, dvalue), returning.wait(), strict=True):
                     own.add_all(others)
             if arriving is not None:
                 returning = comm.hop((dkey.total(), dvalue.total()), onward, peers, comm.GRAD_TAG)
-                dkey, dvalue = Gradient(key), Gradient(value)
+                dkey, dvalue = map(Gradient, like)
                 visitor = arriving.wait()
         doffset = softmax_offset_grad(offset, out, dout, lse, problem.real_rows(peers.rank))
         return dquery.finish(), dkey.finish(), dvalue.finish(), doffset, None, None
