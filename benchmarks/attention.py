@@ -307,6 +307,7 @@ def stopwatches() -> Iterator[dict[str, float]]:
         (Gradient, "add", "add"),
         (Gradient, "add_all", "add"),
         (comm, "hop", "exchange"),
+        (comm, "exchange", "exchange"),
         (comm.Arrival, "wait", "exchange"),
     ]
 

@@ -3,14 +3,23 @@
 import gc
 import os
 import weakref
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.training.batches import open_steps
+from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
+from tests.packed_runs import DYNAMIC, lengths_file, packed_config, train_dataset
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, TP2
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "mpu": CP2 | TP2,
@@ -18,26 +27,53 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "decentralized a2a+p2p": CP4 | HCP | {"dist__use_decentralized_pg": True},
     "overlapped": CP2 | {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True},
 }
+PACKED = DYNAMIC | {"model__max_seqlen_per_dp_cp_rank": 32}
+PACKED_LAYOUTS: dict[str, dict[str, Any]] = {
+    "dynamic": PACKED,
+    "dynamic tp2": DYNAMIC | TP2 | {"model__max_seqlen_per_dp_cp_rank": 64},
+    "decentralized dynamic": PACKED | {"dist__use_decentralized_pg": True},
+}
 
 
-def train_and_close(overrides: dict[str, Any]) -> tuple[bool, int]:
-    """Of a run that trained a step: whether its model lives on, and the threads there are (gloo: three a group)."""
+def train(overrides: dict[str, Any]) -> Run:
     run, batches, num_microbatches = start(tiny_config(**overrides))
     train_step(run, batches, num_microbatches)
-    model = weakref.ref(run.model[0])
-    run.close()
-    del run, batches
-    gc.collect()
-    return model() is not None, len(os.listdir("/proc/self/task"))
+    return run
 
 
-def three_runs(overrides: dict[str, Any]) -> list[tuple[bool, int]]:
-    return [train_and_close(overrides) for _ in range(3)]
+def train_packs(lengths: str, overrides: dict[str, Any]) -> Run:
+    config = packed_config(lengths, overrides)
+    run = setup(config, build_tokenizer(config.tokenizer).vocab_size)
+    with closing(open_steps(run, train_dataset(config), 0, training=True)) as steps:
+        step = next(steps)
+        train_step(run, iter(step.microbatches), len(step.microbatches))
+    return run
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_nothing_stays(layout: str) -> None:
-    for first, *later in run_ranks(three_runs, 4, LAYOUTS[layout]):
+def three_runs(trained: Callable[..., Run], *arguments: Any) -> list[tuple[bool, int]]:
+    """Of each run that trained a step: whether its model lives on, and the threads there are (gloo: three a group)."""
+    left = []
+    for _ in range(3):
+        run = trained(*arguments)
+        model = weakref.ref(run.model[0])
+        run.close()
+        del run
+        gc.collect()
+        left.append((model() is not None, len(os.listdir("/proc/self/task"))))
+    return left
+
+
+def check(ranks: list[list[tuple[bool, int]]]) -> None:
+    for first, *later in ranks:
         assert not first[0]
         assert later == [first] * 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_stays(layout: str) -> None:
+    check(run_ranks(three_runs, 4, train, LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", PACKED_LAYOUTS)
+def test_nothing_stays_of_groups_for_packs(layout: str, tmp_path: Path) -> None:
+    check(run_ranks(three_runs, 4, train_packs, lengths_file(tmp_path), PACKED_LAYOUTS[layout]))
