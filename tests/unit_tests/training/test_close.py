@@ -30,7 +30,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 PACKED = DYNAMIC | {"model__max_seqlen_per_dp_cp_rank": 32}
 PACKED_LAYOUTS: dict[str, dict[str, Any]] = {
     "dynamic": PACKED,
-    "dynamic tp2": DYNAMIC | TP2 | {"model__max_seqlen_per_dp_cp_rank": 64},
     "decentralized dynamic": PACKED | {"dist__use_decentralized_pg": True},
 }
 
