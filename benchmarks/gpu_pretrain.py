@@ -22,6 +22,7 @@ from itertools import product
 
 import torch
 
+from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import ConfigError
@@ -37,7 +38,7 @@ from megatron_cp.training.step import train_step
 
 MODELS = {
     "1b": ("llama32_1b_pretrain_config", []),
-    "8b": ("llama3_8b_pretrain_config", ["model.num_layers=4"]),
+    "8b": ("llama3_8b_pretrain_config", ["model.context_parallel_size=1", "model.num_layers=4"]),
     "tiny": ("llama_tiny_pretrain_config", ["parallel=none"]),
 }
 RECOMPUTE = {
@@ -66,12 +67,8 @@ def matmul_rate(size: int, repeats: int = 20) -> float:
     return 2 * size**3 / statistics.median(seconds[3:])
 
 
-def steps_of(model: str, size: int, attention: str, recompute: str, options: argparse.Namespace) -> Iterator[float]:
-    """Yields the operations of a step, then the seconds of each step.
-
-    Raises:
-        ConfigError: this machine cannot run the case.
-    """
+def config_of(model: str, size: int, attention: str, recompute: str, options: argparse.Namespace) -> RunConfig:
+    """One case: a published model on one rank, with made-up tokens."""
     recipe, overrides = MODELS[model]
     settings = [
         *overrides,
@@ -86,7 +83,15 @@ def steps_of(model: str, size: int, attention: str, recompute: str, options: arg
         f"model.cross_entropy_chunk_size={options.chunk}",
         *RECOMPUTE[recompute],
     ]
-    config = load_recipe(recipe, settings)
+    return load_recipe(recipe, settings)
+
+
+def steps_of(config: RunConfig) -> Iterator[float]:
+    """Yields the operations of a step, then the seconds of each step; the first ones, which warm up, among them.
+
+    Raises:
+        ConfigError: this machine cannot run the case.
+    """
     violations = [v for v in check(config, 1) if v.severity == "error"]
     if violations:
         raise ConfigError(violations)
@@ -98,16 +103,15 @@ def steps_of(model: str, size: int, attention: str, recompute: str, options: arg
     run = setup(config, tokenizer.vocab_size)
     try:
         rows = padded_vocab_size(config, tokenizer.vocab_size)
-        yield training_flops(config.model, rows, [size] * config.train.global_batch_size)
+        yield training_flops(config.model, rows, [config.dataset.seq_length] * config.train.global_batch_size)
         with closing(open_steps(run, dataset, 0, training=True)) as steps:
-            for index in range(config.train.train_iters):
+            for _ in range(config.train.train_iters):
                 wait()
                 began = time.perf_counter()
                 step = next(steps)
                 train_step(run, iter(step.microbatches), len(step.microbatches))
                 wait()
-                if index >= options.warm_up:
-                    yield time.perf_counter() - began
+                yield time.perf_counter() - began
     finally:
         run.close()
 
@@ -118,7 +122,8 @@ def measure(model: str, size: int, attention: str, recompute: str, peak: float, 
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
-        flops, *seconds = steps_of(model, size, attention, recompute, options)
+        flops, *seconds = steps_of(config_of(model, size, attention, recompute, options))
+        seconds = seconds[options.warm_up :]
     except torch.OutOfMemoryError:
         return f"{name} does not fit in memory | | |"
     except ConfigError as error:

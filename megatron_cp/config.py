@@ -57,6 +57,7 @@ class ModelConfig:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     init_method_std: float = 0.02
+    use_cpu_initialization: bool = False  # slower; the same weights under every layout. Without a GPU always so
     attention_mask_type: Literal["causal", "no_mask"] = "causal"  # no_mask: bidirectional
     softmax_scale: float | None = None
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"

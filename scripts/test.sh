@@ -6,17 +6,20 @@ scripts/setup.sh
 
 arguments=()
 which="not slow"
+gpu=""
 # A file's tests share what they computed, so each file stays with one worker. Ranks wait for each other a lot: two
 # workers on two cores take about two thirds of the time that one takes.
 workers=(-n logical --maxprocesses 8 --dist loadfile)
 for argument in "$@"; do
     case $argument in
         --all) which="" ;;
-        --gpu) which="gpu" workers=() ;; # one GPU, one at a time
+        --gpu) which="gpu" workers=() gpu=yes ;; # one GPU, one at a time
         -h | --help) sed -n '2p' scripts/test.sh | cut -c3-; exit 0 ;;
         *) arguments+=("$argument") ;;
     esac
 done
 # The tests fork several ranks: one thread each.
 export OMP_NUM_THREADS=1
+# All others are of what runs without a GPU, also where there is one.
+[[ $gpu ]] || export CUDA_VISIBLE_DEVICES=""
 exec .venv/bin/python -m pytest ${which:+-m "$which"} "${workers[@]}" "${arguments[@]}"

@@ -66,6 +66,8 @@ def run_ranks(
     the tracebacks of all failing ranks; ranks that still run ``timeout`` seconds after the start, or ``grace`` seconds
     after one failed, are killed.
     """
+    if torch.cuda.is_initialized():
+        raise RuntimeError("CUDA runs in the test process, and no forked rank could use it: use it in ranks only")
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         pids: dict[int, int] = {}
         sys.stdout.flush()

@@ -27,6 +27,7 @@ def tiny_config(**overrides: Any) -> RunConfig:
         "model__num_query_groups": 4,
         # Large enough that every part of the model matters for the loss: errors in RoPE hide below std 0.02.
         "model__init_method_std": 0.15,
+        "model__use_cpu_initialization": True,  # on a GPU, too: layouts are compared from the same weights
         "dataset__kind": "mock",
         "dataset__seq_length": 32,
         "dataset__mock_masked_fraction": 0.4,

@@ -157,7 +157,9 @@ class ContextParallelAttention(MegatronModule):
         tp = self.config.tensor_model_parallel_size
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         kv_heads = max(1, self.config.num_query_groups // tp)
-        return ProbeInputs(self.config.num_attention_heads // tp, kv_heads, torch.float32, device)
+        # On CUDA the training's own dtype, as half precision has kernels of its own there.
+        dtype = self.config.params_dtype if device.type == "cuda" else torch.float32
+        return ProbeInputs(self.config.num_attention_heads // tp, kv_heads, dtype, device)
 
     def probe_forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Plain causal attention through this module's transport."""
@@ -217,14 +219,15 @@ class ContextParallelAttention(MegatronModule):
         if config.softmax_type == "vanilla":
             return None
         heads = config.num_attention_heads // config.tensor_model_parallel_size
-        on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
+        on_gpu = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         if config.softmax_type == "off-by-one":
             return torch.zeros(heads, device=device, dtype=config.params_dtype)
         if config.softmax_type != "learnable":
             raise ValueError(f"softmax_type {config.softmax_type!r} is unknown; use vanilla, off-by-one or learnable")
         # Drawn for all heads, so that it does not depend on the number of tensor-parallel ranks.
-        everyone = torch.zeros(config.num_attention_heads, device=device, dtype=config.params_dtype)
+        drawn_on = torch.device("cpu") if config.use_cpu_initialization else device
+        everyone = torch.zeros(config.num_attention_heads, device=drawn_on, dtype=config.params_dtype)
         if config.perform_initialization:
             config.init_method(everyone)
         first = heads * dist.get_rank(self.pg_collection.tp) if config.tensor_model_parallel_size > 1 else 0

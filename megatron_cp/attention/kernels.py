@@ -56,23 +56,25 @@ def attend_backward(
     tensors = [_heads_first(x) for x in (dout, query, *key_value, out)]
     if not any(tile.half for tile in tiles):
         tensors = [_full_precision(x) for x in tensors]
-    with _deterministic_algorithms(problem.deterministic and query.is_cuda):
-        for tile in tiles:
-            rows, columns = tile.q_rows, tile.k_rows
-            parts = [x[:, :, at] for x, at in zip(tensors, (rows, rows, columns, columns, rows), strict=True)]
-            if not tile.half:
-                parts = [_full_precision(x) for x in parts]
-            grads = kernel.backward(parts, lse[:, :, rows], tile, problem.scale)
-            for total, at, grad in zip(into, (rows, columns, columns), grads, strict=True):
-                total.add(at, grad)
+    for tile in tiles:
+        rows, columns = tile.q_rows, tile.k_rows
+        parts = [x[:, :, at] for x, at in zip(tensors, (rows, rows, columns, columns, rows), strict=True)]
+        if not tile.half:
+            parts = [_full_precision(x) for x in parts]
+        grads = kernel.backward(parts, lse[:, :, rows], tile, problem)
+        for total, at, grad in zip(into, (rows, columns, columns), grads, strict=True):
+            total.add(at, grad)
 
 
 @contextmanager
 def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """FlashAttention's backward on CUDA adds in the order in which blocks finish unless PyTorch is told not to."""
+    """FlashAttention's backward on CUDA adds in the order in which blocks finish unless PyTorch is told not to.
+
+    Strictly: asked to warn only, PyTorch's wrapper of it warns and adds as before.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if wanted:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
@@ -113,7 +115,7 @@ class Kernel(Protocol):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]: ...
 
-    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, scale: float) -> Gradients: ...
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, problem: Problem) -> Gradients: ...
 
 
 def kernel_for(query: Tensor) -> Kernel:
@@ -163,13 +165,13 @@ class CpuFlash:
         )
         return out[..., :dim_v], lse
 
-    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, scale: float) -> Gradients:
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, problem: Problem) -> Gradients:
         dout, q, k, v, out = parts
         dim_qk, dim_v = q.shape[-1], v.shape[-1]
         q, k, v = _equal_head_dims(q, k, v)
         dout, out = _pad_last(dout, v.shape[-1]), _pad_last(out, v.shape[-1])
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, tile.kind is Kind.CAUSAL, attn_mask=_band_mask(tile, q), scale=scale
+            dout, q, k, v, out, lse, 0.0, tile.kind is Kind.CAUSAL, attn_mask=_band_mask(tile, q), scale=problem.scale
         )
         return dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
 
@@ -203,17 +205,19 @@ class CudaFlash:
         )  # fmt: skip
         return out.transpose(1, 2)[..., :dim_v], lse
 
-    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, scale: float) -> Gradients:
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, problem: Problem) -> Gradients:
         dout, q, k, v, out = parts
         dim_qk, dim_v = q.shape[-1], v.shape[-1]
         q, k, v = (x.transpose(1, 2) for x in _equal_head_dims(q, k, v, multiple=8))
         dout, out = (_pad_last(x, v.shape[-1]).transpose(1, 2) for x in (dout, out))
         left, right = _flash_window(tile)
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout there is not
-        grads = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), None, None, tile.q_length, tile.k_length, 0.0,
-            tile.kind is Kind.CAUSAL, unused, unused, scale=scale, window_size_left=left, window_size_right=right,
-        )  # fmt: skip
+        with _deterministic_algorithms(problem.deterministic):
+            grads = torch.ops.aten._flash_attention_backward(
+                dout, q, k, v, out, lse.contiguous(), None, None, tile.q_length, tile.k_length, 0.0,
+                tile.kind is Kind.CAUSAL, unused, unused,
+                scale=problem.scale, window_size_left=left, window_size_right=right,
+            )  # fmt: skip
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         return dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
 
@@ -241,16 +245,16 @@ class Matmul:
             lses.append(lse)
         return torch.cat(outs, dim=3).flatten(1, 2), torch.cat(lses, dim=3).flatten(1, 2)
 
-    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, scale: float) -> Gradients:
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, problem: Problem) -> Gradients:
         dout, q, k, v, out = parts
         kv_heads = k.shape[1]
         dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
         for row in range(0, tile.q_length, self.ROWS):
             at = slice(row, row + self.ROWS)
             do, o, queries, denominators = (x[:, :, at].unflatten(1, (kv_heads, -1)) for x in (dout, out, q, lse))
-            probabilities = (self._scores(q, k, tile, row, scale) - denominators.unsqueeze(-1)).exp()
+            probabilities = (self._scores(q, k, tile, row, problem.scale) - denominators.unsqueeze(-1)).exp()
             delta = (do * o).sum(-1, keepdim=True)
-            dscores = probabilities * (do @ v.unsqueeze(2).mT - delta) * scale
+            dscores = probabilities * (do @ v.unsqueeze(2).mT - delta) * problem.scale
             dqs.append(dscores @ k.unsqueeze(2))
             dk += (dscores.mT @ queries).sum(2)
             dv += (probabilities.mT @ do).sum(2)
@@ -296,10 +300,9 @@ def _flash_window(tile: Tile) -> tuple[int, int]:
 def _band_mask(tile: Tile, q: Tensor) -> Tensor | None:
     if tile.kind is not Kind.BAND:
         return None
-    return _additive_band(tile.q_length, tile.k_length, tile.low, tile.high, q.dtype, q.device)
+    return _kept_band(tile.q_length, tile.k_length, tile.low, tile.high, q.dtype, q.device)
 
 
-@functools.lru_cache(maxsize=64)
 def _additive_band(
     rows: int, columns: int, low: int | None, high: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -311,3 +314,6 @@ def _additive_band(
     if high is not None:
         allowed &= distance <= high
     return torch.zeros(rows, columns, dtype=dtype, device=device).masked_fill_(~allowed, -torch.inf)
+
+
+_kept_band = functools.lru_cache(maxsize=64)(_additive_band)  # of the small tiles of the CPU's kernel, most are alike

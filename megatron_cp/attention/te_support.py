@@ -125,4 +125,7 @@ def choose_backend(config: RunConfig, version: str | None, on_gpu: bool) -> tupl
     if wanted == "native" or not on_gpu or version is None:
         return "native", []
     found = list(gaps(config, version))
+    if wanted == "auto" and config.mixed_precision.fp32 and not any(gap.rule == "E13" for gap in found):
+        # It runs, but rounds to TF32: a run on one rank must not differ so from one that is split.
+        found.append(Gap("E13", "mixed_precision.fp32", "its matrix products are TF32, not float32"))
     return ("native" if wanted == "auto" and found else "te"), found

@@ -207,7 +207,13 @@ def _cut_band(tile: Tile, size: TileSize) -> Iterator[Tile]:
     low = tile.low if tile.low is not None else 1 - rows
     high = tile.high if tile.high is not None else columns - 1
     if not size.band:
-        yield tile
+        # FlashAttention counts the right limit from the last row's last column and drops it where that makes it as
+        # long as the tile is wide: the rows that it does not bind go apart.
+        if tile.high is not None and high + rows >= 2 * columns:
+            yield from _cut(_part(tile, 0, columns - high, 0, columns), size)
+            yield from _cut(_part(tile, columns - high, rows, 0, columns), size)
+        else:
+            yield tile
         return
     block = max(size.band // 4, min(size.band, high - low + 1))
     if rows > block:

@@ -61,9 +61,10 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        "use_cpu_initialization": not on_gpu,
+        "use_cpu_initialization": model.use_cpu_initialization or not on_gpu,
         "bias_dropout_fusion": on_gpu,
-        "bias_activation_fusion": on_gpu and model.activation_func in ("silu", "gelu"),
+        # SwiGLU only: the other fused functions refuse some models, or approximate what a CPU computes exactly.
+        "bias_activation_fusion": on_gpu and model.activation_func == "silu" and model.gated_linear_unit,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "variable_seq_lengths": model.sequence_packing_scheduler is not None

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron_cp.parallel import staged
+from megatron_cp.parallel.device import device
+
 _DIMENSIONS = 3  # [sequence, batch, hidden]
 # Messages between the same two ranks are told apart by what they carry, so that their order does not matter.
 _FORWARD_SHAPE, _FORWARD, _BACKWARD_SHAPE, _BACKWARD = range(101, 105)
@@ -25,7 +28,7 @@ class PipelineCommunicator(P2PCommunicator):
 
     def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
         super().__init__(pp_group, config)
-        self._own_exchange = config.variable_seq_lengths and dist.get_backend(pp_group) == "gloo"
+        self._own_exchange = config.variable_seq_lengths and dist.get_backend(pp_group) in ("gloo", staged.NAME)
         self._sent: list[tuple[dist.Work | None, torch.Tensor]] = []
 
     def _communicate(
@@ -63,7 +66,7 @@ class PipelineCommunicator(P2PCommunicator):
     def _receive(self, source: int | None, shape_tag: int, tag: int) -> torch.Tensor:
         shape = torch.empty(_DIMENSIONS, dtype=torch.int64)
         dist.recv(shape, source, group=self.pp_group, tag=shape_tag)
-        tensor = torch.empty(shape.tolist(), dtype=self.config.pipeline_dtype)
+        tensor = torch.empty(shape.tolist(), dtype=self.config.pipeline_dtype, device=device())
         dist.recv(tensor, source, group=self.pp_group, tag=tag)
         return tensor.requires_grad_()
 

@@ -91,6 +91,11 @@ class StagedWork(Work):
         self._arriving = list(arriving)  # host memory, and the tensor that it is for
         self._received = [tensor for _, tensor in arriving]
         self._divide_by = divide_by
+        # What the caller's stream still does with memory that is received into comes first, whoever waits.
+        self._posted = [
+            torch.cuda.current_stream(device).record_event()
+            for device in {tensor.device for tensor in self._received if tensor.is_cuda}
+        ]
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         while self._works:
@@ -128,6 +133,9 @@ class StagedWork(Work):
         return self._all_works[0]._source_rank()
 
     def _deliver(self) -> None:
+        for event in self._posted:
+            event.wait()
+        self._posted = []
         for host, tensor in self._arriving:
             if self._divide_by > 1:
                 host.div_(self._divide_by)

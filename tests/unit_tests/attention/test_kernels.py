@@ -1,15 +1,17 @@
 """One tile's forward and backward against the written-out attention, and the guards around PyTorch's kernels."""
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_cp.attention import kernels
 from megatron_cp.attention.context import Problem
-from megatron_cp.attention.kernels import CpuFlash, Matmul, attend, attend_backward
+from megatron_cp.attention.kernels import CpuFlash, CudaFlash, Matmul, attend, attend_backward
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.reference import reference_attention
 from megatron_cp.attention.sharding import Layout
-from megatron_cp.attention.tiles import Mask, TileSize, plan
+from megatron_cp.attention.tiles import Kind, Mask, Tile, TileSize, plan, plan_gathered
+from tests.ranks import run_ranks
 
 KERNELS = {"cpu": CpuFlash(), "matmul": Matmul()}
 
@@ -102,34 +104,50 @@ def test_the_backward_pass_uses_bf16_where_it_is_fast_and_exact(fast_bf16, dtype
     assert CpuFlash().forward_tiles(dtype).half_from is None
 
 
-def test_flash_attention_windows_count_from_the_bottom_right_corner():
-    """FlashAttention's window (left, right) lets row i see columns i + shift - left .. i + shift + right."""
-    for n, mask in ((3, Mask(7, 2)), (4, Mask(11, 0)), (2, Mask(0, 5))):
-        layout = Layout.dense(48, n)
-        for q_rank in range(n):
-            for k_rank in range(n):
-                for tile in plan(layout, q_rank, k_rank, mask, TileSize()):
-                    left, right = kernels._flash_window(tile)
-                    shift = tile.k_length - tile.q_length
-                    assert left >= 0 or tile.low is None
-                    assert right >= 0 or tile.high is None
-                    for row in range(tile.q_length):
-                        for column in range(tile.k_length):
-                            seen = (tile.low is None or column - row >= tile.low) and (
-                                tile.high is None or column - row <= tile.high
-                            )
-                            flash = (left < 0 or column >= row + shift - left) and (
-                                right < 0 or column <= row + shift + right
-                            )
-                            assert seen == flash or tile.kind.name == "CAUSAL"
+def flash_sees(tile: Tile) -> np.ndarray:
+    """[rows, columns]: what FlashAttention's kernels let a tile see, as its own sources clamp and place the limits."""
+    left, right = kernels._flash_window(tile)
+    if tile.kind is Kind.CAUSAL:
+        left, right = -1, 0
+    left, right = (-1 if limit >= tile.k_length else limit for limit in (left, right))
+    rows, columns = np.mgrid[: tile.q_length, : tile.k_length]
+    diagonal = rows + tile.k_length - tile.q_length
+    sees = np.ones(rows.shape, dtype=bool)
+    if left >= 0:
+        sees &= columns >= diagonal - left
+    if right >= 0:
+        sees &= columns <= diagonal + right
+    return sees
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("mask", [Mask(), Mask(None, 0), Mask(9, 0), Mask(5, 7)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_cuda_kernels(mask, dtype, tolerance):
-    inputs, dout = draw(dtype=dtype)
+def wanted(tile: Tile) -> np.ndarray:
+    rows, columns = np.mgrid[: tile.q_length, : tile.k_length]
+    low, high = (None, 0) if tile.kind is Kind.CAUSAL else (tile.low, tile.high)
+    sees = np.ones(rows.shape, dtype=bool)
+    if low is not None:
+        sees &= columns - rows >= low
+    if high is not None:
+        sees &= columns - rows <= high
+    return sees
+
+
+LAYOUTS = [*(Layout.dense(48, n) for n in (1, 2, 3, 4)), Layout.packed([0, 8, 40, 48], None, 2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flash_attention_sees_what_a_tile_allows(layout):
+    size = CudaFlash().forward_tiles(torch.bfloat16)
+    for left in (None, 0, 1, 5, 7, 11, 16, 22, 23, 40):
+        for right in (None, 0, 1, 4, 9, 17):
+            mask = Mask(left, right)
+            for rank in range(layout.size):
+                tiles = [tile for k in range(layout.size) for tile in plan(layout, rank, k, mask, size)]
+                for tile in (*tiles, *plan_gathered(layout, rank, mask, size)):
+                    assert (flash_sees(tile) == wanted(tile)).all(), (mask, tile)
+
+
+def on_cuda(mask: Mask, dtype: torch.dtype, s: int = 70, deterministic: bool = False) -> list[torch.Tensor]:
+    inputs, dout = draw(s, dtype=dtype)
     query, key, value = (x.cuda() for x in inputs)
     layout = Layout.dense(len(query), 1)
     tiles = plan(layout, 0, 0, mask, kernels.forward_tiles(query))
@@ -137,6 +155,50 @@ def test_cuda_kernels(mask, dtype, tolerance):
     attend(query, (key, value), tiles, 0.3, into=result)
     out, lse = result.finish(None)
     grads = Gradient(query), Gradient(key), Gradient(value)
-    attend_backward(dout.cuda(), query, (key, value), out, lse, tiles, Problem(layout, mask, 0.3), into=grads)
-    got = [out.cpu(), *(grad.finish().cpu() for grad in grads)]
+    problem = Problem(layout, mask, 0.3, deterministic=deterministic)
+    attend_backward(dout.cuda(), query, (key, value), out, lse, tiles, problem, into=grads)
+    return [out.cpu(), *(grad.finish().cpu() for grad in grads)]
+
+
+def twice_on_cuda(mask: Mask) -> bool:
+    """Whether two backward passes give the same bits, and PyTorch's setting is as it was."""
+    passes = [on_cuda(mask, torch.bfloat16, 1024, deterministic=True) for _ in range(2)]
+    assert not torch.are_deterministic_algorithms_enabled()
+    return all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
+
+
+# In a rank of its own: CUDA must not start in the process that forks the other tests' ranks.
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("mask", [Mask(), Mask(None, 0), Mask(9, 0), Mask(5, 7)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_cuda_kernels(mask, dtype, tolerance):
+    (got,) = run_ranks(on_cuda, 1, mask, dtype)
+    inputs, dout = draw(dtype=dtype)
     check(got, expected(inputs, dout, mask), tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_cuda_determinism():
+    assert run_ranks(twice_on_cuda, 1, Mask(None, 0)) == [True]
+
+
+def test_determinism_is_asked_for_strictly(monkeypatch):
+    """PyTorch's wrapper of FlashAttention's backward only warns where warnings are all that is asked for."""
+    asked = []
+
+    def backward(dout, q, k, v, *_, **__):
+        asked.append(
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+        )
+        return q, k, v
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    layout, (tile,) = Layout.dense(8, 1), plan(Layout.dense(8, 1), 0, 0, Mask(), TileSize())
+    parts = [torch.zeros(1, 2, 8, 8) for _ in range(5)]
+    for deterministic in (False, True):
+        problem = Problem(layout, Mask(), 1.0, deterministic=deterministic)
+        CudaFlash().backward(parts, torch.zeros(1, 2, 8), tile, problem)
+    assert asked == [(False, False), (True, False)]
+    assert not torch.are_deterministic_algorithms_enabled()

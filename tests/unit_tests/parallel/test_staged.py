@@ -18,9 +18,10 @@ import torch.distributed as dist
 from megatron_cp.errors import RuntimeFault
 from megatron_cp.parallel import staged
 from megatron_cp.parallel.device import check_gpus
+from tests.packed_runs import BALANCED, DYNAMIC, Losses, lengths_file, packed_losses
 from tests.ranks import RanksFailed, run_ranks
-from tests.training_runs import train_losses
-from tests.unit_tests.training.layouts import LAYOUTS
+from tests.training_runs import train_losses, worst_difference
+from tests.unit_tests.training.layouts import LAYOUTS, PP2, VPP2
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
@@ -186,6 +187,7 @@ def waits(folder: str, device: str) -> float:
     start(folder, device)
     rank, size = dist.get_rank(), dist.get_world_size()
     mine, into = own(rank, device), torch.full((size * 3, 4), -1.0, device=device)
+    dist.barrier()  # CUDA takes its time to start
     if rank == size - 1:
         time.sleep(0.5)
     work = dist.all_gather_into_tensor(into, mine, async_op=True)
@@ -253,6 +255,27 @@ def test_training_is_that_of_one_rank(name: str, device: str, tmp_path: Any, mon
     assert all(result == results[0] for result in results), "ranks report different losses"
     for (loss, norm), (loss_alone, norm_alone) in zip(results[0], alone, strict=True):
         assert loss == pytest.approx(loss_alone, rel=tolerance) and norm == pytest.approx(norm_alone, rel=tolerance)
+
+
+def packs_staged(folder: str, lengths: str, overrides: dict[str, Any], device: str) -> Losses:
+    start(folder, device)
+    return packed_losses(lengths, overrides, "gpu" if device == "cuda" else "cpu")[0]
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+)
+def test_packs_pass_through_virtual_stages(device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of different lengths between the same two ranks: they must not be taken for each other."""
+    lengths = lengths_file(tmp_path)
+    # A schedule in which steps are timed is another one each time.
+    packs = DYNAMIC | {"model__max_seqlen_per_dp_cp_rank": 64, "model__dynamic_context_parallel_calibration_iters": 0}
+    layout = packs | PP2 | VPP2 | {"dist__distributed_backend": "staged"}
+    (tmp_path / "alone").mkdir()
+    alone = run_staged(packs_staged, 1, tmp_path / "alone", monkeypatch, lengths, BALANCED, device)[0]
+    several = run_staged(packs_staged, 4, tmp_path, monkeypatch, lengths, layout, device)
+    assert all(losses == several[0] for losses in several), "ranks report different losses"
+    assert max(worst_difference(several[0], alone)) < (1e-5 if device == "cpu" else 1e-4)
 
 
 def test_nccl_with_too_few_gpus_is_told_of_it() -> None:

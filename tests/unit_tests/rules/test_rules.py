@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_cp.attention.te_support import choose_backend
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError
 from megatron_cp.recipes import load_recipe
@@ -15,6 +17,7 @@ from megatron_cp.rules.document import PATH, document
 from megatron_cp.rules.elsewhere import ELSEWHERE, GUARDS, KINDS, SILENT_UPSTREAM
 from megatron_cp.rules.environment import PRESETS
 from megatron_cp.rules.explain import EXAMPLE_RECIPE, example_violations, explain
+from megatron_cp.rules.nvml import Driver, Gpu
 from megatron_cp.rules.rule import SECTIONS, order
 from megatron_cp.schema import field_paths, section_names
 
@@ -241,6 +244,15 @@ class TestTransformerEngine:
             ("E11", "error"),  # since ours is used, which has no dropout
         }
 
+    def test_float32_is_ours_with_and_without_context_parallelism(self):
+        """Its products are TF32: one rank would otherwise differ from several."""
+        for parallel in ("parallel=none", "model.context_parallel_size=4"):
+            config = load_recipe(EXAMPLE_RECIPE, [parallel, "mixed_precision=fp32"])
+            backend, why = choose_backend(config, "2.17.1", on_gpu=True)
+            assert backend == "native" and "E13" in {gap.rule for gap in why}
+        config = load_recipe(EXAMPLE_RECIPE, ["parallel=none", "mixed_precision=fp32", "model.attention_backend=te"])
+        assert choose_backend(config, "2.17.1", on_gpu=True) == ("te", [])
+
     def test_its_version_counts(self):
         def packed(version, transport):
             environment = dataclasses.replace(PRESETS["gpu"], transformer_engine=version)
@@ -305,6 +317,18 @@ class TestEnvironment:
         assert [v.rule for v in check(config, 4)] == ["K6"]
         monkeypatch.setattr("megatron_cp.rules.environment._gpus", lambda: (2, 9.0))
         assert [v.rule for v in check(config, 4)] == ["A12"]
+
+    def test_looking_for_gpus_does_not_start_cuda(self, monkeypatch):
+        """Ranks that are forked later could not use it."""
+        driver = Driver("580.1", (13, 0), (Gpu("H200", 9.0, 140 << 30),) * 2)
+        monkeypatch.setattr("megatron_cp.rules.environment.read_driver", lambda: driver)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA started"))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        found = Environment.detect()
+        assert (found.device, found.gpus_per_node, found.compute_capability) == ("gpu", 2, 9.0)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert Environment.detect().device == "cpu"
 
     def test_a_variable_of_the_configuration_counts_as_set(self):
         config = load_recipe(EXAMPLE_RECIPE, ["env_vars.CUDA_DEVICE_MAX_CONNECTIONS=1"])

@@ -1,0 +1,31 @@
+"""megatron-core's configuration as it would be on a GPU, where none is needed to see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_cp.models.transformer_config import transformer_config
+from tests.training_runs import tiny_config
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("function", ["silu", "gelu", "relu"])
+def test_only_swiglu_is_fused(function: str, gated: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core's other fused functions refuse some of these, and approximate gelu where a CPU does not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = {"activation_func": function, "gated_linear_unit": gated, "add_bias_linear": bias}
+    config: Any = transformer_config(tiny_config(**{f"model__{name}": value for name, value in model.items()}))
+    assert config.bias_activation_fusion == (function == "silu" and gated)
+    assert config.activation_func is {"silu": F.silu, "gelu": F.gelu}.get(function, config.activation_func)
+
+
+def test_where_weights_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    for on_gpu, wanted, on_cpu in ((True, False, False), (True, True, True), (False, False, True)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)  # noqa: B023 - called at once
+        config: Any = transformer_config(tiny_config(model__use_cpu_initialization=wanted))
+        assert config.use_cpu_initialization == on_cpu
