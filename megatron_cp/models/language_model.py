@@ -30,6 +30,13 @@ class LanguageModel(LossesInPieces, GPTModel):
             # which nobody uses, reduces or expects in a checkpoint.
             self.output_layer.weight = None
 
+    def _preprocess(self, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> tuple:
+        """megatron-core's, which slices the padding mask for sequence parallelism on the first stage only."""
+        if padding_mask is not None and not self.pre_process and self.config.sequence_parallel:
+            tp = self.pg_collection.tp
+            padding_mask = padding_mask.chunk(tp.size(), dim=1)[tp.rank()]
+        return super()._preprocess(*args, padding_mask=padding_mask, **kwargs)
+
     def _postprocess(
         self,
         hidden_states: Tensor,
@@ -42,6 +49,7 @@ class LanguageModel(LossesInPieces, GPTModel):
         loss_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: Tensor | None = None,
         **unused: Any,
     ) -> Tensor:
         if not self.post_process:
@@ -60,6 +68,7 @@ class LanguageModel(LossesInPieces, GPTModel):
             rotary_pos_cos=rotary_pos_cos,
             rotary_pos_sin=rotary_pos_sin,
             packed_seq_params=packed_seq_params,
+            padding_mask=padding_mask,
             embedding=self.embedding,
         )
         main, *depths = states.chunk(1 + self.config.mtp_num_layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from importlib import metadata
 from typing import Any
 
@@ -112,8 +112,8 @@ class SeededTransformerLayer(TransformerLayer):
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A seed for one named part of the model."""
-    return (seed << 32) ^ zlib.crc32(name.encode())
+    """A seed for one named part of the model: 32 bits, all that PyTorch's CPU generator takes of a number."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest())
 
 
 def use_transformer_engine(config: RunConfig) -> bool:

@@ -67,14 +67,13 @@ class PredictionLayer(MultiTokenPredictionLayer):
         packed_seq_params: PackedSeqParams | None = None,
         padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-        if padding_mask is not None:
-            raise ValueError("PredictionLayer: padding_mask is not supported; padding is packed away")
         with active_group(self.pg_collection, packed_seq_params):
             input_ids = shift_left(input_ids, self.pg_collection.cp, packed_seq_params)
         # Positions are those of the queries: rotary embeddings are handed down, and no others are supported.
         embeddings = embedding(input_ids=input_ids, position_ids=position_ids)
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
-        return input_ids, position_ids, None, embeddings, hidden_states
+        # Not shifted: padding lies where it lies, and a sequence's last positions are as real as on one rank.
+        return input_ids, position_ids, padding_mask, embeddings, hidden_states
 
 
 def mtp_block_spec(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,6 +67,39 @@ _ARCHITECTURE = (
     "mamba_head_dim",
     "mamba_num_groups",
     "mamba_num_heads",
+)
+
+
+# Whose state the optimizer's is.
+_OPTIMIZER = ("optimizer.optimizer", "optimizer.use_distributed_optimizer")
+# What the learning rate and the weight decay of an iteration depend on.
+_SCHEDULE = (
+    "train.train_iters",
+    "train.global_batch_size",
+    "optimizer.lr",
+    "optimizer.min_lr",
+    "optimizer.weight_decay",
+    "scheduler.lr_decay_style",
+    "scheduler.lr_decay_iters",
+    "scheduler.lr_warmup_iters",
+    "scheduler.lr_warmup_fraction",
+    "scheduler.lr_warmup_init",
+    "scheduler.lr_wsd_decay_iters",
+    "scheduler.lr_wsd_decay_style",
+    "scheduler.start_weight_decay",
+    "scheduler.end_weight_decay",
+    "scheduler.weight_decay_incr_style",
+)
+
+
+# What the samples and their order depend on.
+_DATA = (
+    "dataset.kind",
+    "dataset.data_path",
+    "dataset.split",
+    "dataset.seq_length",
+    "dataset.random_seed",
+    "train.global_batch_size",
 )
 
 
@@ -215,8 +248,10 @@ def save_checkpoint(run: Run, root: str | Path, data_state: dict[str, Any]) -> P
     return saved.folder
 
 
-def load_checkpoint(run: Run, root: str | Path, iteration: int) -> dict[str, Any]:
+def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool = False) -> dict[str, Any]:
     """Load checkpoint ``iteration`` below ``root`` into the run; returns the data state. Collective.
+
+    ``finetune``: its weights only, to begin a new run with.
 
     Raises:
         RuntimeFault: the checkpoint is missing, unreadable or of another model; says what differs.
@@ -225,7 +260,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int) -> dict[str, Any
     common = _read_common(folder)
     _check_same_model(run, common, folder)
     wanted, saved = run.config.checkpoint, common["config"]["checkpoint"]
-    with_optimizer = wanted.load_optim and not wanted.finetune
+    with_optimizer = wanted.load_optim and not finetune
     if with_optimizer and not saved["save_optim"]:
         raise RuntimeFault(
             f"checkpoint {folder} holds no optimizer state: it was written with checkpoint.save_optim=false. Go on "
@@ -233,10 +268,12 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int) -> dict[str, Any
             "checkpoint.finetune=true.",
             on_all_ranks=True,
         )
+    if with_optimizer:
+        _check_same_optimizer(run, common, folder)
     same_layout = _layout_of(common["config"], common["world_size"]) == _layout_of(
         asdict(run.config), dist.get_world_size()
     )
-    with_rng = wanted.load_rng and not wanted.finetune and same_layout and saved["save_rng"]
+    with_rng = wanted.load_rng and not finetune and same_layout and saved["save_rng"]
     state = _sharded_state(run, is_loading=True, optimizer=with_optimizer, rng=with_rng)
     with _reported_on_all_ranks(f"checkpoint {folder} could not be loaded"):
         loaded = dist_checkpointing.load(state, str(folder))
@@ -246,23 +283,30 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int) -> dict[str, Any
         run.optimizer.load_state_dict(loaded["optimizer"])
     else:
         run.optimizer.reload_model_params()
-    if wanted.finetune:
+    if finetune:
         return {}
-    _load_scheduler(run, common["scheduler"], folder)
+    _load_scheduler(run, common, folder)
     if with_rng:
         restore_random_state(loaded["rng"])
     run.progress = Progress(**common["progress"])
+    other_data = _differences(common["config"], asdict(run.config), _DATA)
+    if other_data and dist.get_rank() == 0:
+        logger.warning("the samples that follow are others than they were to be: %s", "; ".join(other_data))
     return common["data"]
 
 
-def _load_scheduler(run: Run, state: dict[str, Any], folder: Path) -> None:
+def _load_scheduler(run: Run, common: dict[str, Any], folder: Path) -> None:
+    state = dict(common["scheduler"])
+    if run.scheduler.wd_incr_style == "constant":
+        state["wd_incr_steps"] = run.scheduler.wd_incr_steps  # over which nothing changes: a longer run is no other one
     try:
         run.scheduler.load_state_dict(state)
     except AssertionError as error:  # megatron-core's way to say that a schedule has changed
+        different = _differences(common["config"], asdict(run.config), _SCHEDULE)
         raise RuntimeFault(
-            f"checkpoint {folder} was trained with another learning-rate schedule: {error}. Other train.train_iters "
-            "change it too, unless scheduler.lr_decay_iters and lr_warmup_iters are given. Go on with the new schedule "
-            "by scheduler.override_opt_param_scheduler=true, or with the checkpoint's by "
+            f"checkpoint {folder} was trained with another learning-rate schedule: {'; '.join(different) or error}. "
+            "Without scheduler.lr_decay_iters and lr_warmup_iters it follows train.train_iters. Go on with the "
+            "new schedule by scheduler.override_opt_param_scheduler=true, or with the checkpoint's by "
             "scheduler.use_checkpoint_opt_param_scheduler=true.",
             on_all_ranks=True,
         ) from error
@@ -313,15 +357,32 @@ def _read_common(folder: Path) -> dict[str, Any]:
     return common
 
 
+def _differences(saved: dict[str, Any], now: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """Which settings ("section.field") a checkpoint has otherwise, in words."""
+    found = []
+    for name in names:
+        section, field = name.split(".")
+        here, there = now[section][field], saved[section].get(field)
+        if here != there:
+            found.append(f"{name} is {here!r} here and {there!r} in the checkpoint")
+    return found
+
+
+def _check_same_optimizer(run: Run, common: dict[str, Any], folder: Path) -> None:
+    different = _differences(common["config"], asdict(run.config), _OPTIMIZER)
+    if different:
+        raise RuntimeFault(
+            f"checkpoint {folder} has another optimizer's state: {'; '.join(different)}. Use the checkpoint's values, "
+            "or go on with a fresh optimizer by checkpoint.load_optim=false.",
+            on_all_ranks=True,
+        )
+
+
 def _check_same_model(run: Run, common: dict[str, Any], folder: Path) -> None:
     saved, now = common["config"]["model"], asdict(run.config.model)
     for model in (saved, now):  # where its pipeline stages begin makes no other model
         model["hybrid_layer_pattern"] = layers_of(model.get("hybrid_layer_pattern")) or None
-    different = [
-        f"model.{name} is {now[name]!r} here and {saved.get(name)!r} in the checkpoint"
-        for name in _ARCHITECTURE
-        if saved.get(name) != now[name]
-    ]
+    different = _differences({"model": saved}, {"model": now}, [f"model.{name}" for name in _ARCHITECTURE])
     if different:
         raise RuntimeFault(
             f"checkpoint {folder} is of another model: {'; '.join(different)}. Use the checkpoint's values (its "

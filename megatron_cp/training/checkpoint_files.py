@@ -27,12 +27,14 @@ def checkpoint_folder(root: str | Path, iteration: int) -> Path:
 def latest_iteration(root: str | Path) -> int | None:
     """The newest complete checkpoint's iteration, ``None`` if there is none.
 
+    Without the file that names it the newest folder: a checkpoint gets its name when it is complete, the file after it.
+
     Raises:
         ConfigError: the file that names it cannot be read.
     """
     path = Path(root) / LATEST
     if not path.exists():
-        return None
+        return max(saved_iterations(root), default=None)
     try:
         return int(path.read_text().strip())
     except (OSError, ValueError) as error:

@@ -34,7 +34,18 @@ def build_optimizer(
         fp16=dtype == torch.float16,
         params_dtype=dtype,
     )
-    return get_megatron_optimizer(core, model, use_gloo_process_groups=False, pg_collection=groups)
+    optimizer = get_megatron_optimizer(core, model, use_gloo_process_groups=False, pg_collection=groups)
+    if chosen.optimizer == "sgd":
+        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+            each.init_state_fn = _allocate_momentum  # megatron-core has none for SGD, and calls it to load a checkpoint
+    return optimizer
+
+
+def _allocate_momentum(optimizer: torch.optim.Optimizer, config: CoreOptimizerConfig | None = None) -> None:
+    """The state that torch's SGD makes in its first step; beginning at zero is the same."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
 
 
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -18,7 +18,9 @@ from megatron_cp.training.flops import training_flops
 
 def keeps_step(model: ModelConfig) -> bool:
     """Whether all ranks run equally many microbatches: pipeline stages and experts meet in each of them."""
-    return model.pipeline_model_parallel_size > 1 or model.expert_model_parallel_size > 1
+    tp = model.tensor_model_parallel_size
+    shared_experts = model.expert_model_parallel_size > 1 or (model.expert_tensor_parallel_size or tp) > tp
+    return model.pipeline_model_parallel_size > 1 or shared_experts
 
 
 def sequence_parallel_size(model: ModelConfig) -> int:
@@ -55,8 +57,6 @@ def make_schedule(config: RunConfig, layout: RankLayout, lengths: Sequence[int],
 def sync_ranks(layout: RankLayout) -> int:
     """Neighbouring ranks of a domain that meet in every microbatch, because they share experts."""
     domain = layout.dp * layout.cp
-    if layout.ep == 1:
-        return 1
     together = -(-layout.ep * layout.etp // layout.tp)
     return together if domain % together == 0 else domain
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import Datasets, build_datasets
 from megatron_cp.data.streams import check_files, has_test_part
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_cp.errors import ConfigError, DataError, RuntimeFault
+from megatron_cp.errors import ConfigError, DataError, RuntimeFault, Violation
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.agreement import check_all_ranks_agree
@@ -42,12 +43,13 @@ def run(config: RunConfig) -> int:
     # What needs no other rank is read first: a missing file ends the run before any process group exists.
     tokenizer = build_tokenizer(config.tokenizer)
     check_files(config.dataset)
-    iteration = find_checkpoint(config)
+    start = find_start(config)
+    check_save_folder(config)
     start_distributed(config)
     roll = RollCall()
     try:
         check_all_ranks_agree(config)
-        return _run(config, tokenizer, iteration, roll).exit_code
+        return _run(config, tokenizer, start, roll).exit_code
     except DataError as error:
         raise RuntimeFault(str(error), on_all_ranks=True) from error
     except BaseException as error:
@@ -60,45 +62,94 @@ def run(config: RunConfig) -> int:
         stop_distributed()
 
 
-def find_checkpoint(config: RunConfig) -> int | None:
-    """The iteration to resume from, ``None`` to start fresh.
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run begins with; ``finetune``: with its weights only."""
+
+    root: str
+    iteration: int
+    finetune: bool
+
+
+def find_start(config: RunConfig) -> Start | None:
+    """The checkpoint to begin with, ``None`` to start fresh.
+
+    A run with ``checkpoint.pretrained_checkpoint`` begins with those weights, and resumes from its own checkpoints once
+    it has some.
 
     Raises:
         ConfigError: a checkpoint was asked for and is not there.
     """
-    wanted, root = config.checkpoint, _checkpoint_root(config)
-    iteration = wanted.ckpt_step if wanted.ckpt_step is not None else latest_iteration(root)
-    if iteration is None and (wanted.exit_on_missing_checkpoint or wanted.load != wanted.save or wanted.finetune):
+    wanted = config.checkpoint
+    root, setting, finetune = wanted.load, "checkpoint.load", wanted.finetune
+    if wanted.pretrained_checkpoint:
+        begun = root is not None and latest_iteration(root) is not None
+        root = root if begun else wanted.pretrained_checkpoint
+        setting, finetune = "checkpoint.pretrained_checkpoint", not begun
+    iteration = wanted.ckpt_step
+    if iteration is None and root:
+        iteration = latest_iteration(root)
+    if iteration is None and (
+        wanted.exit_on_missing_checkpoint or wanted.pretrained_checkpoint or root != wanted.save or finetune
+    ):
+        if wanted.finetune and not wanted.pretrained_checkpoint and root == wanted.save:
+            raise ConfigError(
+                "checkpoint.finetune=true needs weights to begin with: give checkpoint.pretrained_checkpoint (or "
+                f"checkpoint.load); in {root} there is no checkpoint"
+            )
         raise ConfigError(
-            f"there is no checkpoint in {root} to load (no latest_checkpointed_iteration.txt). Check checkpoint.load, "
-            "or leave it out to start fresh."
+            f"there is no checkpoint in {root} to load (no iter_* folder). Check {setting}, or leave it out to start "
+            "fresh."
         )
-    if iteration is not None and existing_folder(root, iteration) is None:
+    if iteration is None or root is None:
+        return None
+    if existing_folder(root, iteration) is None:
         raise ConfigError(
             f"there is no checkpoint {checkpoint_folder(root, iteration)}; choose one of the iter_* folders beside it "
             "with checkpoint.ckpt_step"
         )
-    return iteration
+    return Start(root, iteration, finetune)
 
 
-def _checkpoint_root(config: RunConfig) -> str:
-    """The folder to start from: the pretrained model's for fine-tuning, else the run's own."""
-    wanted = config.checkpoint
-    pretrained = wanted.pretrained_checkpoint if wanted.finetune else None
-    return pretrained or wanted.load or ""
+def check_save_folder(config: RunConfig) -> None:
+    """Make the folder that the run will write into.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    if not config.checkpoint.save:
+        return
+    folder = Path(config.checkpoint.save)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "no permission to write")
+    except OSError as error:
+        raise ConfigError(
+            [
+                Violation(
+                    "",
+                    "error",
+                    "checkpoint.save",
+                    f"cannot be a folder to write into: {error.strerror}",
+                    "another checkpoint.save",
+                    config.checkpoint.save,
+                )
+            ]
+        ) from error
 
 
-def _run(config: RunConfig, tokenizer: Tokenizer, iteration: int | None, roll: RollCall) -> Outcome:
+def _run(config: RunConfig, tokenizer: Tokenizer, start: Start | None, roll: RollCall) -> Outcome:
     folder = Path(config.checkpoint.save or "")
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     datasets = _datasets(config, tokenizer)
     ready = setup(config, vocab_size)
     roll.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"
     data_state = None
-    if iteration is not None:
-        root = _checkpoint_root(config)
-        data_state = load_checkpoint(ready, root, iteration).get("train")
-        logger.info("resumed from iteration %d of %s", ready.progress.iteration, root)
+    if start is not None:
+        data_state = load_checkpoint(ready, start.root, start.iteration, start.finetune).get("train")
+        how = "begun with the weights of" if start.finetune else "resumed from"
+        logger.info("%s iteration %d of %s", how, start.iteration, start.root)
     _write_config(config, folder)
     _announce(ready, vocab_size)
     reporter = Reporter(

@@ -1,5 +1,6 @@
 """What a person gets wrong: one clear message and the documented exit code, never a traceback."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ def test_a_good_run_ends_with_zero_and_can_be_repeated(cli: Any, tmp_path: Path)
         (["dataset.kind=indexed"], "dataset.data_path: dataset.kind=indexed needs the prefix"),
         (["tokenizer.tokenizer_type=HuggingFaceTokenizer", "tokenizer.tokenizer_model=/nowhere"], "/nowhere"),
         (["checkpoint.load=/nowhere"], "there is no checkpoint in /nowhere"),
+        (["checkpoint.pretrained_checkpoint=/nowhere"], "in /nowhere to load (no iter_* folder). Check checkpoint.pre"),
+        (["checkpoint.finetune=true"], "checkpoint.finetune=true needs weights to begin with"),
+        (["checkpoint.save=/proc/run"], "checkpoint.save=/proc/run: cannot be a folder to write into"),
+        (["checkpoint.save=/etc/hostname"], "checkpoint.save=/etc/hostname: cannot be a folder to write into: File ex"),
         (["model.tensor_model_parallel_size=4"], "world size"),
         (["model.context_parallel_size=abc"], "model.context_parallel_size"),
         (["dataset.seq_length=31"], "Sequence length must be divisible by 2 * context parallel size"),
@@ -58,5 +63,34 @@ def test_another_schedule_ends_with_one_and_names_both_ways_on(cli: Any) -> None
     assert cli()[0] == 0
     code, text = cli("train.train_iters=5")
     assert code == 1 and text.count("trained with another learning-rate schedule") == 1, (code, text)
+    assert "train.train_iters is 5 here and 1 in the checkpoint" in text
     assert cli("train.train_iters=5", "scheduler.override_opt_param_scheduler=true")[0] == 0
-    assert cli("train.train_iters=6", "scheduler.use_checkpoint_opt_param_scheduler=true")[0] == 0
+    code, text = cli(
+        "train.train_iters=6", "scheduler.use_checkpoint_opt_param_scheduler=true", "dataset.random_seed=9"
+    )
+    assert code == 0 and text.count("the samples that follow are others") == 1, text
+    assert "dataset.random_seed is 9 here and" in text
+
+
+def test_training_for_longer_needs_only_a_schedule_of_its_own_length(cli: Any) -> None:
+    schedule = ["scheduler.lr_decay_iters=9", "scheduler.lr_warmup_iters=1"]
+    assert cli(*schedule)[0] == 0
+    code, text = cli(*schedule, "train.train_iters=2")
+    assert code == 0 and "resumed from iteration 1" in text, text
+
+
+def test_pretrained_weights_are_begun_with_once(cli: Any, tmp_path: Path) -> None:
+    def losses(name: str) -> list[float]:
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [line["lm_loss"] for line in map(json.loads, lines) if "lm_loss" in line]
+
+    long = ["scheduler.lr_decay_iters=9", "scheduler.lr_warmup_iters=1", "optimizer.lr=0.05"]
+    assert cli(*long, "train.train_iters=3")[0] == 0
+    tuned = [*long, f"checkpoint.pretrained_checkpoint={tmp_path}/run", f"checkpoint.save={tmp_path}/tuned"]
+    code, text = cli(*tuned)
+    assert code == 0 and "begun with the weights of iteration 3 of" in text, text
+    fresh, begun = losses("run")[0], losses("tuned")[0]
+    assert abs(begun - fresh) > 0.01, "the same first samples: only other weights give another loss"
+    code, text = cli(*tuned, "train.train_iters=2")
+    assert code == 0 and f"resumed from iteration 1 of {tmp_path}/tuned" in text, text
+    assert len(losses("tuned")) == 2

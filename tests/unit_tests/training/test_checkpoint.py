@@ -17,6 +17,7 @@ Losses = list[tuple[float, float]]
 OVERLAPPED = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True}
 # Buckets that end within a layer, each with padding of its own.
 BUCKETS = {"ddp__overlap_grad_reduce": True, "ddp__bucket_size": 20_000}
+SGD = {"optimizer__optimizer": "sgd", "optimizer__use_distributed_optimizer": False}
 BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
 
 
@@ -46,6 +47,9 @@ def resume(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
     [
         pytest.param(1, {}, id="one rank"),
         pytest.param(1, {"optimizer__use_distributed_optimizer": False}, id="plain optimizer", marks=pytest.mark.slow),
+        pytest.param(1, SGD, id="sgd"),
+        pytest.param(2, CP2 | SGD | BF16, id="cp2 sgd bf16", marks=pytest.mark.slow),
+        pytest.param(1, SGD | {"optimizer__sgd_momentum": 0.0}, id="sgd without momentum", marks=pytest.mark.slow),
         pytest.param(4, CP4 | HCP, id="cp4 a2a+p2p", marks=pytest.mark.slow),
         pytest.param(4, CP4 | HCP | {"dist__use_decentralized_pg": True}, id="cp4 a2a+p2p decentralized"),
         pytest.param(4, PP2 | VPP2 | CP2, id="pp2 vpp2 cp2"),
@@ -103,6 +107,15 @@ def test_another_models_checkpoint_is_refused_with_what_differs(tmp_path: Path) 
         run_ranks(resume, 1, {"model__num_layers": 2}, str(tmp_path), 1)
 
 
+@pytest.mark.parametrize("other", [{"optimizer__use_distributed_optimizer": False}, SGD])
+def test_another_optimizers_state_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
+    run_ranks(save_after, 1, {}, str(tmp_path), 1)
+    refused = r"another optimizer's state: optimizer\..* in the checkpoint.*checkpoint.load_optim=false"
+    with pytest.raises(RanksFailed, match=refused):
+        run_ranks(resume, 1, other, str(tmp_path), 1)
+    run_ranks(resume, 1, other | {"checkpoint__load_optim": False}, str(tmp_path), 1)
+
+
 @pytest.mark.parametrize("damage", ["shards emptied", "metadata gone", "folder gone"])
 def test_unreadable_checkpoints_say_so(tmp_path: Path, damage: str) -> None:
     run_ranks(save_after, 2, CP2, str(tmp_path), 1)
@@ -117,6 +130,15 @@ def test_unreadable_checkpoints_say_so(tmp_path: Path, damage: str) -> None:
     with pytest.raises(RanksFailed, match=r"RuntimeFault: (there is no )?checkpoint .*iter_0000001") as failed:
         run_ranks(resume, 2, CP2, str(tmp_path), 1)
     assert str(failed.value).count("RuntimeFault: ") == 2, "every rank must say so"
+
+
+def test_without_a_tracker_the_newest_folder_counts(tmp_path: Path) -> None:
+    assert latest_iteration(tmp_path) is None
+    for name in ("iter_0000009", "iter_0000010", ".iter_0000011.partial-0a0b0c0d"):
+        (tmp_path / name).mkdir()
+    assert latest_iteration(tmp_path) == 10
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("9")
+    assert latest_iteration(tmp_path) == 9
 
 
 def test_an_unreadable_tracker_says_so(tmp_path: Path) -> None:

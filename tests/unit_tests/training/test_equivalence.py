@@ -1,12 +1,15 @@
 """Every layout trains the same model as one rank: float32, an uneven loss mask; 20 iterations where time allows."""
 
 import functools
+from typing import Any
 
 import pytest
 
 from tests.ranks import run_ranks
-from tests.training_runs import train_losses, worst_difference
+from tests.training_runs import start, tiny_config, train_losses, worst_difference
+from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts import LAYOUTS
+from tests.unit_tests.training.test_model_variants import MOE
 
 STEPS, MORE = 6, 20
 # float32 sums in another order differ by about 1e-7; 20 Adam steps with a changing loss amplify that to a few 1e-6.
@@ -52,3 +55,20 @@ def test_the_model_learns_and_the_mask_matters() -> None:
     assert losses[-1] < losses[0] - 0.1
     unmasked = run_ranks(train_losses, 1, {"dataset__mock_masked_fraction": 0.0}, 1)[0]
     assert abs(unmasked[0][0] - losses[0]) > 1e-3
+
+
+def first_weights(overrides: dict[str, Any], seed: int) -> dict[str, list[float]]:
+    run, _, _ = start(tiny_config(**overrides, rng__seed=seed))
+    found = {name: weight.flatten()[:8].tolist() for name, weight in run.model[0].named_parameters()}
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("model", [MOE | {"model__mtp_num_layers": 1}, HYBRID], ids=["experts and mtp", "hybrid"])
+def test_another_seed_is_another_model(model: dict[str, Any]) -> None:
+    """In every weight that is drawn; PyTorch's CPU generator forgets what a seed has beyond 32 bits."""
+    one, same, other = (run_ranks(first_weights, 1, model, seed)[0] for seed in (7, 7, 8))
+    assert one == same
+    drawn = [name for name, values in one.items() if len(set(values)) > 1]
+    assert len(drawn) >= 10
+    assert [name for name in drawn if one[name] == other[name]] == []

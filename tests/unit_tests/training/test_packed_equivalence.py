@@ -142,12 +142,17 @@ def test_the_default_limit_holds_one_longest_sample() -> None:
 
 
 @slow
+@pytest.mark.parametrize("depths", [{}, MTP], ids=["", "two tokens further"])
 @pytest.mark.parametrize(
-    "layout", [CP2, TP2 | SP, TP2 | SP | CP2, PP2 | CP2], ids=["cp2", "tp2 sp", "tp2 sp cp2", "pp2"]
+    "layout",
+    [CP2, TP2 | SP, TP2 | SP | CP2, PP2 | CP2, TP2 | SP | PP2],
+    ids=["cp2", "tp2 sp", "tp2 sp cp2", "pp2", "tp2 sp pp2"],
 )
-def test_the_balance_of_experts_is_that_of_the_pack(layout: dict[str, Any], lengths: str) -> None:
+def test_the_balance_of_experts_is_that_of_the_pack(
+    layout: dict[str, Any], depths: dict[str, Any], lengths: str
+) -> None:
     """The auxiliary loss is a matter of the pack, so one rank takes the same packs."""
-    model = MOE | {"model__moe_router_load_balancing_type": "aux_loss", "model__moe_aux_loss_coeff": 0.1}
+    model = MOE | depths | {"model__moe_router_load_balancing_type": "aux_loss", "model__moe_aux_loss_coeff": 0.1}
     limit = per_rank(LONGEST // 2) if layout.get("model__context_parallel_size") else per_rank(LONGEST)
     limit |= {"model__dynamic_context_parallel_calibration_iters": 0}
     ranks = 2 if layout is CP2 or layout == TP2 | SP else 4
