@@ -44,7 +44,7 @@ _MODULES = {
     "report": ("megatron_cp.report.cli", "show runs side by side: loss, throughput, phases, memory, layout"),
     "doctor": ("megatron_cp.doctor", "what is installed here, and which attention a recipe would use"),
     "verify": ("megatron_cp.verify.cli", "prove that a layout trains the same model as one rank"),
-    "schedule": ("megatron_cp.dynamic_cp.schedule_cli", "schedule sequence lengths over ranks and show the balance"),
+    "schedule": ("megatron_cp.schedule_cli", "schedule sequence lengths over ranks and show the balance"),
 }
 
 
@@ -227,7 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(_SECONDS_TO_SPEAK)
         else:
             print(f"megatron-cp: {fault}", file=sys.stderr, flush=True)
-        return EXIT_RUNTIME
+        # Data that the ranks found at fault together, once they had met, are as much the user's to mend as before.
+        return EXIT_CONFIG if isinstance(fault.__cause__, DataError) else EXIT_RUNTIME
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except SystemExit as stop:  # argparse

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, Violation
-from megatron_cp.schema import build, nearest, section_names
+from megatron_cp.schema import build, hints, nearest, nearest_first, section_names
 
 # Bridge's names for mixed_precision; the underscore and the dash are both in use there.
 _PRECISIONS = {
@@ -106,7 +106,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    groups = {p.name for p in _library("configs").iterdir() if p.is_dir()}
+    groups = [p.name for p in _library("configs").iterdir() if p.is_dir()]
     choices, values, problems = [], [], []
     for text in overrides:
         if "=" not in text and not text.startswith("~"):
@@ -120,17 +120,22 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
             problems.append(Violation("K3", "error", text, f"cannot parse: {_one_line(error)}", fix))
             continue
         key, value = parsed.key_or_group, None
+        is_section = key in section_names(RunConfig)
+        fix = f"set the value you want: {key}{'.name' if is_section else ''}=value"
         if parsed.is_delete():
-            fix = f"set it to null or to the value you want: {key}=null"
             problems.append(Violation("K3", "error", text, "settings cannot be deleted", fix))
         elif parsed.is_sweep_override():
             right = text.partition("=")[2]
             fix = f"for a list write {key}=[{right}], for a text {key}=\"'{right}'\""
             problems.append(Violation("K3", "error", text, "several values for one setting", fix))
-        elif key in groups and isinstance(value := parsed.value(), str):
+        elif (value := parsed.value()) is None and key != "mixed_precision" and (is_section or key in groups):
+            problems.append(Violation("K2", "error", text, "a whole section cannot be null", fix))
+        elif key in groups and isinstance(value, str):
             choices.append(f"{key}={value}")
+        elif isinstance(value, str) and key not in hints(RunConfig) and "." not in key and nearest(key, groups):
+            problems.append(Violation("K1", "error", key, f"unknown key '{key}'{nearest(key, groups)}"))
         else:
-            values.append((key, parsed.value()))
+            values.append((key, value))
     if problems:
         raise ConfigError(problems)
     return choices, values
@@ -149,19 +154,45 @@ def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, An
         raise _problem("K4", "--recipe", f"unknown recipe '{text}'{nearest(text, names)}", fix)
 
     from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException, MissingConfigException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    search = ",".join(f"'file://{_library(kind)}'" for kind in ("configs", "recipes"))
+    search = f"hydra.searchpath=[{','.join(f"'file://{_library(kind)}'" for kind in ('configs', 'recipes'))}]"
     try:
         with initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
-            composed = compose(path.name, overrides=[f"hydra.searchpath=[{search}]", *choices])
+            used = _groups_of(path.name, search) if choices else set()
+            # Hydra replaces the file of a group; where the recipe has none, '+' lays the file over the recipe.
+            known = [choice if choice.partition("=")[0] in used else f"+{choice}" for choice in choices]
+            composed = compose(path.name, overrides=[search, *known])
         plain: Any = OmegaConf.to_container(composed, resolve=False)
+    except MissingConfigException as error:
+        raise _missing(error, path, choices) from error
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         raise _problem("K4", "--recipe", f"cannot compose {path}: {_one_line(error)}") from error
     return plain, path.stem
+
+
+def _groups_of(recipe: str, search: str) -> set[str]:
+    """The config groups that a recipe, or one that it starts from, picks a file of, where Hydra is initialized."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import RunMode
+
+    picked = GlobalHydra.instance().config_loader().compute_defaults_list(recipe, [search], RunMode.RUN).defaults
+    return {config.config_path.rpartition("/")[0] for config in picked if config.config_path}
+
+
+def _missing(error: Any, recipe: Path, choices: list[str]) -> ConfigError:
+    """Hydra's complaint about a file that an override or the recipe names, without its search path."""
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    options = nearest_first(name, error.options or [])
+    message = f"there is no file {group}/{name}.yaml{nearest(name, options)}" if group else f"there is no {name}"
+    choice = f"{group}={name}"
+    fix = f"{group} is one of {', '.join(options)}" if options else ""
+    if choice in choices:
+        return _problem("K4", choice, message, fix)
+    return _problem("K4", "--recipe", f"cannot compose {recipe}: {message}", fix)
 
 
 def _load_yaml(path: Path) -> dict[str, Any]:

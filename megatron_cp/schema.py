@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -35,6 +35,11 @@ def field_paths(cls: type, prefix: str = "") -> Iterator[str]:
 def section_names(cls: type) -> list[str]:
     """The fields of a dataclass that are dataclasses themselves."""
     return [name for name, kind in hints(cls).items() if dataclasses.is_dataclass(kind)]
+
+
+def nearest_first(name: str, candidates: Iterable[str]) -> list[str]:
+    """All candidates, those that look most like ``name`` first."""
+    return sorted(candidates, key=lambda c: -difflib.SequenceMatcher(None, name, c).ratio())
 
 
 def nearest(name: str, candidates: list[str]) -> str:
@@ -103,6 +108,17 @@ def convert(value: Any, kind: Any) -> Any:
     raise _Mismatch(describe(kind))
 
 
+def _unknown(path: str, value: Any, root: type) -> str:
+    """What to say of a key that nothing is called: a section is compared with sections, then with what is in it."""
+    is_section = isinstance(value, dict) and bool(value)
+    candidates = section_names(root) if is_section and "." not in path else list(field_paths(root))
+    suggestion = nearest(path, candidates)
+    if is_section and not suggestion:
+        inside, value = next(iter(value.items()))
+        return _unknown(f"{path}.{inside}", value, root)
+    return f"unknown key '{path}'{suggestion}"
+
+
 def build(
     cls: type, mapping: dict[str, Any], problems: list[Violation], root: type | None = None, prefix: str = ""
 ) -> Any:
@@ -113,8 +129,7 @@ def build(
         path = f"{prefix}{key}"
         kind = hints(cls).get(key)
         if kind is None:
-            suggestion = nearest(path, list(field_paths(root)))
-            problems.append(Violation("K1", "error", path, f"unknown key '{path}'{suggestion}"))
+            problems.append(Violation("K1", "error", path, _unknown(path, value, root)))
         elif dataclasses.is_dataclass(kind) and isinstance(value, dict):
             values[key] = build(kind, value, problems, root, f"{path}.")  # type: ignore[arg-type]
         else:

@@ -98,6 +98,11 @@ def open_indexed(prefix: str) -> IndexedFiles:
     return IndexedFiles(prefix, count, boundaries, bin_bytes // np.dtype(dtype).itemsize, dtype, stamp)
 
 
+def sequence_lengths(files: IndexedFiles) -> np.ndarray:
+    """Tokens of each sequence, int32, mapped from the index."""
+    return np.memmap(files.prefix + ".idx", dtype="<i4", mode="r", offset=_HEADER.size, shape=(files.num_sequences,))
+
+
 def check_lengths(files: IndexedFiles) -> None:
     """Check all lengths and offsets of the index (reads the whole of it: one rank a node does).
 
@@ -106,7 +111,7 @@ def check_lengths(files: IndexedFiles) -> None:
             that do not run from the first sequence to the last.
     """
     path = files.prefix + ".idx"
-    lengths = np.memmap(path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(files.num_sequences,))
+    lengths = sequence_lengths(files)
     offsets = np.memmap(
         path, dtype="<i8", mode="r", offset=_HEADER.size + 4 * files.num_sequences, shape=(files.num_sequences,)
     )

@@ -6,6 +6,7 @@ has a form that takes those sums, as scalars or as numpy arrays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -80,12 +81,12 @@ class CostModel:
             "ring_step",
             "per_sample",
         ):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"CostModel.{name}={getattr(self, name)}: must be a number >= 0")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"CostModel.{name}={getattr(self, name)}: must be a finite number >= 0")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"CostModel.overlap={self.overlap}: must be between 0 (nothing hidden) and 1")
-        if self.ranks_per_node < 1:
-            raise ValueError(f"CostModel.ranks_per_node={self.ranks_per_node}: must be at least 1")
+        if not 1 <= self.ranks_per_node < math.inf:
+            raise ValueError(f"CostModel.ranks_per_node={self.ranks_per_node}: must be a finite number of at least 1")
         if self.transport not in ("p2p", "a2a"):
             raise ValueError(f"CostModel.transport={self.transport!r}: must be 'p2p' or 'a2a'")
         if self.quadratic == 0 and self.linear == 0:

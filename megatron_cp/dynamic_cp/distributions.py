@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+_MOST_DIGITS = 18  # of a length: any such number is an int64
 _DATA = files("megatron_cp.dynamic_cp") / "distributions"
 
 
@@ -120,6 +121,8 @@ def parse_lengths(text: str, source: str) -> np.ndarray:
     lengths: list[int] = []
     for number, line in enumerate(text.splitlines(), 1):
         for word in line.replace(",", " ").split():
+            if word.isdecimal() and len(word) > _MOST_DIGITS:
+                raise ValueError(f"{source}:{number}: a number of {len(word)} digits is no length in tokens")
             if not word.isdecimal() or int(word) < 1:
                 raise ValueError(
                     f"{source}:{number}: {word!r} is not a whole number of 1 or more; one length a line, or separated "

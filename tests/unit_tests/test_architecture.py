@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_cp"
 
 # From the top down: a room may import from its own line and from those below it.
 ORDER = [
-    {"__main__", "cli", "doctor", "quickstart"},
+    {"__main__", "cli", "doctor", "quickstart", "schedule_cli"},
     {"verify", "report"},
     {"training"},
     {"rules"},
@@ -43,6 +43,7 @@ PURE = [
     "megatron_cp.models.mamba_shape",
     "megatron_cp.cli",
     "megatron_cp.doctor",
+    "megatron_cp.schedule_cli",
 ]
 
 

@@ -155,6 +155,19 @@ def test_errors_of_a_run_become_exit_codes(run, started, monkeypatch, error, cod
     assert got == code and str(error) in err and "Traceback" not in err
 
 
+def test_a_fault_of_the_data_is_no_failure_while_running(run, started, monkeypatch):
+    def fail(config):
+        raise RuntimeFault("corpus.jsonl:2: not valid JSON", on_all_ranks=True) from DataError("not valid JSON")
+
+    monkeypatch.setattr(sys.modules["megatron_cp.training.train"], "run", fail)
+    monkeypatch.setattr("megatron_cp.cli._SECONDS_TO_SPEAK", 0)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank, said in (("0", "corpus.jsonl:2"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        code, _, err = run("train", "--recipe", TINY)
+        assert code == 2 and said in err and bool(err) == bool(said)
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [

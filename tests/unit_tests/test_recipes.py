@@ -63,7 +63,37 @@ def test_group_choices_replace_a_file_of_the_recipe():
     config = load_recipe(TINY, ["parallel=cp4_p2p", "model=llama32_1b"])
     assert config.model.cp_comm_type == "p2p" and config.model.hierarchical_context_parallel_sizes is None
     assert config.model.hidden_size == 2048
-    assert "cp4_hcp" in problem("parallel=cp4_hpc")
+
+
+def test_a_group_that_the_recipe_has_no_file_of_is_laid_over_it(tmp_path):
+    for plus in ("", "+"):
+        config = load_recipe("llama3_8b_1m_hcp_config", [f"{plus}parallel=cp4_p2p", "model=llama3_70b"])
+        assert (config.model.context_parallel_size, config.model.cp_comm_type) == (4, "p2p")
+        assert config.model.hierarchical_context_parallel_sizes is None
+        assert (config.model.tensor_model_parallel_size, config.model.hidden_size) == (2, 8192)
+    assert load_recipe("llama3_8b_1m_hcp_config", ["parallel=cp4_p2p", "model.context_parallel_size=8"]).model == (
+        load_recipe("llama3_8b_1m_hcp_config", ["model.context_parallel_size=8", "parallel=cp4_p2p"]).model
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(load_recipe(TINY)))
+    assert load_recipe(path, ["parallel=cp4_p2p"]).model.cp_comm_type == "p2p"
+
+
+@pytest.mark.parametrize(
+    ("choice", "meant", "others"),
+    [
+        ("parallel=cp4_pp", "cp4_p2p", "cp4_a2a"),
+        ("parallel=cp4_hpc", "cp4_hcp", "none"),
+        ("optimizer=adm", "adam", "sgd"),
+        ("scheduler=cosin", "cosine", "wsd"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [TINY, "llama3_8b_1m_hcp_config"])
+def test_a_choice_that_does_not_exist_names_those_that_do(choice, meant, others, recipe):
+    text = problem(choice, recipe=recipe)
+    group = choice.partition("=")[0]
+    assert choice in text and f"did you mean '{meant}'?" in text and f"{group} is one of {meant}, " in text
+    assert others in text and "file://" not in text and "search path" not in text
 
 
 @pytest.mark.parametrize(
@@ -71,7 +101,11 @@ def test_group_choices_replace_a_file_of_the_recipe():
     [
         ("model.contxt_parallel_size=4", "did you mean 'model.context_parallel_size'?"),
         ("+model.contxt_parallel_size=4", "did you mean 'model.context_parallel_size'?"),
-        ("++modl.context_parallel_size=4", "unknown key 'modl'"),
+        ("++modl.context_parallel_size=4", "unknown key 'modl'; did you mean 'model'?"),
+        ("modle.num_layers=3", "unknown key 'modle'; did you mean 'model'?"),
+        ("datset.seq_length=256", "unknown key 'datset'; did you mean 'dataset'?"),
+        ("bridge.hidden_size=3", "unknown key 'bridge.hidden_size'; did you mean 'model.hidden_size'?"),
+        ("paralel=cp4_p2p", "unknown key 'paralel'; did you mean 'parallel'?"),
         ("context_parallel_size=4", "did you mean 'model.context_parallel_size'?"),
         ("train.lr=1", "did you mean 'optimizer.lr'?"),
         ("model.transformer.contxt_parallel_size=4", "did you mean 'model.context_parallel_size'?"),
@@ -94,7 +128,12 @@ def test_group_choices_replace_a_file_of_the_recipe():
         ("model.recompute_granularity=ful", "did you mean 'full'?"),
         ("mixed_precision=bf61", "did you mean 'bf16'?"),
         ("model=4", "expected a mapping of settings"),
-        ("~model.seq_length", "cannot be deleted"),
+        ("~model.seq_length", "fix: set the value you want: model.seq_length=value"),
+        ("~model", "fix: set the value you want: model.name=value"),
+        ("~parallel", "settings cannot be deleted"),
+        ("model=null", "a whole section cannot be null"),
+        ("parallel=null", "fix: set the value you want: parallel=value"),
+        ("dataset=null", "a whole section cannot be null"),
         ("nonsense", "expected key=value"),
         ("dataset.seq_length=${model.nothing}", "cannot resolve"),
     ],
@@ -160,7 +199,8 @@ def test_a_recipe_of_ones_own(tmp_path):
     config = load_recipe(path)
     assert (config.recipe, config.train.train_iters, config.model.hidden_size) == ("mine", 3, 128)
     path.write_text("defaults: [model: llama_tny]\n")
-    assert "llama_tny" in problem(recipe=path)
+    text = problem(recipe=path)
+    assert "mine.yaml: there is no file model/llama_tny.yaml; did you mean 'llama_tiny'?" in text
     path.write_text("model: {num_layrs: 3}\n")
     assert "did you mean 'model.num_layers'?" in problem(recipe=path)
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cp import schedule_cli
 from megatron_cp.data.varlen import MockVarlenDataset
-from megatron_cp.dynamic_cp import schedule_cli
 from megatron_cp.dynamic_cp.iterator import DynamicBatches
 from megatron_cp.dynamic_cp.recorded import read_step
 from megatron_cp.training import scheduling

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, sample_lengths
-from megatron_cp.dynamic_cp.schedule_cli import main
+from megatron_cp.schedule_cli import main
 
 SMALL = ["--distribution", "documents", "--count", "64", "--longest", "16384", "--ranks", "8"]
 
@@ -78,6 +78,11 @@ def test_reads_a_megatron_index(tmp_path, capsys):
         ("10", ["--count", "0"], "--count 0"),
         ("10", ["--sync-ranks", "3"], "sync_ranks=3"),
         ("10", ["--static-cp-size", "5"], "cp_size=5"),
+        ("10\n99999999999999999999999", [], "lengths.txt:2: a number of 23 digits is no length in tokens"),
+        ("9" * 5000, [], "a number of 5000 digits"),
+        ("10", ["--longest", "99999999999999999999999"], "--longest 99999999999999999999999"),
+        ("10", ["--iteration", "3"], "--iteration goes with --from-run"),
+        ("10", ["--seed", "0"], "--seed goes with --distribution"),
     ],
 )
 def test_wrong_input_is_one_line_and_2(tmp_path, capsys, content, options, message):
@@ -86,6 +91,25 @@ def test_wrong_input_is_one_line_and_2(tmp_path, capsys, content, options, messa
     assert main(["--lengths", str(path), "--ranks", "4", *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--count", "--longest", "--seed", "--max-seqlen-per-rank"])
+def test_what_a_run_has_recorded_cannot_be_given(tmp_path, capsys, option):
+    assert main(["--from-run", str(tmp_path), option, "4"]) == 2
+    error = capsys.readouterr().err
+    assert f"{option} goes with" in error and "means nothing to --from-run" in error
+
+
+def test_a_broken_index_is_explained(tmp_path, capfd):
+    index = tmp_path / "broken.idx"
+    index.write_bytes(b"abcd")
+    assert main(["--lengths", str(index), "--ranks", "4"]) == 2
+    error = capfd.readouterr().err
+    assert "broken.bin: no such file" in error and error.count("\n") == 1
+    index.with_suffix(".bin").write_bytes(b"tokens")
+    assert main(["--lengths", str(index), "--ranks", "4"]) == 2
+    error = capfd.readouterr().err
+    assert "broken.idx: is not a Megatron index" in error and error.count("\n") == 1
 
 
 def test_a_missing_file_is_named(capsys):

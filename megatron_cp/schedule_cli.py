@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_cp.data.indexed import check_lengths, open_indexed, sequence_lengths
 from megatron_cp.dynamic_cp.cost import PRESETS, CostModel
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, parse_lengths, read_lengths, sample_lengths
 from megatron_cp.dynamic_cp.fixed import schedule_fixed_cp
@@ -19,6 +20,21 @@ from megatron_cp.dynamic_cp.recorded import read_step
 from megatron_cp.dynamic_cp.report import Report, as_text, report
 from megatron_cp.dynamic_cp.scheduler import schedule
 from megatron_cp.dynamic_cp.types import Schedule
+
+# Options that only some sources look at: a run has recorded what the others are told.
+_PLANNED = ("lengths", "distribution")
+_GOES_WITH = {
+    "iteration": ("from_run",),
+    "seed": ("distribution",),
+    "count": _PLANNED,
+    "longest": _PLANNED,
+    "ranks": _PLANNED,
+    "max_seqlen_per_rank": _PLANNED,
+    "min_cp_size": _PLANNED,
+    "microbatch_multiple": _PLANNED,
+    "sequence_parallel_size": _PLANNED,
+    "cost": _PLANNED,
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument(
         "--lengths",
         metavar="FILE",
-        help="whole numbers in a text file (.txt, .gz, - for stdin), or a Megatron .idx file",
+        help="whole numbers in a text file (.txt, .gz, - for stdin), or a Megatron .idx file with its .bin beside it",
     )
     source.add_argument("--from-run", metavar="RUN", type=Path, help="a run's folder: what one of its steps really did")
     source.add_argument("--distribution", choices=sorted(DISTRIBUTIONS), help="draw lengths from this distribution")
@@ -64,18 +80,27 @@ def _parser() -> argparse.ArgumentParser:
 def _read(source: str) -> np.ndarray:
     """Lengths from a file. Raises ValueError saying what is wrong with it."""
     if source.endswith(".idx"):
-        from megatron.core.datasets.indexed_dataset import IndexedDataset  # torch and megatron-core: ten seconds
-
-        dataset = IndexedDataset(source.removesuffix(".idx"), mmap=True)
-        return np.array(dataset.sequence_lengths, dtype=np.int64)  # a copy: the dataset unmaps its file when it goes
+        files = open_indexed(source)
+        check_lengths(files)
+        return sequence_lengths(files).astype(np.int64)
     return parse_lengths(sys.stdin.read(), "-") if source == "-" else read_lengths(source)
+
+
+def _refuse_unused(given: argparse.Namespace) -> None:
+    """Raise ValueError for an option that would be ignored."""
+    option = {name: f"--{name.replace('_', '-')}" for name in ("lengths", "distribution", "from_run", *_GOES_WITH)}
+    source = next(name for name in ("lengths", "distribution", "from_run") if getattr(given, name) is not None)
+    for name, sources in _GOES_WITH.items():
+        if getattr(given, name) is not None and source not in sources:
+            fitting = " or ".join(option[s] for s in sources)
+            raise ValueError(f"{option[name]} goes with {fitting}, and means nothing to {option[source]}")
 
 
 def _lengths(args: argparse.Namespace) -> np.ndarray:
     if args.count is not None and args.count < 1:
         raise ValueError(f"--count {args.count}: must be at least 1")
-    if args.longest < 1:
-        raise ValueError(f"--longest {args.longest}: must be at least 1")
+    if not 1 <= args.longest <= np.iinfo(np.int64).max:
+        raise ValueError(f"--longest {args.longest}: must be at least 1, and a number of 64 bits")
     if args.distribution:
         return sample_lengths(args.distribution, args.count or 1024, args.longest, args.seed)
     return np.minimum(_read(args.lengths)[: args.count], args.longest)
@@ -83,8 +108,12 @@ def _lengths(args: argparse.Namespace) -> np.ndarray:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns 0, or 2 with one message on stderr where the input is wrong."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    # argparse leaves what a namespace has already: without defaults in it, what is not None was given.
+    given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(_GOES_WITH)))
     try:
+        _refuse_unused(given)
         return _run(args)
     except (ValueError, OSError) as error:
         print(f"megatron-cp schedule: {error}", file=sys.stderr)
