@@ -227,8 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(_SECONDS_TO_SPEAK)
         else:
             print(f"megatron-cp: {fault}", file=sys.stderr, flush=True)
-        # Data that the ranks found at fault together, once they had met, are as much the user's to mend as before.
-        return EXIT_CONFIG if isinstance(fault.__cause__, DataError) else EXIT_RUNTIME
+        return EXIT_RUNTIME
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except SystemExit as stop:  # argparse

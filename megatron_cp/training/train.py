@@ -15,7 +15,7 @@ from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import Datasets, build_datasets
 from megatron_cp.data.streams import check_files, has_test_part
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_cp.errors import ConfigError, DataError, RuntimeFault, Violation
+from megatron_cp.errors import ConfigError, DataError, Violation
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.agreement import check_all_ranks_agree
@@ -31,7 +31,7 @@ def run(config: RunConfig) -> int:
     """Train as configured; returns the process's exit code.
 
     Raises:
-        ConfigError, DataError: a file that the run needs is missing or unusable; no process group exists yet.
+        ConfigError, DataError: a file that the run needs is missing or unusable; every rank raises the same.
         RuntimeFault: the run cannot go on; the message says where and what to do.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -50,8 +50,8 @@ def run(config: RunConfig) -> int:
     try:
         check_all_ranks_agree(config)
         return _run(config, tokenizer, start, roll).exit_code
-    except DataError as error:
-        raise RuntimeFault(str(error), on_all_ranks=True) from error
+    except DataError:
+        raise  # told to all ranks already, each of which raises it
     except BaseException as error:
         fault = roll.explain(error)
         if fault is None:
