@@ -23,6 +23,7 @@ from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.environment import installed_version
 from megatron_cp.rules.nvml import Driver, read_driver
+from megatron_cp.rules.resolve import packed_sizes
 
 EXIT_READY, EXIT_MISSING, EXIT_CONFIG = 0, 1, 2
 MEGATRON_CORE = "0.19.2"
@@ -150,11 +151,11 @@ def findings(found: Survey) -> Iterator[Finding]:
         yield Finding(False, "uninstall apex: what is installed is another project of that name, and no use here")
 
 
-def attention_of(config: RunConfig, environment: Environment) -> tuple[str, list[str]]:
+def attention_of(config: RunConfig, environment: Environment, world_size: int) -> tuple[str, list[str]]:
     """The attention that a finalized configuration gets in this environment, and why."""
     wanted, on_gpu = config.model.attention_backend, environment.device == "gpu"
     version = environment.transformer_engine
-    backend, gaps = choose_backend(config, version, on_gpu)
+    backend, gaps = choose_backend(config, version, on_gpu, packed_sizes(config, world_size))
     if wanted == "native":
         why = ["model.attention_backend=native asks for it"]
     elif not on_gpu:
@@ -267,7 +268,7 @@ def main(argv: Sequence[str]) -> int:
         fewest = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
         world_size = args.world_size or config.recipe_world_size or max(1, fewest)
         config, choice = resolve_auto(config, world_size, None, found.environment)
-        attention, why = attention_of(config, found.environment)
+        attention, why = attention_of(config, found.environment, world_size)
         backend = config.dist.distributed_backend or ("nccl" if found.environment.device == "gpu" else "gloo")
         print(f"{config.recipe} on {world_size} ranks")
         print(_line("attention", f"{attention}: {why[0]}"), *(_line("", reason) for reason in why[1:]), sep="\n")

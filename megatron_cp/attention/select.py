@@ -12,10 +12,13 @@ The rules, in order (per tensor-parallel rank, ``h`` query and ``kv`` key/value 
 5. Otherwise ``all_gather``: one exchange instead of many exposed ones.
 
 ``replicate_kv`` (our own attention) lets an all-to-all group be larger than ``kv`` where it divides evenly; Transformer
-Engine refuses that, and windows or softmax offsets on a ring.
+Engine refuses that, and windows or softmax offsets on a ring. To Transformer Engine a packed microbatch's group has one
+level: there ``a2a`` must fit the groups of all packs, and the rest is ``p2p``, which takes packs in every version.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 # A ring hop is hidden when local tokens >= 2 * (kv / h) * FLOP/s / (bytes/s): here H100 attention (600 TFLOP/s) with
 # NVLink 4 (350 GB/s within a node) and NDR InfiniBand (45 GB/s between nodes). See docs/context_parallel.md.
@@ -34,13 +37,14 @@ def select_transport(
     softmax_offset: bool = False,
     replicate_kv: bool = True,
     transformer_engine: bool = False,
+    packed_sizes: Collection[int] = (),
 ) -> tuple[str, list[int] | None, str]:
     """Choose ``(cp_comm_type, hierarchical_context_parallel_sizes or None, reason)``.
 
     ``heads`` and ``kv_heads`` are the model's; ``tp`` and ``cp`` the group sizes. ``seq_length`` (whole sequence)
     helps to judge whether a ring is hidden. With ``transformer_engine`` its restrictions hold: no window or softmax
-    offset on a ring, no offset on all-gather, no replicated key/value heads. Raises ValueError for numbers that do
-    not fit or if no transport can do what is asked.
+    offset on a ring, no offset on all-gather, no replicated key/value heads, and one level for packs, whose groups have
+    the sizes ``packed_sizes``. Raises ValueError for numbers that do not fit or if no transport can do what is asked.
     """
     for name, value in (("heads", heads), ("kv_heads", kv_heads), ("tp", tp), ("cp", cp)):
         if value < 1:
@@ -55,14 +59,15 @@ def select_transport(
     room = max(1, gpus_per_node // tp)
     replicate_kv = replicate_kv and not transformer_engine
     ring_refused = transformer_engine and (window or softmax_offset)
+    groups = {cp, *packed_sizes} if transformer_engine else {cp}
 
     def fits(size: int) -> bool:
         return h % size == 0 and (kv % size == 0 or (replicate_kv and size % kv == 0))
 
-    if cp <= room and fits(cp):
+    if max(groups) <= room and all(map(fits, groups)):
         return "a2a", None, f"{cp} ranks fit in a node of {gpus_per_node} GPUs with tp={tp} and divide {h}/{kv} heads"
     levels = [size for size in range(2, min(room, cp - 1) + 1) if cp % size == 0 and fits(size)]
-    if levels and not ring_refused:
+    if levels and not ring_refused and not (transformer_engine and packed_sizes):
         size = levels[-1]
         return (
             "a2a+p2p",
@@ -71,16 +76,24 @@ def select_transport(
             f"and cp={cp}; the ring of {cp // size} carries the rest",
         )
     if transformer_engine and softmax_offset:
-        if fits(cp):
+        if all(map(fits, groups)):
             return "a2a", None, "Transformer Engine computes softmax offsets with a2a only"
         raise ValueError(
             f"Transformer Engine computes softmax offsets with a2a only, but cp={cp} does not divide {h}/{kv} heads"
         )
+    if ring_refused and packed_sizes and all(map(fits, groups)):
+        return "a2a", None, "Transformer Engine has packs with a window on a2a in every version"
     if ring_refused:
         return (
             "all_gather",
             None,
             f"Transformer Engine has no window on a ring, and cp={cp} does not fit {h}/{kv} heads",
+        )
+    if transformer_engine and packed_sizes:
+        return (
+            "p2p",
+            None,
+            f"groups of {sorted(groups)} ranks do not all fit {h}/{kv} heads in a node, and packs have one level",
         )
     link = "node" if cp <= room else "network"
     needed = _TOKENS_PER_HEAD_RATIO[link] * kv // h

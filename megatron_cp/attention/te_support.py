@@ -7,7 +7,7 @@ falls back to our own attention. The facts are those of Transformer Engine's own
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,7 +59,13 @@ def has(version: str, feature: str, transport: str) -> bool:
     return since is not None and parse_version(version) >= parse_version(since)
 
 
-def gaps(config: RunConfig, version: str) -> Iterator[Gap]:
+def has_window(config: RunConfig) -> bool:
+    """Whether attention is limited to a window: no limit to the left is none, where a causal mask is there anyway."""
+    unlimited = ([-1, -1], [-1, 0]) if config.model.attention_mask_type == "causal" else ([-1, -1],)
+    return config.model.window_size is not None and config.model.window_size not in unlimited
+
+
+def gaps(config: RunConfig, version: str, packed_sizes: Collection[int]) -> Iterator[Gap]:
     """What a finalized configuration asks of attention that this version lacks."""
     model = config.model
     if parse_version(version) < parse_version(MINIMUM):
@@ -73,7 +79,7 @@ def gaps(config: RunConfig, version: str) -> Iterator[Gap]:
     wanted = {
         "context parallelism": ("model.cp_comm_type", True),
         "packed sequences (thd)": packing,
-        "sliding window": ("model.window_size", model.window_size is not None),
+        "sliding window": ("model.window_size", has_window(config)),
         "softmax offset": ("model.softmax_type", model.softmax_type != "vanilla"),
         "head dims that differ (MLA)": ("model.multi_latent_attention", model.multi_latent_attention),
     }
@@ -86,8 +92,8 @@ def gaps(config: RunConfig, version: str) -> Iterator[Gap]:
                 since = SINCE[feature][transport]
                 when = f"before version {since}" if since else "in any version"
                 yield Gap(_RULE[feature], field, f"no {feature} with cp_comm_type={transport} {when} ({version} here)")
-        yield from _head_gaps(config, transport)
-    if model.window_size is not None and model.attention_dropout:
+        yield from _head_gaps(config, transport, packed_sizes)
+    if has_window(config) and model.attention_dropout:
         yield Gap(
             "E2", "model.attention_dropout", "no attention dropout with a sliding window under context parallelism"
         )
@@ -95,19 +101,26 @@ def gaps(config: RunConfig, version: str) -> Iterator[Gap]:
         yield Gap("E13", "mixed_precision.fp32", "No dot product attention backend is available in fp32")
 
 
-def _head_gaps(config: RunConfig, transport: str) -> Iterator[Gap]:
+def _head_gaps(config: RunConfig, transport: str, packed_sizes: Collection[int]) -> Iterator[Gap]:
     """Key/value heads that an all-to-all cannot hand out whole; ours gives several ranks the same one."""
     model, levels = config.model, config.model.hierarchical_context_parallel_sizes
-    size = {"a2a": model.context_parallel_size, "a2a+p2p": levels[0] if levels else 1}.get(transport, 1)
+    sizes: dict[str, set[int]] = {
+        "a2a": {model.context_parallel_size, *packed_sizes},
+        "a2a+p2p": {levels[0]} if levels else set(),
+    }
     tp, groups = model.tensor_model_parallel_size, model.num_query_groups or model.num_attention_heads
     if model.multi_latent_attention:  # keys and values are made for every head
         groups = model.num_attention_heads
-    if size <= 1 or tp < 1:
+    if tp < 1:
         return
+    awkward = [n for n in sizes.get(transport, ()) if n > 1 and (groups < tp or groups // tp % n)]
+    if not awkward:
+        return
+    size = max(awkward)
     if groups < tp:
         message = f"an all-to-all over {size} ranks needs whole key/value heads, and {tp} ranks share {groups} already"
         yield Gap("D4", "model.num_query_groups", message)
-    elif groups // tp % size:
+    else:
         message = (
             f"cp_comm_type='{transport}' requires num_heads % cp_size == 0 for key/value heads too: {groups} / tp {tp} "
             f"= {groups // tp} do not divide by {size}"
@@ -115,16 +128,19 @@ def _head_gaps(config: RunConfig, transport: str) -> Iterator[Gap]:
         yield Gap("D1" if transport == "a2a" else "D2", "model.num_query_groups", message)
 
 
-def choose_backend(config: RunConfig, version: str | None, on_gpu: bool) -> tuple[Literal["te", "native"], list[Gap]]:
+def choose_backend(
+    config: RunConfig, version: str | None, on_gpu: bool, packed_sizes: Collection[int]
+) -> tuple[Literal["te", "native"], list[Gap]]:
     """The attention that ``model.attention_backend`` comes to, and what speaks against Transformer Engine's.
 
-    ``version`` is the installed Transformer Engine's, None where there is none. With "te" the gaps are the rules'
-    matter; with "auto" any gap means our own attention.
+    ``version`` is the installed Transformer Engine's, None where there is none; ``packed_sizes`` are the ranks of the
+    groups that packed microbatches may use, which are all-to-all groups to it like the configured one. With "te" the
+    gaps are the rules' matter; with "auto" any gap means our own attention.
     """
     wanted = config.model.attention_backend
     if wanted == "native" or not on_gpu or version is None:
         return "native", []
-    found = list(gaps(config, version))
+    found = list(gaps(config, version, packed_sizes))
     if wanted == "auto" and config.mixed_precision.fp32 and not any(gap.rule == "E13" for gap in found):
         # It runs, but rounds to TF32: a run on one rank must not differ so from one that is split.
         found.append(Gap("E13", "mixed_precision.fp32", "its matrix products are TF32, not float32"))

@@ -72,16 +72,16 @@ def three_quarters(tree: BuddyTree) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=32)
-def legal_groups(num_ranks: int, min_cp_size: int = 1) -> tuple[Positions, ...]:
+def legal_groups(num_ranks: int, min_cp_size: int = 1, quarters: bool = True) -> tuple[Positions, ...]:
     """Every group of ranks that :func:`megatron_cp.dynamic_cp.schedule` may use, widest first, each once.
 
     Ranks count within the data-and-context-parallel domain. For powers of two these are the aligned blocks of
     min_cp_size * 2^i ranks, and of min_cp_size * 3 * 2^i ranks that start at multiples of min_cp_size * 4 * 2^i; any
     other number of ranks adds the remainder blocks at the end (10 ranks: 8 and 9 form a pair below the group of all
-    ten).
+    ten). Without ``quarters`` three quarters of a block are left out.
     """
     tree = buddy_tree(num_ranks, min_cp_size)
-    blocks = {block for level in tree.levels for block in level}.union(three_quarters(tree))
+    blocks = {block for level in tree.levels for block in level}.union(three_quarters(tree) if quarters else ())
     return tuple(tuple(range(start, stop)) for start, stop in sorted(blocks, key=lambda b: (b[0] - b[1], b[0])))
 
 
@@ -95,7 +95,9 @@ def configured_blocks(config: RunConfig, layout: RankLayout) -> tuple[Positions,
     model, ranks, of_evaluation = config.model, layout.dp * layout.cp, config.dist.eval_context_parallel_size
     blocks: tuple[Positions, ...] = ()
     if model.dynamic_context_parallel:
-        blocks = legal_groups(ranks, model.min_dynamic_context_parallel_size)
+        # An all-to-all wants sizes that divide the heads: make_problem offers it no three quarters.
+        kinds = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
+        blocks = legal_groups(ranks, model.min_dynamic_context_parallel_size, quarters=set(kinds) != {"a2a"})
     elif model.sequence_packing_scheduler is not None:
         blocks = fixed_groups(ranks, layout.cp)
     if of_evaluation is not None:

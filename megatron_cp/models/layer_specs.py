@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -29,7 +30,9 @@ from megatron_cp.attention.core_attention import ContextParallelAttention
 from megatron_cp.attention.te_support import choose_backend
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.active_group import active_group
+from megatron_cp.dynamic_cp.groups import configured_blocks
 from megatron_cp.models.router import PackRouter, routers_of
+from megatron_cp.parallel.layout import layout_of
 
 
 class TorchNorm:
@@ -124,7 +127,10 @@ def use_transformer_engine(config: RunConfig) -> bool:
     from megatron_cp.attention.transformer_engine import have_transformer_engine
 
     version = metadata.version("transformer-engine") if have_transformer_engine() else None
-    return choose_backend(config, version, on_gpu=True)[0] == "te"
+    packed_sizes: set[int] = set()
+    if dist.is_initialized():
+        packed_sizes = {len(block) for block in configured_blocks(config, layout_of(config, dist.get_world_size()))}
+    return choose_backend(config, version, on_gpu=True, packed_sizes=packed_sizes)[0] == "te"
 
 
 def gpt_layer_spec(config: RunConfig) -> tuple[ModuleSpec, Any]:

@@ -99,7 +99,7 @@ def attention_dropout(c: Context) -> Iterator[Finding]:
 )
 def a_kernel_is_left(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("E13")
-    if c.backend == "te" and c.cp > 1:
+    if c.backend == "te" and c.widest > 1:
         flash = c.environment.flash_attn is not None and c.variable("NVTE_FLASH_ATTN") != "0"
         if c.variable("NVTE_FUSED_ATTN") == "0" and not flash:
             yield Finding(

@@ -66,9 +66,11 @@ def one_transport_a_layer(c: Context) -> Iterator[Finding]:
         )
 
 
-def _splits(cp: int) -> str:
-    pairs = [f"[{d}, {cp // d}]" for d in divisors(cp) if 1 < d < cp]
-    return ", ".join(pairs) or f"[{cp}, 1]"
+def _splits(c: Context) -> str:
+    """Two levels for cp whose all-to-all divides the heads (rule D2), neither of size 1 where that can be."""
+    fitting = [d for d in divisors(c.cp) if c.heads % d == 0 and (c.backend == "native" or c.kv_heads % d == 0)]
+    sizes = [d for d in fitting if 1 < d < c.cp] or fitting[-1:]
+    return ", ".join(f"[{d}, {c.cp // d}]" for d in sizes)
 
 
 @rule(
@@ -82,7 +84,7 @@ def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             "hierarchical_context_parallel_sizes must be set when cp_comm_type is a2a+p2p",
-            f"for cp {c.cp}: {_splits(c.cp)}",
+            f"for cp {c.cp}: {_splits(c)}",
         )
 
 
@@ -99,7 +101,7 @@ def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
             "model.hierarchical_context_parallel_sizes",
             f"The product of hierarchical_context_parallel_sizes {sizes} is {math.prod(sizes)} and must be equal to "
             f"context_parallel_size ({c.cp})",
-            f"for cp {c.cp}: {_splits(c.cp)}",
+            f"for cp {c.cp}: {_splits(c)}",
         )
 
 
@@ -115,7 +117,7 @@ def two_levels(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             f"has {len(sizes)} levels; a2a+p2p requires cp_group = [a2a_cp_group, p2p_cp_group]",
-            f"for cp {c.cp}: {_splits(c.cp)}",
+            f"for cp {c.cp}: {_splits(c)}",
         )
 
 
@@ -131,7 +133,7 @@ def levels_are_positive(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             f"sizes must be integers of at least 1, got {sizes}",
-            f"for cp {c.cp}: {_splits(c.cp)}",
+            f"for cp {c.cp}: {_splits(c)}",
         )
 
 

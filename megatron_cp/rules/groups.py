@@ -132,8 +132,7 @@ def scheduler_fits(c: Context) -> Iterator[Finding]:
 )  # fmt: skip
 def interleaving_needs_tags(c: Context) -> Iterator[Finding]:
     stages = c.config.model.virtual_pipeline_model_parallel_size
-    gloo = c.config.dist.distributed_backend in ("gloo", "staged") or c.environment.device == "cpu"
-    if c.packs and stages is not None and c.pp > 1 and not gloo:
+    if c.packs and stages is not None and c.pp > 1 and not c.gloo:
         yield Finding(
             "model.virtual_pipeline_model_parallel_size",
             "packed microbatches differ in length, and the interleaved schedule cannot exchange those over NCCL",
@@ -183,6 +182,24 @@ def balance_of_packs(c: Context) -> Iterator[Finding]:
             "model.moe_router_load_balancing_type",
             f"{kind} is not defined for packed microbatches",
             "model.moe_router_load_balancing_type=aux_loss or none",
+        )
+
+
+@rule(
+    "H22",
+    "Packs go to their experts by all-to-all.",
+    "Packs have lengths of their own, on each rank another, and the allgather dispatcher gathers equal ones.",
+    broken(
+        "model.sequence_packing_scheduler=dp_balanced", "model.num_moe_experts=4",
+        "model.moe_token_dispatcher_type=allgather",
+    ),
+)  # fmt: skip
+def dispatch_of_packs(c: Context) -> Iterator[Finding]:
+    if c.packs and c.config.model.moe_token_dispatcher_type == "allgather":  # also refused where there are no experts
+        yield Finding(
+            "model.moe_token_dispatcher_type",
+            "Token dispatcher type: allgather does not support variable sequence length, which packs have",
+            "model.moe_token_dispatcher_type=alltoall",
         )
 
 

@@ -16,12 +16,15 @@ def _heads_finding(c: Context, transport: str) -> Iterator[Finding]:
     for kind, size in c.a2a_sizes():
         if kind == transport and c.heads % size:
             largest = max(d for d in divisors(c.cp) if c.heads % d == 0)
+            fix = f"largest a2a size here is {largest}: a2a+p2p with [{largest}, {c.cp // largest}], p2p or all_gather"
+            if kind == "a2a" and size != c.cp:  # a group of packs, which have one level in Transformer Engine
+                fix = "model.cp_comm_type=p2p, or model.attention_backend=native"
             field = "model.cp_comm_type" if kind == "a2a" else "model.hierarchical_context_parallel_sizes"
             yield Finding(
                 field,
                 f"cp_comm_type='{kind}' requires num_heads % cp_size == 0: {c.config.model.num_attention_heads} heads "
                 f"/ tp {c.tp} = {c.heads} do not divide by {size}",
-                f"largest a2a size here is {largest}: a2a+p2p with [{largest}, {c.cp // largest}], p2p or all_gather",
+                fix,
             )
     yield from c.te_findings("D1" if transport == "a2a" else "D2")
 
@@ -96,7 +99,7 @@ def enough_kv_heads(c: Context) -> Iterator[Finding]:
 )
 def large_head_dim(c: Context) -> Iterator[Finding]:
     dim = c.config.model.kv_channels or 0
-    if c.backend == "te" and c.cp > 1 and dim > 128 and not c.config.model.multi_latent_attention:
+    if c.backend == "te" and c.widest > 1 and dim > 128 and not c.config.model.multi_latent_attention:
         yield Finding(
             "model.kv_channels",
             f"head dim {dim}: Transformer Engine may have flash attention only, or nothing, on this GPU",
@@ -122,7 +125,7 @@ def mla_version(c: Context) -> Iterator[Finding]:
     "D7",
     "Mamba's heads and groups divide over tp * cp.",
     "Its mixer exchanges sequence for heads over the whole context-parallel group, whatever cp_comm_type says. Dynamic "
-    "groups share the heads as evenly as they can, so there it is enough that each rank gets one.",
+    "groups and evaluation's own share the heads as evenly as they can, so there it is enough that each rank gets one.",
     broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.mamba_num_heads=6"),
     needs="world",
 )
@@ -139,13 +142,16 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
             f"nheads must be evenly divisible by tp_size * cp_size: {heads} by {parts}",
             f"a multiple of {parts}, or tp * cp among {listed(divisors(heads))}",
         )
-    elif dynamic and c.divisible and heads // c.tp < c.dp * c.cp:
+    elif (dynamic or c.eval_cp > 1) and c.divisible and heads // c.tp < c.widest:
+        most = heads // c.tp
+        who, instead = f"evaluation's groups have {c.widest}", f"dist.eval_context_parallel_size={most} or less"
+        if dynamic:
+            who = f"a dynamic group may have all dp * cp = {c.widest}"
+            instead = f"more tensor- or pipeline-parallel ranks, so that dp * cp is at most {most}"
         yield Finding(
             "model.mamba_num_heads",
-            f"a dynamic group may have all dp * cp = {c.dp * c.cp} ranks, and {heads} heads / tp {c.tp} = "
-            f"{heads // c.tp} can be shared by no more than {heads // c.tp}",
-            f"at least {c.dp * c.cp * c.tp}, or more tensor- or pipeline-parallel ranks, so that dp * cp is at most "
-            f"{heads // c.tp}",
+            f"{who} ranks, and {heads} heads / tp {c.tp} = {most} can be shared by no more than {most}",
+            f"at least {c.widest * c.tp}, or {instead}",
         )
     local = groups // c.tp
     if groups % c.tp:

@@ -18,7 +18,7 @@ from megatron_cp.rules.rule import Context, Finding, broken, rule
     needs="config environment",
 )  # fmt: skip
 def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
-    if c.backend == "te" and c.packs and max(c.cp, c.eval_cp) > 1 and c.variable("NVTE_FUSED_ATTN") == "0":
+    if c.backend == "te" and c.packs and c.widest > 1 and c.variable("NVTE_FUSED_ATTN") == "0":
         yield Finding(
             "env_vars.NVTE_FUSED_ATTN",
             "is 0, and packed sequences with padding between them need Transformer Engine's fused attention",

@@ -6,9 +6,22 @@ import dataclasses
 import os
 
 from megatron_cp.attention.select import select_transport
-from megatron_cp.attention.te_support import choose_backend
+from megatron_cp.attention.te_support import choose_backend, has_window
 from megatron_cp.config import RunConfig
+from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.environment import Environment
+
+
+def packed_sizes(config: RunConfig, world_size: int) -> set[int]:
+    """Ranks of the groups that packs may use; none where nothing is packed, or where the layout cannot be."""
+    if config.model.sequence_packing_scheduler is None and config.dist.eval_context_parallel_size is None:
+        return set()
+    from megatron_cp.dynamic_cp.groups import configured_blocks  # needs numpy, which takes a while to import
+
+    try:
+        return {len(block) for block in configured_blocks(config, layout_of(config, world_size))}
+    except ValueError:  # the rules say why
+        return set()
 
 
 def resolve_auto(
@@ -26,6 +39,12 @@ def resolve_auto(
     launched = os.environ.get("LOCAL_WORLD_SIZE", "")
     node = gpus_per_node or environment.gpus_per_node or (int(launched) if launched.isdigit() else world_size)
     on_gpu = environment.device == "gpu"
+    with_a2a = dataclasses.replace(
+        model,
+        cp_comm_type=["a2a" if kind == "auto" else kind for kind in kinds],
+        hierarchical_context_parallel_sizes=None,
+    )
+    packed = packed_sizes(dataclasses.replace(config, model=with_a2a), world_size)
     try:
         transport, sizes, reason = select_transport(
             model.num_attention_heads,
@@ -34,9 +53,10 @@ def resolve_auto(
             model.context_parallel_size,
             node,
             seq_length=model.seq_length,
-            window=model.window_size is not None,
+            window=has_window(config),
             softmax_offset=model.softmax_type != "vanilla",
-            transformer_engine=choose_backend(config, environment.transformer_engine, on_gpu)[0] == "te",
+            transformer_engine=choose_backend(config, environment.transformer_engine, on_gpu, packed)[0] == "te",
+            packed_sizes=packed,
         )
     except ValueError:
         return config, None

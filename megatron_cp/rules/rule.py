@@ -12,6 +12,7 @@ from megatron_cp.attention.te_support import Gap, choose_backend
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import Violation
 from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.resolve import packed_sizes
 
 Severity = Literal["error", "warning"]
 
@@ -106,26 +107,14 @@ class Context:
 
     def a2a_sizes(self) -> Iterator[tuple[str, int]]:
         """Transport and number of ranks over which an all-to-all splits the heads."""
-        if self.config.model.dynamic_context_parallel:  # ours takes the all-to-all size that fits each group
-            size = self._awkward_group_size() if "a2a" in self.comm_types and self.backend == "te" else 1
-            if size > 1:
-                yield "a2a", size
-            return
-        if "a2a" in self.comm_types and self.backend == "te" and self.eval_cp > 1:
-            yield "a2a", self.eval_cp
-        if self.cp > 1 and "a2a" in self.comm_types:
-            yield "a2a", self.cp
+        if "a2a" in self.comm_types:
+            # Of a pack's group ours takes as many neighbours as fit the heads, and Transformer Engine all.
+            sizes = {self.cp, *self.packed_sizes} if self.backend == "te" else {self.cp}
+            worst = max(sizes, key=lambda size: (self.heads % size != 0, size))
+            if worst > 1:
+                yield "a2a", worst
         if self.cp > 1 and "a2a+p2p" in self.comm_types and self.levels is not None:
             yield "a2a+p2p", self.levels[0]
-
-    def _awkward_group_size(self) -> int:
-        """The size of the dynamic groups that fits the heads worst: the widest that does not divide them."""
-        from megatron_cp.dynamic_cp.groups import legal_groups
-
-        ranks = self.dp * self.cp
-        smallest = min(max(1, self.config.model.min_dynamic_context_parallel_size), ranks)
-        sizes = {len(block) for block in legal_groups(ranks, smallest)}
-        return max(sizes, key=lambda size: (self.heads % size != 0, size))
 
     @cached_property
     def packed(self) -> bool:
@@ -143,6 +132,21 @@ class Context:
         return self.config.dist.eval_context_parallel_size or 1
 
     @cached_property
+    def packed_sizes(self) -> set[int]:
+        """Ranks of the groups that packs may use."""
+        return packed_sizes(self.config, self.world_size)
+
+    @cached_property
+    def widest(self) -> int:
+        """The most ranks that may share a sample, in training or in evaluation."""
+        return max(self.cp, self.eval_cp, self.dp * self.cp if self.config.model.dynamic_context_parallel else 1)
+
+    @cached_property
+    def gloo(self) -> bool:
+        """Whether gloo carries the messages, by itself or staged."""
+        return self.config.dist.distributed_backend in ("gloo", "staged") or self.environment.device == "cpu"
+
+    @cached_property
     def node_size(self) -> int | None:
         """Ranks that share a node: as given, else as the environment knows."""
         return self.gpus_per_node or (self.environment.gpus_per_node if self.environment.device == "gpu" else None)
@@ -150,7 +154,9 @@ class Context:
     @cached_property
     def _choice(self) -> tuple[str, list[Gap]]:
         environment = self.environment
-        return choose_backend(self.config, environment.transformer_engine, environment.device == "gpu")
+        return choose_backend(
+            self.config, environment.transformer_engine, environment.device == "gpu", self.packed_sizes
+        )
 
     @property
     def backend(self) -> str:

@@ -332,6 +332,10 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
     for field, asked in not_built_in_hybrids.items():
         if asked and model.architecture == "hybrid":
             yield Finding(field, "is not built into hybrid models by this version", "model.architecture=gpt")
+    for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
+        if getattr(model, name) and model.architecture == "hybrid":
+            message = "does not move the layers of a hybrid model, which its pattern gives to the stages"
+            yield Finding(f"model.{name}", message, f"model.{name}=false, and | between the stages of the pattern")
 
 
 @rule(
@@ -379,18 +383,40 @@ def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K22",
-    "No sinkhorn routing under context parallelism.",
+    "No sinkhorn routing under context or sequence parallelism.",
     "It balances the experts over the tokens that one rank holds, so that the same model routes differently, silently, "
-    "when a sequence is sliced (the loss differs by a hundredth).",
+    "when a sequence is sliced (the loss differs by a hundredth). Packs have no sinkhorn either: H18.",
     broken("model.num_moe_experts=4", "model.moe_router_load_balancing_type=sinkhorn", "model.moe_router_topk=1"),
 )
 def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    if model.num_moe_experts and model.moe_router_load_balancing_type == "sinkhorn" and c.cp > 1:
+    sliced = c.cp > 1 or (c.tp > 1 and model.sequence_parallel)
+    if model.num_moe_experts and model.moe_router_load_balancing_type == "sinkhorn" and sliced:
         yield Finding(
             "model.moe_router_load_balancing_type",
-            "sinkhorn balances over the tokens of one context-parallel rank",
+            "sinkhorn balances over the tokens of one rank, a slice of the sequence",
             "model.moe_router_load_balancing_type=aux_loss",
+        )
+
+
+@rule(
+    "K29",
+    "Over gloo, experts are split or spread over ranks, not both.",
+    "The ranks that split an expert gather the tokens that other ranks sent to each, unequal numbers of them, and gloo "
+    "gathers equal numbers only. The allgather dispatcher gathers before tokens are chosen, all of them.",
+    broken(
+        "model.context_parallel_size=1", "model.hierarchical_context_parallel_sizes=null", "model.cp_comm_type=p2p",
+        "model.tensor_model_parallel_size=2", "model.sequence_parallel=true", "model.num_moe_experts=4",
+        "model.expert_model_parallel_size=2",
+    ),
+    needs="config environment",
+)  # fmt: skip
+def experts_over_gloo(c: Context) -> Iterator[Finding]:
+    if c.gloo and c.etp > 1 and c.ep > 1 and c.config.model.moe_token_dispatcher_type == "alltoall":
+        yield Finding(
+            "model.expert_tensor_parallel_size",
+            f"etp {c.etp} with ep {c.ep} gathers unequal numbers of tokens, which gloo cannot",
+            "model.expert_tensor_parallel_size=1",
         )
 
 

@@ -228,7 +228,7 @@ def sequence_parallel_needs_tp(c: Context) -> Iterator[Finding]:
 def one_hardware_queue(c: Context) -> Iterator[Finding]:
     before_blackwell = c.environment.device == "gpu" and (c.environment.compute_capability or 0) < 10
     value = c.variable("CUDA_DEVICE_MAX_CONNECTIONS")
-    if before_blackwell and c.tp * c.cp > 1 and value != "1":
+    if before_blackwell and c.tp * c.widest > 1 and value != "1":
         yield Finding(
             "env_vars.CUDA_DEVICE_MAX_CONNECTIONS",
             f"is {value or 'not set'}; communication may not overlap with computation",
@@ -273,12 +273,14 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
 )
 def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    layers = model.num_layers + model.account_for_embedding_in_pipeline_split + model.account_for_loss_in_pipeline_split
+    counted = model.account_for_embedding_in_pipeline_split + model.account_for_loss_in_pipeline_split
+    if model.architecture == "hybrid":
+        counted = 0  # its pattern has layers only (and K19 refuses the flags)
+    layers = model.num_layers + counted
     virtual = max(1, model.virtual_pipeline_model_parallel_size or 1) if c.pp > 1 else 1
     stages = c.pp * virtual
     if layers % stages and "|" not in (model.hybrid_layer_pattern or ""):  # there the pattern says what lies where
         valid = sorted({n for n in (layers // stages * stages, (layers // stages + 1) * stages) if n})
-        counted = layers - model.num_layers
         yield Finding(
             "model.num_layers",
             f"num_layers={model.num_layers}{f' (+{counted} for embedding and loss)' if counted else ''} should be "
@@ -319,7 +321,18 @@ def interleaving_needs_stages(c: Context) -> Iterator[Finding]:
 )
 def interleaved_microbatches(c: Context) -> Iterator[Finding]:
     model, train = c.config.model, c.config.train
-    if model.virtual_pipeline_model_parallel_size is None or c.pp == 1 or c.packed or not c.divisible:
+    group = model.microbatch_group_size_per_vp_stage or c.pp
+    if model.virtual_pipeline_model_parallel_size is None or c.pp == 1:
+        return
+    if group < c.pp:
+        yield Finding(
+            "model.microbatch_group_size_per_vp_stage",
+            "The number of contiguous micro-batches in a virtual pipeline stage should range in "
+            f"[PP={c.pp}, M], M being the number of micro batches, got {group}",
+            f"model.microbatch_group_size_per_vp_stage={c.pp} or more, or null",
+        )
+        return
+    if c.packed or not c.divisible:  # packs come in multiples of the group
         return
     yield from _interleaving(c, "train.global_batch_size", train.global_batch_size, train.micro_batch_size)
     if c.config.validation.eval_iters and not c.packs:
@@ -330,12 +343,12 @@ def _interleaving(c: Context, field: str, global_batch: int, micro_batch: int) -
     group = c.config.model.microbatch_group_size_per_vp_stage or c.pp
     per_step = max(1, micro_batch) * c.dp
     count = global_batch // per_step
-    if not c.pp <= group <= count:
+    if group > count:
         yield Finding(
             field,
             "The number of contiguous micro-batches in a virtual pipeline stage should range in "
             f"[PP={c.pp}, M={count}], got {group}",
-            f"{field}={per_step * max(c.pp, group)} or more",
+            f"{field}={per_step * group} or more",
         )
     elif 0 < count % group < c.pp:
         yield Finding(

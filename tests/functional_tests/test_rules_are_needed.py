@@ -64,6 +64,7 @@ ERROR = {
     "H8": "min_cp_size=8: must be between 1 and the number of ranks",
     "H17": "split_with_sizes expects split_sizes to sum exactly",
     "H19": "must match the size of tensor",
+    "H22": "allgather does not support variable sequence length",
     "H14": "tokens does not fit: 4 ranks of max_seqlen_per_rank=8 hold 32 tokens",
     "I9": "AssertionError",
     "I14": "recompute_num_layers must be 1 for MTP recompute",
@@ -81,6 +82,7 @@ ERROR = {
     "K19": "Error",  # multi-token prediction of hybrid models is not built
     "K23": "q_layernorm",
     "K25": "KeyError",
+    "K29": "invalid tensor size",
     "K26": "lognorml: cannot be read",
     "K27": "Say what counts with dataset.text_key",
 }

@@ -40,6 +40,13 @@ TE = {"transformer_engine": True}
             {"heads": 64, "kv_heads": 16, "tp": 1, "cp": 16, "softmax_offset": True, "transformer_engine": True},
             ("a2a", None),
         ),
+        # Packs: one level, and an all-to-all that fits every group.
+        ({"heads": 32, "kv_heads": 8, "tp": 1, "cp": 16, "packed_sizes": {16}} | TE, ("p2p", None)),
+        ({"heads": 32, "kv_heads": 8, "tp": 1, "cp": 4, "packed_sizes": {4}} | TE, ("a2a", None)),
+        ({"heads": 32, "kv_heads": 8, "tp": 1, "cp": 4, "packed_sizes": {1, 2, 4, 6}} | TE, ("p2p", None)),
+        ({"heads": 7, "kv_heads": 7, "tp": 1, "cp": 4, "seq_length": 8192, "packed_sizes": {4}} | TE, ("p2p", None)),
+        ({"heads": 32, "kv_heads": 16, "tp": 1, "cp": 16, "packed_sizes": {16}, "window": True} | TE, ("a2a", None)),
+        ({"heads": 32, "kv_heads": 8, "tp": 1, "cp": 16, "packed_sizes": {16}}, ("a2a+p2p", [8, 2])),
     ],
 )
 def test_choice(layout, expected):

@@ -60,6 +60,11 @@ def test_allowed(overrides: tuple[str, ...]) -> None:
             ["model.dynamic_context_parallel=true", "model.mamba_num_heads=2"], "D7",
             "all dp * cp = 4 ranks, and 2 heads / tp 1 = 2 can be shared by no more than 2", "at least 4",
         ),
+        (
+            ["dist.eval_context_parallel_size=4", "model.context_parallel_size=1", "model.mamba_num_heads=2"], "D7",
+            "evaluation's groups have 4 ranks, and 2 heads / tp 1 = 2 can be", "dist.eval_context_parallel_size=2",
+        ),
+        (["model.account_for_loss_in_pipeline_split=true"], "K19", "its pattern gives to the stages", "and |"),
         (["model.mamba_head_dim=48"], "D12", "d_inner must be evenly divisible by headdim: 256 by 48", "1, 2, 4"),
         (["model.mamba_state_dim=0"], "D12", "at least 1, got 0", ""),
         (["model.hybrid_layer_pattern=M-M*-M"], "K14", "has 6 letters for 7 layers", "model.num_layers=6"),
@@ -77,6 +82,14 @@ def test_refused(overrides: list[str], rule: str, message: str, fix: str) -> Non
 def test_every_pipeline_stage_has_layers(pattern: str, rule: str) -> None:
     stages = ("model.pipeline_model_parallel_size=2", "model.context_parallel_size=2")
     assert rule in {violation.rule for violation in errors(f"model.hybrid_layer_pattern={pattern}", *stages)}
+
+
+@pytest.mark.parametrize(("pattern", "rules"), [("M-M*-M", {"K19"}), ("M-M*-M-", {"K19", "A15"})])
+def test_stages_count_layers_only(pattern: str, rules: set[str]) -> None:
+    stages = ("model.pipeline_model_parallel_size=2", "model.context_parallel_size=2")
+    layers = (f"model.hybrid_layer_pattern={pattern}", f"model.num_layers={len(pattern)}")
+    flag = "model.account_for_embedding_in_pipeline_split=true"
+    assert {violation.rule for violation in errors(*stages, *layers, flag)} == rules
 
 
 def test_stages_of_a_pattern() -> None:

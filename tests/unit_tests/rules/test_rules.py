@@ -205,6 +205,68 @@ def test_a_thousand_ranks_are_checked_in_milliseconds():
     assert min(seconds) < 0.05
 
 
+def errors(*overrides, world_size=4, environment="cpu"):
+    found = check(load_recipe(EXAMPLE_RECIPE, overrides), world_size, environment=environment)
+    return {v.rule: v.fix for v in found if v.severity == "error"}
+
+
+INTERLEAVED = (
+    "model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null", "model.context_parallel_size=1",
+    "model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2", "train.micro_batch_size=1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("packs", [(), ("model.dynamic_context_parallel=true",)])
+def test_virtual_stages_work_through_at_least_as_many_microbatches_as_there_are_stages(packs):
+    assert errors(*INTERLEAVED, *packs, "model.microbatch_group_size_per_vp_stage=2") == {}
+    assert errors(*INTERLEAVED, *packs, "model.microbatch_group_size_per_vp_stage=1").keys() == {"A17"}
+
+
+MOE = (
+    "model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null", "model.context_parallel_size=1",
+    "model.num_moe_experts=4", "train.micro_batch_size=1",
+)  # fmt: skip
+SPLIT = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
+
+
+def test_experts_that_are_split_and_spread_need_nccl():
+    both = (*MOE, *SPLIT, "model.expert_model_parallel_size=2", "mixed_precision=bf16")
+    assert errors(*both) == {"K29": "model.expert_tensor_parallel_size=1"}
+    assert errors(*both, environment="gpu") == {}
+    assert errors(*both, "dist.distributed_backend=staged", environment="gpu").keys() == {"K29"}
+    assert errors(*both, "model.expert_tensor_parallel_size=1") == {}
+    assert errors(*both, "model.moe_token_dispatcher_type=allgather") == {}
+    assert errors(*MOE, *SPLIT) == {}
+
+
+def test_packs_of_evaluation_need_the_alltoall_dispatcher_too():
+    gathered = (*MOE, "model.moe_token_dispatcher_type=allgather")
+    assert errors(*gathered) == {}
+    for packs in ("model.dynamic_context_parallel=true", "dist.eval_context_parallel_size=2"):
+        assert errors(*gathered, packs) == {"H22": "model.moe_token_dispatcher_type=alltoall"}
+
+
+def test_sinkhorn_wants_whole_sequences():
+    sinkhorn = (*MOE, "model.moe_router_load_balancing_type=sinkhorn", "model.moe_router_topk=1")
+    assert errors(*sinkhorn) == {}
+    assert errors(*sinkhorn, *SPLIT).keys() == {"K22"}
+    assert errors(*sinkhorn, "model.dynamic_context_parallel=true").keys() == {"H18"}
+
+
+@pytest.mark.parametrize(
+    ("cp", "heads", "fix"),
+    [(3, 8, "[1, 3]"), (3, 9, "[3, 1]"), (12, 8, "[2, 6], [4, 3]"), (4, 9, "[1, 4]"), (4, 8, "[2, 2]")],
+)
+def test_the_levels_proposed_fit_the_heads(cp, heads, fix):
+    overrides = [f"model.context_parallel_size={cp}", f"model.num_attention_heads={heads}", "dataset.seq_length=288"]
+    overrides += [f"model.num_query_groups={heads}", f"model.hidden_size={heads * 16}"]
+    assert errors(*overrides, "model.hierarchical_context_parallel_sizes=[5,1]", world_size=cp) == {
+        "C5": f"for cp {cp}: {fix}"
+    }
+    proposed = fix.split(", [")[0].replace(" ", "")
+    assert errors(*overrides, f"model.hierarchical_context_parallel_sizes={proposed}", world_size=cp) == {}
+
+
 class TestTransformerEngine:
     """Which limits hold depends on whose attention runs."""
 
@@ -248,10 +310,54 @@ class TestTransformerEngine:
         """Its products are TF32: one rank would otherwise differ from several."""
         for parallel in ("parallel=none", "model.context_parallel_size=4"):
             config = load_recipe(EXAMPLE_RECIPE, [parallel, "mixed_precision=fp32"])
-            backend, why = choose_backend(config, "2.17.1", on_gpu=True)
+            backend, why = choose_backend(config, "2.17.1", on_gpu=True, packed_sizes=())
             assert backend == "native" and "E13" in {gap.rule for gap in why}
         config = load_recipe(EXAMPLE_RECIPE, ["parallel=none", "mixed_precision=fp32", "model.attention_backend=te"])
-        assert choose_backend(config, "2.17.1", on_gpu=True) == ("te", [])
+        assert choose_backend(config, "2.17.1", on_gpu=True, packed_sizes=()) == ("te", [])
+
+    A2A = ("model.cp_comm_type=a2a", "model.hierarchical_context_parallel_sizes=null")
+    DYNAMIC = ("model.dynamic_context_parallel=true", "model.context_parallel_size=1")
+    EVALUATION = ("dist.eval_context_parallel_size=4", "validation.eval_iters=1", "model.context_parallel_size=1")
+
+    @pytest.mark.parametrize("groups", [DYNAMIC, EVALUATION])
+    def test_an_all_to_all_over_the_groups_of_packs_needs_key_value_heads_too(self, groups):
+        overrides = (*self.A2A, *groups, "model.num_query_groups=2", "train.micro_batch_size=1")
+        assert self.rules(*overrides, "model.attention_backend=te") == {("D1", "error")}
+        assert self.rules(*overrides) == {("D1", "warning")}  # ours gives several ranks the same head
+        assert self.rules(*overrides, "model.num_query_groups=4") == set()
+
+    def test_an_all_to_all_never_meets_three_quarters_of_a_block(self):
+        assert self.rules(*self.A2A, "model.dynamic_context_parallel=true", "train.micro_batch_size=1") == set()
+        mixed = ("model.cp_comm_type=[a2a,p2p,p2p,p2p]", "model.hierarchical_context_parallel_sizes=null")
+        overrides = (*mixed, "model.dynamic_context_parallel=true", "train.micro_batch_size=1")
+        assert self.rules(*overrides, "model.attention_backend=te") == {("D1", "error")}
+
+    def test_ours_also_proves_the_configured_all_to_all_where_groups_are_dynamic(self):
+        heads = ("model.num_attention_heads=6", "model.num_query_groups=6", "model.hidden_size=96")
+        overrides = (*self.A2A, *heads, "model.dynamic_context_parallel=true", "train.micro_batch_size=1")
+        assert self.rules(*overrides, environment="cpu") == {("D1", "error")}
+        assert self.rules(*overrides, "model.context_parallel_size=2", environment="cpu") == set()
+
+    @pytest.mark.parametrize("groups", [DYNAMIC, EVALUATION])
+    def test_groups_of_packs_are_context_parallel_too(self, groups):
+        one_level = ("model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null")
+        base = (*groups, *one_level, "model.attention_backend=te", "train.micro_batch_size=1")
+        off = ("env_vars.NVTE_FUSED_ATTN=0", "env_vars.NVTE_FLASH_ATTN=0")
+        assert self.rules(*base, *off) == {("E13", "error"), ("F3", "error")}
+        assert self.rules(*base, "model.kv_channels=256") == {("D5", "warning")}
+        assert self.rules(*base, "env_vars.CUDA_DEVICE_MAX_CONNECTIONS=8") == {("A12", "warning")}
+
+    def test_a_window_without_limits_is_none(self):
+        for window, mask, windowed in (
+            ("[-1,0]", "causal", False),
+            ("[-1,-1]", "causal", False),
+            ("[-1,-1]", "no_mask", False),
+            ("[-1,0]", "no_mask", True),
+            ("[0,0]", "causal", True),
+        ):
+            overrides = (f"model.window_size={window}", f"model.attention_mask_type={mask}")
+            found = self.rules("model.attention_backend=te", *overrides)
+            assert found == ({("E1", "error")} if windowed else set()), (window, mask)
 
     def test_its_version_counts(self):
         def packed(version, transport):
@@ -297,6 +403,19 @@ class TestAuto:
     def test_transformer_engine_has_its_say(self):
         overrides = ("model.attention_backend=te", "model.num_query_groups=1", "model.window_size=[64,0]")
         assert self.resolve(*overrides, node=2, environment="gpu")[0] == "all_gather"
+
+    def test_packs_are_its_own_kind_of_work(self):
+        """To Transformer Engine a pack's group has one level, and must fit an all-to-all as it is."""
+        te, packed = "model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced"
+        assert self.resolve(te, node=2, environment="gpu")[:2] == ("a2a+p2p", [2, 2])
+        assert self.resolve(te, packed, node=2, environment="gpu")[:2] == ("p2p", None)
+        assert self.resolve(te, packed, node=4, environment="gpu")[:2] == ("a2a", None)
+        dynamic = (te, "model.dynamic_context_parallel=true", "model.context_parallel_size=2")
+        assert self.resolve(*dynamic, node=4, environment="gpu")[:2] == ("a2a", None)
+        assert self.resolve(*dynamic, "model.num_query_groups=2", node=4, environment="gpu")[:2] == ("p2p", None)
+        evaluation = (te, "model.context_parallel_size=2", "dist.eval_context_parallel_size=4")
+        assert self.resolve(*evaluation, "model.num_query_groups=2", node=4, environment="gpu")[:2] == ("p2p", None)
+        assert self.resolve(packed, node=2)[:2] == ("a2a+p2p", [2, 2])  # ours
 
     def test_nothing_to_choose(self):
         config = load_recipe(EXAMPLE_RECIPE)
