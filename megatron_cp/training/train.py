@@ -14,7 +14,7 @@ from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import Datasets, build_datasets
 from megatron_cp.data.streams import check_files, has_test_part
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_cp.errors import ConfigError, DataError, RuntimeFault
+from megatron_cp.errors import ConfigError, DataError, RuntimeFault, Violation
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.agreement import check_all_ranks_agree
@@ -41,13 +41,14 @@ def run(config: RunConfig) -> int:
     os.environ.update(config.env_vars)
     # What needs no other rank is read first: a missing file ends the run before any process group exists.
     tokenizer = build_tokenizer(config.tokenizer)
+    vocab_size = _vocab_size(config, tokenizer)
     check_files(config.dataset)
     iteration = find_checkpoint(config)
     start_distributed(config)
     roll = RollCall()
     try:
         check_all_ranks_agree(config)
-        return _run(config, tokenizer, iteration, roll).exit_code
+        return _run(config, tokenizer, vocab_size, iteration, roll).exit_code
     except DataError as error:
         raise RuntimeFault(str(error), on_all_ranks=True) from error
     except BaseException as error:
@@ -88,9 +89,22 @@ def _checkpoint_root(config: RunConfig) -> str:
     return pretrained or wanted.load or ""
 
 
-def _run(config: RunConfig, tokenizer: Tokenizer, iteration: int | None, roll: RollCall) -> Outcome:
+def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """Tokens that the model knows: as configured, else those of the tokenizer.
+
+    Raises:
+        ConfigError: the tokenizer has more, which only its files could tell (rule K11 compares what is configured).
+    """
+    known = config.model.vocab_size
+    if known is not None and known < tokenizer.vocab_size:
+        message = f"the tokenizer's {tokenizer.vocab_size} tokens do not fit a vocabulary of {known}"
+        fix = f"model.vocab_size={tokenizer.vocab_size}, or null"
+        raise ConfigError([Violation("K11", "error", "model.vocab_size", message, fix, known)])
+    return known or tokenizer.vocab_size
+
+
+def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, iteration: int | None, roll: RollCall) -> Outcome:
     folder = Path(config.checkpoint.save or "")
-    vocab_size = config.model.vocab_size or tokenizer.vocab_size
     datasets = _datasets(config, tokenizer)
     ready = setup(config, vocab_size)
     roll.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"

@@ -24,6 +24,7 @@ def test_a_good_run_ends_with_zero_and_can_be_repeated(cli: Any, tmp_path: Path)
         (["dataset.kind=indexed", "dataset.data_path=/nowhere/corpus"], "/nowhere/corpus"),
         (["dataset.kind=indexed"], "dataset.data_path: dataset.kind=indexed needs the prefix"),
         (["tokenizer.tokenizer_type=HuggingFaceTokenizer", "tokenizer.tokenizer_model=/nowhere"], "/nowhere"),
+        (["model.vocab_size=200"], "model.vocab_size=200: the tokenizer's 257 tokens do not fit a vocabulary of 200"),
         (["checkpoint.load=/nowhere"], "there is no checkpoint in /nowhere"),
         (["model.tensor_model_parallel_size=4"], "world size"),
         (["model.context_parallel_size=abc"], "model.context_parallel_size"),
