@@ -84,6 +84,9 @@ class ModelConfig:
     # Mixture of experts.
     num_moe_experts: int | None = None
     moe_router_topk: int = 2
+    moe_router_pre_softmax: bool = (
+        False  # softmax over all experts, before the choice; with topk 1 there is no other way
+    )
     moe_ffn_hidden_size: int | None = None
     moe_aux_loss_coeff: float = 0.0
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] = (
@@ -191,7 +194,7 @@ class DatasetConfig:
     data_path: str | list[str | int | float] | None = None
     split: str = "9999,8,2"
     path_to_cache: str | None = None
-    random_seed: int = 1234
+    random_seed: int = 1234  # from 0 to 2**31 - 1
     num_workers: int = 0
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
@@ -250,7 +253,7 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = None
     exit_on_missing_checkpoint: bool = False
     ckpt_step: int | None = None
-    most_recent_k: int = -1
+    most_recent_k: int = -1  # -1: all
     save_retain_interval: int | None = None
     async_save: bool = False
     fully_parallel_save: bool = True
@@ -269,7 +272,7 @@ class LoggerConfig:
 
 @dataclass
 class RNGConfig:
-    seed: int = 1234
+    seed: int = 1234  # from 0 to 2**31 - 1
     data_parallel_random_init: bool = False
 
 
@@ -339,11 +342,8 @@ class RunConfig:
             model.max_seqlen_per_dp_cp_rank = self._tokens_per_rank()
         if data.kind is None:
             data.kind = _kind_of_data(data.data_path, packed=model.sequence_packing_scheduler is not None)
-        scheduler = self.scheduler
-        if scheduler.lr_decay_iters is None:
-            scheduler.lr_decay_iters = self.train.train_iters
-            # A recipe's warmup is written for its full length; a short run of it must still end its warmup.
-            scheduler.lr_warmup_iters = max(0, min(scheduler.lr_warmup_iters, scheduler.lr_decay_iters - 1))
+        if self.scheduler.lr_decay_iters is None:
+            self.scheduler.lr_decay_iters = self.train.train_iters
         if self.checkpoint.save is None:
             self.checkpoint.save = f"runs/{self.recipe}"
         if self.checkpoint.load is None:
@@ -356,6 +356,18 @@ class RunConfig:
         width = max(1, m.tensor_model_parallel_size) if m.sequence_parallel else 1
         unit = 2 * max(1, m.context_parallel_size) * width
         return -(-max(1, m.seq_length or 1) // unit) * 2 * width
+
+    def warmup_iters(self) -> int:
+        """Iterations over which the learning rate rises.
+
+        A recipe's warmup is written for its full length: where the schedule is as long as the run, the warmup ends at
+        least one iteration before the run does. Rule I9 says so.
+        """
+        schedule, run = self.scheduler, self.train.train_iters
+        decay = run if schedule.lr_decay_iters is None else schedule.lr_decay_iters
+        if schedule.lr_warmup_fraction is not None:
+            return int(schedule.lr_warmup_fraction * decay)
+        return min(schedule.lr_warmup_iters, max(0, decay - 1)) if decay == run else schedule.lr_warmup_iters
 
     def data_parallel_size(self, world_size: int) -> int:
         """Number of model replicas that see different samples: world / (tp * pp * cp)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 import types
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -64,6 +65,8 @@ def describe(kind: Any) -> str:
         return f"list of {describe(args[0])}"
     if origin is dict:
         return f"mapping of str to {describe(args[1])}"
+    if kind is float:
+        return "finite number"
     return "mapping" if dataclasses.is_dataclass(kind) else kind.__name__
 
 
@@ -101,7 +104,8 @@ def convert(value: Any, kind: Any) -> Any:
         if isinstance(value, dict):
             return {str(k): convert(str(v) if type(v) in (int, float) else v, args[1]) for k, v in value.items()}
     elif kind is float:
-        if type(value) in (int, float):
+        # Neither nan nor inf, which every comparison would let pass or explain with another setting.
+        if type(value) in (int, float) and abs(value) <= sys.float_info.max:
             return float(value)
     elif type(value) is kind:
         return value

@@ -6,7 +6,6 @@ and ``loss_mask`` (float32), which is what :mod:`megatron_cp.dynamic_cp.iterator
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +17,7 @@ from megatron_cp.data.blend import Turns, parse_blend
 from megatron_cp.data.indexed import check_lengths, open_indexed
 from megatron_cp.data.jsonl import Keys, read_prompt_lengths, tokenized
 from megatron_cp.data.order import shuffled
+from megatron_cp.data.split import shares
 from megatron_cp.data.together import on_every_rank, once_per_node
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.data.varlen import DocumentDataset, MockVarlenDataset, Sample
@@ -154,12 +154,11 @@ def has_test_part(split: str) -> bool:
 
 def _shares(split: str) -> list[float]:
     try:
-        numbers = [float(n) for n in re.findall(r"[.0-9]+", split)]
-    except ValueError:  # two dots
-        numbers = []
-    if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0:
-        raise DataError(f"dataset.split={split}: give the shares of train, valid and test, such as 98,1,1.")
-    return numbers
+        return shares(split)
+    except ValueError as error:
+        raise DataError(
+            f"dataset.split={split}: {error}: give the shares of train, valid and test, such as 98,1,1."
+        ) from error
 
 
 def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDataset:

@@ -47,6 +47,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         for field in fields(model)
         if field.name in known and field.name not in _NOT_COPIED
     }
+    if model.num_moe_experts is None:
+        del values["moe_router_topk"]  # megatron-core asks for pre-softmax where it is 1, experts or not
     dtype = params_dtype(config)
     on_gpu = torch.cuda.is_available()
     parallel = model.context_parallel_size > 1

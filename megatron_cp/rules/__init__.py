@@ -48,6 +48,9 @@ def check(
     """
     problems: list[Violation] = []
     build(RunConfig, asdict(config), problems)
+    if gpus_per_node is not None and gpus_per_node < 1:
+        message = f"must be an integer of at least 1, got {gpus_per_node}"
+        problems.append(Violation("A1", "error", "--gpus-per-node", message, "leave it out where nodes do not matter"))
     if problems:  # the checks calculate with these values
         return problems
     surroundings = Environment.of(environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.data.split import shares
 from megatron_cp.rules.rule import Context, Finding, broken, rule
 from megatron_cp.schema import nearest
 
@@ -86,3 +87,25 @@ def keys_of_json_lines(c: Context) -> Iterator[Finding]:
     for name, key in keys.items():
         if key is not None and named.count(key) > 1:
             yield Finding(f"dataset.{name}", f"{key!r} is the key of two things", "a key of its own, or null")
+
+
+@rule(
+    "K32",
+    "The data is divided into shares, one for each part that is read.",
+    "megatron-core takes the digits out of any text. Mock data has every part without a share of its own.",
+    broken("dataset.split='a,b,c'"),
+)
+def split_is_shares(c: Context) -> Iterator[Finding]:
+    data = c.config.dataset
+    try:
+        train, valid, *_ = *shares(data.split), 0.0
+    except ValueError as error:
+        yield Finding("dataset.split", str(error), "dataset.split='98,1,1'")
+        return
+    if data.kind in ("mock", "mock_documents"):
+        return
+    evaluates = c.config.validation.eval_iters > 0
+    missing = "train" if train == 0 else "validation" if evaluates and valid == 0 else None
+    if missing:
+        other = ", or validation.eval_iters=0" if missing == "validation" else ""
+        yield Finding("dataset.split", f"has no share for the {missing} set", f"dataset.split='98,1,1'{other}")

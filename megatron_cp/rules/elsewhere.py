@@ -268,7 +268,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "K1": Elsewhere(
         "composing", "Every key is known.", "In overrides, also with '+', in recipes and in --config files."
     ),
-    "K2": Elsewhere("composing", "Every value has its setting's type.", "Nothing is converted silently."),
+    "K2": Elsewhere(
+        "composing", "Every value has its setting's type.", "Nothing is converted silently, and numbers are finite."
+    ),
     "K3": Elsewhere("composing", "Every override can be parsed.", "Hydra's grammar, without sweeps and deletions."),
     "K4": Elsewhere(
         "composing", "Every file and recipe named exists and can be read.", "The nearest name is suggested."

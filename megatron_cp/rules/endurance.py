@@ -34,8 +34,8 @@ def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K51",
-    "Intervals, times and thresholds are above zero.",
-    "Zero would mean always or never, depending on who reads it; null means never.",
+    "Intervals, times, thresholds and scales are above zero.",
+    "Zero would mean always or never, depending on who reads it; null means never, or the usual scale.",
     broken("checkpoint.save_interval=0"),
 )
 def intervals_are_positive(c: Context) -> Iterator[Finding]:
@@ -43,15 +43,19 @@ def intervals_are_positive(c: Context) -> Iterator[Finding]:
     values = {
         "checkpoint.save_interval": config.checkpoint.save_interval,
         "checkpoint.save_retain_interval": config.checkpoint.save_retain_interval,
+        "validation.eval_interval": config.validation.eval_interval,
         "train.exit_interval": config.train.exit_interval,
         "train.exit_duration_in_mins": config.train.exit_duration_in_mins,
         "train.loss_spike_factor": config.train.loss_spike_factor,
         "dist.distributed_timeout_minutes": config.dist.distributed_timeout_minutes,
+        "model.softmax_scale": config.model.softmax_scale,
+        "model.seq_len_interpolation_factor": config.model.seq_len_interpolation_factor,
+        "model.rope_scaling_factor": config.model.rope_scaling_factor,
     }
+    fixes = {"dist.distributed_timeout_minutes": 10, "model.rope_scaling_factor": 8.0}
     for field, value in values.items():
         if value is not None and value <= 0:
-            never = "" if field.startswith("dist") else f"{field}=null"
-            yield Finding(field, f"must be above 0, got {value}", never)
+            yield Finding(field, f"must be above 0, got {value}", f"{field}={fixes.get(field, 'null')}")
 
 
 @rule(
@@ -68,4 +72,24 @@ def resuming_needs_the_optimizer(c: Context) -> Iterator[Finding]:
             "checkpoint.save_optim",
             "checkpoints without the optimizer's state end an attempt to go on from them",
             "checkpoint.save_optim=true, or checkpoint.load_optim=false to go on with a fresh optimizer",
+        )
+
+
+@rule(
+    "K53",
+    "Checkpoints have a folder, and a number of them is kept.",
+    "An empty path is the current folder; only -1 (all of them) or at least one checkpoint can be kept.",
+    broken("checkpoint.save=''"),
+)
+def checkpoints_have_a_place(c: Context) -> Iterator[Finding]:
+    wanted = c.config.checkpoint
+    places = {"save": wanted.save, "load": wanted.load, "pretrained_checkpoint": wanted.pretrained_checkpoint}
+    for name, place in places.items():
+        if place == "" and not (name == "load" and wanted.save == ""):  # load follows save
+            yield Finding(f"checkpoint.{name}", "an empty path names no folder", f"checkpoint.{name}=null, or a folder")
+    if wanted.most_recent_k != -1 and wanted.most_recent_k < 1:
+        yield Finding(
+            "checkpoint.most_recent_k",
+            f"must be -1, which keeps all, or at least 1, got {wanted.most_recent_k}",
+            "checkpoint.most_recent_k=-1",
         )

@@ -72,25 +72,54 @@ def mamba_is_flat(c: Context) -> Iterator[Finding]:
 )
 def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     schedule, optimizer = c.config.scheduler, c.config.optimizer
-    decay, warmup = schedule.lr_decay_iters, schedule.lr_warmup_iters
-    if schedule.lr_warmup_fraction is not None and decay is not None:
-        warmup = int(schedule.lr_warmup_fraction * decay)
-    if decay is not None and (decay < 1 or warmup >= decay):
-        name = "lr_warmup_iters" if schedule.lr_warmup_fraction is None else "lr_warmup_fraction"
+    decay, warmup, fraction = schedule.lr_decay_iters, c.config.warmup_iters(), schedule.lr_warmup_fraction
+    if decay is not None and decay < 1:
+        if c.config.train.train_iters >= 1:  # else it follows from that, and rule A1 has said so
+            yield Finding(
+                "scheduler.lr_decay_iters", f"must be at least 1, got {decay}", "scheduler.lr_decay_iters=null"
+            )
+    elif decay is not None and not 0 <= warmup < decay:
+        name, most = ("lr_warmup_iters", decay - 1) if fraction is None else ("lr_warmup_fraction", 0.1)
         yield Finding(
             f"scheduler.{name}",
-            f"warmup of {warmup} iterations must be smaller than scheduler.lr_decay_iters ({decay})",
-            f"scheduler.lr_warmup_iters={max(0, decay - 1)} or less, or a larger scheduler.lr_decay_iters",
+            f"warmup of {warmup} iterations must be at least 0 and smaller than scheduler.lr_decay_iters ({decay})",
+            f"scheduler.{name}={most}" + (", or a larger scheduler.lr_decay_iters" if fraction is None else ""),
         )
-    if not 0 <= optimizer.min_lr <= optimizer.lr:
-        yield Finding("optimizer.min_lr", f"must be between 0 and optimizer.lr ({optimizer.lr})")
-    if not 0 <= schedule.lr_warmup_init <= optimizer.lr:
-        yield Finding("scheduler.lr_warmup_init", f"must be between 0 and optimizer.lr ({optimizer.lr})")
+    elif fraction is None and warmup < schedule.lr_warmup_iters:
+        yield Finding(
+            "scheduler.lr_warmup_iters",
+            f"the run has {decay} iterations: the learning rate rises for {warmup} of them",
+            f"scheduler.lr_warmup_iters={warmup} says so yourself; scheduler.lr_decay_iters="
+            f"{schedule.lr_warmup_iters + 1} or more, where the run is the beginning of a longer schedule",
+            severity="warning",
+        )
+    if optimizer.lr < 0:
+        yield Finding("optimizer.lr", "must be at least 0", "optimizer.lr=3e-4")
+    else:
+        for name, value in (
+            ("optimizer.min_lr", optimizer.min_lr),
+            ("scheduler.lr_warmup_init", schedule.lr_warmup_init),
+        ):
+            if not 0 <= value <= optimizer.lr:
+                yield Finding(name, f"must be between 0 and optimizer.lr ({optimizer.lr})", f"{name}=0.0")
     if schedule.lr_decay_style == "WSD" and schedule.lr_wsd_decay_iters is None:
         yield Finding("scheduler.lr_wsd_decay_iters", "must be set for lr_decay_style=WSD")
     start = optimizer.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
     end = optimizer.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
-    if not 0 <= start <= end:
-        yield Finding("scheduler.end_weight_decay", f"weight decay must not fall: it goes from {start} to {end}")
+    if start < 0:
+        name = "optimizer.weight_decay" if schedule.start_weight_decay is None else "scheduler.start_weight_decay"
+        yield Finding(name, "weight decay must be at least 0", f"{name}=0.0")
+    elif end < start:
+        yield Finding(
+            "scheduler.end_weight_decay",
+            f"weight decay must not fall: it goes from {start} to {end}",
+            f"scheduler.end_weight_decay={start}",
+        )
+    elif end > start and schedule.weight_decay_incr_style == "constant":
+        yield Finding(
+            "scheduler.weight_decay_incr_style",
+            f"weight decay goes from {start} to {end}, which is not constant",
+            f"scheduler.weight_decay_incr_style=linear, or scheduler.start_weight_decay={end}",
+        )
     if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
         yield Finding("scheduler.override_opt_param_scheduler", "both override and use-checkpoint are set")

@@ -196,11 +196,12 @@ class Rule:
         for found in self.check(context):
             severity = found.severity or self.severity
             yield Violation(
-                self.id, severity, found.field, found.message, found.fix, _value(context.config, found.field)
+                self.id, severity, found.field, found.message, found.fix, value_at(context.config, found.field)
             )
 
 
-def _value(config: RunConfig, path: str) -> Any:
+def value_at(config: RunConfig, path: str) -> Any:
+    """A setting by its dotted name; None where there is no such setting."""
     value: Any = config
     for name in path.split("."):
         value = getattr(value, name, None)

@@ -5,8 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_cp.config import RunConfig
 from megatron_cp.models.hybrid_pattern import LETTERS, layers_of, with_stages
-from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, rule
+from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, nearest_multiples, rule, value_at
+
+_ANY, _SEEDS = (0, math.inf), (0, 2**31 - 1)
+# Setting -> the least and the most that it may be. Sizes are rule A1's, fractions K16's, times and scales K51's.
+_RANGES: dict[str, tuple[int, float]] = {
+    "rng.seed": _SEEDS,
+    "dataset.random_seed": _SEEDS,
+    "dataset.num_workers": _ANY,
+    "dataset.mock_num_samples": (1, math.inf),
+    "validation.eval_iters": _ANY,
+    "validation.eval_global_batch_size": (1, math.inf),
+    "validation.eval_micro_batch_size": (1, math.inf),
+    "optimizer.clip_grad": _ANY,
+    "optimizer.adam_eps": _ANY,
+    "model.init_method_std": _ANY,
+    "model.layernorm_epsilon": _ANY,
+    "model.rotary_base": (1, math.inf),
+    "model.mtp_loss_scaling_factor": _ANY,
+    "model.moe_aux_loss_coeff": _ANY,
+    "model.dynamic_context_parallel_calibration_iters": _ANY,
+}
 
 
 @rule(
@@ -184,6 +205,12 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.window_attn_skip_freq", f"has {len(every)} entries for {model.num_layers} layers", "one a layer"
         )
+    elif isinstance(every, int) and every < 1:
+        yield Finding(
+            "model.window_attn_skip_freq",
+            f"leaves every n-th layer without a window, n at least 1, got {every}",
+            "model.window_attn_skip_freq=null for a window in all layers",
+        )
 
 
 @rule(
@@ -248,6 +275,17 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
             "model.moe_router_topk",
             f"must be between 1 and num_moe_experts ({model.num_moe_experts}), got {model.moe_router_topk}",
         )
+    sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
+    if model.moe_router_topk == 1 and not model.moe_router_pre_softmax and not sinkhorn:
+        yield Finding(
+            "model.moe_router_pre_softmax",
+            "a softmax over the one expert that moe_router_topk=1 chooses is always 1, and the router learns nothing",
+            "model.moe_router_pre_softmax=true",
+        )
+    if sinkhorn and model.moe_aux_loss_coeff:
+        yield Finding(
+            "model.moe_aux_loss_coeff", "Sinkhorn routing does not support aux loss.", "model.moe_aux_loss_coeff=0.0"
+        )
     if c.tp > 1 and not model.sequence_parallel:
         yield Finding(
             "model.sequence_parallel",
@@ -266,7 +304,7 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
 @rule(
     "K16",
     "Probabilities and fractions are between 0 and 1.",
-    "A dropout of 10 is a typing error, not a setting.",
+    "A dropout of 10 is a typing error, not a setting. Adam divides by one minus a power of its betas.",
     broken("model.hidden_dropout=10"),
 )
 def fractions(c: Context) -> Iterator[Finding]:
@@ -274,28 +312,42 @@ def fractions(c: Context) -> Iterator[Finding]:
         "model.hidden_dropout": c.config.model.hidden_dropout,
         "model.attention_dropout": c.config.model.attention_dropout,
         "dataset.mock_masked_fraction": c.config.dataset.mock_masked_fraction,
+        "optimizer.adam_beta1": c.config.optimizer.adam_beta1,
+        "optimizer.adam_beta2": c.config.optimizer.adam_beta2,
+        "optimizer.sgd_momentum": c.config.optimizer.sgd_momentum,
     }
     for field, value in values.items():
         if not 0 <= value < 1:
-            yield Finding(field, f"must be at least 0 and less than 1, got {value}")
-    if not 0 < c.config.model.rotary_percent <= 1:
-        yield Finding("model.rotary_percent", f"must be above 0 and at most 1, got {c.config.model.rotary_percent}")
+            yield Finding(field, f"must be at least 0 and less than 1, got {value}", _default(field))
+    share, field = c.config.model.rotary_percent, "model.rotary_percent"
+    if not 0 < share <= 1:
+        yield Finding(field, f"must be above 0 and at most 1, got {share}", _default(field))
 
 
 @rule(
     "K17",
     "The head dim is even where rotary embeddings pair its dimensions.",
-    "Rotary embeddings turn pairs of dimensions.",
+    "Rotary embeddings turn pairs of dimensions. Multi-latent attention turns qk_pos_emb_head_dim of them, whatever "
+    "the position embeddings, and pairs them in its own way.",
     broken("model.kv_channels=15"),
 )
 def head_dim_is_even(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    rotated = math.floor((model.kv_channels or 0) * model.rotary_percent)
-    if model.position_embedding_type == "rope" and not model.multi_latent_attention and rotated % 2:
+    latent = model.multi_latent_attention
+    field = "model.qk_pos_emb_head_dim" if latent else "model.kv_channels"
+    size = value_at(c.config, field) or 0
+    rotated = math.floor(size * model.rotary_percent)
+    if (latent or model.position_embedding_type == "rope") and rotated % 2:
         yield Finding(
-            "model.kv_channels",
+            field,
             f"rotary embeddings turn {rotated} dimensions of a head, an odd number",
-            f"model.kv_channels={(model.kv_channels or 0) + 1}",
+            f"{field}={math.ceil((rotated + 1) / model.rotary_percent)}",
+        )
+    if latent and model.rotary_interleaved:
+        yield Finding(
+            "model.rotary_interleaved",
+            "rotary_interleaved does not work with multi_latent_attention.",
+            "model.rotary_interleaved=false",
         )
 
 
@@ -454,4 +506,45 @@ def latent_keys_under_tensor_parallelism(c: Context) -> Iterator[Finding]:
             "model.tensor_model_parallel_size",
             "multi-latent attention in megatron-core's own layers has wrong gradients under tensor parallelism",
             "model.tensor_model_parallel_size=1, with a larger model.context_parallel_size instead",
+        )
+
+
+@rule(
+    "K30",
+    "Seeds, counts and factors are in the range that has a meaning.",
+    "A negative number of batches evaluates none and reports a loss of 0; a negative seed ends in numpy, and what is "
+    "made of a large one no longer fits torch's 64 bits.",
+    broken("dataset.random_seed=-1"),
+)
+def numbers_are_in_range(c: Context) -> Iterator[Finding]:
+    for field, (least, most) in _RANGES.items():
+        value = value_at(c.config, field)
+        if value is not None and not least <= value <= most:
+            limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+            yield Finding(field, f"must be {limit}, got {value}", _default(field))
+
+
+def _default(field: str) -> str:
+    value = value_at(RunConfig(), field)
+    return f"{field}={'null' if value is None else value}"
+
+
+@rule(
+    "K31",
+    "Tensor parallelism divides the feed-forward layers.",
+    "Each rank holds as many columns of the first matrix, gated or not, as rows of the second.",
+    broken("model.ffn_hidden_size=97", "model.tensor_model_parallel_size=2", world_size=8),
+)
+def feed_forward_divides(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if model.architecture == "hybrid" and "-" not in (model.hybrid_layer_pattern or ""):
+        return  # Mamba and attention only
+    field, width, parts, size = "model.ffn_hidden_size", model.ffn_hidden_size, "tensor_model_parallel_size", c.tp
+    if model.num_moe_experts is not None:
+        parts, size = "expert_tensor_parallel_size", c.etp
+        if model.moe_ffn_hidden_size is not None:
+            field, width = "model.moe_ffn_hidden_size", model.moe_ffn_hidden_size
+    if width is not None and width % size:
+        yield Finding(
+            field, f"{width} is not divisible by {parts} ({size})", f"nearest valid: {nearest_multiples(width, size)}"
         )

@@ -52,16 +52,13 @@ def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> Optimize
     """The schedule of learning rate and weight decay; its steps are samples, as megatron-core counts them."""
     schedule, batch = config.scheduler, config.train.global_batch_size
     decay_iters = schedule.lr_decay_iters or config.train.train_iters
-    warmup_iters = schedule.lr_warmup_iters
-    if schedule.lr_warmup_fraction is not None:
-        warmup_iters = int(schedule.lr_warmup_fraction * decay_iters)
     decay = config.optimizer.weight_decay
     return OptimizerParamScheduler(
         optimizer,
         init_lr=schedule.lr_warmup_init,
         max_lr=config.optimizer.lr,
         min_lr=config.optimizer.min_lr,
-        lr_warmup_steps=warmup_iters * batch,
+        lr_warmup_steps=config.warmup_iters() * batch,
         lr_decay_steps=decay_iters * batch,
         lr_decay_style=schedule.lr_decay_style,
         start_wd=decay if schedule.start_weight_decay is None else schedule.start_weight_decay,

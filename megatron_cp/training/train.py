@@ -42,6 +42,7 @@ def run(config: RunConfig) -> int:
     os.environ.update(config.env_vars)
     # What needs no other rank is read first: a missing file ends the run before any process group exists.
     tokenizer = build_tokenizer(config.tokenizer)
+    vocab_size = _vocab_size(config, tokenizer)
     check_files(config.dataset)
     start = find_start(config)
     check_save_folder(config)
@@ -49,7 +50,7 @@ def run(config: RunConfig) -> int:
     roll = RollCall()
     try:
         check_all_ranks_agree(config)
-        return _run(config, tokenizer, start, roll).exit_code
+        return _run(config, tokenizer, vocab_size, start, roll).exit_code
     except DataError:
         raise  # told to all ranks already, each of which raises it
     except BaseException as error:
@@ -139,9 +140,22 @@ def check_save_folder(config: RunConfig) -> None:
         ) from error
 
 
-def _run(config: RunConfig, tokenizer: Tokenizer, start: Start | None, roll: RollCall) -> Outcome:
+def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """Tokens that the model knows: as configured, else those of the tokenizer.
+
+    Raises:
+        ConfigError: the tokenizer has more, which only its files could tell (rule K11 compares what is configured).
+    """
+    known = config.model.vocab_size
+    if known is not None and known < tokenizer.vocab_size:
+        message = f"the tokenizer's {tokenizer.vocab_size} tokens do not fit a vocabulary of {known}"
+        fix = f"model.vocab_size={tokenizer.vocab_size}, or null"
+        raise ConfigError([Violation("K11", "error", "model.vocab_size", message, fix, known)])
+    return known or tokenizer.vocab_size
+
+
+def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start | None, roll: RollCall) -> Outcome:
     folder = Path(config.checkpoint.save or "")
-    vocab_size = config.model.vocab_size or tokenizer.vocab_size
     datasets = _datasets(config, tokenizer)
     ready = setup(config, vocab_size)
     roll.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"

@@ -85,6 +85,8 @@ ERROR = {
     "K29": "invalid tensor size",
     "K26": "lognorml: cannot be read",
     "K27": "Say what counts with dataset.text_key",
+    "K30": "non-negative",
+    "K31": "97 is not divisible by 2",
 }
 # Runs, and is right about what it runs, which is not what was asked for.
 IGNORED = {
@@ -103,6 +105,8 @@ IGNORED = {
     "K43": "only the loop logs",
     "K50": "only the loop saves, and keeps multiples of both",
     "K51": "only the loop saves, and takes 0 for never",
+    "K53": "only the loop saves, into the current folder",
+    "K32": "mock data has every part whatever the split",
 }
 NOT_TRIED = {
     "H18": "every balancing loss depends on which samples share a microbatch: no comparison can tell right from wrong",

@@ -116,7 +116,10 @@ def test_a_choice_that_does_not_exist_names_those_that_do(choice, meant, others,
         ("model.context_parallel_size=true", "expected int, got True"),
         ("train.train_iters=1e3", "expected int, got 1000.0"),
         ("model.sequence_parallel=1", "expected bool, got 1"),
-        ("optimizer.lr=high", "expected float, got 'high'"),
+        ("optimizer.lr=high", "expected finite number, got 'high'"),
+        ("optimizer.lr=inf", "expected finite number, got inf"),
+        ("model.softmax_scale=nan", "expected finite number or null, got nan"),
+        (f"optimizer.clip_grad=1{'0' * 400}", "expected finite number, got 1000"),
         ("model.hierarchical_context_parallel_sizes=[2,x]", "expected list of int or null"),
         (
             "model.hierarchical_context_parallel_sizes=2,2",
@@ -239,9 +242,12 @@ def test_one_sequence_length_serves_model_and_data(tmp_path):
 
 
 def test_a_short_run_of_a_long_recipe_ends_its_warmup():
-    scheduler = load_recipe("llama32_1b_pretrain_config", ["train.train_iters=2"]).scheduler
-    assert (scheduler.lr_warmup_iters, scheduler.lr_decay_iters) == (1, 2)
-    assert load_recipe("llama32_1b_pretrain_config").scheduler.lr_warmup_iters == 2000
+    def warmup(*overrides):
+        return load_recipe("llama32_1b_pretrain_config", overrides).warmup_iters()
+
+    assert (warmup(), warmup("train.train_iters=2"), warmup("train.train_iters=1")) == (2000, 1, 0)
+    longer = ["train.train_iters=2", "scheduler.lr_decay_iters=3000"]
+    assert (warmup(*longer), warmup(*longer, "scheduler.lr_warmup_fraction=0.1")) == (2000, 300)
 
 
 def test_a_wheel_brings_every_file():

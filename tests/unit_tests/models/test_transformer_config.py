@@ -29,3 +29,13 @@ def test_where_weights_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)  # noqa: B023 - called at once
         config: Any = transformer_config(tiny_config(model__use_cpu_initialization=wanted))
         assert config.use_cpu_initialization == on_cpu
+
+
+def test_the_experts_of_a_model_without_any_do_not_matter() -> None:
+    """megatron-core asks for pre-softmax where a router chooses one expert, be there a router or not."""
+    assert transformer_config(tiny_config(model__moe_router_topk=1)).num_moe_experts is None
+    experts: dict[str, Any] = {"model__num_moe_experts": 4, "model__moe_router_topk": 1}
+    with pytest.raises(ValueError, match="Please use --moe-router-pre-softmax when topk is 1"):
+        transformer_config(tiny_config(**experts))
+    config = transformer_config(tiny_config(**experts, model__moe_router_pre_softmax=True))
+    assert (config.moe_router_topk, config.moe_router_pre_softmax) == (1, True)

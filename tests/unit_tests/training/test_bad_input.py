@@ -25,6 +25,7 @@ def test_a_good_run_ends_with_zero_and_can_be_repeated(cli: Any, tmp_path: Path)
         (["dataset.kind=indexed", "dataset.data_path=/nowhere/corpus"], "/nowhere/corpus"),
         (["dataset.kind=indexed"], "dataset.data_path: dataset.kind=indexed needs the prefix"),
         (["tokenizer.tokenizer_type=HuggingFaceTokenizer", "tokenizer.tokenizer_model=/nowhere"], "/nowhere"),
+        (["model.vocab_size=200"], "model.vocab_size=200: the tokenizer's 257 tokens do not fit a vocabulary of 200"),
         (["checkpoint.load=/nowhere"], "there is no checkpoint in /nowhere"),
         (["checkpoint.pretrained_checkpoint=/nowhere"], "in /nowhere to load (no iter_* folder). Check checkpoint.pre"),
         (["checkpoint.finetune=true"], "checkpoint.finetune=true needs weights to begin with"),

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "latent attention, hcp": (MLA, 4, CP4 | HCP),
     "mixture of experts, cp2": (MOE, 2, CP2),
     "mixture of experts, ep2 cp2": (MOE, 4, CP2 | {"model__expert_model_parallel_size": 2}),
+    "one expert a token, cp2": (MOE | {"model__moe_router_topk": 1, "model__moe_router_pre_softmax": True}, 2, CP2),
     "full recomputation, cp2": ({}, 2, CP2 | FULL),
     "selective recomputation, hcp": ({}, 4, CP4 | HCP | {"model__recompute_granularity": "selective"}),
     "overlapped reductions, dp2 cp2": (

@@ -1,0 +1,20 @@
+"""The shares of train, validation and test set, as ``dataset.split`` writes them. Without torch, for the rules."""
+
+from __future__ import annotations
+
+import re
+
+
+def shares(split: str) -> list[float]:
+    """One to three shares, not normalized.
+
+    Raises:
+        ValueError: the text is something else, which megatron-core would pick the digits out of.
+    """
+    parts = [part.strip() for part in split.split(",")]
+    if len(parts) > 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in parts):
+        raise ValueError("must be one to three numbers with commas between them")
+    numbers = [float(part) for part in parts]
+    if sum(numbers) <= 0:
+        raise ValueError("must have a share above 0")
+    return numbers
