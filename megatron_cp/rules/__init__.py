@@ -14,6 +14,7 @@ from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the t
     context_parallel,
     data,
     endurance,
+    experts,
     groups,
     heads,
     models,

@@ -254,54 +254,6 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
 
 
 @rule(
-    "K15",
-    "A mixture of experts is complete.",
-    "The router chooses moe_router_topk of num_moe_experts; megatron-core asks for sequence parallelism under tp.",
-    broken("model.num_moe_experts=2", "model.moe_router_topk=4"),
-    needs="config environment",
-)
-def experts_are_complete(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    if model.num_moe_experts is None:
-        if model.moe_ffn_hidden_size is not None:
-            yield Finding(
-                "model.moe_ffn_hidden_size",
-                "moe_ffn_hidden_size is set but num_moe_experts is None",
-                "model.moe_ffn_hidden_size=null",
-            )
-        return
-    if not 1 <= model.moe_router_topk <= model.num_moe_experts:
-        yield Finding(
-            "model.moe_router_topk",
-            f"must be between 1 and num_moe_experts ({model.num_moe_experts}), got {model.moe_router_topk}",
-        )
-    sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
-    if model.moe_router_topk == 1 and not model.moe_router_pre_softmax and not sinkhorn:
-        yield Finding(
-            "model.moe_router_pre_softmax",
-            "a softmax over the one expert that moe_router_topk=1 chooses is always 1, and the router learns nothing",
-            "model.moe_router_pre_softmax=true",
-        )
-    if sinkhorn and model.moe_aux_loss_coeff:
-        yield Finding(
-            "model.moe_aux_loss_coeff", "Sinkhorn routing does not support aux loss.", "model.moe_aux_loss_coeff=0.0"
-        )
-    if c.tp > 1 and not model.sequence_parallel:
-        yield Finding(
-            "model.sequence_parallel",
-            "performance may degrade if MoE and tensor parallelism are enabled without also enabling sequence "
-            "parallelism: megatron-core refuses to train so",
-            "model.sequence_parallel=true",
-        )
-    if model.add_bias_linear:
-        yield Finding("model.add_bias_linear", "mlp_bias is not supported for experts", "model.add_bias_linear=false")
-    if model.moe_grouped_gemm and c.backend != "te":
-        yield Finding(
-            "model.moe_grouped_gemm", "grouped matrix products need Transformer Engine", "model.moe_grouped_gemm=false"
-        )
-
-
-@rule(
     "K16",
     "Probabilities and fractions are between 0 and 1.",
     "A dropout of 10 is a typing error, not a setting. Adam divides by one minus a power of its betas.",
@@ -430,45 +382,6 @@ def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
             "model.cross_entropy_loss_fusion",
             "the fused cross-entropy rounds gradients to bf16, and this run is in fp32",
             "model.cross_entropy_loss_fusion=false, or mixed_precision=bf16_mixed",
-        )
-
-
-@rule(
-    "K22",
-    "No sinkhorn routing under context or sequence parallelism.",
-    "It balances the experts over the tokens that one rank holds, so that the same model routes differently, silently, "
-    "when a sequence is sliced (the loss differs by a hundredth). Packs have no sinkhorn either: H18.",
-    broken("model.num_moe_experts=4", "model.moe_router_load_balancing_type=sinkhorn", "model.moe_router_topk=1"),
-)
-def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    sliced = c.cp > 1 or (c.tp > 1 and model.sequence_parallel)
-    if model.num_moe_experts and model.moe_router_load_balancing_type == "sinkhorn" and sliced:
-        yield Finding(
-            "model.moe_router_load_balancing_type",
-            "sinkhorn balances over the tokens of one rank, a slice of the sequence",
-            "model.moe_router_load_balancing_type=aux_loss",
-        )
-
-
-@rule(
-    "K29",
-    "Over gloo, experts are split or spread over ranks, not both.",
-    "The ranks that split an expert gather the tokens that other ranks sent to each, unequal numbers of them, and gloo "
-    "gathers equal numbers only. The allgather dispatcher gathers before tokens are chosen, all of them.",
-    broken(
-        "model.context_parallel_size=1", "model.hierarchical_context_parallel_sizes=null", "model.cp_comm_type=p2p",
-        "model.tensor_model_parallel_size=2", "model.sequence_parallel=true", "model.num_moe_experts=4",
-        "model.expert_model_parallel_size=2",
-    ),
-    needs="config environment",
-)  # fmt: skip
-def experts_over_gloo(c: Context) -> Iterator[Finding]:
-    if c.gloo and c.etp > 1 and c.ep > 1 and c.config.model.moe_token_dispatcher_type == "alltoall":
-        yield Finding(
-            "model.expert_tensor_parallel_size",
-            f"etp {c.etp} with ep {c.ep} gathers unequal numbers of tokens, which gloo cannot",
-            "model.expert_tensor_parallel_size=1",
         )
 
 

@@ -157,7 +157,7 @@ def test_errors_of_a_run_become_exit_codes(run, started, monkeypatch, error, cod
 
 def test_a_fault_of_the_data_is_no_failure_while_running(run, started, monkeypatch):
     def fail(config):
-        raise RuntimeFault("corpus.jsonl:2: not valid JSON", on_all_ranks=True) from DataError("not valid JSON")
+        raise DataError("corpus.jsonl:2: not valid JSON")
 
     monkeypatch.setattr(sys.modules["megatron_cp.training.train"], "run", fail)
     monkeypatch.setattr("megatron_cp.cli._SECONDS_TO_SPEAK", 0)

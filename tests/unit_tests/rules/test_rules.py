@@ -345,6 +345,11 @@ def test_experts_that_are_split_and_spread_need_nccl():
     assert errors(*both, "model.expert_tensor_parallel_size=1") == {}
     assert errors(*both, "model.moe_token_dispatcher_type=allgather") == {}
     assert errors(*MOE, *SPLIT) == {}
+    across = (*MOE, "model.expert_tensor_parallel_size=2", "mixed_precision=bf16")
+    packs = ("model.dynamic_context_parallel=true", "dataset.kind=mock_documents")
+    assert errors(*across) == {}
+    assert errors(*across, *packs) == {"K29": "model.expert_tensor_parallel_size=1"}
+    assert errors(*across, *packs, environment="gpu") == {}
 
 
 def test_packs_of_evaluation_need_the_alltoall_dispatcher_too():

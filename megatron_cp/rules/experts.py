@@ -1,0 +1,96 @@
+"""Mixture of experts: complete, routed over whole sequences, and within what gloo can gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cp.rules.rule import Context, Finding, broken, rule
+
+
+@rule(
+    "K15",
+    "A mixture of experts is complete.",
+    "The router chooses moe_router_topk of num_moe_experts; megatron-core asks for sequence parallelism under tp.",
+    broken("model.num_moe_experts=2", "model.moe_router_topk=4"),
+    needs="config environment",
+)
+def experts_are_complete(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if model.num_moe_experts is None:
+        if model.moe_ffn_hidden_size is not None:
+            yield Finding(
+                "model.moe_ffn_hidden_size",
+                "moe_ffn_hidden_size is set but num_moe_experts is None",
+                "model.moe_ffn_hidden_size=null",
+            )
+        return
+    if not 1 <= model.moe_router_topk <= model.num_moe_experts:
+        yield Finding(
+            "model.moe_router_topk",
+            f"must be between 1 and num_moe_experts ({model.num_moe_experts}), got {model.moe_router_topk}",
+        )
+    sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
+    if model.moe_router_topk == 1 and not model.moe_router_pre_softmax and not sinkhorn:
+        yield Finding(
+            "model.moe_router_pre_softmax",
+            "a softmax over the one expert that moe_router_topk=1 chooses is always 1, and the router learns nothing",
+            "model.moe_router_pre_softmax=true",
+        )
+    if sinkhorn and model.moe_aux_loss_coeff:
+        yield Finding(
+            "model.moe_aux_loss_coeff", "Sinkhorn routing does not support aux loss.", "model.moe_aux_loss_coeff=0.0"
+        )
+    if c.tp > 1 and not model.sequence_parallel:
+        yield Finding(
+            "model.sequence_parallel",
+            "performance may degrade if MoE and tensor parallelism are enabled without also enabling sequence "
+            "parallelism: megatron-core refuses to train so",
+            "model.sequence_parallel=true",
+        )
+    if model.add_bias_linear:
+        yield Finding("model.add_bias_linear", "mlp_bias is not supported for experts", "model.add_bias_linear=false")
+    if model.moe_grouped_gemm and c.backend != "te":
+        yield Finding(
+            "model.moe_grouped_gemm", "grouped matrix products need Transformer Engine", "model.moe_grouped_gemm=false"
+        )
+
+
+@rule(
+    "K22",
+    "No sinkhorn routing under context or sequence parallelism.",
+    "It balances the experts over the tokens that one rank holds, so that the same model routes differently, silently, "
+    "when a sequence is sliced (the loss differs by a hundredth). Packs have no sinkhorn either: H18.",
+    broken("model.num_moe_experts=4", "model.moe_router_load_balancing_type=sinkhorn", "model.moe_router_topk=1"),
+)
+def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    sliced = c.cp > 1 or (c.tp > 1 and model.sequence_parallel)
+    if model.num_moe_experts and model.moe_router_load_balancing_type == "sinkhorn" and sliced:
+        yield Finding(
+            "model.moe_router_load_balancing_type",
+            "sinkhorn balances over the tokens of one rank, a slice of the sequence",
+            "model.moe_router_load_balancing_type=aux_loss",
+        )
+
+
+@rule(
+    "K29",
+    "Over gloo, experts are split or spread over ranks, not both.",
+    "The ranks that split an expert gather the tokens that other ranks sent to each, unequal numbers of them, and gloo "
+    "gathers equal numbers only. The allgather dispatcher gathers before tokens are chosen, all of them.",
+    broken(
+        "model.context_parallel_size=1", "model.hierarchical_context_parallel_sizes=null", "model.cp_comm_type=p2p",
+        "model.tensor_model_parallel_size=2", "model.sequence_parallel=true", "model.num_moe_experts=4",
+        "model.expert_model_parallel_size=2",
+    ),
+    needs="config environment",
+)  # fmt: skip
+def experts_over_gloo(c: Context) -> Iterator[Finding]:
+    # Ranks of one tensor-parallel group hold equally many tokens; those of several, not where they run packs.
+    unequal = c.ep > 1 or (c.packs and c.etp > c.tp)
+    if c.gloo and c.etp > 1 and unequal and c.config.model.moe_token_dispatcher_type == "alltoall":
+        yield Finding(
+            "model.expert_tensor_parallel_size",
+            f"etp {c.etp} with ep {c.ep} and tp {c.tp} gathers unequal numbers of tokens, which gloo cannot",
+            "model.expert_tensor_parallel_size=1",
+        )
