@@ -39,6 +39,7 @@ def run_cli(folder: str, arguments: list[str], before: Any) -> tuple[int, str]:
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
+    monkeypatch.setattr("megatron_cp.cli._SECONDS_TO_SPEAK", 0.0)  # no launcher here that ends all with the first
     port = iter(range(29900 + os.getpid() % 500 * 20, 65000))
 
     def call(*arguments: str, ranks: int = 2, before: Any = None, same_code: bool = True) -> tuple[Any, str]:
