@@ -84,9 +84,7 @@ class ModelConfig:
     # Mixture of experts.
     num_moe_experts: int | None = None
     moe_router_topk: int = 2
-    moe_router_pre_softmax: bool = (
-        False  # softmax over all experts, before the choice; with topk 1 there is no other way
-    )
+    moe_router_pre_softmax: bool = False  # over all experts, before the choice; topk 1 has no other way
     moe_ffn_hidden_size: int | None = None
     moe_aux_loss_coeff: float = 0.0
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] = (

@@ -25,6 +25,7 @@ from megatron_cp.attention.context import CPContext, GroupOrPair
 from megatron_cp.attention.functional import attend_in_context
 from megatron_cp.attention.probe import ProbeInputs
 from megatron_cp.attention.tiles import Mask
+from megatron_cp.parallel.device import device
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True}
 _CAUSAL |= {AttnMaskType.no_mask: False, AttnMaskType.padding: False}
@@ -155,11 +156,11 @@ class ContextParallelAttention(MegatronModule):
     def probe_inputs(self) -> ProbeInputs:
         """See :func:`megatron_cp.attention.probe.probe_attention`."""
         tp = self.config.tensor_model_parallel_size
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        here = device()
         kv_heads = max(1, self.config.num_query_groups // tp)
         # On CUDA the training's own dtype, as half precision has kernels of its own there.
-        dtype = self.config.params_dtype if device.type == "cuda" else torch.float32
-        return ProbeInputs(self.config.num_attention_heads // tp, kv_heads, dtype, device)
+        dtype = self.config.params_dtype if here.type == "cuda" else torch.float32
+        return ProbeInputs(self.config.num_attention_heads // tp, kv_heads, dtype, here)
 
     def probe_forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Plain causal attention through this module's transport."""
@@ -219,14 +220,12 @@ class ContextParallelAttention(MegatronModule):
         if config.softmax_type == "vanilla":
             return None
         heads = config.num_attention_heads // config.tensor_model_parallel_size
-        on_gpu = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         if config.softmax_type == "off-by-one":
-            return torch.zeros(heads, device=device, dtype=config.params_dtype)
+            return torch.zeros(heads, device=device(), dtype=config.params_dtype)
         if config.softmax_type != "learnable":
             raise ValueError(f"softmax_type {config.softmax_type!r} is unknown; use vanilla, off-by-one or learnable")
         # Drawn for all heads, so that it does not depend on the number of tensor-parallel ranks.
-        drawn_on = torch.device("cpu") if config.use_cpu_initialization else device
+        drawn_on = torch.device("cpu") if config.use_cpu_initialization else device()
         everyone = torch.zeros(config.num_attention_heads, device=drawn_on, dtype=config.params_dtype)
         if config.perform_initialization:
             config.init_method(everyone)

@@ -102,13 +102,15 @@ def installed_version(distribution: str) -> str | None:
 
 def _gpus() -> tuple[int, float | None]:
     """Number of visible NVIDIA GPUs and the first one's compute capability."""
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "cuda") and not torch.cuda.is_available():
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and not cuda.is_available():
         return 0, None  # built without CUDA, or not given a GPU
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return 0, None
     driver = read_driver()  # torch would start CUDA to tell the capability, and a later fork would trip over that
+    if driver is None and cuda is not None:
+        return cuda.device_count(), None  # CUDA without the driver's own library, as in some containers
     if driver is None or not driver.gpus:
         return 0, None
     number = len(driver.gpus)

@@ -82,27 +82,18 @@ def find_start(config: RunConfig) -> Start | None:
         ConfigError: a checkpoint was asked for and is not there.
     """
     wanted = config.checkpoint
-    root, setting, finetune = wanted.load, "checkpoint.load", wanted.finetune
+    root, finetune = wanted.load or "", wanted.finetune
+    advice = "Check checkpoint.load, or leave it out to start fresh."
     if wanted.pretrained_checkpoint:
-        begun = root is not None and latest_iteration(root) is not None
-        root = root if begun else wanted.pretrained_checkpoint
-        setting, finetune = "checkpoint.pretrained_checkpoint", not begun
-    iteration = wanted.ckpt_step
-    if iteration is None and root:
-        iteration = latest_iteration(root)
-    if iteration is None and (
-        wanted.exit_on_missing_checkpoint or wanted.pretrained_checkpoint or root != wanted.save or finetune
-    ):
-        if wanted.finetune and not wanted.pretrained_checkpoint and root == wanted.save:
-            raise ConfigError(
-                "checkpoint.finetune=true needs weights to begin with: give checkpoint.pretrained_checkpoint (or "
-                f"checkpoint.load); in {root} there is no checkpoint"
-            )
-        raise ConfigError(
-            f"there is no checkpoint in {root} to load (no iter_* folder). Check {setting}, or leave it out to start "
-            "fresh."
-        )
-    if iteration is None or root is None:
+        finetune = not root or latest_iteration(root) is None
+        root = wanted.pretrained_checkpoint if finetune else root
+        advice = "Check checkpoint.pretrained_checkpoint, or leave it out to start fresh."
+    elif finetune:
+        advice = "checkpoint.finetune=true needs weights to begin with: give checkpoint.pretrained_checkpoint."
+    iteration = latest_iteration(root) if wanted.ckpt_step is None and root else wanted.ckpt_step
+    if iteration is None:
+        if finetune or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:
+            raise ConfigError(f"there is no checkpoint in {root} to load (no iter_* folder). {advice}")
         return None
     if existing_folder(root, iteration) is None:
         raise ConfigError(
@@ -126,18 +117,8 @@ def check_save_folder(config: RunConfig) -> None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "no permission to write")
     except OSError as error:
-        raise ConfigError(
-            [
-                Violation(
-                    "",
-                    "error",
-                    "checkpoint.save",
-                    f"cannot be a folder to write into: {error.strerror}",
-                    "another checkpoint.save",
-                    config.checkpoint.save,
-                )
-            ]
-        ) from error
+        message, fix = f"cannot be a folder to write into: {error.strerror}", "another checkpoint.save"
+        raise ConfigError([Violation("", "error", "checkpoint.save", message, fix, config.checkpoint.save)]) from error
 
 
 def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
@@ -189,8 +170,10 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
 
 def _write_config(config: RunConfig, folder: Path) -> None:
     if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+        settings = asdict(config)
+        # As used: a longer run from this file has the same schedule, which its own length no longer cuts.
+        settings["scheduler"]["lr_warmup_iters"] = config.warmup_iters()
+        (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
 
 
 def _announce(ready: Run, vocab_size: int) -> None:

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import check
+
 
 def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.name.startswith("stderr"))
@@ -71,6 +74,13 @@ def test_another_schedule_ends_with_one_and_names_both_ways_on(cli: Any) -> None
     )
     assert code == 0 and text.count("the samples that follow are others") == 1, text
     assert "dataset.random_seed is 9 here and" in text
+
+
+def test_what_a_short_run_recorded_can_be_trained_on(cli: Any, tmp_path: Path) -> None:
+    """The recipe's warmup is longer than the run; what is recorded is the one that was used."""
+    assert cli("scheduler.lr_warmup_iters=10")[0] == 0
+    longer = load_recipe(tmp_path / "run" / "config.yaml", ["train.train_iters=3"])
+    assert [v for v in check(longer, 2, environment="cpu") if v.severity == "error"] == []
 
 
 def test_training_for_longer_needs_only_a_schedule_of_its_own_length(cli: Any) -> None:

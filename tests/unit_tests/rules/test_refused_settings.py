@@ -1,0 +1,183 @@
+"""Settings that were accepted once and failed deep inside, or meant something else: refused, and the remedy works."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import check
+from megatron_cp.rules.explain import EXAMPLE_RECIPE
+
+ONE_RANK = ("parallel=none",)
+EXPERTS = ("model.num_moe_experts=4",)
+LATENT = ("model.multi_latent_attention=true",)
+INDEXED = ("dataset.data_path=corpus",)
+TWO_TENSOR_RANKS = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
+SINKHORN = ("model.moe_router_load_balancing_type=sinkhorn", *EXPERTS, *ONE_RANK)
+
+# What was accepted once, and ended in set-up or the first step, or did something else: the overrides, the rule and the
+# setting that are named, and one of the remedies.
+REFUSED = [
+    (["scheduler.end_weight_decay=0.3"], "I9", "scheduler.weight_decay_incr_style=linear"),
+    (["scheduler.end_weight_decay=0.3"], "I9", "scheduler.start_weight_decay=0.3"),
+    (["scheduler.start_weight_decay=0.3"], "I9", "scheduler.end_weight_decay=0.3"),
+    (["optimizer.weight_decay=-0.1"], "I9", "optimizer.weight_decay=0.0"),
+    (["optimizer.lr=-1"], "I9", "optimizer.lr=3e-4"),
+    (["optimizer.lr=1e-6"], "I9", "optimizer.min_lr=0.0"),
+    (["scheduler.lr_warmup_init=1"], "I9", "scheduler.lr_warmup_init=0.0"),
+    (["scheduler.lr_warmup_iters=-1"], "I9", "scheduler.lr_warmup_iters=9"),
+    (["scheduler.lr_warmup_fraction=1.0"], "I9", "scheduler.lr_warmup_fraction=0.1"),
+    (["scheduler.lr_decay_iters=0"], "I9", "scheduler.lr_decay_iters=null"),
+    (["scheduler.lr_decay_iters=1"], "I9", "scheduler.lr_warmup_iters=0"),
+    ([*EXPERTS, "model.moe_router_topk=1"], "K15", "model.moe_router_pre_softmax=true"),
+    ([*SINKHORN, "model.moe_aux_loss_coeff=0.01"], "K15", "model.moe_aux_loss_coeff=0.0"),
+    ([*TWO_TENSOR_RANKS, "model.ffn_hidden_size=97"], "K31", "model.ffn_hidden_size=98"),
+    ([*TWO_TENSOR_RANKS, *EXPERTS, "model.moe_ffn_hidden_size=33"], "K31", "model.moe_ffn_hidden_size=34"),
+    ([*TWO_TENSOR_RANKS, *EXPERTS, "model.ffn_hidden_size=33"], "K31", "model.ffn_hidden_size=32"),
+    ([*LATENT, "model.qk_pos_emb_head_dim=15"], "K17", "model.qk_pos_emb_head_dim=16"),
+    ([*LATENT, "model.qk_pos_emb_head_dim=30", "model.rotary_percent=0.5"], "K17", "model.qk_pos_emb_head_dim=32"),
+    ([*LATENT, "model.rotary_interleaved=true"], "K17", "model.rotary_interleaved=false"),
+    (["model.window_size=[8,0]", "model.window_attn_skip_freq=0"], "K12", "model.window_attn_skip_freq=null"),
+    (["model.seq_len_interpolation_factor=0"], "K51", "model.seq_len_interpolation_factor=null"),
+    (["model.softmax_scale=0.0"], "K51", "model.softmax_scale=null"),
+    (["model.softmax_scale=-1"], "K51", "model.softmax_scale=null"),
+    (["model.rope_scaling_factor=0"], "K51", "model.rope_scaling_factor=8.0"),
+    (["validation.eval_interval=0"], "K51", "validation.eval_interval=null"),
+    (["optimizer.adam_beta1=1.0"], "K16", "optimizer.adam_beta1=0.9"),
+    (["optimizer.adam_beta2=-0.1"], "K16", "optimizer.adam_beta2=0.95"),
+    (["rng.seed=-1"], "K30", "rng.seed=1234"),
+    ([f"rng.seed={2**31}"], "K30", "rng.seed=1234"),
+    (["dataset.random_seed=-1"], "K30", "dataset.random_seed=1234"),
+    (["dataset.num_workers=-1"], "K30", "dataset.num_workers=0"),
+    (["validation.eval_iters=-1"], "K30", "validation.eval_iters=0"),
+    (["validation.eval_micro_batch_size=-2"], "K30", "validation.eval_micro_batch_size=null"),
+    (["model.init_method_std=-0.1"], "K30", "model.init_method_std=0.02"),
+    (["checkpoint.save=''"], "K53", "checkpoint.save=null"),
+    (["checkpoint.load=''"], "K53", "checkpoint.load=null"),
+    (["checkpoint.most_recent_k=0"], "K53", "checkpoint.most_recent_k=-1"),
+    (["checkpoint.most_recent_k=-7"], "K53", "checkpoint.most_recent_k=-1"),
+    (["dataset.split='a,b,c'"], "K32", "dataset.split='98,1,1'"),
+    (["dataset.split='0,0,0'"], "K32", "dataset.split='98,1,1'"),
+    (["dataset.split='1,2,3,4'"], "K32", "dataset.split='98,1,1'"),
+    (["dataset.split='-1,2,3'"], "K32", "dataset.split='98,1,1'"),
+    ([*INDEXED, "dataset.split='0,1,1'"], "K32", "dataset.split='98,1,1'"),
+    ([*INDEXED, "dataset.split='1'", "validation.eval_iters=2"], "K32", "validation.eval_iters=0"),
+    (["tokenizer.tokenizer_type=NullTokenizer", "tokenizer.vocab_size=512", "model.vocab_size=300"], "K11",
+     "model.vocab_size=512"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "rule", "remedy"), REFUSED, ids=str)
+def test_what_would_fail_or_be_ignored_is_refused_once_and_the_remedy_works(overrides, rule, remedy):
+    def errors(*more):
+        config = load_recipe(EXAMPLE_RECIPE, [*overrides, *more])
+        world_size = config.model.tensor_model_parallel_size * config.model.context_parallel_size
+        return [v for v in check(config, world_size, environment="cpu") if v.severity == "error"]
+
+    (found,) = errors()
+    setting, _, value = remedy.partition("=")
+    assert found.rule == rule and value in found.fix
+    assert setting == found.field or remedy in found.fix
+    assert errors(remedy) == []
+
+
+def test_one_expert_of_several_is_a_matter_of_experts_alone():
+    for more in ([], SINKHORN):
+        config = load_recipe(EXAMPLE_RECIPE, ["model.moe_router_topk=1", *more])
+        assert check(config, config.model.context_parallel_size, environment="cpu") == []
+
+
+def test_a_warmup_that_is_cut_short_is_said():
+    config = load_recipe(EXAMPLE_RECIPE, ["train.train_iters=5", "scheduler.lr_warmup_iters=100"])
+    (found,) = check(config, 4, environment="cpu")
+    assert (found.rule, found.severity, found.value) == ("I9", "warning", 100)
+    assert "rises for 4 of them" in found.message
+    for remedy in ("scheduler.lr_warmup_iters=4", "scheduler.lr_decay_iters=101"):
+        assert remedy in found.fix
+        more = ["train.train_iters=5", "scheduler.lr_warmup_iters=100", remedy]
+        assert check(load_recipe(EXAMPLE_RECIPE, more), 4, environment="cpu") == []
+
+
+def test_a_run_of_no_iterations_is_one_mistake():
+    config = load_recipe(EXAMPLE_RECIPE, ["train.train_iters=0"])
+    assert [(v.rule, v.field) for v in check(config, 4, environment="cpu")] == [("A1", "train.train_iters")]
+
+
+@pytest.mark.parametrize("ranks", [0, -3])
+def test_a_node_has_ranks(ranks):
+    (found,) = check(load_recipe(EXAMPLE_RECIPE), 4, ranks, "cpu")
+    assert (found.rule, found.field) == ("A1", "--gpus-per-node") and str(ranks) in found.message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_in_a_hand_made_configuration_is_finite(value):
+    config = load_recipe(EXAMPLE_RECIPE)
+    config.optimizer.lr = value
+    assert [(v.rule, v.field) for v in check(config, 4, environment="cpu")] == [("K2", "optimizer.lr")]
+
+
+def errors(*overrides, world_size=4, environment="cpu"):
+    found = check(load_recipe(EXAMPLE_RECIPE, overrides), world_size, environment=environment)
+    return {v.rule: v.fix for v in found if v.severity == "error"}
+
+
+INTERLEAVED = (
+    "model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null", "model.context_parallel_size=1",
+    "model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2", "train.micro_batch_size=1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("packs", [(), ("model.dynamic_context_parallel=true",)])
+def test_virtual_stages_work_through_at_least_as_many_microbatches_as_there_are_stages(packs):
+    assert errors(*INTERLEAVED, *packs, "model.microbatch_group_size_per_vp_stage=2") == {}
+    assert errors(*INTERLEAVED, *packs, "model.microbatch_group_size_per_vp_stage=1").keys() == {"A17"}
+
+
+MOE = (
+    "model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null", "model.context_parallel_size=1",
+    "model.num_moe_experts=4", "train.micro_batch_size=1",
+)  # fmt: skip
+SPLIT = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
+
+
+def test_experts_that_are_split_and_spread_need_nccl():
+    both = (*MOE, *SPLIT, "model.expert_model_parallel_size=2", "mixed_precision=bf16")
+    assert errors(*both) == {"K29": "model.expert_tensor_parallel_size=1"}
+    assert errors(*both, environment="gpu") == {}
+    assert errors(*both, "dist.distributed_backend=staged", environment="gpu").keys() == {"K29"}
+    assert errors(*both, "model.expert_tensor_parallel_size=1") == {}
+    assert errors(*both, "model.moe_token_dispatcher_type=allgather") == {}
+    assert errors(*MOE, *SPLIT) == {}
+    across = (*MOE, "model.expert_tensor_parallel_size=2", "mixed_precision=bf16")
+    packs = ("model.dynamic_context_parallel=true", "dataset.kind=mock_documents")
+    assert errors(*across) == {}
+    assert errors(*across, *packs) == {"K29": "model.expert_tensor_parallel_size=1"}
+    assert errors(*across, *packs, environment="gpu") == {}
+
+
+def test_packs_of_evaluation_need_the_alltoall_dispatcher_too():
+    gathered = (*MOE, "model.moe_token_dispatcher_type=allgather")
+    assert errors(*gathered) == {}
+    for packs in ("model.dynamic_context_parallel=true", "dist.eval_context_parallel_size=2"):
+        assert errors(*gathered, packs) == {"H22": "model.moe_token_dispatcher_type=alltoall"}
+
+
+def test_sinkhorn_wants_whole_sequences():
+    sinkhorn = (*MOE, "model.moe_router_load_balancing_type=sinkhorn", "model.moe_router_topk=1")
+    assert errors(*sinkhorn) == {}
+    assert errors(*sinkhorn, *SPLIT).keys() == {"K22"}
+    assert errors(*sinkhorn, "model.dynamic_context_parallel=true").keys() == {"H18"}
+
+
+@pytest.mark.parametrize(
+    ("cp", "heads", "fix"),
+    [(3, 8, "[1, 3]"), (3, 9, "[3, 1]"), (12, 8, "[2, 6], [4, 3]"), (4, 9, "[1, 4]"), (4, 8, "[2, 2]")],
+)
+def test_the_levels_proposed_fit_the_heads(cp, heads, fix):
+    overrides = [f"model.context_parallel_size={cp}", f"model.num_attention_heads={heads}", "dataset.seq_length=288"]
+    overrides += [f"model.num_query_groups={heads}", f"model.hidden_size={heads * 16}"]
+    assert errors(*overrides, "model.hierarchical_context_parallel_sizes=[5,1]", world_size=cp) == {
+        "C5": f"for cp {cp}: {fix}"
+    }
+    proposed = fix.split(", [")[0].replace(" ", "")
+    assert errors(*overrides, f"model.hierarchical_context_parallel_sizes={proposed}", world_size=cp) == {}
