@@ -21,6 +21,9 @@ from megatron_cp.dynamic_cp.report import Report, as_text, report
 from megatron_cp.dynamic_cp.scheduler import schedule
 from megatron_cp.dynamic_cp.types import Schedule
 
+# A mistyped number is told at once; with these it takes seconds and minutes.
+_MOST_RANKS, _MOST_SAMPLES = 1_000_000, 10_000_000
+
 # Options that only some sources look at: a run has recorded what the others are told.
 _PLANNED = ("lengths", "distribution")
 _GOES_WITH = {
@@ -97,8 +100,8 @@ def _refuse_unused(given: argparse.Namespace) -> None:
 
 
 def _lengths(args: argparse.Namespace) -> np.ndarray:
-    if args.count is not None and args.count < 1:
-        raise ValueError(f"--count {args.count}: must be at least 1")
+    if args.count is not None and not 1 <= args.count <= _MOST_SAMPLES:
+        raise ValueError(f"--count {args.count}: must be at least 1 and at most {_MOST_SAMPLES:,}")
     if not 1 <= args.longest <= np.iinfo(np.int64).max:
         raise ValueError(f"--longest {args.longest}: must be at least 1, and a number of 64 bits")
     if args.distribution:
@@ -125,6 +128,8 @@ def _run(args: argparse.Namespace) -> int:
         return _show_run(args)
     if args.ranks is None:
         raise ValueError("--ranks is needed: data parallel size times context parallel size")
+    if not 1 <= args.ranks <= _MOST_RANKS:
+        raise ValueError(f"--ranks {args.ranks}: must be at least 1 and at most {_MOST_RANKS:,}")
     lengths, cost = _lengths(args), PRESETS[args.cost]
     common = {"cost": cost, "microbatch_multiple": args.microbatch_multiple}
     common["sequence_parallel_size"] = args.sequence_parallel_size

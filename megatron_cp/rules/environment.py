@@ -70,6 +70,9 @@ class Environment:
             raise _error(f"{path} does not hold a mapping")
         problems: list[Violation] = []
         environment: Environment = build(cls, loaded, problems)
+        if not problems and environment.gpus_per_node is not None and environment.gpus_per_node < 1:
+            message = f"must be an integer of at least 1, got {environment.gpus_per_node}"
+            problems.append(Violation("A1", "error", "gpus_per_node", message, f"leave it out of {path}"))
         if problems:
             raise ConfigError(problems)
         return environment

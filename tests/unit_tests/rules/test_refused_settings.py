@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_cp.errors import ConfigError
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
 from megatron_cp.rules.explain import EXAMPLE_RECIPE
@@ -107,6 +108,21 @@ def test_a_run_of_no_iterations_is_one_mistake():
 def test_a_node_has_ranks(ranks):
     (found,) = check(load_recipe(EXAMPLE_RECIPE), 4, ranks, "cpu")
     assert (found.rule, found.field) == ("A1", "--gpus-per-node") and str(ranks) in found.message
+
+
+def test_a_described_node_has_ranks(tmp_path):
+    described = tmp_path / "nodes.yaml"
+    described.write_text("device: gpu\ngpus_per_node: 0\n")
+    with pytest.raises(ConfigError, match=r"A1: gpus_per_node: must be an integer of at least 1, got 0") as refused:
+        check(load_recipe(EXAMPLE_RECIPE), 4, environment=str(described))
+    assert str(described) in str(refused.value)
+
+
+def test_sizes_of_latent_attention_are_sizes():
+    names = [f"model.{name}" for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim")]
+    config = load_recipe(EXAMPLE_RECIPE, [*LATENT, *(f"{name}=0" for name in names), "model.v_head_dim=-4"])
+    found = check(config, 4, environment="cpu")
+    assert {v.field for v in found if v.rule == "A1"} == {*names, "model.v_head_dim"}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
