@@ -9,7 +9,9 @@ Every ratio is of the two sides' times within one round, the sides taking turns,
 slows both; printed are the median over rounds and, in brackets, the smallest and largest. ``wall`` is the slowest
 rank's time over that of one process with as many threads as there are ranks (on GPUs: of one GPU, divided by the
 number of ranks). ``cpu`` is the slowest rank's CPU time over the one process's, divided by the number of ranks: it
-does not see waiting, but other programs on the machine disturb it less.
+does not see waiting, but other programs on the machine disturb it less. ``all`` is of the sums over the rounds (of the
+rank whose sum is largest, for cpu): chance slows another rank in each round, so that the slowest of a round is slower
+than any rank is in the long run.
 """
 
 from __future__ import annotations
@@ -48,8 +50,14 @@ SECTIONS = ("speed", "split", "window", "packed", "overlap", "where", "pytorch")
 
 @dataclass(frozen=True)
 class Sample:
+    """One pass: seconds until the last rank was done, and the CPU seconds of each rank that took part."""
+
     wall: float
-    cpu: float
+    cpus: tuple[float, ...]
+
+    @property
+    def cpu(self) -> float:
+        return max(self.cpus)
 
 
 def keep_freed_memory() -> None:
@@ -88,29 +96,32 @@ class Bench:
                 torch.cuda.synchronize()
         times = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu], device=self.device)
         dist.barrier()
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-        return Sample(*times.tolist())
+        every = [torch.empty_like(times) for _ in range(self.size)]
+        dist.all_gather(every, times)
+        walls, cpus = zip(*(one.tolist() for one in every[: 1 if alone else self.size]), strict=True)
+        return Sample(max(walls), cpus)
 
     def compare(
         self, baseline: Callable[[], None], calls: dict[str, Callable[[], None]], whole: bool = True
     ) -> tuple[Sample, dict[str, str]]:
         """Ratios of each call to the baseline; a ``whole`` baseline is one process's, with the whole problem."""
-        rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-        best = Sample(float("inf"), float("inf"))
-        for index in range(self.repeats + 1):
-            base = self.time(baseline, alone=whole)
-            cpu = base.cpu / self.size if whole else base.cpu
-            wall = base.wall / self.size if whole and self.device.type == "cuda" else base.wall
-            for name, call in calls.items():
-                sample = self.time(call)
-                if index:  # the first round warms up
-                    rounds[name].append((sample.wall / wall, sample.cpu / cpu))
-            if index:
-                best = Sample(min(best.wall, base.wall), min(best.cpu, base.cpu))
-        return best, {
-            name: f"wall {spread([wall for wall, _ in pairs])}  cpu {spread([cpu for _, cpu in pairs])}"
-            for name, pairs in rounds.items()
-        }
+        rounds: list[tuple[Sample, dict[str, Sample]]] = []
+        for _ in range(self.repeats + 1):
+            rounds.append((self.time(baseline, alone=whole), {name: self.time(call) for name, call in calls.items()}))
+        rounds = rounds[1:]  # the first warms up
+        cpu_share = self.size if whole else 1
+        wall_share = self.size if whole and self.device.type == "cuda" else 1
+        best = Sample(min(base.wall for base, _ in rounds), (min(base.cpu for base, _ in rounds),))
+        base_wall = sum(base.wall for base, _ in rounds) / wall_share
+        base_cpu = max(map(sum, zip(*(base.cpus for base, _ in rounds), strict=True))) / cpu_share
+        texts = {}
+        for name in calls:
+            walls = [passes[name].wall / base.wall * wall_share for base, passes in rounds]
+            cpus = [passes[name].cpu / base.cpu * cpu_share for base, passes in rounds]
+            all_wall = sum(passes[name].wall for _, passes in rounds) / base_wall
+            all_cpu = max(map(sum, zip(*(passes[name].cpus for _, passes in rounds), strict=True))) / base_cpu
+            texts[name] = f"wall {spread(walls)} all {all_wall:.3f}  cpu {spread(cpus)} all {all_cpu:.3f}"
+        return best, texts
 
 
 def spread(values: list[float]) -> str:
