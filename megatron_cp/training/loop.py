@@ -43,6 +43,7 @@ def train(
     vocab_size: int,
     folder: Path,
     reporter: Reporter,
+    watch: SignalWatch,
     data_state: dict[str, Any] | None = None,
 ) -> Outcome:
     """Train from ``run.progress`` to ``train.train_iters`` or until something asks to stop; saves on the way.
@@ -53,7 +54,6 @@ def train(
     with (
         closing(open_steps(run, datasets.train, run.progress.consumed_samples, training=True)) as steps,
         closing(CheckpointSaver(run, folder)) as saver,
-        closing(SignalWatch(run.config.train.exit_signal_handler)) as watch,
         closing(Profiler(run.config.profiling, folder, torch.distributed.get_rank(), run.phases)) as profiler,
     ):
         if data_state is not None:

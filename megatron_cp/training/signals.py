@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
@@ -34,6 +35,17 @@ class SignalWatch:
     def close(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def sigterm_waits(enabled: bool) -> Iterator[None]:
+    """Within, SIGTERM does nothing: launchers send it to the ranks left, which have yet to say what they lost."""
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN) if enabled else None
+    try:
+        yield
+    finally:
+        if enabled:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def agreed_maximum(values: Sequence[int], device: torch.device) -> list[int]:

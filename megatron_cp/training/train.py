@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from megatron_cp.training.loop import Outcome, train
 from megatron_cp.training.metrics import Reporter, logger, start_logging, wants_live_line
 from megatron_cp.training.roll_call import RollCall
 from megatron_cp.training.setup import Run, setup
+from megatron_cp.training.signals import SignalWatch, sigterm_waits
 
 
 def run(config: RunConfig) -> int:
@@ -48,19 +50,21 @@ def run(config: RunConfig) -> int:
     check_save_folder(config)
     start_distributed(config)
     roll = RollCall()
-    try:
-        check_all_ranks_agree(config)
-        return _run(config, tokenizer, vocab_size, start, roll).exit_code
-    except DataError:
-        raise  # told to all ranks already, each of which raises it
-    except BaseException as error:
-        fault = roll.explain(error)
-        if fault is None:
-            raise
-        raise fault from error
-    finally:
-        roll.close()
-        stop_distributed()
+    with ExitStack() as leaving:
+        try:
+            check_all_ranks_agree(config)
+            return _run(config, tokenizer, vocab_size, start, roll).exit_code
+        except DataError:
+            raise  # told to all ranks already, each of which raises it
+        except BaseException as error:
+            leaving.enter_context(sigterm_waits(config.train.exit_signal_handler))
+            fault = roll.explain(error)
+            if fault is None:
+                raise
+            raise fault from error
+        finally:
+            roll.close()
+            stop_distributed()
 
 
 @dataclass(frozen=True)
@@ -150,10 +154,8 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
     reporter = Reporter(
         config, folder, config.train.train_iters, ready.progress.iteration, enabled=dist.get_rank() == 0
     )
-    try:
-        outcome = train(ready, datasets, vocab_size, folder, reporter, data_state)
-    finally:
-        reporter.close()
+    with closing(SignalWatch(config.train.exit_signal_handler)) as watch, closing(reporter):
+        outcome = train(ready, datasets, vocab_size, folder, reporter, watch, data_state)
     if dist.get_rank() == 0:
         _last_words(ready, folder, outcome)
     # Not after an error: ranks that wait in these groups would see them break before they can be told why.

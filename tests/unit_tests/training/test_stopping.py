@@ -4,10 +4,12 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.ranks import RanksFailed, run_ranks
@@ -72,6 +74,10 @@ def lose(tmp_path: Path, monkeypatch: Any, ranks: int, arguments: list[str], bef
 def test_a_rank_that_is_killed_is_named(tmp_path: Path, monkeypatch: Any, layout: list[str], dying: int) -> None:
     def die() -> None:
         (tmp_path / "lost").write_text(str(time.time()))
+        others = [str(rank.pid) for rank in psutil.Process(os.getppid()).children() if rank.pid != os.getpid()]
+        # Launchers end the ranks that are left, which must still say what they lost.
+        like_a_launcher = ["sh", "-c", f"sleep 0.5; kill -TERM {' '.join(others)}"]
+        subprocess.Popen(like_a_launcher, start_new_session=True, stderr=subprocess.DEVNULL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     kill = at_iteration(3, dying, die)
