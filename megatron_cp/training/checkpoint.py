@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.errors import RuntimeFault
-from megatron_cp.models.hybrid_pattern import layers_of
 from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.training.checkpoint_files import (
     checkpoint_folder,
@@ -34,73 +33,10 @@ from megatron_cp.training.checkpoint_files import (
 )
 from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.metrics import logger
+from megatron_cp.training.resuming import FORMAT, check_fits, other_data, read_common
 from megatron_cp.training.setup import Progress, Run
 
-FORMAT = 1
 _T = TypeVar("_T")
-
-# What makes a model another model: a checkpoint with other values of these cannot be continued.
-_ARCHITECTURE = (
-    "architecture",
-    "hybrid_layer_pattern",
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "share_embeddings_and_output_weights",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "normalization",
-    "activation_func",
-    "gated_linear_unit",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "softmax_type",
-    "multi_latent_attention",
-    "mtp_num_layers",
-    "num_moe_experts",
-    "mamba_state_dim",
-    "mamba_head_dim",
-    "mamba_num_groups",
-    "mamba_num_heads",
-)
-
-
-# Whose state the optimizer's is.
-_OPTIMIZER = ("optimizer.optimizer", "optimizer.use_distributed_optimizer")
-# What the learning rate and the weight decay of an iteration depend on.
-_SCHEDULE = (
-    "train.train_iters",
-    "train.global_batch_size",
-    "optimizer.lr",
-    "optimizer.min_lr",
-    "optimizer.weight_decay",
-    "scheduler.lr_decay_style",
-    "scheduler.lr_decay_iters",
-    "scheduler.lr_warmup_iters",
-    "scheduler.lr_warmup_fraction",
-    "scheduler.lr_warmup_init",
-    "scheduler.lr_wsd_decay_iters",
-    "scheduler.lr_wsd_decay_style",
-    "scheduler.start_weight_decay",
-    "scheduler.end_weight_decay",
-    "scheduler.weight_decay_incr_style",
-)
-
-
-# What the samples and their order depend on.
-_DATA = (
-    "dataset.kind",
-    "dataset.data_path",
-    "dataset.split",
-    "dataset.seq_length",
-    "dataset.random_seed",
-    "train.global_batch_size",
-)
 
 
 @dataclass(frozen=True)
@@ -254,22 +190,14 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     ``finetune``: its weights only, to begin a new run with.
 
     Raises:
-        RuntimeFault: the checkpoint is missing, unreadable or of another model; says what differs.
+        RuntimeFault: the checkpoint is missing or unreadable.
+        ConfigError: it does not fit; see :func:`megatron_cp.training.resuming.check_fits`.
     """
     folder = existing_folder(root, iteration) or checkpoint_folder(root, iteration)
     common = _read_common(folder)
-    _check_same_model(run, common, folder)
+    check_fits(run.config, common, folder, finetune)
     wanted, saved = run.config.checkpoint, common["config"]["checkpoint"]
     with_optimizer = wanted.load_optim and not finetune
-    if with_optimizer and not saved["save_optim"]:
-        raise RuntimeFault(
-            f"checkpoint {folder} holds no optimizer state: it was written with checkpoint.save_optim=false. Go on "
-            "with a fresh optimizer by checkpoint.load_optim=false, or start a new run from its weights by "
-            "checkpoint.finetune=true.",
-            on_all_ranks=True,
-        )
-    if with_optimizer:
-        _check_same_optimizer(run, common, folder)
     same_layout = _layout_of(common["config"], common["world_size"]) == _layout_of(
         asdict(run.config), dist.get_world_size()
     )
@@ -285,31 +213,21 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
         run.optimizer.reload_model_params()
     if finetune:
         return {}
-    _load_scheduler(run, common, folder)
+    _load_scheduler(run, common)
     if with_rng:
         restore_random_state(loaded["rng"])
     run.progress = Progress(**common["progress"])
-    other_data = _differences(common["config"], asdict(run.config), _DATA)
-    if other_data and dist.get_rank() == 0:
-        logger.warning("the samples that follow are others than they were to be: %s", "; ".join(other_data))
+    different = other_data(run.config, common)
+    if different and dist.get_rank() == 0:
+        logger.warning("the samples that follow are others than they were to be: %s", "; ".join(different))
     return common["data"]
 
 
-def _load_scheduler(run: Run, common: dict[str, Any], folder: Path) -> None:
+def _load_scheduler(run: Run, common: dict[str, Any]) -> None:
     state = dict(common["scheduler"])
     if run.scheduler.wd_incr_style == "constant":
         state["wd_incr_steps"] = run.scheduler.wd_incr_steps  # over which nothing changes: a longer run is no other one
-    try:
-        run.scheduler.load_state_dict(state)
-    except AssertionError as error:  # megatron-core's way to say that a schedule has changed
-        different = _differences(common["config"], asdict(run.config), _SCHEDULE)
-        raise RuntimeFault(
-            f"checkpoint {folder} was trained with another learning-rate schedule: {'; '.join(different) or error}. "
-            "Without scheduler.lr_decay_iters and lr_warmup_iters it follows train.train_iters. Go on with the "
-            "new schedule by scheduler.override_opt_param_scheduler=true, or with the checkpoint's by "
-            "scheduler.use_checkpoint_opt_param_scheduler=true.",
-            on_all_ranks=True,
-        ) from error
+    run.scheduler.load_state_dict(state)
 
 
 def _chunk_names(run: Run) -> list[str]:
@@ -347,48 +265,7 @@ def _read_common(folder: Path) -> dict[str, Any]:
             instead = f". Load another one by checkpoint.ckpt_step: {others}" if others else ""
             raise OSError(f"{'; '.join(problems[:4])}{instead}")
     with _reported_on_all_ranks(f"checkpoint {folder} cannot be read"):
-        common = dist_checkpointing.load_common_state_dict(str(folder))
-        version = common["format"]
-    if version > FORMAT:
-        raise RuntimeFault(
-            f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}: upgrade megatron_cp",
-            on_all_ranks=True,
-        )
-    return common
-
-
-def _differences(saved: dict[str, Any], now: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """Which settings ("section.field") a checkpoint has otherwise, in words."""
-    found = []
-    for name in names:
-        section, field = name.split(".")
-        here, there = now[section][field], saved[section].get(field)
-        if here != there:
-            found.append(f"{name} is {here!r} here and {there!r} in the checkpoint")
-    return found
-
-
-def _check_same_optimizer(run: Run, common: dict[str, Any], folder: Path) -> None:
-    different = _differences(common["config"], asdict(run.config), _OPTIMIZER)
-    if different:
-        raise RuntimeFault(
-            f"checkpoint {folder} has another optimizer's state: {'; '.join(different)}. Use the checkpoint's values, "
-            "or go on with a fresh optimizer by checkpoint.load_optim=false.",
-            on_all_ranks=True,
-        )
-
-
-def _check_same_model(run: Run, common: dict[str, Any], folder: Path) -> None:
-    saved, now = common["config"]["model"], asdict(run.config.model)
-    for model in (saved, now):  # where its pipeline stages begin makes no other model
-        model["hybrid_layer_pattern"] = layers_of(model.get("hybrid_layer_pattern")) or None
-    different = _differences({"model": saved}, {"model": now}, [f"model.{name}" for name in _ARCHITECTURE])
-    if different:
-        raise RuntimeFault(
-            f"checkpoint {folder} is of another model: {'; '.join(different)}. Use the checkpoint's values (its "
-            "config.yaml has them), or another checkpoint.load and checkpoint.save.",
-            on_all_ranks=True,
-        )
+        return read_common(folder)
 
 
 def _layout_of(config: dict[str, Any], world_size: int) -> tuple:

@@ -48,25 +48,29 @@ def _allocate_momentum(optimizer: torch.optim.Optimizer, config: CoreOptimizerCo
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
 
 
+def schedule_of(config: RunConfig) -> dict[str, Any]:
+    """What learning rate and weight decay follow, by megatron-core's names; its steps are samples."""
+    schedule, batch, decay = config.scheduler, config.train.global_batch_size, config.optimizer.weight_decay
+    return {
+        "init_lr": schedule.lr_warmup_init,
+        "max_lr": config.optimizer.lr,
+        "min_lr": config.optimizer.min_lr,
+        "lr_warmup_steps": config.warmup_iters() * batch,
+        "lr_decay_steps": (schedule.lr_decay_iters or config.train.train_iters) * batch,
+        "lr_decay_style": schedule.lr_decay_style,
+        "start_wd": decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
+        "end_wd": decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
+        "wd_incr_steps": config.train.train_iters * batch,
+        "wd_incr_style": schedule.weight_decay_incr_style,
+        "wsd_decay_steps": None if schedule.lr_wsd_decay_iters is None else schedule.lr_wsd_decay_iters * batch,
+        "lr_wsd_decay_style": schedule.lr_wsd_decay_style,
+    }
+
+
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule of learning rate and weight decay; its steps are samples, as megatron-core counts them."""
-    schedule, batch = config.scheduler, config.train.global_batch_size
-    decay_iters = schedule.lr_decay_iters or config.train.train_iters
-    decay = config.optimizer.weight_decay
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=schedule.lr_warmup_init,
-        max_lr=config.optimizer.lr,
-        min_lr=config.optimizer.min_lr,
-        lr_warmup_steps=config.warmup_iters() * batch,
-        lr_decay_steps=decay_iters * batch,
-        lr_decay_style=schedule.lr_decay_style,
-        start_wd=decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
-        end_wd=decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
-        wd_incr_steps=config.train.train_iters * batch,
-        wd_incr_style=schedule.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=schedule.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=schedule.override_opt_param_scheduler,
-        wsd_decay_steps=None if schedule.lr_wsd_decay_iters is None else schedule.lr_wsd_decay_iters * batch,
-        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+        **schedule_of(config),
+        use_checkpoint_opt_param_scheduler=config.scheduler.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=config.scheduler.override_opt_param_scheduler,
     )

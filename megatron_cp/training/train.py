@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -21,9 +21,9 @@ from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.agreement import check_all_ranks_agree
 from megatron_cp.training.checkpoint import load_checkpoint
-from megatron_cp.training.checkpoint_files import checkpoint_folder, existing_folder, latest_iteration
 from megatron_cp.training.loop import Outcome, train
 from megatron_cp.training.metrics import Reporter, logger, start_logging, wants_live_line
+from megatron_cp.training.resuming import Start, find_start
 from megatron_cp.training.roll_call import RollCall
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.signals import SignalWatch, sigterm_waits
@@ -45,6 +45,7 @@ def run(config: RunConfig) -> int:
     # What needs no other rank is read first: a missing file ends the run before any process group exists.
     tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = _vocab_size(config, tokenizer)
+    config = replace(config, model=replace(config.model, vocab_size=vocab_size))  # for its checkpoints to tell
     check_files(config.dataset)
     start = find_start(config)
     check_save_folder(config)
@@ -65,46 +66,6 @@ def run(config: RunConfig) -> int:
         finally:
             roll.close()
             stop_distributed()
-
-
-@dataclass(frozen=True)
-class Start:
-    """The checkpoint that a run begins with; ``finetune``: with its weights only."""
-
-    root: str
-    iteration: int
-    finetune: bool
-
-
-def find_start(config: RunConfig) -> Start | None:
-    """The checkpoint to begin with, ``None`` to start fresh.
-
-    A run with ``checkpoint.pretrained_checkpoint`` begins with those weights, and resumes from its own checkpoints once
-    it has some.
-
-    Raises:
-        ConfigError: a checkpoint was asked for and is not there.
-    """
-    wanted = config.checkpoint
-    root, finetune = wanted.load or "", wanted.finetune
-    advice = "Check checkpoint.load, or leave it out to start fresh."
-    if wanted.pretrained_checkpoint:
-        finetune = not root or latest_iteration(root) is None
-        root = wanted.pretrained_checkpoint if finetune else root
-        advice = "Check checkpoint.pretrained_checkpoint, or leave it out to start fresh."
-    elif finetune:
-        advice = "checkpoint.finetune=true needs weights to begin with: give checkpoint.pretrained_checkpoint."
-    iteration = latest_iteration(root) if wanted.ckpt_step is None and root else wanted.ckpt_step
-    if iteration is None:
-        if finetune or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:
-            raise ConfigError(f"there is no checkpoint in {root} to load (no iter_* folder). {advice}")
-        return None
-    if existing_folder(root, iteration) is None:
-        raise ConfigError(
-            f"there is no checkpoint {checkpoint_folder(root, iteration)}; choose one of the iter_* folders beside it "
-            "with checkpoint.ckpt_step"
-        )
-    return Start(root, iteration, finetune)
 
 
 def check_save_folder(config: RunConfig) -> None:

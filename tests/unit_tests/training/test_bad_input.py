@@ -48,12 +48,30 @@ def test_configuration_errors_end_with_two_before_anything_is_written(
     assert files(tmp_path) == []
 
 
-def test_another_models_checkpoint_ends_with_one(cli: Any, tmp_path: Path) -> None:
+def test_another_models_checkpoint_ends_with_two(cli: Any, tmp_path: Path) -> None:
     assert cli()[0] == 0
     before = files(tmp_path)
     code, text = cli("model.hidden_size=64", "train.train_iters=2")
-    assert code == 1 and text.count("model.hidden_size is 64 here and 128 in the checkpoint") == 1, (code, text)
+    assert code == 2 and text.count("model.hidden_size is 64 here and 128 in the checkpoint") == 1, (code, text)
     assert files(tmp_path) == before
+
+
+def test_another_vocabulary_is_another_model(cli: Any, tmp_path: Path) -> None:
+    """megatron-core loads the rows that both have: it knows no other reason for another number than padding."""
+    assert cli()[0] == 0
+    for begun in ([], [f"checkpoint.pretrained_checkpoint={tmp_path}/run", f"checkpoint.save={tmp_path}/next"]):
+        code, text = cli("model.vocab_size=1000", "train.train_iters=2", *begun)
+        assert code == 2 and text.count("model.vocab_size is 1000 here and 257 in the checkpoint") == 1, (code, text)
+
+
+def test_weights_may_begin_a_model_that_computes_something_else(cli: Any, tmp_path: Path) -> None:
+    """As for longer sequences: a larger rotary base, from the weights alone and never unnoticed."""
+    assert cli()[0] == 0
+    code, text = cli("model.rotary_base=500000")
+    assert code == 2 and "model.rotary_base is 500000.0 here and 10000.0 in the checkpoint" in text, (code, text)
+    begin = f"checkpoint.pretrained_checkpoint={tmp_path}/run"
+    assert text.rstrip().endswith(f"or begin a new run with its weights: {begin}."), text
+    assert cli("model.rotary_base=500000", begin, f"checkpoint.save={tmp_path}/longer")[0] == 0
 
 
 def test_a_checkpoint_that_is_gone_ends_with_two(cli: Any, tmp_path: Path) -> None:
@@ -63,10 +81,10 @@ def test_a_checkpoint_that_is_gone_ends_with_two(cli: Any, tmp_path: Path) -> No
     assert code == 2 and "there is no checkpoint" in text and "iter_0000001" in text, (code, text)
 
 
-def test_another_schedule_ends_with_one_and_names_both_ways_on(cli: Any) -> None:
+def test_another_schedule_ends_with_two_and_names_both_ways_on(cli: Any) -> None:
     assert cli()[0] == 0
     code, text = cli("train.train_iters=5")
-    assert code == 1 and text.count("trained with another learning-rate schedule") == 1, (code, text)
+    assert code == 2 and text.count("trained with another learning-rate schedule") == 1, (code, text)
     assert "train.train_iters is 5 here and 1 in the checkpoint" in text
     assert cli("train.train_iters=5", "scheduler.override_opt_param_scheduler=true")[0] == 0
     code, text = cli(

@@ -1,0 +1,243 @@
+"""What a run begins with: which checkpoint, and whether it fits the configuration.
+
+Read by every rank for itself, so that what does not fit is told before any process group exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_cp.config import RunConfig
+from megatron_cp.errors import ConfigError
+from megatron_cp.models.hybrid_pattern import layers_of
+from megatron_cp.training.checkpoint_files import checkpoint_folder, existing_folder, latest_iteration
+from megatron_cp.training.optimizer import schedule_of
+
+# The layout of what a checkpoint holds besides tensors; a newer one cannot be read.
+FORMAT = 1
+
+# What decides which weights there are: with other values of these a checkpoint's do not fit.
+_WEIGHTS = (
+    "vocab_size",
+    "architecture",
+    "hybrid_layer_pattern",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "share_embeddings_and_output_weights",
+    "position_embedding_type",
+    "normalization",
+    "activation_func",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "softmax_type",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "mtp_num_layers",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
+)
+# What else the model computes with them: another model too, but one that may begin with these weights.
+_FUNCTION = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rope_scaling",
+    "rope_scaling_factor",
+    "seq_len_interpolation_factor",
+    "attention_mask_type",
+    "softmax_scale",
+    "window_size",
+    "window_attn_skip_freq",
+    "layernorm_epsilon",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+)
+# Whose state the optimizer's is.
+_OPTIMIZER = ("optimizer.optimizer", "optimizer.use_distributed_optimizer")
+# What the learning rate and the weight decay of an iteration depend on.
+_SCHEDULE = (
+    "train.train_iters",
+    "train.global_batch_size",
+    "optimizer.lr",
+    "optimizer.min_lr",
+    "optimizer.weight_decay",
+    "scheduler.lr_decay_style",
+    "scheduler.lr_decay_iters",
+    "scheduler.lr_warmup_iters",
+    "scheduler.lr_warmup_fraction",
+    "scheduler.lr_warmup_init",
+    "scheduler.lr_wsd_decay_iters",
+    "scheduler.lr_wsd_decay_style",
+    "scheduler.start_weight_decay",
+    "scheduler.end_weight_decay",
+    "scheduler.weight_decay_incr_style",
+)
+# What the samples and their order depend on.
+_DATA = (
+    "dataset.kind",
+    "dataset.data_path",
+    "dataset.split",
+    "dataset.seq_length",
+    "dataset.random_seed",
+    "train.global_batch_size",
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run begins with; ``finetune``: with its weights only."""
+
+    root: str
+    iteration: int
+    finetune: bool
+
+
+def find_start(config: RunConfig) -> Start | None:
+    """The checkpoint to begin with, ``None`` to start fresh.
+
+    A run with ``checkpoint.pretrained_checkpoint`` begins with those weights, and resumes from its own checkpoints once
+    it has some.
+
+    Raises:
+        ConfigError: a checkpoint was asked for and is not there, or it does not fit.
+    """
+    wanted = config.checkpoint
+    root, finetune = wanted.load or "", wanted.finetune
+    advice = "Check checkpoint.load, or leave it out to start fresh."
+    if wanted.pretrained_checkpoint:
+        finetune = not root or latest_iteration(root) is None
+        root = wanted.pretrained_checkpoint if finetune else root
+        advice = "Check checkpoint.pretrained_checkpoint, or leave it out to start fresh."
+    elif finetune:
+        advice = "checkpoint.finetune=true needs weights to begin with: give checkpoint.pretrained_checkpoint."
+    iteration = latest_iteration(root) if wanted.ckpt_step is None and root else wanted.ckpt_step
+    if iteration is None:
+        if finetune or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:
+            raise ConfigError(f"there is no checkpoint in {root} to load (no iter_* folder). {advice}")
+        return None
+    folder = existing_folder(root, iteration)
+    if folder is None:
+        raise ConfigError(
+            f"there is no checkpoint {checkpoint_folder(root, iteration)}; choose one of the iter_* folders beside it "
+            "with checkpoint.ckpt_step"
+        )
+    try:
+        common = read_common(folder)
+    except (Exception, CheckpointException):  # damaged; load_checkpoint looks closer, and says so once for all ranks
+        return Start(root, iteration, finetune)
+    check_fits(config, common, folder, finetune)
+    return Start(root, iteration, finetune)
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors, with the ``config`` that wrote it."""
+    return dist_checkpointing.load_common_state_dict(str(folder))
+
+
+def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> None:
+    """Whether a run can go on from a checkpoint, or, with ``finetune``, begin with its weights.
+
+    Raises:
+        ConfigError: it is of another model, optimizer, schedule, program or newer version; says what differs.
+    """
+    version = common.get("format")
+    if version is None:
+        raise ConfigError(f"checkpoint {folder} was written by another program, which says too little about it")
+    if version > FORMAT:
+        raise ConfigError(
+            f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}: upgrade megatron_cp"
+        )
+    _check_model(config, common, folder, finetune)
+    if finetune:
+        return
+    if config.checkpoint.load_optim:
+        _check_optimizer(config, common, folder)
+    _check_schedule(config, common, folder)
+
+
+def other_data(config: RunConfig, common: dict[str, Any]) -> list[str]:
+    """Which settings make the samples others than they were to be."""
+    return _differences(common["config"], asdict(config), _DATA)
+
+
+def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> None:
+    saved, now = dict(common["config"]["model"]), asdict(config.model)
+    for model in (saved, now):  # where its pipeline stages begin makes no other model
+        model["hybrid_layer_pattern"] = layers_of(model.get("hybrid_layer_pattern")) or None
+    saved["vocab_size"] = saved["vocab_size"] or now["vocab_size"]  # None: the tokenizer's, before it was recorded
+    other_weights, other_function = (
+        _differences({"model": saved}, {"model": now}, [f"model.{name}" for name in names])
+        for names in (_WEIGHTS, () if finetune else _FUNCTION)
+    )
+    if other_weights or other_function:
+        begin = f", or begin a new run with its weights: checkpoint.pretrained_checkpoint={folder.parent}"
+        raise ConfigError(
+            f"checkpoint {folder} is of another model: {'; '.join(other_weights + other_function)}. Use the "
+            "checkpoint's values (its config.yaml has them), or another checkpoint.load and checkpoint.save"
+            f"{'' if other_weights else begin}."
+        )
+
+
+def _check_optimizer(config: RunConfig, common: dict[str, Any], folder: Path) -> None:
+    if not common["config"]["checkpoint"]["save_optim"]:
+        raise ConfigError(
+            f"checkpoint {folder} holds no optimizer state: it was written with checkpoint.save_optim=false. Go on "
+            "with a fresh optimizer by checkpoint.load_optim=false, or start a new run from its weights by "
+            "checkpoint.finetune=true."
+        )
+    different = _differences(common["config"], asdict(config), _OPTIMIZER)
+    if different:
+        raise ConfigError(
+            f"checkpoint {folder} has another optimizer's state: {'; '.join(different)}. Use the checkpoint's values, "
+            "or go on with a fresh optimizer by checkpoint.load_optim=false."
+        )
+
+
+def _check_schedule(config: RunConfig, common: dict[str, Any], folder: Path) -> None:
+    """What megatron-core asserts when it loads a schedule."""
+    if config.scheduler.override_opt_param_scheduler or config.scheduler.use_checkpoint_opt_param_scheduler:
+        return
+    saved, now = common["scheduler"], schedule_of(config)
+    if now["wd_incr_style"] == "constant":
+        del now["wd_incr_steps"]  # over which nothing changes: a longer run is no other one
+    changed = [name for name, value in now.items() if name in saved and saved[name] != value]
+    if changed:
+        different = _differences(common["config"], asdict(config), _SCHEDULE) or changed
+        raise ConfigError(
+            f"checkpoint {folder} was trained with another learning-rate schedule: {'; '.join(different)}. "
+            "Without scheduler.lr_decay_iters and lr_warmup_iters it follows train.train_iters. Go on with the "
+            "new schedule by scheduler.override_opt_param_scheduler=true, or with the checkpoint's by "
+            "scheduler.use_checkpoint_opt_param_scheduler=true."
+        )
+
+
+def _differences(saved: dict[str, Any], now: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """Which settings ("section.field") a checkpoint has otherwise, in words."""
+    found = []
+    for name in names:
+        section, field = name.split(".")
+        here = now[section][field]
+        there = saved[section].get(field, here)  # unknown to the version that wrote it
+        if here != there:
+            found.append(f"{name} is {here!r} here and {there!r} in the checkpoint")
+    return found
