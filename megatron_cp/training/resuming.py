@@ -99,6 +99,8 @@ _DATA = (
     "dataset.split",
     "dataset.seq_length",
     "dataset.random_seed",
+    "tokenizer.tokenizer_type",
+    "tokenizer.tokenizer_model",
     "train.global_batch_size",
 )
 
@@ -206,11 +208,20 @@ def _check_optimizer(config: RunConfig, common: dict[str, Any], folder: Path) ->
             "checkpoint.finetune=true."
         )
     different = _differences(common["config"], asdict(config), _OPTIMIZER)
+    saved, now = _precision(common["config"]), _precision(asdict(config))
+    if not config.optimizer.use_distributed_optimizer and None not in (saved, now) and saved != now:
+        # Only the distributed one always keeps its parameters in float32, under the same names.
+        different.append(f"mixed_precision is {now} here and {saved} in the checkpoint")
     if different:
         raise ConfigError(
             f"checkpoint {folder} has another optimizer's state: {'; '.join(different)}. Use the checkpoint's values, "
             "or go on with a fresh optimizer by checkpoint.load_optim=false."
         )
+
+
+def _precision(config: dict[str, Any]) -> str | None:
+    """Where it is given; else it depends on the device."""
+    return next((name for name, chosen in config["mixed_precision"].items() if chosen), None)
 
 
 def _check_schedule(config: RunConfig, common: dict[str, Any], folder: Path) -> None:

@@ -116,6 +116,16 @@ def test_another_optimizers_state_is_refused(tmp_path: Path, other: dict[str, An
     run_ranks(resume, 1, other | {"checkpoint__load_optim": False}, str(tmp_path), 1)
 
 
+def test_a_plain_optimizers_state_belongs_to_a_precision(tmp_path: Path) -> None:
+    """Distributed or not, what it is for is the same; but only the distributed one names it alike in both."""
+    plain, bf16 = {"optimizer__use_distributed_optimizer": False}, {"mixed_precision__bf16": True}
+    run_ranks(save_after, 1, plain, str(tmp_path / "plain"), 1)
+    with pytest.raises(RanksFailed, match=r"another optimizer's state: mixed_precision is bf16 here and fp32 in the"):
+        run_ranks(resume, 1, plain | bf16 | {"mixed_precision__fp32": False}, str(tmp_path / "plain"), 1)
+    run_ranks(save_after, 1, {}, str(tmp_path / "distributed"), 1)
+    run_ranks(resume, 1, bf16 | {"mixed_precision__fp32": False}, str(tmp_path / "distributed"), 1)
+
+
 @pytest.mark.parametrize("damage", ["shards emptied", "metadata gone", "folder gone"])
 def test_unreadable_checkpoints_say_so(tmp_path: Path, damage: str) -> None:
     run_ranks(save_after, 2, CP2, str(tmp_path), 1)
