@@ -81,7 +81,7 @@ def test_resuming_under_another_layout(tmp_path: Path, before: tuple, after: tup
     run_ranks(save_after, before[0], before[1], str(tmp_path), 3)
     rest = run_ranks(resume, after[0], after[1], str(tmp_path), 3)[0]
     worst_loss, worst_norm = worst_difference(rest, undisturbed[3:])
-    assert worst_loss < 1e-5 and worst_norm < 1e-5, (worst_loss, worst_norm)
+    assert worst_loss < 2e-6 and worst_norm < 2e-6, (worst_loss, worst_norm)
 
 
 def test_weights_are_saved_whole_where_their_gathering_is_overlapped(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_optimizer_state_of_several_buckets(tmp_path: Path) -> None:
     run_ranks(save_after, 4, CP2 | BUCKETS, str(tmp_path), 2)
     assert run_ranks(resume, 4, CP2 | BUCKETS, str(tmp_path), 2)[0] == undisturbed[2:]
     elsewhere = run_ranks(resume, 1, {}, str(tmp_path), 2)[0]
-    assert max(worst_difference(elsewhere, undisturbed[2:])) < 1e-5
+    assert max(worst_difference(elsewhere, undisturbed[2:])) < 2e-6
 
 
 def test_another_models_checkpoint_is_refused_with_what_differs(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from tests.unit_tests.training.layouts import LAYOUTS
 from tests.unit_tests.training.test_model_variants import MOE
 
 STEPS, MORE = 6, 20
-# float32 sums in another order differ by about 1e-7; 20 Adam steps with a changing loss amplify that to a few 1e-6.
-TOLERANCE = 1e-5
+# float32 sums in another order differ by about 1e-7; 20 Adam steps with a changing loss come to 4e-7 (see README.md).
+TOLERANCE = 2e-6
 
 
 steps = pytest.mark.parametrize("steps", [STEPS, pytest.param(MORE, marks=pytest.mark.slow)])

@@ -123,7 +123,7 @@ def test_resuming_under_another_layout(tmp_path: Path, name: str) -> None:
     run_ranks(save_after, before_size, HYBRID | before, str(tmp_path), 3)
     rest = run_ranks(resume, after_size, HYBRID | after, str(tmp_path), 3)[0]
     worst_loss, worst_norm = worst_difference(rest, one_rank(tied)[3:])
-    assert worst_loss < 1e-5 and worst_norm < 1e-5, (worst_loss, worst_norm)
+    assert worst_loss < 2e-6 and worst_norm < 2e-6, (worst_loss, worst_norm)
 
 
 def test_a_checkpoint_has_megatron_cores_names(tmp_path: Path) -> None:

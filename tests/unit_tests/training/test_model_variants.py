@@ -88,7 +88,7 @@ def test_feature_trains_like_one_rank(name: str) -> None:
     one_rank = run_ranks(train_losses, 1, model, 4)[0]
     parallel = run_ranks(train_losses, world_size, model | layout, 4)[0]
     worst_loss, worst_norm = worst_difference(parallel, one_rank)
-    assert worst_loss < 1e-5 and worst_norm < 1e-5, (worst_loss, worst_norm)
+    assert worst_loss < 2e-6 and worst_norm < 2e-6, (worst_loss, worst_norm)
 
 
 def precisions() -> tuple[set, set, set]:

@@ -62,4 +62,4 @@ def test_tied_embeddings_are_saved_and_loaded(tmp_path: Path, layout: dict, othe
     for world_size, overrides, after in ((4, layout, 0), (4, layout, 2), (other_size, other, 4)):
         losses += run_ranks(two_steps, world_size, TIED | DECENTRALIZED | overrides, str(tmp_path), after)[0]
     worst_loss, worst_norm = worst_difference(losses, undisturbed)
-    assert worst_loss < 1e-5 and worst_norm < 1e-5, (worst_loss, worst_norm)
+    assert worst_loss < 2e-6 and worst_norm < 2e-6, (worst_loss, worst_norm)

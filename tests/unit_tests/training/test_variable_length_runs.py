@@ -57,7 +57,7 @@ def test_a_recipe_uses_groups_of_several_sizes_and_trains_like_one_rank(cli: Any
     assert code == 0, text
     one = steps(tmp_path)
     for key in ("lm_loss", "grad_norm"):
-        assert [step[key] for step in four] == pytest.approx([step[key] for step in one], rel=1e-5)
+        assert [step[key] for step in four] == pytest.approx([step[key] for step in one], rel=2e-6)
     assert [step["consumed_tokens"] for step in four] == [step["consumed_tokens"] for step in one]
 
 
@@ -75,7 +75,7 @@ def test_resuming_on_other_ranks_takes_the_same_samples(cli: Any, tmp_path: Path
     resumed = steps(tmp_path)
     assert [step["iteration"] for step in resumed] == [1, 2, 3, 4]
     for key in ("lm_loss", "grad_norm"):
-        assert [step[key] for step in resumed] == pytest.approx([step[key] for step in undisturbed], rel=1e-5)
+        assert [step[key] for step in resumed] == pytest.approx([step[key] for step in undisturbed], rel=2e-6)
     assert [s["consumed_tokens"] for s in resumed] == [s["consumed_tokens"] for s in undisturbed]
 
 
@@ -147,4 +147,4 @@ def test_evaluation_on_the_held_out_lines(cli: Any, tmp_path: Path, chats: str) 
     assert code == 0 and "nothing to do: already at iteration 4" in text, text
     again = re.findall(r"(validation|test) loss at iteration (\d+): ([\d.]+)", text)
     assert [(name, iteration) for name, iteration, _ in again] == [("validation", "4"), ("test", "4")]
-    assert [float(loss) for *_, loss in again] == pytest.approx([float(loss) for *_, loss in losses[2:]], rel=1e-5)
+    assert [float(loss) for *_, loss in again] == pytest.approx([float(loss) for *_, loss in losses[2:]], rel=2e-6)
