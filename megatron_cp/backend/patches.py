@@ -114,7 +114,7 @@ def offsets_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, 
 
 
 def _gradient_norms_are_exact() -> None:
-    """utils.py:1325, which optimizer/clip_grads.py:45 takes where neither Transformer Engine nor apex is installed.
+    """optimizer/clip_grads.py:45 (utils.py:1325), where neither Transformer Engine nor apex is installed.
 
     ``torch.norm`` of a float32 tensor on a CPU adds squares one after the other: of 50 million elements the norm is
     0.4 % too small. So gradients are clipped less than asked for, and otherwise on one rank than where each holds a
