@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.errors import ConfigError
 from megatron_cp.training.batches import open_steps
 from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_cp.training.resuming import check_fits
 from megatron_cp.training.setup import setup
 from megatron_cp.training.step import train_step
 from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, train_dataset
 from tests.ranks import RanksFailed, run_ranks
-from tests.training_runs import train_losses, worst_difference
+from tests.training_runs import tiny_config, train_losses, worst_difference
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
 from tests.unit_tests.training.test_checkpoint import resume, save_after
 
@@ -108,6 +110,11 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     run_ranks(newer_format, 1, str(tmp_path))
     with pytest.raises(RanksFailed, match="has format 99, newer than this version's 1: upgrade megatron_cp"):
         run_ranks(resume, 1, {}, str(tmp_path), 1)
+
+
+def test_another_programs_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="was written by another program"):
+        check_fits(tiny_config(), {"iteration": 3}, tmp_path, finetune=True)
 
 
 def test_bytes_that_changed_are_noticed(tmp_path: Path) -> None:
