@@ -36,6 +36,9 @@ from megatron_cp.training.metrics import logger
 from megatron_cp.training.resuming import FORMAT, check_fits, other_data, read_common
 from megatron_cp.training.setup import Progress, Run
 
+# Of a schedule, what megatron-core's own state lacks.
+_FORGOTTEN = ("wsd_decay_steps", "lr_wsd_decay_style")
+
 _T = TypeVar("_T")
 
 
@@ -208,7 +211,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     for name, chunk in zip(_chunk_names(run), run.model, strict=True):
         chunk.module.load_state_dict(loaded[name])
     if with_optimizer:
-        run.optimizer.load_state_dict(loaded["optimizer"])
+        _load_optimizer(run, loaded["optimizer"], common["scheduler"])
     else:
         run.optimizer.reload_model_params()
     if finetune:
@@ -223,11 +226,37 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     return common["data"]
 
 
+def _load_optimizer(run: Run, state: Any, schedule: dict[str, Any]) -> None:
+    """An optimizer's tensors and counts; what is configured stays as configured.
+
+    megatron-core finds the saved group of some parameters by its learning rates too, and torch takes all settings from
+    there: a new learning rate would end the run, and new betas do nothing.
+    """
+    configured = [
+        {name: value for name, value in group.items() if name not in ("params", "step")}
+        for group in run.optimizer.param_groups
+    ]
+    _set_learning_rates(run, schedule)
+    run.optimizer.load_state_dict(state)
+    for group, settings in zip(run.optimizer.param_groups, configured, strict=True):
+        group.update(settings)
+
+
 def _load_scheduler(run: Run, common: dict[str, Any]) -> None:
     state = dict(common["scheduler"])
     if run.scheduler.wd_incr_style == "constant":
         state["wd_incr_steps"] = run.scheduler.wd_incr_steps  # over which nothing changes: a longer run is no other one
+    if run.config.scheduler.use_checkpoint_opt_param_scheduler:
+        _set_learning_rates(run, state)  # which go before the schedule's own
+        for name in _FORGOTTEN:
+            setattr(run.scheduler, name, state.get(name, getattr(run.scheduler, name)))
     run.scheduler.load_state_dict(state)
+    run.scheduler.step(increment=0)  # it sets the weight decay before it has loaded what that follows
+
+
+def _set_learning_rates(run: Run, schedule: dict[str, Any]) -> None:
+    for group in run.optimizer.param_groups:
+        group.update(max_lr=schedule["max_lr"], min_lr=schedule["min_lr"])
 
 
 def _chunk_names(run: Run) -> list[str]:
@@ -248,7 +277,7 @@ def _sharded_state(run: Run, is_loading: bool, optimizer: bool = True, rng: bool
     if optimizer and (is_loading or run.config.checkpoint.save_optim):
         state["optimizer"] = run.optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
     if not is_loading:
-        state["scheduler"] = run.scheduler.state_dict()
+        state["scheduler"] = run.scheduler.state_dict() | {name: getattr(run.scheduler, name) for name in _FORGOTTEN}
     if rng and (is_loading or run.config.checkpoint.save_rng):
         # One object a rank: context-parallel ranks draw their dropout from streams of their own.
         state["rng"] = ShardedObject("rng", random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)

@@ -6,14 +6,14 @@ Read by every rank for itself, so that what does not fit is told before any proc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config import DatasetConfig, RunConfig
 from megatron_cp.errors import ConfigError
 from megatron_cp.models.hybrid_pattern import layers_of
 from megatron_cp.training.checkpoint_files import checkpoint_folder, existing_folder, latest_iteration
@@ -35,6 +35,7 @@ _WEIGHTS = (
     "kv_channels",
     "share_embeddings_and_output_weights",
     "position_embedding_type",
+    "max_position_embeddings",
     "normalization",
     "activation_func",
     "gated_linear_unit",
@@ -92,13 +93,9 @@ _SCHEDULE = (
     "scheduler.end_weight_decay",
     "scheduler.weight_decay_incr_style",
 )
-# What the samples and their order depend on.
+# What the samples, their order and what of them is learnt depend on.
 _DATA = (
-    "dataset.kind",
-    "dataset.data_path",
-    "dataset.split",
-    "dataset.seq_length",
-    "dataset.random_seed",
+    *(f"dataset.{field.name}" for field in fields(DatasetConfig) if field.name not in ("path_to_cache", "num_workers")),
     "tokenizer.tokenizer_type",
     "tokenizer.tokenizer_model",
     "train.global_batch_size",
@@ -184,8 +181,11 @@ def other_data(config: RunConfig, common: dict[str, Any]) -> list[str]:
 
 def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> None:
     saved, now = dict(common["config"]["model"]), asdict(config.model)
-    for model in (saved, now):  # where its pipeline stages begin makes no other model
+    for model in (saved, now):
+        # Where its pipeline stages begin makes no other model.
         model["hybrid_layer_pattern"] = layers_of(model.get("hybrid_layer_pattern")) or None
+        if model["position_embedding_type"] != "learned_absolute":  # no weights
+            model["max_position_embeddings"] = None
     saved["vocab_size"] = saved["vocab_size"] or now["vocab_size"]  # None: the tokenizer's, before it was recorded
     other_weights, other_function = (
         _differences({"model": saved}, {"model": now}, [f"model.{name}" for name in names])
@@ -225,12 +225,14 @@ def _precision(config: dict[str, Any]) -> str | None:
 
 
 def _check_schedule(config: RunConfig, common: dict[str, Any], folder: Path) -> None:
-    """What megatron-core asserts when it loads a schedule."""
+    """What megatron-core asserts when it loads a schedule, and what it forgets to."""
     if config.scheduler.override_opt_param_scheduler or config.scheduler.use_checkpoint_opt_param_scheduler:
         return
     saved, now = common["scheduler"], schedule_of(config)
     if now["wd_incr_style"] == "constant":
         del now["wd_incr_steps"]  # over which nothing changes: a longer run is no other one
+    if now["lr_decay_style"] != "WSD":
+        del now["wsd_decay_steps"], now["lr_wsd_decay_style"]
     changed = [name for name, value in now.items() if name in saved and saved[name] != value]
     if changed:
         different = _differences(common["config"], asdict(config), _SCHEDULE) or changed
