@@ -135,10 +135,16 @@ def _load(path: Path) -> Any:
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         if file.exists():
-            return FastTokenizer.from_file(str(file))
-        from transformers import AutoTokenizer
+            tokenizer = FastTokenizer.from_file(str(file))
+        else:
+            from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, use_fast=True).backend_tokenizer
+            found = AutoTokenizer.from_pretrained(str(path), local_files_only=True, use_fast=True)
+            tokenizer = found.backend_tokenizer
+        # A file may say how its texts were cut and padded once; a document has the length that it has.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
     except Exception as error:  # both libraries raise bare Exceptions
         raise DataError(f"tokenizer.tokenizer_model={path}: cannot be read as a tokenizer: {error}") from error
 

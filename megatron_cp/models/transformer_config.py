@@ -87,5 +87,10 @@ def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
     Padded to a multiple of lcm(make_vocab_size_divisible_by, tp) and not of their product, so that the padded model is
     the same one under every tensor-parallel size that divides ``make_vocab_size_divisible_by``.
     """
-    multiple = math.lcm(config.model.make_vocab_size_divisible_by, config.model.tensor_model_parallel_size)
+    return padded(vocab_size, config.model.make_vocab_size_divisible_by, config.model.tensor_model_parallel_size)
+
+
+def padded(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
+    """See :func:`padded_vocab_size`."""
+    multiple = math.lcm(divisible_by, tensor_parallel_size)
     return math.ceil(vocab_size / multiple) * multiple

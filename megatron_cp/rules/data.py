@@ -109,3 +109,35 @@ def split_is_shares(c: Context) -> Iterator[Finding]:
     if missing:
         other = ", or validation.eval_iters=0" if missing == "validation" else ""
         yield Finding("dataset.split", f"has no share for the {missing} set", f"dataset.split='98,1,1'{other}")
+
+
+@rule(
+    "K54",
+    "What is configured of the data is read.",
+    "A data path is not read by mock data, which a run's own config.yaml may name; eod_mask_loss masks the step from "
+    "one document to the next, which only samples cut from a stream of documents have; without eval_iters nothing is "
+    "evaluated.",
+    broken("dataset.kind=mock", "dataset.data_path=corpus"),
+)
+def data_settings_are_read(c: Context) -> Iterator[Finding]:
+    data, validation = c.config.dataset, c.config.validation
+    if data.data_path and data.kind in ("mock", "mock_documents"):
+        own = "jsonl or documents" if c.packed else "indexed"
+        yield Finding(
+            "dataset.data_path",
+            f"is not read by dataset.kind={data.kind}",
+            f"dataset.kind={own}, or dataset.data_path=null",
+        )
+    if data.eod_mask_loss and data.kind != "indexed":
+        yield Finding(
+            "dataset.eod_mask_loss",
+            f"masks nothing with dataset.kind={data.kind}: no token of a sample predicts another document",
+            "dataset.eod_mask_loss=false",
+        )
+    if validation.eval_interval and not validation.eval_iters:
+        yield Finding(
+            "validation.eval_interval",
+            "evaluates nothing while validation.eval_iters is 0",
+            "validation.eval_iters=10, or validation.eval_interval=null",
+            severity="warning",
+        )

@@ -215,11 +215,20 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K13",
-    "fp16 looks for its loss scale by overflowing.",
-    "Those steps are skipped by themselves; ddp.check_for_nan_in_grad would end the run at the first of them.",
+    "fp16 looks for one loss scale by overflowing.",
+    "Those steps are skipped by themselves; ddp.check_for_nan_in_grad would end the run at the first of them. Experts "
+    "that are spread over other ranks have an optimizer and a scale of their own in megatron-core, which drifts from "
+    "the one that the loss was scaled by: their gradients are silently a power of two off.",
     broken("mixed_precision=fp16_mixed"),
 )
 def fp16_overflows(c: Context) -> Iterator[Finding]:
+    if c.config.mixed_precision.fp16 and c.config.model.num_moe_experts and (c.ep > 1 or c.etp != c.tp):
+        yield Finding(
+            "mixed_precision.fp16",
+            "experts that are spread over other ranks than the rest would have a loss scale of their own",
+            "mixed_precision=bf16_mixed, which needs no scale, or model.expert_model_parallel_size=1 and "
+            "model.expert_tensor_parallel_size=null",
+        )
     if c.config.mixed_precision.fp16 and c.config.ddp.check_for_nan_in_grad:
         yield Finding(
             "ddp.check_for_nan_in_grad",

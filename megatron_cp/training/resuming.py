@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_cp.config import DatasetConfig, RunConfig
 from megatron_cp.errors import ConfigError
 from megatron_cp.models.hybrid_pattern import layers_of
+from megatron_cp.models.transformer_config import padded
 from megatron_cp.training.checkpoint_files import checkpoint_folder, existing_folder, latest_iteration
 from megatron_cp.training.optimizer import schedule_of
 
@@ -129,7 +130,9 @@ def find_start(config: RunConfig) -> Start | None:
         advice = "Check checkpoint.pretrained_checkpoint, or leave it out to start fresh."
     elif finetune:
         advice = "checkpoint.finetune=true needs weights to begin with: give checkpoint.pretrained_checkpoint."
-    iteration = latest_iteration(root) if wanted.ckpt_step is None and root else wanted.ckpt_step
+    # The step to begin with is one of the pretrained checkpoints, where there are such.
+    step = wanted.ckpt_step if finetune or not wanted.pretrained_checkpoint else None
+    iteration = latest_iteration(root) if step is None and root else step
     if iteration is None:
         if finetune or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:
             raise ConfigError(f"there is no checkpoint in {root} to load (no iter_* folder). {advice}")
@@ -191,6 +194,7 @@ def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetu
         _differences({"model": saved}, {"model": now}, [f"model.{name}" for name in names])
         for names in (_WEIGHTS, () if finetune else _FUNCTION)
     )
+    other_weights += _other_padding(saved, now)
     if other_weights or other_function:
         begin = f", or begin a new run with its weights: checkpoint.pretrained_checkpoint={folder.parent}"
         raise ConfigError(
@@ -198,6 +202,22 @@ def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetu
             "checkpoint's values (its config.yaml has them), or another checkpoint.load and checkpoint.save"
             f"{'' if other_weights else begin}."
         )
+
+
+def _other_padding(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The rows that pad the vocabulary are part of the softmax; megatron-core would drop some, or add rows of zeros."""
+    if not now["vocab_size"] or saved["vocab_size"] != now["vocab_size"]:
+        return []
+    there, here = (
+        padded(model["vocab_size"], model["make_vocab_size_divisible_by"], model["tensor_model_parallel_size"])
+        for model in (saved, now)
+    )
+    if there == here:
+        return []
+    kept = f"model.make_vocab_size_divisible_by={there}"
+    if there % now["tensor_model_parallel_size"]:
+        kept = "a model.tensor_model_parallel_size that divides them"
+    return [f"its vocabulary is padded to {there} rows and here to {here} ({kept} keeps them)"]
 
 
 def _check_optimizer(config: RunConfig, common: dict[str, Any], folder: Path) -> None:

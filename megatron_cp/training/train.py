@@ -140,12 +140,11 @@ def _write_config(config: RunConfig, folder: Path) -> None:
 
 
 def _announce(ready: Run, vocab_size: int) -> None:
-    parameters = torch.tensor(sum(p.numel() for chunk in ready.model for p in chunk.parameters()), device=ready.device)
-    dist.all_reduce(parameters, group=ready.groups.mp)
+    parameters = count_parameters(ready)
     model = ready.config.model
     logger.info(
         "model: %.1fM parameters, %d layers, vocabulary %d; %d ranks: tp %d, cp %d (%s%s), pp %d, dp %d; %s; %s groups",
-        parameters.item() / 1e6,
+        parameters / 1e6,
         model.num_layers,
         vocab_size,
         dist.get_world_size(),
@@ -158,6 +157,21 @@ def _announce(ready: Run, vocab_size: int) -> None:
         str(ready.core_config.params_dtype).removeprefix("torch."),
         "decentralized" if ready.config.dist.use_decentralized_pg else "MPU",
     )
+
+
+def count_parameters(ready: Run) -> int:
+    """Of the whole model, each once: not what ranks hold copies of, and all ranks' experts. Collective."""
+    groups = ready.groups
+    counts = torch.zeros(2, dtype=torch.int64, device=ready.device)
+    for parameter in (parameter for chunk in ready.model for parameter in chunk.parameters()):
+        expert = not getattr(parameter, "allreduce", True)
+        copied = not getattr(parameter, "tensor_model_parallel", False) and groups.tp.rank() > 0 and not expert
+        if not copied and not getattr(parameter, "shared", False):
+            counts[int(expert)] += parameter.numel()
+    dense, experts = counts[:1], counts[1:]
+    dist.all_reduce(dense, group=groups.mp)
+    dist.all_reduce(experts, group=groups.tp_ep_pp)
+    return int(dense + experts)
 
 
 def _last_words(ready: Run, folder: Path, outcome: Outcome) -> None:

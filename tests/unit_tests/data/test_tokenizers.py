@@ -85,3 +85,18 @@ def test_null_tokenizer_takes_the_models_vocabulary() -> None:
 def test_too_small_a_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="257 or more"):
         train_bpe([TEXT], 256, tmp_path)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["tokenizer.json", "folder"])
+def test_documents_are_neither_cut_nor_padded(bpe: Path, tmp_path: Path, alone: bool) -> None:
+    """A published tokenizer.json may keep the limits of whoever saved it."""
+    from tokenizers import Tokenizer
+
+    whole = HuggingFaceTokenizer(bpe).tokenize("a few words " * 50)
+    saved = Tokenizer.from_file(str(bpe / "tokenizer.json"))
+    saved.enable_truncation(8)
+    saved.enable_padding(length=4096)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text((bpe / "tokenizer_config.json").read_text())
+    path = tmp_path / "tokenizer.json" if alone else tmp_path
+    assert HuggingFaceTokenizer(path).tokenize("a few words " * 50) == whole

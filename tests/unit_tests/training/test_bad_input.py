@@ -63,6 +63,9 @@ def test_another_vocabulary_is_another_model(cli: Any, tmp_path: Path) -> None:
     for begun in ([], [f"checkpoint.pretrained_checkpoint={tmp_path}/run", f"checkpoint.save={tmp_path}/next"]):
         code, text = cli("model.vocab_size=1000", "train.train_iters=2", *begun)
         assert code == 2 and text.count("model.vocab_size is 1000 here and 257 in the checkpoint") == 1, (code, text)
+        code, text = cli("model.make_vocab_size_divisible_by=500", "train.train_iters=2", *begun)
+        assert code == 2 and "its vocabulary is padded to 384 rows and here to 500" in text, (code, text)
+        assert "(model.make_vocab_size_divisible_by=384 keeps them)" in text
 
 
 def test_weights_may_begin_a_model_that_computes_something_else(cli: Any, tmp_path: Path) -> None:
@@ -125,3 +128,5 @@ def test_pretrained_weights_are_begun_with_once(cli: Any, tmp_path: Path) -> Non
     code, text = cli(*tuned, "train.train_iters=2")
     assert code == 0 and f"resumed from iteration 1 of {tmp_path}/tuned" in text, text
     assert len(losses("tuned")) == 2
+    code, text = cli(*tuned, "train.train_iters=3", "checkpoint.ckpt_step=3")
+    assert code == 0 and f"resumed from iteration 2 of {tmp_path}/tuned" in text, "ckpt_step is the pretrained one's"

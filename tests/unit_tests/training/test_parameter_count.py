@@ -1,0 +1,34 @@
+"""The number of parameters that a run announces is the model's, whatever the layout."""
+
+from typing import Any
+
+import pytest
+
+from megatron_cp.training.train import count_parameters
+from tests.ranks import run_ranks
+from tests.training_runs import start, tiny_config
+
+TIED = {"model__share_embeddings_and_output_weights": True}
+EXPERTS = {"model__num_moe_experts": 4}
+TP2 = {"model__tensor_model_parallel_size": 2, "model__sequence_parallel": True}
+PP2 = {"model__pipeline_model_parallel_size": 2}
+EP2 = {"model__expert_model_parallel_size": 2}
+
+
+def counted(overrides: dict[str, Any]) -> tuple[int, int]:
+    """As announced, and this rank's own."""
+    run, _, _ = start(tiny_config(**overrides))
+    result = count_parameters(run), sum(p.numel() for chunk in run.model for p in chunk.parameters())
+    run.close()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [(TIED, TP2), (TIED, PP2), (EXPERTS, EP2), (EXPERTS, TP2 | EP2 | {"model__expert_tensor_parallel_size": 1})],
+    ids=["norms tp2", "tied pp2", "experts ep2", "experts tp2 ep2 etp1"],
+)
+def test_every_parameter_counts_once(model: dict[str, Any], layout: dict[str, Any]) -> None:
+    ((announced, held),) = run_ranks(counted, 1, model)
+    assert announced == held
+    assert {count for count, _ in run_ranks(counted, 2, model | layout)} == {held}
