@@ -47,6 +47,12 @@ class HybridLanguageModel(LossesInPieces, HybridModel):
 
     post_process: bool
 
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if hasattr(self, "rotary_pos_emb"):
+            # Upstream tells its GPT model only: angles of halves with pairs of neighbours are no rotation.
+            self.rotary_pos_emb.rotary_interleaved = config.rotary_interleaved
+
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
         if labels is None or not self.post_process or self.cross_entropy_chunk_size is None:
             return super().forward(*args, labels=labels, **kwargs)
