@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +27,10 @@ from megatron_cp.models.mamba import ContextParallelMambaMixer, SeededMambaLayer
 
 
 class HybridLayers(HybridStack):
-    """megatron-core's stack, whose last norm is given; upstream's is Transformer Engine's, installed or not."""
+    """megatron-core's stack, whose last norm is given; upstream's is Transformer Engine's, installed or not.
+
+    Under sequence parallelism each tensor-parallel rank has dropout of its own, as in megatron-core's GPT models.
+    """
 
     def __init__(
         self,
@@ -40,6 +45,11 @@ class HybridLayers(HybridStack):
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:
             self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        # The ranks hold different tokens, and upstream's stack would drop the same units of each rank's.
+        with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext():
+            return super().forward(*args, **kwargs)
 
 
 class HybridLanguageModel(LossesInPieces, HybridModel):

@@ -1,15 +1,20 @@
 """What megatron-core's hybrid model leaves out, and its GPT model has."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
+from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
-from tests.training_runs import start, tiny_config
+from tests.training_runs import start, tiny_config, train_losses
 from tests.unit_tests.models.hybrids import HYBRID
+from tests.unit_tests.training.layouts import SP, TP2
 
+DROPOUT = {"model__hidden_dropout": 0.3}
+FULL = {"model__recompute_granularity": "full", "model__recompute_method": "uniform", "model__recompute_num_layers": 1}
 MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "hybrid": HYBRID}
 
 
@@ -33,3 +38,32 @@ def test_rotary_embeddings_rotate(model: str, interleaved: bool) -> None:
     scores = query @ key.T
     torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1], rtol=1e-5, atol=1e-5)  # distances alone
     assert (scores[0] - scores[0, 0]).abs().max() > 0.1
+
+
+def dropped(overrides: dict[str, Any]) -> list[list[bool]]:
+    """What each dropout of this rank's first step drops."""
+    masks, dropout = [], torch.nn.functional.dropout
+
+    def seen(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        kept = dropout(x, p, training, inplace)
+        masks.append((kept == 0).flatten().tolist())
+        return kept
+
+    run, batches, count = start(tiny_config(**overrides))
+    with mock.patch.object(torch.nn.functional, "dropout", seen):
+        train_step(run, batches, count)
+    run.close()
+    return masks
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_dropout_differs_between_ranks_that_hold_different_tokens_and_only_there(model: str) -> None:
+    first, second = run_ranks(dropped, 2, MODELS[model] | TP2 | SP | DROPOUT)
+    assert len(first) == len(second) > 4 and not any(a == b for a, b in zip(first, second, strict=True))
+    first, second = run_ranks(dropped, 2, MODELS[model] | TP2 | DROPOUT)
+    assert first == second
+
+
+def test_a_recomputed_layer_drops_what_it_dropped_before() -> None:
+    overrides = HYBRID | TP2 | SP | DROPOUT
+    assert run_ranks(train_losses, 2, overrides | FULL, 2) == run_ranks(train_losses, 2, overrides, 2)
