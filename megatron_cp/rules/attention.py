@@ -61,16 +61,19 @@ def no_mask_from_data(c: Context) -> Iterator[Finding]:
 
 @rule(
     "E9",
-    "Positions are not restarted at document borders with rotary embeddings.",
-    "megatron-core's rotary embedding counts from the start of the sequence whatever position_ids say, silently.",
+    "Positions are restarted at document borders for learned embeddings only.",
+    "megatron-core's rotary embedding, which shows attention distances only, counts from the start of the sequence "
+    "whatever position_ids say, silently. Without position embeddings nothing reads them but multi-token prediction, "
+    "which counts its targets by them.",
     broken("dataset.reset_position_ids=true"),
 )
 def no_restarted_positions(c: Context) -> Iterator[Finding]:
-    if c.config.dataset.reset_position_ids and c.config.model.position_embedding_type == "rope":
+    kind = c.config.model.position_embedding_type
+    if c.config.dataset.reset_position_ids and kind != "learned_absolute":
         yield Finding(
             "dataset.reset_position_ids",
-            "position_ids would be ignored with position_embedding_type=rope",
-            "dataset.reset_position_ids=false (rotary embeddings only see distances)",
+            f"position_ids would be ignored with position_embedding_type={kind}",
+            "dataset.reset_position_ids=false",
         )
 
 

@@ -28,6 +28,11 @@ _RANGES: dict[str, tuple[int, float]] = {
     "model.moe_aux_loss_coeff": _ANY,
     "model.dynamic_context_parallel_calibration_iters": _ANY,
 }
+# megatron-core's latent attention makes its own projections, scale and rotary embedding, without asking for these.
+_NOT_READ_BY_LATENT_ATTENTION = (
+    "softmax_scale", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "add_qkv_bias",
+    "position_embedding_type",
+)  # fmt: skip
 
 
 @rule(
@@ -349,6 +354,10 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
         if getattr(model, name) and model.architecture == "hybrid":
             message = "does not move the layers of a hybrid model, which its pattern gives to the stages"
             yield Finding(f"model.{name}", message, f"model.{name}=false, and | between the stages of the pattern")
+    for name in _NOT_READ_BY_LATENT_ATTENTION if model.multi_latent_attention else []:
+        field = f"model.{name}"
+        if getattr(model, name) != value_at(RunConfig(), field):
+            yield Finding(field, "does not reach multi-latent attention, which goes on without it", _default(field))
 
 
 @rule(
@@ -448,7 +457,8 @@ def numbers_are_in_range(c: Context) -> Iterator[Finding]:
 
 def _default(field: str) -> str:
     value = value_at(RunConfig(), field)
-    return f"{field}={'null' if value is None else value}"
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return f"{field}={text}"
 
 
 @rule(
