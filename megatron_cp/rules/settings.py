@@ -66,7 +66,8 @@ def backend_fits_device(c: Context) -> Iterator[Finding]:
 @rule(
     "K7",
     "Activation recomputation is fully described.",
-    "megatron-core needs a method and a number of layers for 'full', and neither number for 'selective'.",
+    "megatron-core needs a method and a number of layers for 'full', and neither number for 'selective'. With none of "
+    "the two it ignores them, silently, and keeps all activations.",
     broken("model.recompute_granularity=full"),
     needs="config environment",
 )
@@ -98,6 +99,10 @@ def recomputation(c: Context) -> Iterator[Finding]:
             "distribute_saved_activations must be false when sequence parallel is enabled, and needs tp > 1",
             "model.distribute_saved_activations=false",
         )
+    named = ("recompute_method", "recompute_num_layers", "recompute_modules", "distribute_saved_activations")
+    for field in [f"model.{name}" for name in named if getattr(model, name)] if kind is None else []:
+        message = "has no effect: model.recompute_granularity is null, and nothing is recomputed"
+        yield Finding(field, message, f"{_default(field)}, or a model.recompute_granularity", "warning")
     allowed = {"core_attn": True, "mlp": True, "layernorm": c.backend == "te"}
     allowed |= {"moe": bool(model.num_moe_experts), "mla_up_proj": model.multi_latent_attention}
     for name in (model.recompute_modules or []) if kind == "selective" else []:

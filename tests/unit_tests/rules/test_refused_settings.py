@@ -113,6 +113,18 @@ def test_a_warmup_that_is_cut_short_is_said():
         assert check(load_recipe(EXAMPLE_RECIPE, more), 4, environment="cpu") == []
 
 
+@pytest.mark.parametrize(
+    ("setting", "default"),
+    [("recompute_method=uniform", "null"), ("recompute_num_layers=1", "null"), ("recompute_modules=[mlp]", "null"),
+     ("distribute_saved_activations=true", "false")],
+)  # fmt: skip
+def test_settings_of_a_recomputation_that_nobody_asked_for_are_said(setting, default):
+    (found,) = check(load_recipe(EXAMPLE_RECIPE, [f"model.{setting}"]), 4, environment="cpu")
+    assert (found.rule, found.severity) == ("K7", "warning")
+    assert found.field == f"model.{setting.partition('=')[0]}"
+    assert found.fix.startswith(f"{found.field}={default}, or")
+
+
 def test_a_run_of_no_iterations_is_one_mistake():
     config = load_recipe(EXAMPLE_RECIPE, ["train.train_iters=0"])
     assert [(v.rule, v.field) for v in check(config, 4, environment="cpu")] == [("A1", "train.train_iters")]
