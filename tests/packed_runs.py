@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron_cp.attention.core_attention import ContextParallelAttention
 from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.dynamic_cp.packing import pack
 from megatron_cp.rules import check_or_raise
 from megatron_cp.training.batches import open_steps
-from megatron_cp.training.setup import setup
+from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
 from tests.training_runs import tiny_config
 
@@ -51,6 +52,16 @@ def train_dataset(config: RunConfig) -> Any:
     return dataset
 
 
+def check_transports(run: Run) -> None:
+    """Every layer's packs went over the transport that is configured: any other would compute the same."""
+    kind = run.config.model.cp_comm_type
+    for module in (module for chunk in run.model for module in chunk.modules()):
+        if isinstance(module, ContextParallelAttention):
+            used = {context.comm_type for _, context in module._contexts.values()}
+            # An all-to-all has a ring beside it where a group has too many ranks for the heads.
+            assert kind in used and used <= {kind, "a2a+p2p" if kind == "a2a" else kind}, (kind, used)
+
+
 def packed_losses(
     lengths: str, overrides: dict[str, Any], environment: str = "cpu"
 ) -> tuple[Losses, list[dict[int, int]], set[int]]:
@@ -70,6 +81,7 @@ def packed_losses(
             losses.append((result.loss, result.grad_norm or 0.0))
             sizes.append(step.plan.cp_sizes)
             counts.add(len(step.microbatches))
+    check_transports(run)
     run.close()
     return losses, sizes, counts
 

@@ -54,7 +54,7 @@ class ContextParallelAttention(MegatronModule):
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """``cp_comm_type`` None is ``p2p``; ``pg_collection`` None takes megatron-core's global groups.
+        """``cp_comm_type`` None takes ``config``'s; ``pg_collection`` None takes megatron-core's global groups.
 
         ``k_channels`` and ``v_channels`` are what multi-latent attention passes; the tensors tell their own head dims.
         """
@@ -72,7 +72,7 @@ class ContextParallelAttention(MegatronModule):
             )
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
-        self.cp_comm_type = cp_comm_type or "p2p"
+        self.cp_comm_type = cp_comm_type or transport_of_layer(config, layer_number)
         self.pg_collection = pg_collection or _global_groups(config, self.cp_comm_type)
         self._configured_context = configured_context(config, self.cp_comm_type, self.pg_collection, where)
         self._context = self._configured_context
@@ -234,6 +234,15 @@ class ContextParallelAttention(MegatronModule):
         # Without this mark, gradient norms would count only the first tensor-parallel rank's heads.
         set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
         return offset
+
+
+def transport_of_layer(config: TransformerConfig, layer_number: int) -> str:
+    """``config``'s transport for a layer (1-based, as megatron-core counts); layers past a list use its last entry.
+
+    megatron-core hands it over only where the model is split, but microbatches may be sliced where the model is not.
+    """
+    kinds = config.cp_comm_type or "p2p"
+    return kinds if isinstance(kinds, str) else kinds[min(layer_number, len(kinds)) - 1]
 
 
 def configured_context(

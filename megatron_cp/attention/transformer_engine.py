@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.attention.context import CPContext, GroupOrPair
-from megatron_cp.attention.core_attention import configured_context
+from megatron_cp.attention.core_attention import configured_context, transport_of_layer
 from megatron_cp.attention.probe import ProbeInputs
 
 
@@ -60,7 +60,7 @@ def with_given_groups(base: Any) -> type:
             pg_collection: Any = None,
             **kwargs: Any,
         ) -> None:
-            comm_type = cp_comm_type or "p2p"
+            comm_type = cp_comm_type or transport_of_layer(config, layer_number)
             where = f"TEDotProductAttention, layer {layer_number}"
             if pg_collection is None and config.context_parallel_size > 1:
                 raise ValueError(f"{where}: pg_collection is None; pass the process groups it is to use")
@@ -73,7 +73,8 @@ def with_given_groups(base: Any) -> type:
                 attn_mask_type,
                 attention_type,
                 *args,
-                cp_comm_type=comm_type,
+                # Upstream asks for both levels' groups, also where nothing is configured statically and there are none.
+                cp_comm_type=comm_type if context.size > 1 else "p2p",
                 pg_collection=pg_collection,
                 **kwargs,
             )

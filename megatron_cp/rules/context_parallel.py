@@ -190,7 +190,8 @@ def transformer_engine_is_new_enough(c: Context) -> Iterator[Finding]:
 )
 def settings_without_cp(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    if c.cp == 1 and not model.dynamic_context_parallel and model.hierarchical_context_parallel_sizes:
+    elsewhere = model.dynamic_context_parallel or c.eval_cp > 1
+    if c.cp == 1 and not elsewhere and model.hierarchical_context_parallel_sizes:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             "is ignored because context_parallel_size is 1",

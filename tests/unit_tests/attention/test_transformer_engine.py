@@ -204,6 +204,22 @@ def test_global_ranks_are_in_sequence_order_with_tensor_parallel_ranks_between()
     assert run_ranks(_order, 8) == [[0, 2, 4, 6], [1, 3, 5, 7]] * 4
 
 
+def test_the_transport_is_the_configured_one_where_upstream_hands_none_over():
+    """Where the model is not split, but microbatches may be; upstream then asks for both levels' groups."""
+
+    class Asking(CoreAttention):
+        def __init__(self, *args, cp_comm_type="p2p", pg_collection=None):
+            assert cp_comm_type != "a2a+p2p" or hasattr(pg_collection, "hcp")
+            super().__init__(*args, cp_comm_type=cp_comm_type, pg_collection=pg_collection)
+
+    groups = ProcessGroupCollection(cp=None)
+    kinds = ["a2a", "all_gather", "p2p", "a2a+p2p"]
+    for configured, layer, expected in (("a2a", 1, "a2a"), (kinds, 2, "all_gather"), (kinds, 5, "a2a+p2p")):
+        config = make_config(cp_comm_type=configured)
+        module = with_given_groups(Asking)(config, layer, AttnMaskType.causal, "self", pg_collection=groups)
+        assert module.cp_comm_type == module.context.comm_type == expected
+
+
 @pytest.mark.skipif(have_transformer_engine(), reason="Transformer Engine is installed")
 def test_without_transformer_engine_the_class_says_what_to_do():
     with pytest.raises(ImportError, match=r"install megatron-cp\[gpu\], or set model\.attention_backend=native"):

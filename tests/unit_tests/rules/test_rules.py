@@ -285,6 +285,12 @@ class TestTransformerEngine:
         assert self.rules(*base, "model.kv_channels=256") == {("D5", "warning")}
         assert self.rules(*base, "env_vars.CUDA_DEVICE_MAX_CONNECTIONS=8") == {("A12", "warning")}
 
+    def test_two_levels_are_used_by_packs_without_context_parallelism(self):
+        assert self.rules("model.context_parallel_size=1", "train.micro_batch_size=1", environment="cpu") == {
+            ("C15", "warning")
+        }
+        assert self.rules(*self.EVALUATION, "train.micro_batch_size=1", environment="cpu") == set()
+
     def test_a_window_without_limits_is_none(self):
         for window, mask, windowed in (
             ("[-1,0]", "causal", False),
