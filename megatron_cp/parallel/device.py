@@ -102,18 +102,19 @@ def restore_random_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def seed_everything(config: RunConfig, groups: ProcessGroupCollection, *, per_context_rank: bool = False) -> None:
+def seed_everything(config: RunConfig, groups: ProcessGroupCollection, *, per_slice: bool = False) -> None:
     """Seed python, numpy, torch and megatron-core's tracker.
 
     Pipeline stages get different streams; with ``rng.data_parallel_random_init`` replicas do too. Weights are drawn
-    from streams that context-parallel ranks share. Dropout must not be: the ranks hold different tokens of a sample,
-    and equal streams would drop the same hidden units on every slice, so ``per_context_rank`` tells them apart.
+    from streams that data- and context-parallel ranks share. Dropout must not be: the ranks hold different tokens, and
+    equal streams would drop the same hidden units on every slice of a sample, so ``per_slice`` tells them apart; not
+    only the context-parallel ranks, as the slices of a pack may lie on any ranks of the two together.
     """
     seed = config.rng.seed + 100 * groups.pp.rank()
     if config.rng.data_parallel_random_init:
         seed += 10 * groups.dp.rank()
-    if per_context_rank:
-        seed += 100_003 * groups.cp.rank()
+    if per_slice:
+        seed += 100_003 * groups.dp_cp.rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

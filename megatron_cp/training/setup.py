@@ -97,8 +97,8 @@ def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | N
     optimizer = build_optimizer(config, model, groups, core_config.params_dtype)
     scheduler = build_scheduler(config, optimizer)
     connect_schedule(config, core_config, model, optimizer, groups)
-    # Weights are the same on every context-parallel rank; what dropout draws from now on must not be.
-    seed_everything(config, groups, per_context_rank=True)
+    # Weights are the same on every rank that may hold a slice; what dropout draws from now on must not be.
+    seed_everything(config, groups, per_slice=True)
     run = Run(config, core_config, groups, model, optimizer, scheduler, device())
     run.dynamic_groups = build_dynamic_groups(config, groups)
     return run

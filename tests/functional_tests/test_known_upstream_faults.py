@@ -12,6 +12,7 @@ Those with a test of their own elsewhere:
   ``unit_tests/verify/test_faults.py``.
 """
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -21,10 +22,14 @@ from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import DataError
 from megatron_cp.rules import check
+from megatron_cp.training.batches import open_steps
+from megatron_cp.training.setup import setup
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
-from tests.training_runs import start, tiny_config, train_losses
+from tests.training_runs import VOCAB, start, tiny_config, train_losses
 from tests.unit_tests.training.layouts import CP2, CP4, HCP
+
+DYNAMIC = {"model__dynamic_context_parallel": True, "dataset__kind": "mock_documents"}
 
 
 def refusals(**overrides: Any) -> set[str]:
@@ -38,20 +43,25 @@ def test_hierarchical_sizes_that_no_layer_uses_are_refused() -> None:
     assert refusals(**CP4, **sizes, model__cp_comm_type=["p2p", "a2a+p2p", "p2p", "all_gather"]) == set()
 
 
-def dropped_and_weights() -> tuple[list[float], list[float]]:
+def dropped_and_weights(overrides: dict[str, Any]) -> tuple[list[float], list[float]]:
     """What this rank's next dropout draws, and sums of all weights before and after two steps with dropout."""
-    run, batches, count = start(tiny_config(**CP4, **HCP, model__hidden_dropout=0.3))
+    run = setup(tiny_config(**overrides, model__hidden_dropout=0.3), VOCAB)
+    dataset = build_datasets(run.config, build_tokenizer(run.config.tokenizer), 8).train
     mask = torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()
     sums = [p.double().sum().item() for chunk in run.model for p in chunk.parameters()]
-    for _ in range(2):
-        train_step(run, batches, count)
+    with closing(open_steps(run, dataset, 0, training=True)) as steps:
+        for _ in range(2):
+            step = next(steps)
+            train_step(run, iter(step.microbatches), len(step.microbatches))
     sums += [p.double().sum().item() for chunk in run.model for p in chunk.parameters()]
     run.close()
     return mask, sums
 
 
-def test_dropout_differs_between_cp_ranks_and_weights_do_not() -> None:
-    results = run_ranks(dropped_and_weights, 4)
+@pytest.mark.parametrize("layout", [CP4 | HCP, DYNAMIC, DYNAMIC | CP2], ids=["cp4", "dynamic", "dynamic cp2"])
+def test_dropout_differs_between_cp_ranks_and_weights_do_not(layout: dict[str, Any]) -> None:
+    """Dynamic groups spread a sample over all data- and context-parallel ranks."""
+    results = run_ranks(dropped_and_weights, 4, layout)
     masks = [mask for mask, _ in results]
     assert all(masks[i] != masks[j] for i in range(4) for j in range(i)), "two ranks drop the same hidden units"
     assert all(weights == results[0][1] for _, weights in results)
