@@ -127,6 +127,12 @@ class ModelConfig:
     calculate_per_token_loss: bool = True
     deterministic_mode: bool = False
 
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads that attention meets: latent attention makes keys and values for every head."""
+        groups = None if self.multi_latent_attention else self.num_query_groups
+        return groups or self.num_attention_heads
+
 
 @dataclass
 class TrainConfig:

@@ -108,9 +108,7 @@ def _head_gaps(config: RunConfig, transport: str, packed_sizes: Collection[int])
         "a2a": {model.context_parallel_size, *packed_sizes},
         "a2a+p2p": {levels[0]} if levels else set(),
     }
-    tp, groups = model.tensor_model_parallel_size, model.num_query_groups or model.num_attention_heads
-    if model.multi_latent_attention:  # keys and values are made for every head
-        groups = model.num_attention_heads
+    tp, groups = model.tensor_model_parallel_size, model.kv_heads
     if tp < 1:
         return
     awkward = [n for n in sizes.get(transport, ()) if n > 1 and (groups < tp or groups // tp % n)]

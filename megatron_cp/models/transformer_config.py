@@ -56,6 +56,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     grouped = parallel or model.dynamic_context_parallel or config.dist.eval_context_parallel_size is not None
     values |= {
         "activation_func": _ACTIVATIONS[model.activation_func],
+        # Upstream tells Transformer Engine this number, and latent attention's own size on a rank depends on it.
+        "num_query_groups": model.kv_heads,
         "window_size": tuple(model.window_size) if model.window_size else None,
         "cp_comm_type": model.cp_comm_type if grouped else None,
         "hierarchical_context_parallel_sizes": model.hierarchical_context_parallel_sizes if parallel else None,

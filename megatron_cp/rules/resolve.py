@@ -48,7 +48,7 @@ def resolve_auto(
     try:
         transport, sizes, reason = select_transport(
             model.num_attention_heads,
-            model.num_query_groups or model.num_attention_heads,
+            model.kv_heads,
             model.tensor_model_parallel_size,
             model.context_parallel_size,
             node,

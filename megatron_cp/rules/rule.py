@@ -86,11 +86,7 @@ class Context:
     @cached_property
     def kv_heads(self) -> int:
         """Key/value heads on one tensor-parallel rank; with fewer than tp each rank holds a copy of one."""
-        model = self.config.model
-        groups = model.num_query_groups or model.num_attention_heads
-        if model.multi_latent_attention:
-            groups = model.num_attention_heads
-        return max(1, groups // self.tp)
+        return max(1, self.config.model.kv_heads // self.tp)
 
     @cached_property
     def comm_types(self) -> tuple[str, ...]:

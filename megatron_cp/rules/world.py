@@ -125,7 +125,7 @@ def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
     ),
 )
 def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
-    groups = c.config.model.num_query_groups or c.config.model.num_attention_heads
+    groups = c.config.model.kv_heads
     if groups >= 1 and groups % c.tp and c.tp % groups:
         fitting = [t for t in divisors(c.config.model.num_attention_heads) if groups % t == 0 or t % groups == 0]
         yield Finding(

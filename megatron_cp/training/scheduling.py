@@ -71,7 +71,7 @@ def model_cost(config: RunConfig) -> CostModel:
     shape = ModelShape(
         layers=model.num_layers,
         attention_heads=model.num_attention_heads,
-        kv_heads=model.num_query_groups or model.num_attention_heads,
+        kv_heads=model.kv_heads,
         head_dim=model.kv_channels or model.hidden_size // model.num_attention_heads,
         active_parameters=per_token,
     )

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_cp.models.transformer_config import transformer_config
+from megatron_cp.training.scheduling import model_cost
 from tests.training_runs import tiny_config
 
 
@@ -39,3 +40,12 @@ def test_the_experts_of_a_model_without_any_do_not_matter() -> None:
         transformer_config(tiny_config(**experts))
     config = transformer_config(tiny_config(**experts, model__moe_router_pre_softmax=True))
     assert (config.moe_router_topk, config.moe_router_pre_softmax) == (1, True)
+
+
+def test_latent_attention_has_keys_for_every_head() -> None:
+    """Upstream tells Transformer Engine ``num_query_groups``, which does not say how many heads the keys have."""
+    assert transformer_config(tiny_config(model__num_query_groups=2)).num_query_groups == 2
+    latent: dict[str, Any] = {"model__num_query_groups": 2, "model__multi_latent_attention": True}
+    assert transformer_config(tiny_config(**latent)).num_query_groups == 8
+    every = latent | {"model__num_query_groups": 8}
+    assert model_cost(tiny_config(**latent)) == model_cost(tiny_config(**every))

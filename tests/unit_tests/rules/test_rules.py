@@ -348,6 +348,12 @@ class TestAuto:
         overrides = ("model.attention_backend=te", "model.num_query_groups=1", "model.window_size=[64,0]")
         assert self.resolve(*overrides, node=2, environment="gpu")[0] == "all_gather"
 
+    def test_latent_attention_has_keys_for_every_head(self):
+        overrides = ("model.attention_backend=te", "model.num_query_groups=1")
+        assert self.resolve(*overrides, node=4, environment="gpu")[0] == "all_gather"
+        latent = "model.multi_latent_attention=true"
+        assert self.resolve(*overrides, latent, node=4, environment="gpu")[:2] == ("a2a", None)
+
     def test_packs_are_its_own_kind_of_work(self):
         """To Transformer Engine a pack's group has one level, and must fit an all-to-all as it is."""
         te, packed = "model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced"
