@@ -94,6 +94,9 @@ def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | N
     if core_config.fp16 or core_config.bf16:
         chunks = [Float16Module(core_config, chunk) for chunk in chunks]
     model = wrap_data_parallel(config, core_config, chunks, groups)
+    if config.rng.data_parallel_random_init:  # replicas drew weights of their own, and all begin with the first's
+        for chunk in model:
+            chunk.broadcast_params()
     optimizer = build_optimizer(config, model, groups, core_config.params_dtype)
     scheduler = build_scheduler(config, optimizer)
     connect_schedule(config, core_config, model, optimizer, groups)

@@ -9,7 +9,7 @@ from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config, train_losses, worst_difference
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts import LAYOUTS
-from tests.unit_tests.training.test_model_variants import MOE
+from tests.unit_tests.training.test_model_variants import CLASSIC, MOE
 
 STEPS, MORE = 6, 20
 # float32 sums in another order differ by about 1e-7; 20 Adam steps with a changing loss come to 4e-7 (see README.md).
@@ -58,7 +58,7 @@ def test_the_model_learns_and_the_mask_matters() -> None:
     assert abs(unmasked[0][0] - losses[0]) > 1e-3
 
 
-def first_weights(overrides: dict[str, Any], seed: int) -> dict[str, list[float]]:
+def first_weights(overrides: dict[str, Any], seed: int = 7) -> dict[str, list[float]]:
     run, _, _ = start(tiny_config(**overrides, rng__seed=seed))
     found = {name: weight.flatten()[:8].tolist() for name, weight in run.model[0].named_parameters()}
     run.close()
@@ -73,3 +73,10 @@ def test_another_seed_is_another_model(model: dict[str, Any]) -> None:
     drawn = [name for name, values in one.items() if len(set(values)) > 1]
     assert len(drawn) >= 10
     assert [name for name in drawn if one[name] == other[name]] == []
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
+def test_replicas_that_draw_weights_of_their_own_begin_with_the_firsts(distributed: bool) -> None:
+    drawn = CLASSIC | {"rng__data_parallel_random_init": True, "optimizer__use_distributed_optimizer": distributed}
+    one = run_ranks(first_weights, 1, CLASSIC)[0]
+    assert run_ranks(first_weights, 2, drawn) == [one, one]

@@ -60,6 +60,8 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
         4,
         CP2 | {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True, "ddp__bucket_size": 20000},
     ),
+    # Of what is built on a CPU, only the learned positions are drawn from the ranks' own seeds.
+    "replicas' own seeds, dp2 cp2": (CLASSIC, 4, CP2 | {"rng__data_parallel_random_init": True}),
     "plain optimizer, dp2 cp2": ({}, 4, CP2 | {"optimizer__use_distributed_optimizer": False}),
     "larger microbatches, pp2 cp2": ({}, 4, PP2 | CP2 | {"train__micro_batch_size": 2}),
     "other rank order, pp2 dp2": ({}, 4, PP2 | {"dist__use_tp_pp_dp_mapping": True}),
