@@ -31,11 +31,13 @@ class LanguageModel(LossesInPieces, GPTModel):
             self.output_layer.weight = None
 
     def _preprocess(self, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> tuple:
-        """megatron-core's, which slices the padding mask for sequence parallelism on the first stage only."""
-        if padding_mask is not None and not self.pre_process and self.config.sequence_parallel:
+        """megatron-core's, but for the padding mask: upstream slices it for sequence parallelism on the first stage
+        only, over the MPU's group."""
+        if padding_mask is not None and self.config.sequence_parallel:
             tp = self.pg_collection.tp
             padding_mask = padding_mask.chunk(tp.size(), dim=1)[tp.rank()]
-        return super()._preprocess(*args, padding_mask=padding_mask, **kwargs)
+        *prepared, _ = super()._preprocess(*args, **kwargs)
+        return (*prepared, padding_mask)
 
     def _postprocess(
         self,

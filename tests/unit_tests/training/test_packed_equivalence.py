@@ -81,6 +81,16 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "two tokens further, tp2 sp": (4, MTP, DYNAMIC | TP2 | SP | per_rank(64)),
     "experts": (4, MOE, DYNAMIC | per_rank(32)),
     "experts, ep2": (4, MOE, DYNAMIC | per_rank(32) | {"model__expert_model_parallel_size": 2}),
+    "experts, tp2 sp, decentralized": (
+        2,
+        MOE,
+        BALANCED | TP2 | SP | DECENTRALIZED | per_rank(LONGEST) | {"model__context_parallel_size": 1},
+    ),
+    "two tokens further, experts, tp2 sp pp2, decentralized": (
+        4,
+        MOE | MTP,
+        BALANCED | TP2 | SP | PP2 | DECENTRALIZED | per_rank(LONGEST) | {"model__context_parallel_size": 1},
+    ),
     # Whole experts: over gloo the tokens of split ones cannot be gathered, of which each rank has another number.
     "experts, ep4 tp2 sp": (
         8,
@@ -102,7 +112,14 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "plain optimizer": (4, {}, DYNAMIC | per_rank(32) | {"optimizer__use_distributed_optimizer": False}),
 }
-FAST = ("2 ranks", "3 ranks", "4 ranks, cp2", "pp2 vpp2", "4 ranks, dp_balanced cp2")
+FAST = (
+    "2 ranks",
+    "3 ranks",
+    "4 ranks, cp2",
+    "pp2 vpp2",
+    "4 ranks, dp_balanced cp2",
+    "experts, tp2 sp, decentralized",
+)
 
 _reference: dict[str, Losses] = {}
 
