@@ -63,6 +63,9 @@ class HybridLanguageModel(LossesInPieces, HybridModel):
             # Upstream tells its GPT model only: angles of halves with pairs of neighbours are no rotation.
             self.rotary_pos_emb.rotary_interleaved = config.rotary_interleaved
 
+    def _set_attention_backend(self) -> None:
+        """Nothing, as in :class:`megatron_cp.models.language_model.LanguageModel`."""
+
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
         if labels is None or not self.post_process or self.cross_entropy_chunk_size is None:
             return super().forward(*args, labels=labels, **kwargs)

@@ -30,6 +30,10 @@ class LanguageModel(LossesInPieces, GPTModel):
             # which nobody uses, reduces or expects in a checkpoint.
             self.output_layer.weight = None
 
+    def _set_attention_backend(self) -> None:
+        """Nothing: the user's NVTE variables stand. Upstream refuses a 0 in them, also where our own attention, which
+        does not read them, computes, and writes 1 (Transformer Engine's default) where there was none."""
+
     def _preprocess(self, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> tuple:
         """megatron-core's, but for the padding mask: upstream slices it for sequence parallelism on the first stage
         only, over the MPU's group."""
