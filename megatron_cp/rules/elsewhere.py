@@ -40,7 +40,7 @@ SILENT_UPSTREAM = frozenset([
     "G2", "G3", "G4",
     "H4", "H5", "H6", "H8", "H9", "H12",
     "I12",
-    "K1", "K21", "K22",
+    "K1", "K21", "K22", "K33",
 ])
 # fmt: on
 

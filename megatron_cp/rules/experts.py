@@ -1,4 +1,4 @@
-"""Mixture of experts: complete, routed over whole sequences, and within what gloo can gather."""
+"""Mixture of experts: complete, routed over whole sequences, balanced alike, and within what gloo can gather."""
 
 from __future__ import annotations
 
@@ -70,6 +70,30 @@ def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
             "model.moe_router_load_balancing_type",
             "sinkhorn balances over the tokens of one rank, a slice of the sequence",
             "model.moe_router_load_balancing_type=aux_loss",
+        )
+
+
+@rule(
+    "K33",
+    "Experts are not balanced over the global batch by several replicas.",
+    "megatron-core divides each replica's share of global_aux_loss by the tokens of all (Megatron-LM issue 3672) and "
+    "then averages the shares: the loss is as many times weaker as there are replicas, silently. A factor would not "
+    "mend it: a replica counts its microbatches so far, which more replicas have fewer of. Packs have none: H18.",
+    broken(
+        "model.context_parallel_size=2", "model.hierarchical_context_parallel_sizes=null", "model.cp_comm_type=p2p",
+        "model.num_moe_experts=4", "model.moe_router_load_balancing_type=global_aux_loss",
+        "model.moe_aux_loss_coeff=1.0",
+    ),
+    needs="world",
+)  # fmt: skip
+def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    is_global = model.moe_router_load_balancing_type == "global_aux_loss" and model.moe_aux_loss_coeff > 0
+    if c.divisible and c.dp > 1 and model.num_moe_experts and is_global and not c.packed:
+        yield Finding(
+            "model.moe_router_load_balancing_type",
+            f"global_aux_loss is 1/{c.dp} as strong on {c.dp} data-parallel replicas as on one",
+            "model.moe_router_load_balancing_type=aux_loss or seq_aux_loss",
         )
 
 

@@ -28,6 +28,7 @@ WRONG = {
     "K21": "the forward pass agrees and .* gradients do not",
     "K22": "the first loss differs already",
     "K24": "the forward pass agrees and .* gradients do not",
+    "K33": "the forward pass agrees and .* gradients do not",
     "E15": "the forward pass agrees and .* gradients do not",  # fused cross-entropy in float32, as K21
 }
 ERROR = {

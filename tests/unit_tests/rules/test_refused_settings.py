@@ -211,6 +211,17 @@ def test_sinkhorn_wants_whole_sequences():
     assert errors(*sinkhorn, "model.dynamic_context_parallel=true").keys() == {"H18"}
 
 
+def test_one_replica_balances_the_global_batch():
+    balanced = (*MOE, "model.moe_router_load_balancing_type=global_aux_loss", "model.moe_aux_loss_coeff=0.01")
+    assert errors(*balanced) == {"K33": "model.moe_router_load_balancing_type=aux_loss or seq_aux_loss"}
+    for remedy in ("model.moe_router_load_balancing_type=aux_loss", "model.moe_aux_loss_coeff=0.0"):
+        assert errors(*balanced, remedy) == {}
+    assert errors(*balanced, "model.moe_router_load_balancing_type=seq_aux_loss") == {}
+    for one_replica in ("model.context_parallel_size=4", "model.pipeline_model_parallel_size=4"):
+        assert errors(*balanced, one_replica) == {}
+    assert errors(*balanced, "model.dynamic_context_parallel=true").keys() == {"H18"}
+
+
 @pytest.mark.parametrize(
     ("cp", "heads", "fix"),
     [(3, 8, "[1, 3]"), (3, 9, "[3, 1]"), (12, 8, "[2, 6], [4, 3]"), (4, 9, "[1, 4]"), (4, 8, "[2, 2]")],

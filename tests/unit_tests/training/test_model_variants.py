@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_cp.training.step import train_step
+from megatron_cp.verify.reduce import ADAM_EPS
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config, train_losses, worst_difference
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
@@ -37,6 +38,15 @@ CLASSIC = {
 }
 FULL = {"model__recompute_granularity": "full", "model__recompute_method": "uniform", "model__recompute_num_layers": 1}
 
+# A weight at which the balance is a tenth of the gradient.
+BALANCED = MOE | {"model__moe_router_load_balancing_type": "aux_loss", "model__moe_aux_loss_coeff": 1.0}
+BY_SEQUENCE = BALANCED | {"model__moe_router_load_balancing_type": "seq_aux_loss"}
+# Adam magnifies what rounding leaves of a gradient near zero: here to 3e-6, against 1e-7 with this eps.
+OVER_THE_BATCH = BALANCED | {
+    "model__moe_router_load_balancing_type": "global_aux_loss",
+    "optimizer__adam_eps": ADAM_EPS,
+}
+
 CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "tied embeddings, pp2 cp2": ({"model__share_embeddings_and_output_weights": True}, 4, PP2 | CP2),
     "tied embeddings, tp2 cp2": ({"model__share_embeddings_and_output_weights": True}, 4, TP2 | CP2),
@@ -53,6 +63,19 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "mixture of experts, cp2": (MOE, 2, CP2),
     "mixture of experts, ep2 cp2": (MOE, 4, CP2 | {"model__expert_model_parallel_size": 2}),
     "one expert a token, cp2": (MOE | {"model__moe_router_topk": 1, "model__moe_router_pre_softmax": True}, 2, CP2),
+    "balanced experts, cp2": (BALANCED, 2, CP2),
+    "balanced experts, tp2 sp": (BALANCED, 2, TP2 | SP),
+    "balanced experts, pp2": (BALANCED, 2, PP2),
+    "balanced experts, dp2": (BALANCED, 2, {}),
+    "balanced experts, ep2 cp2": (BALANCED, 4, CP2 | {"model__expert_model_parallel_size": 2}),
+    "balanced experts, tp2 sp cp2": (BALANCED, 4, TP2 | SP | CP2),
+    "balanced experts, full recomputation, cp2": (BALANCED, 2, CP2 | FULL),
+    "experts balanced in each sequence, cp2": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, CP2),
+    "experts balanced in each sequence, tp2 sp": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, TP2 | SP),
+    "experts balanced in each sequence, dp2": (BY_SEQUENCE, 2, {}),
+    "experts balanced over the batch, cp2": (OVER_THE_BATCH, 2, CP2),
+    "experts balanced over the batch, tp2 sp": (OVER_THE_BATCH, 2, TP2 | SP),
+    "experts balanced over the batch, pp2": (OVER_THE_BATCH, 2, PP2),
     "full recomputation, cp2": ({}, 2, CP2 | FULL),
     "selective recomputation, hcp": ({}, 4, CP4 | HCP | {"model__recompute_granularity": "selective"}),
     "overlapped reductions, dp2 cp2": (
@@ -78,6 +101,15 @@ SLOW = (
     "classic GPT, pp2 cp2",
     "mqa, p2p",
     "mixture of experts, cp2",
+    "balanced experts, tp2 sp",
+    "balanced experts, pp2",
+    "balanced experts, dp2",
+    "balanced experts, ep2 cp2",
+    "balanced experts, full recomputation, cp2",
+    "experts balanced in each sequence, tp2 sp",
+    "experts balanced in each sequence, dp2",
+    "experts balanced over the batch, tp2 sp",
+    "experts balanced over the batch, pp2",
     "larger microbatches, pp2 cp2",
     "other rank order, cp2 dp2",
     "plain optimizer, dp2 cp2",
@@ -118,3 +150,11 @@ def test_bf16_stays_close_to_float32() -> None:
     for world_size, layout in [(1, {}), (4, CP4 | HCP), (4, TP2 | SP | CP2)]:
         worst_loss, _ = worst_difference(run_ranks(train_losses, world_size, bf16 | layout, 4)[0], reference)
         assert 1e-6 < worst_loss < 5e-3, worst_loss
+
+
+def test_the_balance_of_experts_counts() -> None:
+    """Guards the comparisons above: a balancing loss that did nothing would pass them."""
+    alone = run_ranks(train_losses, 1, MOE, 2)[0]
+    for balanced in (BALANCED, BY_SEQUENCE, OVER_THE_BATCH):
+        _, norm = worst_difference(run_ranks(train_losses, 1, balanced, 2)[0], alone)
+        assert norm > 0.05, norm
