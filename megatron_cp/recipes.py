@@ -8,6 +8,7 @@ error that names the nearest valid one, wherever it was written.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -115,7 +116,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
             continue
         try:
             parsed = OverridesParser.create().parse_override(text)
-        except HydraException as error:
+        except (HydraException, ValueError, RecursionError) as error:  # also a number of thousands of digits
             fix = f"quote a value that holds special characters: {text.partition('=')[0]}='...'"
             problems.append(Violation("K3", "error", text, f"cannot parse: {_one_line(error)}", fix))
             continue
@@ -146,12 +147,15 @@ def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, An
     text = str(name_or_path)
     is_file = text.endswith((".yaml", ".yml")) or "/" in text
     path = Path(text) if is_file else _library("recipes") / f"{text}.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, False also where the name is too long or a folder is closed
         if is_file:
             raise _problem("K4", "--recipe", f"recipe file not found: {text}")
         names = list(list_recipes())
         fix = "megatron-cp recipes lists them all; a file of your own is given by its path, ending in .yaml"
         raise _problem("K4", "--recipe", f"unknown recipe '{text}'{nearest(text, names)}", fix)
+    if path.suffix != ".yaml":
+        fix = f"rename it to {path.with_suffix('.yaml').name}"
+        raise _problem("K4", "--recipe", f"{text}: Hydra composes only files whose names end in .yaml", fix)
 
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException, MissingConfigException
@@ -169,8 +173,17 @@ def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, An
         plain: Any = OmegaConf.to_container(composed, resolve=False)
     except MissingConfigException as error:
         raise _missing(error, path, choices) from error
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
-        raise _problem("K4", "--recipe", f"cannot compose {path}: {_one_line(error)}") from error
+    except RecursionError as error:
+        message = f"cannot compose {path}: it names itself in its defaults list, or is nested too deeply"
+        raise _problem(
+            "K4", "--recipe", message, "name other files in 'defaults', and sections of plain values"
+        ) from error
+    # Hydra raises these, without a type of its own, for a defaults list that is none or that holds something else.
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, AssertionError) as error:
+        is_key = isinstance(error, AssertionError)
+        why = "its defaults list holds a key that is no text" if is_key else _one_line(error)
+        fix = "a defaults list is written 'defaults: [RECIPE, GROUP: FILE, _self_]'" if "default" in why else ""
+        raise _problem("K4", "--recipe", f"cannot compose {path}: {why}", fix) from error
     return plain, path.stem
 
 
@@ -204,7 +217,9 @@ def _load_yaml(path: Path) -> dict[str, Any]:
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError as error:
         raise _problem("K4", "--config", f"file not found: {path}") from error
-    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise _problem("K4", "--config", f"cannot read {path}: it is nested too deeply") from error
+    except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         raise _problem("K4", "--config", f"cannot read {path}: {_one_line(error)}") from error
     if not isinstance(loaded, dict):
         raise _problem("K4", "--config", f"{path} does not hold a mapping of sections")

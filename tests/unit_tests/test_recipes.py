@@ -139,6 +139,7 @@ def test_a_choice_that_does_not_exist_names_those_that_do(choice, meant, others,
         ("dataset=null", "a whole section cannot be null"),
         ("nonsense", "expected key=value"),
         ("dataset.seq_length=${model.nothing}", "cannot resolve"),
+        (f"model.num_layers={'9' * 5000}", "cannot parse: Exceeds the limit"),
     ],
 )
 def test_a_wrong_override_is_explained(override, expected):
@@ -185,6 +186,8 @@ def test_precedence_recipe_then_files_then_flags_then_overrides(tmp_path):
         ("model: 4", "model: expected a mapping of settings"),
         ("- 1", "does not hold a mapping"),
         ("a: [", "cannot read"),
+        (f"a: {'9' * 5000}", "cannot read"),
+        (f"a: {'[' * 3000}{']' * 3000}", "it is nested too deeply"),
         ("model: {num_layers: 2, transformer: {num_layers: 3}}", "by model.transformer.num_layers to 3"),
     ],
 )
@@ -206,6 +209,35 @@ def test_a_recipe_of_ones_own(tmp_path):
     assert "mine.yaml: there is no file model/llama_tny.yaml; did you mean 'llama_tiny'?" in text
     path.write_text("model: {num_layrs: 3}\n")
     assert "did you mean 'model.num_layers'?" in problem(recipe=path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("defaults: text", "defaults must be a list"),
+        ("defaults: {a: b}", "defaults must be a list"),
+        ("defaults: [{a: b, c: d}]", "Too many keys in default item"),
+        ("defaults: [5]", "Unsupported type in defaults"),
+        ("defaults: [[a]]", "Unsupported type in defaults"),
+        ("defaults: [{5: a}]", "defaults list holds a key that is no text"),
+        ("defaults: [mine, _self_]", "it names itself in its defaults list"),
+        (f"model: {'[' * 3000}{']' * 3000}", "or is nested too deeply"),
+        (f"model: {{num_layers: {'9' * 5000}}}", "cannot compose"),
+    ],
+)
+def test_a_wrong_recipe_file_is_explained(tmp_path, text, expected):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    found = problem(recipe=path)
+    assert "--recipe: cannot compose" in found and expected in found
+
+
+def test_a_recipe_file_that_cannot_be_one(tmp_path):
+    path = tmp_path / "mine.yml"
+    path.write_text("model: {num_layers: 3}\n")
+    assert "fix: rename it to mine.yaml" in problem(recipe=path)
+    for name in (f"{'x' * 300}.yaml", f"{'x' * 300}"):
+        assert f"'{name}'" in problem(recipe=name) or f"not found: {name}" in problem(recipe=name)
 
 
 def test_the_resolved_configuration_is_a_recipe_that_gives_itself(tmp_path):
