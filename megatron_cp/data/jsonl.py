@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1  # of the cached files; another number makes them anew
 _NAME, _PROMPTS = "documents", ".prompts.npy"
 _REPORT_EVERY = 100_000  # lines
+HALF_A_PAIR = (
+    "holds half a surrogate pair (such as \\ud800 alone), which is no text: write the whole pair, or remove it."
+)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ def _parse(line: bytes, keys: Keys) -> tuple[str, str]:
         raise ValueError(f"is not UTF-8 text: {error.reason}.") from error
     except ValueError as error:
         raise ValueError(f"not valid JSON: {error}." + _cut_short(line)) from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply.") from error
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object is needed, found {type(value).__name__}.")
     has_text = keys.text in value
@@ -135,7 +140,18 @@ def _parse(line: bytes, keys: Keys) -> tuple[str, str]:
     for key in (keys.text,) if has_text else (keys.prompt, keys.response):
         if not isinstance(value[key], str):
             raise ValueError(f"the value of {key!r} is {type(value[key]).__name__}, not text.")
+        if not is_text(value[key]):
+            raise ValueError(f"the value of {key!r} {HALF_A_PAIR}")
     return ("", value[keys.text]) if has_text else (value[keys.prompt], value[keys.response])
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: JSON's escapes can name half a character, which no tokenizer takes."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _cut_short(line: bytes) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.config import TokenizerConfig
+from megatron_cp.data.jsonl import HALF_A_PAIR, is_text
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.errors import DataError
 
@@ -49,10 +50,10 @@ def find_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str]
     files: list[Path] = []
     for item in inputs:
         path = Path(item)
-        if path.is_file():
+        if os.path.isfile(path):  # which, unlike Path.is_file, never raises
             files.append(path)
-        elif path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix in suffixes and p.is_file())
+        elif os.path.isdir(path):
+            found = sorted(p for p in path.rglob("*") if p.suffix in suffixes and os.path.isfile(p))
             if not found:
                 raise DataError(f"{path}: no file that ends with {' or '.join(suffixes)} in this folder.")
             files += found
@@ -92,6 +93,8 @@ def _json_text(file: Path, number: int, line: bytes, json_key: str) -> str:
         raise DataError(f"{file}:{number}: is not UTF-8 text: {error.reason}.") from error
     except ValueError as error:
         raise DataError(f"{file}:{number}: not valid JSON: {error}.") from error
+    except RecursionError as error:
+        raise DataError(f"{file}:{number}: is nested too deeply.") from error
     if not isinstance(value, dict):
         raise DataError(f"{file}:{number}: a JSON object is needed, found {type(value).__name__}.")
     if json_key not in value:
@@ -99,6 +102,8 @@ def _json_text(file: Path, number: int, line: bytes, json_key: str) -> str:
     text = value[json_key]
     if not isinstance(text, str):
         raise DataError(f"{file}:{number}: the value of {json_key!r} is {type(text).__name__}, not text.")
+    if not is_text(text):
+        raise DataError(f"{file}:{number}: the value of {json_key!r} {HALF_A_PAIR}")
     return text
 
 

@@ -85,7 +85,18 @@ class NullTokenizer(_Base):
         super().__init__(vocab_size=vocab_size, eod=vocab_size - 1)
 
     def tokenize(self, text: str) -> list[int]:
-        return [int(word) for word in text.split()]
+        ids = []
+        for word in text.split():
+            # As long as the vocabulary's size at most: int() refuses numbers of thousands of digits.
+            is_number = word.isascii() and word.isdecimal() and len(word) <= len(str(self.vocab_size))
+            if not is_number or int(word) >= self.vocab_size:
+                raise DataError(
+                    f"{word[:40]!r} is no token id: the text of a NullTokenizer is numbers from 0 to "
+                    f"{self.vocab_size - 1} with spaces between them. Give a larger vocab_size, or another "
+                    "tokenizer_type for text."
+                )
+            ids.append(int(word))
+        return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(str(i) for i in ids)
@@ -96,7 +107,7 @@ class HuggingFaceTokenizer(_Base):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        if not self.path.exists():
+        if not os.path.exists(self.path):  # which, unlike Path.exists, never raises
             raise DataError(
                 f"tokenizer.tokenizer_model={path}: no such file or folder. Give a tokenizer.json or the folder that "
                 "holds one; nothing is downloaded."
@@ -155,12 +166,16 @@ def _named_special_tokens(path: Path) -> dict[str, str]:
     named: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = folder / name
-        if not file.exists():
+        if not os.path.exists(file):
             continue
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
         except ValueError as error:
             raise DataError(f"{file}: not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise DataError(f"{file}: a JSON object is needed, found {type(values).__name__}.")
         for key in ("eos_token", "pad_token"):
             token = values.get(key)
             if isinstance(token, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,9 +59,10 @@ class LoggedRun:
     @property
     def layout(self) -> str:
         """The parallel layout in words: ``4 ranks: cp 4 (a2a+p2p [2, 2]), dp 1``."""
-        model = self.config.get("model", {})
+        model = self.config.get("model")
+        model = model if isinstance(model, Mapping) else {}
         sizes = {
-            short: model.get(f"{name}_parallel_size", 1) or 1
+            short: value if isinstance(value := model.get(f"{name}_parallel_size"), int) else 1
             for short, name in (
                 ("tp", "tensor_model"),
                 ("cp", "context"),
@@ -73,7 +75,7 @@ class LoggedRun:
             parts.insert(0, f"dynamic cp up to {sizes['cp']}")
         elif sizes["cp"] > 1:
             kinds = model.get("cp_comm_type", "p2p")
-            kind = kinds if isinstance(kinds, str) else ", ".join(dict.fromkeys(kinds))
+            kind = ", ".join(dict.fromkeys(map(str, kinds))) if isinstance(kinds, list) else str(kinds)
             levels = model.get("hierarchical_context_parallel_sizes") if "a2a+p2p" in kind else None
             parts.insert(0, f"cp {sizes['cp']} ({kind}{f' {levels}' if levels else ''})")
         if self.ranks and model:
@@ -94,15 +96,19 @@ def read_runs(folders: Sequence[Path]) -> list[LoggedRun]:
 
 
 def _read(folder: Path, name: str) -> LoggedRun:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # which, unlike Path.is_dir, never raises
         raise DataError(f"there is no run folder {folder}")
     metrics = folder / "metrics.jsonl"
-    if not metrics.is_file():
+    if not os.path.isfile(metrics):
         inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
         hint = f"; the run folders in it are {', '.join(inside[:8])}" if inside else ""
         raise DataError(f"{folder} is no run folder: it has no metrics.jsonl{hint}")
     steps, events = {}, []
-    for line in read_lines(metrics):
+    try:
+        lines = read_lines(metrics)
+    except OSError as error:
+        raise DataError(f"{metrics}: cannot be read: {error.strerror}.") from error
+    for line in lines:
         if "lm_loss" in line:
             steps[line["iteration"]] = line
         else:
@@ -117,7 +123,7 @@ def _read(folder: Path, name: str) -> LoggedRun:
 def _config(folder: Path) -> Mapping[str, Any]:
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+    except (OSError, yaml.YAMLError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
 

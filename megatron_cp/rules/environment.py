@@ -58,13 +58,13 @@ class Environment:
         if text in PRESETS:
             return PRESETS[text]
         path = Path(text)
-        if not path.is_file():
+        if not os.path.isfile(path):  # which, unlike Path.is_file, never raises
             raise _error(f"'{text}' is neither one of {', '.join(PRESETS)} nor a file")
         import yaml
 
         try:
             loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
             raise _error(f"cannot read {path}: {error}") from error
         if not isinstance(loaded, dict):
             raise _error(f"{path} does not hold a mapping")

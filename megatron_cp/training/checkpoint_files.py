@@ -33,7 +33,7 @@ def latest_iteration(root: str | Path) -> int | None:
         ConfigError: the file that names it cannot be read.
     """
     path = Path(root) / LATEST
-    if not path.exists():
+    if not os.path.exists(path):  # which, unlike Path.exists, never raises
         return max(saved_iterations(root), default=None)
     try:
         return int(path.read_text().strip())
@@ -47,13 +47,15 @@ def latest_iteration(root: str | Path) -> int | None:
 def existing_folder(root: str | Path, iteration: int) -> Path | None:
     """Where a checkpoint lies: in its place, or beside it if a crash came while it was being replaced."""
     final = checkpoint_folder(root, iteration)
-    return next((path for path in (final, _replaced(final)) if path.is_dir()), None)
+    return next((path for path in (final, _replaced(final)) if os.path.isdir(path)), None)
 
 
 def saved_iterations(root: str | Path) -> list[int]:
     """The iterations that ``root`` has a checkpoint of, ascending."""
-    names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*") if path.is_dir())
-    return sorted(int(name) for name in names if name.isdigit())
+    if not os.path.isdir(root):
+        return []
+    names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*") if os.path.isdir(path))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def create_partial(final: Path) -> Path:

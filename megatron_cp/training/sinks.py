@@ -119,7 +119,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(values, dict) and isinstance(values.get("iteration"), int):
             lines.append(values)

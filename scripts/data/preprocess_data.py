@@ -49,6 +49,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         options.tokenizer_type = "HuggingFaceTokenizer"
     if options.train_bpe is not None and options.tokenizer_type != "HuggingFaceTokenizer":
         parser.error("--train-bpe makes a HuggingFaceTokenizer: leave out --tokenizer-type")
+    if options.train_bpe is not None and options.tokenizer_model is None:
+        parser.error("--train-bpe needs --tokenizer-model FOLDER, to write the tokenizer to")
     if options.train_bpe is not None and os.path.exists(options.tokenizer_model):
         parser.error(f"--train-bpe would overwrite {options.tokenizer_model}: name a new folder, or remove it")
     return options

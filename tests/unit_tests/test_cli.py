@@ -178,6 +178,7 @@ def test_a_fault_of_the_data_is_no_failure_while_running(run, started, monkeypat
         (["train", "--recipe", TINY, "-ms", "many"], "invalid int value"),
         (["train", "--recipe", "llama_tiny"], "did you mean"),
         (["validate", "--recipe", TINY, "--environment", "nowhere.yaml"], "neither one of cpu, gpu nor a file"),
+        (["validate", "--recipe", TINY, "--environment", "x" * 300], "xxx' is neither one of cpu, gpu nor a file"),
         (["validate", "--recipe", TINY, "--gpus-per-node", "0"], "--gpus-per-node: must be an integer of at least 1"),
         (["train", "--recipe", TINY, "--gpus-per-node", "-3"], "--gpus-per-node: must be an integer of at least 1"),
         (["train", "--recipe", TINY, "--lr", "inf"], "optimizer.lr: expected finite number, got inf"),

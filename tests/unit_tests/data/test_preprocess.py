@@ -73,6 +73,8 @@ BAD = {
     "not an object": ({"a.jsonl": b"[1]\n"}, r"a.jsonl:1: a JSON object is needed, found list"),
     "no such key": ({"a.jsonl": b'{"txt": "x"}\n'}, r"a.jsonl:1: no key 'text'; it has \['txt'\]"),
     "not text": ({"a.jsonl": b'{"text": 3}\n'}, r"a.jsonl:1: the value of 'text' is int"),
+    "half a pair": ({"a.jsonl": b'{"text": "x"}\n{"text": "a\\ud800b"}\n'}, "a.jsonl:2: .*holds half a surrogate pair"),
+    "too deep": ({"a.jsonl": b"[" * 200_000}, "a.jsonl:1: is nested too deeply"),
 }
 
 
@@ -119,6 +121,27 @@ def test_a_tokenizer_trained_on_the_input(
     with pytest.raises(SystemExit):
         script.main(arguments)
     assert "would overwrite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["abc", "-1 2", "1 9", "\u0663", "9" * 5000])
+def test_text_that_is_no_ids_of_a_null_tokenizer(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    arguments = ["--input", str(tmp_path), "--output-prefix", str(tmp_path / "x"), "--workers", "1"]
+    assert script.main([*arguments, "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]) == 2
+    assert "is no token id: the text of a NullTokenizer is numbers from 0 to 8" in capsys.readouterr().err
+
+
+def test_inputs_that_the_file_system_refuses(
+    script: ModuleType, mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--output-prefix", str(tmp_path / "x"), "--workers", "1", "--input"]
+    assert script.main([*arguments, "x" * 300, "--tokenizer-type", "ByteLevelTokenizer"]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        script.main([*arguments, str(mixed), "--tokenizer-type", "HuggingFaceTokenizer", "--train-bpe", "300"])
+    assert stop.value.code == 2 and "--train-bpe needs --tokenizer-model" in capsys.readouterr().err
 
 
 def test_output_that_cannot_be_written(script: ModuleType, mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,7 @@ def test_end_token_named_as_a_dictionary(bpe: Path, tmp_path: Path) -> None:
     [
         (TokenizerConfig("HuggingFaceTokenizer"), "tokenizer_model is not set"),
         (TokenizerConfig("HuggingFaceTokenizer", "nowhere"), "tokenizer_model=nowhere: no such file or folder"),
+        (TokenizerConfig("HuggingFaceTokenizer", "x" * 300), "x: no such file or folder"),
         (TokenizerConfig("NullTokenizer"), "vocab_size=None"),
         (TokenizerConfig("SentencePiece"), "tokenizer_type=SentencePiece: unknown"),
     ],
@@ -73,6 +74,13 @@ def test_bad_settings(config: TokenizerConfig, message: str) -> None:
 def test_corrupt_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="cannot be read as a tokenizer"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def test_a_config_that_is_no_object(bpe: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: a JSON object is needed, found list"):
         HuggingFaceTokenizer(tmp_path)
 
 

@@ -86,6 +86,19 @@ def test_a_killed_run_a_diverged_one_and_one_without_its_config(tmp_path: Path) 
     assert main(["report", str(folder), "--png", str(tmp_path / "a.png")]) == 0
 
 
+@pytest.mark.parametrize("config", ["model: null", "model: 3", "model: {context_parallel_size: abc, pp: null}"])
+def test_a_config_that_is_none_is_left_out(tmp_path: Path, config: str) -> None:
+    folder = run_folder(tmp_path / "a")
+    (folder / "config.yaml").write_text(config)
+    assert read_runs([folder])[0].layout == "4 ranks" or "abc" in config
+    assert main(["report", str(folder), "--png", str(tmp_path / "a.png")]) == 0
+
+
+def test_a_name_that_is_too_long(capsys: pytest.CaptureFixture) -> None:
+    assert main(["report", "x" * 300]) == 2
+    assert "there is no run folder xxx" in capsys.readouterr().err
+
+
 def test_names_tell_runs_apart(tmp_path: Path) -> None:
     folders = [run_folder(tmp_path / a / "run") for a in ("x", "y")]
     assert [run.name for run in read_runs(folders)] == ["x/run", "y/run"]

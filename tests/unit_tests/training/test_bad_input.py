@@ -31,6 +31,8 @@ def test_a_good_run_ends_with_zero_and_can_be_repeated(cli: Any, tmp_path: Path)
         (["model.vocab_size=200"], "model.vocab_size=200: the tokenizer's 257 tokens do not fit a vocabulary of 200"),
         (["checkpoint.load=/nowhere"], "there is no checkpoint in /nowhere"),
         (["checkpoint.pretrained_checkpoint=/nowhere"], "in /nowhere to load (no iter_* folder). Check checkpoint.pre"),
+        ([f"checkpoint.load={'x' * 300}"], "there is no checkpoint in xxx"),
+        ([f"checkpoint.save={'x' * 300}"], "cannot be a folder to write into: File name too long"),
         (["checkpoint.finetune=true"], "checkpoint.finetune=true needs weights to begin with"),
         (["checkpoint.save=/proc/run"], "checkpoint.save=/proc/run: cannot be a folder to write into"),
         (["checkpoint.save=/etc/hostname"], "checkpoint.save=/etc/hostname: cannot be a folder to write into: File ex"),

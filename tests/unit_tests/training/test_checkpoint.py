@@ -7,7 +7,7 @@ import pytest
 
 from megatron_cp.errors import ConfigError, RuntimeFault
 from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
-from megatron_cp.training.checkpoint_files import latest_iteration
+from megatron_cp.training.checkpoint_files import existing_folder, latest_iteration
 from megatron_cp.training.step import train_step
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config, train_losses, worst_difference
@@ -155,6 +155,11 @@ def test_an_unreadable_tracker_says_so(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
     with pytest.raises(ConfigError, match="does not hold an iteration number"):
         latest_iteration(tmp_path)
+
+
+def test_a_name_that_is_too_long_holds_no_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 300)
+    assert latest_iteration(folder) is None and existing_folder(folder, 3) is None
 
 
 def failing_save(overrides: dict[str, Any], folder: str) -> str:
