@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -11,8 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_cp import launcher
 from megatron_cp.config import RunConfig
-from megatron_cp.errors import ConfigError, DataError, RuntimeFault, Violation, format_violations
+from megatron_cp.errors import ConfigError, DataError, RuntimeFault, format_violations
 from megatron_cp.parallel.layout import group_lines, layout_of
 from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
 from megatron_cp.rules import Environment, check, check_or_raise, resolve_auto
@@ -87,10 +89,11 @@ def _train(argv: Sequence[str]) -> int:
         return _report(config, args)
     if args.environment or args.world_size is not None:
         parser.error("--environment and --world-size are for --dry-run; a run has the ones it is started with")
-    environment, world_size = Environment.detect(), _launched_ranks() or 1
+    launcher.rank()  # a wrong one is told before torch is imported
+    environment, world_size = Environment.detect(), launcher.world_size() or 1
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
     warnings = check_or_raise(config, world_size, args.gpus_per_node, environment)
-    if _is_first_rank():
+    if launcher.is_first_rank():
         print("\n".join([*([choice] if choice else []), *map(str, warnings)]), end="\n" if choice or warnings else "")
     # Where a rank is lost we say so; torch would add a C++ stack for each rank and store operation.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -132,23 +135,11 @@ def _load(parser: argparse.ArgumentParser, args: argparse.Namespace) -> RunConfi
     return load_recipe(args.recipe, args.overrides, files=args.config, flags=given)
 
 
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _launched_ranks() -> int | None:
-    """The number of ranks that the launcher started; None without one."""
-    text = os.environ.get("WORLD_SIZE")
-    if text is not None and not text.isdigit():
-        raise ConfigError([Violation("K4", "error", "WORLD_SIZE", f"the variable must be a number, got '{text}'")])
-    return None if text is None else int(text)
-
-
 def _world_size(args: argparse.Namespace, config: RunConfig) -> int:
     """Ranks to check for: as asked, else as launched, else as the recipe says, else as few as its layout needs."""
     if args.world_size is not None:
         return args.world_size
-    launched = _launched_ranks()
+    launched = launcher.world_size()
     if launched is not None:
         return launched
     m = config.model
@@ -211,19 +202,24 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 failed while running, 2 usage or configuration, 130 and 143 stopped."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us (>&-), and thus None in Python
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
-        return _dispatch(sys.argv[1:] if argv is None else list(argv))
+        code = _dispatch(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()  # here, where a full disk or a reader that went away can still be answered
+        return code
     except (ConfigError, DataError) as error:
         # Every rank finds the same problems; one of them says so. A launcher stops all ranks as soon as one has
         # failed, so the others leave it the time.
-        if not _is_first_rank():
+        if not launcher.is_first_rank():
             time.sleep(_SECONDS_TO_SPEAK)
             return EXIT_CONFIG
         what = "the configuration cannot run\n" if isinstance(error, ConfigError) else ""
         print(f"megatron-cp: {what}{error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
     except RuntimeFault as fault:
-        if fault.on_all_ranks and not _is_first_rank():
+        if fault.on_all_ranks and not launcher.is_first_rank():
             time.sleep(_SECONDS_TO_SPEAK)
         else:
             print(f"megatron-cp: {fault}", file=sys.stderr, flush=True)
@@ -233,5 +229,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse
         return stop.code if isinstance(stop.code, int) else EXIT_CONFIG
     except BrokenPipeError:  # the reader (head, less) went away
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_OK
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
+            raise
+        _drop_output()
+        print(f"megatron-cp: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        return EXIT_RUNTIME
+
+
+def _drop_output() -> None:
+    """What is still to be printed goes nowhere: Python would try again as it ends, and trace the same error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -118,6 +118,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _refuse_unused(given)
         return _run(args)
+    except BrokenPipeError:
+        raise  # the reader (head, less) went away, which is no error of the input
     except (ValueError, OSError) as error:
         print(f"megatron-cp schedule: {error}", file=sys.stderr)
         return 2

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
+from megatron_cp import launcher
 from megatron_cp.attention.select import select_transport
 from megatron_cp.attention.te_support import choose_backend, has_window
 from megatron_cp.config import RunConfig
@@ -36,8 +36,7 @@ def resolve_auto(
     kinds = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
     if "auto" not in kinds:
         return config, None
-    launched = os.environ.get("LOCAL_WORLD_SIZE", "")
-    node = gpus_per_node or environment.gpus_per_node or (int(launched) if launched.isdigit() else world_size)
+    node = gpus_per_node or environment.gpus_per_node or launcher.number("LOCAL_WORLD_SIZE") or world_size
     on_gpu = environment.device == "gpu"
     with_a2a = dataclasses.replace(
         model,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from megatron_cp import launcher
 from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import Datasets, build_datasets
 from megatron_cp.data.streams import check_files, has_test_part
@@ -36,7 +37,7 @@ def run(config: RunConfig) -> int:
         ConfigError, DataError: a file that the run needs is missing or unusable; every rank raises the same.
         RuntimeFault: the run cannot go on; the message says where and what to do.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = launcher.rank(), launcher.world_size() or 1
     # The command line has checked already, without importing torch; whoever calls this from Python has not.
     config, _ = resolve_auto(config, world_size, None, Environment.of(None))
     check_or_raise(config, world_size)

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from megatron_cp import launcher
 from megatron_cp.config import RunConfig
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
@@ -40,11 +41,16 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.steps < 1:
         parser.error("--steps must be at least 1")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launcher.world_size() or 1
+    launcher.rank()  # a wrong one is told before torch is imported
     layouts = [load_recipe(args.recipe, args.overrides, files=args.config)]
     names = ["one rank", f"{world_size} ranks"]
     if args.against is not None:
-        overrides = [*args.overrides, *shlex.split(args.against)]
+        try:
+            further = shlex.split(args.against)
+        except ValueError as error:  # a quotation mark without its pair
+            parser.error(f"--against {args.against!r}: {error}")
+        overrides = [*args.overrides, *further]
         layouts.insert(0, load_recipe(args.recipe, overrides, files=args.config))
         names = ["against", "layout"]
     layouts = [_checked(config, world_size) for config in layouts]
@@ -73,7 +79,7 @@ def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:
 
     layout = configs[-1]
     os.environ.update(layout.env_vars)
-    rank = int(os.environ.get("RANK", "0"))
+    rank = launcher.rank()
     start_logging(rank, live=False)
     start_distributed(layout)
     try:

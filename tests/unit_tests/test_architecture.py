@@ -22,6 +22,7 @@ ORDER = [
     {"recipes"},
     {"schema"},
     {"config"},
+    {"launcher"},
     {"errors"},
     {"backend", ""},
 ]

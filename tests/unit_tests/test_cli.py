@@ -129,11 +129,19 @@ def test_only_rank_0_reports(run, started, monkeypatch):
     assert waited  # so that the launcher does not stop rank 0 before it has spoken
 
 
-def test_a_launcher_that_says_nonsense(run, started, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "four")
-    for command in (["train"], ["validate"]):
+@pytest.mark.parametrize("text", ["four", "", "\u00b2", "-1", "9" * 5000])
+def test_a_launcher_that_says_nonsense(run, started, monkeypatch, text):
+    monkeypatch.setenv("WORLD_SIZE", text)
+    for command in (["train"], ["validate"], ["verify"]):
         code, _, err = run(*command, "--recipe", TINY)
-        assert code == 2 and "WORLD_SIZE: the variable must be a number, got 'four'" in err and not started
+        assert code == 2 and f"WORLD_SIZE: the variable must be a number, got '{text[:40]}'" in err and not started
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", text)
+    for command in (["train"], ["verify"]):
+        code, _, err = run(*command, "--recipe", TINY)
+        assert code == 2 and f"RANK: the variable must be a number, got '{text[:40]}'" in err and not started
+    code, _, err = run("validate", "--recipe", "nope")
+    assert code == 2 and "unknown recipe 'nope'" in err
 
 
 @pytest.mark.parametrize(
@@ -183,6 +191,7 @@ def test_a_fault_of_the_data_is_no_failure_while_running(run, started, monkeypat
         (["train", "--recipe", TINY, "--gpus-per-node", "-3"], "--gpus-per-node: must be an integer of at least 1"),
         (["train", "--recipe", TINY, "--lr", "inf"], "optimizer.lr: expected finite number, got inf"),
         (["validate", "--recipe", TINY, "--save_dir", ""], "checkpoint.save=: an empty path names no folder"),
+        (["verify", "--recipe", TINY, "--against", "a 'b"], '--against "a \'b": No closing quotation'),
         (["validate", "--explain", "Z9"], "no rule 'Z9'"),
     ],
 )
@@ -262,3 +271,20 @@ def test_a_reader_that_leaves_early_is_no_error():
         shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert process.stdout == "model:\n" and "Traceback" not in process.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        (f"validate --recipe {TINY} >&-", 0, ""),
+        ("doctor >&-", 0, ""),
+        ("recipes >/dev/full", 1, "megatron-cp: the output cannot be written: No space left on device\n"),
+        ("schedule --distribution mock --count 64 --longest 8192 --ranks 8 | true", 0, ""),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_no_traceback(command, code, said):
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m megatron_cp {command}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, said)

@@ -1,0 +1,41 @@
+"""What the launcher (torchrun, Slurm) says of this process in its environment variables."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from megatron_cp.errors import ConfigError, Violation
+
+
+def number(variable: str) -> int | None:
+    """A variable that holds a number; None where it is not set.
+
+    Raises:
+        ConfigError: it holds something else. Not by ``str.isdigit``, which knows digits that ``int`` does not.
+    """
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        message, fix = f"the variable must be a number, got '{text[:40]}'", "start the run with torchrun, or unset it"
+        raise ConfigError([Violation("K4", "error", variable, message, fix)])
+    return int(text)
+
+
+def rank() -> int:
+    """This process's rank; 0 without a launcher."""
+    return number("RANK") or 0
+
+
+def world_size() -> int | None:
+    """The number of ranks that were started; None without a launcher."""
+    return number("WORLD_SIZE")
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that speaks for all. So is each one whose rank is no number."""
+    try:
+        return rank() == 0
+    except ConfigError:
+        return True
