@@ -110,7 +110,7 @@ def one_by_one(lengths: str, overrides: dict[str, Any], packs: Packs | None = No
     run = setup(config, build_tokenizer(config.tokenizer).vocab_size)
     source, losses = train_dataset(config), []
     for step, first in enumerate(range(0, STEPS * BATCH, BATCH)):
-        samples = [source[index % len(source)] for index in range(first, first + BATCH)]
+        samples = [source[index] for index in range(first, first + BATCH)]
         together = packs[step] if packs else [[i] for i in range(BATCH)]
         microbatches = [pack([samples[i] for i in ids], run.groups.cp) for ids in together]
         result = train_step(run, iter(microbatches), len(microbatches))

@@ -28,9 +28,10 @@ Scheduler = Callable[[Sequence[int], CostModel], Schedule]
 
 
 class SampleSource(Protocol):
-    """Variable-length samples whose lengths are known without reading them."""
+    """Variable-length samples whose lengths are known without reading them.
 
-    def __len__(self) -> int: ...
+    It has as many as are asked for: an epoch that begins again is the source's, which deals it in another order.
+    """
 
     def length(self, index: int) -> int:
         """Tokens of a sample."""
@@ -86,7 +87,7 @@ class DynamicBatches:
     """Steps of this rank, in order; ``next`` gives a plan, :meth:`microbatches` its microbatches.
 
     Args:
-        source: the samples; global batch i holds samples [i * size, (i + 1) * size) modulo its length.
+        source: the samples; global batch i holds samples [i * size, (i + 1) * size).
         global_batch_size: samples of an optimizer step.
         scheduler: lengths and cost model to a schedule over the domain's ranks; the same on every rank.
         groups: this rank's process groups.
@@ -109,8 +110,6 @@ class DynamicBatches:
         cost: CostModel = DEFAULT_COST,
         longest: int | None = None,
     ) -> None:
-        if len(source) == 0:
-            raise ValueError("the data set is empty: no sample can be scheduled")
         if global_batch_size < 1:
             raise ValueError(f"train.global_batch_size={global_batch_size}: must be at least 1")
         self._source = source
@@ -143,7 +142,7 @@ class DynamicBatches:
         return self._pool.submit(self._plan, self._consumed, self._cost_of_next)
 
     def _plan(self, consumed: int, cost: CostModel) -> StepPlan:
-        samples = tuple(index % len(self._source) for index in range(consumed, consumed + self._size))
+        samples = tuple(range(consumed, consumed + self._size))
         lengths = tuple(self._length(index) for index in samples)
         schedule = self._scheduler(lengths, cost)
         groups: list[Group | None] = list(schedule.groups_of(self._groups.position))

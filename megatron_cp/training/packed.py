@@ -25,9 +25,6 @@ class OneLength:
     def __init__(self, dataset: Any, length: int) -> None:
         self._dataset, self._length = dataset, length
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
     def length(self, index: int) -> int:
         """Tokens of a sample."""
         return self._length

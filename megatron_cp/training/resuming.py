@@ -105,11 +105,15 @@ _DATA = (
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint that a run begins with; ``finetune``: with its weights only."""
+    """The checkpoint that a run begins with.
+
+    finetune: with its weights only. consumed_samples: where its data stood; 0 where that does not matter.
+    """
 
     root: str
     iteration: int
     finetune: bool
+    consumed_samples: int = 0
 
 
 def find_start(config: RunConfig) -> Start | None:
@@ -148,7 +152,7 @@ def find_start(config: RunConfig) -> Start | None:
     except (Exception, CheckpointException):  # damaged; load_checkpoint looks closer, and says so once for all ranks
         return Start(root, iteration, finetune)
     check_fits(config, common, folder, finetune)
-    return Start(root, iteration, finetune)
+    return Start(root, iteration, finetune, 0 if finetune else common["progress"]["consumed_samples"])
 
 
 def read_common(folder: Path) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
 
 def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start | None, roll: RollCall) -> Outcome:
     folder = Path(config.checkpoint.save or "")
-    datasets = _datasets(config, tokenizer)
+    datasets = _datasets(config, tokenizer, start)
     ready = setup(config, vocab_size)
     roll.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"
     data_state = None
@@ -125,11 +125,16 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
     return outcome
 
 
-def _datasets(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
+def _datasets(config: RunConfig, tokenizer: Tokenizer, start: Start | None) -> Datasets:
     train, held_out = config.train, config.validation
     eval_samples = held_out.eval_iters * (held_out.eval_global_batch_size or train.global_batch_size)
     test_samples = eval_samples if has_test_part(config.dataset.split) else 0
-    return build_datasets(config, tokenizer, train.train_iters * train.global_batch_size, eval_samples, test_samples)
+    train_samples = train.train_iters * train.global_batch_size
+    if start is not None and not start.finetune:
+        # What was consumed may have been in larger batches.
+        remaining = (train.train_iters - start.iteration) * train.global_batch_size
+        train_samples = max(train_samples, start.consumed_samples + remaining)
+    return build_datasets(config, tokenizer, train_samples, eval_samples, test_samples)
 
 
 def _write_config(config: RunConfig, folder: Path) -> None:

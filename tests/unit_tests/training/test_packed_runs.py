@@ -92,6 +92,20 @@ def test_a_resumed_run_is_the_undisturbed_run(packed: Any, tmp_path: Path) -> No
     assert schedules(tmp_path / "run") == schedules(tmp_path / "first")
 
 
+def test_a_run_resumed_with_a_smaller_batch_takes_the_samples_that_follow(packed: Any, tmp_path: Path) -> None:
+    """Four iterations of four samples are fewer than the two of ten that were consumed: no reason to begin again."""
+    more = ["model.context_parallel_size=1", "model.max_seqlen_per_dp_cp_rank=128"]
+    more += ["scheduler.override_opt_param_scheduler=true"]
+    assert packed(*more, "train.train_iters=3", "train.exit_interval=2", ranks=1)[0] == 0
+    code, text = packed(*more, "train.train_iters=4", "train.global_batch_size=4", ranks=1)
+    assert code == 0 and "resumed from iteration 2" in text, text
+    resumed = [line["lengths"] for line in lines_of(tmp_path / "run", "schedules.jsonl")][2:]
+    (tmp_path / "run").rename(tmp_path / "first")
+    code, text = packed(*more, "train.train_iters=7", "train.global_batch_size=4", ranks=1)
+    assert code == 0, text
+    assert resumed == [line["lengths"] for line in lines_of(tmp_path / "run", "schedules.jsonl")][5:]
+
+
 def test_a_calibrated_run_goes_on_with_its_cost_model(packed: Any, tmp_path: Path) -> None:
     """The schedule of the step after the checkpoint was under way already, with the model from before."""
     more = ["train.train_iters=8", "model.dynamic_context_parallel_calibration_iters=5", "checkpoint.save_interval=5"]

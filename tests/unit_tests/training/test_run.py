@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_cp.attention.core_attention import ContextParallelAttention
+from megatron_cp.data.datasets import MockDataset
 
 METRICS = {
     "iteration",
@@ -89,6 +90,27 @@ def test_a_resumed_run_is_the_undisturbed_run(cli: Any, tmp_path: Path) -> None:
     code, text = cli(*more)
     assert code == 0 and "resumed from iteration 4" in text
     assert [line["lm_loss"] for line in metrics(tmp_path)] == undisturbed
+
+
+def record_samples(folder: str) -> None:
+    original = MockDataset.__getitem__
+
+    def read(self: MockDataset, index: int) -> Any:
+        with open(f"{folder}/samples", "a") as file:
+            file.write(f"{index}\n")
+        return original(self, index)
+
+    MockDataset.__getitem__ = read  # type: ignore[method-assign]
+
+
+def test_a_run_resumed_with_a_smaller_batch_has_samples_to_the_end(cli: Any, tmp_path: Path) -> None:
+    """Four iterations of two samples are fewer than the two of eight that were consumed."""
+    more = ["model.context_parallel_size=1", "dataset.num_workers=0"]
+    assert cli(*more, "train.global_batch_size=8", "train.train_iters=3", "train.exit_interval=2", ranks=1)[0] == 0
+    more += ["train.train_iters=4", "scheduler.override_opt_param_scheduler=true"]
+    code, text = cli(*more, ranks=1, before=partial(record_samples, str(tmp_path)))
+    assert code == 0, text
+    assert (tmp_path / "samples").read_text().split() == ["16", "17", "18", "19"]
 
 
 def test_evaluation_is_the_same_under_another_layout(cli: Any, tmp_path: Path) -> None:
