@@ -45,7 +45,8 @@ class Stream:
     """An endless, shuffled blend of sources, of which a run wants the first ``num_samples``.
 
     Sample i is the same whatever ``num_samples`` is, and is there also beyond them. Each source is dealt whole, in a
-    new order, before any of its samples comes again. ``weights`` are shares of *tokens*; by default every source gives what it has.
+    new order, before any of its samples comes again. ``weights`` are shares of *tokens*; by default every source gives
+    what it has.
     """
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None, seed: int, num_samples: int) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.domain import DynamicGroups
-from megatron_cp.dynamic_cp.packing import HostPack, PackedMicrobatch, Sample, dummy_sample, lay_out
+from megatron_cp.dynamic_cp.packing import HostPack, PackedMicrobatch, Sample, dummy_sample, lay_out, mask_problems
 from megatron_cp.dynamic_cp.report import padding_fraction
 from megatron_cp.dynamic_cp.types import Group, Schedule
 
@@ -208,13 +208,15 @@ class DynamicBatches:
 
 
 def _check(index: int, sample: Sample, length: int) -> None:
-    """Raise ValueError for a sample that is not what its length says."""
+    """Raise ValueError for a sample that is not what its length says, or that is not trained as its mask says."""
     for key in ("tokens", "labels", "loss_mask"):
         if len(sample[key]) != length:
             raise ValueError(
                 f"sample {index} of the data set should have {length} {key}, but has {len(sample[key])}: each token "
                 "needs one label and one place in the loss mask"
             )
+    for problem in mask_problems(sample["loss_mask"]):
+        raise ValueError(f"sample {index} of the data set: {problem}")
 
 
 def _checksum(sample: Sample) -> int:

@@ -162,6 +162,13 @@ def dummy_sample(sequence_parallel_size: int = 1) -> Sample:
     }
 
 
+def mask_problems(loss_mask: torch.Tensor) -> list[str]:
+    """What is wrong with the values of a loss mask: the loss is divided by a whole number of tokens."""
+    if bool(((loss_mask == 0) | (loss_mask == 1)).all()):
+        return []
+    return ["the loss mask has values other than 0 and 1, but a token counts for the loss or does not"]
+
+
 def length_of(index: int, sample: Sample) -> int:
     """Tokens of a sample. Raises ValueError, naming it by ``index``, for one that cannot be packed."""
     length = len(sample["tokens"])

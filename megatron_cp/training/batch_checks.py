@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cp.dynamic_cp.iterator import StepPlan
+from megatron_cp.dynamic_cp.packing import mask_problems
 from megatron_cp.errors import RuntimeFault
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.batch import KEYS, check_batch, check_pack, check_positions
@@ -38,7 +39,8 @@ class BatchChecks:
         found = check_batch(shapes, seq_length=config.model.seq_length or 0, cp_size=cp.size())
         if not found and not config.dataset.reset_position_ids:
             found = check_positions(sliced["position_ids"].numpy(), cp_rank=cp.rank(), cp_size=cp.size())
-        return [str(violation) for violation in found]
+        texts = [str(violation) for violation in found]
+        return texts + (mask_problems(sliced["loss_mask"]) if "loss_mask" in sliced else [])
 
     def agree(self, checksum: int, problems: Sequence[str]) -> None:
         """Compare what all ranks found; collective over the run's ranks.

@@ -2,7 +2,8 @@
 
 During the first iterations each rank's working time is gathered by all; at the end of them rank 0 fits the model and
 all ranks take over its numbers. From then on the model stays as it is, and it is saved with every checkpoint, so that
-a resumed run makes the same schedules as one that was never stopped.
+a resumed run makes the same schedules as one that was never stopped. In another layout, or with another model to start
+from, the saved numbers mean nothing: such a run measures anew.
 """
 
 from __future__ import annotations
@@ -17,37 +18,49 @@ import torch.distributed as dist
 from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.iterator import StepPlan
+from megatron_cp.training.scheduling import keeps_step
 from megatron_cp.training.setup import Run
 from megatron_cp.training.work_clock import WorkClock
 
 logger = logging.getLogger(__name__)
 
-WARM_UP = 2  # iterations that allocate, compile and connect
+WARM_UP = 2  # first iterations of a process, which allocate, compile and connect
 
 
 class CostTracker:
     """The cost model in use. Collective over the run's ranks.
 
     Only where ranks run independently does a rank's time tell what its own microbatches cost: without pipeline stages
-    and expert parallelism. Otherwise the model derived from the shape stays.
+    and shared experts. Otherwise the model derived from the shape stays.
     """
 
     def __init__(self, run: Run, prior: CostModel, active: bool) -> None:
         model = run.config.model
-        independent = model.pipeline_model_parallel_size == 1 and model.expert_model_parallel_size == 1
         self._run = run
         self._prior = prior
         self.cost = prior
-        self._last = model.dynamic_context_parallel_calibration_iters if active and independent else 0
-        self._layout = [run.all_ranks.size(), model.tensor_model_parallel_size, model.pipeline_model_parallel_size]
+        self._first = run.progress.iteration
+        iterations = model.dynamic_context_parallel_calibration_iters if active and not keeps_step(model) else 0
+        self._wanted = max(1, iterations - WARM_UP) if iterations else 0
+        # What the numbers of a fitted model hold for.
+        self._of = {
+            "ranks": run.all_ranks.size(),
+            "tp": model.tensor_model_parallel_size,
+            "pp": model.pipeline_model_parallel_size,
+            "ep": model.expert_model_parallel_size,
+            "etp": model.expert_tensor_parallel_size,
+            "cp_comm_type": model.cp_comm_type,
+            "prior": asdict(prior),
+        }
+        self._measured = 0  # iterations
         self._observed: list[tuple[list[tuple[list[int], int]], float]] = []
-        if run.progress.iteration < self._last:
+        if self._wanted:
             run.work_clock = WorkClock()
 
     def observe(self, plan: StepPlan) -> bool:
         """Take in the last step's time; whether :attr:`cost` has changed."""
-        iteration, clock = self._run.progress.iteration, self._run.work_clock
-        if clock is None or iteration <= WARM_UP:
+        clock = self._run.work_clock
+        if clock is None or self._run.progress.iteration <= self._first + WARM_UP:
             return False
         group, seconds = self._run.all_ranks, clock.seconds
         assert self._run.dynamic_groups is not None
@@ -65,7 +78,8 @@ class CostTracker:
             ]
             if work:
                 self._observed.append((work, measured))
-        if iteration < self._last:
+        self._measured += 1
+        if self._measured < self._wanted:
             return False
         self._run.work_clock = None
         self._fit()
@@ -93,12 +107,19 @@ class CostTracker:
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, in plain types."""
-        return {"layout": self._layout, "cost": asdict(self.cost), "observed": list(self._observed)}
+        return {
+            "of": self._of,
+            "cost": asdict(self.cost),
+            "measured": self._measured,
+            "observed": list(self._observed),
+        }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> bool:
-        """Take over a saved model; False, and nothing changes, where it was made in another layout."""
-        if state is None or state["layout"] != self._layout:
+        """Take over a saved model, and what was measured for one; False, and nothing changes, where it does not fit."""
+        if state is None or state.get("of") != self._of:
             return False
         self.cost = CostModel(**state["cost"])
-        self._observed = list(state["observed"])
+        self._measured, self._observed = state["measured"], list(state["observed"])
+        if self._measured >= self._wanted:
+            self._run.work_clock = None
         return True

@@ -111,7 +111,7 @@ class PackedSteps:
         return self._batches.state_dict() | {"calibration": self._costs.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where the saved ones stopped; in another layout with a cost model of its own."""
+        """Go on exactly where the saved ones stopped; in another layout or transport with a cost model of its own."""
         if self._costs.load_state_dict(state.get("calibration")):
             self._batches.load_state_dict(state)
         else:

@@ -56,6 +56,10 @@ def sliced_twice() -> None:
     )
 
 
+def weighed_tokens() -> None:
+    change_samples(lambda index, sample: sample | {"loss_mask": sample["loss_mask"] / 2})
+
+
 def no_more_data() -> None:
     MockDataset.__len__ = lambda self: 1  # type: ignore[method-assign]
 
@@ -69,6 +73,7 @@ def no_more_data() -> None:
         (another_key, "rank 1: error B7: scores: unknown key 'scores'"),
         (shorter_samples, "rank 1: error B9: tokens: holds 8 tokens, not 32 / cp 2 = 16: already sliced?"),
         (sliced_twice, "rank 1: this batch is already sliced for context parallelism; slice each batch once"),
+        (weighed_tokens, "rank 1: the loss mask has values other than 0 and 1"),
         (no_more_data, "rank 1: the data ends after 0 samples"),
     ],
 )

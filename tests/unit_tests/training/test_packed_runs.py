@@ -151,6 +151,10 @@ def fewer_labels() -> None:
 
 
 def other_samples() -> None:
+    change_samples(lambda sample: sample | {"loss_mask": 1 - sample["loss_mask"]})
+
+
+def weighed_tokens() -> None:
     change_samples(lambda sample: sample | {"loss_mask": torch.full_like(sample["loss_mask"], 0.5)})
 
 
@@ -194,6 +198,7 @@ def pack_of_another_length() -> None:
         pytest.param(empty, "rank 1: sample 0 of the data set is empty", marks=pytest.mark.slow),
         (fewer_labels, "labels, but has"),
         pytest.param(unreadable, "rank 1: corpus.bin: Input/output error", marks=pytest.mark.slow),
+        (weighed_tokens, "of the data set: the loss mask has values other than 0 and 1"),
         (other_samples, "ranks [1] read other tokens, labels or loss masks than rank 0"),
         pytest.param(
             other_lengths,
