@@ -137,7 +137,7 @@ def calibrated(*ways: Way) -> Fit:
     """The cost model that fits what the ways measured so far: between them they ran samples of all lengths on groups
     of all sizes."""
     states = [way.steps.state_dict()["calibration"] for way in ways]
-    calibrator = Calibrator(model_cost(ways[0].run.config), bound=64.0)
+    calibrator = Calibrator(model_cost(ways[0].run.config))
     for work, seconds in (one for state in states for one in state["observed"]):
         calibrator.observe(work, seconds)
     return calibrator.fit()

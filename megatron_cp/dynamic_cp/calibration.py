@@ -15,21 +15,30 @@ _FITTED = ("per_microbatch", "quadratic", "linear", "kv_intra", "kv_inter", "rin
 
 @dataclass(frozen=True)
 class Fit:
-    """A calibrated cost model. residual: the median relative error of its predictions; prior_residual: the prior's."""
+    """A calibrated cost model. residual: the median relative error of its predictions; prior_residual: the prior's.
+
+    scale: how many times as slow as the prior the machine is on the whole. at_bound: the coefficients that wanted to
+    be further from the scaled prior than they may, of those that matter to the times.
+    """
 
     cost: CostModel
     residual: float
     prior_residual: float
     observations: int
+    scale: float = 1.0
+    at_bound: tuple[str, ...] = ()
 
 
 class Calibrator:
     """Collects measurements and fits the coefficients of a cost model to them.
 
-    Each coefficient (per_microbatch, quadratic, linear, kv_intra, kv_inter, ring_step, per_sample) is the prior's value
-    times a factor between 1 / bound and bound; one that is 0 in the prior stays 0. The fit minimizes relative errors by
+    First the whole prior is scaled by the median of measured over predicted: how fast the machine is does not matter
+    to a schedule, only the ratios of the coefficients do, so that nothing bounds it. Then each coefficient
+    (per_microbatch, quadratic, linear, kv_intra, kv_inter, ring_step, per_sample) is the scaled prior's value times a
+    factor between 1 / bound and bound; one that is 0 in the prior stays 0. The fit minimizes relative errors by
     iteratively reweighted least squares with Huber's weights (1964), so a few disturbed steps do no harm, and leans
-    slightly towards the prior, which decides what the measurements cannot tell apart.
+    slightly towards the scaled prior, which decides what the measurements cannot tell apart, and which stays where the
+    fit is no better.
 
     window: how many of the latest observations count.
     """
@@ -58,26 +67,38 @@ class Calibrator:
             return Fit(self.prior, 0.0, 0.0, 0)
         table = np.concatenate([rows for rows, _ in self._rows])
         owner = np.repeat(np.arange(len(self._rows)), [len(rows) for rows, _ in self._rows])
-        seconds = np.array([s for _, s in self._rows])
-        factors = np.ones(len(_FITTED))
+        measured = np.array([s for _, s in self._rows])
+        unscaled = factors = np.ones(len(_FITTED))
+        scale = float(np.median(measured / self._design(table, owner, unscaled).sum(axis=1)))
+        seconds = measured / scale  # on a machine as fast as the prior
         for _ in range(25):
             design = self._design(table, owner, factors) / seconds[:, None]
             error = design @ factors - 1.0
-            scale = 1.345 * max(1.4826 * float(np.median(np.abs(error))), 1e-4)
-            weight = np.minimum(1.0, scale / np.maximum(np.abs(error), 1e-12))
+            tolerated = 1.345 * max(1.4826 * float(np.median(np.abs(error))), 1e-4)
+            weight = np.minimum(1.0, tolerated / np.maximum(np.abs(error), 1e-12))
             updated = self._solve(design, weight)
             if np.allclose(updated, factors, rtol=1e-6):
                 break
             factors = updated
-        scaled = {name: getattr(self.prior, name) * f for name, f in zip(_FITTED, factors.tolist(), strict=True)}
-        cost = replace(self.prior, **scaled)
+
+        def residual(factors: np.ndarray, seconds: np.ndarray) -> float:
+            return float(np.median(np.abs(self._design(table, owner, factors) @ factors / seconds - 1.0)))
+
+        if residual(factors, seconds) >= residual(unscaled, seconds):
+            factors = unscaled
+        # What each coefficient makes of the times, at its prior or its fitted value; a tenth of them matters.
+        shares = (self._design(table, owner, factors) * np.maximum(1.0, factors) / seconds[:, None]).mean(axis=0)
+        clipped = (shares > 0.1) & ((factors <= 1 / self.bound) | (factors >= self.bound))
+        values = {
+            name: getattr(self.prior, name) * scale * f for name, f in zip(_FITTED, factors.tolist(), strict=True)
+        }
         return Fit(
-            cost,
-            residual=float(np.median(np.abs(self._design(table, owner, factors) @ factors / seconds - 1.0))),
-            prior_residual=float(
-                np.median(np.abs(self._design(table, owner, 1 + 0 * factors).sum(axis=1) / seconds - 1.0))
-            ),
+            replace(self.prior, **values),
+            residual=residual(factors, seconds),
+            prior_residual=residual(unscaled, measured),
             observations=len(seconds),
+            scale=scale,
+            at_bound=tuple(name for name, outside in zip(_FITTED, clipped.tolist(), strict=True) if outside),
         )
 
     def _design(self, table: np.ndarray, owner: np.ndarray, factors: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from megatron_cp.training.work_clock import WorkClock
 logger = logging.getLogger(__name__)
 
 WARM_UP = 2  # first iterations of a process, which allocate, compile and connect
+POOR_FIT = 0.3  # median relative error above which schedules are likely to be lopsided
 
 
 class CostTracker:
@@ -96,11 +97,20 @@ class CostTracker:
             found = [asdict(fit.cost)]
             logger.info(
                 "cost model calibrated: predictions of a rank's step time are off by %.0f%% (before: %.0f%%), median "
-                "of %d observations",
+                "of %d observations; this machine takes %.2g times as long as assumed",
                 100 * fit.residual,
                 100 * fit.prior_residual,
                 fit.observations,
+                fit.scale,
             )
+            if fit.residual > POOR_FIT or fit.at_bound:
+                logger.warning(
+                    "the calibrated cost model may be poor, and schedules slower than need be: predictions are off by "
+                    "%.0f%%; coefficients at the bound of %g times from what the model's shape gives: %s",
+                    100 * fit.residual,
+                    calibrator.bound,
+                    ", ".join(fit.at_bound) or "none",
+                )
         dist.broadcast_object_list(found, src=dist.get_process_group_ranks(group)[0], group=group)
         self.cost = CostModel(**found[0])
         self._observed.clear()
