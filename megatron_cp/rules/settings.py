@@ -200,7 +200,8 @@ def data_is_named(c: Context) -> Iterator[Finding]:
 @rule(
     "K12",
     "A sliding window is two lengths.",
-    "megatron-core passes (left, right) on as they are and fails late; a causal window has nothing to the right.",
+    "megatron-core passes (left, right) on as they are and fails late; a causal window has nothing to the right. The "
+    "layers of multi-token prediction have the windows of the first layers: their numbers begin at 1 again.",
     broken("model.window_size=[64]"),
 )
 def window_is_two_lengths(c: Context) -> Iterator[Finding]:
@@ -211,9 +212,16 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
     elif window is not None and model.attention_mask_type == "causal" and window[1] > 0:
         message = f"causal attention sees nothing ahead; the right part of {window} has no effect"
         yield Finding("model.window_size", message, f"[{window[0]}, 0]", severity="warning")
+    ahead = model.mtp_num_layers or 0  # megatron-core numbers these from 1 again, and looks them up in the same list
     if isinstance(every, list) and len(every) != model.num_layers:
         yield Finding(
             "model.window_attn_skip_freq", f"has {len(every)} entries for {model.num_layers} layers", "one a layer"
+        )
+    elif isinstance(every, list) and window is not None and len(every) < ahead:
+        yield Finding(
+            "model.window_attn_skip_freq",
+            f"has {len(every)} entries for {ahead} layers of multi-token prediction, which take them from the first on",
+            f"model.mtp_num_layers={len(every)}, or a number instead of the list",
         )
     elif isinstance(every, int) and every < 1:
         yield Finding(

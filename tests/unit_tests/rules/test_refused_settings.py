@@ -50,6 +50,8 @@ REFUSED = [
     (["model.position_embedding_type=none", "dataset.reset_position_ids=true"], "E9",
      "dataset.reset_position_ids=false"),
     (["model.window_size=[8,0]", "model.window_attn_skip_freq=0"], "K12", "model.window_attn_skip_freq=null"),
+    (["model.window_size=[8,0]", "model.window_attn_skip_freq=[1,0,1,0]", "model.mtp_num_layers=5"], "K12",
+     "model.mtp_num_layers=4"),
     (["model.seq_len_interpolation_factor=0"], "K51", "model.seq_len_interpolation_factor=null"),
     (["model.softmax_scale=0.0"], "K51", "model.softmax_scale=null"),
     (["model.softmax_scale=-1"], "K51", "model.softmax_scale=null"),
