@@ -24,7 +24,8 @@ class Violation:
 
     def __str__(self) -> str:
         where = self.field if self.value is None else f"{self.field}={self.value}"
-        text = f"{self.severity} {self.rule}: {where}: {self.message}" if where else f"{self.severity}: {self.message}"
+        head = f"{self.severity} {self.rule}".rstrip()
+        text = ": ".join(part for part in (head, where, self.message) if part)
         return f"{text}\n    fix: {self.fix}" if self.fix else text
 
 

@@ -20,9 +20,21 @@ from megatron_cp.dynamic_cp.recorded import read_step
 from megatron_cp.dynamic_cp.report import Report, as_text, report
 from megatron_cp.dynamic_cp.scheduler import schedule
 from megatron_cp.dynamic_cp.types import Schedule
+from megatron_cp.parallel.layout import MOST_RANKS
 
 # A mistyped number is told at once; with these it takes seconds and minutes.
-_MOST_RANKS, _MOST_SAMPLES = 1_000_000, 10_000_000
+_MOST_SAMPLES = 10_000_000
+# Option -> the least and the most that it may be.
+_RANGES = {
+    "ranks": (1, MOST_RANKS),
+    "seed": (0, 2**63 - 1),
+    "max_seqlen_per_rank": (1, 2**31 - 1),
+    "min_cp_size": (1, MOST_RANKS),
+    "sync_ranks": (1, MOST_RANKS),
+    "pipeline_size": (1, 10_000),
+    "microbatch_multiple": (1, 1_000),
+    "sequence_parallel_size": (1, 10_000),
+}
 
 # Options that only some sources look at: a run has recorded what the others are told.
 _PLANNED = ("lengths", "distribution")
@@ -125,13 +137,21 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
+def _check_ranges(args: argparse.Namespace) -> None:
+    """Raise ValueError for a number that cannot be meant."""
+    for name, (least, most) in _RANGES.items():
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} {value}: must be at least {least} and at most {most:,}")
+
+
 def _run(args: argparse.Namespace) -> int:
+    _check_ranges(args)
     if args.from_run:
         return _show_run(args)
     if args.ranks is None:
         raise ValueError("--ranks is needed: data parallel size times context parallel size")
-    if not 1 <= args.ranks <= _MOST_RANKS:
-        raise ValueError(f"--ranks {args.ranks}: must be at least 1 and at most {_MOST_RANKS:,}")
     lengths, cost = _lengths(args), PRESETS[args.cost]
     common = {"cost": cost, "microbatch_multiple": args.microbatch_multiple}
     common["sequence_parallel_size"] = args.sequence_parallel_size
@@ -157,6 +177,8 @@ def _show_run(args: argparse.Namespace) -> int:
     """One step of a run as it was scheduled, and what packed static CP would have made of the same samples."""
     step = read_step(args.from_run, args.iteration)
     lengths, found = np.array(step.lengths), step.schedule
+    if found.num_ranks % args.sync_ranks:
+        raise ValueError(f"--sync-ranks {args.sync_ranks}: must divide the run's number of ranks ({found.num_ranks})")
     common = {"cost": step.cost, "sequence_parallel_size": found.sequence_parallel_size}
     keeping_step = {"sync_ranks": args.sync_ranks, "pipeline_size": args.pipeline_size}
     real = report(f"the run, iteration {step.iteration}", found, lengths, step.cost, **keeping_step)

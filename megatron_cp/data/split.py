@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 
@@ -12,9 +13,11 @@ def shares(split: str) -> list[float]:
         ValueError: the text is something else, which megatron-core would pick the digits out of.
     """
     parts = [part.strip() for part in split.split(",")]
-    if len(parts) > 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in parts):
+    if len(parts) > 3 or not all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", part) for part in parts):
         raise ValueError("must be one to three numbers with commas between them")
     numbers = [float(part) for part in parts]
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("must be numbers that are finite")
     if sum(numbers) <= 0:
         raise ValueError("must have a share above 0")
     return numbers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import re
+import zlib
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.resources import files
@@ -64,6 +65,8 @@ def _chat(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
 
 def _long_instructions(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
     """Only long samples, log-uniform from 8K up."""
+    if longest < 8192:
+        raise ValueError(f"longest={longest}: the distribution 'long' needs --longest 8192 or more")
     return np.exp(rng.uniform(np.log(8192), np.log(longest), size=n))
 
 
@@ -107,7 +110,7 @@ def read_lengths(path: str) -> np.ndarray:
     try:
         raw = Path(path).read_bytes()
         text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     return parse_lengths(text, path)
 

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from megatron_cp.config import RunConfig
 
+MOST_RANKS = 1_000_000  # a mistyped number is told at once, instead of counting to it
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 
 # Name of a group family -> the dimensions that vary inside one group.
@@ -52,7 +53,7 @@ class RankLayout:
         order: dimension names, the first one varying fastest.
 
     Raises:
-        ValueError: a size that is not a positive integer or does not divide what it must.
+        ValueError: a size that is not a positive integer, or is beyond all machines, or does not divide what it must.
     """
 
     world_size: int
@@ -69,6 +70,8 @@ class RankLayout:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.world_size > MOST_RANKS:
+            raise ValueError(f"world_size must be at most {MOST_RANKS}, got {self.world_size}")
         if self.hierarchical is not None:
             object.__setattr__(self, "hierarchical", tuple(self.hierarchical))
             if math.prod(self.hierarchical) != self.cp:

@@ -55,6 +55,8 @@ def check(
     if problems:  # the checks calculate with these values
         return problems
     surroundings = Environment.of(environment)
+    if world.oversized(config, world_size):
+        return list(RULES["A1"].violations(Context(config, world_size, gpus_per_node, surroundings)))
     config, _ = resolve_auto(config, world_size, gpus_per_node, surroundings)
     context = Context(config, world_size, gpus_per_node, surroundings)
     found = [violation for id in sorted(RULES, key=order) for violation in RULES[id].violations(context)]

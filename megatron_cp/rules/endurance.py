@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from megatron_cp.rules.rule import Context, Finding, broken, rule
 
+_MINUTES_OF_A_YEAR = 365 * 24 * 60  # longer ones end in an OverflowError once torch has them
+
 
 @rule(
     "K50",
@@ -56,6 +58,10 @@ def intervals_are_positive(c: Context) -> Iterator[Finding]:
     for field, value in values.items():
         if value is not None and value <= 0:
             yield Finding(field, f"must be above 0, got {value}", f"{field}={fixes.get(field, 'null')}")
+    minutes = config.dist.distributed_timeout_minutes
+    if minutes > _MINUTES_OF_A_YEAR:
+        message = f"must be at most {_MINUTES_OF_A_YEAR}, a year, got {minutes}"
+        yield Finding("dist.distributed_timeout_minutes", message, "dist.distributed_timeout_minutes=10")
 
 
 @rule(

@@ -28,6 +28,7 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.moe_router_topk",
             f"must be between 1 and num_moe_experts ({model.num_moe_experts}), got {model.moe_router_topk}",
+            f"model.moe_router_topk={max(1, min(model.num_moe_experts, model.moe_router_topk))}",
         )
     sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
     if model.moe_router_topk == 1 and not model.moe_router_pre_softmax and not sinkhorn:

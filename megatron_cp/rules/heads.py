@@ -72,6 +72,8 @@ def even_heads(c: Context) -> Iterator[Finding]:
                     "model.num_query_groups",
                     f"{listed(odd)} heads on a tensor-parallel rank is odd; with {kind} over {size} ranks Transformer "
                     "Engine can use flash attention only",
+                    "heads and key/value heads that are multiples of 2 * tp, model.cp_comm_type=p2p, or "
+                    "model.attention_backend=native",
                 )
 
 
@@ -165,7 +167,9 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
     else:
         return
     valid = [n for n in divisors(heads) if n % c.tp == 0 and (n // c.tp % cp == 0 or cp % (n // c.tp) == 0)]
-    yield Finding("model.mamba_num_groups", message, f"one of {listed(valid)}" if valid else "")
+    yield Finding(
+        "model.mamba_num_groups", message, f"one of {listed(valid)}" if valid else "another model.mamba_num_heads"
+    )
 
 
 @rule(
@@ -181,7 +185,8 @@ def mamba_sizes(c: Context) -> Iterator[Finding]:
     for name in ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"):
         value = getattr(model, name)
         if value is not None and value < 1:
-            yield Finding(f"model.{name}", f"must be an integer of at least 1, got {value}")
+            message, fix = f"must be an integer of at least 1, got {value}", f"model.{name}=1 or more"
+            yield Finding(f"model.{name}", message, fix)
     width = 2 * model.hidden_size
     if model.mamba_num_heads is None and model.mamba_head_dim > 0 and width % model.mamba_head_dim:
         yield Finding(

@@ -61,7 +61,11 @@ def mamba_is_flat(c: Context) -> Iterator[Finding]:
     model = c.config.model
     hybrid = model.architecture == "hybrid" and "M" in (model.hybrid_layer_pattern or "")
     if hybrid and c.widest > 1 and "a2a+p2p" in c.comm_types:
-        yield Finding("model.cp_comm_type", "a2a+p2p applies to the attention layers; Mamba layers use one flat group")
+        yield Finding(
+            "model.cp_comm_type",
+            "a2a+p2p applies to the attention layers; Mamba layers use one flat group",
+            "model.cp_comm_type=p2p or all_gather, where the Mamba layers take most of the time",
+        )
 
 
 @rule(
@@ -94,7 +98,7 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
             severity="warning",
         )
     if optimizer.lr < 0:
-        yield Finding("optimizer.lr", "must be at least 0", "optimizer.lr=3e-4")
+        yield Finding("optimizer.lr", f"must be at least 0, got {optimizer.lr}", "optimizer.lr=3e-4")
     else:
         for name, value in (
             ("optimizer.min_lr", optimizer.min_lr),
@@ -102,8 +106,18 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
         ):
             if not 0 <= value <= optimizer.lr:
                 yield Finding(name, f"must be between 0 and optimizer.lr ({optimizer.lr})", f"{name}=0.0")
-    if schedule.lr_decay_style == "WSD" and schedule.lr_wsd_decay_iters is None:
-        yield Finding("scheduler.lr_wsd_decay_iters", "must be set for lr_decay_style=WSD")
+    if schedule.lr_decay_style == "WSD" and decay is not None and 0 <= warmup < decay:
+        last, most = schedule.lr_wsd_decay_iters, decay - warmup
+        if last is None:
+            message = "must be set for lr_decay_style=WSD"
+            yield Finding("scheduler.lr_wsd_decay_iters", message, f"scheduler.lr_wsd_decay_iters from 1 to {most}")
+        elif not 1 <= last <= most:
+            yield Finding(
+                "scheduler.lr_wsd_decay_iters",
+                f"must be from 1 to the {most} iterations between the warmup ({warmup}) and the end of the schedule "
+                f"({decay}), got {last}",
+                f"scheduler.lr_wsd_decay_iters={1 if last < 1 else most}, or a larger scheduler.lr_decay_iters",
+            )
     start = optimizer.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
     end = optimizer.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
     if start < 0:
@@ -122,4 +136,8 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
             f"scheduler.weight_decay_incr_style=linear, or scheduler.start_weight_decay={end}",
         )
     if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
-        yield Finding("scheduler.override_opt_param_scheduler", "both override and use-checkpoint are set")
+        yield Finding(
+            "scheduler.override_opt_param_scheduler",
+            "both override and use-checkpoint are set",
+            "scheduler.override_opt_param_scheduler=false, or scheduler.use_checkpoint_opt_param_scheduler=false",
+        )

@@ -244,7 +244,8 @@ def broken(*overrides: str, **where: Any) -> Example:
 
 
 def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    low = [d for d in range(1, math.isqrt(max(0, number)) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]
 
 
 def listed(values: list[int]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.parallel.layout import layout_of
+from megatron_cp.config import RunConfig
+from megatron_cp.parallel.layout import MOST_RANKS, layout_of
 from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, rule
 
 _SIZES = {
@@ -40,12 +41,32 @@ _SIZES = {
     "train": ("train_iters", "global_batch_size", "micro_batch_size"),
     "dataset": ("seq_length",),
 }
+_MOST = 2**31 - 1
+
+
+def oversized(config: RunConfig, world_size: int) -> list[Finding]:
+    """The sizes that are surely mistyped, and with which the checks themselves would take for ever."""
+    found = [Finding("world size", f"must be at most {MOST_RANKS}, got {world_size}", "the ranks that will be started")]
+    found = found if world_size > MOST_RANKS else []
+    for section, names in _SIZES.items():
+        for name in names:
+            value = getattr(getattr(config, section), name)
+            if value is not None and value > _MOST:
+                found.append(
+                    Finding(
+                        f"{section}.{name}",
+                        f"must be at most {_MOST}, got {value}",
+                        f"{section}.{name} from 1 to {_MOST}",
+                    )
+                )
+    return found
 
 
 @rule(
     "A1",
-    "Sizes and counts are at least 1.",
-    "Upstream a context parallel size of 0 ends in a ZeroDivisionError deep in the set-up of the process groups.",
+    "Sizes and counts are at least 1, and no larger than anything that exists.",
+    "Upstream a context parallel size of 0 ends in a ZeroDivisionError deep in the set-up of the process groups. "
+    "With a number far too large the checks would count to it.",
     broken("model.context_parallel_size=0"),
 )
 def sizes_are_positive(c: Context) -> Iterator[Finding]:
@@ -53,9 +74,12 @@ def sizes_are_positive(c: Context) -> Iterator[Finding]:
         for name in names:
             value = getattr(getattr(c.config, section), name)
             if value is not None and value < 1:
-                yield Finding(f"{section}.{name}", f"must be an integer of at least 1, got {value}")
+                message, fix = f"must be an integer of at least 1, got {value}", f"{section}.{name}=1 or more"
+                yield Finding(f"{section}.{name}", message, fix)
     if c.world_size < 1:
-        yield Finding("world size", f"must be an integer of at least 1, got {c.world_size}")
+        message, fix = f"must be an integer of at least 1, got {c.world_size}", "--world-size 1 or more"
+        yield Finding("world size", message, fix)
+    yield from oversized(c.config, c.world_size)
 
 
 @rule(

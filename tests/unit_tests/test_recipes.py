@@ -138,7 +138,7 @@ def test_a_choice_that_does_not_exist_names_those_that_do(choice, meant, others,
         ("parallel=null", "fix: set the value you want: parallel=value"),
         ("dataset=null", "a whole section cannot be null"),
         ("nonsense", "expected key=value"),
-        ("dataset.seq_length=${model.nothing}", "cannot resolve"),
+        ("dataset.seq_length=${model.nothing}", "error K3: cannot resolve"),
         (f"model.num_layers={'9' * 5000}", "cannot parse: Exceeds the limit"),
     ],
 )

@@ -1,9 +1,13 @@
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from megatron_cp.dynamic_cp.cost import DEFAULT_COST
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, sample_lengths
+from megatron_cp.dynamic_cp.recorded import SCHEDULES, record
+from megatron_cp.dynamic_cp.scheduler import schedule
 from megatron_cp.schedule_cli import main
 
 SMALL = ["--distribution", "documents", "--count", "64", "--longest", "16384", "--ranks", "8"]
@@ -84,6 +88,15 @@ def test_reads_a_megatron_index(tmp_path, capsys):
         ("10\n99999999999999999999999", [], "lengths.txt:2: a number of 23 digits is no length in tokens"),
         ("9" * 5000, [], "a number of 5000 digits"),
         ("10", ["--longest", "99999999999999999999999"], "--longest 99999999999999999999999"),
+        (
+            "10",
+            ["--microbatch-multiple", "9" * 30],
+            f"--microbatch-multiple {'9' * 30}: must be at least 1 and at most",
+        ),
+        ("10", ["--max-seqlen-per-rank", "9" * 400], "at most 2,147,483,647"),
+        ("10", ["--sequence-parallel-size", "9" * 30], "--sequence-parallel-size 9999"),
+        ("10", ["--pipeline-size", "9" * 30], "--pipeline-size 9999"),
+        ("10", ["--min-cp-size", "9" * 30], "--min-cp-size 9999"),
         ("10", ["--iteration", "3"], "--iteration goes with --from-run"),
         ("10", ["--seed", "0"], "--seed goes with --distribution"),
     ],
@@ -94,6 +107,46 @@ def test_wrong_input_is_one_line_and_2(tmp_path, capsys, content, options, messa
     assert main(["--lengths", str(path), "--ranks", "4", *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--distribution", "long", "--longest", "1000"], "longest=1000: the distribution 'long' needs --longest 8192"),
+        (["--distribution", "mock", "--seed", "-1"], "--seed -1: must be at least 0"),
+    ],
+)
+def test_a_distribution_names_the_option(capsys, options, message):
+    assert main([*options, "--ranks", "4"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_damaged_archive_is_explained(tmp_path, capsys):
+    import gzip
+
+    path = tmp_path / "lengths.gz"
+    packed = bytearray(gzip.compress(b"100 200 300\n" * 50))
+    packed[12:20] = b"\xff" * 8
+    path.write_bytes(packed)
+    assert main(["--lengths", str(path), "--ranks", "4"]) == 2
+    assert f"{path}: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sync-ranks", "0"], "--sync-ranks 0: must be at least 1"),
+        (["--sync-ranks", "3"], "--sync-ranks 3: must divide the run's number of ranks (4)"),
+        (["--pipeline-size", "0"], "--pipeline-size 0: must be at least 1"),
+    ],
+)
+def test_what_a_run_is_simulated_with_is_checked(tmp_path, capsys, options, message):
+    step = SimpleNamespace(schedule=schedule([10, 20], 4, 64), lengths=[10, 20], cost=DEFAULT_COST)
+    (tmp_path / SCHEDULES).write_text(json.dumps({"iteration": 1} | record(step)) + "\n")
+    assert main(["--from-run", str(tmp_path)]) == 0
+    assert main(["--from-run", str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--count", "--longest", "--seed", "--max-seqlen-per-rank"])

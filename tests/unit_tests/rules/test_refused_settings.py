@@ -8,6 +8,7 @@ from megatron_cp.errors import ConfigError
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
 from megatron_cp.rules.explain import EXAMPLE_RECIPE
+from megatron_cp.rules.rule import divisors
 
 ONE_RANK = ("parallel=none",)
 EXPERTS = ("model.num_moe_experts=4",)
@@ -30,6 +31,12 @@ REFUSED = [
     (["scheduler.lr_warmup_fraction=1.0"], "I9", "scheduler.lr_warmup_fraction=0.1"),
     (["scheduler.lr_decay_iters=0"], "I9", "scheduler.lr_decay_iters=null"),
     (["scheduler.lr_decay_iters=1"], "I9", "scheduler.lr_warmup_iters=0"),
+    (["scheduler.lr_decay_style=WSD"], "I9", "scheduler.lr_wsd_decay_iters=1"),
+    (["scheduler.lr_decay_style=WSD", "scheduler.lr_wsd_decay_iters=0"], "I9", "scheduler.lr_wsd_decay_iters=1"),
+    (["scheduler.lr_decay_style=WSD", "scheduler.lr_wsd_decay_iters=99", "scheduler.lr_warmup_iters=6",
+      "scheduler.lr_decay_iters=40"], "I9", "scheduler.lr_wsd_decay_iters=34"),
+    (["dist.distributed_timeout_minutes=1e300"], "K51", "dist.distributed_timeout_minutes=10"),
+    ([f"model.num_attention_heads={10**11}", "model.kv_channels=16"], "A1", "model.num_attention_heads=8"),
     ([*EXPERTS, "model.moe_router_topk=1"], "K15", "model.moe_router_pre_softmax=true"),
     ([*SINKHORN, "model.moe_aux_loss_coeff=0.01"], "K15", "model.moe_aux_loss_coeff=0.0"),
     ([*TWO_TENSOR_RANKS, "model.ffn_hidden_size=97"], "K31", "model.ffn_hidden_size=98"),
@@ -75,6 +82,8 @@ REFUSED = [
     (["dataset.kind=mock", "dataset.data_path=corpus"], "K54", "dataset.data_path=null"),
     (["dataset.kind=mock", "dataset.eod_mask_loss=true"], "K54", "dataset.eod_mask_loss=false"),
     (["dataset.split='0,0,0'"], "K32", "dataset.split='98,1,1'"),
+    (["dataset.split='\u0663,1,1'"], "K32", "dataset.split='98,1,1'"),
+    ([f"dataset.split='{'9' * 400},1,1'"], "K32", "dataset.split='98,1,1'"),
     (["dataset.split='1,2,3,4'"], "K32", "dataset.split='98,1,1'"),
     (["dataset.split='-1,2,3'"], "K32", "dataset.split='98,1,1'"),
     ([*INDEXED, "dataset.split='0,1,1'"], "K32", "dataset.split='98,1,1'"),
@@ -136,6 +145,21 @@ def test_a_run_of_no_iterations_is_one_mistake():
 def test_a_node_has_ranks(ranks):
     (found,) = check(load_recipe(EXAMPLE_RECIPE), 4, ranks, "cpu")
     assert (found.rule, found.field) == ("A1", "--gpus-per-node") and str(ranks) in found.message
+
+
+def test_divisors_are_found_without_counting_to_the_number():
+    assert [divisors(number) for number in (0, 1, 12, 36)] == [
+        [],
+        [1],
+        [1, 2, 3, 4, 6, 12],
+        [1, 2, 3, 4, 6, 9, 12, 18, 36],
+    ]
+    assert divisors(2**31 - 1) == [1, 2**31 - 1]
+
+
+def test_a_world_has_a_size_that_can_be():
+    (found,) = check(load_recipe(EXAMPLE_RECIPE), 1_000_000_007, environment="cpu")
+    assert (found.rule, found.message) == ("A1", "must be at most 1000000, got 1000000007") and found.fix
 
 
 def test_a_described_node_has_ranks(tmp_path):

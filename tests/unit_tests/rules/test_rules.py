@@ -75,7 +75,7 @@ def test_the_example_breaks_the_rule(rule):
     assert UPSTREAM_WORDING.get(rule.id, "") in found[0].message
     assert FIXES.get(rule.id, "") in found[0].fix
     for violation in found:
-        assert violation.message and violation.field
+        assert violation.message and violation.field and violation.fix, violation
         assert not violation.message.endswith(".") or rule.id in UPSTREAM_WORDING
 
 
