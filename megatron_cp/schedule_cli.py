@@ -15,7 +15,7 @@ import numpy as np
 from megatron_cp.data.indexed import check_lengths, open_indexed, sequence_lengths
 from megatron_cp.dynamic_cp.cost import PRESETS, CostModel
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, parse_lengths, read_lengths, sample_lengths
-from megatron_cp.dynamic_cp.fixed import schedule_fixed_cp
+from megatron_cp.dynamic_cp.fixed import schedule_fixed_cp, smallest_cp_size
 from megatron_cp.dynamic_cp.recorded import read_step
 from megatron_cp.dynamic_cp.report import Report, as_text, report
 from megatron_cp.dynamic_cp.scheduler import schedule
@@ -74,16 +74,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-seqlen-per-rank", type=int, default=8192, help="tokens a rank holds (default: 8192)")
     parser.add_argument("--min-cp-size", type=int, default=1, help="fewest ranks of a group (default: 1)")
     parser.add_argument(
-        "--sync-ranks", type=int, default=1, help="ranks that meet in every microbatch (expert parallel)"
+        "--sync-ranks", type=int, help="ranks that meet in every microbatch (expert parallel; default: 1, or the run's)"
     )
-    parser.add_argument("--pipeline-size", type=int, default=1, help="pipeline stages (default: 1)")
+    parser.add_argument("--pipeline-size", type=int, help="pipeline stages (default: 1, or the run's)")
     parser.add_argument(
         "--microbatch-multiple", type=int, default=1, help="round the number of microbatches up to this"
     )
     parser.add_argument(
         "--sequence-parallel-size", type=int, default=1, help="tensor parallel size under sequence parallelism"
     )
-    parser.add_argument("--static-cp-size", type=int, help="CP size to compare with (default: the smallest that fits)")
+    parser.add_argument(
+        "--static-cp-size", type=int, help="CP size to compare with (default: the run's or the smallest that fits)"
+    )
     parser.add_argument("--cost", choices=sorted(PRESETS), default="h100_8b", help="cost model (default: h100_8b)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--output", metavar="FILE", type=Path, help="write the schedule itself as JSON")
@@ -155,7 +157,7 @@ def _run(args: argparse.Namespace) -> int:
     lengths, cost = _lengths(args), PRESETS[args.cost]
     common = {"cost": cost, "microbatch_multiple": args.microbatch_multiple}
     common["sequence_parallel_size"] = args.sequence_parallel_size
-    keeping_step = {"sync_ranks": args.sync_ranks, "pipeline_size": args.pipeline_size}
+    keeping_step = _keeping_step(args, 1, 1)
     begin = time.process_time()
     found = schedule(
         lengths, args.ranks, args.max_seqlen_per_rank, min_cp_size=args.min_cp_size, **keeping_step, **common
@@ -173,16 +175,32 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _keeping_step(args: argparse.Namespace, sync_ranks: int, pipeline_size: int) -> dict[str, Any]:
+    """What was asked for, or these."""
+    return {
+        "sync_ranks": sync_ranks if args.sync_ranks is None else args.sync_ranks,
+        "pipeline_size": pipeline_size if args.pipeline_size is None else args.pipeline_size,
+    }
+
+
 def _show_run(args: argparse.Namespace) -> int:
     """One step of a run as it was scheduled, and what packed static CP would have made of the same samples."""
     step = read_step(args.from_run, args.iteration)
     lengths, found = np.array(step.lengths), step.schedule
-    if found.num_ranks % args.sync_ranks:
-        raise ValueError(f"--sync-ranks {args.sync_ranks}: must divide the run's number of ranks ({found.num_ranks})")
-    common = {"cost": step.cost, "sequence_parallel_size": found.sequence_parallel_size}
-    keeping_step = {"sync_ranks": args.sync_ranks, "pipeline_size": args.pipeline_size}
+    width = found.sequence_parallel_size
+    common = {"cost": step.cost, "sequence_parallel_size": width, "microbatch_multiple": step.microbatch_multiple}
+    keeping_step = _keeping_step(args, step.sync_ranks, step.pipeline_size)
+    if found.num_ranks % keeping_step["sync_ranks"]:
+        raise ValueError(
+            f"--sync-ranks {keeping_step['sync_ranks']}: must divide the run's number of ranks ({found.num_ranks})"
+        )
     real = report(f"the run, iteration {step.iteration}", found, lengths, step.cost, **keeping_step)
-    static = _static(lengths, found, args.static_cp_size, keeping_step, common)
+    static_size = args.static_cp_size
+    if static_size is None:
+        # Dynamic groups may be larger than what is configured, and have to be where samples are too long for that.
+        smallest = smallest_cp_size(int(lengths.max()), found.num_ranks, found.max_seqlen_per_rank, width)
+        static_size = max(step.context_parallel_size, smallest)
+    static = _static(lengths, found, static_size, keeping_step, common)
     if args.json:
         figures = {"iteration": step.iteration, "measured_seconds": step.measured_seconds, "run": real.as_dict()}
         print(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))

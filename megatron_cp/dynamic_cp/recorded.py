@@ -29,17 +29,31 @@ class Scheduled(Protocol):
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of a run: what was scheduled, the cost model that it was scheduled with, and how long the step took."""
+    """One step of a run: what was scheduled, the cost model that it was scheduled with, and how long the step took.
+
+    context_parallel_size: the configured one. The three after it are those of :func:`megatron_cp.dynamic_cp.schedule`.
+    """
 
     iteration: int
     schedule: Schedule
     lengths: tuple[int, ...]
     cost: CostModel
     measured_seconds: float | None = None
+    context_parallel_size: int = 1
+    microbatch_multiple: int = 1
+    sync_ranks: int = 1
+    pipeline_size: int = 1
 
 
-def record(step: Scheduled) -> dict[str, Any]:
-    """A step in plain types; a group is [first rank, number of ranks, [sample ids]] with ids counted in the step."""
+# What runs of older versions have not recorded.
+_SETTINGS = ("context_parallel_size", "microbatch_multiple", "sync_ranks", "pipeline_size")
+
+
+def record(step: Scheduled, **settings: int) -> dict[str, Any]:
+    """A step in plain types; a group is [first rank, number of ranks, [sample ids]] with ids counted in the step.
+
+    ``settings`` are those of :class:`RecordedStep`.
+    """
     schedule = step.schedule
     return {
         "num_ranks": schedule.num_ranks,
@@ -51,6 +65,7 @@ def record(step: Scheduled) -> dict[str, Any]:
             for groups in schedule.microbatches
         ],
         "cost": asdict(step.cost),
+        **settings,
     }
 
 
@@ -94,4 +109,6 @@ def _step(values: dict[str, Any], seconds: float | None) -> RecordedStep:
     schedule = Schedule(
         values["num_ranks"], values["max_seqlen_per_rank"], microbatches, values["sequence_parallel_size"]
     )
-    return RecordedStep(values["iteration"], schedule, tuple(values["lengths"]), CostModel(**values["cost"]), seconds)
+    settings = {name: values[name] for name in _SETTINGS if name in values}
+    cost = CostModel(**values["cost"])
+    return RecordedStep(values["iteration"], schedule, tuple(values["lengths"]), cost, seconds, **settings)

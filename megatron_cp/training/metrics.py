@@ -18,7 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.iterator import StepPlan
 from megatron_cp.dynamic_cp.recorded import SCHEDULES, record
+from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training.phases import Interval
+from megatron_cp.training.scheduling import what_keeps_step
 from megatron_cp.training.sinks import JsonLines, open_sinks
 
 logger = logging.getLogger("megatron_cp")
@@ -127,7 +129,10 @@ class Reporter:
     def schedule(self, iteration: int, plan: StepPlan) -> None:
         """Record what a step of packed microbatches ran, in ``schedules.jsonl``."""
         if self._enabled and self._schedules is not None:
-            self._schedules.write(iteration, record(plan))
+            model = self._config.model
+            stages = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+            in_step = what_keeps_step(model, layout_of(self._config, stages * plan.schedule.num_ranks))
+            self._schedules.write(iteration, record(plan, context_parallel_size=model.context_parallel_size, **in_step))
 
     def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
         """Record the loss on held-out data, and how long it took."""

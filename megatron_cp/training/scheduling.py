@@ -32,12 +32,10 @@ def make_schedule(config: RunConfig, layout: RankLayout, lengths: Sequence[int],
     """The schedule of one global batch, as configured; the same on every rank. Raises ValueError for what cannot be."""
     model = config.model
     assert model.max_seqlen_per_dp_cp_rank is not None
-    multiple = 1
-    if model.virtual_pipeline_model_parallel_size is not None:
-        multiple = model.microbatch_group_size_per_vp_stage or model.pipeline_model_parallel_size
+    in_step: dict[str, Any] = what_keeps_step(model, layout)
     common: dict[str, Any] = {
         "cost": cost,
-        "microbatch_multiple": multiple,
+        "microbatch_multiple": in_step.pop("microbatch_multiple"),
         "sequence_parallel_size": sequence_parallel_size(model),
     }
     num_ranks = layout.dp * layout.cp
@@ -48,10 +46,17 @@ def make_schedule(config: RunConfig, layout: RankLayout, lengths: Sequence[int],
         num_ranks,
         model.max_seqlen_per_dp_cp_rank,
         min_cp_size=model.min_dynamic_context_parallel_size,
-        sync_ranks=sync_ranks(layout),
-        pipeline_size=layout.pp,
+        **in_step,
         **common,
     )
+
+
+def what_keeps_step(model: ModelConfig, layout: RankLayout) -> dict[str, Any]:
+    """``microbatch_multiple``, ``sync_ranks`` and ``pipeline_size`` of a run, as the scheduler knows them."""
+    multiple = 1
+    if model.virtual_pipeline_model_parallel_size is not None:
+        multiple = model.microbatch_group_size_per_vp_stage or model.pipeline_model_parallel_size
+    return {"microbatch_multiple": multiple, "sync_ranks": sync_ranks(layout), "pipeline_size": layout.pp}
 
 
 def sync_ranks(layout: RankLayout) -> int:

@@ -1,14 +1,23 @@
 import json
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from megatron_cp.dynamic_cp import PRESETS, CostModel, Schedule, schedule
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, sample_lengths
 from megatron_cp.dynamic_cp.recorded import SCHEDULES, record
-from megatron_cp.dynamic_cp.scheduler import schedule
+from megatron_cp.dynamic_cp.simulate import simulate
 from megatron_cp.schedule_cli import main
+
+
+class Scheduled(NamedTuple):
+    schedule: Schedule
+    lengths: list[int]
+    cost: CostModel
+
 
 SMALL = ["--distribution", "documents", "--count", "64", "--longest", "16384", "--ranks", "8"]
 
@@ -154,6 +163,39 @@ def test_what_a_run_has_recorded_cannot_be_given(tmp_path, capsys, option):
     assert main(["--from-run", str(tmp_path), option, "4"]) == 2
     error = capsys.readouterr().err
     assert f"{option} goes with" in error and "means nothing to --from-run" in error
+
+
+RUN = {"context_parallel_size": 2, "microbatch_multiple": 4, "sync_ranks": 2, "pipeline_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "options", "like", "size"),
+    [
+        (RUN, [], [], 2),
+        (RUN | {"context_parallel_size": 1}, ["--pipeline-size", "5"], ["--pipeline-size", "5"], 2),
+        (RUN | {"context_parallel_size": 4}, [], [], 4),
+        ({}, ["--sync-ranks", "2", "--pipeline-size", "3", "--static-cp-size", "4"], [], 4),
+    ],
+    ids=["as it was", "asked for", "a larger size", "of an older version"],
+)
+def test_a_run_is_shown_as_it_keeps_step(tmp_path, capsys, recorded, options, like, size):
+    """The longest sample needs two ranks; like a plan of the same lengths, but for its dynamic schedule."""
+    lengths = [100, *range(5, 60)]
+    found = Scheduled(schedule(lengths, 4, 64, sync_ranks=2, pipeline_size=3), lengths, PRESETS["h100_8b"])
+    line = record(found, **recorded) | {"iteration": 1}
+    (tmp_path / "schedules.jsonl").write_text(json.dumps(line) + "\n")
+    assert main(["--from-run", str(tmp_path), "--json", *options]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (tmp_path / "lengths.txt").write_text(" ".join(map(str, lengths)))
+    keeping_step = ["--sync-ranks", "2", "--pipeline-size", "3", "--static-cp-size", str(size)]
+    keeping_step += ["--microbatch-multiple", str(recorded.get("microbatch_multiple", 1)), *like]
+    plan = ["--lengths", str(tmp_path / "lengths.txt"), "--ranks", "4", "--max-seqlen-per-rank", "64"]
+    assert main([*plan, "--json", *keeping_step]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert [shown[name] for name in ("static", "dp_balanced")] == [planned[name] for name in ("static", "dp_balanced")]
+    stages = 5 if like else 3
+    expected = simulate(found.schedule, np.array(lengths), found.cost, sync_ranks=2, pipeline_size=stages)
+    assert shown["run"]["seconds"] == expected.seconds
 
 
 def test_a_broken_index_is_explained(tmp_path, capfd):

@@ -68,6 +68,7 @@ def test_what_a_run_writes(packed: Any, tmp_path: Path) -> None:
         assert sorted(i for groups in step["microbatches"] for *_, ids in groups for i in ids) == list(range(10))
         sizes = [size for groups in step["microbatches"] for _, size, _ in groups]
         assert line["cp_sizes"] == {str(size): sizes.count(size) for size in sorted(set(sizes))}
+        assert step["context_parallel_size"] == 2 and step["pipeline_size"] == step["sync_ranks"] == 1
         assert line["num_microbatches"] == len(step["microbatches"])
         assert line["imbalance"] >= 1 and 0 < line["padding_fraction"] < 1 and line["schedule_time_s"] >= 0
     assert lines[-1]["consumed_tokens"] == sum(sum(step["lengths"]) for step in recorded)

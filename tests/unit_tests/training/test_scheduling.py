@@ -6,7 +6,7 @@ import pytest
 
 from megatron_cp.config import ModelConfig
 from megatron_cp.parallel.layout import RankLayout
-from megatron_cp.training.scheduling import keeps_step, sync_ranks
+from megatron_cp.training.scheduling import keeps_step, sync_ranks, what_keeps_step
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,15 @@ def test_ranks_that_share_experts_keep_step(
     )
     assert keeps_step(model) == in_step
     assert sync_ranks(RankLayout(8 * tp * pp, tp=tp, pp=pp, ep=ep, etp=etp)) == neighbours
+
+
+@pytest.mark.parametrize(("group", "multiple"), [(None, 2), (4, 4)])
+def test_what_the_scheduler_is_told(group: int | None, multiple: int) -> None:
+    model = ModelConfig(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        microbatch_group_size_per_vp_stage=group,
+        expert_model_parallel_size=2,
+    )
+    found = what_keeps_step(model, RankLayout(8, pp=2, ep=2))
+    assert found == {"microbatch_multiple": multiple, "sync_ranks": 2, "pipeline_size": 2}
