@@ -131,13 +131,22 @@ class CostModel:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model its cost depends on. ``active_parameters`` counts those a token meets (MoE: active experts)."""
+    """What of a model its cost depends on. ``active_parameters`` counts those a token meets (MoE: active experts).
+
+    head_dim: channels of a head; where keys and values differ, the mean of the two.
+    attention_layers: layers with attention, all of them by default; only these move keys and values.
+    causal_share, seen_keys: a token of a sample of s tokens sees ``causal_share * s / 2 + seen_keys`` keys on average
+    over the layers with attention; the defaults are a causal mask's. Sliding windows have less of the first.
+    """
 
     layers: int
     attention_heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: float
     active_parameters: float
+    attention_layers: int | None = None
+    causal_share: float = 1.0
+    seen_keys: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -168,28 +177,32 @@ def cost_model(
 ) -> CostModel:
     """Derive a :class:`CostModel` from first principles.
 
-    Causal attention is 2 FLOPs a squared token, layer and channel forward, and 2.5 times that backward. The rest is
-    6 FLOPs a token and parameter. Keys and values in bfloat16 travel once forward and twice backward (with their
-    gradients); an all-to-all moves queries and outputs as well. A ring step costs 12.5 microseconds of latency a
-    layer, three times (one forward, two backward); a microbatch costs 0.5 milliseconds of launches a layer.
+    Attention is 4 FLOPs a channel, layer with attention, query and key that it sees (causally 2 a squared token)
+    forward, and 2.5 times that backward; keys that a token sees however long its sample is go to the linear term. The
+    rest is 6 FLOPs a token and parameter. Keys and values in bfloat16 travel once forward and twice backward (with
+    their gradients); an all-to-all moves queries and outputs as well. A ring step costs 12.5 microseconds of latency a
+    layer with attention, three times (one forward, two backward); a microbatch costs 0.5 milliseconds of launches a
+    layer, whatever the layer is.
     Tensor parallelism divides work and traffic, and takes GPUs of a node away from CP.
     """
     tp = tensor_parallel_size
     channels = shape.attention_heads * shape.head_dim
+    attending = shape.layers if shape.attention_layers is None else shape.attention_layers
+    per_key = 4 * 3.5 * channels * attending / tp / device.attention_flops
     moved = 2 * shape.kv_heads * shape.head_dim + (2 * channels if transport == "a2a" else 0)
-    bytes_per_token = 3 * 2 * moved * shape.layers / tp
+    bytes_per_token = 3 * 2 * moved * attending / tp
     return CostModel(
         per_microbatch=device.launch_seconds * shape.layers,
-        quadratic=2 * 3.5 * channels * shape.layers / tp / device.attention_flops,
-        linear=6 * shape.active_parameters / tp / device.matmul_flops,
+        quadratic=per_key * shape.causal_share / 2,
+        linear=6 * shape.active_parameters / tp / device.matmul_flops + per_key * shape.seen_keys,
         small_tile=256,
         kv_intra=bytes_per_token / device.intra_bytes,
         kv_inter=bytes_per_token / device.inter_bytes,
-        ring_step=3 * device.hop_seconds * shape.layers,
+        ring_step=3 * device.hop_seconds * attending,
         overlap=overlap,
         ranks_per_node=max(1, device.gpus_per_node // tp),
         transport=transport,
-        per_sample=device.call_seconds * shape.layers,
+        per_sample=device.call_seconds * attending,
     )
 
 

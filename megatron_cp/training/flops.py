@@ -22,29 +22,37 @@ def training_flops(model: ModelConfig, vocab_size: int, lengths: Iterable[int]) 
     ``vocab_size`` is the output layer's rows. Attention counts each query's own visible keys: its document's past
     under a causal mask, the whole document otherwise, no more than the layer's sliding window.
     """
-    lengths = list(lengths)
-    depths = model.mtp_num_layers or 0
-    # Each depth of multi-token prediction joins two hidden states, and has a layer and the output layer's product.
-    per_token = 2 * model.hidden_size * ((1 + depths) * vocab_size + depths * 2 * model.hidden_size)
-    windowed = whole = 0
-    for number, kind in _layers(model):
-        per_token += sum(_PER_TOKEN[part](model) for part in kind)
-        if "*" in kind:
-            windowed += has_window(model, number)
-            whole += not has_window(model, number)
-    qk_dim, v_dim = _head_dims(model)
-    per_pair = model.num_attention_heads * 2 * (qk_dim + v_dim)
-    causal, window = model.attention_mask_type == "causal", tuple(model.window_size or (-1, -1))
+    per_token, per_pair = flops_per_token(model, vocab_size), flops_per_pair(model)
 
     @cache
     def of_sample(length: int) -> int:
-        pairs = whole * attended_pairs(length, causal) + windowed * attended_pairs(length, causal, window)
-        return length * per_token + pairs * per_pair
+        return length * per_token + pairs_of_sample(model, length) * per_pair
 
     return 3.0 * sum(map(of_sample, lengths))
 
 
-def _layers(model: ModelConfig) -> list[tuple[int, str]]:
+def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
+    """Operations of a forward pass over one token, without those of attention between tokens."""
+    depths = model.mtp_num_layers or 0
+    # Each depth of multi-token prediction joins two hidden states, and has a layer and the output layer's product.
+    outside = 2 * model.hidden_size * ((1 + depths) * vocab_size + depths * 2 * model.hidden_size)
+    return outside + sum(_PER_TOKEN[part](model) for _, kind in layers_with_parts(model) for part in kind)
+
+
+def flops_per_pair(model: ModelConfig) -> int:
+    """Operations of a layer's forward attention for one query and one key that it sees."""
+    return model.num_attention_heads * 2 * sum(head_dims(model))
+
+
+def pairs_of_sample(model: ModelConfig, length: int) -> int:
+    """Pairs of a query and a key that it sees in one document, summed over the layers with attention."""
+    causal, window = model.attention_mask_type == "causal", tuple(model.window_size or (-1, -1))
+    windows = [has_window(model, number) for number, kind in layers_with_parts(model) if "*" in kind]
+    windowed, whole = windows.count(True), windows.count(False)
+    return whole * attended_pairs(length, causal) + windowed * attended_pairs(length, causal, window)
+
+
+def layers_with_parts(model: ModelConfig) -> list[tuple[int, str]]:
     """Number and parts of each layer: attention ``*``, MLP or experts ``-``, Mamba ``M``."""
     hybrid = model.architecture == "hybrid"
     main = list(layers_of(model.hybrid_layer_pattern)) if hybrid else ["*-"] * model.num_layers
@@ -62,7 +70,8 @@ def has_window(model: ModelConfig, layer_number: int) -> bool:
     return layer_number % every != 0
 
 
-def _head_dims(model: ModelConfig) -> tuple[int, int]:
+def head_dims(model: ModelConfig) -> tuple[int, int]:
+    """Channels of a head's queries and keys, and of its values."""
     if model.multi_latent_attention:
         return model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
     channels = model.kv_channels or model.hidden_size // model.num_attention_heads
@@ -70,7 +79,7 @@ def _head_dims(model: ModelConfig) -> tuple[int, int]:
 
 
 def _projection_flops(model: ModelConfig) -> int:
-    qk_dim, v_dim = _head_dims(model)
+    qk_dim, v_dim = head_dims(model)
     heads, hidden = model.num_attention_heads, model.hidden_size
     if model.multi_latent_attention:
         rank = model.kv_lora_rank

@@ -13,7 +13,7 @@ from megatron_cp.dynamic_cp.fixed import schedule_fixed_cp
 from megatron_cp.dynamic_cp.scheduler import schedule
 from megatron_cp.dynamic_cp.types import Schedule
 from megatron_cp.parallel.layout import RankLayout
-from megatron_cp.training.flops import training_flops
+from megatron_cp.training.flops import flops_per_pair, flops_per_token, head_dims, layers_with_parts, pairs_of_sample
 
 
 def keeps_step(model: ModelConfig) -> bool:
@@ -71,14 +71,20 @@ def model_cost(config: RunConfig) -> CostModel:
     model = config.model
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     device = next((rates for key, rates in DEVICES.items() if key in name), DEVICES["H100"])
-    per_token = training_flops(model, model.vocab_size or 32768, [1]) / 6
     kinds = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
+    layers = layers_with_parts(model)
+    attending = sum("*" in parts for _, parts in layers)
+    per_token = flops_per_token(model, model.vocab_size or 32768)
+    growing, constant = _keys_seen(model, config.dataset.seq_length, per_token)
     shape = ModelShape(
-        layers=model.num_layers,
+        layers=len(layers),
         attention_heads=model.num_attention_heads,
         kv_heads=model.kv_heads,
-        head_dim=model.kv_channels or model.hidden_size // model.num_attention_heads,
-        active_parameters=per_token,
+        head_dim=sum(head_dims(model)) / 2,
+        active_parameters=per_token / 2,
+        attention_layers=attending,
+        causal_share=2 * growing / max(1, attending),
+        seen_keys=constant / max(1, attending),
     )
     return cost_model(
         shape,
@@ -86,3 +92,22 @@ def model_cost(config: RunConfig) -> CostModel:
         tensor_parallel_size=model.tensor_model_parallel_size,
         transport="a2a" if set(kinds) == {"a2a"} else "p2p",
     )
+
+
+def _keys_seen(model: ModelConfig, longest: int, per_token: int) -> tuple[float, float]:
+    """``a`` and ``b`` of ``a * s + b``, the keys that a token of a sample of s tokens sees, summed over the layers.
+
+    Exact without sliding windows. With them attention is neither quadratic nor linear in s: this sum of both has the
+    least squared error, relative to a sample's whole cost, at the longest sample, a half, a quarter ... of it; below a
+    128th attention hardly costs. In plain floats, because every rank must get the same bits, whatever its CPU.
+    """
+    per_pair = flops_per_pair(model)
+    ss = st = tt = sp = tp = 0.0
+    for length in (max(1, max(2, longest) >> halvings) for halvings in range(8)):
+        pairs = pairs_of_sample(model, length)
+        whole = pairs * per_pair + length * per_token
+        square, token, target = length * length / whole, length / whole, pairs / whole
+        ss, st, tt = ss + square * square, st + square * token, tt + token * token
+        sp, tp = sp + square * target, tp + token * target
+    determinant = ss * tt - st * st
+    return (sp * tt - tp * st) / determinant, (ss * tp - st * sp) / determinant
