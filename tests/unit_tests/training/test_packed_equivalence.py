@@ -158,6 +158,9 @@ def test_the_default_limit_holds_one_longest_sample() -> None:
     assert odd.model.max_seqlen_per_dp_cp_rank == 66
 
 
+AUX_LOSS = {"model__moe_router_load_balancing_type": "aux_loss", "model__moe_aux_loss_coeff": 0.1}
+
+
 @slow
 @pytest.mark.parametrize("depths", [{}, MTP], ids=["", "two tokens further"])
 @pytest.mark.parametrize(
@@ -168,13 +171,36 @@ def test_the_default_limit_holds_one_longest_sample() -> None:
 def test_the_balance_of_experts_is_that_of_the_pack(
     layout: dict[str, Any], depths: dict[str, Any], lengths: str
 ) -> None:
-    """The auxiliary loss is a matter of the pack, so one rank takes the same packs."""
-    model = MOE | depths | {"model__moe_router_load_balancing_type": "aux_loss", "model__moe_aux_loss_coeff": 0.1}
     limit = per_rank(LONGEST // 2) if layout.get("model__context_parallel_size") else per_rank(LONGEST)
-    limit |= {"model__dynamic_context_parallel_calibration_iters": 0}
     ranks = 2 if layout is CP2 or layout == TP2 | SP else 4
-    losses = run_ranks(packed_losses, ranks, lengths, model | BALANCED | layout | limit)[0][0]
-    packs = run_ranks(packs_of, ranks, lengths, model | BALANCED | layout | limit)[0]
+    check_balance(ranks, MOE | depths | AUX_LOSS, BALANCED | layout | limit, lengths)
+
+
+DYNAMIC_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "2 ranks": (2, per_rank(64)),
+    "3 ranks": (3, per_rank(44)),
+    "4 ranks": (4, per_rank(32)),
+    "tp2 sp": (4, TP2 | SP | per_rank(64)),
+    "pp2": (4, PP2 | per_rank(64)),
+    "ep2": (4, per_rank(32) | {"model__expert_model_parallel_size": 2}),
+    "ep4 cp2": (4, CP2 | per_rank(32) | {"model__expert_model_parallel_size": 4}),
+    "full recomputation": (4, FULL | per_rank(32)),
+}
+
+
+@pytest.mark.parametrize("depths", [{}, pytest.param(MTP, marks=slow)], ids=["", "two tokens further"])
+@pytest.mark.parametrize("name", [n if n == "2 ranks" else pytest.param(n, marks=slow) for n in DYNAMIC_EXPERTS])
+def test_the_balance_of_experts_is_that_of_packs_of_many_sizes(name: str, depths: dict[str, Any], lengths: str) -> None:
+    ranks, layout = DYNAMIC_EXPERTS[name]
+    sizes = check_balance(ranks, MOE | depths | AUX_LOSS, DYNAMIC | layout, lengths)
+    assert len(sizes) > 1, "a schedule with one CP size only would prove little"
+
+
+def check_balance(ranks: int, model: dict[str, Any], layout: dict[str, Any], lengths: str) -> set[int]:
+    """The auxiliary loss is a matter of the pack, so one rank takes the same packs. Returns the groups' sizes."""
+    overrides = model | layout | {"model__dynamic_context_parallel_calibration_iters": 0}
+    losses, sizes, _ = run_ranks(packed_losses, ranks, lengths, overrides)[0]
+    packs = run_ranks(packs_of, ranks, lengths, overrides)[0]
     assert any(len(ids) > 1 for step in packs for ids in step)
     alone = run_ranks(one_by_one, 1, lengths, model, packs)[0]
     # Rounding decides between two experts that a token likes equally: it does in the seventh step under one layout.
@@ -182,3 +208,4 @@ def test_the_balance_of_experts_is_that_of_the_pack(
     assert max(worst) < TOLERANCE, worst
     unbalanced = run_ranks(one_by_one, 1, lengths, MOE, packs)[0]
     assert max(worst_difference(unbalanced, alone)) > 1e-3, "the auxiliary loss does nothing here"
+    return {size for step in sizes for size in step}
