@@ -31,7 +31,7 @@ _RANGES = {
     "max_seqlen_per_rank": (1, 2**31 - 1),
     "min_cp_size": (1, MOST_RANKS),
     "sync_ranks": (1, MOST_RANKS),
-    "pipeline_size": (1, 10_000),
+    "pipeline_size": (1, 1_000),
     "microbatch_multiple": (1, 1_000),
     "sequence_parallel_size": (1, 10_000),
 }
