@@ -149,7 +149,8 @@ def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, An
     path = Path(text) if is_file else _library("recipes") / f"{text}.yaml"
     if not os.path.isfile(path):  # unlike Path.is_file, False also where the name is too long or a folder is closed
         if is_file:
-            raise _problem("K4", "--recipe", f"recipe file not found: {text}")
+            fix = "check the path, and that you may enter its folders"
+            raise _problem("K4", "--recipe", f"recipe file not found: {text}", fix)
         names = list(list_recipes())
         fix = "megatron-cp recipes lists them all; a file of your own is given by its path, ending in .yaml"
         raise _problem("K4", "--recipe", f"unknown recipe '{text}'{nearest(text, names)}", fix)

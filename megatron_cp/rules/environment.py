@@ -59,7 +59,7 @@ class Environment:
             return PRESETS[text]
         path = Path(text)
         if not os.path.isfile(path):  # which, unlike Path.is_file, never raises
-            raise _error(f"'{text}' is neither one of {', '.join(PRESETS)} nor a file")
+            raise _error(f"'{text}' is neither one of {', '.join(PRESETS)} nor a file that can be reached")
         import yaml
 
         try:
