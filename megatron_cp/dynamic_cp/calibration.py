@@ -81,10 +81,11 @@ class Calibrator:
                 break
             factors = updated
 
-        def residual(factors: np.ndarray, seconds: np.ndarray) -> float:
-            return float(np.median(np.abs(self._design(table, owner, factors) @ factors / seconds - 1.0)))
+        def errors(factors: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+            return np.abs(self._design(table, owner, factors) @ factors / seconds - 1.0)
 
-        if residual(factors, seconds) >= residual(unscaled, seconds):
+        # By the mean: the scale was chosen for the median, which with noisy times would hide what the fit found.
+        if errors(factors, seconds).mean() >= errors(unscaled, seconds).mean():
             factors = unscaled
         # What each coefficient makes of the times, at its prior or its fitted value; a tenth of them matters.
         shares = (self._design(table, owner, factors) * np.maximum(1.0, factors) / seconds[:, None]).mean(axis=0)
@@ -94,8 +95,8 @@ class Calibrator:
         }
         return Fit(
             replace(self.prior, **values),
-            residual=residual(factors, seconds),
-            prior_residual=residual(unscaled, measured),
+            residual=float(np.median(errors(factors, seconds))),
+            prior_residual=float(np.median(errors(unscaled, measured))),
             observations=len(seconds),
             scale=scale,
             at_bound=tuple(name for name, outside in zip(_FITTED, clipped.tolist(), strict=True) if outside),
