@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
+from megatron_cp.dynamic_cp.fixed import schedule_fixed_cp, smallest_cp_size
 from megatron_cp.dynamic_cp.greedy import greedy_per_microbatch
 from megatron_cp.dynamic_cp.groups import BuddyTree, buddy_tree
 from megatron_cp.dynamic_cp.jobs import Shelf
@@ -24,6 +25,8 @@ _MOST_PLANS = 24
 _ENOUGH_FOR_QUARTERS = 64
 # How many of the most promising limits are also planned with wide jobs filled up first.
 _STARTS_WITH_FILL = 4
+# Samples times sizes of groups up to which groups of one size are tried as well.
+_CHEAP_FOR_ONE_SIZE = 4000
 # Samples times microbatches up to which the greedy rule is tried as well.
 _CHEAP_FOR_GREEDY = 3000
 
@@ -60,7 +63,8 @@ def schedule(
 
     The search: for several limits on a microbatch's seconds, each sample takes the fewest ranks that keep it under the
     limit; the most promising limits are planned in full (:mod:`.plan`), then jobs that leave their neighbours idle
-    are widened as long as that helps. Few samples are also tried with the greedy rule (:mod:`.greedy`).
+    are widened as long as that helps. Few samples are also tried with the greedy rule (:mod:`.greedy`)
+    and in groups of one size (:mod:`.fixed`).
     Time is O(n log n + num_ranks log num_ranks).
     """
     for name, value in (("pipeline_size", pipeline_size), ("microbatch_multiple", microbatch_multiple)):
@@ -77,15 +81,43 @@ def schedule(
     microbatches: list[list[Group]] = []
     if problem.lengths.size:
         plan = _search(problem, block_level, pipeline_size)
-        microbatches = _lay_out(problem, plan, pipeline_size)
+        options = [_lay_out(problem, plan, pipeline_size)]
         if _greedy_is_cheap(problem):
-            greedy = greedy_per_microbatch(make_problem(*setting))
-            options = [Schedule(num_ranks, max_seqlen_per_rank, one) for one in (microbatches, greedy)]
-            step = {"sync_ranks": sync_ranks, "pipeline_size": pipeline_size}
-            best = min(options, key=lambda one: simulate(one, lengths, problem.cost, **step).seconds)
-            microbatches = best.microbatches
-        _round_up(microbatches, microbatch_multiple)
+            options.append(greedy_per_microbatch(make_problem(*setting)))
+        options += _of_one_size(problem, lengths, microbatch_multiple)
+        for one in options:
+            _round_up(one, microbatch_multiple)
+        step = {"sync_ranks": sync_ranks, "pipeline_size": pipeline_size}
+
+        def seconds(one: list[list[Group]]) -> float:
+            return simulate(Schedule(num_ranks, max_seqlen_per_rank, one), lengths, problem.cost, **step).seconds
+
+        microbatches = min(options, key=seconds) if len(options) > 1 else options[0]
     return Schedule(num_ranks, max_seqlen_per_rank, microbatches, sequence_parallel_size)
+
+
+def _of_one_size(
+    problem: Problem, lengths: Sequence[int] | np.ndarray, microbatch_multiple: int
+) -> list[list[list[Group]]]:
+    """Few samples in groups of one size each time: of samples that are alike, nothing else may be better."""
+    tree, width = problem.tree, problem.sequence_parallel_size
+    if len(lengths) * len(tree.levels) > _CHEAP_FOR_ONE_SIZE:
+        return []
+    smallest = smallest_cp_size(int(problem.lengths.max()), tree.num_ranks, problem.max_tokens, width)
+    sizes = [tree.size(i) for i in range(len(tree.levels)) if tree.is_regular(i) and tree.num_ranks % tree.size(i) == 0]
+    return [
+        schedule_fixed_cp(
+            lengths,
+            tree.num_ranks,
+            problem.max_tokens,
+            cp_size=size,
+            cost=problem.cost,
+            microbatch_multiple=microbatch_multiple,
+            sequence_parallel_size=width,
+        ).microbatches
+        for size in sizes
+        if size >= smallest
+    ]
 
 
 def _greedy_is_cheap(problem: Problem) -> bool:
