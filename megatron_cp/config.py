@@ -378,13 +378,6 @@ class RunConfig:
         m = self.model
         return world_size // (m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size)
 
-    def comm_type_of_layer(self, layer_number: int) -> str:
-        """The transport of a layer (1-based); layers past a per-layer list, such as MTP's, use the last entry."""
-        kinds = self.model.cp_comm_type
-        if isinstance(kinds, str):
-            return kinds
-        return kinds[min(layer_number, len(kinds)) - 1]
-
 
 def _kind_of_data(
     data_path: str | list[str | int | float] | None, packed: bool

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +25,6 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1  # of the cached files; another number makes them anew
 _NAME, _PROMPTS = "documents", ".prompts.npy"
 _REPORT_EVERY = 100_000  # lines
-HALF_A_PAIR = (
-    "holds half a surrogate pair (such as \\ud800 alone), which is no text: write the whole pair, or remove it."
-)
 
 
 @dataclass(frozen=True)
@@ -119,6 +117,21 @@ def _read(file: Path, keys: Keys) -> Iterator[tuple[str, str]]:
 
 def _parse(line: bytes, keys: Keys) -> tuple[str, str]:
     """Raises ValueError saying why a line is no sample."""
+    value = read_object(line)
+    has_text = keys.text in value
+    has_pair = keys.prompt in value and keys.response in value
+    if has_text == has_pair:
+        wanted = f"{keys.text!r}, or {keys.prompt!r} and {keys.response!r}"
+        raise ValueError(
+            f"{'both of ' if has_text else 'no '}{wanted}{'' if has_text else f'; it has {sorted(value)}'}. "
+            "Say what counts with dataset.text_key, dataset.prompt_key and dataset.response_key (null for none)."
+        )
+    prompt, text = ("", keys.text) if has_text else (text_under(keys.prompt, value), keys.response)
+    return prompt, text_under(text, value)
+
+
+def read_object(line: bytes) -> dict[str, Any]:
+    """The object that a line of JSON holds. Raises ValueError saying why it holds none."""
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -129,29 +142,22 @@ def _parse(line: bytes, keys: Keys) -> tuple[str, str]:
         raise ValueError("is nested too deeply.") from error
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object is needed, found {type(value).__name__}.")
-    has_text = keys.text in value
-    has_pair = keys.prompt in value and keys.response in value
-    if has_text == has_pair:
-        wanted = f"{keys.text!r}, or {keys.prompt!r} and {keys.response!r}"
-        raise ValueError(
-            f"{'both of ' if has_text else 'no '}{wanted}{'' if has_text else f'; it has {sorted(value)}'}. "
-            "Say what counts with dataset.text_key, dataset.prompt_key and dataset.response_key (null for none)."
-        )
-    for key in (keys.text,) if has_text else (keys.prompt, keys.response):
-        if not isinstance(value[key], str):
-            raise ValueError(f"the value of {key!r} is {type(value[key]).__name__}, not text.")
-        if not is_text(value[key]):
-            raise ValueError(f"the value of {key!r} {HALF_A_PAIR}")
-    return ("", value[keys.text]) if has_text else (value[keys.prompt], value[keys.response])
+    return value
 
 
-def is_text(value: str) -> bool:
-    """Whether it can be written as UTF-8: JSON's escapes can name half a character, which no tokenizer takes."""
+def text_under(key: str | None, values: dict[Any, Any]) -> str:
+    """The text that a line's object has under ``key``. Raises ValueError for what no tokenizer takes."""
+    text = values[key]
+    if not isinstance(text, str):
+        raise ValueError(f"the value of {key!r} is {type(text).__name__}, not text.")
     try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON's escapes can name half a character
+        raise ValueError(
+            f"the value of {key!r} holds half a surrogate pair (such as \\ud800 alone), which is no text: write the "
+            "whole pair, or remove it."
+        ) from error
+    return text
 
 
 def _cut_short(line: bytes) -> str:

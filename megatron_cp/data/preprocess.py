@@ -6,7 +6,6 @@ tokenizer's end-of-document token. The files are written aside and renamed at th
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import deque
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.config import TokenizerConfig
-from megatron_cp.data.jsonl import HALF_A_PAIR, is_text
+from megatron_cp.data.jsonl import read_object, text_under
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.errors import DataError
 
@@ -88,23 +87,12 @@ def _json_text(file: Path, number: int, line: bytes, json_key: str) -> str:
     if not line.strip():
         return ""
     try:
-        value = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}:{number}: is not UTF-8 text: {error.reason}.") from error
+        value = read_object(line)
+        if json_key not in value:
+            raise ValueError(f"no key {json_key!r}; it has {sorted(value)}. Name one with --json-key.")
+        return text_under(json_key, value)
     except ValueError as error:
-        raise DataError(f"{file}:{number}: not valid JSON: {error}.") from error
-    except RecursionError as error:
-        raise DataError(f"{file}:{number}: is nested too deeply.") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{file}:{number}: a JSON object is needed, found {type(value).__name__}.")
-    if json_key not in value:
-        raise DataError(f"{file}:{number}: no key {json_key!r}; it has {sorted(value)}. Name one with --json-key.")
-    text = value[json_key]
-    if not isinstance(text, str):
-        raise DataError(f"{file}:{number}: the value of {json_key!r} is {type(text).__name__}, not text.")
-    if not is_text(text):
-        raise DataError(f"{file}:{number}: the value of {json_key!r} {HALF_A_PAIR}")
-    return text
+        raise DataError(f"{file}:{number}: {error}") from error
 
 
 class Progress:

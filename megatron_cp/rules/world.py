@@ -46,19 +46,16 @@ _MOST = 2**31 - 1
 
 def oversized(config: RunConfig, world_size: int) -> list[Finding]:
     """The sizes that are surely mistyped, and with which the checks themselves would take for ever."""
-    found = [Finding("world size", f"must be at most {MOST_RANKS}, got {world_size}", "the ranks that will be started")]
-    found = found if world_size > MOST_RANKS else []
+    found = []
+    if world_size > MOST_RANKS:
+        message, fix = f"must be at most {MOST_RANKS}, got {world_size}", "the ranks that will be started"
+        found.append(Finding("world size", message, fix))
     for section, names in _SIZES.items():
         for name in names:
             value = getattr(getattr(config, section), name)
             if value is not None and value > _MOST:
-                found.append(
-                    Finding(
-                        f"{section}.{name}",
-                        f"must be at most {_MOST}, got {value}",
-                        f"{section}.{name} from 1 to {_MOST}",
-                    )
-                )
+                field = f"{section}.{name}"
+                found.append(Finding(field, f"must be at most {_MOST}, got {value}", f"{field} from 1 to {_MOST}"))
     return found
 
 

@@ -33,11 +33,8 @@ from megatron_cp.training.checkpoint_files import (
 )
 from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.metrics import logger
-from megatron_cp.training.resuming import FORMAT, check_fits, other_data, read_common
+from megatron_cp.training.resuming import FORGOTTEN, FORMAT, check_fits, other_data, read_common
 from megatron_cp.training.setup import Progress, Run
-
-# Of a schedule, what megatron-core's own state lacks.
-_FORGOTTEN = ("wsd_decay_steps", "lr_wsd_decay_style")
 
 _T = TypeVar("_T")
 
@@ -248,7 +245,7 @@ def _load_scheduler(run: Run, common: dict[str, Any]) -> None:
         state["wd_incr_steps"] = run.scheduler.wd_incr_steps  # over which nothing changes: a longer run is no other one
     if run.config.scheduler.use_checkpoint_opt_param_scheduler:
         _set_learning_rates(run, state)  # which go before the schedule's own
-        for name in _FORGOTTEN:
+        for name in FORGOTTEN:
             setattr(run.scheduler, name, state.get(name, getattr(run.scheduler, name)))
     run.scheduler.load_state_dict(state)
     run.scheduler.step(increment=0)  # it sets the weight decay before it has loaded what that follows
@@ -277,7 +274,7 @@ def _sharded_state(run: Run, is_loading: bool, optimizer: bool = True, rng: bool
     if optimizer and (is_loading or run.config.checkpoint.save_optim):
         state["optimizer"] = run.optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
     if not is_loading:
-        state["scheduler"] = run.scheduler.state_dict() | {name: getattr(run.scheduler, name) for name in _FORGOTTEN}
+        state["scheduler"] = run.scheduler.state_dict() | {name: getattr(run.scheduler, name) for name in FORGOTTEN}
     if rng and (is_loading or run.config.checkpoint.save_rng):
         # One object a rank: context-parallel ranks draw their dropout from streams of their own.
         state["rng"] = ShardedObject("rng", random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)

@@ -94,6 +94,8 @@ _SCHEDULE = (
     "scheduler.end_weight_decay",
     "scheduler.weight_decay_incr_style",
 )
+# Of a schedule, what megatron-core's own state lacks: how the last steps of a WSD schedule decay.
+FORGOTTEN = ("wsd_decay_steps", "lr_wsd_decay_style")
 # What the samples, their order and what of them is learnt depend on.
 _DATA = (
     *(f"dataset.{field.name}" for field in fields(DatasetConfig) if field.name not in ("path_to_cache", "num_workers")),
@@ -256,7 +258,7 @@ def _check_schedule(config: RunConfig, common: dict[str, Any], folder: Path) -> 
     if now["wd_incr_style"] == "constant":
         del now["wd_incr_steps"]  # over which nothing changes: a longer run is no other one
     if now["lr_decay_style"] != "WSD":
-        del now["wsd_decay_steps"], now["lr_wsd_decay_style"]
+        now = {name: value for name, value in now.items() if name not in FORGOTTEN}
     changed = [name for name, value in now.items() if name in saved and saved[name] != value]
     if changed:
         different = _differences(common["config"], asdict(config), _SCHEDULE) or changed

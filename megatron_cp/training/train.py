@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import yaml
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_cp import launcher
 from megatron_cp.config import RunConfig
@@ -171,8 +173,9 @@ def count_parameters(ready: Run) -> int:
     counts = torch.zeros(2, dtype=torch.int64, device=ready.device)
     for parameter in (parameter for chunk in ready.model for parameter in chunk.parameters()):
         expert = not getattr(parameter, "allreduce", True)
-        copied = not getattr(parameter, "tensor_model_parallel", False) and groups.tp.rank() > 0 and not expert
-        if not copied and not getattr(parameter, "shared", False):
+        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
+            parameter, groups.tp, groups.expt_tp
+        ):
             counts[int(expert)] += parameter.numel()
     dense, experts = counts[:1], counts[1:]
     dist.all_reduce(dense, group=groups.mp)

@@ -1,7 +1,5 @@
 """The configuration itself: what follows from what."""
 
-import pytest
-
 from megatron_cp.config import ModelConfig, RunConfig
 
 
@@ -23,13 +21,6 @@ def test_data_that_is_named_is_read():
 def test_the_default_scheduler_of_dynamic_context_parallelism():
     config = RunConfig(model=ModelConfig(dynamic_context_parallel=True)).finalize()
     assert config.model.sequence_packing_scheduler == "default_dynamic_cp"
-
-
-@pytest.mark.parametrize("kinds", ["p2p", ["p2p", "a2a", "a2a"]])
-def test_layers_past_a_per_layer_list_use_its_last_entry(kinds):
-    config = RunConfig(model=ModelConfig(num_layers=3, cp_comm_type=kinds))
-    listed = [kinds] * 3 if isinstance(kinds, str) else kinds
-    assert [config.comm_type_of_layer(n) for n in range(1, 6)] == [*listed, listed[-1], listed[-1]]
 
 
 def test_data_parallel_size_is_what_the_layout_leaves():

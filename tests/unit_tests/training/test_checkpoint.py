@@ -107,6 +107,15 @@ def test_another_models_checkpoint_is_refused_with_what_differs(tmp_path: Path) 
         run_ranks(resume, 1, {"model__num_layers": 2}, str(tmp_path), 1)
 
 
+def test_a_table_of_positions_has_a_size_and_rotary_embeddings_have_none(tmp_path: Path) -> None:
+    learned, longer = {"model__position_embedding_type": "learned_absolute"}, {"model__max_position_embeddings": 64}
+    run_ranks(save_after, 1, learned, str(tmp_path / "learned"), 1)
+    with pytest.raises(RanksFailed, match=r"of another model: model.max_position_embeddings is 64 here and 32 in the"):
+        run_ranks(resume, 1, learned | longer, str(tmp_path / "learned"), 1)
+    run_ranks(save_after, 1, {}, str(tmp_path / "rotary"), 1)
+    run_ranks(resume, 1, longer, str(tmp_path / "rotary"), 1)
+
+
 @pytest.mark.parametrize("other", [{"optimizer__use_distributed_optimizer": False}, SGD])
 def test_another_optimizers_state_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
     run_ranks(save_after, 1, {}, str(tmp_path), 1)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_cp.attention.core_attention import ContextParallelAttention
+import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_cp.attention.core_attention import ContextParallelAttention, transport_of_layer
 from megatron_cp.training.setup import setup
 from tests.ranks import run_ranks
 from tests.training_runs import VOCAB, tiny_config
@@ -54,3 +57,10 @@ def test_stages_and_static_context_parallelism_count_layers_alike() -> None:
     for rank, found in enumerate(run_ranks(built, 4, runs)):
         stage = KINDS[2:] if rank >= 2 else KINDS[:2]
         assert found == [stage, stage, [KINDS[1]]]
+
+
+@pytest.mark.parametrize("kinds", ["p2p", ["p2p", "a2a", "a2a"]])
+def test_layers_past_a_per_layer_list_use_its_last_entry(kinds: str | list[str]) -> None:
+    config = TransformerConfig(num_layers=3, hidden_size=8, num_attention_heads=1, cp_comm_type=kinds)
+    listed = [kinds] * 3 if isinstance(kinds, str) else kinds
+    assert [transport_of_layer(config, number) for number in range(1, 6)] == [*listed, listed[-1], listed[-1]]
