@@ -107,6 +107,21 @@ def test_what_would_fail_or_be_ignored_is_refused_once_and_the_remedy_works(over
     assert errors(remedy) == []
 
 
+def test_experts_that_are_spread_have_one_loss_scale_with_the_rest():
+    spread = [*EXPERTS, "model.expert_model_parallel_size=2", "ddp.check_for_nan_in_grad=false"]
+    assert set(errors(*spread, "mixed_precision=fp16_mixed")) == {"K13"}
+    assert errors(*spread, "mixed_precision=bf16_mixed") == {}
+    assert errors(*EXPERTS, "ddp.check_for_nan_in_grad=false", "mixed_precision=fp16_mixed") == {}
+
+
+def test_an_evaluation_of_nothing_is_said():
+    config = load_recipe(EXAMPLE_RECIPE, ["validation.eval_interval=5"])
+    (found,) = check(config, 4, environment="cpu")
+    assert (found.rule, found.severity, found.field) == ("K54", "warning", "validation.eval_interval")
+    more = ["validation.eval_interval=5", "validation.eval_iters=10"]
+    assert check(load_recipe(EXAMPLE_RECIPE, more), 4, environment="cpu") == []
+
+
 def test_one_expert_of_several_is_a_matter_of_experts_alone():
     for more in ([], SINKHORN):
         config = load_recipe(EXAMPLE_RECIPE, ["model.moe_router_topk=1", *more])
