@@ -57,7 +57,7 @@ GUARDS = {
     "C10": "unit_tests/training/test_decentralized_pg.py::test_a_missing_group_is_noticed_at_once",
     "C11": "unit_tests/training/test_decentralized_pg.py::test_decentralized_groups_are_the_mpus_groups",
     "C12": "unit_tests/attention/test_transformer_engine.py::test_setting_a_group_keeps_the_transport",
-    "C13": "unit_tests/test_config.py::test_layers_past_a_per_layer_list_use_its_last_entry",
+    "C13": "unit_tests/training/test_transports.py::test_layers_past_a_per_layer_list_use_its_last_entry",
     "C14": "unit_tests/training/test_equivalence.py::test_layout_trains_like_one_rank",
     "C17": "unit_tests/training/test_equivalence.py::test_layout_trains_like_one_rank",
     "E5": "unit_tests/attention/test_core_attention.py::test_what_it_does_not_compute_is_refused_when_called",
