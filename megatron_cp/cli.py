@@ -46,6 +46,7 @@ _MODULES = {
     "report": ("megatron_cp.report.cli", "show runs side by side: loss, throughput, phases, memory, layout"),
     "doctor": ("megatron_cp.doctor", "what is installed here, and which attention a recipe would use"),
     "verify": ("megatron_cp.verify.cli", "prove that a layout trains the same model as one rank"),
+    "convert": ("megatron_cp.convert.cli", "weights from Hugging Face's format, and back to it"),
     "schedule": ("megatron_cp.schedule_cli", "schedule sequence lengths over ranks and show the balance"),
 }
 

@@ -79,9 +79,11 @@ def run_ranks(
                 try:
                     code = _rank_main(fn, rank, world_size, folder, args, timeout)
                 finally:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(code)
+                    try:
+                        sys.stdout.flush()
+                        sys.stderr.flush()
+                    finally:  # also where a test closed them: a rank that goes on is a second pytest
+                        os._exit(code)
             pids[pid] = rank
         statuses = _wait(pids, time.monotonic() + timeout, grace)
         results, problems = [], []

@@ -74,7 +74,7 @@ def _build_chunk(
             **common,
         )
     chunk.cross_entropy_chunk_size = model.cross_entropy_chunk_size
-    if core_config.use_cpu_initialization:
+    if core_config.use_cpu_initialization and core_config.perform_initialization:
         _seed_vocabulary_weights(chunk, core_config, groups, config.rng.seed)
     if torch.cuda.is_available():
         chunk.cuda(torch.cuda.current_device())

@@ -79,7 +79,8 @@ class SeededTransformerLayer(TransformerLayer):
             super().__init__(
                 config, *args, layer_number=layer_number, pg_collection=pg_collection, vp_stage=vp_stage, **kwargs
             )
-        if config.use_cpu_initialization and isinstance(getattr(self.mlp, "experts", None), SequentialMLP):
+        initialize = config.use_cpu_initialization and config.perform_initialization
+        if initialize and isinstance(getattr(self.mlp, "experts", None), SequentialMLP):
             self._seed_experts(initialization_seed, number)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

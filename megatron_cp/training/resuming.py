@@ -168,6 +168,22 @@ def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune
     Raises:
         ConfigError: it is of another model, optimizer, schedule, program or newer version; says what differs.
     """
+    check_format(common, folder)
+    _check_model(config, common, folder, finetune)
+    if finetune:
+        return
+    if "scheduler" not in common:
+        raise ConfigError(
+            f"checkpoint {folder} holds weights only: begin with them by "
+            f"checkpoint.pretrained_checkpoint={folder.parent}"
+        )
+    if config.checkpoint.load_optim:
+        _check_optimizer(config, common, folder)
+    _check_schedule(config, common, folder)
+
+
+def check_format(common: dict[str, Any], folder: Path) -> None:
+    """Raises ConfigError where a checkpoint is of another program, or of a newer version of this one."""
     version = common.get("format")
     if version is None:
         raise ConfigError(f"checkpoint {folder} was written by another program, which says too little about it")
@@ -175,12 +191,6 @@ def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune
         raise ConfigError(
             f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}: upgrade megatron_cp"
         )
-    _check_model(config, common, folder, finetune)
-    if finetune:
-        return
-    if config.checkpoint.load_optim:
-        _check_optimizer(config, common, folder)
-    _check_schedule(config, common, folder)
 
 
 def other_data(config: RunConfig, common: dict[str, Any]) -> list[str]:

@@ -1,0 +1,196 @@
+"""A whole model in one process, without what trains it, and its checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_cp.config import CheckpointConfig, DistributedConfig, MixedPrecisionConfig, ModelConfig, RunConfig
+from megatron_cp.errors import ConfigError, RuntimeFault, Violation
+from megatron_cp.models.builder import build_model
+from megatron_cp.models.transformer_config import transformer_config
+from megatron_cp.parallel.device import seed_everything, stop_distributed
+from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
+from megatron_cp.schema import build
+from megatron_cp.training.checkpoint_files import (
+    checkpoint_folder,
+    create_partial,
+    damage,
+    existing_folder,
+    latest_iteration,
+    put_in_place,
+    saved_iterations,
+)
+from megatron_cp.training.checkpoint_writer import Writer
+from megatron_cp.training.resuming import FORMAT, check_format, read_common
+from megatron_cp.training.setup import Progress
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+# What divides a model among ranks, or computes it in another way: nothing that makes it another model.
+_DIVISIONS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "microbatch_group_size_per_vp_stage",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
+    "dynamic_context_parallel",
+    "sequence_packing_scheduler",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "distribute_saved_activations",
+    "moe_grouped_gemm",
+    "attention_backend",
+)
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model that is on one rank alone; its parameters are in host memory, and hold anything at first."""
+
+    config: RunConfig
+    groups: ProcessGroupCollection
+    module: Any
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """By name; a tied output layer is the embedding and has none."""
+        return {name.removeprefix("module."): parameter for name, parameter in self.module.named_parameters()}
+
+    def save(self, root: Path, iteration: int) -> Path:
+        """Save the weights as a checkpoint that a run can begin with; returns its folder.
+
+        Raises:
+            RuntimeFault: it could not be written, and is absent.
+        """
+        final = checkpoint_folder(root, iteration)
+        state = {
+            "model": self._sharded(),
+            "format": FORMAT,
+            "progress": asdict(Progress()),
+            "config": asdict(self.config),
+            "world_size": 1,
+            "data": {},
+        }
+        partial = None
+        try:
+            partial = create_partial(final)
+            writer = Writer(self.groups.dp_cp)
+            writer.start(state, partial, content_metadata={}, fully_parallel=False, background=False)
+            writer.write_index([writer.finish()])
+            problems = damage(partial)
+            if problems:
+                raise OSError(f"what was written is not what should be there: {'; '.join(problems[:4])}")
+            put_in_place(partial, final)
+        except OSError as error:
+            if partial is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise RuntimeFault(f"checkpoint {final} could not be written: {error}") from error
+        return final
+
+    def load(self, folder: Path) -> None:
+        """Load a checkpoint's weights.
+
+        Raises:
+            ConfigError: they cannot be read.
+        """
+        try:
+            loaded = dist_checkpointing.load({"model": self._sharded()}, str(folder))
+        except (Exception, CheckpointException) as error:
+            raise ConfigError(f"checkpoint {folder} cannot be read: {type(error).__name__}: {error}") from error
+        self.module.load_state_dict(loaded["model"])
+
+    def _sharded(self) -> dict[str, Any]:
+        return self.module.sharded_state_dict(metadata={"dp_cp_group": self.groups.dp_cp})
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint: the configuration that wrote it, the embedding's rows (padding included), its weights' dtype."""
+
+    folder: Path
+    config: RunConfig
+    vocabulary_rows: int
+    dtype: str
+
+
+def find_checkpoint(root: Path, iteration: int | None) -> Found:
+    """A run's checkpoint, by default the latest.
+
+    Raises:
+        ConfigError: it is not there, damaged, or of another program or a newer version.
+    """
+    if iteration is None:
+        iteration = latest_iteration(root)
+    folder = None if iteration is None else existing_folder(root, iteration)
+    if folder is None:
+        others = saved_iterations(root)
+        instead = f"; there are iterations {others}" if others else ""
+        raise ConfigError(f"there is no checkpoint {'' if iteration is None else f'{iteration} '}in {root}{instead}")
+    problems = damage(folder)
+    if problems:
+        raise ConfigError(f"checkpoint {folder} is damaged: {'; '.join(problems[:4])}")
+    try:
+        common = read_common(folder)
+        embedding = dist_checkpointing.load_tensors_metadata(str(folder))[_EMBEDDING]
+    except (Exception, CheckpointException) as error:
+        raise ConfigError(f"checkpoint {folder} cannot be read: {type(error).__name__}: {error}") from error
+    check_format(common, folder)
+    unknown: list[Violation] = []
+    config = build(RunConfig, common["config"], unknown)
+    if unknown:
+        raise ConfigError(unknown)
+    return Found(folder, config, embedding.global_shape[0], str(embedding.dtype).removeprefix("torch."))
+
+
+def undivided(config: RunConfig, dtype: str) -> RunConfig:
+    """The configuration of the same model on one rank, finalized; ``dtype`` as torch calls it."""
+    config = deepcopy(config)
+    model, plain = config.model, ModelConfig()
+    for name in _DIVISIONS:
+        setattr(model, name, getattr(plain, name))
+    model.use_cpu_initialization = True
+    config.dist = DistributedConfig(distributed_backend="gloo")
+    config.checkpoint = CheckpointConfig(save_optim=False, save_rng=False)
+    config.mixed_precision = MixedPrecisionConfig(
+        fp32=dtype == "float32", bf16=dtype == "bfloat16", fp16=dtype == "float16"
+    )
+    return config.finalize()
+
+
+@contextmanager
+def whole_model(config: RunConfig) -> Iterator[WholeModel]:
+    """Build the model of a finalized configuration that divides nothing, on this process as the only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        groups = build_process_groups(config)
+        seed_everything(config, groups)
+        core_config = transformer_config(config)
+        core_config.perform_initialization = False
+        assert config.model.vocab_size is not None
+        (module,) = build_model(config, core_config, groups, config.model.vocab_size)
+        if core_config.fp16 or core_config.bf16:
+            module = Float16Module(core_config, module)
+        yield WholeModel(config, groups, module)
+        destroy_process_groups(groups)
+    finally:
+        stop_distributed()

@@ -1,0 +1,47 @@
+"""``megatron-cp convert``: weights from Hugging Face's format, to begin a run with, and back to it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_cp import launcher
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "megatron-cp convert",
+        description="Weights from Hugging Face's format and back, in one process, in host memory.",
+        allow_abbrev=False,
+    )
+    ways = parser.add_subparsers(dest="way", required=True, metavar="import|export")
+    into = ways.add_parser("import", help="make a checkpoint and a recipe of a published model", allow_abbrev=False)
+    into.add_argument("--hf-model", type=Path, required=True, metavar="FOLDER", help="config.json and *.safetensors")
+    into.add_argument("--megatron-path", type=Path, required=True, metavar="FOLDER", help="a new folder")
+    out = ways.add_parser("export", help="make a published model of a checkpoint", allow_abbrev=False)
+    out.add_argument("--megatron-path", type=Path, required=True, metavar="FOLDER", help="a run's folder")
+    out.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint; by default the latest")
+    out.add_argument("--hf-path", type=Path, required=True, metavar="FOLDER", help="a new folder")
+    for way in (into, out):
+        way.add_argument("--torch-dtype", choices=_DTYPES, help="of the weights; by default as they are")
+    args = parser.parse_args(argv)
+    if (launcher.world_size() or 1) > 1:
+        parser.error("one process converts a whole model: start it without torchrun")
+    # A model need not fit a GPU to be copied; what comes of it is the same.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # As in a run: that the model classes which everybody uses are deprecated is nothing to act on here.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    if args.way == "import":
+        from megatron_cp.convert.importing import import_model  # torch and megatron-core: ten seconds
+
+        print(import_model(args.hf_model, args.megatron_path, args.torch_dtype))
+    else:
+        from megatron_cp.convert.exporting import export_model
+
+        print(export_model(args.megatron_path, args.hf_path, args.iteration, args.torch_dtype))
+    return 0

@@ -1,0 +1,74 @@
+"""A checkpoint becomes a published model: ``config.json``, safetensors, and the tokenizer where it has files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron_cp.config import RunConfig
+from megatron_cp.convert.checkpoint import WholeModel, find_checkpoint, undivided, whole_model
+from megatron_cp.convert.families import Family, hf_from_model
+from megatron_cp.convert.hf_folder import check_absent, write_folder
+from megatron_cp.convert.weights import part_of
+from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.errors import DataError, RuntimeFault
+
+
+def export_model(root: Path, target: Path, iteration: int | None = None, dtype: str | None = None) -> str:
+    """Make the folder ``target`` of a run's checkpoint, by default the latest; returns what to say of it.
+
+    Args:
+        dtype: of the weights: "float32", "bfloat16" or "float16"; by default as the checkpoint has them.
+
+    Raises:
+        ConfigError: there is no such checkpoint, it is damaged, or no published family computes what it does.
+        RuntimeFault: ``target`` could not be written, and is absent.
+    """
+    check_absent(target, "--hf-path")
+    found = find_checkpoint(root, iteration)
+    trained, rows = found.config, found.vocabulary_rows
+    family, values = hf_from_model(trained.model, rows)
+    dtype = dtype or found.dtype
+    config = undivided(trained, dtype)
+    config.model.vocab_size = config.model.make_vocab_size_divisible_by = rows
+    config.model.mtp_num_layers = None
+    with whole_model(config) as whole:
+        whole.load(found.folder)
+        tensors = _published(whole, family)
+    tokenizer, end = _tokenizer(trained)
+    values |= {"torch_dtype": dtype, "bos_token_id": None, "eos_token_id": end, "use_cache": True}
+    try:
+        write_folder(target, values, tensors, tokenizer)
+    except OSError as error:
+        raise RuntimeFault(f"{target} could not be written: {error}") from error
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    said = [f"exported {parameters / 1e6:.1f}M parameters of {found.folder} ({family.architecture}, {dtype}): {target}"]
+    if trained.model.mtp_num_layers:
+        said.append("without its layers for multi-token prediction, which this family does not have")
+    if tokenizer is None:
+        said.append(f"without a tokenizer: the run's was {trained.tokenizer.tokenizer_type}")
+    return "\n".join(said)
+
+
+def _published(whole: WholeModel, family: Family) -> dict[str, torch.Tensor]:
+    """Every published tensor, in memory of its own; the model's goes as they come."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in whole.parameters().items():
+        part = part_of(name, family)
+        for published, tensor in zip(part.published, part.split(parameter.detach(), whole.config.model), strict=True):
+            tensors[published] = tensor.clone(memory_format=torch.contiguous_format)
+        parameter.data = parameter.data.new_empty(0)
+    return tensors
+
+
+def _tokenizer(trained: RunConfig) -> tuple[Path | None, int | None]:
+    """The folder of the run's tokenizer, if it has one and it is still there, and the token that ends a text."""
+    try:
+        end = build_tokenizer(trained.tokenizer, trained.model.vocab_size).eod
+    except DataError:
+        return None, None
+    if not trained.tokenizer.tokenizer_model:
+        return None, end
+    path = Path(trained.tokenizer.tokenizer_model)
+    return path if path.is_dir() else path.parent, end

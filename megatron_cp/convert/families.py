@@ -1,0 +1,277 @@
+"""What a model's settings are called on either side: Hugging Face's ``config.json`` and :class:`ModelConfig`.
+
+Both directions are exact or refused: nothing that would change what the model computes is left out or rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_cp.config import ModelConfig
+from megatron_cp.errors import ConfigError, Violation
+
+# The only Llama 3 scaling that megatron-core knows; its factor is free.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_COUNTS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "vocab_size",
+)
+# The largest padding unit that a published vocabulary is held against: any padding would be part of the softmax.
+_VOCABULARY_UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What a family calls its experts: the module, the two halves of the first matrix and the second matrix, and the
+    settings of how many there are and how wide."""
+
+    module: str
+    gate: str
+    up: str
+    down: str
+    count: str
+    width: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """One ``model_type`` of Hugging Face's.
+
+    Which of these features its models have, always or where the settings say so: biases of the query, key and value
+    projections, normalized queries and keys, a sliding window, experts.
+    """
+
+    model_type: str
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: bool = False
+    experts: Experts | None = None
+
+
+_MIXTRAL = Experts("block_sparse_moe", "w1", "w3", "w2", "num_local_experts", "intermediate_size")
+_QWEN3 = Experts("mlp", "gate_proj", "up_proj", "down_proj", "num_experts", "moe_intermediate_size")
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", "LlamaForCausalLM"),
+        Family("mistral", "MistralForCausalLM", window=True),
+        Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
+        Family("qwen3", "Qwen3ForCausalLM", qk_norm=True),
+        Family("mixtral", "MixtralForCausalLM", window=True, experts=_MIXTRAL),
+        Family("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, experts=_QWEN3),
+    )
+}
+
+
+def model_from_hf(values: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+    """The family and the settings of a published model.
+
+    Args:
+        values: its ``config.json``, with Hugging Face's own defaults filled in.
+
+    Raises:
+        ConfigError: it computes something that this package's models do not; lists all of it.
+    """
+    family = FAMILIES[values["model_type"]]
+    _check_types(values)
+    found = _Problems()
+    found.unless(values["hidden_act"] == "silu", "hidden_act", values["hidden_act"], "silu is needed")
+    for name in ("attention_bias", "mlp_bias", "quantization_config"):
+        found.unless(not values.get(name), name, values.get(name), "there is no counterpart")
+    heads = values["num_attention_heads"]
+    model = ModelConfig(
+        num_layers=values["num_hidden_layers"],
+        hidden_size=values["hidden_size"],
+        ffn_hidden_size=values["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=values.get("num_key_value_heads") or heads,
+        kv_channels=values.get("head_dim") or values["hidden_size"] // heads,
+        max_position_embeddings=values["max_position_embeddings"],
+        vocab_size=values["vocab_size"],
+        make_vocab_size_divisible_by=next(n for n in _VOCABULARY_UNITS if values["vocab_size"] % n == 0),
+        share_embeddings_and_output_weights=bool(values["tie_word_embeddings"]),
+        layernorm_epsilon=values["rms_norm_eps"],
+        init_method_std=values["initializer_range"],
+        add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_norm,
+    )
+    _read_positions(values, model, found)
+    _read_window(family, values, model, found)
+    if family.experts is not None:
+        _read_experts(family.experts, values, model, found)
+    found.tell()
+    return family, model
+
+
+def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]]:
+    """The family that computes what a model does, and its ``config.json``, in the form that all versions read.
+
+    Args:
+        rows: of the embedding, padding included: they are part of the softmax.
+
+    Raises:
+        ConfigError: no family computes that; lists all that stands in the way.
+    """
+    found = _Problems()
+    plain = {
+        "architecture": "gpt",
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "normalization": "RMSNorm",
+        "activation_func": "silu",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "attention_mask_type": "causal",
+        "softmax_scale": None,
+        "softmax_type": "vanilla",
+        "window_attn_skip_freq": None,
+        "multi_latent_attention": False,
+    }
+    for name, value in plain.items():
+        found.unless(getattr(model, name) == value, f"model.{name}", getattr(model, name), f"{value} is needed")
+    family = _family_of(model)
+    if family is None:
+        features = ("add_qkv_bias", "qk_layernorm", "window_size", "num_moe_experts", "moe_router_pre_softmax")
+        has = ", ".join(f"{name}={getattr(model, name)}" for name in features)
+        found.unless(False, "model", None, f"no family has all of {has}")
+    window = model.window_size
+    found.unless(window is None or (window[0] >= 0 and window[1] == 0), "model.window_size", window, "[n, 0] is needed")
+    found.tell()
+    assert family is not None
+    values: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "max_position_embeddings": model.max_position_embeddings,
+        "vocab_size": rows,
+        "tie_word_embeddings": model.share_embeddings_and_output_weights,
+        "rms_norm_eps": model.layernorm_epsilon,
+        "initializer_range": model.init_method_std,
+        "hidden_act": "silu",
+        "rope_theta": model.rotary_base,
+        "rope_scaling": _rope_scaling(model),
+        "attention_dropout": 0.0,
+    }
+    if family.model_type not in ("qwen2", "mistral", "mixtral"):
+        values["attention_bias"] = False
+    if family.window:
+        values["sliding_window"] = window[0] + 1 if window else None  # here the token itself counts
+    if family.experts is not None:
+        values |= {
+            family.experts.count: model.num_moe_experts,
+            family.experts.width: model.moe_ffn_hidden_size or model.ffn_hidden_size,
+            "num_experts_per_tok": model.moe_router_topk,
+            "router_aux_loss_coef": model.moe_aux_loss_coeff,
+        }
+        if family.model_type == "qwen3_moe":
+            values |= {"norm_topk_prob": not model.moe_router_pre_softmax, "decoder_sparse_step": 1}
+    return family, values
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    """What the rest computes with: not every version of Hugging Face's library looks."""
+    found = _Problems("what the model was published with")
+    for name in _COUNTS:
+        found.unless(type(values.get(name)) is int and values[name] > 0, name, values.get(name), "a count is needed")
+    for name in ("rms_norm_eps", "initializer_range"):
+        number = isinstance(values.get(name), int | float)
+        found.unless(number, name, values.get(name), "a number is needed")
+    found.tell()
+
+
+def _family_of(model: ModelConfig) -> Family | None:
+    for family in FAMILIES.values():
+        fits = (
+            family.qkv_bias == model.add_qkv_bias
+            and family.qk_norm == model.qk_layernorm
+            and (family.experts is not None) == (model.num_moe_experts is not None)
+            and (family.window or model.window_size is None)
+            # A softmax over all experts whose chosen part is not normalized again: Mixtral's always is.
+            and (not model.moe_router_pre_softmax or family.model_type != "mixtral" or model.num_moe_experts is None)
+        )
+        if fits:
+            return family
+    return None
+
+
+def _read_positions(values: Mapping[str, Any], model: ModelConfig, found: _Problems) -> None:
+    rope = dict(values.get("rope_scaling") or {}) | dict(values.get("rope_parameters") or {})
+    base = rope.pop("rope_theta", None) or values.get("rope_theta") or model.rotary_base
+    found.unless(base == int(base), "rope_theta", base, "megatron-core takes whole numbers")
+    model.rotary_base = float(base)
+    share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    found.unless(share == 1.0, "partial_rotary_factor", share, "1 is needed")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "llama3":
+        model.rope_scaling, model.rope_scaling_factor = True, float(rope["factor"])
+        for name, value in _LLAMA3_ROPE.items():
+            given = rope.get(name, value)
+            found.unless(given == value, f"rope_scaling.{name}", given, f"megatron-core has {value} built in")
+    elif kind == "linear":
+        model.seq_len_interpolation_factor = float(rope["factor"])
+    else:
+        found.unless(kind == "default", "rope_scaling.rope_type", kind, "default, linear or llama3 is needed")
+
+
+def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    if model.rope_scaling:
+        return {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3_ROPE}
+    if model.seq_len_interpolation_factor is not None:
+        return {"rope_type": "linear", "factor": model.seq_len_interpolation_factor}
+    return None
+
+
+def _read_window(family: Family, values: Mapping[str, Any], model: ModelConfig, found: _Problems) -> None:
+    window = values.get("sliding_window")
+    if window is None or values.get("use_sliding_window") is False:
+        return
+    if not family.window:
+        found.unless(False, "use_sliding_window", True, "windows in some layers only have no counterpart")
+        return
+    model.window_size = [window - 1, 0]  # here the token itself does not count
+
+
+def _read_experts(experts: Experts, values: Mapping[str, Any], model: ModelConfig, found: _Problems) -> None:
+    model.num_moe_experts = values[experts.count]
+    model.moe_ffn_hidden_size = values[experts.width]
+    model.moe_router_topk = values["num_experts_per_tok"]
+    model.moe_aux_loss_coeff = float(values.get("router_aux_loss_coef") or 0.0)
+    # Without it the chosen experts' weights sum to one, whether normalized before the choice or after it.
+    model.moe_router_pre_softmax = values.get("norm_topk_prob", True) is False or model.moe_router_topk == 1
+    if model.moe_router_topk == 1:
+        normalized = values.get("norm_topk_prob", True)
+        found.unless(not normalized, "num_experts_per_tok", 1, "one expert whose weight is always 1 has no counterpart")
+    step = values.get("decoder_sparse_step", 1)
+    found.unless(step == 1, "decoder_sparse_step", step, "experts in every layer are needed")
+    dense = values.get("mlp_only_layers")
+    found.unless(not dense, "mlp_only_layers", dense, "experts in every layer are needed")
+
+
+class _Problems:
+    """All that stands in the way, told at once."""
+
+    def __init__(self, fix: str = "none here: another model, or code of your own for what it computes") -> None:
+        self._fix = fix
+        self._found: list[Violation] = []
+
+    def unless(self, holds: bool, field: str, value: Any, message: str) -> None:
+        if not holds:
+            self._found.append(Violation("", "error", field, message, self._fix, value))
+
+    def tell(self) -> None:
+        if self._found:
+            raise ConfigError(self._found)

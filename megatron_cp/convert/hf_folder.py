@@ -1,0 +1,170 @@
+"""A folder in Hugging Face's format: ``config.json``, ``*.safetensors``, and a tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_cp.convert.families import FAMILIES
+from megatron_cp.errors import ConfigError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# What a tokenizer is read from, and what says how to generate with the model.
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A folder's ``config.json``, with the defaults of the family's own class in Hugging Face's library.
+
+    Raises:
+        ConfigError: there is none, it cannot be read, or it is of a family that has no counterpart.
+    """
+    values = _read_json(folder / "config.json")
+    if values.get("model_type") not in FAMILIES:
+        raise ConfigError(
+            f"{folder / 'config.json'}: model_type {values.get('model_type')!r} has no counterpart; known are "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        # What a setting was called before it got the name that all families share, or is called again since.
+        return config.to_dict() | {name: getattr(config, name) for name in config.attribute_map}
+    except Exception as error:  # of many kinds, whatever a value is used for first
+        raise ConfigError(f"{folder / 'config.json'} cannot be read as a model's: {_first_line(error)}") from error
+
+
+class PublishedWeights:
+    """The tensors of a folder's ``*.safetensors``, read one at a time.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        if (folder / _INDEX).exists():
+            files = sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
+        elif (folder / _SINGLE).exists():
+            files = [_SINGLE]
+        else:
+            raise ConfigError(
+                f"{folder} has neither {_SINGLE} nor {_INDEX}. Weights in another format become safetensors by "
+                "transformers: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
+            )
+        self._file_of: dict[str, Any] = {}
+        for file in files:
+            try:
+                opened = safe_open(folder / file, framework="pt")
+                self._file_of |= dict.fromkeys(opened.keys(), opened)
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{folder / file} cannot be read: {_first_line(error)}. Fetch it again.") from error
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def dtype(self) -> str:
+        """Of the embedding, as torch calls it."""
+        name = next((name for name in self._file_of if name.endswith("embed_tokens.weight")), None)
+        given = self._file_of[name].get_slice(name).get_dtype() if name else "no embedding"
+        if given not in _DTYPES:
+            raise ConfigError(f"{self._folder}: weights of {given}; {', '.join(_DTYPES)} are needed")
+        return _DTYPES[given]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file_of[name].get_tensor(name)
+
+
+def write_folder(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], companions: Path | None) -> None:
+    """Write a whole folder, or nothing: it gets its name when all is in it.
+
+    Args:
+        tensors: which share no memory with each other.
+        companions: where a tokenizer's files lie.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    def fill(partial: Path) -> None:
+        try:
+            save_torch_state_dict(tensors, partial, metadata={"format": "pt"})
+        except SafetensorError as error:  # the disk's own error, in other words
+            raise OSError(str(error)) from error
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if companions is not None:
+            copy_companions(companions, partial)
+
+    _complete_or_absent(folder, fill)
+
+
+def copy_companions(source: Path, target: Path) -> list[str]:
+    """Copy a tokenizer's files between folders; returns their names."""
+    found = [name for name in _COMPANIONS if (source / name).is_file()]
+    for name in found:
+        shutil.copyfile(source / name, target / name)
+    return found
+
+
+def check_absent(folder: Path, setting: str) -> None:
+    """Raises ConfigError where a new folder cannot be made: something is there already, or nothing may be written."""
+    if os.path.exists(folder) and not (os.path.isdir(folder) and not os.listdir(folder)):
+        raise ConfigError(f"{setting} {folder} is there already; name a new folder, or remove it first")
+    above = next(path for path in folder.absolute().parents if os.path.exists(path))
+    if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting} {folder} cannot be made: {above} is no folder that may be written into")
+
+
+def _complete_or_absent(folder: Path, fill: Callable[[Path], None]) -> None:
+    partial = folder.with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
+    partial.mkdir(parents=True)
+    try:
+        fill(partial)
+        if folder.exists():
+            folder.rmdir()  # empty, as check_absent saw
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = "; nothing is downloaded, 'hf download NAME --local-dir FOLDER' fetches one" * (not file.exists())
+        raise ConfigError(f"{file} cannot be read: {error.strerror}{hint}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} holds no JSON object")
+    return values
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no details'}"

@@ -1,0 +1,109 @@
+"""A published model becomes a checkpoint that a run can begin with, and a recipe for it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import yaml
+
+from megatron_cp.config import ModelConfig, RunConfig, TokenizerConfig
+from megatron_cp.convert.checkpoint import WholeModel, undivided, whole_model
+from megatron_cp.convert.families import Family, model_from_hf
+from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_companions, read_config
+from megatron_cp.convert.weights import is_spare, part_of
+from megatron_cp.errors import ConfigError, RuntimeFault
+
+RECIPE, TOKENIZER = "recipe.yaml", "tokenizer"
+
+
+def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
+    """Make ``root`` with a checkpoint of the weights, the tokenizer's files and a recipe; returns what to say of it.
+
+    Args:
+        dtype: of the checkpoint's weights: "float32", "bfloat16" or "float16"; by default the published ones'.
+
+    Raises:
+        ConfigError: the published model has no counterpart, or a file is missing or damaged.
+        RuntimeFault: ``root`` could not be written; what was written of it is gone again.
+    """
+    check_absent(root, "--megatron-path")
+    values = read_config(source)
+    family, model = model_from_hf(values)
+    published = PublishedWeights(source)
+    dtype = dtype or published.dtype()
+    was_there = root.exists()
+    try:
+        tokenizer = _copy_tokenizer(source, root / TOKENIZER, model)
+        config = undivided(RunConfig(model=model, tokenizer=tokenizer, recipe=root.name), dtype)
+        with whole_model(config) as whole:
+            parameters = _fill(whole, published, family)
+            folder = whole.save(root, 0)
+        _write_recipe(root / RECIPE, f"{source.resolve().name}, imported ({family.architecture})", model, tokenizer)
+    except BaseException as error:
+        shutil.rmtree(root, ignore_errors=True)
+        if was_there:
+            root.mkdir()
+        if isinstance(error, OSError):
+            raise RuntimeFault(f"{root} could not be written: {error}") from error
+        raise
+    return (
+        f"imported {parameters / 1e6:.1f}M parameters of {source} ({family.architecture}, {dtype}): {folder}\n"
+        f"begin with them: megatron-cp train --recipe {root / RECIPE} checkpoint.save=FOLDER dataset.data_path=PREFIX"
+    )
+
+
+def _fill(whole: WholeModel, published: PublishedWeights, family: Family) -> int:
+    """Give every parameter its value; returns how many numbers that are.
+
+    Raises:
+        ConfigError: tensors are missing, of another shape, or have no place; tells all of them.
+    """
+    model, parameters = whole.config.model, whole.parameters()
+    parts = {name: part_of(name, family) for name in parameters}
+    expected = {
+        name: tuple(tensor.shape)
+        for parameter, part in parts.items()
+        for name, tensor in zip(
+            part.published, part.split(parameters[parameter].detach().to("meta"), model), strict=True
+        )
+    }
+    there = published.names()
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - there)]
+    problems += [f"{name} has no place" for name in sorted(there - expected.keys()) if not is_spare(name, model)]
+    problems += [
+        f"{name} has shape {published.shape(name)} and not {shape}"
+        for name, shape in expected.items()
+        if name in there and published.shape(name) != shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ConfigError(
+            f"the weights are not of the model that config.json describes: {'; '.join(problems[:8])}{more}"
+        )
+    for name, part in parts.items():
+        parameters[name].data.copy_(part.join([published[tensor] for tensor in part.published], model))
+    return sum(parameter.numel() for parameter in parameters.values())
+
+
+def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig) -> TokenizerConfig:
+    folder.mkdir(parents=True)
+    copied = copy_companions(source, folder)
+    if any(name.startswith(("tokenizer.", "vocab.")) for name in copied):
+        return TokenizerConfig(tokenizer_model=str(folder.resolve()))
+    return TokenizerConfig("NullTokenizer", vocab_size=model.vocab_size)  # for data that is tokenized elsewhere
+
+
+def _write_recipe(path: Path, title: str, model: ModelConfig, tokenizer: TokenizerConfig) -> None:
+    usual = ModelConfig()
+    settings = {
+        "model": {
+            field.name: value
+            for field in fields(model)
+            if (value := getattr(model, field.name)) != getattr(usual, field.name)
+        },
+        "tokenizer": {name: value for name, value in vars(tokenizer).items() if value is not None},
+        "checkpoint": {"pretrained_checkpoint": str(path.parent.resolve())},
+    }
+    path.write_text(f"# {title}\n{yaml.safe_dump(settings, sort_keys=False)}", encoding="utf-8")

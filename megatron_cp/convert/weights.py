@@ -1,0 +1,95 @@
+"""What a model's weights are called on either side, and how the one side's are made of the other's.
+
+megatron-core keeps the query, key and value projections in one matrix, the rows of each group of heads together (its
+queries', then its key's, then its value's), and the two halves of a gated MLP's first matrix, gate first.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_cp.config import ModelConfig
+from megatron_cp.convert.families import Family
+
+_OUTSIDE = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+_IN_A_LAYER = {
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "self_attention.linear_qkv.weight": (
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
+    "self_attention.linear_qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
+# Published files may hold them, and nothing is lost without: computed, or the embedding once more.
+_SPARE = re.compile(r"rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The published tensors of which one of megatron-core's parameters is made, in order, and how."""
+
+    published: tuple[str, ...]
+    how: Literal["same", "stacked", "by group"]
+
+    def join(self, tensors: list[Tensor], model: ModelConfig) -> Tensor:
+        """The parameter, from the published tensors."""
+        if self.how == "by group":
+            return torch.cat([t.reshape(model.kv_heads, -1, *t.shape[1:]) for t in tensors], dim=1).flatten(0, 1)
+        return torch.cat(tensors) if self.how == "stacked" else tensors[0]
+
+    def split(self, parameter: Tensor, model: ModelConfig) -> list[Tensor]:
+        """The published tensors, from the parameter; what :meth:`join` undoes."""
+        if self.how == "by group":
+            by_group = parameter.reshape(model.kv_heads, -1, *parameter.shape[1:])
+            head = by_group.shape[1] // (model.num_attention_heads // model.kv_heads + 2)
+            return [t.flatten(0, 1) for t in by_group.split([by_group.shape[1] - 2 * head, head, head], dim=1)]
+        return list(parameter.chunk(2)) if self.how == "stacked" else [parameter]
+
+
+def part_of(name: str, family: Family) -> Part:
+    """What makes up the parameter that a whole, undivided model calls ``name``."""
+    if name in _OUTSIDE:
+        return Part((_OUTSIDE[name],), "same")
+    layer = _LAYER.fullmatch(name)
+    assert layer, name
+    published = _in_a_layer(layer[2], family)
+    how: Literal["same", "stacked", "by group"] = "same"
+    if len(published) > 1:
+        how = "by group" if "linear_qkv" in name else "stacked"
+    return Part(tuple(f"model.layers.{layer[1]}.{inner}" for inner in published), how)
+
+
+def _in_a_layer(name: str, family: Family) -> tuple[str, ...]:
+    if family.experts is None or name in _IN_A_LAYER:
+        return _IN_A_LAYER[name]
+    experts = family.experts
+    if name == "mlp.router.weight":
+        return (f"{experts.module}.gate.weight",)
+    expert = _EXPERT.fullmatch(name)
+    assert expert, name
+    matrices = (experts.gate, experts.up) if expert[2] == "1" else (experts.down,)
+    return tuple(f"{experts.module}.experts.{expert[1]}.{matrix}.weight" for matrix in matrices)
+
+
+def is_spare(published: str, model: ModelConfig) -> bool:
+    """Whether a published tensor may be left where it is."""
+    tied = model.share_embeddings_and_output_weights and published == _OUTSIDE["output_layer.weight"]
+    return tied or _SPARE.search(published) is not None

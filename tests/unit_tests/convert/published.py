@@ -1,0 +1,80 @@
+"""Small models of every family, with random weights, as Hugging Face's library makes and computes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SHAPE = {
+    "vocab_size": 192,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,  # large enough that every part of the model matters
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# Each family, with and without what its settings choose.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
+    "llama tied, scaled rope": {"model_type": "llama", "tie_word_embeddings": True, "rope_scaling": LLAMA3},
+    "llama linear rope": {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "llama wide heads": {"model_type": "llama", "head_dim": 16, "num_key_value_heads": 8},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral window": {"model_type": "mistral", "sliding_window": 9},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": None},
+    "mixtral window": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 9},
+    "qwen3 experts": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "qwen3 experts, not normalized": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": False,
+    },
+}
+
+
+def publish(folder: Path, variant: str, **changes: Any) -> None:
+    """Write a variant with random weights, none of them at a value where an error would not show."""
+    values = SHAPE | VARIANTS[variant] | changes
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # norms at one, biases at zero
+            parameter.data += 0.3 * torch.randn_like(parameter)
+        elif "norm" not in name and "experts" in name:
+            parameter.data.normal_(std=0.15)
+    model.save_pretrained(folder)
+
+
+def published_losses(folder: Path, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Per-token losses ``[b, s]`` of a folder's model, computed by Hugging Face's library in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(tokens).logits
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")

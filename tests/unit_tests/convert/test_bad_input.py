@@ -1,0 +1,180 @@
+"""What cannot be converted is told at once, with exit code 2, and leaves nothing behind."""
+
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.unit_tests.convert.published import publish
+
+
+def change(folder: Path, **values: Any) -> None:
+    """Other values in ``config.json``."""
+    path = folder / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_weights(folder: Path, **shapes: Any) -> None:
+    """Other tensors in the weights' file: ``None`` takes one away."""
+    path = folder / "hf/model.safetensors"
+    tensors = load_file(path)
+    for name, make in shapes.items():
+        name = name.replace("__", ".")
+        if make is None:
+            del tensors[name]
+        else:
+            tensors[name] = make(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+NORM = "model__norm__weight"
+# What was done to a published model, and what is said of it.
+BROKEN = {
+    "no config": (lambda f: os.remove(f / "hf/config.json"), "config.json cannot be read: No such file"),
+    "no json": (lambda f: cut(f / "hf/config.json", 40), "config.json is not valid JSON"),
+    "no object": (lambda f: (f / "hf/config.json").write_text("[]"), "holds no JSON object"),
+    "family": (lambda f: change(f, model_type="gemma2"), "model_type 'gemma2' has no counterpart; known are llama"),
+    "no family": (lambda f: change(f, model_type=None), "model_type None has no counterpart"),
+    "activation": (lambda f: change(f, hidden_act="gelu"), "hidden_act=gelu"),
+    "bias": (lambda f: change(f, attention_bias=True), "attention_bias=True: there is no counterpart"),
+    "quantized": (lambda f: change(f, quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    "rope": (
+        lambda f: change(f, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
+        "rope_scaling.rope_type=yarn",
+    ),
+    "llama 3 rope": (
+        lambda f: change(
+            f,
+            rope_parameters={
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 4096,
+                "rope_theta": 1e4,
+            },
+        ),
+        "rope_scaling.original_max_position_embeddings=4096: megatron-core has 8192 built in",
+    ),
+    "rope base": (
+        lambda f: change(f, rope_parameters={"rope_type": "default", "rope_theta": 10000.5}),
+        "rope_theta=10000.5: megatron-core takes whole numbers",
+    ),
+    "wrong type": (lambda f: change(f, hidden_size="wide"), "hidden_size"),
+    "no weights": (lambda f: os.remove(f / "hf/model.safetensors"), "has neither model.safetensors nor"),
+    "cut weights": (lambda f: cut(f / "hf/model.safetensors", 5000), "model.safetensors cannot be read"),
+    "missing": (lambda f: change_weights(f, **{NORM: None}), "model.norm.weight is missing"),
+    "more": (
+        lambda f: change_weights(f, extra=lambda t: t["model.norm.weight"].clone()),
+        "extra has no place",
+    ),
+    "shape": (
+        lambda f: change_weights(f, **{NORM: lambda t: t["model.norm.weight"][:32].clone()}),
+        "model.norm.weight has shape (32,) and not (64,)",
+    ),
+    "layers": (lambda f: change(f, num_hidden_layers=3), "model.layers.2.input_layernorm.weight is missing"),
+    "dtype": (
+        lambda f: change_weights(f, model__embed_tokens__weight=lambda t: t["model.embed_tokens.weight"].double()),
+        "weights of F64; F32, BF16, F16 are needed",
+    ),
+    "index": (
+        lambda f: (
+            (f / "hf/model.safetensors").rename(f / "hf/other")
+            and (f / "hf/model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+        ),
+        "gone.safetensors cannot be read",
+    ),
+    "target": (lambda f: (f / "mcore").mkdir() or (f / "mcore/x").touch(), "--megatron-path"),
+    "target above": (lambda f: (f / "mcore").touch(), "is there already"),
+}
+
+
+def publish_and(folder: Path, damage: Any) -> None:
+    publish(folder / "hf", "llama")
+    damage(folder)
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_model_that_cannot_be_imported(convert: Any, tmp_path: Path, what: str) -> None:
+    damage, expected = BROKEN[what]
+    before = lambda folder: publish_and(folder, damage)  # noqa: E731
+    code, text = convert("import", "--hf-model", tmp_path / "hf", "--megatron-path", tmp_path / "mcore", before=before)
+    assert code == 2
+    assert expected in text
+    assert what.startswith("target") or not (tmp_path / "mcore").exists()
+
+
+def test_all_that_has_no_counterpart_is_told_at_once(convert: Any, tmp_path: Path) -> None:
+    def before(folder: Path) -> None:
+        publish(folder / "hf", "mistral")
+        change(folder, hidden_act="gelu", mlp_bias=True, attention_bias=True)
+
+    code, text = convert("import", "--hf-model", tmp_path / "hf", "--megatron-path", tmp_path / "mcore", before=before)
+    assert code == 2
+    assert all(name in text for name in ("hidden_act", "mlp_bias", "attention_bias"))
+
+
+def test_a_full_disk_leaves_nothing(convert: Any, tmp_path: Path) -> None:
+    def before(folder: Path) -> None:
+        publish(folder / "hf", "llama")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+    code, text = convert("import", "--hf-model", tmp_path / "hf", "--megatron-path", tmp_path / "mcore", before=before)
+    assert code == 1
+    assert "could not be written" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "said"]
+
+    def import_first(folder: Path) -> None:
+        from megatron_cp.convert.importing import import_model
+
+        import_model(folder / "hf", folder / "mcore")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+    out = ("export", "--megatron-path", tmp_path / "mcore", "--hf-path", tmp_path / "out")
+    code, text = convert(*out, before=import_first)
+    assert code == 1
+    assert "could not be written" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mcore", "said"]
+
+
+def test_a_checkpoint_that_cannot_be_exported(convert: Any, tmp_path: Path) -> None:
+    def before(folder: Path) -> None:
+        from megatron_cp.convert.importing import import_model
+
+        publish(folder / "hf", "llama")
+        import_model(folder / "hf", folder / "mcore")
+        (folder / "damaged/iter_0000000").mkdir(parents=True)
+        (folder / "empty").mkdir()
+
+    def export(root: str, *options: str, before: Any = None) -> str:
+        out = ("--hf-path", tmp_path / "out")
+        code, text = convert("export", "--megatron-path", tmp_path / root, *out, *options, before=before)
+        assert code == 2
+        assert not (tmp_path / "out").exists()
+        return text
+
+    assert "there is no checkpoint 7 in" in export("mcore", "--iteration", "7", before=before)
+    assert "there are iterations [0]" in export("mcore", "--iteration", "7")
+    assert "there is no checkpoint in" in export("empty")
+    assert "there is no checkpoint in" in export("nowhere")
+    assert "is damaged" in export("damaged")
+    for path in (tmp_path / "mcore/iter_0000000").glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:100])
+    assert "is damaged" in export("mcore")
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_cp.cli import main
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["convert", "import", "--hf-model", "a", "--megatron-path", "b"]) == 2
+    assert "one process converts a whole model" in capsys.readouterr().err

@@ -1,0 +1,122 @@
+"""Which models have a counterpart, both ways."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_cp.config import ModelConfig, RunConfig
+from megatron_cp.convert.families import FAMILIES, hf_from_model, model_from_hf
+from megatron_cp.errors import ConfigError
+
+LLAMA = RunConfig(model=ModelConfig(vocab_size=256, max_position_embeddings=64, num_query_groups=2)).finalize().model
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 512}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "tied": ("llama", {"share_embeddings_and_output_weights": True}),
+    "llama 3": ("llama", {"rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_base": 5e5}),
+    "linear": ("llama", {"seq_len_interpolation_factor": 4.0}),
+    "window": ("mistral", {"window_size": [4095, 0]}),
+    "bias": ("qwen2", {"add_qkv_bias": True}),
+    "norm": ("qwen3", {"qk_layernorm": True, "kv_channels": 64}),
+    "experts": ("mixtral", EXPERTS | {"moe_aux_loss_coeff": 0.02}),
+    "experts and window": ("mixtral", EXPERTS | {"window_size": [7, 0]}),
+    "experts and norm": ("qwen3_moe", EXPERTS | {"qk_layernorm": True}),
+    "pre-softmax": ("qwen3_moe", EXPERTS | {"qk_layernorm": True, "moe_router_pre_softmax": True}),
+    "one expert": (
+        "qwen3_moe",
+        EXPERTS | {"qk_layernorm": True, "moe_router_pre_softmax": True, "moe_router_topk": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_settings_go_out_and_come_back(name: str) -> None:
+    expected, changes = MODELS[name]
+    model = replace(LLAMA, **changes)
+    family, values = hf_from_model(model, rows=256)
+    assert family.model_type == expected == values["model_type"]
+    again_family, again = model_from_hf(values)
+    assert again_family == family
+    assert replace(again, seq_length=model.seq_length, expert_tensor_parallel_size=1) == model
+
+
+NO_COUNTERPART: dict[str, dict[str, Any]] = {
+    "architecture": {"architecture": "hybrid"},
+    "position_embedding_type": {"position_embedding_type": "learned_absolute"},
+    "rotary_percent": {"rotary_percent": 0.5},
+    "rotary_interleaved": {"rotary_interleaved": True},
+    "normalization": {"normalization": "LayerNorm"},
+    "activation_func": {"activation_func": "gelu"},
+    "gated_linear_unit": {"gated_linear_unit": False},
+    "add_bias_linear": {"add_bias_linear": True},
+    "attention_mask_type": {"attention_mask_type": "no_mask"},
+    "softmax_scale": {"softmax_scale": 0.2},
+    "softmax_type": {"softmax_type": "learnable"},
+    "window_attn_skip_freq": {"window_size": [7, 0], "window_attn_skip_freq": 2},
+    "multi_latent_attention": {"multi_latent_attention": True},
+    "window_size": {"window_size": [7, 3]},
+    "add_qkv_bias": {"add_qkv_bias": True, "qk_layernorm": True},
+    "moe_router_pre_softmax": EXPERTS | {"moe_router_pre_softmax": True},
+}
+
+
+@pytest.mark.parametrize("name", NO_COUNTERPART)
+def test_what_no_family_computes_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        hf_from_model(replace(LLAMA, **NO_COUNTERPART[name]), rows=256)
+
+
+def test_every_setting_of_the_model_is_thought_of() -> None:
+    """A new one that changes what a model computes must be converted or refused."""
+    from megatron_cp.training.resuming import _FUNCTION, _WEIGHTS
+
+    of_the_refused = {name for changes in NO_COUNTERPART.values() for name in changes}
+    of_the_converted = {name for _, changes in MODELS.values() for name in changes}
+    shape = {
+        *("vocab_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+        *("max_position_embeddings", "layernorm_epsilon"),
+    }
+    # Of models that are refused as a whole; multi-token prediction is left out, which the command says.
+    elsewhere = {"hybrid_layer_pattern", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"}
+    elsewhere |= {"v_head_dim", "mtp_num_layers", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups"}
+    elsewhere |= {"mamba_num_heads"}
+    assert set(_WEIGHTS) | set(_FUNCTION) <= of_the_refused | of_the_converted | shape | elsewhere
+
+
+@pytest.mark.parametrize(
+    ("rows", "unit"), [(128256, 128), (151936, 128), (32000, 128), (50257, 1), (151646, 2), (32001, 1), (32016, 16)]
+)
+def test_a_published_vocabulary_is_not_padded(rows: int, unit: int) -> None:
+    _, values = hf_from_model(LLAMA, rows)
+    assert model_from_hf(values)[1].make_vocab_size_divisible_by == unit
+    assert rows % unit == 0
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_windows_in_some_layers_only_are_refused_or_not_used(model_type: str) -> None:
+    model = replace(LLAMA, **next(changes for family, changes in MODELS.values() if family == model_type))
+    _, values = hf_from_model(model, rows=256)
+    assert model_from_hf(values | {"sliding_window": 64, "use_sliding_window": False})[1].window_size is None
+    if not FAMILIES[model_type].window:
+        with pytest.raises(ConfigError, match="use_sliding_window"):
+            model_from_hf(values | {"sliding_window": 64, "use_sliding_window": True})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("decoder_sparse_step", 2), ("mlp_only_layers", [0]), ("num_experts_per_tok", 1)]
+)
+def test_experts_in_some_layers_only_and_a_weight_of_one_are_refused(setting: str, value: Any) -> None:
+    _, values = hf_from_model(replace(LLAMA, **MODELS["experts and norm"][1]), rows=256)
+    with pytest.raises(ConfigError, match=setting):
+        model_from_hf(values | {setting: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("hidden_size", "wide"), ("num_attention_heads", 0), ("vocab_size", None), ("rms_norm_eps", "small")],
+)
+def test_wrong_types_are_told(setting: str, value: Any) -> None:
+    _, values = hf_from_model(LLAMA, rows=256)
+    with pytest.raises(ConfigError, match=f"{setting}.*needed"):
+        model_from_hf(values | {setting: value})

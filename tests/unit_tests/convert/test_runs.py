@@ -1,0 +1,163 @@
+"""What a run trained is what is published; what is published begins a run."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_cp.convert.exporting import export_model
+from megatron_cp.convert.importing import import_model
+from megatron_cp.data.datasets import build_datasets
+from megatron_cp.data.tokenizers import build_tokenizer, train_bpe
+from megatron_cp.errors import ConfigError
+from megatron_cp.parallel.device import start_distributed, stop_distributed
+from megatron_cp.recipes import load_recipe
+from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_cp.training.resuming import find_start
+from megatron_cp.training.step import train_step
+from tests.ranks import run_ranks
+from tests.training_runs import start, tiny_config
+from tests.unit_tests.convert.published import SHAPE, publish, published_losses
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "llama, tp 2, pp 2, with two more tokens predicted": {
+        "model__tensor_model_parallel_size": 2,
+        "model__pipeline_model_parallel_size": 2,
+        "model__mtp_num_layers": 2,
+        "model__share_embeddings_and_output_weights": True,
+        "model__make_vocab_size_divisible_by": 24,  # 264 rows for 255 tokens
+    },
+    "qwen3, hierarchical cp, windows none": {
+        "model__context_parallel_size": 4,
+        "model__cp_comm_type": "a2a+p2p",
+        "model__hierarchical_context_parallel_sizes": [2, 2],
+        "model__qk_layernorm": True,
+    },
+    "mixtral, ep 2, virtual stages, cp 1": {
+        "model__pipeline_model_parallel_size": 2,
+        "model__virtual_pipeline_model_parallel_size": 2,
+        "model__expert_model_parallel_size": 2,
+        "model__num_moe_experts": 4,
+        "model__moe_ffn_hidden_size": 48,
+        "model__window_size": [9, 0],
+    },
+}
+
+
+def train_and_save(folder: str, overrides: dict[str, Any]) -> float:
+    """Save after two steps; the loss of the third, which is that of the weights saved."""
+    run, batches, num_microbatches = start(tiny_config(**overrides))
+    for _ in range(2):
+        train_step(run, batches, num_microbatches)
+        run.progress.iteration += 1
+    save_checkpoint(run, Path(folder) / "run", {})
+    loss = train_step(run, batches, num_microbatches).loss
+    run.close()
+    return loss
+
+
+def export_and_compute(folder: str, overrides: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """The published model's loss on the third batch, by Hugging Face's library, and its config.json."""
+    path, config = Path(folder), tiny_config(**overrides)
+    print(export_model(path / "run", path / "out"))
+    os.environ.pop("RANK")
+    config.model.expert_model_parallel_size = 1
+    start_distributed(config)
+    train, _, _ = build_datasets(config, build_tokenizer(config.tokenizer), 12)
+    samples = [train[index] for index in range(8, 12)]
+    stop_distributed()
+    names = ("tokens", "labels", "loss_mask")
+    tokens, labels, mask = (torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in names)
+    losses = published_losses(path / "out", tokens, labels)
+    return float((losses * mask).sum() / mask.sum()), json.loads((path / "out/config.json").read_text())
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_run_publishes_what_it_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    overrides = TRAINED[name]
+    monkeypatch.delenv("MEGATRON_CP_TEST_NO_INIT")
+    ours = run_ranks(train_and_save, 4, str(tmp_path), overrides)
+    monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
+    [(theirs, values)] = run_ranks(export_and_compute, 1, str(tmp_path), overrides)
+    # The last stages' ranks know the main loss; predicted tokens' losses are not part of it.
+    assert ours == pytest.approx([theirs] * 4, rel=2e-6)
+    assert values["model_type"] == name.split(",")[0]
+    assert values["vocab_size"] == (264 if "make_vocab_size_divisible_by" in str(overrides) else 256)
+
+
+def halves(folder: str) -> None:
+    """bf16 in several files, to and fro, and into a float32 run."""
+    path = Path(folder)
+    publish(path / "hf32", "llama")
+    model = AutoModelForCausalLM.from_pretrained(path / "hf32", dtype=torch.bfloat16)
+    model.save_pretrained(path / "hf", max_shard_size="40KB")
+    assert len(list((path / "hf").glob("*.safetensors"))) > 2
+    said = import_model(path / "hf", path / "mcore")
+    assert "bfloat16" in said
+    export_model(path / "mcore", path / "out")
+    export_model(path / "mcore", path / "out32", dtype="float32")
+    there = model.state_dict()
+    back, wide = load_file(path / "out/model.safetensors"), load_file(path / "out32/model.safetensors")
+    assert there.keys() == back.keys() == wide.keys()
+    for name, tensor in there.items():
+        assert back[name].dtype == torch.bfloat16 and torch.equal(back[name], tensor)
+        assert wide[name].dtype == torch.float32 and torch.equal(wide[name], tensor.float())
+    assert json.loads((path / "out32/config.json").read_text())["torch_dtype"] == "float32"
+
+    os.environ.pop("RANK")
+    tokens, labels = torch.randint(SHAPE["vocab_size"], (2, 2, 32), generator=torch.Generator().manual_seed(1))
+    config = load_recipe(path / "mcore/recipe.yaml", ["mixed_precision.fp32=true", "dataset.seq_length=32"])
+    start_distributed(config)
+    run, _, _ = start(config)
+    load_checkpoint(run, path / "mcore", 0, finetune=True)
+    with torch.no_grad():
+        losses = run.model[0].eval()(tokens, torch.arange(32).expand_as(tokens), None, labels=labels)
+    torch.testing.assert_close(losses, published_losses(path / "out32", tokens, labels), rtol=5e-6, atol=1e-5)
+
+
+def test_half_precision_in_several_files(tmp_path: Path) -> None:
+    run_ranks(halves, 1, str(tmp_path))
+
+
+def with_tokenizer(folder: str) -> None:
+    path = Path(folder)
+    train_bpe(["some words to make a vocabulary of"] * 9, 280, path / "hf")
+    publish(path / "hf", "llama", vocab_size=280)
+    import_model(path / "hf", path / "mcore")
+    config = load_recipe(path / "mcore/recipe.yaml")
+    assert config.tokenizer.tokenizer_type == "HuggingFaceTokenizer"
+    tokenizer = build_tokenizer(config.tokenizer)
+    # What a model is, and nothing of how it was converted.
+    assert not config.model.use_cpu_initialization and config.model.seq_length == config.dataset.seq_length
+    assert "seq_length" not in (path / "mcore/recipe.yaml").read_text()
+    export_model(path / "mcore", path / "out")
+    again = AutoTokenizer.from_pretrained(path / "out")
+    assert again("some words")["input_ids"] == tokenizer.tokenize("some words")
+    assert json.loads((path / "out/config.json").read_text())["eos_token_id"] == tokenizer.eod
+
+
+def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+    run_ranks(with_tokenizer, 1, str(tmp_path))
+
+
+def load_instead(folder: str) -> None:
+    path = Path(folder)
+    publish(path / "hf", "llama")
+    import_model(path / "hf", path / "mcore")
+    begin = load_recipe(path / "mcore/recipe.yaml", [f"checkpoint.save={path}/run"])
+    found = find_start(begin)
+    assert found is not None and found.finetune and found.root == str(path / "mcore")
+    again = ["checkpoint.pretrained_checkpoint=null", f"checkpoint.load={path}/mcore", "checkpoint.load_optim=false"]
+    with pytest.raises(ConfigError, match=r"holds weights only: begin with them by checkpoint.pretrained_checkpoint="):
+        find_start(load_recipe(path / "mcore/recipe.yaml", again))
+    with pytest.raises(ConfigError, match=r"of another model: model.num_layers is 3"):
+        find_start(load_recipe(path / "mcore/recipe.yaml", ["model.num_layers=3", f"checkpoint.save={path}/run"]))
+
+
+def test_imported_weights_begin_a_run_and_do_not_resume_one(tmp_path: Path) -> None:
+    run_ranks(load_instead, 1, str(tmp_path))
