@@ -24,8 +24,18 @@ def number(variable: str) -> int | None:
 
 
 def rank() -> int:
-    """This process's rank; 0 without a launcher."""
-    return number("RANK") or 0
+    """This process's rank; 0 without a launcher.
+
+    Raises:
+        ConfigError: it is no number, or none of the ranks that were started.
+    """
+    rank, ranks = number("RANK") or 0, world_size()
+    if ranks is not None and rank >= ranks:
+        message = f"the variable must be below WORLD_SIZE, which is {ranks}: ranks count from 0"
+        raise ConfigError(
+            [Violation("K4", "error", "RANK", message, "start the run with torchrun, or unset both", rank)]
+        )
+    return rank
 
 
 def world_size() -> int | None:

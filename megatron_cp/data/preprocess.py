@@ -1,7 +1,7 @@
 """Text into Megatron ``.bin``/``.idx`` files, through megatron-core's own IndexedDatasetBuilder.
 
-A text file is one document; each line of a ``.jsonl`` file is one document, under one key. Every document ends with the
-tokenizer's end-of-document token. The files are written aside and renamed at the end.
+A text file is one document; each line of a ``.jsonl`` or ``.json`` file is one document, under one key. Every document
+ends with the tokenizer's end-of-document token. The files are written aside and renamed at the end.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_documents(file: Path, json_key: str = "text") -> Iterator[tuple[str, in
         DataError: text that is not UTF-8, or a line that is not a JSON object with a string under ``json_key``.
     """
     try:
-        if file.suffix == ".jsonl":
+        if file.suffix in (".jsonl", ".json"):  # what Megatron's own tool is fed: JSON lines under either name
             with open(file, "rb") as stream:
                 for number, line in enumerate(stream, 1):
                     yield _json_text(file, number, line, json_key), len(line)

@@ -244,6 +244,10 @@ def _check_optimizer(config: RunConfig, common: dict[str, Any], folder: Path) ->
             "checkpoint.finetune=true."
         )
     different = _differences(common["config"], asdict(config), _OPTIMIZER)
+    momentum = common["config"]["optimizer"]["sgd_momentum"]
+    if config.optimizer.optimizer == "sgd" and bool(momentum) != bool(config.optimizer.sgd_momentum):
+        # With one there is a state, without one there is none; another one goes on with it.
+        different += _differences(common["config"], asdict(config), ["optimizer.sgd_momentum"])
     saved, now = _precision(common["config"]), _precision(asdict(config))
     if not config.optimizer.use_distributed_optimizer and None not in (saved, now) and saved != now:
         # Only the distributed one always keeps its parameters in float32, under the same names.
@@ -272,6 +276,8 @@ def _check_schedule(config: RunConfig, common: dict[str, Any], folder: Path) -> 
     changed = [name for name, value in now.items() if name in saved and saved[name] != value]
     if changed:
         different = _differences(common["config"], asdict(config), _SCHEDULE) or changed
+        if common["config"]["scheduler"]["lr_decay_iters"] == config.scheduler.lr_decay_iters:
+            different = [text for text in different if not text.startswith("train.train_iters")] or changed
         raise ConfigError(
             f"checkpoint {folder} was trained with another learning-rate schedule: {'; '.join(different)}. "
             "Without scheduler.lr_decay_iters and lr_warmup_iters it follows train.train_iters. Go on with the "

@@ -18,13 +18,15 @@ from megatron_cp.errors import DataError
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Tokenize text into Megatron PREFIX.bin and PREFIX.idx. A text file is one document, and so "
-        "is each line of a .jsonl file. Every document ends with the tokenizer's end-of-document token.",
+        "is each line of a .jsonl or .json file. Every document ends with the tokenizer's end-of-document token.",
         epilog="example: preprocess_data.py --input corpus/ notes.txt --output-prefix data/corpus "
         "--tokenizer-model data/tokenizer",
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, or folders to search")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="where PREFIX.bin and PREFIX.idx go")
-    parser.add_argument("--json-key", default="text", metavar="KEY", help=".jsonl: the key of the text (default: text)")
+    parser.add_argument(
+        "--json-key", default="text", metavar="KEY", help=".jsonl, .json: the key of the text (default: text)"
+    )
     parser.add_argument(
         "--suffix",
         nargs="+",

@@ -144,6 +144,15 @@ def test_a_launcher_that_says_nonsense(run, started, monkeypatch, text):
     assert code == 2 and "unknown recipe 'nope'" in err
 
 
+def test_a_rank_that_is_not_there(run, started, monkeypatch):
+    """The ranks that are would wait for it, or it for them, until they give up."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "4")
+    for command in (["train"], ["verify"]):
+        code, _, err = run(*command, "--recipe", TINY)
+        assert code == 2 and "RANK=4: the variable must be below WORLD_SIZE, which is 4" in err and not started
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -55,6 +55,11 @@ def test_files_folders_and_lines(mixed: Path, tmp_path: Path, workers: int) -> N
 def test_json_key_and_suffixes(mixed: Path, tmp_path: Path) -> None:
     (mixed / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}')
     assert _documents(preprocess([mixed / "a.jsonl"], tmp_path / "x", BYTES, json_key="body").prefix) == ["one", "two"]
+    (mixed / "a.jsonl").rename(mixed / "a.json")
+    assert _documents(preprocess([mixed / "a.json"], tmp_path / "x", BYTES, json_key="body").prefix) == ["one", "two"]
+    (mixed / "a.json").write_text('[\n{"body": "one"}\n]\n')
+    with pytest.raises(DataError, match=r"a.json:1: not valid JSON"):
+        preprocess([mixed / "a.json"], tmp_path / "x", BYTES, json_key="body")
     assert [p.name for p in find_files([mixed], [".py"])] == ["c.py"]
 
 

@@ -92,3 +92,27 @@ def test_another_decay_of_the_last_steps_is_another_schedule(tmp_path: Path) -> 
     run_ranks(save, 1, SAVED, str(tmp_path))
     with pytest.raises(RanksFailed, match=r"schedule: scheduler.lr_wsd_decay_iters is 5 here and 18 in the checkpoint"):
         run_ranks(resumed, 1, SAVED | {"scheduler__lr_wsd_decay_iters": 5}, str(tmp_path))
+
+
+@pytest.mark.parametrize("momenta", [(0.0, 0.9), (0.9, 0.0)])
+def test_a_momentum_that_begins_or_ends_is_told_before_anything_starts(
+    tmp_path: Path, momenta: tuple[float, float]
+) -> None:
+    run_ranks(save, 1, SGD | {"optimizer__sgd_momentum": momenta[0]}, str(tmp_path))
+    with pytest.raises(
+        RanksFailed, match=rf"optimizer.sgd_momentum is {momenta[1]} here and {momenta[0]} in the check"
+    ):
+        run_ranks(resumed, 1, SGD | {"optimizer__sgd_momentum": momenta[1]}, str(tmp_path))
+    # With a fresh optimizer it goes on.
+    without = SGD | {"optimizer__sgd_momentum": momenta[1], "checkpoint__load_optim": False}
+    run_ranks(resumed, 1, without, str(tmp_path))
+
+
+def test_a_schedule_of_its_own_length_is_not_the_runs(tmp_path: Path) -> None:
+    """What differs is named, and not also a longer run that does not matter."""
+    length = {"scheduler__lr_decay_iters": 20}
+    run_ranks(save, 1, length, str(tmp_path))
+    with pytest.raises(
+        RanksFailed, match=r"schedule: optimizer.lr is 0.003 here and 0.001 in the checkpoint\. Without"
+    ):
+        run_ranks(resumed, 1, length | {"optimizer__lr": 3e-3, "train__train_iters": 30}, str(tmp_path))
