@@ -158,6 +158,7 @@ def gpt_layer_spec(config: RunConfig) -> tuple[ModuleSpec, Any]:
     else:
         attention.submodules.core_attention = ContextParallelAttention
         norm = TorchNorm
+        layer.submodules.sharded_state_dict_keys_map = _saved_names(config)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if getattr(attention.submodules, name, IdentityOp) not in (None, IdentityOp):
@@ -168,6 +169,22 @@ def gpt_layer_spec(config: RunConfig) -> tuple[ModuleSpec, Any]:
         params={"initialization_seed": config.rng.seed},
     )
     return seeded, norm
+
+
+def _saved_names(config: RunConfig) -> dict[str, str]:
+    """How checkpoints call the norms of layers without Transformer Engine: as those of its layers are saved, which are
+    parts of the matrices that follow. Upstream's local specs say it of dense layers only, not of experts or latent
+    attention, so that a run could not go on with the other kind of layers."""
+    model = config.model
+    names = {}
+    if model.num_moe_experts is None:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    if not model.multi_latent_attention:
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    elif model.qk_layernorm:
+        names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
+        names["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+    return names
 
 
 def gpt_block_spec(

@@ -1,0 +1,57 @@
+"""Checkpoints of layers with and without Transformer Engine have the same tensors under the same names."""
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.training_runs import start, tiny_config
+
+LATENT = {
+    "model__multi_latent_attention": True,
+    "model__q_lora_rank": 32,
+    "model__kv_lora_rank": 32,
+    "model__qk_head_dim": 16,
+    "model__qk_pos_emb_head_dim": 8,
+    "model__v_head_dim": 16,
+}
+EXPERTS = {"model__num_moe_experts": 2, "model__moe_ffn_hidden_size": 32}
+ATTENTION_NORM, MLP_NORM = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
+QUERY, KEY_VALUE = (
+    "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight",
+)
+# Of each kind of model the names of its layers' norms as Transformer Engine's modules save them
+# (models/gpt/gpt_layer_specs.py:237-356 upstream): a norm before a matrix is part of it, others are modules.
+MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "dense": ({}, {ATTENTION_NORM, MLP_NORM}),
+    "normalized queries": (
+        {"model__qk_layernorm": True},
+        {ATTENTION_NORM, MLP_NORM, "self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"},
+    ),
+    "experts": (EXPERTS, {ATTENTION_NORM, "pre_mlp_layernorm.weight"}),
+    "latent": (LATENT, {"input_layernorm.weight", MLP_NORM}),
+    "latent, normalized": (
+        LATENT | {"model__qk_layernorm": True},
+        {"input_layernorm.weight", QUERY, KEY_VALUE, MLP_NORM},
+    ),
+    "latent, normalized, experts": (
+        LATENT | EXPERTS | {"model__qk_layernorm": True},
+        {"input_layernorm.weight", QUERY, KEY_VALUE, "pre_mlp_layernorm.weight"},
+    ),
+}
+
+
+def saved_norms(overrides: dict[str, Any]) -> set[str]:
+    run, _, _ = start(tiny_config(**overrides))
+    state = run.model[0].module.sharded_state_dict(metadata={"dp_cp_group": run.groups.dp_cp})
+    keys = {tensor.key for tensor in state.values() if hasattr(tensor, "key")}
+    run.close()
+    prefix = "decoder.layers."
+    return {key.removeprefix(prefix) for key in keys if key.startswith(prefix) and "norm" in key}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_are_saved_as_transformer_engines_layers_save_them(name: str) -> None:
+    overrides, expected = MODELS[name]
+    assert run_ranks(saved_norms, 1, overrides) == [expected]
