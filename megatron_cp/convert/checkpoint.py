@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -18,7 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.config import CheckpointConfig, DistributedConfig, MixedPrecisionConfig, ModelConfig, RunConfig
-from megatron_cp.errors import ConfigError, RuntimeFault, Violation
+from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.models.builder import build_model
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.parallel.device import seed_everything, stop_distributed
@@ -80,7 +79,7 @@ class WholeModel:
         """Save the weights as a checkpoint that a run can begin with; returns its folder.
 
         Raises:
-            RuntimeFault: it could not be written, and is absent.
+            OSError: it could not be written; what was begins with a dot.
         """
         final = checkpoint_folder(root, iteration)
         state = {
@@ -91,20 +90,14 @@ class WholeModel:
             "world_size": 1,
             "data": {},
         }
-        partial = None
-        try:
-            partial = create_partial(final)
-            writer = Writer(self.groups.dp_cp)
-            writer.start(state, partial, content_metadata={}, fully_parallel=False, background=False)
-            writer.write_index([writer.finish()])
-            problems = damage(partial)
-            if problems:
-                raise OSError(f"what was written is not what should be there: {'; '.join(problems[:4])}")
-            put_in_place(partial, final)
-        except OSError as error:
-            if partial is not None:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise RuntimeFault(f"checkpoint {final} could not be written: {error}") from error
+        partial = create_partial(final)
+        writer = Writer(self.groups.dp_cp)
+        writer.start(state, partial, content_metadata={}, fully_parallel=False, background=False)
+        writer.write_index([writer.finish()])
+        problems = damage(partial)
+        if problems:
+            raise OSError(f"what was written is not what should be there: {'; '.join(problems[:4])}")
+        put_in_place(partial, final)
         return final
 
     def load(self, folder: Path) -> None:

@@ -30,6 +30,7 @@ from megatron_cp.training.checkpoint_files import (
     keep_most_recent,
     put_in_place,
     saved_iterations,
+    stored_names,
 )
 from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.metrics import logger
@@ -203,10 +204,14 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     )
     with_rng = wanted.load_rng and not finetune and same_layout and saved["save_rng"]
     state = _sharded_state(run, is_loading=True, optimizer=with_optimizer, rng=with_rng)
+    chunks = list(zip(_chunk_names(run), run.model, strict=True))
     with _reported_on_all_ranks(f"checkpoint {folder} could not be loaded"):
+        for name, _ in chunks:
+            _take_out_absent(state[name], folder)
         loaded = dist_checkpointing.load(state, str(folder))
-    for name, chunk in zip(_chunk_names(run), run.model, strict=True):
-        chunk.module.load_state_dict(loaded[name])
+    for name, chunk in chunks:
+        own = {key: value for key, value in chunk.module.state_dict().items() if key.endswith("_extra_state")}
+        chunk.module.load_state_dict(own | loaded[name])
     if with_optimizer:
         _load_optimizer(run, loaded["optimizer"], common["scheduler"])
     else:
@@ -221,6 +226,18 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     if different and dist.get_rank() == 0:
         logger.warning("the samples that follow are others than they were to be: %s", "; ".join(different))
     return common["data"]
+
+
+def _take_out_absent(state: dict[str, Any], folder: Path) -> None:
+    """Take the modules' extra states that a checkpoint lacks out of what is to be loaded.
+
+    Some of Transformer Engine's modules (norms, attention) have such a state, where the modules that compute the same
+    without it have none: numbers of float8 quantization, which begin anew.
+    """
+    saved = stored_names(folder)
+    for name, entry in list(state.items()):
+        if name.endswith("_extra_state") and isinstance(entry, ShardedObject) and entry.unique_key not in saved:
+            del state[name]
 
 
 def _load_optimizer(run: Run, state: Any, schedule: dict[str, Any]) -> None:

@@ -88,6 +88,11 @@ def damage(folder: str | Path) -> list[str]:
     return problems
 
 
+def stored_names(folder: str | Path) -> set[str]:
+    """What a checkpoint holds, as its index calls it: keys of tensors, and of objects with their shard's number."""
+    return set(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
+
+
 def put_in_place(partial: Path, final: Path) -> None:
     """Rename, then name it the latest: a crash between the two leaves the older checkpoint the latest, and valid."""
     for path in partial.iterdir():

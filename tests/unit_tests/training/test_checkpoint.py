@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_cp.errors import ConfigError, RuntimeFault
 from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
@@ -244,3 +245,42 @@ def test_loaded_adam_counts_one_step_for_each_parameter(tmp_path: Path) -> None:
     run_ranks(save_after, 1, {}, str(tmp_path), 2)
     steps = run_ranks(adam_steps, 1, {}, str(tmp_path))[0]
     assert len(steps) > 10 and set(steps) == {3.0}
+
+
+class WithStateOfItsOwn:
+    """As Transformer Engine's norms and attention are, even where nothing is quantized."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.zeros(2, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        assert torch.equal(state, torch.zeros(2, dtype=torch.uint8))
+
+
+def save_as_one_kind_and_load_as_the_other(folder: str, state_first: bool) -> None:
+    def begin(with_state: bool) -> Any:
+        run, _, _ = start(tiny_config(model__context_parallel_size=2))
+        decoder = run.model[0].module.decoder
+        for module in (decoder.final_layernorm, *(layer.self_attention.core_attention for layer in decoder.layers)):
+            if with_state:
+                module.__class__ = type("Module", (WithStateOfItsOwn, type(module)), {})
+        return run
+
+    run = begin(state_first)
+    run.progress.iteration = 1
+    saved = {name: parameter.detach().clone() for name, parameter in run.model[0].named_parameters()}
+    save_checkpoint(run, folder, {})
+    run.close()
+    run = begin(not state_first)
+    for parameter in run.model[0].parameters():
+        parameter.data.zero_()
+    load_checkpoint(run, folder, 1)
+    for name, parameter in run.model[0].named_parameters():
+        assert torch.equal(parameter, saved[name]), name
+    run.close()
+
+
+@pytest.mark.parametrize("state_first", [False, True])
+def test_layers_without_a_state_of_their_own_go_on_as_layers_with_one(tmp_path: Path, state_first: bool) -> None:
+    """What is trained or imported without Transformer Engine goes on with it, and back."""
+    run_ranks(save_as_one_kind_and_load_as_the_other, 2, str(tmp_path), state_first)
