@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -23,6 +23,7 @@ from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.parallel.device import seed_everything, stop_distributed
 from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
 from megatron_cp.schema import build
+from megatron_cp.training.checkpoint import describe, fit_to_checkpoint
 from megatron_cp.training.checkpoint_files import (
     checkpoint_folder,
     create_partial,
@@ -106,10 +107,12 @@ class WholeModel:
         Raises:
             ConfigError: they cannot be read.
         """
+        state = self._sharded()
         try:
-            loaded = dist_checkpointing.load({"model": self._sharded()}, str(folder))
+            fit_to_checkpoint(state, folder)
+            loaded = dist_checkpointing.load({"model": state}, str(folder))
         except (Exception, CheckpointException) as error:
-            raise ConfigError(f"checkpoint {folder} cannot be read: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"checkpoint {folder} cannot be read: {describe(error)}") from error
         self.module.load_state_dict(loaded["model"])
 
     def _sharded(self) -> dict[str, Any]:
@@ -146,13 +149,20 @@ def find_checkpoint(root: Path, iteration: int | None) -> Found:
         common = read_common(folder)
         embedding = dist_checkpointing.load_tensors_metadata(str(folder))[_EMBEDDING]
     except (Exception, CheckpointException) as error:
-        raise ConfigError(f"checkpoint {folder} cannot be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"checkpoint {folder} cannot be read: {describe(error)}") from error
     check_format(common, folder)
     unknown: list[Violation] = []
     config = build(RunConfig, common["config"], unknown)
     if unknown:
         raise ConfigError(unknown)
     return Found(folder, config, embedding.global_shape[0], str(embedding.dtype).removeprefix("torch."))
+
+
+def check_finite(parameters: Mapping[str, torch.Tensor], before: str, after: str) -> None:
+    """Raises ConfigError where numbers of one dtype are too large for another."""
+    for name, parameter in parameters.items():
+        if before != after == "float16" and not torch.isfinite(parameter).all():
+            raise ConfigError(f"{name} holds numbers that float16 cannot: convert to {before} or bfloat16")
 
 
 def undivided(config: RunConfig, dtype: str) -> RunConfig:

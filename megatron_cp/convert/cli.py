@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +34,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if (launcher.world_size() or 1) > 1:
         parser.error("one process converts a whole model: start it without torchrun")
+    os.environ.pop("RANK", None)  # of some launcher's; this process speaks for itself
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written goes
     # A model need not fit a GPU to be copied; what comes of it is the same.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # As in a run: that the model classes which everybody uses are deprecated is nothing to act on here.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_cp.config import RunConfig
-from megatron_cp.convert.checkpoint import WholeModel, find_checkpoint, undivided, whole_model
+from megatron_cp.convert.checkpoint import WholeModel, check_finite, find_checkpoint, undivided, whole_model
 from megatron_cp.convert.families import Family, hf_from_model
-from megatron_cp.convert.hf_folder import check_absent, write_folder
+from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, read_json, write_folder
 from megatron_cp.convert.weights import part_of
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import DataError, RuntimeFault
@@ -25,6 +26,7 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
         ConfigError: there is no such checkpoint, it is damaged, or no published family computes what it does.
         RuntimeFault: ``target`` could not be written, and is absent.
     """
+    target = target.resolve()
     check_absent(target, "--hf-path")
     found = find_checkpoint(root, iteration)
     trained, rows = found.config, found.vocabulary_rows
@@ -36,8 +38,9 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
     with whole_model(config) as whole:
         whole.load(found.folder)
         tensors = _published(whole, family)
-    tokenizer, end = _tokenizer(trained)
-    values |= {"torch_dtype": dtype, "bos_token_id": None, "eos_token_id": end, "use_cache": True}
+    check_finite(tensors, found.dtype, dtype)
+    tokenizer, ids, without = _tokenizer(trained)
+    values |= {"torch_dtype": dtype, "use_cache": True} | ids
     try:
         write_folder(target, values, tensors, tokenizer)
     except OSError as error:
@@ -46,8 +49,8 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
     said = [f"exported {parameters / 1e6:.1f}M parameters of {found.folder} ({family.architecture}, {dtype}): {target}"]
     if trained.model.mtp_num_layers:
         said.append("without its layers for multi-token prediction, which this family does not have")
-    if tokenizer is None:
-        said.append(f"without a tokenizer: the run's was {trained.tokenizer.tokenizer_type}")
+    if without:
+        said.append(f"without a tokenizer: {without}")
     return "\n".join(said)
 
 
@@ -62,13 +65,21 @@ def _published(whole: WholeModel, family: Family) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _tokenizer(trained: RunConfig) -> tuple[Path | None, int | None]:
-    """The folder of the run's tokenizer, if it has one and it is still there, and the token that ends a text."""
+def _tokenizer(trained: RunConfig) -> tuple[Path | None, dict[str, Any], str]:
+    """The folder of the run's tokenizer, the special tokens' ids, and why there is no folder, if there is none."""
+    ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
+    settings = trained.tokenizer
+    if settings.tokenizer_type == "NullTokenizer":
+        return None, ids, "the run's was a NullTokenizer"
     try:
-        end = build_tokenizer(trained.tokenizer, trained.model.vocab_size).eod
-    except DataError:
-        return None, None
-    if not trained.tokenizer.tokenizer_model:
-        return None, end
-    path = Path(trained.tokenizer.tokenizer_model)
-    return path if path.is_dir() else path.parent, end
+        ids["eos_token_id"] = build_tokenizer(settings).eod
+    except DataError as error:
+        return None, ids, str(error)
+    if settings.tokenizer_type != "HuggingFaceTokenizer":
+        return None, ids, f"the run's was a {settings.tokenizer_type}"
+    path = Path(settings.tokenizer_model or "")
+    folder = path if path.is_dir() else path.parent
+    if (folder / "config.json").is_file():  # of the model that was imported
+        published = read_json(folder / "config.json")
+        ids |= {name: published[name] for name in TOKEN_IDS if published.get(name) is not None}
+    return folder, ids, ""

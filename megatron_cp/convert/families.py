@@ -5,6 +5,7 @@ Both directions are exact or refused: nothing that would change what the model c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ _COUNTS = (
     "max_position_embeddings",
     "vocab_size",
 )
+_MAYBE_COUNTS = ("num_key_value_heads", "head_dim")
 # The largest padding unit that a published vocabulary is held against: any padding would be part of the softmax.
 _VOCABULARY_UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
 
@@ -81,10 +83,10 @@ def model_from_hf(values: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
         ConfigError: it computes something that this package's models do not; lists all of it.
     """
     family = FAMILIES[values["model_type"]]
-    _check_types(values)
+    _check_types(family, values)
     found = _Problems()
-    found.unless(values["hidden_act"] == "silu", "hidden_act", values["hidden_act"], "silu is needed")
-    for name in ("attention_bias", "mlp_bias", "quantization_config"):
+    found.unless(values["hidden_act"] in ("silu", "swish"), "hidden_act", values["hidden_act"], "silu is needed")
+    for name in ("attention_bias", "mlp_bias", "quantization_config", "compression_config"):
         found.unless(not values.get(name), name, values.get(name), "there is no counterpart")
     heads = values["num_attention_heads"]
     model = ModelConfig(
@@ -106,7 +108,7 @@ def model_from_hf(values: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     _read_positions(values, model, found)
     _read_window(family, values, model, found)
     if family.experts is not None:
-        _read_experts(family.experts, values, model, found)
+        _read_experts(family, values, model, found)
     found.tell()
     return family, model
 
@@ -143,6 +145,15 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
         features = ("add_qkv_bias", "qk_layernorm", "window_size", "num_moe_experts", "moe_router_pre_softmax")
         has = ", ".join(f"{name}={getattr(model, name)}" for name in features)
         found.unless(False, "model", None, f"no family has all of {has}")
+    both = model.rope_scaling and model.seq_len_interpolation_factor is not None
+    found.unless(not both, "model.rope_scaling", True, "not also seq_len_interpolation_factor is needed")
+    balancing = model.moe_router_load_balancing_type
+    found.unless(
+        model.num_moe_experts is None or balancing != "sinkhorn",
+        "model.moe_router_load_balancing_type",
+        balancing,
+        "experts that are chosen by their own scores are needed",
+    )
     window = model.window_size
     found.unless(window is None or (window[0] >= 0 and window[1] == 0), "model.window_size", window, "[n, 0] is needed")
     found.tell()
@@ -162,7 +173,7 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
         "rms_norm_eps": model.layernorm_epsilon,
         "initializer_range": model.init_method_std,
         "hidden_act": "silu",
-        "rope_theta": model.rotary_base,
+        "rope_theta": int(model.rotary_base),  # as megatron-core takes it
         "rope_scaling": _rope_scaling(model),
         "attention_dropout": 0.0,
     }
@@ -182,15 +193,25 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
     return family, values
 
 
-def _check_types(values: Mapping[str, Any]) -> None:
+def _check_types(family: Family, values: Mapping[str, Any]) -> None:
     """What the rest computes with: not every version of Hugging Face's library looks."""
-    found = _Problems("what the model was published with")
-    for name in _COUNTS:
-        found.unless(type(values.get(name)) is int and values[name] > 0, name, values.get(name), "a count is needed")
+    found = _Problems("the value that the model was published with")
+    counts = [*_COUNTS, *(name for name in _MAYBE_COUNTS if values.get(name) is not None)]
+    if family.experts is not None:
+        counts += [family.experts.count, family.experts.width, "num_experts_per_tok"]
+    for name in counts:
+        found.unless(_is_count(values.get(name)), name, values.get(name), "a whole number of at least 1 is needed")
     for name in ("rms_norm_eps", "initializer_range"):
-        number = isinstance(values.get(name), int | float)
-        found.unless(number, name, values.get(name), "a number is needed")
+        found.unless(_is_positive(values.get(name)), name, values.get(name), "a number above 0 is needed")
     found.tell()
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _family_of(model: ModelConfig) -> Family | None:
@@ -209,22 +230,33 @@ def _family_of(model: ModelConfig) -> Family | None:
 
 
 def _read_positions(values: Mapping[str, Any], model: ModelConfig, found: _Problems) -> None:
-    rope = dict(values.get("rope_scaling") or {}) | dict(values.get("rope_parameters") or {})
-    base = rope.pop("rope_theta", None) or values.get("rope_theta") or model.rotary_base
-    found.unless(base == int(base), "rope_theta", base, "megatron-core takes whole numbers")
-    model.rotary_base = float(base)
+    rope: dict[str, Any] = {"rope_theta": values.get("rope_theta")}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = values.get(name) or {}
+        plain = isinstance(given, dict) and not any(isinstance(value, dict) for value in given.values())
+        found.unless(plain, name, given, "one set of them for all layers is needed")
+        rope |= given if plain else {}
+    base = model.rotary_base if rope["rope_theta"] is None else rope["rope_theta"]
+    whole = _is_positive(base) and base == int(base)
+    found.unless(whole, "rope_theta", base, "megatron-core takes whole numbers above 0")
+    model.rotary_base = float(base) if whole else model.rotary_base
     share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
     found.unless(share == 1.0, "partial_rotary_factor", share, "1 is needed")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "llama3":
-        model.rope_scaling, model.rope_scaling_factor = True, float(rope["factor"])
-        for name, value in _LLAMA3_ROPE.items():
-            given = rope.get(name, value)
-            found.unless(given == value, f"rope_scaling.{name}", given, f"megatron-core has {value} built in")
-    elif kind == "linear":
-        model.seq_len_interpolation_factor = float(rope["factor"])
-    else:
-        found.unless(kind == "default", "rope_scaling.rope_type", kind, "default, linear or llama3 is needed")
+    found.unless(kind in ("default", "linear", "llama3"), "rope_type", kind, "default, linear or llama3 is needed")
+    if kind not in ("linear", "llama3"):
+        return
+    found.unless(
+        _is_positive(rope.get("factor")), "rope_scaling.factor", rope.get("factor"), "a number above 0 is needed"
+    )
+    factor = float(rope["factor"]) if _is_positive(rope.get("factor")) else 1.0
+    if kind == "linear":
+        model.seq_len_interpolation_factor = factor
+        return
+    model.rope_scaling, model.rope_scaling_factor = True, factor
+    for name, value in _LLAMA3_ROPE.items():
+        given = rope.get(name, value)
+        found.unless(given == value, f"rope_scaling.{name}", given, f"megatron-core has {value} built in")
 
 
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -236,25 +268,30 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _read_window(family: Family, values: Mapping[str, Any], model: ModelConfig, found: _Problems) -> None:
-    window = values.get("sliding_window")
-    if window is None or values.get("use_sliding_window") is False:
+    window: Any = values.get("sliding_window")
+    if family.window:
+        found.unless(window is None or _is_count(window), "sliding_window", window, "at least 1, or null, is needed")
+        model.window_size = [window - 1, 0] if _is_count(window) else None  # here the token itself does not count
         return
-    if not family.window:
-        found.unless(False, "use_sliding_window", True, "windows in some layers only have no counterpart")
-        return
-    model.window_size = [window - 1, 0]  # here the token itself does not count
+    layers = values.get("layer_types")
+    some = bool(values.get("use_sliding_window")) and values.get("max_window_layers", 0) < model.num_layers
+    windows = "sliding_attention" in layers if layers else some and window is not None
+    found.unless(not windows, "use_sliding_window", True, "windows in some layers only have no counterpart")
 
 
-def _read_experts(experts: Experts, values: Mapping[str, Any], model: ModelConfig, found: _Problems) -> None:
-    model.num_moe_experts = values[experts.count]
-    model.moe_ffn_hidden_size = values[experts.width]
-    model.moe_router_topk = values["num_experts_per_tok"]
+def _read_experts(family: Family, values: Mapping[str, Any], model: ModelConfig, found: _Problems) -> None:
+    assert family.experts is not None
+    model.num_moe_experts = values[family.experts.count]
+    model.moe_ffn_hidden_size = values[family.experts.width]
+    model.moe_router_topk = chosen = values["num_experts_per_tok"]
     model.moe_aux_loss_coeff = float(values.get("router_aux_loss_coef") or 0.0)
-    # Without it the chosen experts' weights sum to one, whether normalized before the choice or after it.
-    model.moe_router_pre_softmax = values.get("norm_topk_prob", True) is False or model.moe_router_topk == 1
-    if model.moe_router_topk == 1:
-        normalized = values.get("norm_topk_prob", True)
-        found.unless(not normalized, "num_experts_per_tok", 1, "one expert whose weight is always 1 has no counterpart")
+    most = f"at most the {model.num_moe_experts} experts are needed"
+    found.unless(chosen <= values[family.experts.count], "num_experts_per_tok", chosen, most)
+    # Whether the chosen experts' weights sum to one, normalized before the choice or after it; Mixtral's always do.
+    normalized = family.model_type != "qwen3_moe" or bool(values.get("norm_topk_prob"))
+    model.moe_router_pre_softmax = not normalized
+    alone = chosen == 1 and normalized
+    found.unless(not alone, "num_experts_per_tok", 1, "one expert whose weight is always 1 has no counterpart")
     step = values.get("decoder_sparse_step", 1)
     found.unless(step == 1, "decoder_sparse_step", step, "experts in every layer are needed")
     dense = values.get("mlp_only_layers")

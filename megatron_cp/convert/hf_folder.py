@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ _COMPANIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -39,20 +40,25 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, it cannot be read, or it is of a family that has no counterpart.
     """
-    values = _read_json(folder / "config.json")
-    if values.get("model_type") not in FAMILIES:
-        raise ConfigError(
-            f"{folder / 'config.json'}: model_type {values.get('model_type')!r} has no counterpart; known are "
-            f"{', '.join(sorted(FAMILIES))}"
-        )
+    _check_family(folder, read_json(folder / "config.json").get("model_type"))
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         # What a setting was called before it got the name that all families share, or is called again since.
-        return config.to_dict() | {name: getattr(config, name) for name in config.attribute_map}
+        values = config.to_dict() | {name: getattr(config, name) for name in config.attribute_map}
     except Exception as error:  # of many kinds, whatever a value is used for first
-        raise ConfigError(f"{folder / 'config.json'} cannot be read as a model's: {_first_line(error)}") from error
+        raise ConfigError(f"{folder / 'config.json'} cannot be read as a model's: {_in_a_line(error)}") from error
+    _check_family(folder, values.get("model_type"))  # some settings make it another one's
+    return values
+
+
+def _check_family(folder: Path, model_type: Any) -> None:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(
+            f"{folder / 'config.json'}: model_type {model_type!r} has no counterpart; known are "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
 
 
 class PublishedWeights:
@@ -64,10 +70,13 @@ class PublishedWeights:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        if (folder / _INDEX).exists():
-            files = sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
-        elif (folder / _SINGLE).exists():
+        if (folder / _SINGLE).exists():  # also where there is an index as well, as Hugging Face's library does
             files = [_SINGLE]
+        elif (folder / _INDEX).exists():
+            places = read_json(folder / _INDEX).get("weight_map")
+            if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+                raise ConfigError(f"{folder / _INDEX} holds no weight_map from tensors to files. Fetch it again.")
+            files = sorted(set(places.values()))
         else:
             raise ConfigError(
                 f"{folder} has neither {_SINGLE} nor {_INDEX}. Weights in another format become safetensors by "
@@ -79,18 +88,19 @@ class PublishedWeights:
                 opened = safe_open(folder / file, framework="pt")
                 self._file_of |= dict.fromkeys(opened.keys(), opened)
             except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{folder / file} cannot be read: {_first_line(error)}. Fetch it again.") from error
+                raise ConfigError(f"{folder / file} cannot be read: {_in_a_line(error)}. Fetch it again.") from error
 
     def names(self) -> set[str]:
         return set(self._file_of)
 
-    def dtype(self) -> str:
-        """Of the embedding, as torch calls it."""
-        name = next((name for name in self._file_of if name.endswith("embed_tokens.weight")), None)
-        given = self._file_of[name].get_slice(name).get_dtype() if name else "no embedding"
-        if given not in _DTYPES:
-            raise ConfigError(f"{self._folder}: weights of {given}; {', '.join(_DTYPES)} are needed")
-        return _DTYPES[given]
+    def dtype(self, names: Iterable[str]) -> str:
+        """As torch calls it: the tensors' own, or float32, which holds all of them, where they have several."""
+        given = {self._file_of[name].get_slice(name).get_dtype() for name in names}
+        other = sorted(given - _DTYPES.keys())
+        if other or not given:
+            has = f"weights of {', '.join(other)}" if other else "no weights"
+            raise ConfigError(f"{self._folder}: {has}; {', '.join(_DTYPES)} are needed")
+        return _DTYPES[given.pop()] if len(given) == 1 else "float32"
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of[name].get_slice(name).get_shape())
@@ -132,10 +142,14 @@ def copy_companions(source: Path, target: Path) -> list[str]:
 
 
 def check_absent(folder: Path, setting: str) -> None:
-    """Raises ConfigError where a new folder cannot be made: something is there already, or nothing may be written."""
+    """Nothing, for a new ``folder``, absolute and without links.
+
+    Raises:
+        ConfigError: something is there already, or nothing may be written.
+    """
     if os.path.exists(folder) and not (os.path.isdir(folder) and not os.listdir(folder)):
         raise ConfigError(f"{setting} {folder} is there already; name a new folder, or remove it first")
-    above = next(path for path in folder.absolute().parents if os.path.exists(path))
+    above = next(path for path in folder.parents if os.path.exists(path))
     if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"{setting} {folder} cannot be made: {above} is no folder that may be written into")
 
@@ -153,7 +167,8 @@ def _complete_or_absent(folder: Path, fill: Callable[[Path], None]) -> None:
         raise
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """A file's object; raises ConfigError where there is none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -166,5 +181,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no details'}"
+def _in_a_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300] or 'no details'}"

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 
+import torch
 import yaml
 
-from megatron_cp.config import ModelConfig, RunConfig, TokenizerConfig
-from megatron_cp.convert.checkpoint import WholeModel, undivided, whole_model
+from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig, TokenizerConfig
+from megatron_cp.convert.checkpoint import WholeModel, check_finite, undivided, whole_model
 from megatron_cp.convert.families import Family, model_from_hf
 from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_companions, read_config
-from megatron_cp.convert.weights import is_spare, part_of
-from megatron_cp.errors import ConfigError, RuntimeFault
+from megatron_cp.convert.weights import EMBEDDING, OUTPUT, is_spare, part_of
+from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.errors import ConfigError, DataError, RuntimeFault
+from megatron_cp.rules import Environment, check_or_raise
 
 RECIPE, TOKENIZER = "recipe.yaml", "tokenizer"
 
@@ -28,17 +33,21 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
         ConfigError: the published model has no counterpart, or a file is missing or damaged.
         RuntimeFault: ``root`` could not be written; what was written of it is gone again.
     """
+    root = root.resolve()
     check_absent(root, "--megatron-path")
     values = read_config(source)
     family, model = model_from_hf(values)
     published = PublishedWeights(source)
-    dtype = dtype or published.dtype()
+    own = published.dtype(name for name in published.names() if not is_spare(name, model))
+    dtype = dtype or own
+    _check_rules(model)
     was_there = root.exists()
     try:
-        tokenizer = _copy_tokenizer(source, root / TOKENIZER, model)
+        tokenizer, without = _copy_tokenizer(source, root / TOKENIZER, model)
         config = undivided(RunConfig(model=model, tokenizer=tokenizer, recipe=root.name), dtype)
         with whole_model(config) as whole:
             parameters = _fill(whole, published, family)
+            check_finite(whole.parameters(), own, dtype)
             folder = whole.save(root, 0)
         _write_recipe(root / RECIPE, f"{source.resolve().name}, imported ({family.architecture})", model, tokenizer)
     except BaseException as error:
@@ -48,10 +57,20 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
         if isinstance(error, OSError):
             raise RuntimeFault(f"{root} could not be written: {error}") from error
         raise
-    return (
-        f"imported {parameters / 1e6:.1f}M parameters of {source} ({family.architecture}, {dtype}): {folder}\n"
-        f"begin with them: megatron-cp train --recipe {root / RECIPE} checkpoint.save=FOLDER dataset.data_path=PREFIX"
-    )
+    recipe = shlex.quote(str(root / RECIPE))
+    said = [
+        f"imported {parameters / 1e6:.1f}M parameters of {source} ({family.architecture}, {dtype}): {folder}",
+        f"begin with them: megatron-cp train --recipe {recipe} checkpoint.save=FOLDER dataset.data_path=PREFIX",
+    ]
+    return "\n".join([*said, *([f"without a tokenizer: {without}"] if without else [])])
+
+
+def _check_rules(model: ModelConfig) -> None:
+    """Raises ConfigError where no run could have such a model."""
+    tokenizer = TokenizerConfig("NullTokenizer", vocab_size=model.vocab_size)
+    data = DatasetConfig(seq_length=model.max_position_embeddings or 1)
+    config = RunConfig(model=deepcopy(model), tokenizer=tokenizer, dataset=data)
+    check_or_raise(config.finalize(), 1, None, Environment.of("cpu"))
 
 
 def _fill(whole: WholeModel, published: PublishedWeights, family: Family) -> int:
@@ -70,6 +89,7 @@ def _fill(whole: WholeModel, published: PublishedWeights, family: Family) -> int
         )
     }
     there = published.names()
+    _check_tied(model, published)
     problems = [f"{name} is missing" for name in sorted(expected.keys() - there)]
     problems += [f"{name} has no place" for name in sorted(there - expected.keys()) if not is_spare(name, model)]
     problems += [
@@ -87,12 +107,34 @@ def _fill(whole: WholeModel, published: PublishedWeights, family: Family) -> int
     return sum(parameter.numel() for parameter in parameters.values())
 
 
-def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig) -> TokenizerConfig:
+def _check_tied(model: ModelConfig, published: PublishedWeights) -> None:
+    """An output layer beside the embedding that it is said to be must be the same."""
+    names = published.names()
+    both = model.share_embeddings_and_output_weights and {EMBEDDING, OUTPUT} <= names
+    if both and not torch.equal(published[EMBEDDING], published[OUTPUT]):
+        raise ConfigError(
+            f"config.json says that {OUTPUT} is {EMBEDDING} (tie_word_embeddings), and the weights hold another one. "
+            "Set tie_word_embeddings to false there to use it."
+        )
+
+
+def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig) -> tuple[TokenizerConfig, str]:
+    """The recipe's tokenizer, and why it is none, if it is: data may be tokenized elsewhere."""
     folder.mkdir(parents=True)
     copied = copy_companions(source, folder)
-    if any(name.startswith(("tokenizer.", "vocab.")) for name in copied):
-        return TokenizerConfig(tokenizer_model=str(folder.resolve()))
-    return TokenizerConfig("NullTokenizer", vocab_size=model.vocab_size)  # for data that is tokenized elsewhere
+    shutil.copyfile(source / "config.json", folder / "config.json")  # for what only its publisher knows
+    tokenizer = TokenizerConfig(tokenizer_model=str(folder))
+    why = "there are no files of one"
+    if not {"tokenizer.json", "tokenizer.model", "vocab.json"}.isdisjoint(copied):
+        try:
+            tokens = build_tokenizer(tokenizer).vocab_size
+        except DataError as error:
+            why = str(error)
+        else:
+            if tokens <= (model.vocab_size or 0):
+                return tokenizer, ""
+            why = f"its {tokens} tokens do not fit the model's vocabulary of {model.vocab_size}"
+    return TokenizerConfig("NullTokenizer", vocab_size=model.vocab_size), why
 
 
 def _write_recipe(path: Path, title: str, model: ModelConfig, tokenizer: TokenizerConfig) -> None:
@@ -104,6 +146,6 @@ def _write_recipe(path: Path, title: str, model: ModelConfig, tokenizer: Tokeniz
             if (value := getattr(model, field.name)) != getattr(usual, field.name)
         },
         "tokenizer": {name: value for name, value in vars(tokenizer).items() if value is not None},
-        "checkpoint": {"pretrained_checkpoint": str(path.parent.resolve())},
+        "checkpoint": {"pretrained_checkpoint": str(path.parent)},
     }
     path.write_text(f"# {title}\n{yaml.safe_dump(settings, sort_keys=False)}", encoding="utf-8")

@@ -16,10 +16,11 @@ from torch import Tensor
 from megatron_cp.config import ModelConfig
 from megatron_cp.convert.families import Family
 
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _OUTSIDE = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "embedding.word_embeddings.weight": EMBEDDING,
     "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
+    "output_layer.weight": OUTPUT,
 }
 _IN_A_LAYER = {
     "input_layernorm.weight": ("input_layernorm.weight",),
@@ -91,5 +92,5 @@ def _in_a_layer(name: str, family: Family) -> tuple[str, ...]:
 
 def is_spare(published: str, model: ModelConfig) -> bool:
     """Whether a published tensor may be left where it is."""
-    tied = model.share_embeddings_and_output_weights and published == _OUTSIDE["output_layer.weight"]
+    tied = model.share_embeddings_and_output_weights and published == OUTPUT
     return tied or _SPARE.search(published) is not None

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.errors import RuntimeFault
@@ -207,7 +207,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     chunks = list(zip(_chunk_names(run), run.model, strict=True))
     with _reported_on_all_ranks(f"checkpoint {folder} could not be loaded"):
         for name, _ in chunks:
-            _take_out_absent(state[name], folder)
+            fit_to_checkpoint(state[name], folder)
         loaded = dist_checkpointing.load(state, str(folder))
     for name, chunk in chunks:
         own = {key: value for key, value in chunk.module.state_dict().items() if key.endswith("_extra_state")}
@@ -228,16 +228,28 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     return common["data"]
 
 
-def _take_out_absent(state: dict[str, Any], folder: Path) -> None:
-    """Take the modules' extra states that a checkpoint lacks out of what is to be loaded.
+def fit_to_checkpoint(state: dict[str, Any], folder: Path) -> None:
+    """Take the modules' extra states that a checkpoint lacks out of a model's state that is to be loaded.
 
     Some of Transformer Engine's modules (norms, attention) have such a state, where the modules that compute the same
     without it have none: numbers of float8 quantization, which begin anew.
+
+    Raises:
+        LookupError: it lacks weights.
     """
     saved = stored_names(folder)
+    lacking = []
     for name, entry in list(state.items()):
-        if name.endswith("_extra_state") and isinstance(entry, ShardedObject) and entry.unique_key not in saved:
+        if isinstance(entry, ShardedObject) and name.endswith("_extra_state") and entry.unique_key not in saved:
             del state[name]
+        elif isinstance(entry, ShardedTensor) and entry.key not in saved:
+            lacking.append(entry.key)
+    if lacking:
+        raise LookupError(
+            f"it lacks {len(lacking)} of the model's tensors ({', '.join(sorted(set(lacking))[:3])}, ...): an earlier "
+            "version of megatron_cp may have written it, which called the norms of experts' and latent attention's "
+            "layers otherwise"
+        )
 
 
 def _load_optimizer(run: Run, state: Any, schedule: dict[str, Any]) -> None:
@@ -329,7 +341,7 @@ def _reported_on_all_ranks(what: str) -> Any:
     try:
         yield
     except (Exception, CheckpointException) as error:
-        failure = f"rank {dist.get_rank()}: {_describe(error)}"
+        failure = f"rank {dist.get_rank()}: {describe(error)}"
     reports: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, failure)
     failures = [report for report in reports if report]
@@ -337,7 +349,7 @@ def _reported_on_all_ranks(what: str) -> Any:
         raise RuntimeFault(f"{what}. {'; '.join(failures[:4])}", on_all_ranks=True)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """One line; torch's ``CheckpointException`` (not an ``Exception``) holds the ranks' own errors and tracebacks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]

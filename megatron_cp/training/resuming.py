@@ -175,7 +175,7 @@ def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune
     if "scheduler" not in common:
         raise ConfigError(
             f"checkpoint {folder} holds weights only: begin with them by "
-            f"checkpoint.pretrained_checkpoint={folder.parent}"
+            f"checkpoint.pretrained_checkpoint={folder.parent}, and name another checkpoint.save (and load)"
         )
     if config.checkpoint.load_optim:
         _check_optimizer(config, common, folder)

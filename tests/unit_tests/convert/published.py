@@ -32,7 +32,13 @@ LLAMA3 = {
 # Each family, with and without what its settings choose.
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
-    "llama tied, scaled rope": {"model_type": "llama", "tie_word_embeddings": True, "rope_scaling": LLAMA3},
+    "llama tied, scaled rope": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "rope_scaling": LLAMA3,
+        "rope_theta": 500000.0,  # wave lengths on both sides of every bound of the scaling
+        "head_dim": 32,
+    },
     "llama linear rope": {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "llama wide heads": {"model_type": "llama", "head_dim": 16, "num_key_value_heads": 8},
     "mistral": {"model_type": "mistral", "sliding_window": None},

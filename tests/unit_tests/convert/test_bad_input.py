@@ -3,10 +3,12 @@
 import json
 import os
 import resource
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit_tests.convert.published import publish
@@ -31,6 +33,11 @@ def change_weights(folder: Path, **shapes: Any) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def other_index(folder: Path, places: Any) -> None:
+    (folder / "hf/model.safetensors").unlink()
+    (folder / "hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
 def cut(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
@@ -48,7 +55,7 @@ BROKEN = {
     "quantized": (lambda f: change(f, quantization_config={"quant_method": "fp8"}), "quantization_config"),
     "rope": (
         lambda f: change(f, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
-        "rope_scaling.rope_type=yarn",
+        "rope_type=yarn",
     ),
     "llama 3 rope": (
         lambda f: change(
@@ -85,6 +92,22 @@ BROKEN = {
         lambda f: change_weights(f, model__embed_tokens__weight=lambda t: t["model.embed_tokens.weight"].double()),
         "weights of F64; F32, BF16, F16 are needed",
     ),
+    "quantized weights": (
+        lambda f: change_weights(f, **{NORM: lambda t: t["model.norm.weight"].to(torch.float8_e4m3fn)}),
+        "weights of F8_E4M3; F32, BF16, F16 are needed",
+    ),
+    "another output layer": (
+        lambda f: change(f, tie_word_embeddings=True),
+        "lm_head.weight is model.embed_tokens.weight (tie_word_embeddings), and the weights hold another one",
+    ),
+    "another family after all": (
+        lambda f: change(f, model_type="mistral", sliding_window=4, layer_types=["sliding_attention"] * 2),
+        "config.json",
+    ),
+    "heads in groups": (lambda f: change(f, num_key_value_heads=3), "num_query_groups"),
+    "family of families": (lambda f: change(f, model_type=["llama"]), "model_type ['llama'] has no counterpart"),
+    "index of numbers": (lambda f: other_index(f, {"a": 3}), "holds no weight_map from tensors to files"),
+    "index of nothing": (lambda f: other_index(f, None), "holds no weight_map from tensors to files"),
     "index": (
         lambda f: (
             (f / "hf/model.safetensors").rename(f / "hf/other")
@@ -178,3 +201,15 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["convert", "import", "--hf-model", "a", "--megatron-path", "b"]) == 2
     assert "one process converts a whole model" in capsys.readouterr().err
+
+
+def test_a_stop_leaves_nothing(convert: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def before(folder: Path) -> None:
+        publish(folder / "hf", "llama")
+        monkeypatch.setattr(
+            "megatron_cp.convert.checkpoint.put_in_place", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+        )
+
+    paths = ("--hf-model", tmp_path / "hf", "--megatron-path", tmp_path / "mcore")
+    assert convert("import", *paths, before=before)[0] == 143
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "said"]

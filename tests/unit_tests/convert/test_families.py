@@ -56,6 +56,8 @@ NO_COUNTERPART: dict[str, dict[str, Any]] = {
     "window_attn_skip_freq": {"window_size": [7, 0], "window_attn_skip_freq": 2},
     "multi_latent_attention": {"multi_latent_attention": True},
     "window_size": {"window_size": [7, 3]},
+    "rope_scaling": {"rope_scaling": True, "seq_len_interpolation_factor": 4.0},
+    "moe_router_load_balancing_type": EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"},
     "add_qkv_bias": {"add_qkv_bias": True, "qk_layernorm": True},
     "moe_router_pre_softmax": EXPERTS | {"moe_router_pre_softmax": True},
 }
@@ -97,10 +99,17 @@ def test_a_published_vocabulary_is_not_padded(rows: int, unit: int) -> None:
 def test_windows_in_some_layers_only_are_refused_or_not_used(model_type: str) -> None:
     model = replace(LLAMA, **next(changes for family, changes in MODELS.values() if family == model_type))
     _, values = hf_from_model(model, rows=256)
-    assert model_from_hf(values | {"sliding_window": 64, "use_sliding_window": False})[1].window_size is None
-    if not FAMILIES[model_type].window:
+    window = values | {"sliding_window": 64, "max_window_layers": 1}
+    if FAMILIES[model_type].window:  # it knows no such switch
+        for use in (False, True):
+            assert model_from_hf(window | {"use_sliding_window": use})[1].window_size == [63, 0]
+        return
+    for unused in ({}, {"use_sliding_window": False}, {"use_sliding_window": True, "max_window_layers": 2}):
+        assert model_from_hf(window | unused)[1].window_size is None
+    layers = {"layer_types": ["full_attention", "sliding_attention"]}
+    for used in ({"use_sliding_window": True}, layers):
         with pytest.raises(ConfigError, match="use_sliding_window"):
-            model_from_hf(values | {"sliding_window": 64, "use_sliding_window": True})
+            model_from_hf(window | used)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +123,53 @@ def test_experts_in_some_layers_only_and_a_weight_of_one_are_refused(setting: st
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("hidden_size", "wide"), ("num_attention_heads", 0), ("vocab_size", None), ("rms_norm_eps", "small")],
+    [
+        ("hidden_size", "wide"),
+        ("num_attention_heads", 0),
+        ("vocab_size", None),
+        ("head_dim", -8),
+        ("num_key_value_heads", -4),
+        ("rms_norm_eps", "small"),
+        ("rms_norm_eps", -1.0),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", 0),
+        ("rope_theta", -5),
+        ("rope_theta", float("inf")),
+        ("rope_scaling", {"rope_type": "linear", "factor": 0.0}),
+        ("rope_scaling", {"rope_type": "linear", "factor": "eight"}),
+        ("rope_scaling", {"rope_type": "llama3"}),
+        ("rope_scaling", "linear"),
+        ("rope_parameters", {"full_attention": {"rope_theta": 5e5}}),
+    ],
 )
 def test_wrong_types_are_told(setting: str, value: Any) -> None:
     _, values = hf_from_model(LLAMA, rows=256)
+    with pytest.raises(ConfigError, match=f"{setting}.*(needed|takes whole numbers above 0)"):
+        model_from_hf(values | {setting: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("window", "sliding_window", 0),
+        ("window", "sliding_window", -1),
+        ("experts", "num_experts_per_tok", 9),
+        ("experts", "num_experts_per_tok", 0),
+        ("experts", "num_local_experts", 0),
+        ("experts and norm", "moe_intermediate_size", None),
+    ],
+)
+def test_wrong_values_of_some_families_are_told(name: str, setting: str, value: Any) -> None:
+    _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
     with pytest.raises(ConfigError, match=f"{setting}.*needed"):
         model_from_hf(values | {setting: value})
+
+
+def test_mixtrals_weights_always_sum_to_one() -> None:
+    """It knows no switch for that."""
+    _, values = hf_from_model(replace(LLAMA, **MODELS["experts"][1]), rows=256)
+    assert not model_from_hf(values | {"norm_topk_prob": False})[1].moe_router_pre_softmax
+
+
+def test_the_base_of_the_rotation_is_the_one_that_the_model_has() -> None:
+    assert hf_from_model(replace(LLAMA, rotary_base=10000.9), rows=256)[1]["rope_theta"] == 10000

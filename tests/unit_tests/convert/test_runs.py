@@ -2,12 +2,13 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_cp.convert.exporting import export_model
@@ -127,8 +128,8 @@ def test_half_precision_in_several_files(tmp_path: Path) -> None:
 def with_tokenizer(folder: str) -> None:
     path = Path(folder)
     train_bpe(["some words to make a vocabulary of"] * 9, 280, path / "hf")
-    publish(path / "hf", "llama", vocab_size=280)
-    import_model(path / "hf", path / "mcore")
+    publish(path / "hf", "llama", vocab_size=280, bos_token_id=1, eos_token_id=[3, 5], pad_token_id=0)
+    assert "without a tokenizer" not in import_model(path / "hf", path / "mcore")
     config = load_recipe(path / "mcore/recipe.yaml")
     assert config.tokenizer.tokenizer_type == "HuggingFaceTokenizer"
     tokenizer = build_tokenizer(config.tokenizer)
@@ -138,7 +139,11 @@ def with_tokenizer(folder: str) -> None:
     export_model(path / "mcore", path / "out")
     again = AutoTokenizer.from_pretrained(path / "out")
     assert again("some words")["input_ids"] == tokenizer.tokenize("some words")
-    assert json.loads((path / "out/config.json").read_text())["eos_token_id"] == tokenizer.eod
+    values = json.loads((path / "out/config.json").read_text())
+    assert (values["bos_token_id"], values["eos_token_id"], values["pad_token_id"]) == (1, [3, 5], 0)
+    shutil.rmtree(path / "mcore/tokenizer")
+    said = export_model(path / "mcore", path / "moved")
+    assert "without a tokenizer: tokenizer.tokenizer_model=" in said and "no such file or folder" in said
 
 
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
@@ -161,3 +166,59 @@ def load_instead(folder: str) -> None:
 
 def test_imported_weights_begin_a_run_and_do_not_resume_one(tmp_path: Path) -> None:
     run_ranks(load_instead, 1, str(tmp_path))
+
+
+def of_several_dtypes(folder: str) -> None:
+    path = Path(folder)
+    publish(path / "hf", "llama")
+    file = path / "hf/model.safetensors"
+    tensors = {name: t if "norm" in name else t.bfloat16() for name, t in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert "float32" in import_model(path / "hf", path / "mcore")
+    export_model(path / "mcore", path / "out")
+    back = load_file(path / "out/model.safetensors")
+    assert all(torch.equal(back[name], tensor.float()) for name, tensor in tensors.items())
+    # No tokenizer, no token that ends a text.
+    assert json.loads((path / "out/config.json").read_text())["eos_token_id"] is None
+
+    tensors["model.norm.weight"][3] = 1e6
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"decoder.final_layernorm.weight holds numbers that float16 cannot"):
+        import_model(path / "hf", path / "half", dtype="float16")
+    assert not (path / "half").exists()
+    import_model(path / "hf", path / "large")
+    with pytest.raises(ConfigError, match=r"model.norm.weight holds numbers that float16 cannot"):
+        export_model(path / "large", path / "half", dtype="float16")
+
+
+def test_no_number_is_rounded_or_lost(tmp_path: Path) -> None:
+    run_ranks(of_several_dtypes, 1, str(tmp_path))
+
+
+def in_odd_places(folder: str) -> None:
+    path = Path(folder)
+    publish(path / "hf", "llama")
+    (path / "here").mkdir()
+    (path / "there").mkdir()
+    (path / "link").symlink_to(path / "there")
+    os.chdir(path / "here")
+    damaged = path / "hf/config.json"
+    good = damaged.read_text()
+    damaged.write_text(good.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    for target in (Path(), path / "link"):  # empty folders that were there stay, and stay empty
+        with pytest.raises(ConfigError, match=r"model.layers.2.input_layernorm.weight is missing"):
+            import_model(path / "hf", target)
+    assert os.listdir(path / "here") == os.listdir(path / "link") == []
+    damaged.write_text(good)
+    import_model(path / "hf", path / "link")
+    os.chdir(path / "here")  # which was made anew
+    export_model(path / "there", Path())
+    assert (path / "here/model.safetensors").is_file()
+    # Shards of something else beside the whole file: Hugging Face's library takes the whole file.
+    index = {"weight_map": {"model.norm.weight": "other.safetensors"}}
+    (path / "hf/model.safetensors.index.json").write_text(json.dumps(index))
+    import_model(path / "hf", path / "again")
+
+
+def test_relative_paths_links_and_folders_that_are_there(tmp_path: Path) -> None:
+    run_ranks(in_odd_places, 1, str(tmp_path))

@@ -1,10 +1,13 @@
 """Checkpoints of layers with and without Transformer Engine have the same tensors under the same names."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
+from megatron_cp.models import layer_specs
+from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
+from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config
 
 LATENT = {
@@ -55,3 +58,21 @@ def saved_norms(overrides: dict[str, Any]) -> set[str]:
 def test_norms_are_saved_as_transformer_engines_layers_save_them(name: str) -> None:
     overrides, expected = MODELS[name]
     assert run_ranks(saved_norms, 1, overrides) == [expected]
+
+
+def written_before(folder: str) -> None:
+    """By a version that took upstream's names."""
+    experts = tiny_config(**EXPERTS)
+    with pytest.MonkeyPatch.context() as patch:
+        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": MLP_NORM[:-6]}
+        patch.setattr(layer_specs, "_saved_names", lambda config: names)
+        run, _, _ = start(experts)
+        save_checkpoint(run, folder, {})
+        run.close()
+    run, _, _ = start(experts)
+    load_checkpoint(run, folder, 0)
+
+
+def test_a_checkpoint_with_other_names_says_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=r"lacks 4 of the model's tensors \(decoder.layers.pre_mlp_layernorm.weight"):
+        run_ranks(written_before, 1, str(tmp_path))
