@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_cp.config import CheckpointConfig, DistributedConfig, MixedPrecisionConfig, ModelConfig, RunConfig
+from megatron_cp.config import CheckpointConfig, MixedPrecisionConfig, RunConfig
 from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.models.builder import build_model
 from megatron_cp.models.transformer_config import transformer_config
@@ -36,32 +35,9 @@ from megatron_cp.training.checkpoint_files import (
 from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.resuming import FORMAT, check_format, read_common
 from megatron_cp.training.setup import Progress
+from megatron_cp.verify.reduce import on_one_rank
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-# What divides a model among ranks, or computes it in another way: nothing that makes it another model.
-_DIVISIONS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "microbatch_group_size_per_vp_stage",
-    "cp_comm_type",
-    "hierarchical_context_parallel_sizes",
-    "dynamic_context_parallel",
-    "sequence_packing_scheduler",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "distribute_saved_activations",
-    "moe_grouped_gemm",
-    "attention_backend",
-)
 
 
 @dataclass(frozen=True)
@@ -167,12 +143,8 @@ def check_finite(parameters: Mapping[str, torch.Tensor], before: str, after: str
 
 def undivided(config: RunConfig, dtype: str) -> RunConfig:
     """The configuration of the same model on one rank, finalized; ``dtype`` as torch calls it."""
-    config = deepcopy(config)
-    model, plain = config.model, ModelConfig()
-    for name in _DIVISIONS:
-        setattr(model, name, getattr(plain, name))
-    model.use_cpu_initialization = True
-    config.dist = DistributedConfig(distributed_backend="gloo")
+    config = on_one_rank(config)
+    config.model.use_cpu_initialization, config.model.moe_grouped_gemm = True, False
     config.checkpoint = CheckpointConfig(save_optim=False, save_rng=False)
     config.mixed_precision = MixedPrecisionConfig(
         fp32=dtype == "float32", bf16=dtype == "bfloat16", fp16=dtype == "float16"

@@ -10,10 +10,10 @@ import torch
 from megatron_cp.config import RunConfig
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, find_checkpoint, undivided, whole_model
 from megatron_cp.convert.families import Family, hf_from_model
-from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, read_json, write_folder
+from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, copy_companions, new_folder, read_json, write_model
 from megatron_cp.convert.weights import part_of
 from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.errors import DataError, RuntimeFault
+from megatron_cp.errors import DataError
 
 
 def export_model(root: Path, target: Path, iteration: int | None = None, dtype: str | None = None) -> str:
@@ -41,10 +41,10 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
     check_finite(tensors, found.dtype, dtype)
     tokenizer, ids, without = _tokenizer(trained)
     values |= {"torch_dtype": dtype, "use_cache": True} | ids
-    try:
-        write_folder(target, values, tensors, tokenizer)
-    except OSError as error:
-        raise RuntimeFault(f"{target} could not be written: {error}") from error
+    with new_folder(target) as partial:
+        write_model(partial, values, tensors)
+        if tokenizer is not None:
+            copy_companions(tokenizer, partial)
     parameters = sum(tensor.numel() for tensor in tensors.values())
     said = [f"exported {parameters / 1e6:.1f}M parameters of {found.folder} ({family.architecture}, {dtype}): {target}"]
     if trained.model.mtp_num_layers:

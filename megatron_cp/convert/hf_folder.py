@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_cp.convert.families import FAMILIES
-from megatron_cp.errors import ConfigError
+from megatron_cp.errors import ConfigError, RuntimeFault
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -109,28 +110,19 @@ class PublishedWeights:
         return self._file_of[name].get_tensor(name)
 
 
-def write_folder(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], companions: Path | None) -> None:
-    """Write a whole folder, or nothing: it gets its name when all is in it.
-
-    Args:
-        tensors: which share no memory with each other.
-        companions: where a tokenizer's files lie.
+def write_model(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write ``config.json`` and the weights; ``tensors`` share no memory with each other.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: they cannot be written.
     """
     from huggingface_hub import save_torch_state_dict
 
-    def fill(partial: Path) -> None:
-        try:
-            save_torch_state_dict(tensors, partial, metadata={"format": "pt"})
-        except SafetensorError as error:  # the disk's own error, in other words
-            raise OSError(str(error)) from error
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if companions is not None:
-            copy_companions(companions, partial)
-
-    _complete_or_absent(folder, fill)
+    try:
+        save_torch_state_dict(tensors, folder, metadata={"format": "pt"})
+    except SafetensorError as error:  # the disk's own error, in other words
+        raise OSError(str(error)) from error
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
@@ -154,16 +146,24 @@ def check_absent(folder: Path, setting: str) -> None:
         raise ConfigError(f"{setting} {folder} cannot be made: {above} is no folder that may be written into")
 
 
-def _complete_or_absent(folder: Path, fill: Callable[[Path], None]) -> None:
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes ``folder`` when all is in it, and is gone where anything goes wrong.
+
+    Raises:
+        RuntimeFault: it could not be written.
+    """
     partial = folder.with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
-    partial.mkdir(parents=True)
     try:
-        fill(partial)
+        partial.mkdir(parents=True)
+        yield partial
         if folder.exists():
             folder.rmdir()  # empty, as check_absent saw
         partial.rename(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise RuntimeFault(f"{folder} could not be written: {error}") from error
         raise
 
 

@@ -14,10 +14,10 @@ import yaml
 from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig, TokenizerConfig
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, undivided, whole_model
 from megatron_cp.convert.families import Family, model_from_hf
-from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_companions, read_config
+from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_companions, new_folder, read_config
 from megatron_cp.convert.weights import EMBEDDING, OUTPUT, is_spare, part_of
 from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.errors import ConfigError, DataError, RuntimeFault
+from megatron_cp.errors import ConfigError, DataError
 from megatron_cp.rules import Environment, check_or_raise
 
 RECIPE, TOKENIZER = "recipe.yaml", "tokenizer"
@@ -31,7 +31,7 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
 
     Raises:
         ConfigError: the published model has no counterpart, or a file is missing or damaged.
-        RuntimeFault: ``root`` could not be written; what was written of it is gone again.
+        RuntimeFault: ``root`` could not be written, and is absent.
     """
     root = root.resolve()
     check_absent(root, "--megatron-path")
@@ -41,25 +41,20 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
     own = published.dtype(name for name in published.names() if not is_spare(name, model))
     dtype = dtype or own
     _check_rules(model)
-    was_there = root.exists()
-    try:
-        tokenizer, without = _copy_tokenizer(source, root / TOKENIZER, model)
+    with new_folder(root) as partial:
+        tokenizer, without = _copy_tokenizer(source, partial / TOKENIZER, model)
+        if not without:
+            tokenizer.tokenizer_model = str(root / TOKENIZER)
         config = undivided(RunConfig(model=model, tokenizer=tokenizer, recipe=root.name), dtype)
         with whole_model(config) as whole:
             parameters = _fill(whole, published, family)
             check_finite(whole.parameters(), own, dtype)
-            folder = whole.save(root, 0)
-        _write_recipe(root / RECIPE, f"{source.resolve().name}, imported ({family.architecture})", model, tokenizer)
-    except BaseException as error:
-        shutil.rmtree(root, ignore_errors=True)
-        if was_there:
-            root.mkdir()
-        if isinstance(error, OSError):
-            raise RuntimeFault(f"{root} could not be written: {error}") from error
-        raise
+            iteration = whole.save(partial, 0).name
+        title = f"{source.resolve().name}, imported ({family.architecture})"
+        (partial / RECIPE).write_text(_recipe(title, model, tokenizer, root), encoding="utf-8")
     recipe = shlex.quote(str(root / RECIPE))
     said = [
-        f"imported {parameters / 1e6:.1f}M parameters of {source} ({family.architecture}, {dtype}): {folder}",
+        f"imported {parameters / 1e6:.1f}M parameters of {source} ({family.architecture}, {dtype}): {root / iteration}",
         f"begin with them: megatron-cp train --recipe {recipe} checkpoint.save=FOLDER dataset.data_path=PREFIX",
     ]
     return "\n".join([*said, *([f"without a tokenizer: {without}"] if without else [])])
@@ -120,7 +115,7 @@ def _check_tied(model: ModelConfig, published: PublishedWeights) -> None:
 
 def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig) -> tuple[TokenizerConfig, str]:
     """The recipe's tokenizer, and why it is none, if it is: data may be tokenized elsewhere."""
-    folder.mkdir(parents=True)
+    folder.mkdir()
     copied = copy_companions(source, folder)
     shutil.copyfile(source / "config.json", folder / "config.json")  # for what only its publisher knows
     tokenizer = TokenizerConfig(tokenizer_model=str(folder))
@@ -137,7 +132,7 @@ def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig) -> tuple[Tok
     return TokenizerConfig("NullTokenizer", vocab_size=model.vocab_size), why
 
 
-def _write_recipe(path: Path, title: str, model: ModelConfig, tokenizer: TokenizerConfig) -> None:
+def _recipe(title: str, model: ModelConfig, tokenizer: TokenizerConfig, root: Path) -> str:
     usual = ModelConfig()
     settings = {
         "model": {
@@ -146,6 +141,6 @@ def _write_recipe(path: Path, title: str, model: ModelConfig, tokenizer: Tokeniz
             if (value := getattr(model, field.name)) != getattr(usual, field.name)
         },
         "tokenizer": {name: value for name, value in vars(tokenizer).items() if value is not None},
-        "checkpoint": {"pretrained_checkpoint": str(path.parent)},
+        "checkpoint": {"pretrained_checkpoint": str(root)},
     }
-    path.write_text(f"# {title}\n{yaml.safe_dump(settings, sort_keys=False)}", encoding="utf-8")
+    return f"# {title}\n{yaml.safe_dump(settings, sort_keys=False)}"
