@@ -8,7 +8,9 @@ stamp=.venv/.megatron-cp-setup           # written last: what was installed
 place=.venv/.megatron-cp-place           # where: scripts in a virtual environment hold absolute paths
 unfinished=.venv/.megatron-cp-unfinished # there while packages are being unpacked
 
-wanted=$({ echo "$PWD"; cat requirements.lock pyproject.toml scripts/setup.sh; } | sha256sum)
+te=tests/te_on_cpu/requirements.txt      # for tests: into .venv/te
+
+wanted=$({ echo "$PWD"; cat requirements.lock pyproject.toml "$te" scripts/setup.sh; } | sha256sum)
 
 is_current() { [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; }
 
@@ -68,14 +70,18 @@ install_with_uv() {
     local uv
     uv=$(find_uv "$python") && [[ -n $uv ]] &&
         "$uv" pip install --python .venv/bin/python --require-hashes --requirement requirements.lock &&
-        "$uv" pip install --python .venv/bin/python --no-deps --no-build-isolation --quiet --editable .
+        "$uv" pip install --python .venv/bin/python --no-deps --no-build-isolation --quiet --editable . || return
+    "$uv" pip install --python .venv/bin/python --target .venv/te --no-deps --require-hashes --quiet -r "$te" ||
+        echo "setup: tests with Transformer Engine's Python part will be skipped: it could not be installed" >&2
 }
 
 install_with_pip() { # slower, but reads every setting that a machine's pip has
     local pip=(.venv/bin/python -m pip)
     "${pip[@]}" --version >/dev/null 2>&1 || pip=("$python" -m pip --python .venv/bin/python)
     "${pip[@]}" install --require-hashes --requirement requirements.lock &&
-        "${pip[@]}" install --no-deps --no-build-isolation --quiet --editable .
+        "${pip[@]}" install --no-deps --no-build-isolation --quiet --editable . || return
+    "${pip[@]}" install --target .venv/te --no-deps --require-hashes --quiet -r "$te" ||
+        echo "setup: tests with Transformer Engine's Python part will be skipped: it could not be installed" >&2
 }
 
 if is_current; then

@@ -7,4 +7,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Asking whether there is a GPU must not start CUDA here: a forked rank could not start it again.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+if os.environ.get("MEGATRON_CP_TE_FOLDER"):
+    from tests import te_on_cpu
+
+    te_on_cpu.load()
+
 import megatron_cp  # noqa: F401 - before any test module imports megatron.core
+
+if os.environ.get("MEGATRON_CP_TE_FOLDER"):
+    te_on_cpu.allow_float32()

@@ -78,8 +78,9 @@ class ContextParallelAttention(MegatronModule):
         self._context = self._configured_context
         self._contexts: dict[tuple[int, ...], tuple[GroupOrPair, CPContext]] = {}
 
-        scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
-        self.softmax_scale = scale / self.layer_number if config.apply_query_key_layer_scaling else scale
+        # apply_query_key_layer_scaling changes nothing: upstream divides scores by the layer's number to keep them in
+        # float16's range and multiplies them again; ours are float32.
+        self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window_size: tuple[int, int] | None = tuple(config.window_size) if windowed else None
         self.softmax_offset = self._build_softmax_offset()
@@ -224,16 +225,22 @@ class ContextParallelAttention(MegatronModule):
             return torch.zeros(heads, device=device(), dtype=config.params_dtype)
         if config.softmax_type != "learnable":
             raise ValueError(f"softmax_type {config.softmax_type!r} is unknown; use vanilla, off-by-one or learnable")
-        # Drawn for all heads, so that it does not depend on the number of tensor-parallel ranks.
-        drawn_on = torch.device("cpu") if config.use_cpu_initialization else device()
-        everyone = torch.zeros(config.num_attention_heads, device=drawn_on, dtype=config.params_dtype)
-        if config.perform_initialization:
-            config.init_method(everyone)
-        first = heads * dist.get_rank(self.pg_collection.tp) if config.tensor_model_parallel_size > 1 else 0
-        offset = torch.nn.Parameter(everyone[first : first + heads].clone())
-        # Without this mark, gradient norms would count only the first tensor-parallel rank's heads.
-        set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
-        return offset
+        return learnable_softmax_offset(config, self.pg_collection)
+
+
+def learnable_softmax_offset(config: TransformerConfig, pg_collection: ProcessGroupCollection) -> torch.nn.Parameter:
+    """A new parameter [heads on this tensor-parallel rank], the same whoever computes the attention."""
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    # Drawn for all heads, so that it does not depend on the number of tensor-parallel ranks.
+    drawn_on = torch.device("cpu") if config.use_cpu_initialization else device()
+    everyone = torch.zeros(config.num_attention_heads, device=drawn_on, dtype=config.params_dtype)
+    if config.perform_initialization:
+        config.init_method(everyone)
+    first = heads * dist.get_rank(pg_collection.tp) if config.tensor_model_parallel_size > 1 else 0
+    offset = torch.nn.Parameter(everyone[first : first + heads].clone())
+    # Without this mark, gradient norms would count only the first tensor-parallel rank's heads.
+    set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
+    return offset
 
 
 def transport_of_layer(config: TransformerConfig, layer_number: int) -> str:

@@ -40,6 +40,7 @@ class ProbeInputs:
     qk_dim: int = 16
     v_dim: int = 16
     window_size: tuple[int, int] | None = None
+    softmax_scale: float | None = None
     softmax_offset: Tensor | None = None
 
 
@@ -154,7 +155,12 @@ def _try_transport(suspect: _Suspect) -> str | None:
     dout = draw(inputs.heads, inputs.v_dim)
     query, key, value = exact = [x.double().requires_grad_() for x in whole]
     expected = reference_attention(
-        query, key, value, window_size=inputs.window_size, softmax_offset=inputs.softmax_offset
+        query,
+        key,
+        value,
+        window_size=inputs.window_size,
+        softmax_scale=inputs.softmax_scale,
+        softmax_offset=inputs.softmax_offset,
     )
     expected_grads = torch.autograd.grad(expected, exact, dout.double())
     mine = [shard_sequence(x, 0, rank, size).requires_grad_() for x in whole]

@@ -10,8 +10,9 @@ Importable without Transformer Engine; the class exists from the first call of :
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.attention.context import CPContext, GroupOrPair
-from megatron_cp.attention.core_attention import configured_context, transport_of_layer
+from megatron_cp.attention.core_attention import (
+    configured_context,
+    learnable_softmax_offset,
+    transport_of_layer,
+)
 from megatron_cp.attention.probe import ProbeInputs
 
 
@@ -81,9 +86,13 @@ def with_given_groups(base: Any) -> type:
             self.layer_number = layer_number
             self.pg_collection = pg_collection
             self.cp_comm_type = comm_type
+            if config.softmax_type == "learnable":
+                # Its own begins at zero and without the mark of a parameter that tensor-parallel ranks share out.
+                self.softmax_offset = learnable_softmax_offset(config, pg_collection)
             # Dynamic context parallelism needs the stream even where nothing is configured statically.
             if base.cp_stream is None and torch.cuda.is_available():
                 base.cp_stream = torch.cuda.Stream()
+            self._softmax_scale = kwargs.get("softmax_scale")
             self._configured_context = self._context = context
             if context.size > 1:
                 self._apply_context(context)
@@ -121,12 +130,31 @@ def with_given_groups(base: Any) -> type:
             group = getattr(packed_seq_params, "cp_group", None)
             dynamic = group is not None or getattr(packed_seq_params, "local_cp_size", None) is not None
             if group is not None:
-                CPContext.build(self.cp_comm_type, group)
+                ranks = CPContext.build(self.cp_comm_type, group).heads.size
+            else:
+                ranks = 1 if dynamic else self._context.heads.size
             try:
-                return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+                with self._share_of_offset_gradient(ranks):
+                    return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
             finally:
                 if dynamic:
                     self._apply_context(self._context)
+
+        @contextlib.contextmanager
+        def _share_of_offset_gradient(self, ranks: int) -> Iterator[None]:
+            """Transformer Engine gives each rank of an all-to-all the gradient of all heads' offsets, whole, and the
+            ranks' gradients are then added up: let each have its share."""
+            whole = self._parameters.get("softmax_offset")
+            if whole is None or ranks == 1:
+                yield
+                return
+            del self._parameters["softmax_offset"]
+            try:
+                object.__setattr__(self, "softmax_offset", _ShareOfGradient.apply(whole, ranks))
+                yield
+            finally:
+                object.__delattr__(self, "softmax_offset")
+                self._parameters["softmax_offset"] = whole
 
         def probe_inputs(self) -> ProbeInputs:
             """See :func:`megatron_cp.attention.probe.probe_attention`."""
@@ -138,8 +166,9 @@ def with_given_groups(base: Any) -> type:
                 qk_dim=getattr(self, "hidden_size_per_attention_head_k", self.config.kv_channels),
                 v_dim=getattr(self, "hidden_size_per_attention_head_v", self.config.kv_channels),
                 dtype=torch.bfloat16,
-                device=torch.device("cuda", torch.cuda.current_device()),
+                device=torch.device(torch.cuda.current_device()),
                 window_size=getattr(self, "window_size", None),
+                softmax_scale=self._softmax_scale,
                 softmax_offset=None if offset is None else offset.detach().reshape(-1),
             )
 
@@ -160,6 +189,19 @@ def with_given_groups(base: Any) -> type:
             super().set_context_parallel_group(group, list(ranks or members), stream, self.cp_comm_type)
 
     return GivenGroupsTEAttention
+
+
+class _ShareOfGradient(torch.autograd.Function):
+    """The same value, with one of ``ranks`` equal shares of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.ranks, None
 
 
 def _te_groups(context: CPContext) -> tuple[Any, list[int]]:

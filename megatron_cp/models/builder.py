@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp.config import RunConfig
+from megatron_cp.models.initial_weights import draw_part, seed_of
 from megatron_cp.models.language_model import LanguageModel
-from megatron_cp.models.layer_specs import gpt_block_spec, seed_of, use_transformer_engine
+from megatron_cp.models.layer_specs import gpt_block_spec, use_transformer_engine
 from megatron_cp.models.mtp import mtp_block_spec
 from megatron_cp.models.transformer_config import padded_vocab_size
 
@@ -97,17 +97,5 @@ def _seed_vocabulary_weights(
         elif "embedding" not in weights:
             weights["embedding"] = chunk.output_layer.weight  # the last stage's copy of the tied weight
     for name, weight in weights.items():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(seed, name))
-            _initialize_affine_weight_cpu(
-                weight,
-                chunk.vocab_size,
-                core_config.hidden_size,
-                weight.shape[0],
-                0,
-                core_config.embedding_init_method if name == "embedding" else core_config.init_method,
-                params_dtype=core_config.params_dtype,
-                rank=groups.tp.rank(),
-                world_size=groups.tp.size(),
-                skip_set_tensor_parallel_attributes=True,
-            )
+        method = core_config.embedding_init_method if name == "embedding" else core_config.init_method
+        draw_part(weight, seed_of(seed, name), method, core_config.params_dtype, groups.tp, 0)

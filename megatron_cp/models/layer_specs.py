@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from importlib import metadata
 from typing import Any
 
@@ -13,10 +12,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -31,6 +28,7 @@ from megatron_cp.attention.te_support import choose_backend
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.dynamic_cp.groups import configured_blocks
+from megatron_cp.models.initial_weights import draw_layer, seed_of
 from megatron_cp.models.router import PackRouter, routers_of
 from megatron_cp.parallel.layout import layout_of
 
@@ -79,45 +77,12 @@ class SeededTransformerLayer(TransformerLayer):
             super().__init__(
                 config, *args, layer_number=layer_number, pg_collection=pg_collection, vp_stage=vp_stage, **kwargs
             )
-        initialize = config.use_cpu_initialization and config.perform_initialization
-        if initialize and isinstance(getattr(self.mlp, "experts", None), SequentialMLP):
-            self._seed_experts(initialization_seed, number)
+        draw_layer(self, initialization_seed, f"layer {number}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Also when recomputed during the backward pass: the arguments, and so the microbatch's group, are kept.
         with active_group(self.pg_collection, kwargs.get("packed_seq_params"), *routers_of(self)):
             return super().forward(*args, **kwargs)
-
-    def _seed_experts(self, seed: int, layer_number: int) -> None:
-        """Each expert from a seed of its own: megatron-core draws the same ones on every expert-parallel rank."""
-        tp = self.pg_collection.expt_tp
-        for index, expert in zip(self.mlp.local_expert_indices, self.mlp.experts.local_experts, strict=True):
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed_of(seed, f"layer {layer_number} expert {index}"))
-                for linear, method in (
-                    (expert.linear_fc1, self.config.init_method),
-                    (expert.linear_fc2, self.config.output_layer_init_method),
-                ):
-                    weight = linear.weight
-                    shape = list(weight.shape)
-                    shape[weight.partition_dim] *= tp.size()
-                    _initialize_affine_weight_cpu(
-                        weight,
-                        *shape,
-                        weight.shape[weight.partition_dim],
-                        weight.partition_dim,
-                        method,
-                        stride=weight.partition_stride,
-                        params_dtype=self.config.params_dtype,
-                        rank=tp.rank(),
-                        world_size=tp.size(),
-                        skip_set_tensor_parallel_attributes=True,
-                    )
-
-
-def seed_of(seed: int, name: str) -> int:
-    """A seed for one named part of the model: 32 bits, all that PyTorch's CPU generator takes of a number."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest())
 
 
 def use_transformer_engine(config: RunConfig) -> bool:

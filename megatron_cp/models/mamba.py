@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.merge import accumulation_dtype
 from megatron_cp.dynamic_cp.active_group import active_group
-from megatron_cp.models.layer_specs import seed_of
+from megatron_cp.models.initial_weights import seed_of
 from megatron_cp.models.mamba_exchange import (
     for_scan,
     heads_to_sequence,

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.active_group import active_group
-from megatron_cp.models.layer_specs import seed_of
+from megatron_cp.models.initial_weights import seed_of
 
 
 class PredictionLayer(MultiTokenPredictionLayer):

@@ -67,6 +67,7 @@ TINY = (
 DYNAMIC = (
     "model.dynamic_context_parallel=true",
     "model.max_seqlen_per_dp_cp_rank=64",
+    "dataset.eod_mask_loss=false",  # each sample is a document: there is nothing to mask
 )
 
 

@@ -208,8 +208,12 @@ def test_scale_is_megatron_cores():
     assert build(make_config()).softmax_scale == DIM**-0.5
     assert build(make_config(), softmax_scale=0.5).softmax_scale == 0.5
     assert build(make_config(), k_channels=64, v_channels=16).softmax_scale == 64**-0.5
+
+
+def test_scaling_by_layers_changes_nothing_as_upstream():
+    """DotProductAttention divides by the layer's number, and its softmax multiplies by it: for the range of float16."""
     scaled = make_config(apply_query_key_layer_scaling=True, attention_softmax_in_fp32=True)
-    assert build(scaled, layer_number=3).softmax_scale == DIM**-0.5 / 3
+    assert build(scaled, layer_number=3).softmax_scale == DIM**-0.5
 
 
 def _offsets(tp: int) -> tuple[list[float], bool, dict]:

@@ -1,0 +1,167 @@
+"""The real Python of Transformer Engine on a machine without a GPU, its kernels computed by PyTorch.
+
+Transformer Engine is a Python package over a compiled extension, ``transformer_engine_torch``. The Python part decides
+what is communicated, which rows go where, in which order and in which format; the extension computes. The Python part
+is published as a package of its own (``transformer-engine``, a megabyte); :func:`load` imports it over
+:mod:`tests.te_on_cpu.extension`, which has the kernels' signatures and their documented results. So our use of it is
+tried against what it really does, and not against what we think that it does. What this cannot show is anything that
+the kernels themselves do: speed, rounding, streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+FOLDER = "MEGATRON_CP_TE_FOLDER"  # environment variable: where the package transformer-engine was installed
+
+
+# Besides Transformer Engine itself: where we choose its layers and make its stream.
+_TOLD_OF_A_GPU = ("megatron_cp.models.layer_specs", "megatron_cp.attention.transformer_engine")
+
+
+class _OnCpu(TorchFunctionMode):
+    """Transformer Engine names the CUDA device in many places; here it is the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+def _device_of_a_hopper(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="stand-in", total_memory=141 * 2**30)
+
+
+def _is_available() -> bool:
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    return caller.startswith("transformer_engine") or caller in _TOLD_OF_A_GPU
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    return sys._getframe(1).f_globals.get("__name__", "").startswith("transformer_engine")
+
+
+class _Once:
+    """A message that may be waited for again, as NCCL's and the staged backend's may and gloo's may not."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+
+
+def _waiting_once(rings: Any) -> None:
+    original = rings.flash_attn_p2p_communicate
+    rings.flash_attn_p2p_communicate = lambda *args: [_Once(work) for work in original(*args)]
+
+
+class _WithFloat32:
+    """What Transformer Engine's attention sees as ``torch``: the same, with float32 where float16 was.
+
+    Its kernels take half precision only, and so its Python part refuses all else. Here they take float32 too, and
+    layouts differ by rounding alone.
+    """
+
+    float16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def allow_float32() -> None:
+    """Choose Transformer Engine for float32 as for bf16; after megatron_cp was imported."""
+    from megatron_cp.models import layer_specs
+
+    def choose_backend(config: Any, version: str | None, on_gpu: bool, packed_sizes: Any) -> Any:
+        wanted = config.model.attention_backend
+        found = [gap for gap in te_support.gaps(config, version, packed_sizes) if gap.rule != "E13"]
+        return ("native" if wanted == "native" or (wanted == "auto" and found) else "te"), found
+
+    from megatron_cp.attention import te_support
+
+    layer_specs.choose_backend = choose_backend
+
+
+class _Unused(ModuleType):
+    """A module of which names are taken and never called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock(name=name)
+
+
+@contextlib.contextmanager
+def _without_compiling() -> Iterator[None]:
+    """Functions marked for fusion would be compiled in the first step: half a minute, for no gain."""
+    compile_, torch.compile = torch.compile, lambda model=None, **_: model if model is not None else lambda f: f
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
+def load() -> str:
+    """Import Transformer Engine from the folder in the environment, before megatron-core is; returns its version."""
+    if torch.cuda.is_available():
+        raise RuntimeError("there is a GPU: use the real Transformer Engine")
+    if "megatron.core.extensions.transformer_engine" in sys.modules:
+        raise RuntimeError("megatron-core has looked for Transformer Engine already")
+    folder = Path(os.environ[FOLDER])
+    sys.path.append(str(folder))
+
+    from megatron_cp.backend import cpu
+    from tests.te_on_cpu import extension
+
+    cpu.before_import()
+    torch.cuda.get_device_properties = _device_of_a_hopper  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
+    torch.cuda.is_available = _is_available
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.Tensor.is_cuda = property(_is_cuda)  # type: ignore[assignment]
+    _OnCpu().__enter__()
+
+    sys.modules["transformer_engine_torch"] = extension
+    # What the extension's package brings along; here nothing is exported.
+    for name in ("onnx", "onnxscript"):
+        sys.modules.setdefault(name, _Unused(name))
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # else its libraries would be loaded
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"no transformer_engine in {folder}")
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["transformer_engine"] = package
+    common = importlib.import_module("transformer_engine.common")
+    common.load_framework_extension = lambda framework: None
+    with _without_compiling(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        spec.loader.exec_module(package)
+        importlib.import_module("transformer_engine.pytorch")
+        attention = "transformer_engine.pytorch.attention.dot_product_attention"
+        for name in ("utils", "backends"):
+            importlib.import_module(f"{attention}.{name}").torch = _WithFloat32()
+        _waiting_once(importlib.import_module(f"{attention}.context_parallel"))
+    return str(package.__version__)

@@ -1,0 +1,152 @@
+"""Models of Transformer Engine's layers train as our own layers do, on one rank and on several; in float32.
+
+Not collected by itself: ``tests/unit_tests/test_te_on_cpu.py`` runs it in a process in which megatron-core finds
+Transformer Engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_cp.attention.probe import ProbeError
+from tests.ranks import run_ranks
+from tests.te_on_cpu import extension
+from tests.training_runs import train_losses, worst_difference
+from tests.unit_tests.attention.harness import make_groups
+from tests.unit_tests.attention.test_core_attention import make_config
+from tests.unit_tests.models.hybrids import HYBRID
+from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
+from tests.unit_tests.training.test_checkpoint import resume, save_after
+from tests.unit_tests.training.test_model_variants import BALANCED, CLASSIC, FULL, MLA, MOE
+
+Overrides = dict[str, Any]
+Losses = list[tuple[float, float]]
+STEPS = 4
+NATIVE, TE = ({"model__attention_backend": backend} for backend in ("native", "te"))
+DECENTRALIZED = {"dist__use_decentralized_pg": True}
+EP2 = {"model__expert_model_parallel_size": 2}
+GROUPED = {"model__moe_grouped_gemm": True}
+LEARNED = {"model__softmax_type": "learnable"}
+WINDOW = {"model__window_size": [8, 0]}
+
+# The first of each kind; all others are for the slow run.
+QUICK = {
+    "hierarchy, decentralized",
+    "its own scale, ring",
+    "learnable offset, tp2 all-to-all",
+    "latent attention, tp2 sp",
+    "experts, tp2 sp",
+    "grouped experts, ep2 cp2",
+    "hybrid, tp2 sp cp2",
+}
+CASES: dict[str, tuple[Overrides, int, Overrides]] = {
+    "ring": ({}, 2, CP2 | over("p2p")),
+    "all-gather": ({}, 4, CP4 | over("all_gather")),
+    "hierarchy, decentralized": ({}, 4, CP4 | HCP | DECENTRALIZED),
+    "tp2 sp cp2": ({}, 4, TP2 | SP | CP2),
+    "pp2 vpp2 cp2": ({}, 4, PP2 | VPP2 | CP2),
+    "classic GPT, tp2 sp cp2": (CLASSIC, 4, TP2 | SP | CP2),
+    "qk layernorm, hierarchy": ({"model__qk_layernorm": True}, 4, CP4 | HCP),
+    "bidirectional, hierarchy": ({"model__attention_mask_type": "no_mask"}, 4, CP4 | HCP),
+    "full recomputation, ring": (FULL, 2, CP2),
+    "its own scale, ring": ({"model__softmax_scale": 0.3}, 2, CP2),
+    "window, all-gather": (WINDOW | {"model__window_attn_skip_freq": 2}, 2, CP2 | over("all_gather")),
+    "window, all-to-all": (WINDOW, 2, CP2 | over("a2a")),
+    "learnable offset, tp2 all-to-all": (LEARNED, 4, TP2 | CP2 | over("a2a")),
+    "offset of one, all-to-all": ({"model__softmax_type": "off-by-one"}, 2, CP2 | over("a2a")),
+    "latent attention, hierarchy": (MLA, 4, CP4 | HCP),
+    "latent attention, tp2 sp": (MLA, 2, TP2 | SP),
+    "experts, tp2 sp": (BALANCED, 2, TP2 | SP),
+    "grouped experts, ep2 cp2": (MOE | GROUPED, 4, CP2 | EP2),
+    "grouped experts, tp2 sp": (BALANCED | GROUPED, 2, TP2 | SP),
+    "two tokens further, pp2 cp2": ({"model__mtp_num_layers": 2}, 4, PP2 | CP2),
+    "hybrid, tp2 sp cp2": (HYBRID, 4, TP2 | SP | CP2),
+}
+
+
+def trained(overrides: Overrides) -> tuple[Losses, int]:
+    """Losses and gradient norms, and how often Transformer Engine's attention was called."""
+    calls, kernel = 0, extension.fused_attn_fwd
+
+    def counted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return kernel(*args)
+
+    extension.fused_attn_fwd = counted
+    return train_losses(overrides, STEPS), calls
+
+
+@functools.cache
+def on_one_rank(model: str) -> Losses:
+    """Our own layers'."""
+    losses, calls = run_ranks(trained, 1, NATIVE | json.loads(model))[0]
+    assert calls == 0
+    return losses
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
+def test_layers_train_as_ours_do_on_one_rank(case: str) -> None:
+    model, size, layout = CASES[case]
+    for ranks, changes in ((1, {}), (size, layout)):
+        results = run_ranks(trained, ranks, TE | model | changes)
+        assert all(losses == results[0][0] for losses, _ in results), "ranks report different losses"
+        assert all(calls for _, calls in results) or "pp2" in case or "hybrid" in case, "another attention was used"
+        differences = worst_difference(results[0][0], on_one_rank(json.dumps(model)))
+        assert max(differences) < 2e-6, (ranks, differences)
+
+
+MODELS = {"dense": {}, "experts": MOE, "grouped": MOE | GROUPED, "latent": MLA, "hybrid": HYBRID}
+WAYS = {"ours to te": (NATIVE, TE), "te to ours": (TE, NATIVE)}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(*way, marks=() if way[0] is NATIVE else pytest.mark.slow) for way in WAYS.values()],
+    ids=WAYS,
+)
+def test_a_run_goes_on_with_the_other_layers(
+    tmp_path: Path, before: Overrides, after: Overrides, model: Overrides
+) -> None:
+    undisturbed = run_ranks(train_losses, 1, NATIVE | model, 4)[0]
+    run_ranks(save_after, 1, before | model, str(tmp_path), 2)
+    rest = run_ranks(resume, 2, after | model | CP2, str(tmp_path), 2)[0]
+    assert max(worst_difference(rest, undisturbed[2:])) < 2e-6
+
+
+def attention_without_its_group() -> str:
+    """What the probe says of upstream's class, which takes the hierarchy from global state where there is none."""
+    from megatron_cp.attention.probe import probe_attention
+    from megatron_cp.attention.transformer_engine import te_attention_class
+
+    ring, levels = make_groups(4)[0], list(make_groups(2))
+    config = make_config(
+        context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2], bf16=True, params_dtype=torch.bfloat16
+    )
+    groups = ProcessGroupCollection(cp=ring, hcp=levels, tp=make_groups(1)[0])
+    module = te_attention_class()(config, 1, AttnMaskType.causal, "self", cp_comm_type="a2a+p2p", pg_collection=groups)
+    probe_attention([module])
+    module.cp_group = None
+    for inner in (module.fused_attention, module.flash_attention, module.unfused_attention):
+        inner.cp_group = None
+    try:
+        probe_attention([module])
+    except ProbeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_the_probe_finds_attention_that_lost_its_group() -> None:
+    for said in run_ranks(attention_without_its_group, 4):
+        assert "differs from the one-rank answer" in said

@@ -1,0 +1,64 @@
+"""Our use of Transformer Engine, against its real Python part: see :mod:`tests.te_on_cpu`.
+
+In a process of its own, as megatron-core looks for Transformer Engine once, while it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.te_on_cpu import FOLDER
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(sys.prefix) / "te"  # scripts/setup.sh puts it there
+EQUIVALENCE = "tests/unit_tests/attention/test_te_equivalence.py"
+PARTS = {
+    "layers": ("tests/te_on_cpu/layers.py", "-m", "not slow"),
+    # What a machine with a GPU runs, as far as the device does not matter: bf16, the staged backend, dynamic groups.
+    "the tests for GPUs": (EQUIVALENCE, "-m", "gpu"),
+}
+TRAINING = "tests/unit_tests/training"
+MORE_PARTS = {
+    "all layers": ("tests/te_on_cpu/layers.py", "-m", "slow"),
+    "published weights": ("tests/unit_tests/convert/test_runs.py", "-m", "not slow"),
+    "every layout": (f"{TRAINING}/test_equivalence.py", "-m", "not slow"),
+    "packs": (f"{TRAINING}/test_packed_equivalence.py", "-m", "not slow"),
+    "dynamic groups": ("tests/unit_tests/dynamic_cp/test_training.py", "-m", "not slow"),
+    "hybrids in dynamic groups": ("tests/unit_tests/dynamic_cp/test_hybrid_training.py", "-m", "not slow"),
+}
+
+
+def run(*arguments: str) -> None:
+    """pytest with Transformer Engine's layers for ``attention_backend=auto``; fails with what it printed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "NVTE_"))}
+    environment |= {FOLDER: str(PACKAGE), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-20000:]}\n{done.stderr[-2000:]}"
+
+
+NEEDS_IT = pytest.mark.skipif(
+    not PACKAGE.is_dir() or torch.cuda.is_available() or FOLDER in os.environ,
+    reason="needs Transformer Engine's Python part (scripts/setup.sh) and no GPU",
+)
+
+
+@NEEDS_IT
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", list(PARTS))
+def test_with_its_python_part(part: str) -> None:
+    run(*PARTS[part])
+
+
+@NEEDS_IT
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", list(MORE_PARTS))
+def test_more_with_its_python_part(part: str) -> None:
+    run(*MORE_PARTS[part])
