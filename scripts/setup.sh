@@ -66,13 +66,17 @@ follow_pip_configuration() { # uv does not read pip's settings: pass on which in
     export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
 }
 
+install_te() { # with this command; only tests want it
+    "$@" --target .venv/te --upgrade --no-deps --require-hashes --quiet --requirement "$te" ||
+        echo "setup: tests with Transformer Engine's Python part will be skipped: it could not be installed" >&2
+}
+
 install_with_uv() {
     local uv
     uv=$(find_uv "$python") && [[ -n $uv ]] &&
         "$uv" pip install --python .venv/bin/python --require-hashes --requirement requirements.lock &&
         "$uv" pip install --python .venv/bin/python --no-deps --no-build-isolation --quiet --editable . || return
-    "$uv" pip install --python .venv/bin/python --target .venv/te --no-deps --require-hashes --quiet -r "$te" ||
-        echo "setup: tests with Transformer Engine's Python part will be skipped: it could not be installed" >&2
+    install_te "$uv" pip install --python .venv/bin/python
 }
 
 install_with_pip() { # slower, but reads every setting that a machine's pip has
@@ -80,8 +84,7 @@ install_with_pip() { # slower, but reads every setting that a machine's pip has
     "${pip[@]}" --version >/dev/null 2>&1 || pip=("$python" -m pip --python .venv/bin/python)
     "${pip[@]}" install --require-hashes --requirement requirements.lock &&
         "${pip[@]}" install --no-deps --no-build-isolation --quiet --editable . || return
-    "${pip[@]}" install --target .venv/te --no-deps --require-hashes --quiet -r "$te" ||
-        echo "setup: tests with Transformer Engine's Python part will be skipped: it could not be installed" >&2
+    install_te "${pip[@]}" install
 }
 
 if is_current; then

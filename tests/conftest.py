@@ -13,6 +13,3 @@ if os.environ.get("MEGATRON_CP_TE_FOLDER"):
     te_on_cpu.load()
 
 import megatron_cp  # noqa: F401 - before any test module imports megatron.core
-
-if os.environ.get("MEGATRON_CP_TE_FOLDER"):
-    te_on_cpu.allow_float32()

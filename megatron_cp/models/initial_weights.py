@@ -28,14 +28,22 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def draw_part(
-    weight: Tensor, seed: int, method: Draw, dtype: torch.dtype, group: dist.ProcessGroup, dim: int, stride: int = 1
+    weight: Tensor,
+    seed: int,
+    method: Draw,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    dim: int = 0,
+    stride: int = 1,
 ) -> None:
     """Draw the matrix of which ``weight`` is this rank's part along ``dim``, and keep the part.
 
-    ``stride`` is the number of matrices that are stored as one, each in parts: 2 for gates and what they gate.
+    Without a ``group`` every rank has the whole. ``stride`` is the number of matrices that are stored as one, each in
+    parts: 2 for gates and what they gate.
     """
+    rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
     shape = list(weight.shape)
-    shape[dim] *= group.size()
+    shape[dim] *= size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         _initialize_affine_weight_cpu(
@@ -46,8 +54,8 @@ def draw_part(
             method,
             stride=stride,
             params_dtype=dtype,
-            rank=group.rank(),
-            world_size=group.size(),
+            rank=rank,
+            world_size=size,
             skip_set_tensor_parallel_attributes=True,
         )
 
@@ -99,17 +107,7 @@ def _draw_latent(layer: Any, seed: int, name: str) -> None:
         if linear is None:
             continue
         own, weight = seed_of(seed, f"{name} {part}"), linear.weight
-        if getattr(weight, "tensor_model_parallel", False):
-            draw_part(weight, own, method, config.params_dtype, group, weight.partition_dim, stride)
-        else:
-            _draw_whole(weight, own, method)
+        shared = group if getattr(weight, "tensor_model_parallel", False) else None
+        draw_part(weight, own, method, config.params_dtype, shared, weight.partition_dim, stride)
     if hasattr(mlp, "router"):
-        _draw_whole(mlp.router.weight, seed_of(seed, f"{name} router"), first)
-
-
-def _draw_whole(weight: Tensor, seed: int, method: Draw) -> None:
-    drawn = torch.empty(weight.shape, dtype=torch.float32)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        method(drawn)
-        weight.copy_(drawn)
+        draw_part(mlp.router.weight, seed_of(seed, f"{name} router"), first, config.params_dtype, None)

@@ -10,13 +10,12 @@ the kernels themselves do: speed, rounding, streams.
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import importlib
 import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -87,16 +86,17 @@ class _WithFloat32:
         return getattr(torch, name)
 
 
-def allow_float32() -> None:
-    """Choose Transformer Engine for float32 as for bf16; after megatron_cp was imported."""
+def _choose_as_for_bf16() -> None:
+    """Let ``attention_backend`` come to what it would come to in bf16."""
+    from megatron_cp.config import MixedPrecisionConfig
     from megatron_cp.models import layer_specs
 
-    def choose_backend(config: Any, version: str | None, on_gpu: bool, packed_sizes: Any) -> Any:
-        wanted = config.model.attention_backend
-        found = [gap for gap in te_support.gaps(config, version, packed_sizes) if gap.rule != "E13"]
-        return ("native" if wanted == "native" or (wanted == "auto" and found) else "te"), found
+    original = layer_specs.choose_backend
 
-    from megatron_cp.attention import te_support
+    def choose_backend(config: Any, *args: Any, **kwargs: Any) -> Any:
+        config = copy.copy(config)
+        config.mixed_precision = MixedPrecisionConfig(bf16=True)
+        return original(config, *args, **kwargs)
 
     layer_specs.choose_backend = choose_backend
 
@@ -114,18 +114,8 @@ class _Unused(ModuleType):
         return MagicMock(name=name)
 
 
-@contextlib.contextmanager
-def _without_compiling() -> Iterator[None]:
-    """Functions marked for fusion would be compiled in the first step: half a minute, for no gain."""
-    compile_, torch.compile = torch.compile, lambda model=None, **_: model if model is not None else lambda f: f
-    try:
-        yield
-    finally:
-        torch.compile = compile_
-
-
-def load() -> str:
-    """Import Transformer Engine from the folder in the environment, before megatron-core is; returns its version."""
+def load() -> None:
+    """Import Transformer Engine from the folder in the environment, and then megatron-core, which must find it."""
     if torch.cuda.is_available():
         raise RuntimeError("there is a GPU: use the real Transformer Engine")
     if "megatron.core.extensions.transformer_engine" in sys.modules:
@@ -136,7 +126,7 @@ def load() -> str:
     from megatron_cp.backend import cpu
     from tests.te_on_cpu import extension
 
-    cpu.before_import()
+    cpu.before_import()  # among other things nothing is compiled
     torch.cuda.get_device_properties = _device_of_a_hopper  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
     torch.cuda.is_available = _is_available
@@ -156,7 +146,7 @@ def load() -> str:
     sys.modules["transformer_engine"] = package
     common = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda framework: None
-    with _without_compiling(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         spec.loader.exec_module(package)
         importlib.import_module("transformer_engine.pytorch")
@@ -164,4 +154,4 @@ def load() -> str:
         for name in ("utils", "backends"):
             importlib.import_module(f"{attention}.{name}").torch = _WithFloat32()
         _waiting_once(importlib.import_module(f"{attention}.context_parallel"))
-    return str(package.__version__)
+    _choose_as_for_bf16()

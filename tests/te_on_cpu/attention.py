@@ -186,21 +186,17 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tenso
     return torch.cat([found, torch.full_like(found.narrow(dim, 0, 1), NAN).repeat_interleave(missing, dim)], dim)
 
 
-def _numbers(lse: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return _halves(cu_seqlens)[1]
-
-
 def thd_second_half_lse_correction(lse: Tensor, step: Tensor, cu_seqlens: Tensor, packed: bool) -> None:
     """In place: the log-sum-exp [h, t] of second halves, with a step's [h, t/2] added."""
     assert packed, "cuDNN from 9.6 on keeps packs' statistics packed"
-    rows = _numbers(lse, cu_seqlens)
+    rows = _halves(cu_seqlens)[1]
     lse[:, rows] = torch.logaddexp(lse[:, rows], step[:, : len(rows)])
 
 
 def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool, length: int) -> Tensor:
     assert packed
     half = torch.zeros(lse.shape[0], length)
-    rows = _numbers(lse, cu_seqlens)
+    rows = _halves(cu_seqlens)[1]
     half[:, : len(rows)] = lse[:, rows]
     return half
 
@@ -210,7 +206,7 @@ def thd_out_correction(
 ) -> None:
     """In place: a step's output [t or t/2, h, d] added to ``out`` with its share of the whole softmax."""
     assert packed and out.dtype == step.dtype
-    rows = _numbers(lse, cu_seqlens) if second else torch.arange(int(cu_seqlens[-1]))
+    rows = _halves(cu_seqlens)[1] if second else torch.arange(int(cu_seqlens[-1]))
     share = torch.exp(lse_step[:, : len(rows)] - lse[:, rows]).T[..., None]
     part = step[: len(rows)]
     out[rows] += torch.where(part == 0, torch.zeros_like(part), (part.float() * share).to(out.dtype))

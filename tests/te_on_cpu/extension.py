@@ -10,7 +10,6 @@ import enum
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.te_on_cpu.attention import (  # noqa: F401
@@ -214,28 +213,6 @@ def layernorm_bwd(
     return [((d_normed - means) * rsigma).to(x.dtype), d_gamma, d_beta]
 
 
-def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
-    swapped = tensor.transpose(0, 1).contiguous()
-    return swapped if out is None else out.copy_(swapped)
-
-
-def bgrad_quantize(grad: Tensor, quantizer: Any) -> tuple[Tensor, Tensor]:
-    assert quantizer is None
-    return grad.flatten(0, -2).sum(0), grad
-
-
-def swiglu(x: Tensor, quantizer: Any) -> Tensor:
-    gate, linear = x.float().chunk(2, -1)
-    return (F.silu(gate) * linear).to(x.dtype)
-
-
-def dswiglu(grad: Tensor, x: Tensor, quantizer: Any) -> Tensor:
-    gate, linear = x.float().chunk(2, -1)
-    s = torch.sigmoid(gate)
-    d_gate = grad.float() * linear * (s + gate * s * (1 - s))
-    return torch.cat([d_gate, grad.float() * gate * s], -1).to(x.dtype)
-
-
 def multi_tensor_scale(chunk: int, noop: Tensor, lists: list[list[Tensor]], scale: float) -> None:
     for source, target in zip(*lists, strict=True):
         if not torch.isfinite(source).all():
@@ -272,16 +249,6 @@ def multi_tensor_adam(
         param.copy_(weight)
         if master:
             master[0].copy_(weight)
-
-
-def multi_tensor_sgd(
-    chunk: int, noop: Tensor, lists: list[list[Tensor]], weight_decay: float, momentum: float, dampening: float,
-    lr: float, nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float,
-) -> None:  # fmt: skip
-    for grad, param, buffer, *_ in zip(*lists, strict=True):
-        g = grad.float() * scale + weight_decay * param.float()
-        buffer.copy_(g if first_run else momentum * buffer.float() + (1 - dampening) * g)
-        param.sub_(lr * (g + momentum * buffer if nesterov else buffer))
 
 
 def _missing(name: str) -> Any:

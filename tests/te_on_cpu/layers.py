@@ -101,7 +101,7 @@ def test_layers_train_as_ours_do_on_one_rank(case: str) -> None:
     for ranks, changes in ((1, {}), (size, layout)):
         results = run_ranks(trained, ranks, TE | model | changes)
         assert all(losses == results[0][0] for losses, _ in results), "ranks report different losses"
-        assert all(calls for _, calls in results) or "pp2" in case or "hybrid" in case, "another attention was used"
+        assert all(calls for _, calls in results), "another attention was used"
         differences = worst_difference(results[0][0], on_one_rank(json.dumps(model)))
         assert max(differences) < 2e-6, (ranks, differences)
 
@@ -138,8 +138,6 @@ def attention_without_its_group() -> str:
     module = te_attention_class()(config, 1, AttnMaskType.causal, "self", cp_comm_type="a2a+p2p", pg_collection=groups)
     probe_attention([module])
     module.cp_group = None
-    for inner in (module.fused_attention, module.flash_attention, module.unfused_attention):
-        inner.cp_group = None
     try:
         probe_attention([module])
     except ProbeError as error:
