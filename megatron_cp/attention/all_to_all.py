@@ -52,7 +52,7 @@ def with_heads_exchanged(
         softmax_offset = softmax_offset[heads.query(peers.rank)]
     expand = heads.expansion(peers.rank)
     if expand is not None:
-        index = torch.tensor(expand, device=key.device)
+        index = torch.tensor(expand).to(key.device, non_blocking=True)
         key, value = key.index_select(2, index), value.index_select(2, index)
     common = replace(problem, layout=problem.layout.resized(problem.layout.size // peers.size))
     return _HeadsToSequence.apply(inner(query, key, value, softmax_offset, common), exchange)

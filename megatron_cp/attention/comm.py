@@ -111,5 +111,5 @@ def all_gather[T](pieces: Sequence[Tensor], outs: Sequence[Tensor], content: T, 
 
 def permute_rows(x: Tensor, order: np.ndarray, inverse: bool = False) -> Tensor:
     """Rows of ``x`` such that row i of the result is row ``order[i]`` (or the other way round with ``inverse``)."""
-    index = torch.from_numpy(np.argsort(order) if inverse else order.copy()).to(x.device)
+    index = torch.from_numpy(np.argsort(order) if inverse else order.copy()).to(x.device, non_blocking=True)
     return x.index_select(0, index)

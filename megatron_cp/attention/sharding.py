@@ -146,7 +146,7 @@ def partition_indices(cu_seqlens_padded: Any, cp_rank: int, cp_size: int) -> Any
     if hasattr(cu_seqlens_padded, "device") and not isinstance(cu_seqlens_padded, np.ndarray):
         import torch
 
-        return torch.from_numpy(indices).to(cu_seqlens_padded.device)
+        return torch.from_numpy(indices).to(cu_seqlens_padded.device, non_blocking=True)
     return indices
 
 
@@ -243,8 +243,21 @@ def regroup_runs(layout: Layout, group_size: int) -> tuple[tuple[Run, ...], ...]
 
 
 def read_offsets(cu_seqlens: torch.Tensor | Sequence[int] | np.ndarray) -> tuple[int, ...]:
-    """Cumulative lengths as plain integers (one device synchronization for a CUDA tensor)."""
+    """Cumulative lengths as plain integers. The host waits for a GPU's, unless :func:`send_offsets` made them."""
+    version, offsets = getattr(cu_seqlens, "known_offsets", (None, ()))
+    if version is not None and version == getattr(cu_seqlens, "_version", None):
+        return offsets
     return tuple(_as_list(cu_seqlens))
+
+
+def send_offsets(offsets: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """Cumulative lengths as an int32 tensor on ``device``, from which :func:`read_offsets` takes them without waiting
+    as long as nobody writes to it."""
+    import torch
+
+    sent: Any = torch.tensor(offsets, dtype=torch.int32).to(device, non_blocking=True)
+    sent.known_offsets = sent._version, tuple(offsets)
+    return sent
 
 
 def _as_list(offsets: Any) -> list[int]:
@@ -259,7 +272,7 @@ def _take(x: Any, indices: np.ndarray, dim: int) -> Any:
         return np.take(x, indices, axis=dim)
     import torch
 
-    return x.index_select(dim, torch.from_numpy(indices).to(x.device))
+    return x.index_select(dim, torch.from_numpy(indices).to(x.device, non_blocking=True))
 
 
 def _check_rank(cp_rank: int, cp_size: int) -> None:

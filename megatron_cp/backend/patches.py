@@ -19,6 +19,7 @@ def apply() -> None:
     _checkpoint_results_stay_in_process()
     _optimizer_state_of_several_buckets_is_saved_whole()
     _gradient_norms_are_exact()
+    _packs_are_rotated_without_waiting()
 
 
 def _distributed_optimizer_loads_torch_adam() -> None:
@@ -142,6 +143,52 @@ def _norm_by_blocks(tensor: torch.Tensor, size: int = 1024) -> torch.Tensor:
     blocks = torch.linalg.vector_norm(flat[:whole].view(-1, size), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
     return torch.linalg.vector_norm(torch.cat((blocks, rest.reshape(1))), dtype=torch.float64)
+
+
+def _packs_are_rotated_without_waiting() -> None:
+    """models/common/embeddings/rope_utils.py:189.
+
+    Rotary embeddings of a pack ask the device for the sequences' lengths, twice for the queries and twice for the keys
+    of every layer: the host waits until the device has done all that it was told, and then rotates one sequence after
+    the other. Here the rows of the table are looked up on the device, once a microbatch, and all sequences are rotated
+    at once. Upstream's other reading of the table (as long as the pack: positions that go on from one sequence to the
+    next) is left out: it was taken by the table's length, also where that was so by chance. Test:
+    tests/unit_tests/backend/test_patches.py.
+    """
+    from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
+
+    def rotate(
+        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *, cp_group: Any, **options: Any
+    ) -> torch.Tensor:
+        """``t`` [t_local, h, d], padded ``cu_seqlens`` [b + 1] of the whole pack, ``freqs`` [longest, 1, 1, d]."""
+        rows = _rows_of_pack(cu_seqlens, t.shape[0], cp_group.rank(), cp_group.size())
+        angles = freqs.index_select(0, rows)
+        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, **options).squeeze(1)
+
+    rope_utils._apply_rotary_pos_emb_thd = rotate
+    rotary_pos_embedding._apply_rotary_pos_emb_thd = rotate
+
+
+def _rows_of_pack(cu_seqlens: torch.Tensor, count: int, rank: int, size: int) -> torch.Tensor:
+    """Positions [count] in their sequences of the tokens that ``rank`` of ``size`` holds, in zigzag order.
+
+    Kept with ``cu_seqlens``, which all layers of a microbatch share. Raises RuntimeError (on a GPU, later) if it is not
+    of ``size`` times as many tokens.
+    """
+    cut = cu_seqlens._version, count, rank, size
+    kept = getattr(cu_seqlens, "kept_rows", None)
+    if kept is not None and kept[0] == cut:
+        return kept[1]
+    starts = cu_seqlens.long() // size  # of each sequence here
+    torch._assert_async(starts[-1] == count, f"a pack's rank of {size} has {count} tokens, which is not its share")
+    tokens = torch.arange(count, device=cu_seqlens.device)
+    sequence = torch.searchsorted(starts[1:], tokens, right=True)
+    offset = tokens - starts[sequence]
+    chunk = (starts.diff() // 2)[sequence]
+    first, second = rank * chunk + offset, (2 * size - 1 - rank) * chunk + offset - chunk
+    rows = offset if size == 1 else torch.where(offset < chunk, first, second)
+    cu_seqlens.kept_rows = cut, rows  # type: ignore[attr-defined]
+    return rows
 
 
 def allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:

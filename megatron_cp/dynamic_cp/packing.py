@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_cp.attention.sharding import partition_indices
+from megatron_cp.attention.sharding import partition_indices, send_offsets
 from megatron_cp.dynamic_cp.types import padded_length
 
 Sample = dict[str, torch.Tensor]
@@ -87,8 +87,7 @@ class HostPack:
 
     def on(self, device: torch.device | str, groups: BlockGroups) -> PackedMicrobatch:
         """The microbatch on its device, to be worked on by these groups."""
-        cu_seqlens = torch.tensor(self.starts, dtype=torch.int32, device=device)
-        cu_seqlens_padded = torch.tensor(self.padded_starts, dtype=torch.int32, device=device)
+        cu_seqlens, cu_seqlens_padded = send_offsets(self.starts, device), send_offsets(self.padded_starts, device)
         longest = max(stop - start for start, stop in pairwise(self.padded_starts))
         parameters = MicrobatchParams(
             qkv_format="thd",

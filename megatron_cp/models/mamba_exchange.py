@@ -112,7 +112,7 @@ def _narrowed(x: Tensor, sizes: list[int], units: list[int], ids: list[range]) -
 def _groups_of_heads(x: Tensor, sizes: list[int], of_groups: slice, share: MambaShare) -> Tensor:
     if share.group_of_head is None:
         return x
-    index = torch.tensor(share.group_of_head, device=x.device)
+    index = torch.tensor(share.group_of_head).to(x.device, non_blocking=True)
     parts = list(x.split(sizes, dim=-1))
     parts[of_groups] = [
         part.unflatten(-1, (len(share.groups), -1)).index_select(-2, index).flatten(-2) for part in parts[of_groups]

@@ -100,7 +100,7 @@ def shift_left(values: Tensor, group: dist.ProcessGroup, packed: PackedSeqParams
     """
     rank, size = group.rank(), group.size()
     if packed is None:
-        edges = torch.tensor([0, values.shape[-1]], device=values.device)
+        edges = torch.tensor([0, values.shape[-1]]).to(values.device, non_blocking=True)
     else:
         lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         edges = lengths.long() // size

@@ -2,77 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from megatron_cp.parallel import staged
-from megatron_cp.parallel.device import device
+from megatron_cp.errors import RuntimeFault
 
-_DIMENSIONS = 3  # [sequence, batch, hidden]
-# Messages between the same two ranks are told apart by what they carry, so that their order does not matter.
-_FORWARD_SHAPE, _FORWARD, _BACKWARD_SHAPE, _BACKWARD = range(101, 105)
+Shape = tuple[int, int, int]
 
 
 class PipelineCommunicator(P2PCommunicator):
-    """megatron-core's communicator; where microbatches differ in length, over gloo, with an exchange of its own.
+    """megatron-core's communicator, which asks no neighbour for a length that this rank knows.
 
-    Upstream first exchanges the shapes of all tensors of a call and then the tensors. In the interleaved schedule the
-    two ends of a call are not always one call: a rank's forward and backward messages can be answered in two calls of
-    the other rank, the second of which needs the first one's tensor; and with two stages, where the previous and the
-    next rank are the same one, shapes are matched by order and taken for each other. Here each message has a tag,
-    a shape and its tensor are sent together, and nobody waits for a send before the step is over.
+    Where microbatches differ in length, upstream sends each tensor's shape first, and the host waits for it. That takes
+    a wait for the device a message; over NCCL, and in the interleaved schedule, where the two ends of a call are not
+    always one call and with two stages come from one rank, shapes are taken for each other or waited for in vain. But
+    all stages of a pipeline work on the same microbatches, in an order that the schedule fixes: the shapes follow from
+    this rank's own.
+
+    Args:
+        shapes: [sequence, batch, hidden] of what the stages pass on, for each microbatch.
     """
 
-    def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
+    def __init__(self, pp_group: dist.ProcessGroup, config: Any, shapes: Sequence[Shape]) -> None:
         super().__init__(pp_group, config)
-        self._own_exchange = config.variable_seq_lengths and dist.get_backend(pp_group) in ("gloo", staged.NAME)
-        self._sent: list[tuple[dist.Work | None, torch.Tensor]] = []
+        first, last = self.is_pp_first_stage, self.is_pp_last_stage
+        # Forward from the previous stage and to the next, and back from the next and to the previous.
+        self._from_prev, self._to_next, self._from_next, self._to_prev = (
+            self._in_order(shapes, wraps_around) for wraps_around in (first, last, last, first)
+        )
 
-    def _communicate(
+    def _in_order(self, shapes: Sequence[Shape], wraps_around: bool) -> Iterator[Shape]:
+        """Shapes as the schedule passes them; around the pipeline's end only from one virtual stage to another."""
+        chunks, together = self.virtual_pipeline_model_parallel_size or 1, len(shapes)
+        if chunks > 1:
+            together = self.config.microbatch_group_size_per_vp_stage
+        table = get_schedule_table(len(shapes), chunks, together)
+        return iter([shapes[number] for number, chunk in table if not (wraps_around and chunk == chunks - 1)])
+
+    def _communicate_shapes(
         self,
-        *,
         tensor_send_next: torch.Tensor | None,
         tensor_send_prev: torch.Tensor | None,
         recv_prev: bool,
         recv_next: bool,
-        tensor_shape: Any,
-        wait_on_reqs: bool = True,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
-        if not self._own_exchange:
-            return super()._communicate(
-                tensor_send_next=tensor_send_next,
-                tensor_send_prev=tensor_send_prev,
-                recv_prev=recv_prev,
-                recv_next=recv_next,
-                tensor_shape=tensor_shape,
-                wait_on_reqs=wait_on_reqs,
-            )
-        if tensor_send_next is not None:
-            self._send(tensor_send_next, self.next_rank, _FORWARD_SHAPE, _FORWARD)
-        if tensor_send_prev is not None:
-            self._send(tensor_send_prev, self.prev_rank, _BACKWARD_SHAPE, _BACKWARD)
-        from_prev = self._receive(self.prev_rank, _FORWARD_SHAPE, _FORWARD) if recv_prev else None
-        from_next = self._receive(self.next_rank, _BACKWARD_SHAPE, _BACKWARD) if recv_next else None
-        return from_prev, from_next, None if wait_on_reqs else {}
-
-    def _send(self, tensor: torch.Tensor, to: int | None, shape_tag: int, tag: int) -> None:
-        shape = torch.tensor(tensor.shape, dtype=torch.int64)
-        for message, kind in ((shape, shape_tag), (tensor.detach().contiguous(), tag)):
-            self._sent.append((dist.isend(message, to, group=self.pp_group, tag=kind), message))
-
-    def _receive(self, source: int | None, shape_tag: int, tag: int) -> torch.Tensor:
-        shape = torch.empty(_DIMENSIONS, dtype=torch.int64)
-        dist.recv(shape, source, group=self.pp_group, tag=shape_tag)
-        tensor = torch.empty(shape.tolist(), dtype=self.config.pipeline_dtype, device=device())
-        dist.recv(tensor, source, group=self.pp_group, tag=tag)
-        return tensor.requires_grad_()
-
-    def finish(self) -> None:
-        """Wait until everything sent has left; call it once the schedule is through."""
-        for work, _ in self._sent:
-            if work is not None:
-                work.wait()
-        self._sent.clear()
+    ) -> tuple[Shape, Shape]:
+        for tensor, order, stage in (
+            (tensor_send_next, self._to_next, "next"),
+            (tensor_send_prev, self._to_prev, "previous"),
+        ):
+            if tensor is not None and tuple(tensor.shape) != (expected := next(order, None)):
+                raise RuntimeFault(
+                    f"pipeline rank {self.pp_group.rank()} is about to send its {stage} stage a tensor "
+                    f"{tuple(tensor.shape)}, which expects {expected}: the schedule's order is not the one that was "
+                    "foreseen"
+                )
+        nothing = (0, 0, 0)
+        return (
+            next(self._from_prev) if recv_prev else nothing,
+            next(self._from_next) if recv_next else nothing,
+        )

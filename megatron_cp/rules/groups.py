@@ -119,28 +119,6 @@ def scheduler_fits(c: Context) -> Iterator[Finding]:
 
 
 @rule(
-    "H16",
-    "Packed microbatches and virtual pipeline stages need gloo.",
-    "The interleaved schedule lets a stage's two neighbours answer in another order than it asks; lengths that differ "
-    "must then be told apart by tags, which NCCL does not have.",
-    broken(
-        "model.dynamic_context_parallel=true", "model.hierarchical_context_parallel_sizes=null",
-        "model.cp_comm_type=p2p", "model.context_parallel_size=1", "model.pipeline_model_parallel_size=2",
-        "model.virtual_pipeline_model_parallel_size=2", environment="gpu",
-    ),
-    needs="config environment",
-)  # fmt: skip
-def interleaving_needs_tags(c: Context) -> Iterator[Finding]:
-    stages = c.config.model.virtual_pipeline_model_parallel_size
-    if c.packs and stages is not None and c.pp > 1 and not c.gloo:
-        yield Finding(
-            "model.virtual_pipeline_model_parallel_size",
-            "packed microbatches differ in length, and the interleaved schedule cannot exchange those over NCCL",
-            "model.virtual_pipeline_model_parallel_size=null",
-        )
-
-
-@rule(
     "H17",
     "What is recomputed alone needs no group of its microbatch.",
     "mla_up_proj and moe run again during the backward pass outside their layer, where the microbatch's group is no "

@@ -118,7 +118,7 @@ def _forward_backward(
         window = [next(batches) for _ in range(num_microbatches)]
         depth_tokens = [] if forward_only else _depth_tokens(run, window)
     schedule = get_forward_backward_func(pp_size=model.pipeline_model_parallel_size, vp_size=stages)
-    communicator = PipelineCommunicator(run.groups.pp, run.core_config)
+    communicator = PipelineCommunicator(run.groups.pp, run.core_config, [_passed_on(run, batch) for batch in window])
     timed = run.work_clock(run.core_config) if run.work_clock and not forward_only else nullcontext()
     with run.phases("forward_backward"), timed:
         reports = schedule(
@@ -132,8 +132,14 @@ def _forward_backward(
             p2p_communicator=communicator,
             pg_collection=run.groups,
         )
-        communicator.finish()
         return _reduce_loss(run, reports, depth_tokens)
+
+
+def _passed_on(run: Run, batch: Batch | PackedMicrobatch) -> tuple[int, int, int]:
+    """The shape of what pipeline stages pass on of a microbatch."""
+    rows, tokens = _values_of(batch)["tokens"].shape
+    parts = run.groups.tp.size() if run.core_config.sequence_parallel else 1
+    return tokens // parts, rows, run.core_config.hidden_size
 
 
 def _values_of(batch: Batch | PackedMicrobatch) -> dict[str, Any]:

@@ -9,11 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_cp.attention import sharding
 from megatron_cp.attention.sharding import (
     Layout,
     partition_indices,
+    read_offsets,
     regroup_order,
     regroup_runs,
+    send_offsets,
     shard_sequence,
     unshard_sequence,
 )
@@ -136,3 +139,15 @@ def test_index_maths_needs_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_offsets_that_were_sent_are_known_until_somebody_writes_to_them():
+    sent = send_offsets((0, 8, 20), "cpu")
+    assert sent.dtype == torch.int32 and sent.tolist() == [0, 8, 20]
+    assert read_offsets(sent) == (0, 8, 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "_as_list", lambda offsets: pytest.fail("asked the device"))
+        assert read_offsets(sent) == (0, 8, 20)
+    sent[1] = 12
+    assert read_offsets(sent) == (0, 12, 20)
+    assert read_offsets(sent.clone()) == (0, 12, 20)
