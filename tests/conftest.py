@@ -7,6 +7,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Asking whether there is a GPU must not start CUDA here: a forked rank could not start it again.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+if os.environ.get("MEGATRON_CP_PRETEND_GPU"):
+    from tests import pretend_gpu
+
+    pretend_gpu.load()
+
 if os.environ.get("MEGATRON_CP_TE_FOLDER"):
     from tests import te_on_cpu
 

@@ -38,7 +38,7 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, 
     try:
         if not os.environ.get("MEGATRON_CP_TEST_NO_INIT"):
             dist.init_process_group(
-                "gloo",
+                os.environ.get("MEGATRON_CP_TEST_BACKEND", "gloo"),
                 store=dist.FileStore(os.path.join(folder, "store"), world_size),
                 rank=rank,
                 world_size=world_size,

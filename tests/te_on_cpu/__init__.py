@@ -25,6 +25,8 @@ from unittest.mock import MagicMock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests import pretend_gpu
+
 FOLDER = "MEGATRON_CP_TE_FOLDER"  # environment variable: where the package transformer-engine was installed
 
 
@@ -114,17 +116,9 @@ class _Unused(ModuleType):
         return MagicMock(name=name)
 
 
-def load() -> None:
-    """Import Transformer Engine from the folder in the environment, and then megatron-core, which must find it."""
-    if torch.cuda.is_available():
-        raise RuntimeError("there is a GPU: use the real Transformer Engine")
-    if "megatron.core.extensions.transformer_engine" in sys.modules:
-        raise RuntimeError("megatron-core has looked for Transformer Engine already")
-    folder = Path(os.environ[FOLDER])
-    sys.path.append(str(folder))
-
+def _believe_in_a_gpu() -> None:
+    """Transformer Engine does, and those that look for it; everybody else sees the CPU that there is."""
     from megatron_cp.backend import cpu
-    from tests.te_on_cpu import extension
 
     cpu.before_import()  # among other things nothing is compiled
     torch.cuda.get_device_properties = _device_of_a_hopper  # type: ignore[assignment]
@@ -134,6 +128,20 @@ def load() -> None:
     torch.Tensor.is_cuda = property(_is_cuda)  # type: ignore[assignment]
     _OnCpu().__enter__()
 
+
+def load() -> None:
+    """Import Transformer Engine from the folder in the environment, and then megatron-core, which must find it."""
+    if torch.cuda.is_available() and not pretend_gpu.loaded():
+        raise RuntimeError("there is a GPU: use the real Transformer Engine")
+    if "megatron.core.extensions.transformer_engine" in sys.modules:
+        raise RuntimeError("megatron-core has looked for Transformer Engine already")
+    folder = Path(os.environ[FOLDER])
+    sys.path.append(str(folder))
+
+    from tests.te_on_cpu import extension
+
+    if not pretend_gpu.loaded():
+        _believe_in_a_gpu()
     sys.modules["transformer_engine_torch"] = extension
     # What the extension's package brings along; here nothing is exported.
     for name in ("onnx", "onnxscript"):

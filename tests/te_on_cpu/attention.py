@@ -60,11 +60,12 @@ class _Problem:
         heads = q.shape[1]
         k = k.float().repeat_interleave(heads // k.shape[1], dim=1)
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * self.scale
-        rows, columns = torch.arange(q.shape[0])[:, None], torch.arange(k.shape[0])[None, :]
+        rows, columns = (torch.arange(x.shape[0], device=q.device) for x in (q, k))
+        rows, columns = rows[:, None], columns[None, :]
         bottom_right = self.bottom_right or "bottom_right" in self.mask
         diagonal = rows + (k.shape[0] - q.shape[0] if bottom_right else 0)
         left, right = self.window
-        keep = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
+        keep = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device)
         if "causal" in self.mask:
             keep &= columns <= diagonal
         if left >= 0:
@@ -95,9 +96,9 @@ def fused_attn_fwd(
     out = q.new_full((*q.shape[:-1], v.shape[-1]), 0.0 if packed else NAN)
     heads = q.shape[-2]
     if packed:
-        stats = torch.full((q.shape[0], heads, 1), NAN)
+        stats = torch.full((q.shape[0], heads, 1), NAN, device=q.device)
     else:
-        stats = torch.full((problem.sequences(q), heads, max_seqlen_q, 1), NAN)
+        stats = torch.full((problem.sequences(q), heads, max_seqlen_q, 1), NAN, device=q.device)
     for i, (rows, keys, values) in enumerate(_each(problem, q, k, v)):
         scores = problem.scores(rows, keys)
         terms = scores
@@ -111,7 +112,7 @@ def fused_attn_fwd(
             problem.rows("thd", stats, i, kv=False).copy_(lse.T[..., None])
         else:
             stats[i, :, : len(rows), 0] = lse
-    found = [out, stats, torch.zeros(2, dtype=torch.int64)]
+    found = [out, stats, torch.zeros(2, dtype=torch.int64, device=q.device)]
     return found if offset is None else [*found, offset]
 
 
@@ -131,7 +132,7 @@ def fused_attn_bwd(
     stats, heads, packed = aux[0], q.shape[-2], problem.q_format == "thd"
     learnable = "VANILLA" not in problem.softmax
     dq, dk, dv = (torch.full_like(x, 0.0 if packed else NAN) for x in (q, k, v))
-    d_offset = torch.zeros(1, heads, 1, 1) if learnable else None
+    d_offset = torch.zeros(1, heads, 1, 1, device=q.device) if learnable else None
     out, dout = out.reshape(*q.shape[:-1], -1), dout.reshape(*q.shape[:-1], -1)
     for i, (rows, keys, values) in enumerate(_each(problem, q, k, v)):
         o, do = (problem.rows(problem.q_format, x, i, kv=False).float() for x in (out, dout))
@@ -173,8 +174,8 @@ def _halves(cu: Tensor) -> tuple[Tensor, Tensor]:
     first, second = [], []
     for start, end in itertools.pairwise(bounds):
         middle = start + (end - start) // 2
-        first.append(torch.arange(start, middle))
-        second.append(torch.arange(middle, end))
+        first.append(torch.arange(start, middle, device=cu.device))
+        second.append(torch.arange(middle, end, device=cu.device))
     return torch.cat(first), torch.cat(second)
 
 
@@ -195,7 +196,7 @@ def thd_second_half_lse_correction(lse: Tensor, step: Tensor, cu_seqlens: Tensor
 
 def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool, length: int) -> Tensor:
     assert packed
-    half = torch.zeros(lse.shape[0], length)
+    half = torch.zeros(lse.shape[0], length, device=lse.device)
     rows = _halves(cu_seqlens)[1]
     half[:, : len(rows)] = lse[:, rows]
     return half
@@ -206,7 +207,7 @@ def thd_out_correction(
 ) -> None:
     """In place: a step's output [t or t/2, h, d] added to ``out`` with its share of the whole softmax."""
     assert packed and out.dtype == step.dtype
-    rows = _halves(cu_seqlens)[1] if second else torch.arange(int(cu_seqlens[-1]))
+    rows = _halves(cu_seqlens)[1] if second else torch.arange(int(cu_seqlens[-1]), device=out.device)
     share = torch.exp(lse_step[:, : len(rows)] - lse[:, rows]).T[..., None]
     part = step[: len(rows)]
     out[rows] += torch.where(part == 0, torch.zeros_like(part), (part.float() * share).to(out.dtype))
@@ -233,7 +234,7 @@ def thd_get_partitioned_indices(cu_seqlens: Tensor, total: int, size: int, rank:
     for start, end in itertools.pairwise(bounds):
         chunk = (end - start) // (2 * size)
         for number in (rank, 2 * size - 1 - rank):
-            rows.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+            rows.append(torch.arange(start + number * chunk, start + (number + 1) * chunk, device=cu_seqlens.device))
     return torch.cat(rows).to(torch.int32)
 
 

@@ -228,7 +228,7 @@ def multi_tensor_l2norm(
     chunk: int, noop: Tensor, lists: list[list[Tensor]], per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
     squares = [t.double().square().sum() for t in lists[0]]
-    each = torch.stack(squares).sqrt().float() if per_tensor else torch.empty(0)
+    each = torch.stack(squares).sqrt().float() if per_tensor else torch.empty(0, device=noop.device)
     return torch.stack(squares).sum().sqrt().float().view(1), each
 
 

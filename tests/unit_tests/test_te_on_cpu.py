@@ -17,11 +17,8 @@ from tests.te_on_cpu import FOLDER
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(sys.prefix) / "te"  # scripts/setup.sh puts it there
-EQUIVALENCE = "tests/unit_tests/attention/test_te_equivalence.py"
 PARTS = {
     "layers": ("tests/te_on_cpu/layers.py", "-m", "not slow"),
-    # What a machine with a GPU runs, as far as the device does not matter: bf16, the staged backend, dynamic groups.
-    "the tests for GPUs": (EQUIVALENCE, "-m", "gpu"),
 }
 TRAINING = "tests/unit_tests/training"
 MORE_PARTS = {
@@ -34,13 +31,18 @@ MORE_PARTS = {
 }
 
 
-def run(*arguments: str) -> None:
-    """pytest with Transformer Engine's layers for ``attention_backend=auto``; fails with what it printed."""
+def in_a_process_of_its_own(variables: dict[str, str], *arguments: str) -> None:
+    """pytest with these environment variables; fails with what it printed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "NVTE_"))}
-    environment |= {FOLDER: str(PACKAGE), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} | variables
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-20000:]}\n{done.stderr[-2000:]}"
+
+
+def run(*arguments: str) -> None:
+    """With Transformer Engine's layers for ``attention_backend=auto``."""
+    in_a_process_of_its_own({FOLDER: str(PACKAGE)}, *arguments)
 
 
 NEEDS_IT = pytest.mark.skipif(

@@ -1,0 +1,244 @@
+"""Which tensors a GPU would hold, and what it would refuse to do with them.
+
+Every tensor really lies in host memory. Its storage carries a mark that says where it would be; ``tensor.device`` and
+its like answer by the mark, ``tensor.to`` changes it, and two modes keep the marks:
+
+- :class:`Placement` stands between Python and torch: ``device="cuda"`` becomes a mark.
+- :class:`Kernels` stands between torch and its kernels, in backward passes too: a kernel that is given tensors of both
+  places, or a message of NCCL's that is not on a GPU, is refused as CUDA and NCCL refuse it. What makes the host wait
+  for the device is counted, with the line that asked for it.
+
+A tensor that is made inside of torch (autograd's zeros, numpy's memory) has no mark, and takes that of the tensors that
+it meets.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+GPU, HOST = "cuda", "cpu"
+waits: collections.Counter[str] = collections.Counter()  # "file:line what" -> how often the host waited there
+
+
+class WrongPlace(RuntimeError):
+    """A kernel or a message was given a tensor that is elsewhere."""
+
+
+def place_of(tensor: Tensor) -> str | None:
+    try:
+        return getattr(tensor.untyped_storage(), "pretended_place", None)
+    except (RuntimeError, NotImplementedError):  # a tensor without storage
+        return None
+
+
+def put(tensor: Tensor, place: str) -> None:
+    if not tensor.is_meta:
+        tensor.untyped_storage().pretended_place = place  # type: ignore[attr-defined]
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
+
+
+def host_waits(why: str) -> None:
+    waits[f"{_asked_for()} {why}"] += 1
+
+
+def _asked_for() -> str:
+    """The nearest line outside of torch and of this package."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and "pretend_gpu" not in name and not name.startswith("<"):
+            return f"{'/'.join(name.split('/')[-3:])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "autograd"
+
+
+def _wanted(device: Any) -> str:
+    """The place that a ``device=`` means: "cuda:0", 0 and torch.device("cuda") are all the GPU."""
+    return GPU if isinstance(device, int) or torch.device(device).type == "cuda" else HOST
+
+
+def _really(device: Any) -> str:
+    return "meta" if str(device) == "meta" else "cpu"
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return place_of(tensor) == GPU
+
+
+def _device(tensor: Tensor) -> torch.device:
+    if _on_gpu(tensor):
+        return torch.device(GPU, torch.cuda.current_device())
+    with torch._C.DisableTorchFunction():
+        return torch._C.TensorBase.device.__get__(tensor)  # type: ignore[attr-defined]
+
+
+def _really_call(method: str, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """torch's own method; with a mode active it would look for the one in its place."""
+    with torch._C.DisableTorchFunction():
+        return getattr(torch._C.TensorBase, method)(tensor, *args, **kwargs)
+
+
+def _type(tensor: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+    if dtype is not None:
+        return _really_call("type", tensor, dtype, **kwargs)
+    name = _really_call("type", tensor)
+    return name.replace("torch.", "torch.cuda.", 1) if _on_gpu(tensor) else name
+
+
+def _numpy(tensor: Tensor, **kwargs: Any) -> Any:
+    if _on_gpu(tensor):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+    return _really_call("numpy", tensor, **kwargs)
+
+
+def _tolist(tensor: Tensor) -> Any:
+    if _on_gpu(tensor):
+        host_waits("tolist")
+    return _really_call("tolist", tensor)
+
+
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    rest, device = list(args), kwargs.pop("device", None)
+    if isinstance(like := kwargs.pop("other", rest[0] if rest else None), Tensor):
+        device, rest = like.device, [like.dtype, *rest[1:]]
+    elif rest and not isinstance(rest[0], torch.dtype):
+        device = rest.pop(0)
+    kwargs = dict(zip(("dtype", "non_blocking", "copy"), rest, strict=False)) | kwargs
+    if device is not None and _really(device) == "meta":
+        kwargs["device"] = "meta"
+    result = _really_call("to", tensor, **kwargs) if kwargs else tensor
+    if result.is_meta:
+        return result
+    place = place_of(tensor) if device is None else _wanted(device)
+    if place is None or place == place_of(tensor):
+        return result
+    if result.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+        result = result.clone()
+    if not kwargs.get("non_blocking"):
+        _copy_waits(place)
+    put(result, place)
+    return result
+
+
+def _copy_waits(to: str) -> None:
+    host_waits("copy to the " + ("device" if to == GPU else "host"))
+
+
+def answer_by_place() -> None:
+    """What tensors say of themselves to Python, and how they are moved."""
+    tensor: Any = Tensor
+    tensor.device = property(_device)
+    tensor.is_cuda = property(_on_gpu)
+    tensor.is_cpu = property(lambda self: not _on_gpu(self))
+    tensor.get_device = lambda self: torch.cuda.current_device() if _on_gpu(self) else -1
+    tensor.type, tensor.numpy, tensor.tolist, tensor.to = _type, _numpy, _tolist, _to
+    tensor.cuda = lambda self, device=None, non_blocking=False, **kwargs: _to(self, GPU, non_blocking=non_blocking)
+    tensor.cpu = lambda self, **kwargs: _to(self, HOST)
+    tensor.pin_memory = lambda self, device=None: self
+    tensor.is_pinned = lambda self, device=None: False
+    tensor.record_stream = lambda self, stream: None
+
+
+class Placement(TorchFunctionMode):
+    """Python's view: what is made where."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if isinstance(func, torch._ops.OpOverload):  # a kernel, called by the mode below
+            return func(*args, **kwargs)
+        kwargs.pop("pin_memory", None)
+        device, place = kwargs.get("device"), None
+        if device is not None:
+            kwargs["device"], place = _really(device), _wanted(device)
+        result = func(*args, **kwargs)
+        given = list(tensors_in([args, kwargs]))
+        if place is None and not given and isinstance(result, Tensor) and place_of(result) is None:
+            place = HOST
+        if place is not None and isinstance(result, Tensor):
+            if func is torch.as_tensor and given:
+                return _to(result, place)
+            if func in (torch.tensor, torch.as_tensor) and place == GPU:
+                _copy_waits(GPU)  # a list, or numpy's memory
+            put(result, place)
+        return result
+
+
+_COPIES = {"copy_", "_to_copy", "_copy_from", "set_", "_foreach_copy_"}
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+_WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive",
+            "is_nonzero", "bincount"}  # fmt: skip
+
+
+class Kernels(TorchDispatchMode):
+    """What reaches the kernels: nothing of two places."""
+
+    def __init__(self, gpu_kernels: dict[Any, Callable], goes_by_nccl: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self._gpu_kernels = gpu_kernels
+        self._goes_by_nccl = goes_by_nccl
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        namespace, name = func.namespace, func._schema.name.split("::")[1]
+        placed = [(x, place_of(x)) for x in tensors_in([args, kwargs])]
+        places = [place for _, place in placed]
+        made_on_gpu = kwargs.get("device") is not None and _wanted(kwargs["device"]) == GPU  # where no mode was asked
+        if made_on_gpu:
+            kwargs["device"] = HOST
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if namespace == "c10d":
+            self._check_message(name, args, placed)
+        elif GPU in places and name in _COPIES:
+            waiting = name != "_to_copy" and not (kwargs.get("non_blocking") or args[-1] is True)
+            if waiting and HOST in places:
+                _copy_waits(places[0] or GPU)
+        elif GPU in places:
+            self._check_kernel(name, args, placed)
+        result = self._gpu_kernels.get(func, func)(*args, **kwargs)
+        if namespace != "c10d" and (made_on_gpu or GPU in places or HOST in places):
+            for tensor in tensors_in(result):
+                if place_of(tensor) is None:
+                    put(tensor, GPU if made_on_gpu or GPU in places else HOST)
+        return result
+
+    def _check_message(self, name: str, args: tuple, placed: list[tuple[Tensor, str | None]]) -> None:
+        group = next((x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())), None)
+        by_nccl = group is not None and name != "barrier" and self._goes_by_nccl(group)
+        if by_nccl and any(place == HOST for _, place in placed):
+            raise WrongPlace(f"NCCL was given a tensor in host memory: {_told(name, placed)}")
+
+    def _check_kernel(self, name: str, args: tuple, placed: list[tuple[Tensor, str | None]]) -> None:
+        elsewhere = [x for x, place in placed if place == HOST]
+        if name in _INDEXING and placed[0][1] == GPU:
+            masks = any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in(args[1]))
+            if elsewhere:
+                host_waits(f"{name} by what is on the host")
+            if masks and not ("put" in name and args[2].numel() == 1):  # that is a masked fill
+                host_waits(f"{name} by a mask")
+        elif any(x.dim() or name in ("cat", "stack") for x in elsewhere):
+            raise WrongPlace(f"Expected all tensors to be on the same device: {_told(name, placed)}")
+        elif name in _WAITING:
+            host_waits(name)
+
+
+def _told(name: str, placed: list[tuple[Tensor, str | None]]) -> str:
+    given = ", ".join(f"{tuple(x.shape)} on {place or 'either'}" for x, place in placed)
+    return f"{name} of {given}, at {_asked_for()}"

@@ -1,0 +1,196 @@
+"""Training steps as a GPU would run them: where the host waits for it, and what is refused.
+
+Run by ``tests/unit_tests/test_pretend_gpu.py``, in a process that pretends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings import rope_utils
+
+from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.training.batches import open_steps
+from megatron_cp.training.setup import setup
+from megatron_cp.training.step import train_step
+from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, train_dataset
+from tests.pretend_gpu import placement
+from tests.ranks import RanksFailed, run_ranks
+from tests.training_runs import start, tiny_config
+from tests.unit_tests.models.hybrids import HYBRID
+from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.test_model_variants import MLA, MOE
+
+BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
+MTP = {"model__mtp_num_layers": 1}
+# A step waits for its device this often, however many microbatches and layers it has: for what ranks agreed on before
+# it (sent, and read), for the loss, whether gradients are finite, and their norm.
+OF_A_STEP = {
+    "batch_checks.py copy to the device": 1,
+    "batch_checks.py tolist": 1,
+    "step.py tolist": 1,
+    "nonfinite.py _local_scalar_dense": 1,
+    "_local_scalar_dense": 1,
+}
+OF_A_PACKED_STEP = OF_A_STEP | {"batch_checks.py copy to the host": 1}
+del OF_A_PACKED_STEP["batch_checks.py tolist"]
+
+# Upstream's: a message's batch in a pipeline without virtual stages, and experts' all-to-all, which needs its sizes.
+SPREAD = MOE | {"model__expert_model_parallel_size": 2}
+DEPTHS = {"step.py tolist": 2}  # how many tokens each depth of multi-token prediction has
+DENSE: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
+    "hierarchy": (4, CP4 | HCP, {}),
+    "tp2 sp cp2": (4, TP2 | SP | CP2, {}),
+    "pp2 vpp2 cp2": (4, PP2 | VPP2 | CP2, {}),
+    "pp2": (2, PP2, {"synchronize": 5}),
+    "experts": (2, CP2 | MOE, {"synchronize an event": 16}),
+    "experts, spread": (2, SPREAD, {"synchronize an event": 8}),
+    "latent": (2, CP2 | MLA, {}),
+    "hybrid": (2, CP2 | HYBRID, {}),
+    "multi-token prediction": (2, CP2 | MTP, DEPTHS),
+}
+PACKED: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
+    "dynamic": (4, DYNAMIC, {}),
+    "static": (2, BALANCED | CP2, {}),
+    "dynamic, multi-token prediction, all-to-all": (4, DYNAMIC | MTP | {"model__cp_comm_type": "a2a"}, DEPTHS),
+    "dynamic, gathered": (4, DYNAMIC | {"model__cp_comm_type": "all_gather"}, {}),
+    "dynamic hybrid": (4, DYNAMIC | HYBRID, {}),
+    "dynamic, pp2 vpp2": (4, DYNAMIC | PP2 | VPP2 | {"model__max_seqlen_per_dp_cp_rank": 64}, {}),
+}
+
+
+def without_places(waits: dict[str, int]) -> dict[str, int]:
+    """By file of ours, or none, and kind: upstream's files and all line numbers may change."""
+    found: dict[str, int] = {}
+    for told, count in waits.items():
+        place, kind = told.split(" ", 1)
+        if "te_on_cpu" in place:  # the kernels' stand-ins read what they are given
+            continue
+        ours = re.search(r"megatron_cp/.*?([a-z_]+\.py)", place)
+        name = f"{ours[1]} {kind}" if ours else kind
+        if name == "step.py _local_scalar_dense":
+            name = "_local_scalar_dense"  # the norm, by Transformer Engine's optimizer or upstream's
+        found[name] = found.get(name, 0) + count
+    return found
+
+
+def waits_of_a_dense_step(overrides: dict[str, Any]) -> dict[str, int]:
+    run, batches, microbatches = start(tiny_config(**overrides))
+    train_step(run, batches, microbatches)
+    placement.waits.clear()
+    train_step(run, batches, microbatches)
+    run.close()
+    return without_places(placement.waits)
+
+
+def waits_of_a_packed_step(lengths: str, overrides: dict[str, Any]) -> dict[str, int]:
+    config = packed_config(lengths, overrides | {"model__dynamic_context_parallel_calibration_iters": 0})
+    run = setup(config, build_tokenizer(config.tokenizer).vocab_size)
+    with closing(open_steps(run, train_dataset(config), 0, training=True)) as steps:
+        for _ in range(2):
+            placement.waits.clear()
+            step = next(steps)
+            train_step(run, iter(step.microbatches), len(step.microbatches))
+            run.progress.iteration += 1
+            steps.observe()
+    run.close()
+    return without_places(placement.waits)
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_a_step_waits_for_no_layer_and_no_microbatch(case: str) -> None:
+    ranks, overrides, more = DENSE[case]
+    for waits in run_ranks(waits_of_a_dense_step, ranks, BF16 | overrides):
+        assert waits == OF_A_STEP | more
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_a_packed_step_waits_for_no_layer_and_no_microbatch(case: str, tmp_path: Path) -> None:
+    ranks, overrides, more = PACKED[case]
+    for waits in run_ranks(waits_of_a_packed_step, ranks, lengths_file(tmp_path), BF16 | overrides):
+        assert waits == OF_A_PACKED_STEP | more
+
+
+def with_a_question_in_each_layer(overrides: dict[str, Any]) -> dict[str, int]:
+    rotate = rope_utils._apply_rotary_pos_emb_bshd
+
+    def asking(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert bool(t.isfinite().all())
+        return rotate(t, *args, **kwargs)
+
+    rope_utils._apply_rotary_pos_emb_bshd = asking
+    return waits_of_a_dense_step(overrides)
+
+
+def test_a_question_in_each_layer_is_noticed() -> None:
+    """Guards the tests above."""
+    [waits] = run_ranks(with_a_question_in_each_layer, 1, BF16)
+    assert waits["_local_scalar_dense"] == 1 + 4 * 2 * 4  # queries and keys of four layers, four microbatches
+
+
+def of_two_places() -> None:
+    torch.ones(3, device="cuda") * torch.ones(3)
+
+
+def in_the_backward_pass() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * torch.full((3,), 2.0)
+
+    Wrong.apply(torch.ones(3, device="cuda", requires_grad=True)).sum().backward()
+
+
+def sent_from_the_host() -> None:
+    dist.all_reduce(torch.ones(3))
+
+
+def read_as_numpy() -> None:
+    torch.ones(3, device="cuda").numpy()
+
+
+def of_a_wide_head() -> None:
+    query = torch.zeros(1, 8, 2, 12, dtype=torch.bfloat16, device="cuda")
+    torch.ops.aten._flash_attention_forward(query, query, query, None, None, 8, 8, 0.0, True, False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (of_two_places, r"same device: mul of \(3,\) on cuda, \(3,\) on cpu"),
+        (in_the_backward_pass, r"same device: mul of \(3,\) on cuda, \(3,\) on cpu"),
+        (sent_from_the_host, r"NCCL was given a tensor in host memory: allreduce_ of \(3,\) on cpu"),
+        (read_as_numpy, "can't convert cuda:0 device type tensor to numpy"),
+        (of_a_wide_head, "a head of 12 elements"),
+    ],
+)
+def test_what_a_gpu_would_refuse_is_refused(wrong: Callable, message: str) -> None:
+    with pytest.raises(RanksFailed, match=message):
+        run_ranks(wrong, 1)
+
+
+def places() -> list[str]:
+    model = torch.nn.Linear(3, 3).to("cuda")
+    host = torch.arange(3.0)
+    out = model(host.cuda())
+    out.sum().backward()
+    assert model.weight.grad is not None
+    moved = [out, out.cpu(), out.to(host), host.to(out.device, torch.bfloat16), out[torch.tensor([0])]]
+    made = [torch.zeros(3), torch.zeros(3, device=0), torch.zeros_like(out), out.new_ones(2), torch.tensor([1, 2])]
+    return [x.device.type for x in (model.weight, model.weight.grad, *moved, *made)]
+
+
+def test_tensors_are_where_they_were_put() -> None:
+    [found] = run_ranks(places, 1)
+    assert found == [*["cuda"] * 3, "cpu", "cpu", "cuda", "cuda", "cpu", "cuda", "cuda", "cuda", "cpu"]
