@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.pretend_gpu import placement
+from tests.pretend_gpu import messages, placement
 from tests.pretend_gpu.kernels import KERNELS
 from tests.pretend_gpu.placement import Kernels, Placement
 
@@ -148,6 +148,7 @@ def load() -> None:
     torch.frombuffer = _of_the_host(torch.frombuffer)
     torch.compile = lambda function=None, *args, **kwargs: function or (lambda f: f)
     _with_gloo_for_nccl()
+    messages.observe()
     Kernels(KERNELS, _goes_by_nccl).__enter__()
     Placement().__enter__()
     _in_backward_passes_too()

@@ -20,12 +20,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.pretend_gpu import messages
+
 GPU, HOST = "cuda", "cpu"
 waits: collections.Counter[str] = collections.Counter()  # "file:line what" -> how often the host waited there
+
+
+class TooEarly(RuntimeError):
+    """A kernel was given what a message still reads from or writes to."""
 
 
 class WrongPlace(RuntimeError):
@@ -205,7 +212,11 @@ class Kernels(TorchDispatchMode):
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         if namespace == "c10d":
-            self._check_message(name, args, placed)
+            self._check_message(name, func, args, placed)
+        elif not func.is_view:
+            self._check_time(name, func, args)
+        if namespace == "c10d":
+            pass
         elif GPU in places and name in _COPIES:
             waiting = name != "_to_copy" and not (kwargs.get("non_blocking") or args[-1] is True)
             if waiting and HOST in places:
@@ -219,11 +230,20 @@ class Kernels(TorchDispatchMode):
                     put(tensor, GPU if made_on_gpu or GPU in places else HOST)
         return result
 
-    def _check_message(self, name: str, args: tuple, placed: list[tuple[Tensor, str | None]]) -> None:
+    def _check_time(self, name: str, func: Any, args: tuple) -> None:
+        aliases = (argument.alias_info for argument in func._schema.arguments)
+        written = [alias is not None and alias.is_write for alias in aliases]
+        given = [(x, each) for value, each in zip(args, written, strict=False) for x in tensors_in(value)]
+        if (why := messages.too_early(given)) is not None:
+            raise TooEarly(f"{name} {why}, at {_asked_for()}")
+
+    def _check_message(self, name: str, func: Any, args: tuple, placed: list[tuple[Tensor, str | None]]) -> None:
         group = next((x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())), None)
-        by_nccl = group is not None and name != "barrier" and self._goes_by_nccl(group)
-        if by_nccl and any(place == HOST for _, place in placed):
+        if group is None or not self._goes_by_nccl(group):
+            return
+        if name != "barrier" and any(place == HOST for _, place in placed):
             raise WrongPlace(f"NCCL was given a tensor in host memory: {_told(name, placed)}")
+        messages.write_down(name, func, args, dist.ProcessGroup.unbox(group))
 
     def _check_kernel(self, name: str, args: tuple, placed: list[tuple[Tensor, str | None]]) -> None:
         elsewhere = [x for x, place in placed if place == HOST]

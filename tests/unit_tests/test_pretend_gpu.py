@@ -19,10 +19,12 @@ STAGED = "tests/unit_tests/parallel/test_staged.py"
 KERNELS = "tests/unit_tests/attention/test_kernels.py"
 EQUIVALENCE = "tests/unit_tests/attention/test_te_equivalence.py"
 STEPS = "tests/pretend_gpu/steps.py"
+ORDER = "tests/pretend_gpu/order.py"
 GPU = ("-m", "gpu")
 SOME = ("-m", "not slow")
 PARTS = {
     "where the host waits": (STEPS,),
+    "the order of messages": (ORDER, *SOME),
     "kernels, and the staged backend": (KERNELS, STAGED, *GPU, "-k", "not training and not virtual"),
     "whole models": (f"{TRAINING}/test_equivalence.py", *SOME, "-k", "one_rank and (sp or vpp2 or layer)"),
 }
@@ -31,13 +33,17 @@ WITH_TE = {
     "the tests for GPUs": (EQUIVALENCE, *GPU),
 }
 MORE_PARTS = {
+    "the order of messages": (ORDER, "-m", "slow"),
     "staged training": (STAGED, *GPU, "-k", "training or virtual"),
     "whole models": (f"{TRAINING}/test_equivalence.py", *SOME),
     "packs": (f"{TRAINING}/test_packed_equivalence.py", *SOME),
     "dynamic groups": ("tests/unit_tests/dynamic_cp/test_training.py", *SOME),
     "hybrids in dynamic groups": ("tests/unit_tests/dynamic_cp/test_hybrid_training.py", *SOME),
 }
-MORE_WITH_TE = {"layers": ("tests/te_on_cpu/layers.py",)}
+MORE_WITH_TE = {
+    "the order of messages": (ORDER,),
+    "layers": ("tests/te_on_cpu/layers.py",),
+}
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available() or FOLDER in os.environ, reason="pretends that there is a GPU")
 NEEDS_TE = pytest.mark.skipif(not PACKAGE.is_dir(), reason="needs Transformer Engine's Python part (scripts/setup.sh)")
 
