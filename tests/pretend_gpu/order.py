@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_cp.training.step import train_step
-from tests.packed_runs import lengths_file, packed_losses
+from tests.packed_runs import DYNAMIC, LONGEST, lengths_file, packed_losses
 from tests.pretend_gpu.messages import Message, carry, ledger
 from tests.pretend_gpu.steps import BF16, DENSE, PACKED
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config
-from tests.unit_tests.training.layouts import LAYOUTS
+from tests.unit_tests.training.layouts import LAYOUTS, SP, TP2
 
 Events = list[Message | int]
 
@@ -50,7 +50,7 @@ def check(ranks: list[Events]) -> None:
 
 
 QUICK = {"cp4 a layer each", "tp2 sp cp2", "pp2 vpp2 cp2", "experts, spread", "hybrid", "dynamic hybrid"}
-QUICK |= {"dynamic, gathered", "dynamic, pp2 vpp2"}
+QUICK |= {"dynamic, gathered", "dynamic, pp2 vpp2", "pp3 vpp2"}
 
 
 def some(names: Iterable[str]) -> list[Any]:
@@ -73,6 +73,35 @@ def test_nccl_carries_every_model(name: str) -> None:
 def test_nccl_carries_packs(name: str, tmp_path: Path) -> None:
     ranks, overrides, _ = PACKED[name]
     check(run_ranks(sent_of_packs, ranks, lengths_file(tmp_path), BF16 | overrides))
+
+
+def pp(stages: int, virtual: int, **more: Any) -> dict[str, Any]:
+    """Packs through a pipeline of virtual stages of one layer, or two."""
+    return DYNAMIC | {
+        "model__pipeline_model_parallel_size": stages,
+        "model__virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        "model__num_layers": max(4, stages * virtual),
+        "model__max_seqlen_per_dp_cp_rank": LONGEST,
+        **more,
+    }
+
+
+PIPELINES = {
+    "pp4": (4, pp(4, 1)),
+    "pp3 vpp2": (3, pp(3, 2)),
+    "pp2 vpp3, tp2 sp": (4, pp(2, 3, **TP2, **SP)),
+    "pp4 vpp3": (4, pp(4, 3)),
+    "pp2 vpp2, groups of four": (2, pp(2, 2, model__microbatch_group_size_per_vp_stage=4)),
+}
+
+
+@pytest.mark.parametrize("name", some(PIPELINES))
+def test_nccl_carries_packs_through_virtual_stages(name: str, tmp_path: Path) -> None:
+    ranks, overrides = PIPELINES[name]
+    events = run_ranks(sent_of_packs, ranks, lengths_file(tmp_path), BF16 | overrides)
+    lengths = {x.what for each in events for x in each if isinstance(x, Message) and x.peer is not None}
+    assert len(lengths) > 5, "lengths that do not differ prove little"
+    check(events)
 
 
 def pair(number: int, size: int = 3) -> torch.Tensor:
