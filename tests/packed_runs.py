@@ -112,7 +112,7 @@ def one_by_one(lengths: str, overrides: dict[str, Any], packs: Packs | None = No
     for step, first in enumerate(range(0, STEPS * BATCH, BATCH)):
         samples = [source[index] for index in range(first, first + BATCH)]
         together = packs[step] if packs else [[i] for i in range(BATCH)]
-        microbatches = [pack([samples[i] for i in ids], run.groups.cp) for ids in together]
+        microbatches = [pack([samples[i] for i in ids], run.groups.cp, device=run.device) for ids in together]
         result = train_step(run, iter(microbatches), len(microbatches))
         losses.append((result.loss, result.grad_norm or 0.0))
     run.close()

@@ -19,6 +19,7 @@ from megatron_cp.dynamic_cp.domain import DynamicGroups
 from megatron_cp.dynamic_cp.groups import all_to_all_size
 from megatron_cp.dynamic_cp.iterator import DynamicBatches
 from megatron_cp.dynamic_cp.packing import MicrobatchParams, dummy_sample, pack
+from megatron_cp.parallel.device import device
 from megatron_cp.parallel.layout import RankLayout, layout_of
 from megatron_cp.training.setup import setup
 from megatron_cp.training.step import train_step
@@ -270,7 +271,7 @@ def groups_of_a_domain() -> tuple[int, list]:
     sums = []
     for positions in groups.created:
         if groups.position in positions:
-            total = torch.tensor(2 ** dist.get_rank())
+            total = torch.tensor(2 ** dist.get_rank(), device=device())
             dist.all_reduce(total, group=groups.get(positions))
             sums.append(int(total))
         else:
