@@ -175,9 +175,10 @@ def _rows_of_pack(cu_seqlens: torch.Tensor, count: int, rank: int, size: int) ->
     Kept with ``cu_seqlens``, which all layers of a microbatch share. Raises RuntimeError (on a GPU, later) if it is not
     of ``size`` times as many tokens.
     """
-    cut = cu_seqlens._version, count, rank, size
+    # A tensor of inference mode does not say whether somebody wrote to it.
+    cut = None if cu_seqlens.is_inference() else (cu_seqlens._version, count, rank, size)
     kept = getattr(cu_seqlens, "kept_rows", None)
-    if kept is not None and kept[0] == cut:
+    if cut is not None and kept is not None and kept[0] == cut:
         return kept[1]
     starts = cu_seqlens.long() // size  # of each sequence here
     torch._assert_async(starts[-1] == count, f"a pack's rank of {size} has {count} tokens, which is not its share")

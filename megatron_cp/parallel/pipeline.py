@@ -13,16 +13,16 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron_cp.errors import RuntimeFault
 
 Shape = tuple[int, int, int]
+_NOTHING = (0, 0, 0)
 
 
 class PipelineCommunicator(P2PCommunicator):
     """megatron-core's communicator, which asks no neighbour for a length that this rank knows.
 
-    Where microbatches differ in length, upstream sends each tensor's shape first, and the host waits for it. That takes
-    a wait for the device a message; over NCCL, and in the interleaved schedule, where the two ends of a call are not
-    always one call and with two stages come from one rank, shapes are taken for each other or waited for in vain. But
-    all stages of a pipeline work on the same microbatches, in an order that the schedule fixes: the shapes follow from
-    this rank's own.
+    Where microbatches differ in length, upstream sends each tensor's shape first, and the host waits for it. In the
+    interleaved schedule, where the two ends of a call are not always one call, and may both be of the same two ranks,
+    shapes are then taken for each other or waited for in vain. But all stages of a pipeline work on the same
+    microbatches, in an order that the schedule fixes: the shapes follow from this rank's own.
 
     Args:
         shapes: [sequence, batch, hidden] of what the stages pass on, for each microbatch.
@@ -51,18 +51,22 @@ class PipelineCommunicator(P2PCommunicator):
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[Shape, Shape]:
-        for tensor, order, stage in (
-            (tensor_send_next, self._to_next, "next"),
-            (tensor_send_prev, self._to_prev, "previous"),
-        ):
-            if tensor is not None and tuple(tensor.shape) != (expected := next(order, None)):
-                raise RuntimeFault(
-                    f"pipeline rank {self.pp_group.rank()} is about to send its {stage} stage a tensor "
-                    f"{tuple(tensor.shape)}, which expects {expected}: the schedule's order is not the one that was "
-                    "foreseen"
-                )
-        nothing = (0, 0, 0)
+        for tensor, order in ((tensor_send_next, self._to_next), (tensor_send_prev, self._to_prev)):
+            if tensor is not None and (found := tuple(tensor.shape)) != (expected := self._next(order)):
+                raise self._out_of_order(f"sends {found} to a stage that expects {expected}")
         return (
-            next(self._from_prev) if recv_prev else nothing,
-            next(self._from_next) if recv_next else nothing,
+            self._next(self._from_prev) if recv_prev else _NOTHING,
+            self._next(self._from_next) if recv_next else _NOTHING,
+        )
+
+    def _next(self, order: Iterator[Shape]) -> Shape:
+        shape = next(order, None)
+        if shape is None:
+            raise self._out_of_order("sends or receives more than there is")
+        return shape
+
+    def _out_of_order(self, what: str) -> RuntimeFault:
+        return RuntimeFault(
+            f"pipeline rank {self.pp_group.rank()} {what}: megatron-core's schedule is not in the order of its own "
+            "table. Please report this with the layout and the number of microbatches"
         )

@@ -4,7 +4,7 @@ gloo, which carries them here, is kinder in three ways, and each would hide a fa
 
 - It tells messages between the same two ranks apart by their tags. NCCL hands over the first that was sent.
 - Its sends and collectives wait for nobody else's. NCCL's wait for those before them in their group.
-- It has often delivered before ``wait`` is called. :data:`under_way` knows better: until then no kernel may read or
+- It has often delivered before ``wait`` is called. :func:`too_early` knows better: until then no kernel may read or
   write what is received into, nor write what is sent.
 
 :func:`carry` takes what all ranks sent, and waited for, through NCCL's order.
@@ -24,10 +24,20 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 RECEIVED, SENT = "received into", "sent"
-_ASYNCHRONOUS = (
-    "isend", "irecv", "broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter",
-    "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier",
+_CALLS = (
+    "send", "recv", "isend", "irecv", "broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor",
+    "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier",
 )  # fmt: skip
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
 
 
 class Region(NamedTuple):
@@ -69,7 +79,7 @@ class _Ledger:
     """What this process sent."""
 
     events: list[Message | int] = field(default_factory=list)  # an int: it waits for the message of that number
-    under_way: dict[int, list[tuple[Region, str]]] = field(default_factory=dict)
+    under_way: dict[int, list[tuple[Tensor, str]]] = field(default_factory=dict)  # kept alive, as NCCL does
     opened: list[int] | None = None  # the messages of the call that is being made
     number: int = 0
     batch: int | None = None
@@ -87,10 +97,10 @@ def write_down(name: str, func: Any, args: tuple, group: Any) -> None:
     """A message that is about to be sent or received."""
     ledger.number += 1
     p2p = name in ("send", "recv_")
-    regions, shapes = [], []
+    used, shapes = [], []
     for tensor, is_output in _tensors(func, args):
         received = name == "recv_" if p2p else is_output
-        regions.append((Region.of(tensor), RECEIVED if received else SENT))
+        used.append((tensor, RECEIVED if received else SENT))
         shapes.append((tuple(tensor.shape), str(tensor.dtype)))
     ranks = tuple(dist.get_process_group_ranks(group))
     if p2p:
@@ -99,7 +109,7 @@ def write_down(name: str, func: Any, args: tuple, group: Any) -> None:
         # Ranks may give a collective parts of different sizes: their number and kind must agree.
         message = Message(ledger.number, ranks, name, tuple(sorted({dtype for _, dtype in shapes})))
     ledger.events.append(message)
-    ledger.under_way[ledger.number] = regions
+    ledger.under_way[ledger.number] = used
     if ledger.opened is None:  # of a coalescing manager, which waits at its end
         arrived(ledger.number)
     else:
@@ -110,16 +120,8 @@ def _tensors(func: Any, args: tuple) -> Iterator[tuple[Tensor, bool]]:
     """A collective's tensors, and whether they are received into; torch's schemas mark no writes."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         in_place = argument.name == "tensors"
-        for tensor in _flat(value):
+        for tensor in tensors_in(value):
             yield tensor, in_place or "output" in argument.name
-
-
-def _flat(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _flat(each)
 
 
 def arrived(number: int) -> None:
@@ -133,9 +135,9 @@ def too_early(tensors: Sequence[tuple[Tensor, bool]]) -> str | None:
         return None
     for tensor, written in tensors:
         here = Region.of(tensor)
-        for regions in ledger.under_way.values():
-            for region, kind in regions:
-                if (kind == RECEIVED or written) and region.meets(here):
+        for used in ledger.under_way.values():
+            for other, kind in used:
+                if (kind == RECEIVED or written) and Region.of(other).meets(here):
                     return f"{'writes' if written else 'reads'} {tuple(tensor.shape)}, which is being {kind}"
     return None
 
@@ -176,8 +178,8 @@ class Work:
 
 def observe() -> None:
     """Have torch.distributed's functions say which messages a ``wait`` is for."""
-    for name in _ASYNCHRONOUS:
-        _replace(name, _told(getattr(dist, name)))
+    for name in _CALLS:
+        _replace(name, _observed(getattr(dist, name)))
     send_batch = dist.batch_isend_irecv
 
     @functools.wraps(send_batch)
@@ -190,8 +192,6 @@ def observe() -> None:
             ledger.batch = None
 
     _replace("batch_isend_irecv", batch)
-    for name in ("send", "recv"):
-        _replace(name, _told(getattr(dist, name)))
 
 
 def _replace(name: str, function: Callable) -> None:
@@ -199,7 +199,7 @@ def _replace(name: str, function: Callable) -> None:
     setattr(distributed_c10d, name, function)
 
 
-def _told(function: Callable) -> Callable:
+def _observed(function: Callable) -> Callable:
     @functools.wraps(function)
     def send(*args: Any, **kwargs: Any) -> Any:
         outer, ledger.opened = ledger.opened, []

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import collections
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pretend_gpu import messages
+from tests.pretend_gpu.messages import tensors_in
 
 GPU, HOST = "cuda", "cpu"
 waits: collections.Counter[str] = collections.Counter()  # "file:line what" -> how often the host waited there
@@ -49,16 +50,6 @@ def place_of(tensor: Tensor) -> str | None:
 def put(tensor: Tensor, place: str) -> None:
     if not tensor.is_meta:
         tensor.untyped_storage().pretended_place = place  # type: ignore[attr-defined]
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
 
 
 def host_waits(why: str) -> None:
@@ -213,27 +204,28 @@ class Kernels(TorchDispatchMode):
             kwargs["pin_memory"] = False
         if namespace == "c10d":
             self._check_message(name, func, args, placed)
-        elif not func.is_view:
-            self._check_time(name, func, args)
-        if namespace == "c10d":
-            pass
-        elif GPU in places and name in _COPIES:
+            return func(*args, **kwargs)
+        if not func.is_view:
+            self._check_time(name, func, args, kwargs)
+        if GPU in places and name in _COPIES:
             waiting = name != "_to_copy" and not (kwargs.get("non_blocking") or args[-1] is True)
             if waiting and HOST in places:
                 _copy_waits(places[0] or GPU)
         elif GPU in places:
             self._check_kernel(name, args, placed)
         result = self._gpu_kernels.get(func, func)(*args, **kwargs)
-        if namespace != "c10d" and (made_on_gpu or GPU in places or HOST in places):
+        if made_on_gpu or GPU in places or HOST in places:
             for tensor in tensors_in(result):
                 if place_of(tensor) is None:
                     put(tensor, GPU if made_on_gpu or GPU in places else HOST)
         return result
 
-    def _check_time(self, name: str, func: Any, args: tuple) -> None:
-        aliases = (argument.alias_info for argument in func._schema.arguments)
-        written = [alias is not None and alias.is_write for alias in aliases]
-        given = [(x, each) for value, each in zip(args, written, strict=False) for x in tensors_in(value)]
+    def _check_time(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        given: list[tuple[Tensor, bool]] = []
+        for index, argument in enumerate(func._schema.arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            given += [(tensor, written) for tensor in tensors_in(value)]
         if (why := messages.too_early(given)) is not None:
             raise TooEarly(f"{name} {why}, at {_asked_for()}")
 

@@ -32,15 +32,14 @@ BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
 MTP = {"model__mtp_num_layers": 1}
 # A step waits for its device this often, however many microbatches and layers it has: for what ranks agreed on before
 # it (sent, and read), for the loss, whether gradients are finite, and their norm.
-OF_A_STEP = {
+OF_EVERY_STEP = {
     "batch_checks.py copy to the device": 1,
-    "batch_checks.py tolist": 1,
     "step.py tolist": 1,
     "nonfinite.py _local_scalar_dense": 1,
     "_local_scalar_dense": 1,
 }
-OF_A_PACKED_STEP = OF_A_STEP | {"batch_checks.py copy to the host": 1}
-del OF_A_PACKED_STEP["batch_checks.py tolist"]
+OF_A_STEP = OF_EVERY_STEP | {"batch_checks.py tolist": 1}
+OF_A_PACKED_STEP = OF_EVERY_STEP | {"batch_checks.py copy to the host": 1}
 
 # Upstream's: a message's batch in a pipeline without virtual stages, and experts' all-to-all, which needs its sizes.
 SPREAD = MOE | {"model__expert_model_parallel_size": 2}

@@ -11,6 +11,7 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_cp.backend import patches
 from tests.ranks import run_ranks
 
 
@@ -50,6 +51,19 @@ def test_packs_are_rotated_as_one_by_one(size: int, lengths: tuple[int, ...]) ->
             assert torch.equal(got, expected)
     with NothingAsked(), pytest.raises(AssertionError, match="waits"):
         upstream["_apply_rotary_pos_emb_thd"](t, not_empty, freqs, cp_group=group)
+
+
+def test_rows_of_a_pack_are_kept_until_somebody_writes_to_its_lengths() -> None:
+    cu_seqlens = torch.tensor([0, 8, 24], dtype=torch.int32)
+    first = patches._rows_of_pack(cu_seqlens, 12, 1, 2)
+    assert first.tolist() == [2, 3, 4, 5, *range(4, 12)]
+    assert patches._rows_of_pack(cu_seqlens, 12, 1, 2) is first
+    cu_seqlens[1] = 16
+    assert patches._rows_of_pack(cu_seqlens, 12, 1, 2).tolist() == [*range(4, 12), 2, 3, 4, 5]
+    with pytest.raises(RuntimeError, match="a pack's rank of 2 has 10 tokens"):
+        patches._rows_of_pack(cu_seqlens, 10, 1, 2)
+    with torch.inference_mode():
+        assert patches._rows_of_pack(torch.tensor([0, 4]), 4, 0, 1).tolist() == [0, 1, 2, 3]
 
 
 class NothingAsked(TorchDispatchMode):
