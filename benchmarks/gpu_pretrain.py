@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--attention", **names, default=["te", "native"], help="te, native")
     parser.add_argument("--recompute", **names, default=["none", "full"], help=", ".join(RECOMPUTE))
     parser.add_argument("--tokens", type=int, default=131072, help="tokens of a step")
-    parser.add_argument("--chunk", type=int, default=8192, help="model.cross_entropy_chunk_size")
+    parser.add_argument("--chunk", type=int, default=32768, help="model.cross_entropy_chunk_size")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each case")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
     parser.add_argument("--matmul", type=int, default=8192, help="rows and columns of the matrices")

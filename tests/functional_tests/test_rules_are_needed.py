@@ -65,7 +65,7 @@ ERROR = {
     "H8": "min_cp_size=8: must be between 1 and the number of ranks",
     # By which groups the schedule chooses: slices of another size, or ranks that wait for others that are not asked.
     "H17": "split_with_sizes expects split_sizes to sum exactly|still running at the deadline",
-    "H19": "must match the size of tensor",
+    "H19": "index out of range",
     "H22": "allgather does not support variable sequence length",
     "H14": "tokens does not fit: 4 ranks of max_seqlen_per_rank=8 hold 32 tokens",
     "I9": "AssertionError",

@@ -147,6 +147,14 @@ def rotates(model: Overrides) -> bool:
     return rope and not model.get("model__multi_latent_attention") and model is not PLAIN_KERNELS
 
 
+def test_our_layers_take_kernels_that_are_asked_for() -> None:
+    wanted = {"apply_rope_fusion": True, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+    asked = {f"model__{name}": value for name, value in wanted.items()}
+    for losses, calls in run_ranks(trained, 2, NATIVE | CP2 | asked):
+        assert set(calls) == {"fused_rope_forward", "fused_rope_backward", "cross_entropy_forward"}
+        assert max(worst_difference(losses, on_one_rank("{}"))) < 2e-6
+
+
 def test_dynamic_packs_train_as_ours_do_one_by_one(tmp_path: Path) -> None:
     lengths = lengths_file(tmp_path)
     alone = run_ranks(one_by_one, 1, lengths, NATIVE)[0]
