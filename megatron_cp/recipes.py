@@ -73,12 +73,18 @@ def load_recipe(
     choices, values = _split_overrides(overrides)
     recipe, name = _compose(name_or_path, choices)
     layers = [recipe, *(_load_yaml(Path(file)) for file in files), _nest((flags or {}).items()), _nest(values)]
+    layers = [_normalize(layer) for layer in layers]
+    problems = [
+        Violation("K2", "error", path, "??? stands for a value that is still to be given", f"{path}=VALUE")
+        for path in _still_missing(layers)
+    ]
+    if problems:
+        raise ConfigError(problems)
     try:
-        merged = OmegaConf.merge(asdict(RunConfig(recipe=name)), *(_normalize(layer) for layer in layers))
+        merged = OmegaConf.merge(asdict(RunConfig(recipe=name)), *layers)
         plain: Any = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise _problem("K3", "", f"cannot resolve the configuration: {_one_line(error)}") from error
-    problems: list[Violation] = []
     config: RunConfig = build(RunConfig, plain, problems)
     if problems:
         raise ConfigError(problems)
@@ -89,7 +95,18 @@ def to_yaml(config: RunConfig) -> str:
     """The whole configuration as YAML; a recipe by itself."""
     import yaml
 
-    return yaml.safe_dump(asdict(config), sort_keys=False, width=120)
+    return yaml.safe_dump(settings_of(config), sort_keys=False, width=120)
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """The whole configuration as plain values, of which a recipe can be made.
+
+    A folder to load from that follows from the folder to save to is left to follow: the recipe may be given another.
+    """
+    settings = asdict(config)
+    if config.checkpoint.load == config.checkpoint.save:
+        settings["checkpoint"]["load"] = None
+    return settings
 
 
 def _problem(rule: str, field: str, message: str, fix: str = "") -> ConfigError:
@@ -239,6 +256,27 @@ def _nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             section = section[parent]
         section[leaf] = value
     return nested
+
+
+def _still_missing(layers: Sequence[dict[str, Any]]) -> list[str]:
+    """The settings that are ``???`` in the end, which OmegaConf would take for not mentioned."""
+    last: dict[str, Any] = {}
+    for layer in layers:
+        last |= _flat(layer)
+    return [path for path, value in last.items() if value == "???"]
+
+
+def _flat(layer: dict[str, Any]) -> dict[str, Any]:
+    """The values of a layer by their dotted names."""
+    flat, sections = {}, [("", layer)]
+    while sections:
+        prefix, section = sections.pop()
+        for key, value in section.items():
+            if isinstance(value, dict):
+                sections.append((f"{prefix}{key}.", value))
+            else:
+                flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _normalize(layer: dict[str, Any]) -> dict[str, Any]:

@@ -99,7 +99,10 @@ def _read(source: str) -> np.ndarray:
     if source.endswith(".idx"):
         files = open_indexed(source)
         check_lengths(files)
-        return sequence_lengths(files).astype(np.int64)
+        lengths = sequence_lengths(files).astype(np.int64)
+        if lengths.max(initial=0) < 2:
+            raise ValueError(f"{source}: no document has two tokens, so none has anything to predict")
+        return lengths[lengths >= 2]  # as training does
     return parse_lengths(sys.stdin.read(), "-") if source == "-" else read_lengths(source)
 
 

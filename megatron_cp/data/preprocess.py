@@ -169,6 +169,8 @@ def preprocess(
     tokenizer = build_tokenizer(tokenizer_config)
     files = find_files(inputs, suffixes)
     prefix = str(output_prefix).removesuffix(".bin").removesuffix(".idx")
+    if not prefix or prefix.endswith(os.sep):
+        raise DataError(f"output_prefix={str(output_prefix)!r}: must end in a name, to which .bin and .idx are added.")
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     progress = progress or Progress()
 

@@ -11,7 +11,7 @@ from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, n
 
 _ANY, _SEEDS = (0, math.inf), (0, 2**31 - 1)
 # Setting -> the least and the most that it may be. Sizes are rule A1's, fractions K16's, times and scales K51's.
-_RANGES: dict[str, tuple[int, float]] = {
+_RANGES: dict[str, tuple[float, float]] = {
     "rng.seed": _SEEDS,
     "dataset.random_seed": _SEEDS,
     "dataset.num_workers": _ANY,
@@ -20,13 +20,14 @@ _RANGES: dict[str, tuple[int, float]] = {
     "validation.eval_global_batch_size": (1, math.inf),
     "validation.eval_micro_batch_size": (1, math.inf),
     "optimizer.clip_grad": _ANY,
-    "optimizer.adam_eps": _ANY,
+    "optimizer.adam_eps": (1e-30, math.inf),  # a gradient of 0 divided by 0 is no number
     "model.init_method_std": _ANY,
     "model.layernorm_epsilon": _ANY,
     "model.rotary_base": (1, math.inf),
     "model.mtp_loss_scaling_factor": _ANY,
     "model.moe_aux_loss_coeff": _ANY,
     "model.dynamic_context_parallel_calibration_iters": _ANY,
+    "train.manual_gc_interval": _ANY,
 }
 # megatron-core's latent attention makes its own projections, scale and rotary embedding, without asking for these.
 _NOT_READ_BY_LATENT_ATTENTION = (
@@ -229,6 +230,13 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
             f"leaves every n-th layer without a window, n at least 1, got {every}",
             "model.window_attn_skip_freq=null for a window in all layers",
         )
+    elif isinstance(every, list) and not set(every) <= {0, 1}:
+        message = f"says 1 for a layer with a window and 0 for one without, got {every}"
+        fix = f"model.window_attn_skip_freq=[{','.join(str(int(bool(each))) for each in every)}]"
+        yield Finding("model.window_attn_skip_freq", message, fix)
+    elif every is not None and window is None:
+        message = "has no effect: model.window_size is null, and no layer has a window"
+        yield Finding("model.window_attn_skip_freq", message, "null, or a model.window_size", severity="warning")
 
 
 @rule(

@@ -102,10 +102,22 @@ class RankBatches:
                 problems += self._checks.problems_of(window[-1])
         except StopIteration:
             problems.append(f"the data ends after {self._batches.consumed_samples} samples")
-        except (DataError, ValueError) as error:
-            problems.append(str(error))
+        except (DataError, ValueError, IndexError, OSError) as error:
+            problems.append(_without_traceback(str(error)))
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            problems.append(_without_traceback(str(error)))
         self._checks.agree(checksum, problems)
         return window
+
+
+def _without_traceback(message: str) -> str:
+    """What a data worker said: torch puts its whole traceback into the message, the error itself last."""
+    if "Original Traceback" not in message:
+        return message
+    last = message.rstrip().splitlines()[-1]
+    return last.partition(": ")[2] or last
 
 
 class StaticSteps:

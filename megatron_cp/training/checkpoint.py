@@ -34,6 +34,7 @@ from megatron_cp.training.checkpoint_files import (
 )
 from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.metrics import logger
+from megatron_cp.training.nonfinite import parameters_are_finite
 from megatron_cp.training.resuming import FORGOTTEN, FORMAT, check_fits, other_data, read_common
 from megatron_cp.training.setup import Progress, Run
 
@@ -89,6 +90,9 @@ class CheckpointSaver:
         run, iteration = self._run, self._run.progress.iteration
         final = checkpoint_folder(self._root, iteration)
         failed = f"checkpoint {final} could not be written"
+        if not parameters_are_finite(run):
+            message = "parameters are not finite; the previous checkpoint stays the latest"
+            raise RuntimeFault(f"{failed}: {message}", on_all_ranks=True)
         partial = self._on_rank_0(failed, lambda: create_partial(final))
         self._pending = pending = _Pending(iteration, final, partial, Writer(run.groups.dp_cp), started)
         with self._cleaned_up(partial), _reported_on_all_ranks(failed):

@@ -81,6 +81,7 @@ def _train(
     exit_code = 0
     saved_at = run.progress.iteration
     logged_at = run.progress.iteration
+    evaluated_at = None
     run.phases.read()  # what went before is no step's
     while run.progress.iteration < config.train.train_iters:
         profiler.begin(run.progress.iteration)
@@ -113,6 +114,7 @@ def _train(
             gc.collect()
         if _due(iteration, config.validation.eval_interval):
             _evaluate(run, "validation", datasets.valid, reporter)
+            evaluated_at = iteration
         minutes, limit = (time.monotonic() - started) / 60, config.train.exit_duration_in_mins
         stop, out_of_time, writing = agreed_maximum(
             (watch.received, limit is not None and minutes > limit, saver.writing), run.device
@@ -131,7 +133,8 @@ def _train(
         _save(run, saver, steps, reporter)
     _tell(run, saver.finish(), reporter)
     if not exit_code and run.progress.iteration == config.train.train_iters:
-        _evaluate(run, "validation", datasets.valid, reporter)
+        if evaluated_at != run.progress.iteration:
+            _evaluate(run, "validation", datasets.valid, reporter)
         _evaluate(run, "test", datasets.test, reporter)
     return Outcome(exit_code, first_loss, last_loss)
 

@@ -52,6 +52,17 @@ def gradients_are_finite(run: Run) -> bool:
     return not bad.item()
 
 
+def parameters_are_finite(run: Run) -> bool:
+    """Whether every rank's parameters are; collective, the same answer on every rank."""
+    bad = torch.zeros((), dtype=torch.int32, device=run.device)
+    for _, parameter in _named_parameters(run):
+        if parameter.numel():
+            low, high = parameter.detach().aminmax()
+            bad |= ~(torch.isfinite(low) & torch.isfinite(high))
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=run.all_ranks)
+    return not bad.item()
+
+
 def origin(run: Run, repeat: Callable[[], float]) -> tuple[str, bool]:
     """Run the step again and say where it goes wrong; collective, the same answer on every rank.
 

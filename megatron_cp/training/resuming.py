@@ -121,8 +121,8 @@ class Start:
 def find_start(config: RunConfig) -> Start | None:
     """The checkpoint to begin with, ``None`` to start fresh.
 
-    A run with ``checkpoint.pretrained_checkpoint`` begins with those weights, and resumes from its own checkpoints once
-    it has some.
+    A run with ``checkpoint.pretrained_checkpoint``, or with a ``checkpoint.load`` that is another folder than
+    ``checkpoint.save``, begins with what is there, and resumes from its own checkpoints once it has some.
 
     Raises:
         ConfigError: a checkpoint was asked for and is not there, or it does not fit.
@@ -136,8 +136,11 @@ def find_start(config: RunConfig) -> Start | None:
         advice = "Check checkpoint.pretrained_checkpoint, or leave it out to start fresh."
     elif finetune:
         advice = "checkpoint.finetune=true needs weights to begin with: give checkpoint.pretrained_checkpoint."
-    # The step to begin with is one of the pretrained checkpoints, where there are such.
-    step = wanted.ckpt_step if finetune or not wanted.pretrained_checkpoint else None
+    elif wanted.save and wanted.load != wanted.save and latest_iteration(wanted.save) is not None:
+        root = wanted.save
+    # The step to begin with is one of the other folder's checkpoints, where there is another.
+    goes_on = not finetune and root == wanted.save and (root != wanted.load or bool(wanted.pretrained_checkpoint))
+    step = None if goes_on else wanted.ckpt_step
     iteration = latest_iteration(root) if step is None and root else step
     if iteration is None:
         if finetune or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:

@@ -37,7 +37,7 @@ class StepResult:
     loss: float  # mean over the unmasked tokens of the global batch
     tokens: int  # unmasked tokens of the global batch
     grad_norm: float | None
-    skipped: bool  # the optimizer found inf or nan and left the parameters as they were
+    skipped: bool  # the parameters are as they were: inf or nan, or no token with a loss
     mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction, over its own unmasked tokens
 
 
@@ -56,6 +56,9 @@ def train_step(run: Run, batches: Microbatches, num_microbatches: int) -> StepRe
             _skip_or_stop(run, loss, window, randomness)
             return StepResult(loss, tokens, None, True, mtp_losses)
         run.skipped_in_a_row = 0
+        if not tokens:  # a router's losses would be divided by nothing, and momentum alone would move the parameters
+            logger.info("iteration %d: no token has a loss. The step is left out", run.progress.iteration + 1)
+            return StepResult(loss, tokens, None, True, mtp_losses)
         success, grad_norm, _ = run.optimizer.step()
         if success:
             run.scheduler.step(increment=run.config.train.global_batch_size)

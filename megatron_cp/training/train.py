@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from megatron_cp.data.streams import check_files, has_test_part
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.errors import ConfigError, DataError, Violation
 from megatron_cp.parallel.device import start_distributed, stop_distributed
+from megatron_cp.recipes import settings_of
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.agreement import check_all_ranks_agree
 from megatron_cp.training.checkpoint import load_checkpoint
@@ -141,7 +142,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, start: Start | None) -> D
 
 def _write_config(config: RunConfig, folder: Path) -> None:
     if dist.get_rank() == 0:
-        settings = asdict(config)
+        settings = settings_of(config)
         # As used: a longer run from this file has the same schedule, which its own length no longer cuts.
         settings["scheduler"]["lr_warmup_iters"] = config.warmup_iters()
         (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))

@@ -107,6 +107,8 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
         model.make_vocab_size_divisible_by = math.lcm(model.make_vocab_size_divisible_by, tp)
         model.init_method_std = 0.15 if not full else model.init_method_std
         model.hidden_dropout = model.attention_dropout = 0.0
+        if any(each.model.sequence_packing_scheduler is not None for each in configs):
+            model.moe_aux_loss_coeff = 0.0  # it depends on which samples share a pack, and layouts pack otherwise
         config.train.global_batch_size, config.train.train_iters = batch, steps
         config.optimizer.adam_eps = max(config.optimizer.adam_eps, ADAM_EPS)
         data = config.dataset
@@ -125,6 +127,9 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
 
 
 def _check_same_model(layouts: Sequence[RunConfig]) -> None:
+    if len({config.model.sequence_packing_scheduler is None for config in layouts}) > 1:
+        message = "one of the two packs its samples and the other does not: they have no samples in common"
+        raise ConfigError([Violation("", "error", "model.sequence_packing_scheduler", message)])
     first, *others = (asdict(on_one_rank(config).model) for config in layouts)
     different = sorted({name for other in others for name in first if first[name] != other[name]})
     if different:

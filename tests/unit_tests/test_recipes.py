@@ -289,3 +289,22 @@ def test_a_wheel_brings_every_file():
     assert all(folder == f"share/megatron_cp/{Path(pattern).parent}" for folder, (pattern,) in listed.items())
     packed = {path for patterns in listed.values() for pattern in patterns for path in root.glob(pattern)}
     assert packed == {*(root / "recipes").rglob("*.yaml"), *(root / "configs").rglob("*.yaml")}
+
+
+def test_a_value_that_is_still_to_be_given_is_asked_for(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model:\n  num_layers: ???\n  hidden_size: ???\ntrain:\n  train_iters: ???\n")
+    with pytest.raises(ConfigError) as raised:
+        load_recipe(recipe, ["train.train_iters=7", "model.hidden_size=64"])
+    assert [(v.rule, v.field) for v in raised.value.violations] == [("K2", "model.num_layers")]
+    config = load_recipe(recipe, ["train.train_iters=7", "model.hidden_size=64", "model.num_layers=3"])
+    assert (config.train.train_iters, config.model.num_layers) == (7, 3)
+
+
+def test_a_recipe_of_a_run_loads_from_where_it_saves(tmp_path):
+    recipe = tmp_path / "config.yaml"
+    recipe.write_text(to_yaml(load_recipe("llama_tiny_pretrain_config", ["checkpoint.save=runs/a"])))
+    assert load_recipe(recipe).checkpoint.load == "runs/a"
+    assert load_recipe(recipe, ["checkpoint.save=runs/b"]).checkpoint.load == "runs/b"
+    recipe.write_text(to_yaml(load_recipe(recipe, ["checkpoint.save=runs/b", "checkpoint.load=runs/a"])))
+    assert load_recipe(recipe, ["checkpoint.save=runs/c"]).checkpoint.load == "runs/a"

@@ -95,6 +95,14 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, case: str, worker
     assert list((tmp_path).glob("out/*")) == []
 
 
+@pytest.mark.parametrize("prefix", ["", ".bin", "folder/"])
+def test_output_without_a_name(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="must end in a name"):
+        preprocess([mixed], prefix, BYTES)
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_a_failed_run_keeps_the_earlier_result(tmp_path: Path) -> None:
     (tmp_path / "good.txt").write_text("good")
     (tmp_path / "bad.txt").write_bytes(b"x" * 300_000 + b"\xff")

@@ -26,13 +26,15 @@ TINY = [
 ]
 
 
-def run_cli(folder: str, arguments: list[str], before: Any) -> tuple[int, str]:
-    """Exit code and standard error of one rank; ``before`` is called first, inside the rank."""
+def run_cli(folder: str, arguments: list[str], before: Any, recipe: str | None) -> tuple[int, str]:
+    """Exit code and standard error of one rank; ``before`` is called first, inside the rank. Without a ``recipe`` of
+    its own the run is tiny."""
     if before is not None:
         before()
     path = Path(folder) / f"stderr{os.environ['RANK']}"
     sys.stderr = path.open("w", buffering=1)
-    code = main([*TINY, f"checkpoint.save={folder}/run", *arguments])
+    begin = TINY if recipe is None else ["train", "--recipe", recipe]
+    code = main([*begin, f"checkpoint.save={folder}/run", *arguments])
     return code, path.read_text()
 
 
@@ -42,10 +44,12 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("megatron_cp.cli._SECONDS_TO_SPEAK", 0.0)  # no launcher here that ends all with the first
     port = iter(range(29900 + os.getpid() % 500 * 20, 65000))
 
-    def call(*arguments: str, ranks: int = 2, before: Any = None, same_code: bool = True) -> tuple[Any, str]:
+    def call(
+        *arguments: str, ranks: int = 2, before: Any = None, same_code: bool = True, recipe: str | None = None
+    ) -> tuple[Any, str]:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(next(port)))
-        results = run_ranks(run_cli, ranks, str(tmp_path), list(arguments), before)
+        results = run_ranks(run_cli, ranks, str(tmp_path), list(arguments), before, recipe)
         codes = [code for code, _ in results]
         text = "".join(text for _, text in results)
         assert "Traceback" not in text, text

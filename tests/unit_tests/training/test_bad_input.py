@@ -1,6 +1,8 @@
 """What a person gets wrong: one clear message and the documented exit code, never a traceback."""
 
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
+from megatron_cp.training import loop
 
 
 def files(folder: Path) -> list[str]:
@@ -132,3 +135,38 @@ def test_pretrained_weights_are_begun_with_once(cli: Any, tmp_path: Path) -> Non
     assert len(losses("tuned")) == 2
     code, text = cli(*tuned, "train.train_iters=3", "checkpoint.ckpt_step=3")
     assert code == 0 and f"resumed from iteration 2 of {tmp_path}/tuned" in text, "ckpt_step is the pretrained one's"
+
+
+def test_a_run_that_begins_elsewhere_goes_on_from_its_own(cli: Any, tmp_path: Path) -> None:
+    """The same command again goes on; the folder it began with is only where it began."""
+    schedule = ["scheduler.lr_decay_iters=9", "scheduler.lr_warmup_iters=1"]
+    assert cli(*schedule, "train.train_iters=2", "checkpoint.save_interval=1")[0] == 0
+    again = [*schedule, "train.exit_interval=1", "train.train_iters=4", "checkpoint.ckpt_step=1"]
+    again += [f"checkpoint.load={tmp_path}/run", f"checkpoint.save={tmp_path}/next"]
+    for begun in (f"1 of {tmp_path}/run", f"2 of {tmp_path}/next", f"3 of {tmp_path}/next"):
+        code, text = cli(*again)
+        assert code == 0 and f"resumed from iteration {begun}" in text, text
+
+
+def test_what_a_run_recorded_may_be_trained_into_another_folder(cli: Any, tmp_path: Path) -> None:
+    assert cli()[0] == 0
+    code, text = cli(f"checkpoint.save={tmp_path}/other", recipe=str(tmp_path / "run" / "config.yaml"))
+    assert code == 0 and "resumed" not in text and "nothing to do" not in text, text
+    assert files(tmp_path / "other") and "iter_0000001" in " ".join(files(tmp_path / "other"))
+
+
+def test_parameters_that_are_no_numbers_are_not_saved(cli: Any, tmp_path: Path) -> None:
+    def damaging() -> None:
+        step = loop.train_step
+
+        def damaged(run: Any, *args: Any) -> Any:
+            result = step(run, *args)
+            if run.progress.iteration == 1 and os.environ["RANK"] == "1":
+                next(run.model[0].parameters()).data.view(-1)[3] = math.nan
+            return result
+
+        loop.train_step = damaged
+
+    code, text = cli("train.train_iters=2", "checkpoint.save_interval=1", before=damaging)
+    assert code == 1 and "iter_0000002 could not be written: parameters are not finite" in text, text
+    assert "iter_0000001" in " ".join(files(tmp_path / "run")) and "iter_0000002" not in " ".join(files(tmp_path))

@@ -1,6 +1,7 @@
 """Batches that are not what the layout says end the run on every rank, with one message and no hang."""
 
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -77,9 +78,22 @@ def no_more_data() -> None:
         (no_more_data, "rank 1: the data ends after 0 samples"),
     ],
 )
-def test_one_ranks_fault_ends_all_ranks(cli: Any, change: Callable[[], None], message: str) -> None:
-    code, text = cli(before=lambda: on_rank_one(change))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_ranks_fault_ends_all_ranks(cli: Any, change: Callable[[], None], message: str, workers: int) -> None:
+    code, text = cli(f"dataset.num_workers={workers}", before=lambda: on_rank_one(change))
     assert code == 1 and text.count("the batches of step 1 cannot be used.") == 1 and message in text, text
+
+
+def dying_worker() -> None:
+    def die(index: int, sample: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    change_samples(die)
+
+
+def test_a_data_worker_that_dies_is_told_of_by_all(cli: Any) -> None:
+    code, text = cli("dataset.num_workers=1", before=lambda: on_rank_one(dying_worker))
+    assert code == 1 and "rank 1: DataLoader worker (pid" in text, text
 
 
 def test_no_stage_of_a_pipeline_waits_for_the_others_activations(cli: Any) -> None:

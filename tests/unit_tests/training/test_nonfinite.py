@@ -200,6 +200,27 @@ def test_ranks_without_an_unmasked_token_are_exact(unmasked: int) -> None:
         assert worst_loss < 2e-6 and worst_norm < 2e-6
 
 
+def test_a_step_without_a_loss_moves_nothing() -> None:
+    """Not even a router, whose own losses would be divided by no tokens."""
+    router = {"model__num_moe_experts": 4, "model__moe_ffn_hidden_size": 48, "model__moe_aux_loss_coeff": 0.1}
+
+    def trained(unmasked: int) -> tuple[bool, float]:
+        config = tiny_config(**router, dataset__mock_masked_fraction=0.0, scheduler__lr_warmup_iters=0)
+        run, batches, count = start(config)
+        before = [p.detach().clone() for p in run.model[0].parameters()]
+        window = [next(batches) for _ in range(count)]
+        for batch in window:
+            batch["loss_mask"][:, unmasked:] = 0
+        result = train_step(run, iter(window), count)
+        moved = max(float((p - q).abs().max()) for p, q in zip(run.model[0].parameters(), before, strict=True))
+        run.close()
+        return result.skipped, moved
+
+    assert run_ranks(trained, 1, 0)[0] == (True, 0.0)
+    skipped, moved = run_ranks(trained, 1, 1)[0]
+    assert not skipped and moved > 0
+
+
 def test_spikes_are_told_from_noise_and_trends() -> None:
     torch.manual_seed(0)
     noise = torch.randn(2000).tolist()

@@ -201,7 +201,7 @@ def test_evaluation_in_groups_of_its_own(
         seen = [(tmp_path / f"groups{rank}").read_text().split("\n")[:-1] for rank in range(4)]
         for path in (tmp_path / "run", *(tmp_path / f"groups{rank}" for rank in range(4))):
             path.rename(f"{path}.{len(losses)}")
-    assert len(losses[0]) == 5 and losses[1] == pytest.approx(losses[0], rel=2e-6)
+    assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=2e-6)
     for lines in seen:
         assert {line for line in lines if line.startswith("evaluation")} == {f"evaluation {sizes[1]}"}
         assert sizes[0] is None or {line for line in lines if line.startswith("tr")} == {f"training {sizes[0]}"}

@@ -102,6 +102,21 @@ def test_other_models_cannot_be_compared():
         comparable([first, second], 4, 3)
 
 
+def test_packs_are_compared_with_packs():
+    packs = ["model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=24", "dataset.seq_length=72"]
+    first, second = (load_recipe("llama_tiny_pretrain_config", more) for more in ([], packs))
+    with pytest.raises(ConfigError, match="they have no samples in common"):
+        comparable([first, second], 4, 3)
+
+
+def test_a_routers_loss_is_no_packs():
+    experts = ["model.num_moe_experts=4", "model.moe_ffn_hidden_size=32", "model.moe_aux_loss_coeff=0.01"]
+    packs = ["model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=24", "dataset.seq_length=72"]
+    for more, coefficient in (([], 0.01), (packs, 0.0)):
+        (small,) = comparable([load_recipe("llama_tiny_pretrain_config", experts + more)], 4, 3)
+        assert small.model.moe_aux_loss_coeff == coefficient
+
+
 def test_reducing_the_largest_recipe_is_quick():
     config = load_recipe("llama31_405b_pretrain_config")
     start = time.process_time()
