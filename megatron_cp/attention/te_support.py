@@ -2,7 +2,9 @@
 
 One table for everybody: the rules refuse a configuration that asks for more of it, and ``attention_backend=auto``
 falls back to our own attention. The facts are those of Transformer Engine's own checks in
-``attention/dot_product_attention/context_parallel.py`` and ``utils.py``, up to version 2.18.
+``attention/dot_product_attention/context_parallel.py`` and ``utils.py`` and, for windows, in
+``common/fused_attn/fused_attn.cpp``. ``tests/te_on_cpu/support.py`` tries them against the Python part of a version:
+each minor version from 2.10 to 2.20 was tried.
 """
 
 from __future__ import annotations
@@ -14,22 +16,37 @@ from typing import Literal
 from megatron_cp.config import RunConfig
 
 MINIMUM = "2.10.0"  # the oldest version that our use of its attention was written for
+EVEN_HEADS = "2.15.0"  # from here on its fused attention takes even numbers of heads only, with an all-to-all
 ALWAYS, NEVER = "0", None
-_TRANSPORTS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+_ONE_RANK = "one rank"
+_TRANSPORTS = (_ONE_RANK, "p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def _row(*since: str | None) -> dict[str, str | None]:
+    return dict(zip(_TRANSPORTS, since, strict=True))
+
 
 # Feature -> transport -> first version that has it.
 SINCE: dict[str, dict[str, str | None]] = {
-    "context parallelism": dict(zip(_TRANSPORTS, ("1.0.0", "1.10.0", "1.10.0", "1.12.0"), strict=True)),
-    "packed sequences (thd)": dict(zip(_TRANSPORTS, (ALWAYS, "2.18.0", "2.10.0", "2.19.0"), strict=True)),
-    "sliding window": dict(zip(_TRANSPORTS, (NEVER, ALWAYS, ALWAYS, NEVER), strict=True)),
-    "softmax offset": dict(zip(_TRANSPORTS, (NEVER, NEVER, ALWAYS, NEVER), strict=True)),
-    "head dims that differ (MLA)": dict(zip(_TRANSPORTS, ("2.8.0", "2.15.0", "2.15.0", "2.8.0"), strict=True)),
+    "context parallelism": _row(ALWAYS, "1.0.0", "1.10.0", "1.10.0", "1.12.0"),
+    "packed sequences (thd)": _row(ALWAYS, ALWAYS, "2.18.0", "2.10.0", "2.19.0"),
+    "sliding window": _row(ALWAYS, NEVER, ALWAYS, ALWAYS, NEVER),
+    # With all_gather it is computed from 2.12 on, and wrong: the kernel is given the keys from the window's beginning
+    # on, and told that they begin with the first row's.
+    "sliding window without a causal mask": _row(ALWAYS, NEVER, NEVER, "2.16.0", NEVER),
+    "sliding window without a causal mask in packs": _row("2.12.0", NEVER, NEVER, "2.12.0", NEVER),
+    "softmax offset": _row(ALWAYS, NEVER, NEVER, ALWAYS, NEVER),
+    "softmax offset in packs": _row("2.12.0", NEVER, NEVER, "2.12.0", NEVER),  # with cuDNN 9.18; torch 2.11 has 9.19
+    "head dims that differ (MLA)": _row(ALWAYS, "2.8.0", "2.15.0", "2.15.0", "2.8.0"),
 }
 _RULE = {
     "context parallelism": "C16",
     "packed sequences (thd)": "F5",
     "sliding window": "E1",
+    "sliding window without a causal mask": "E1",
+    "sliding window without a causal mask in packs": "E1",
     "softmax offset": "E4",
+    "softmax offset in packs": "E4",
     "head dims that differ (MLA)": "D6",
 }
 
@@ -71,28 +88,33 @@ def gaps(config: RunConfig, version: str, packed_sizes: Collection[int]) -> Iter
     if parse_version(version) < parse_version(MINIMUM):
         yield Gap("C16", "model.attention_backend", f"at least version {MINIMUM} is needed ({version} here)")
     of_evaluation = config.dist.eval_context_parallel_size or 1
-    if max(model.context_parallel_size, of_evaluation) <= 1 and not model.dynamic_context_parallel:
-        return
+    several = max(model.context_parallel_size, of_evaluation) > 1 or model.dynamic_context_parallel
     packing = "model.sequence_packing_scheduler", model.sequence_packing_scheduler is not None
     if of_evaluation > 1 and not packing[1]:
         packing = "dist.eval_context_parallel_size", True
+    in_packs = " in packs" if packing[1] else ""
+    causal = model.attention_mask_type == "causal"
+    window = "sliding window" if causal else f"sliding window without a causal mask{in_packs}"
     wanted = {
         "context parallelism": ("model.cp_comm_type", True),
         "packed sequences (thd)": packing,
-        "sliding window": ("model.window_size", has_window(config)),
-        "softmax offset": ("model.softmax_type", model.softmax_type != "vanilla"),
+        window: ("model.window_size", has_window(config)),
+        f"softmax offset{in_packs}": ("model.softmax_type", model.softmax_type != "vanilla"),
         "head dims that differ (MLA)": ("model.multi_latent_attention", model.multi_latent_attention),
     }
     kinds = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
-    for transport in dict.fromkeys(kinds):
+    for transport in dict.fromkeys(kinds) if several else (_ONE_RANK,):
         if transport not in _TRANSPORTS:
             continue
+        where = f"with cp_comm_type={transport}" if several else "on one rank"
         for feature, (field, is_wanted) in wanted.items():
             if is_wanted and not has(version, feature, transport):
                 since = SINCE[feature][transport]
                 when = f"before version {since}" if since else "in any version"
-                yield Gap(_RULE[feature], field, f"no {feature} with cp_comm_type={transport} {when} ({version} here)")
+                yield Gap(_RULE[feature], field, f"no {feature} {where} {when} ({version} here)")
         yield from _head_gaps(config, transport, packed_sizes)
+    if not several:
+        return
     if has_window(config) and model.attention_dropout:
         yield Gap(
             "E2", "model.attention_dropout", "no attention dropout with a sliding window under context parallelism"

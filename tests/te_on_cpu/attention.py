@@ -258,6 +258,23 @@ def thd_get_partitioned_indices(cu_seqlens: Tensor, total: int, size: int, rank:
     return torch.cat(rows).to(torch.int32)
 
 
+# What attention without a kernel of its own makes of packs: one row of a batch for each sequence, and back.
+
+
+def convert_thd_to_bshd(x: Tensor, cu_seqlens: Tensor, batch: int, longest: int) -> Tensor:
+    out = x.new_zeros(batch, longest, *x.shape[1:])
+    for row, (start, end) in zip(out, itertools.pairwise(cu_seqlens.tolist()), strict=True):
+        row[: end - start] = x[start:end]
+    return out
+
+
+def convert_bshd_to_thd(x: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    out = x.new_zeros(total, *x.shape[2:])
+    for row, (start, end) in zip(x, itertools.pairwise(cu_seqlens.tolist()), strict=True):
+        out[start:end] = row[: end - start]
+    return out
+
+
 # From version 2.18 on.
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megatron_cp.attention.te_support import parse_version
 from tests.te_on_cpu.attention import (  # noqa: F401
+    convert_bshd_to_thd,
+    convert_thd_to_bshd,
     fused_attn_bwd,
     fused_attn_fwd,
     thd_copy_valid_tokens_from_per_split_to_rank_local,
