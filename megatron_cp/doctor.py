@@ -157,7 +157,9 @@ def attention_of(config: RunConfig, environment: Environment, world_size: int) -
     """The attention that a finalized configuration gets in this environment, and why."""
     wanted, on_gpu = config.model.attention_backend, environment.device == "gpu"
     version = environment.transformer_engine
-    backend, gaps = choose_backend(config, version, on_gpu, packed_sizes(config, world_size))
+    backend, gaps = choose_backend(
+        config, version, on_gpu, packed_sizes(config, world_size), environment.flash_attn is not None
+    )
     if wanted == "native":
         why = ["model.attention_backend=native asks for it"]
     elif not on_gpu:

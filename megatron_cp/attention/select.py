@@ -12,8 +12,9 @@ The rules, in order (per tensor-parallel rank, ``h`` query and ``kv`` key/value 
 5. Otherwise ``all_gather``: one exchange instead of many exposed ones.
 
 ``replicate_kv`` (our own attention) lets an all-to-all group be larger than ``kv`` where it divides evenly; Transformer
-Engine refuses that, and windows or softmax offsets on a ring. To Transformer Engine a packed microbatch's group has one
-level: there ``a2a`` must fit the groups of all packs, and the rest is ``p2p``, which takes packs in every version.
+Engine refuses that, odd numbers of heads, and windows or softmax offsets on a ring. To Transformer Engine a packed
+microbatch's group has one level: there ``a2a`` must fit the groups of all packs, and the rest is ``p2p``, which takes
+packs in every version.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ def select_transport(
     ring_refused = transformer_engine and (window or softmax_offset)
     groups = {cp, *packed_sizes} if transformer_engine else {cp}
 
+    odd_for_te = transformer_engine and (h % 2 or kv % 2)
+
     def fits(size: int) -> bool:
-        return h % size == 0 and (kv % size == 0 or (replicate_kv and size % kv == 0))
+        return not odd_for_te and h % size == 0 and (kv % size == 0 or (replicate_kv and size % kv == 0))
 
     if max(groups) <= room and all(map(fits, groups)):
         return "a2a", None, f"{cp} ranks fit in a node of {gpus_per_node} GPUs with tp={tp} and divide {h}/{kv} heads"

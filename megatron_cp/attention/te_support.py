@@ -2,7 +2,9 @@
 
 One table for everybody: the rules refuse a configuration that asks for more of it, and ``attention_backend=auto``
 falls back to our own attention. The facts are those of Transformer Engine's own checks in
-``attention/dot_product_attention/context_parallel.py`` and ``utils.py``, up to version 2.18.
+``attention/dot_product_attention/context_parallel.py`` and ``utils.py`` and, for windows, in
+``common/fused_attn/fused_attn.cpp``. ``tests/te_on_cpu/support.py`` tries them against the Python part of a version:
+each minor version from 2.10 to 2.20 was tried.
 """
 
 from __future__ import annotations
@@ -14,22 +16,37 @@ from typing import Literal
 from megatron_cp.config import RunConfig
 
 MINIMUM = "2.10.0"  # the oldest version that our use of its attention was written for
+EVEN_HEADS = "2.15.0"  # from here on its fused attention takes even numbers of heads only, with an all-to-all
 ALWAYS, NEVER = "0", None
-_TRANSPORTS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+_ONE_RANK = "one rank"
+_TRANSPORTS = (_ONE_RANK, "p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def _row(*since: str | None) -> dict[str, str | None]:
+    return dict(zip(_TRANSPORTS, since, strict=True))
+
 
 # Feature -> transport -> first version that has it.
 SINCE: dict[str, dict[str, str | None]] = {
-    "context parallelism": dict(zip(_TRANSPORTS, ("1.0.0", "1.10.0", "1.10.0", "1.12.0"), strict=True)),
-    "packed sequences (thd)": dict(zip(_TRANSPORTS, (ALWAYS, "2.18.0", "2.10.0", "2.19.0"), strict=True)),
-    "sliding window": dict(zip(_TRANSPORTS, (NEVER, ALWAYS, ALWAYS, NEVER), strict=True)),
-    "softmax offset": dict(zip(_TRANSPORTS, (NEVER, NEVER, ALWAYS, NEVER), strict=True)),
-    "head dims that differ (MLA)": dict(zip(_TRANSPORTS, ("2.8.0", "2.15.0", "2.15.0", "2.8.0"), strict=True)),
+    "context parallelism": _row(ALWAYS, "1.0.0", "1.10.0", "1.10.0", "1.12.0"),
+    "packed sequences (thd)": _row(ALWAYS, ALWAYS, "2.18.0", "2.10.0", "2.19.0"),
+    "sliding window": _row(ALWAYS, NEVER, ALWAYS, ALWAYS, NEVER),
+    # With all_gather it is computed from 2.12 on, and wrong: the kernel is given the keys from the window's beginning
+    # on, and told that they begin with the first row's.
+    "sliding window without a causal mask": _row(ALWAYS, NEVER, NEVER, "2.16.0", NEVER),
+    "sliding window without a causal mask in packs": _row("2.12.0", NEVER, NEVER, "2.12.0", NEVER),
+    "softmax offset": _row(ALWAYS, NEVER, NEVER, ALWAYS, NEVER),
+    "softmax offset in packs": _row("2.12.0", NEVER, NEVER, "2.12.0", NEVER),  # with cuDNN 9.18; torch 2.11 has 9.19
+    "head dims that differ (MLA)": _row(ALWAYS, "2.8.0", "2.15.0", "2.15.0", "2.8.0"),
 }
 _RULE = {
     "context parallelism": "C16",
     "packed sequences (thd)": "F5",
     "sliding window": "E1",
+    "sliding window without a causal mask": "E1",
+    "sliding window without a causal mask in packs": "E1",
     "softmax offset": "E4",
+    "softmax offset in packs": "E4",
     "head dims that differ (MLA)": "D6",
 }
 
@@ -65,40 +82,57 @@ def has_window(config: RunConfig) -> bool:
     return config.model.window_size is not None and config.model.window_size not in unlimited
 
 
-def gaps(config: RunConfig, version: str, packed_sizes: Collection[int]) -> Iterator[Gap]:
+def gaps(config: RunConfig, version: str, packed_sizes: Collection[int], flash: bool) -> Iterator[Gap]:
     """What a finalized configuration asks of attention that this version lacks."""
     model = config.model
     if parse_version(version) < parse_version(MINIMUM):
         yield Gap("C16", "model.attention_backend", f"at least version {MINIMUM} is needed ({version} here)")
     of_evaluation = config.dist.eval_context_parallel_size or 1
-    if max(model.context_parallel_size, of_evaluation) <= 1 and not model.dynamic_context_parallel:
-        return
+    several = max(model.context_parallel_size, of_evaluation) > 1 or model.dynamic_context_parallel
     packing = "model.sequence_packing_scheduler", model.sequence_packing_scheduler is not None
     if of_evaluation > 1 and not packing[1]:
         packing = "dist.eval_context_parallel_size", True
+    in_packs = " in packs" if packing[1] else ""
+    causal = model.attention_mask_type == "causal"
+    window = "sliding window" if causal else f"sliding window without a causal mask{in_packs}"
     wanted = {
         "context parallelism": ("model.cp_comm_type", True),
         "packed sequences (thd)": packing,
-        "sliding window": ("model.window_size", has_window(config)),
-        "softmax offset": ("model.softmax_type", model.softmax_type != "vanilla"),
+        window: ("model.window_size", has_window(config)),
+        f"softmax offset{in_packs}": ("model.softmax_type", model.softmax_type != "vanilla"),
         "head dims that differ (MLA)": ("model.multi_latent_attention", model.multi_latent_attention),
     }
     kinds = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
-    for transport in dict.fromkeys(kinds):
+    for transport in dict.fromkeys(kinds) if several else (_ONE_RANK,):
         if transport not in _TRANSPORTS:
             continue
+        where = f"with cp_comm_type={transport}" if several else "on one rank"
         for feature, (field, is_wanted) in wanted.items():
             if is_wanted and not has(version, feature, transport):
                 since = SINCE[feature][transport]
                 when = f"before version {since}" if since else "in any version"
-                yield Gap(_RULE[feature], field, f"no {feature} with cp_comm_type={transport} {when} ({version} here)")
+                yield Gap(_RULE[feature], field, f"no {feature} {where} {when} ({version} here)")
         yield from _head_gaps(config, transport, packed_sizes)
+        if not flash and transport.startswith("a2a") and (odd := odd_heads(config, version)):
+            message = f"with cp_comm_type={transport} odd numbers of heads ({odd}) need flash attention: not installed"
+            yield Gap("D3", "model.num_query_groups", message)
+    if not several:
+        return
     if has_window(config) and model.attention_dropout:
         yield Gap(
             "E2", "model.attention_dropout", "no attention dropout with a sliding window under context parallelism"
         )
     if config.mixed_precision.fp32:
         yield Gap("E13", "mixed_precision.fp32", "No dot product attention backend is available in fp32")
+
+
+def odd_heads(config: RunConfig, version: str) -> str:
+    """The numbers of a rank's heads that its fused attention does not take with an all-to-all, in words."""
+    model = config.model
+    if model.tensor_model_parallel_size < 1 or parse_version(version) < parse_version(EVEN_HEADS):
+        return ""
+    heads = (count // model.tensor_model_parallel_size for count in (model.num_attention_heads, model.kv_heads))
+    return ", ".join(str(count) for count in heads if max(1, count) % 2)
 
 
 def _head_gaps(config: RunConfig, transport: str, packed_sizes: Collection[int]) -> Iterator[Gap]:
@@ -127,18 +161,19 @@ def _head_gaps(config: RunConfig, transport: str, packed_sizes: Collection[int])
 
 
 def choose_backend(
-    config: RunConfig, version: str | None, on_gpu: bool, packed_sizes: Collection[int]
+    config: RunConfig, version: str | None, on_gpu: bool, packed_sizes: Collection[int], flash: bool = False
 ) -> tuple[Literal["te", "native"], list[Gap]]:
     """The attention that ``model.attention_backend`` comes to, and what speaks against Transformer Engine's.
 
     ``version`` is the installed Transformer Engine's, None where there is none; ``packed_sizes`` are the ranks of the
-    groups that packed microbatches may use, which are all-to-all groups to it like the configured one. With "te" the
-    gaps are the rules' matter; with "auto" any gap means our own attention.
+    groups that packed microbatches may use, which are all-to-all groups to it like the configured one; ``flash`` says
+    whether flash attention is installed. With "te" the gaps are the rules' matter; with "auto" any gap means our own
+    attention.
     """
     wanted = config.model.attention_backend
     if wanted == "native" or not on_gpu or version is None:
         return "native", []
-    found = list(gaps(config, version, packed_sizes))
+    found = list(gaps(config, version, packed_sizes, flash))
     if wanted == "auto" and config.mixed_precision.fp32 and not any(gap.rule == "E13" for gap in found):
         # It runs, but rounds to TF32: a run on one rank must not differ so from one that is split.
         found.append(Gap("E13", "mixed_precision.fp32", "its matrix products are TF32, not float32"))

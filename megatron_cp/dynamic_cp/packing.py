@@ -99,6 +99,7 @@ class HostPack:
             max_seqlen_kv=longest,
             # local_cp_size stays None: the group says it, and megatron-core's latent attention refuses the number.
             cp_group=groups.cp,
+            # Until 2.17 Transformer Engine by itself overlooks padding behind the last sample: wrong with p2p.
             pad_between_seqs=self.starts != self.padded_starts,
             cp_levels=groups.levels,
             tp_cp_group=groups.tp_cp,

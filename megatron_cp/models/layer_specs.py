@@ -96,7 +96,8 @@ def use_transformer_engine(config: RunConfig) -> bool:
     packed_sizes: set[int] = set()
     if dist.is_initialized():
         packed_sizes = {len(block) for block in configured_blocks(config, layout_of(config, dist.get_world_size()))}
-    return choose_backend(config, version, on_gpu=True, packed_sizes=packed_sizes)[0] == "te"
+    flash = any(metadata.distributions(name="flash-attn"))
+    return choose_backend(config, version, True, packed_sizes, flash)[0] == "te"
 
 
 def gpt_layer_spec(config: RunConfig) -> tuple[ModuleSpec, Any]:

@@ -9,8 +9,10 @@ from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 @rule(
     "E1",
-    "A sliding window with Transformer Engine needs a2a or all_gather.",
-    "Its ring does not skip what is outside the window and refuses. Our attention has windows on every transport.",
+    "A sliding window with Transformer Engine needs a2a or, with a causal mask, all_gather.",
+    "Its ring does not skip what is outside the window and refuses. Without a causal mask all_gather computes "
+    "something else, silently, and a2a has windows since 2.16 (in packs since 2.12, as on one rank). Our attention has "
+    "windows on every transport.",
     broken("model.attention_backend=te", "model.window_size=[64,0]", environment="gpu"),
     needs="config environment",
 )
@@ -35,7 +37,8 @@ def window_dropout(c: Context) -> Iterator[Finding]:
 @rule(
     "E4",
     "A softmax offset (softmax_type) with Transformer Engine needs a2a.",
-    "Its other transports merge partial results without it. Our attention has it on every transport.",
+    "Its other transports merge partial results without it. In packs it is there since 2.12, on one rank too. Our "
+    "attention has it on every transport.",
     broken("model.attention_backend=te", "model.softmax_type=learnable", environment="gpu"),
     needs="config environment",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_cp.attention.te_support import odd_heads
 from megatron_cp.models.mamba_shape import MambaShape
 from megatron_cp.rules.environment import PRESETS
 from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, rule
@@ -54,7 +55,8 @@ def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
 @rule(
     "D3",
     "With an all-to-all, each rank's heads and key/value heads are even in number, for Transformer Engine.",
-    "Its fused (cuDNN) attention is disabled otherwise and only flash attention is left.",
+    "From 2.15 on its fused (cuDNN) attention is disabled otherwise, also where the all-to-all's level has one rank; "
+    "only flash attention is left, if it is installed.",
     broken(
         "model.num_attention_heads=9", "model.num_query_groups=9", "model.hidden_size=144", "dataset.seq_length=252",
         "model.context_parallel_size=3", "model.hierarchical_context_parallel_sizes=[3,1]",
@@ -64,17 +66,18 @@ def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
     needs="config environment",
 )  # fmt: skip
 def even_heads(c: Context) -> Iterator[Finding]:
-    if c.backend == "te":
+    yield from c.te_findings("D3")
+    version, flash = c.environment.transformer_engine, c.environment.flash_attn is not None
+    odd = odd_heads(c.config, version) if c.backend == "te" and version is not None and flash else ""
+    if odd:
         for kind, size in c.a2a_sizes():
-            odd = [n for n in (c.heads, c.kv_heads) if n % 2]
-            if odd and size > 1:
-                yield Finding(
-                    "model.num_query_groups",
-                    f"{listed(odd)} heads on a tensor-parallel rank is odd; with {kind} over {size} ranks Transformer "
-                    "Engine can use flash attention only",
-                    "heads and key/value heads that are multiples of 2 * tp, model.cp_comm_type=p2p, or "
-                    "model.attention_backend=native",
-                )
+            yield Finding(
+                "model.num_query_groups",
+                f"{odd} heads on a tensor-parallel rank is odd; with {kind} over {size} ranks Transformer Engine can "
+                "use flash attention only",
+                "heads and key/value heads that are multiples of 2 * tp, model.cp_comm_type=p2p, or "
+                "model.attention_backend=native",
+            )
 
 
 @rule(

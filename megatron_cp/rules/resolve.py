@@ -54,7 +54,7 @@ def resolve_auto(
             seq_length=model.seq_length,
             window=has_window(config),
             softmax_offset=model.softmax_type != "vanilla",
-            transformer_engine=choose_backend(config, environment.transformer_engine, on_gpu, packed)[0] == "te",
+            transformer_engine=choose_backend(config, environment.transformer_engine, on_gpu, packed, True)[0] == "te",
             packed_sizes=packed,
         )
     except ValueError:

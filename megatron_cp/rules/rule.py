@@ -151,7 +151,11 @@ class Context:
     def _choice(self) -> tuple[str, list[Gap]]:
         environment = self.environment
         return choose_backend(
-            self.config, environment.transformer_engine, environment.device == "gpu", self.packed_sizes
+            self.config,
+            environment.transformer_engine,
+            environment.device == "gpu",
+            self.packed_sizes,
+            environment.flash_attn is not None,
         )
 
     @property
@@ -163,7 +167,9 @@ class Context:
         """What Transformer Engine lacks under a rule: an error where it is asked for by name, else a notice."""
         for gap in self._choice[1]:
             if gap.rule == rule_id and self.backend == "te":
-                yield Finding(gap.field, f"Transformer Engine: {gap.message}", "model.attention_backend=native")
+                yield Finding(
+                    gap.field, f"Transformer Engine: {gap.message}", "model.attention_backend=native", "error"
+                )
             elif gap.rule == rule_id:
                 message = f"Transformer Engine: {gap.message}; our own attention is used instead"
                 yield Finding(gap.field, message, "model.attention_backend=native says so yourself", "warning")

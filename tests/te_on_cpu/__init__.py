@@ -6,6 +6,14 @@ is published as a package of its own (``transformer-engine``, a megabyte); :func
 :mod:`tests.te_on_cpu.extension`, which has the kernels' signatures and their documented results. So our use of it is
 tried against what it really does, and not against what we think that it does. What this cannot show is anything that
 the kernels themselves do: speed, rounding, streams.
+
+Tests run with the version that ``scripts/setup.sh`` installs. Another one from 2.10 to 2.20 is tried by hand::
+
+    pip install --no-deps --target FOLDER transformer-engine==VERSION
+    export MEGATRON_CP_TE_FOLDER=FOLDER CUDA_VISIBLE_DEVICES=""
+    pytest tests/te_on_cpu/support.py  # what attention/te_support.py says of it
+    pytest tests/te_on_cpu/layers.py -m "not slow"  # models train with its layers as with ours
+    pytest -m gpu tests/unit_tests/attention/test_te_equivalence.py -k layer  # its attention in bf16
 """
 
 from __future__ import annotations

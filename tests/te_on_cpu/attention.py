@@ -62,8 +62,7 @@ class _Problem:
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * self.scale
         rows, columns = (torch.arange(x.shape[0], device=q.device) for x in (q, k))
         rows, columns = rows[:, None], columns[None, :]
-        bottom_right = self.bottom_right or "bottom_right" in self.mask
-        diagonal = rows + (k.shape[0] - q.shape[0] if bottom_right else 0)
+        diagonal = rows + (k.shape[0] - q.shape[0] if self.bottom_right else 0)
         left, right = self.window
         keep = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device)
         if "causal" in self.mask:
@@ -79,15 +78,28 @@ def _probabilities(scores: Tensor, stats: Tensor) -> Tensor:
     return torch.nan_to_num(torch.exp(scores - stats[..., None]), nan=0.0)
 
 
-def fused_attn_fwd(
-    max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, attn_scale: float, dropout: float, fast_zero_fill: bool,
-    layout: Any, o_format: Any, scale_inv_format: Any, bias_type: Any, mask_type: Any, softmax_type: Any,
-    window: Any, bottom_right: bool, cu_q: Tensor, cu_kv: Tensor, q: Tensor, k: Tensor, v: Tensor, fake_dtype: Any,
-    padded_q: Tensor | None, padded_kv: Tensor | None, page_k: Any, page_v: Any, s_quantizer: Any, o_quantizer: Any,
-    bias: Any, offset: Tensor | None, rng_gen: Any, rng_elements: int, return_max_logit: bool, cuda_graph: bool,
-) -> list[Any]:  # fmt: skip
+def _take_apart(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any], Any, list[bool], list[Any]]:
+    """A call's numbers and layout; mask's and softmax's type; window; what follows it as True or False; tensors and all
+    else. Versions have put more layouts behind the first (2.15) and another flag behind the window (2.12)."""
+    at = next(i for i, value in enumerate(arguments) if isinstance(value, tuple | list))
+    tensors = next(i for i, value in enumerate(arguments) if isinstance(value, Tensor))
+    first = next(i for i, value in enumerate(arguments) if hasattr(value, "name"))
+    window, flags = arguments[at], list(arguments[at + 1 : tensors])
+    return list(arguments[: first + 1]), list(arguments[at - 2 : at]), window, flags, list(arguments[tensors:])
+
+
+def _aligned_bottom_right(mask_type: Any, flags: list[bool]) -> bool:
+    """The flag alone decides, where there is one, and the mask's name where there is none."""
+    return flags[0] if flags else "BOTTOM_RIGHT" in mask_type.name
+
+
+def fused_attn_fwd(*arguments: Any) -> list[Any]:
     """[output, log-sum-exp, state of the random numbers, the softmax's offset if there is one]."""
+    numbers, (mask_type, softmax_type), window, flags, tensors = _take_apart(arguments)
+    max_seqlen_q, _, _, attn_scale, dropout, _, layout = numbers
+    cu_q, cu_kv, q, k, v, _, padded_q, padded_kv, _, _, _, _, bias, offset, _, _, return_max_logit, _ = tensors
     assert not dropout and bias is None and not return_max_logit
+    bottom_right = _aligned_bottom_right(mask_type, flags)
     problem = _Problem.build(
         layout, mask_type, softmax_type, window, bottom_right, attn_scale, cu_q, cu_kv, padded_q, padded_kv
     )
@@ -116,16 +128,13 @@ def fused_attn_fwd(
     return found if offset is None else [*found, offset]
 
 
-def fused_attn_bwd(
-    max_seqlen_q: int, max_seqlen_kv: int, attn_scale: float, dropout: float, fast_zero_fill: bool,
-    layout: Any, o_format: Any, do_format: Any, dqkv_layout: Any, scale_inv_format: Any, do_scale_inv_format: Any,
-    bias_type: Any, mask_type: Any, softmax_type: Any, window: Any, bottom_right: bool, deterministic: bool,
-    cu_q: Tensor, cu_kv: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, fake_dtype: Any,
-    aux: list[Tensor], padded_q: Tensor | None, padded_kv: Tensor | None, s_quantizer: Any, dp_quantizer: Any,
-    dqkv_quantizer: Any, cuda_graph: bool,
-) -> list[Any]:  # fmt: skip
+def fused_attn_bwd(*arguments: Any) -> list[Any]:
     """[dq, dk, dv, None, gradient of the softmax's offset or None]; the statistics and output may be a whole ring's."""
+    numbers, (mask_type, softmax_type), window, (*flags, _), tensors = _take_apart(arguments)
+    _, _, attn_scale, dropout, _, layout = numbers
+    cu_q, cu_kv, q, k, v, out, dout, *_, aux, padded_q, padded_kv, _, _, _, _ = tensors
     assert not dropout
+    bottom_right = _aligned_bottom_right(mask_type, flags)
     problem = _Problem.build(
         layout, mask_type, softmax_type, window, bottom_right, attn_scale, cu_q, cu_kv, padded_q, padded_kv
     )
@@ -202,15 +211,26 @@ def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool, leng
     return half
 
 
-def thd_out_correction(
-    out: Tensor, step: Tensor, lse: Tensor, lse_step: Tensor, cu_seqlens: Tensor, second: bool, packed: bool
-) -> None:
-    """In place: a step's output [t or t/2, h, d] added to ``out`` with its share of the whole softmax."""
+def thd_out_correction(out: Tensor, step: Tensor, *arguments: Any) -> None:
+    """In place: a step's output [t or t/2, h, d] added to ``out`` with its share of the softmax.
+
+    Of the whole softmax, or (from 2.20 on, which hands over what it was before too) of that of all steps up to here,
+    to which what is there is scaled.
+    """
+    *before, lse, lse_step, cu_seqlens, second, packed = arguments
     assert packed and out.dtype == step.dtype
     rows = _halves(cu_seqlens)[1] if second else torch.arange(int(cu_seqlens[-1]), device=out.device)
     share = torch.exp(lse_step[:, : len(rows)] - lse[:, rows]).T[..., None]
     part = step[: len(rows)]
-    out[rows] += torch.where(part == 0, torch.zeros_like(part), (part.float() * share).to(out.dtype))
+    found = out[rows]
+    if before:
+        found = _scaled(found, torch.exp(before[0][:, rows] - lse[:, rows]).T[..., None])
+    out[rows] = found + _scaled(part, share)
+
+
+def _scaled(x: Tensor, share: Tensor) -> Tensor:
+    """The product; of a zero (padding, whose share may be anything) zero."""
+    return torch.where(x == 0, torch.zeros_like(x), (x.float() * share).to(x.dtype))
 
 
 def thd_grad_correction(grad: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str) -> None:
@@ -236,6 +256,23 @@ def thd_get_partitioned_indices(cu_seqlens: Tensor, total: int, size: int, rank:
         for number in (rank, 2 * size - 1 - rank):
             rows.append(torch.arange(start + number * chunk, start + (number + 1) * chunk, device=cu_seqlens.device))
     return torch.cat(rows).to(torch.int32)
+
+
+# What attention without a kernel of its own makes of packs: one row of a batch for each sequence, and back.
+
+
+def convert_thd_to_bshd(x: Tensor, cu_seqlens: Tensor, batch: int, longest: int) -> Tensor:
+    out = x.new_zeros(batch, longest, *x.shape[1:])
+    for row, (start, end) in zip(out, itertools.pairwise(cu_seqlens.tolist()), strict=True):
+        row[: end - start] = x[start:end]
+    return out
+
+
+def convert_bshd_to_thd(x: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    out = x.new_zeros(total, *x.shape[2:])
+    for row, (start, end) in zip(x, itertools.pairwise(cu_seqlens.tolist()), strict=True):
+        out[start:end] = row[: end - start]
+    return out
 
 
 # From version 2.18 on.

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp.attention.te_support import parse_version
 from tests.te_on_cpu.attention import (  # noqa: F401
+    convert_bshd_to_thd,
+    convert_thd_to_bshd,
     fused_attn_bwd,
     fused_attn_fwd,
     thd_copy_valid_tokens_from_per_split_to_rank_local,
@@ -51,12 +54,23 @@ NVTE_QKV_Layout = _enum(
     " NVTE_BSHD_BS2HD NVTE_BSHD_BSH2D NVTE_BSHD_BSHD_BSHD NVTE_T3HD NVTE_TH3D NVTE_THD_T2HD NVTE_THD_TH2D"
     " NVTE_THD_THD_THD NVTE_SBHD_BSHD_BSHD NVTE_BSHD_SBHD_SBHD NVTE_THD_BSHD_BSHD NVTE_THD_SBHD_SBHD"
     " NVTE_Paged_KV_BSHD_BSHD_BSHD NVTE_Paged_KV_BSHD_SBHD_SBHD NVTE_Paged_KV_SBHD_BSHD_BSHD"
-    " NVTE_Paged_KV_SBHD_SBHD_SBHD NVTE_Paged_KV_THD_BSHD_BSHD NVTE_Paged_KV_THD_SBHD_SBHD NVTE_BHSD_BHSD_BHSD",
+    " NVTE_Paged_KV_SBHD_SBHD_SBHD NVTE_Paged_KV_THD_BSHD_BSHD NVTE_Paged_KV_THD_SBHD_SBHD NVTE_BHSD_BHSD_BHSD"
+    " NVTE_QKV_Layout_NOT_SET",
 )
 NVTE_Fused_Attn_Backend = _enum(
     "NVTE_Fused_Attn_Backend",
-    "NVTE_F16_arbitrary_seqlen NVTE_FP8 NVTE_F16_max512_seqlen NVTE_No_Backend",  # the third until 2.16
+    "NVTE_F16_arbitrary_seqlen NVTE_FP8 NVTE_No_Backend",
+    NVTE_F16_arbitrary_seqlen=1,
+    NVTE_FP8=2,
     NVTE_No_Backend=-1,
+)
+# A member until 2.16, and no other than these three may be one from 2.19 on.
+NVTE_Fused_Attn_Backend.NVTE_F16_max512_seqlen = 0
+# Its numbers do not matter: no tensor here is scaled.
+NVTEScalingMode = _enum(
+    "NVTEScalingMode",
+    "NVTE_DELAYED_TENSOR_SCALING NVTE_MXFP8_1D_SCALING NVTE_BLOCK_SCALING_1D NVTE_BLOCK_SCALING_2D"
+    " NVTE_NVFP4_1D_SCALING NVTE_INVALID_SCALING",
 )
 NVTERoutingMapFormat = _enum("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8")
 Float8BlockScaleTensorFormat = _enum("Float8BlockScaleTensorFormat", "GEMM_READY COMPACT INVALID")
@@ -67,6 +81,7 @@ FP8FwdTensors = _enum(
     "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
 )
 FP8BwdTensors = _enum("FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3")
+NVTEQBHistogramMode = _enum("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC")
 
 
 class CommOverlapHelper: ...
@@ -102,21 +117,43 @@ def get_num_cublas_streams() -> int:
     return 4
 
 
-def get_fused_attn_backend(
-    is_training: bool, q_type: Any, kv_type: Any, layout: Any, bias: Any, mask: Any, softmax: Any, dropout: float,
-    heads: int, groups: int, max_q: int, max_kv: int, dim_qk: int, dim_v: int, left: int, right: int, *rest: Any,
-) -> Any:  # fmt: skip
-    """What cuDNN 9.19 can do on a Hopper GPU, as far as our layers ask for it."""
+def get_fused_attn_backend(*arguments: Any) -> Any:
+    """What cuDNN 9.19 can do on a Hopper GPU, as far as our layers ask for it.
+
+    From 2.20 on it is asked with one object, and says why not.
+    """
+    if len(arguments) > 1:
+        _, dtype, _, layout, _, mask, _, _, _, _, _, _, dim_qk, dim_v, left, right, *_ = arguments
+        return _backend(dtype, layout, mask, dim_qk, dim_v, left, right)
+    p = arguments[0]
+    found = _backend(
+        p.qkv_dtype, p.qkv_layout, p.attn_mask_type, p.head_dim_qk, p.head_dim_v, p.window_size_left,
+        p.window_size_right,
+    )  # fmt: skip
+    return found, "" if found == NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen else "not here"
+
+
+def _backend(dtype: Any, layout: Any, mask: Any, dim_qk: int, dim_v: int, left: int, right: int) -> Any:
     packed = "THD" in layout.name
     possible = (
-        int(q_type) in (DType.kFloat16, DType.kBFloat16, DType.kFloat32)  # float32: see tests.te_on_cpu
+        int(dtype) in (DType.kFloat16, DType.kBFloat16, DType.kFloat32)  # float32: see tests.te_on_cpu
         and max(dim_qk, dim_v) <= 256
         and dim_qk % 8 == 0 == dim_v % 8
         and (dim_qk == dim_v or dim_v < 128 or (dim_qk, dim_v) == (192, 128) or dim_qk < 128)
         and (not packed or "PADDING" in mask.name)
+        and ((left == -1 and right in (-1, 0)) or _window_is_possible(mask.name, right))
     )
     backends = NVTE_Fused_Attn_Backend
     return backends.NVTE_F16_arbitrary_seqlen if possible else backends.NVTE_No_Backend
+
+
+def _window_is_possible(mask: str, right: int) -> bool:
+    """Windows of attention that is not causal came later, those of packs first."""
+    import transformer_engine
+
+    version = parse_version(transformer_engine.__version__)
+    since = parse_version("2.10" if "CAUSAL" in mask else "2.12" if "PADDING" in mask or right == 0 else "2.16")
+    return version >= since
 
 
 def generic_gemm(

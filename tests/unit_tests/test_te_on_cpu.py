@@ -22,6 +22,7 @@ PARTS = {
 }
 TRAINING = "tests/unit_tests/training"
 MORE_PARTS = {
+    "what its version can do": ("tests/te_on_cpu/support.py",),
     "all layers": ("tests/te_on_cpu/layers.py", "-m", "slow"),
     "published weights": ("tests/unit_tests/convert/test_runs.py", "-m", "not slow"),
     "every layout": (f"{TRAINING}/test_equivalence.py", "-m", "not slow"),

@@ -201,7 +201,7 @@ def test_a_thousand_ranks_are_checked_in_milliseconds():
         start = time.process_time()
         violations = check(config, 1024, environment="gpu")
         seconds.append(time.process_time() - start)
-    assert {v.rule for v in violations} == {"C8"}
+    assert {v.rule for v in violations} == {"C8", "D3"}
     assert min(seconds) < 0.05
 
 
@@ -315,6 +315,44 @@ class TestTransformerEngine:
         assert [packed("2.18.0", t) for t in ("p2p", "all_gather", "a2a", "a2a+p2p")] == [True, True, True, False]
         assert [packed("2.20.0.dev0", t) for t in ("all_gather", "a2a+p2p")] == [True, True]
         assert not packed("2.9.0", "a2a")
+
+    def test_windows_and_offsets_by_version(self):
+        flat = "model.hierarchical_context_parallel_sizes=null"
+        a2a, gather = (["model.cp_comm_type=" + name, flat] for name in ("a2a", "all_gather"))
+        alone = ["model.context_parallel_size=1", flat]
+        packs, full = ["model.sequence_packing_scheduler=dp_balanced"], ["model.attention_mask_type=no_mask"]
+        window, offset = ["model.window_size=[64,8]"], ["model.softmax_type=learnable"]
+        cases = (
+            ("E1", a2a + window + full, "2.16.0", "2.15.0"),
+            ("E1", a2a + window + full + packs, "2.12.0", "2.11.0"),
+            ("E1", alone + window + full + packs, "2.12.0", "2.11.0"),
+            ("E1", alone + window + full, "2.10.0", None),
+            ("E1", gather + window + full, None, "2.20.2"),
+            ("E1", [*gather, "model.window_size=[64,0]"], "2.10.0", None),
+            ("E4", a2a + offset, "2.10.0", None),
+            ("E4", a2a + offset + packs, "2.12.0", "2.11.0"),
+            ("E4", alone + offset + packs, "2.12.0", "2.11.0"),
+        )
+        for rule, overrides, good, bad in cases:
+            for version, refused in ((good, False), (bad, True)):
+                if version is not None:
+                    environment = dataclasses.replace(PRESETS["gpu"], transformer_engine=version)
+                    found = self.rules("model.attention_backend=te", *overrides, environment=environment)
+                    assert ((rule, "error") in found) == refused, (rule, overrides, version)
+
+    def test_odd_heads_leave_flash_attention_if_it_is_there(self):
+        odd = ("model.num_attention_heads=9", "model.num_query_groups=9", "model.hidden_size=144")
+        odd += ("model.hierarchical_context_parallel_sizes=[1,4]", "model.attention_backend=te")
+        for changes, expected in (
+            ({}, {"warning"}),
+            ({"flash_attn": None}, {"error"}),
+            ({"transformer_engine": "2.14.1"}, set()),
+        ):
+            found = self.rules(*odd, environment=dataclasses.replace(PRESETS["gpu"], **changes))
+            assert {severity for rule, severity in found if rule == "D3"} == expected, changes
+        environment = dataclasses.replace(PRESETS["gpu"], flash_attn=None)
+        found = self.rules(*odd[:-1], environment=environment)
+        assert ("D3", "warning") in found and "error" not in {severity for _, severity in found}, "ours is used"
 
     def test_it_must_be_there_when_asked_for(self):
         assert ("K8", "error") in self.rules("model.attention_backend=te", environment="cpu")
