@@ -39,8 +39,8 @@ from megatron_cp.models.mamba_exchange import (
 from megatron_cp.models.mamba_shape import MambaShape, MambaShare
 from megatron_cp.models.ssd import conv_and_scan
 
-try:  # mamba-ssm's fused kernel, which needs causal-conv1d beside it
-    import causal_conv1d  # noqa: F401
+try:  # mamba-ssm's fused kernel, which needs causal-conv1d beside it, and this module of it
+    import causal_conv1d.cpp_functions  # noqa: F401
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined as fused_kernel
 except ImportError:
     fused_kernel = None

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tests import pretend_gpu
 from tests.triton_on_cpu import interpret
 
 FOLDER = "MEGATRON_CP_MAMBA_FOLDER"  # environment variable: where mamba-ssm and causal-conv1d were installed
@@ -36,8 +37,12 @@ def _one_of(configurations: list[Any]) -> list[Any]:
 
 
 def load() -> None:
-    """Import mamba-ssm from the folder in the environment; all Mamba layers are computed by it, if it can."""
-    if torch.cuda.is_available():
+    """Import mamba-ssm from the folder in the environment. It computes all Mamba layers, but those in float64.
+
+    On a pretended GPU the layers that it would compute on a real one.
+    """
+    pretended = pretend_gpu.loaded()
+    if torch.cuda.is_available() and not pretended:
         raise RuntimeError("there is a GPU: use the real mamba-ssm")
     folder = Path(os.environ[FOLDER])
     sys.path.append(str(folder))
@@ -46,9 +51,9 @@ def load() -> None:
 
     autotune = triton.autotune
     triton.autotune = lambda configs, *args, **kwargs: autotune(_one_of(configs), *args, **kwargs)
-    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
-    # Sizes of launches are made from it.
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment]
+    if not pretended:  # what kernels are launched with
+        torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
+        torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
 
     from tests.mamba_on_cpu import extension
 
@@ -58,4 +63,5 @@ def load() -> None:
 
     if mamba.fused_kernel is None:
         raise FileNotFoundError(f"no mamba_ssm and causal_conv1d in {folder}")
-    mamba.wants_fused_kernel = lambda x: x.dtype != torch.float64
+    if not pretended:
+        mamba.wants_fused_kernel = lambda x: x.dtype != torch.float64

@@ -68,9 +68,7 @@ def _columns(x: Tensor, weight: Tensor, seq_idx: Tensor | None) -> Iterator[tupl
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None) -> Tensor:
     columns = _columns(x, weight, seq_idx)
-    return bias.float()[:, None] + sum(
-        earlier * weight[:, column, None].float() for column, _, earlier, _ in columns
-    )
+    return bias.float()[:, None] + sum(earlier * weight[:, column, None].float() for column, _, earlier, _ in columns)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None, *others: Tensor) -> None:
@@ -89,7 +87,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None, *oth
         if last:
             _require(channels % 8 == 0 and tensor.stride(1) == 1, "channels last, eights of them")
             _require(tensor.stride(2) % 8 == 0 and tensor.stride(0) % 8 == 0, "strides of eights")
-            # Not asked there: a GPU reads 16 bytes at a time and stops the process where they do not lie so.
+            # Not asked there: a GPU reads 16 bytes at once, and it is an error where they do not begin at a sixteenth.
             _require(tensor.data_ptr() % 16 == 0, "alignment")
 
 

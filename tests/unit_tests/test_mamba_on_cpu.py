@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import mamba_on_cpu, te_on_cpu
+from tests import mamba_on_cpu, pretend_gpu, te_on_cpu
+from tests.unit_tests.test_pretend_gpu import STEPS
 from tests.unit_tests.test_te_on_cpu import in_a_process_of_its_own
 
+MIXERS = "tests/mamba_on_cpu/mixers.py"
 PACKAGES = Path(sys.prefix) / "mamba"  # scripts/setup.sh puts them there
 
 pytestmark = pytest.mark.skipif(
@@ -25,16 +27,23 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(*arguments: str) -> None:
-    in_a_process_of_its_own({mamba_on_cpu.FOLDER: str(PACKAGES)}, "tests/mamba_on_cpu/mixers.py", *arguments)
+def run(*arguments: str, **variables: str) -> None:
+    in_a_process_of_its_own({mamba_on_cpu.FOLDER: str(PACKAGES)} | variables, *arguments)
 
 
 @pytest.mark.timeout(300)
 def test_mixers_with_its_kernels() -> None:
-    run("-m", "not slow")
+    run(MIXERS, "-m", "not slow")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_more_mixers_with_its_kernels() -> None:
-    run("-m", "slow")
+    run(MIXERS, "-m", "slow")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", [("tests/mamba_on_cpu/gpu.py",), (STEPS, "-k", "hybrid")])
+def test_with_its_kernels_on_a_gpu_that_there_is_not(part: tuple[str, ...]) -> None:
+    run(*part, **{pretend_gpu.VARIABLE: "1"})
