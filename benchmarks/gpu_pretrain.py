@@ -3,6 +3,7 @@
     python benchmarks/gpu_pretrain.py                                         # a GPU: 1B, 4K to 128K tokens
     python benchmarks/gpu_pretrain.py --models 1b,8b --sizes 8192,32768 --recompute none,full
     python benchmarks/gpu_pretrain.py --models tiny --sizes 256 --matmul 512  # what a CPU can do, to try the script
+    python benchmarks/gpu_pretrain.py model.apply_rope_fusion=false           # without one of the fused kernels
 
 Utilization is that of the rate measured in the same run for large bf16 matrix products, not of a data sheet's:
 operations are counted as in ``megatron_cp/training/flops.py`` (causal attention, no recomputation). ``8b`` has the
@@ -82,6 +83,7 @@ def config_of(model: str, size: int, attention: str, recompute: str, options: ar
         f"model.attention_backend={attention}",
         f"model.cross_entropy_chunk_size={options.chunk}",
         *RECOMPUTE[recompute],
+        *options.overrides,
     ]
     return load_recipe(recipe, settings)
 
@@ -140,6 +142,7 @@ def measure(model: str, size: int, attention: str, recompute: str, peak: float, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every case")
     names = {"type": lambda text: text.split(",")}
     parser.add_argument("--models", **names, default=["1b"], help=", ".join(MODELS))
     parser.add_argument("--sizes", **names, default=["4096", "8192", "16384", "32768", "65536", "131072"])

@@ -122,7 +122,11 @@ class ModelConfig:
     recompute_modules: list[str] | None = None
     distribute_saved_activations: bool = False
     cpu_offloading: bool = False  # of activations; refused, see rule K28
-    cross_entropy_loss_fusion: bool = False
+    # Fused kernels. None: Transformer Engine's, where the layers are its own and the kernel fits the model.
+    apply_rope_fusion: bool | None = None
+    gradient_accumulation_fusion: bool | None = None
+    cross_entropy_loss_fusion: bool | None = None
+    cross_entropy_fusion_impl: Literal["native", "te"] | None = None
     cross_entropy_chunk_size: int | None = None  # tokens whose logits exist at once on a rank; None: all of them
     calculate_per_token_loss: bool = True
     deterministic_mode: bool = False

@@ -19,6 +19,7 @@ from pathlib import Path
 from megatron_cp.attention.te_support import MINIMUM, choose_backend, parse_version
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import format_violations
+from megatron_cp.models.fusions import kernels_in_use
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.environment import installed_version
@@ -27,6 +28,7 @@ from megatron_cp.rules.resolve import packed_sizes
 
 EXIT_READY, EXIT_MISSING, EXIT_CONFIG = 0, 1, 2
 MEGATRON_CORE = "0.19.2"
+ITS_ATTENTION = "Transformer Engine's"
 _EXTRA = "uv pip install 'megatron-cp[gpu]' (in a clone: -e '.[gpu]')"
 _SECONDS_TO_IMPORT = 300
 
@@ -167,7 +169,7 @@ def attention_of(config: RunConfig, environment: Environment, world_size: int) -
         why += [f"Transformer Engine {version}, {gap.field}: {gap.message}" for gap in gaps]
     else:
         why = [f"Transformer Engine {version} computes all that the recipe asks for"]
-    return {"te": "Transformer Engine's", "native": "our own"}[backend], why
+    return ITS_ATTENTION if backend == "te" else "our own", why
 
 
 def _findings_for(config: RunConfig, found: Survey) -> Iterator[Finding]:
@@ -272,6 +274,8 @@ def main(argv: Sequence[str]) -> int:
         backend = config.dist.distributed_backend or ("nccl" if found.environment.device == "gpu" else "gloo")
         print(f"{config.recipe} on {world_size} ranks")
         print(_line("attention", f"{attention}: {why[0]}"), *(_line("", reason) for reason in why[1:]), sep="\n")
+        fused = kernels_in_use(config, its_layers=attention == ITS_ATTENTION)
+        print(_line("fused kernels", ", ".join(fused) or "none of Transformer Engine's"))
         print(_line("communication", backend), *([_line("", choice)] if choice else []), sep="\n")
         to_do += _findings_for(config, found)
         violations = check(config, world_size, None, found.environment)

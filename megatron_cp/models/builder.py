@@ -9,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp.config import RunConfig
+from megatron_cp.models.fusions import fuses_gradient_sum
 from megatron_cp.models.initial_weights import draw_part, seed_of
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.layer_specs import gpt_block_spec, use_transformer_engine
@@ -76,9 +77,19 @@ def _build_chunk(
     chunk.cross_entropy_chunk_size = model.cross_entropy_chunk_size
     if core_config.use_cpu_initialization and core_config.perform_initialization:
         _seed_vocabulary_weights(chunk, core_config, groups, config.rng.seed)
+    if fuses_gradient_sum(config, use_transformer_engine(config)):
+        _let_products_sum_gradients(chunk)
     if torch.cuda.is_available():
         chunk.cuda(torch.cuda.current_device())
     return chunk
+
+
+def _let_products_sum_gradients(chunk: torch.nn.Module) -> None:
+    """In the layers of Transformer Engine. Asked for by megatron-core's own setting, its output layer wants apex."""
+    module: Any
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def _seed_vocabulary_weights(

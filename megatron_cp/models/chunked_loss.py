@@ -60,6 +60,18 @@ class LossesInPieces:
             self._losses_at_once, hidden_states, self.output_weight(), labels, self.cross_entropy_chunk_size
         )
 
+    def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
+        """Per-token losses [b, s] of logits [s, b, v]. megatron-core's; it lets Transformer Engine's kernel ask in each
+        backward pass whether all gradients are 1, and with it the host waits for the device."""
+        if not (self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == "te"):
+            return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
+        from megatron.core.extensions.transformer_engine import te_parallel_cross_entropy
+
+        # The kernel goes by the stride of the last dimension, which may be anything where there is one row.
+        labels = labels.transpose(0, 1).flatten().view(logits.shape[:2])
+        losses = te_parallel_cross_entropy(logits, labels, self.pg_collection.tp, is_cg_capturable=True)
+        return losses.transpose(0, 1).contiguous()
+
     def _losses_at_once(self: Any, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         logits, _ = self.output_layer(hidden_states, weight=weight)
         return self.compute_language_model_loss(labels, logits)

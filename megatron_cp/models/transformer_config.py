@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_cp.config import RunConfig
+from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding
+from megatron_cp.models.layer_specs import use_transformer_engine
 
 _ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 # Names that both sides use for different things: translated below or used by us alone.
@@ -50,7 +52,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     if model.num_moe_experts is None:
         del values["moe_router_topk"]  # megatron-core asks for pre-softmax where it is 1, experts or not
     dtype = params_dtype(config)
-    on_gpu = torch.cuda.is_available()
+    on_gpu, its_layers = torch.cuda.is_available(), use_transformer_engine(config)
+    loss = fused_loss(config, its_layers)
     parallel = model.context_parallel_size > 1
     # Microbatches may be sliced where the model is not.
     grouped = parallel or model.dynamic_context_parallel or config.dist.eval_context_parallel_size is not None
@@ -69,6 +72,10 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         "bias_dropout_fusion": on_gpu,
         # SwiGLU only: the other fused functions refuse some models, or approximate what a CPU computes exactly.
         "bias_activation_fusion": on_gpu and model.activation_func == "silu" and model.gated_linear_unit,
+        "apply_rope_fusion": fuses_rotary_embedding(config, its_layers),
+        "cross_entropy_loss_fusion": loss is not None,
+        "cross_entropy_fusion_impl": loss or "native",
+        # megatron-core's own output layer would ask for apex; the builder tells Transformer Engine's layers.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "variable_seq_lengths": model.sequence_packing_scheduler is not None

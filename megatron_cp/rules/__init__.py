@@ -15,6 +15,7 @@ from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the t
     data,
     endurance,
     experts,
+    fusions,
     groups,
     heads,
     models,

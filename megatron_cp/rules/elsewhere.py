@@ -87,6 +87,7 @@ GUARDS = {
     "I4": "unit_tests/dynamic_cp/test_hybrid_training.py::test_packed_training_equals_one_rank",
     "I6": "unit_tests/training/test_checkpoint.py::test_resuming_under_another_layout",
     "I7": "unit_tests/training/test_checkpoint.py::test_resuming_under_another_layout",
+    "I11": "unit_tests/backend/test_patches.py::test_packs_are_rotated_as_one_by_one",
     "I12": "unit_tests/training/test_equivalence.py::test_decentralized_groups_train_bit_for_bit_like_the_mpu",
     "I13": "unit_tests/training/test_model_variants.py::test_feature_trains_like_one_rank",
     "K1": "unit_tests/test_recipes.py::test_a_wrong_override_is_explained",
@@ -258,7 +259,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
     ),
     "I8": Elsewhere("not offered", "CUDA graphs.", "There are none."),
     "I10": Elsewhere("not offered", "Tensor-parallel communication overlap.", "There is none."),
-    "I11": Elsewhere("not offered", "Fused rotary embeddings.", "The unfused one takes rank, size and cu_seqlens."),
+    "I11": Elsewhere(
+        "right", "Rotary embeddings of packs under CP.", "Fused or not, they take rank, size and cu_seqlens."
+    ),
     "I12": Elsewhere(
         "right", "Rotary embeddings use the group that sliced the batch.", "Both take it from the same collection."
     ),

@@ -398,25 +398,6 @@ def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
 
 
 @rule(
-    "K21",
-    "The fused cross-entropy is for bf16 and fp16.",
-    "megatron-core's rounds the gradient of the logits to bf16 whatever the precision, silently: in fp32 the gradient "
-    "norm is wrong in the fourth digit.",
-    broken("model.cross_entropy_loss_fusion=true"),
-    needs="config environment",
-)
-def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
-    precision = c.config.mixed_precision
-    half = precision.bf16 or precision.fp16 or (c.environment.device == "gpu" and not precision.fp32)
-    if c.config.model.cross_entropy_loss_fusion and not half:
-        yield Finding(
-            "model.cross_entropy_loss_fusion",
-            "the fused cross-entropy rounds gradients to bf16, and this run is in fp32",
-            "model.cross_entropy_loss_fusion=false, or mixed_precision=bf16_mixed",
-        )
-
-
-@rule(
     "K23",
     "Multi-latent attention with qk_layernorm compresses its queries.",
     "The normalization is that of the compressed queries; without q_lora_rank megatron-core's own layers refuse it.",

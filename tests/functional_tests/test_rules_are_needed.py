@@ -88,6 +88,7 @@ ERROR = {
     "K26": "lognorml: cannot be read",
     "K27": "Say what counts with dataset.text_key",
     "K30": "non-negative",
+    "K34": "apply_rope_fusion is not available",
     "K31": "97 is not divisible by 2",
 }
 # Runs, and is right about what it runs, which is not what was asked for.

@@ -44,7 +44,8 @@ OF_A_PACKED_STEP = OF_EVERY_STEP | {"batch_checks.py copy to the host": 1}
 # Upstream's: a message's batch in a pipeline without virtual stages, and experts' all-to-all, which needs its sizes.
 SPREAD = MOE | {"model__expert_model_parallel_size": 2}
 DEPTHS = {"step.py tolist": 2}  # how many tokens each depth of multi-token prediction has
-DENSE: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
+Case = tuple[int, dict[str, Any], dict[str, int]]  # ranks, settings, what else they wait for
+DENSE: dict[str, Case] = {
     "hierarchy": (4, CP4 | HCP, {}),
     "tp2 sp cp2": (4, TP2 | SP | CP2, {}),
     "pp2 vpp2 cp2": (4, PP2 | VPP2 | CP2, {}),
@@ -55,7 +56,7 @@ DENSE: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
     "hybrid": (2, CP2 | HYBRID, {}),
     "multi-token prediction": (2, CP2 | MTP, DEPTHS),
 }
-PACKED: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
+PACKED: dict[str, Case] = {
     "dynamic": (4, DYNAMIC, {}),
     "static": (2, BALANCED | CP2, {}),
     "dynamic, multi-token prediction, all-to-all": (4, DYNAMIC | MTP | {"model__cp_comm_type": "a2a"}, DEPTHS),
@@ -130,7 +131,7 @@ def with_a_question_in_each_layer(overrides: dict[str, Any]) -> dict[str, int]:
 
 def test_a_question_in_each_layer_is_noticed() -> None:
     """Guards the tests above."""
-    [waits] = run_ranks(with_a_question_in_each_layer, 1, BF16)
+    [waits] = run_ranks(with_a_question_in_each_layer, 1, BF16 | {"model__apply_rope_fusion": False})
     assert waits["_local_scalar_dense"] == 1 + 4 * 2 * 4  # queries and keys of four layers, four microbatches
 
 

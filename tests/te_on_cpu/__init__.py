@@ -25,7 +25,7 @@ from unittest.mock import MagicMock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests import pretend_gpu
+from tests import pretend_gpu, triton_on_cpu
 
 FOLDER = "MEGATRON_CP_TE_FOLDER"  # environment variable: where the package transformer-engine was installed
 
@@ -88,6 +88,21 @@ class _WithFloat32:
         return getattr(torch, name)
 
 
+class _WithPlaceholders:
+    """What Transformer Engine's layers see as ``torch``: a weight's gradient that was added to the sum already has a
+    placeholder, which is made on the device in the backward pass, where no mode sees it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*shape: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        tensor = torch.empty(*shape, **kwargs)
+        if pretend_gpu.loaded() and torch.device(device).type == "cuda":
+            pretend_gpu.placement.put(tensor, pretend_gpu.placement.GPU)
+        return tensor
+
+
 def _choose_as_for_bf16() -> None:
     """Let ``attention_backend`` come to what it would come to in bf16."""
     from megatron_cp.config import MixedPrecisionConfig
@@ -139,10 +154,12 @@ def load() -> None:
     sys.path.append(str(folder))
 
     from tests.te_on_cpu import extension
+    from tests.te_on_cpu.cross_entropy import KERNELS
 
     if not pretend_gpu.loaded():
         _believe_in_a_gpu()
     sys.modules["transformer_engine_torch"] = extension
+    triton_on_cpu.interpret()
     # What the extension's package brings along; here nothing is exported.
     for name in ("onnx", "onnxscript"):
         sys.modules.setdefault(name, _Unused(name))
@@ -161,5 +178,9 @@ def load() -> None:
         attention = "transformer_engine.pytorch.attention.dot_product_attention"
         for name in ("utils", "backends"):
             importlib.import_module(f"{attention}.{name}").torch = _WithFloat32()
+        importlib.import_module("transformer_engine.pytorch.module.base").torch = _WithPlaceholders()
+        losses = importlib.import_module("transformer_engine.pytorch.triton.cross_entropy")
+        for name, kernel in KERNELS.items():
+            setattr(losses, name, kernel)
         _waiting_once(importlib.import_module(f"{attention}.context_parallel"))
     _choose_as_for_bf16()

@@ -213,6 +213,47 @@ def layernorm_bwd(
     return [((d_normed - means) * rsigma).to(x.dtype), d_gamma, d_beta]
 
 
+def fused_rope_forward(
+    t: Tensor, freqs: Tensor, start_positions: Any, form: Any, interleaved: bool, cu_seqlens: Tensor | None,
+    cp_size: int, cp_rank: int,
+) -> Tensor:  # fmt: skip
+    """Heads turned by the angles of their tokens' positions. The kernel finds those of a pack by itself: ``freqs``
+    [longest sequence, 1, 1, d], and of each sequence a rank has its two chunks in zigzag order."""
+    return _rotated(t, freqs, start_positions, form, interleaved, cu_seqlens, cp_size, cp_rank, 1.0)
+
+
+def fused_rope_backward(grad: Tensor, *args: Any) -> Tensor:
+    """Turned back."""
+    return _rotated(grad, *args, -1.0)
+
+
+def _rotated(
+    t: Tensor, freqs: Tensor, start_positions: Any, form: Any, interleaved: bool, cu_seqlens: Tensor | None,
+    cp_size: int, cp_rank: int, direction: float,
+) -> Tensor:  # fmt: skip
+    assert start_positions is None and freqs.dtype == torch.float32 and freqs.is_contiguous()
+    if "THD" in form.name:
+        assert cu_seqlens is not None and cu_seqlens.dtype == torch.int32 and t.dim() == 3
+        rows = []
+        for length in cu_seqlens.diff().tolist():
+            chunk = length // cp_size // 2
+            first, last = cp_rank * chunk, length - (cp_rank + 1) * chunk
+            whole = [torch.arange(length)] if cp_size == 1 else []
+            rows += whole or [torch.arange(first, first + chunk), torch.arange(last, last + chunk)]
+        angles = freqs[torch.cat(rows).to(freqs.device)].squeeze(1)
+    else:
+        assert form.name.endswith("SBHD") and t.dim() == 4
+        angles = freqs[: t.shape[0]]
+    size = freqs.shape[-1]
+    wide, rest = t[..., :size].float(), t[..., size:]
+    if interleaved:
+        turned = torch.stack((-wide[..., 1::2], wide[..., ::2]), -1).flatten(-2)
+    else:
+        low, high = wide.chunk(2, -1)
+        turned = torch.cat((-high, low), -1)
+    return torch.cat(((wide * angles.cos() + direction * turned * angles.sin()).to(t.dtype), rest), -1)
+
+
 def multi_tensor_scale(chunk: int, noop: Tensor, lists: list[list[Tensor]], scale: float) -> None:
     for source, target in zip(*lists, strict=True):
         if not torch.isfinite(source).all():

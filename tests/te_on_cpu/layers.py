@@ -7,17 +7,25 @@ Transformer Engine.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.extensions.transformer_engine import te_parallel_cross_entropy
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
+from transformer_engine.common.triton import cross_entropy as triton_kernels
+from transformer_engine.pytorch.triton import cross_entropy
 
 from megatron_cp.attention.probe import ProbeError
+from tests.packed_runs import DYNAMIC, lengths_file, one_by_one, packed_losses
 from tests.ranks import run_ranks
+from tests.te_on_cpu import cross_entropy as stand_ins
 from tests.te_on_cpu import extension
 from tests.training_runs import train_losses, worst_difference
 from tests.unit_tests.attention.harness import make_groups
@@ -36,6 +44,8 @@ EP2 = {"model__expert_model_parallel_size": 2}
 GROUPED = {"model__moe_grouped_gemm": True}
 LEARNED = {"model__softmax_type": "learnable"}
 WINDOW = {"model__window_size": [8, 0]}
+FUSIONS = ("apply_rope_fusion", "gradient_accumulation_fusion", "cross_entropy_loss_fusion")
+PLAIN_KERNELS = {f"model__{name}": False for name in FUSIONS}
 
 # The first of each kind; all others are for the slow run.
 QUICK = {
@@ -57,6 +67,9 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "qk layernorm, hierarchy": ({"model__qk_layernorm": True}, 4, CP4 | HCP),
     "bidirectional, hierarchy": ({"model__attention_mask_type": "no_mask"}, 4, CP4 | HCP),
     "full recomputation, ring": (FULL, 2, CP2),
+    "interleaved rotary, ring": ({"model__rotary_interleaved": True, "model__rotary_percent": 0.5}, 2, CP2),
+    "no fused kernels, ring": (PLAIN_KERNELS, 2, CP2),
+    "loss in pieces, tp2 sp cp2": ({"model__cross_entropy_chunk_size": 5}, 4, TP2 | SP | CP2),
     "its own scale, ring": ({"model__softmax_scale": 0.3}, 2, CP2),
     "window, all-gather": (WINDOW | {"model__window_attn_skip_freq": 2}, 2, CP2 | over("all_gather")),
     "window, all-to-all": (WINDOW, 2, CP2 | over("a2a")),
@@ -72,24 +85,42 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
 }
 
 
-def trained(overrides: Overrides) -> tuple[Losses, int]:
-    """Losses and gradient norms, and how often Transformer Engine's attention was called."""
-    calls, kernel = 0, extension.fused_attn_fwd
+def counting(train: Callable[..., Any], *args: Any) -> tuple[Losses, Counter[str]]:
+    """Losses and gradient norms, and how often Transformer Engine's kernels were called, by name."""
+    calls: Counter[str] = Counter()
 
-    def counted(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return kernel(*args)
+    def counted(name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name != "generic_gemm":
+            calls[name] += 1
+        elif inspect.signature(kernel).bind(*args, **kwargs).arguments["accumulate"]:  # others are the router's, too
+            calls["gradients summed"] += 1
+        return kernel(*args, **kwargs)
 
-    extension.fused_attn_fwd = counted
-    return train_losses(overrides, STEPS), calls
+    for module, name in (
+        (extension, "fused_attn_fwd"),
+        (extension, "fused_rope_forward"),
+        (extension, "fused_rope_backward"),
+        (extension, "generic_gemm"),
+        (cross_entropy, "cross_entropy_forward"),
+    ):
+        setattr(module, name, functools.partial(counted, name, getattr(module, name)))
+    result = train(*args)
+    return result[0] if isinstance(result, tuple) else result, calls
+
+
+def trained(overrides: Overrides) -> tuple[Losses, Counter[str]]:
+    return counting(train_losses, overrides, STEPS)
+
+
+def in_packs(lengths: str, overrides: Overrides) -> tuple[Losses, Counter[str]]:
+    return counting(packed_losses, lengths, overrides)
 
 
 @functools.cache
 def on_one_rank(model: str) -> Losses:
     """Our own layers'."""
     losses, calls = run_ranks(trained, 1, NATIVE | json.loads(model))[0]
-    assert calls == 0
+    assert not calls
     return losses
 
 
@@ -101,9 +132,49 @@ def test_layers_train_as_ours_do_on_one_rank(case: str) -> None:
     for ranks, changes in ((1, {}), (size, layout)):
         results = run_ranks(trained, ranks, TE | model | changes)
         assert all(losses == results[0][0] for losses, _ in results), "ranks report different losses"
-        assert all(calls for _, calls in results), "another attention was used"
+        for _, calls in results:
+            assert calls["fused_attn_fwd"], "another attention was used"
+            assert bool(calls["fused_rope_forward"]) == bool(calls["fused_rope_backward"]) == rotates(model)
+            assert bool(calls["gradients summed"]) == (model is not PLAIN_KERNELS)
+            assert bool(calls["cross_entropy_forward"]) == (model is not PLAIN_KERNELS)
         differences = worst_difference(results[0][0], on_one_rank(json.dumps(model)))
         assert max(differences) < 2e-6, (ranks, differences)
+
+
+def rotates(model: Overrides) -> bool:
+    """Whether its queries and keys are rotated by a kernel."""
+    rope = model.get("model__position_embedding_type", "rope") == "rope"
+    return rope and not model.get("model__multi_latent_attention") and model is not PLAIN_KERNELS
+
+
+def test_dynamic_packs_train_as_ours_do_one_by_one(tmp_path: Path) -> None:
+    lengths = lengths_file(tmp_path)
+    alone = run_ranks(one_by_one, 1, lengths, NATIVE)[0]
+    results = run_ranks(in_packs, 4, lengths, DYNAMIC | CP2)
+    for losses, calls in results:
+        assert min(calls["fused_attn_fwd"], calls["fused_rope_forward"], calls["gradients summed"]) > 0
+        assert max(worst_difference(losses, alone)) < 2e-6
+
+
+def losses_and_gradients() -> list[torch.Tensor]:
+    """Of half a vocabulary on each rank, by Triton's interpreter of the kernels themselves, and by their stand-ins."""
+    group, found = make_groups(2)[0], []
+    torch.manual_seed(3)
+    logits, labels, weights = torch.randn(5, 2, 14), torch.randint(14, (5, 2)), torch.rand(5, 2)
+    for kernels in (vars(triton_kernels), stand_ins.KERNELS):
+        for name in stand_ins.KERNELS:
+            setattr(cross_entropy, name, kernels[name])
+        part = logits.chunk(2, -1)[group.rank()].contiguous().requires_grad_()
+        losses = te_parallel_cross_entropy(part.clone(), labels, group, True)
+        (losses * weights).sum().backward()
+        found += [losses, part.grad]
+    return found
+
+
+def test_the_loss_is_that_of_its_kernels() -> None:
+    for losses, gradients, *by_stand_ins in run_ranks(losses_and_gradients, 2):
+        torch.testing.assert_close(by_stand_ins, [losses, gradients], rtol=1e-6, atol=1e-6)
+        assert gradients.abs().max() > 0.1
 
 
 MODELS = {"dense": {}, "experts": MOE, "grouped": MOE | GROUPED, "latent": MLA, "hybrid": HYBRID}

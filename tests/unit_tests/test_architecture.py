@@ -40,6 +40,7 @@ PURE = [
     "megatron_cp.attention.sharding",
     "megatron_cp.attention.select",
     "megatron_cp.attention.te_support",
+    "megatron_cp.models.fusions",
     "megatron_cp.models.hybrid_pattern",
     "megatron_cp.models.mamba_shape",
     "megatron_cp.cli",

@@ -12,7 +12,7 @@ from megatron_cp.rules import check
 
 @pytest.mark.parametrize("model", MODELS)
 def test_gpu_pretrain_breaks_no_rule_on_one_gpu(model: str) -> None:
-    options = argparse.Namespace(tokens=131072, steps=5, warm_up=3, chunk=4096)
+    options = argparse.Namespace(tokens=131072, steps=5, warm_up=3, chunk=4096, overrides=[])
     for attention in ("te", "native"):
         for recompute in RECOMPUTE:
             for size in (4096, 131072):

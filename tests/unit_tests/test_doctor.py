@@ -58,6 +58,7 @@ def test_a_complete_gpu_machine(run):
     assert "  NVIDIA driver      580.65.06, runs CUDA 13.0 and older\n" in out
     assert "  transformer-engine 2.17.1\n" in out
     assert "  attention          Transformer Engine's: Transformer Engine 2.17.1 computes all" in out
+    assert "  fused kernels      rotary embedding, sums of weight gradients, cross-entropy" in out
     assert "  communication      nccl\n" in out and out.endswith("nothing to do\n")
 
 
@@ -106,6 +107,7 @@ def test_what_to_install(run, found, code, said):
 def test_which_attention_and_why(run, found, overrides, attention):
     code, out, err = run(found, "--recipe", TINY, *overrides)
     assert f"  attention          {attention}" in out and code == 0, err
+    assert ("  fused kernels      none of Transformer Engine's" in out) == attention.startswith("our own")
 
 
 def test_a_recipe_that_cannot_run_here_ends_with_two(run):

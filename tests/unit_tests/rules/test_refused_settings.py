@@ -275,3 +275,50 @@ def test_the_levels_proposed_fit_the_heads(cp, heads, fix):
     }
     proposed = fix.split(", [")[0].replace(" ", "")
     assert errors(*overrides, f"model.hierarchical_context_parallel_sizes={proposed}", world_size=cp) == {}
+
+
+K21 = "model.cross_entropy_loss_fusion=false, or mixed_precision=bf16_mixed"
+NATIVE = ("model.attention_backend=native",)
+LATENT = ("model.multi_latent_attention=true", "model.q_lora_rank=32", "model.num_query_groups=null")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_cpu", "on_gpu"),
+    [
+        ((), {}, {}),
+        (("model.apply_rope_fusion=true",), {"K34": "model.apply_rope_fusion=null"}, {}),
+        (("model.apply_rope_fusion=true", *NATIVE), {"K34": "model.apply_rope_fusion=null"}, {}),
+        (
+            ("model.gradient_accumulation_fusion=true", *NATIVE),
+            {"K34": "model.gradient_accumulation_fusion=null"},
+            {"K34": "model.gradient_accumulation_fusion=null"},
+        ),
+        (("model.gradient_accumulation_fusion=true",), {"K34": "model.gradient_accumulation_fusion=null"}, {}),
+        (
+            ("model.cross_entropy_loss_fusion=true", "model.cross_entropy_fusion_impl=te"),
+            {"K34": "model.cross_entropy_fusion_impl=null"},
+            {},
+        ),
+        (("model.cross_entropy_loss_fusion=true",), {"K21": K21}, {}),
+        (("model.cross_entropy_loss_fusion=true", "mixed_precision=bf16"), {}, {}),
+        (("model.cross_entropy_loss_fusion=true", "mixed_precision.fp32=true"), {"K21": K21}, {"K21": K21}),
+        (("model.deterministic_mode=true", "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO='0'"), {}, {}),
+    ],
+    ids=str,
+)
+def test_fused_kernels_are_refused_where_they_are_not_there(overrides, on_cpu, on_gpu):
+    assert errors(*overrides) == on_cpu
+    assert errors(*overrides, environment="gpu") == on_gpu
+
+
+def test_latent_attention_has_no_fused_rotary_embedding():
+    found = errors(*LATENT, "model.apply_rope_fusion=true", environment="gpu")
+    assert found == {"K34": "model.apply_rope_fusion=null"}
+    assert errors(*LATENT, environment="gpu") == {}
+
+
+def test_whose_fused_loss_has_no_effect_without_one():
+    config = load_recipe(EXAMPLE_RECIPE, ["model.cross_entropy_fusion_impl=te"])
+    for environment, told in (("cpu", True), ("gpu", False)):
+        warnings = [v.rule for v in check(config, 4, environment=environment) if v.severity == "warning"]
+        assert ("K34" in warnings) == told

@@ -1,0 +1,52 @@
+"""Kernels of Transformer Engine beside its layers and its attention: which of them a model uses. Pure: no torch.
+
+Plain PyTorch reads and writes whole activations several times for a rotary embedding or a cross-entropy, and writes a
+matrix's gradient before it is added to the float32 sum; each of these kernels does its work in one pass.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_cp.config import RunConfig
+
+
+def rotary_gap(config: RunConfig) -> str | None:
+    """Why a model cannot have the fused rotary embedding; None if it can."""
+    if config.model.multi_latent_attention:
+        return "latent attention's is for YaRN only"
+    if config.model.position_embedding_type != "rope":
+        return f"there is none with model.position_embedding_type={config.model.position_embedding_type}"
+    return None
+
+
+def fuses_rotary_embedding(config: RunConfig, its_layers: bool) -> bool:
+    """Whether queries and keys are rotated by one kernel each, where the layers are Transformer Engine's or not."""
+    wanted = config.model.apply_rope_fusion
+    return its_layers and rotary_gap(config) is None if wanted is None else wanted
+
+
+def fuses_gradient_sum(config: RunConfig, its_layers: bool) -> bool:
+    """Whether the products that make the weights' gradients add them to the sum over microbatches themselves."""
+    wanted = config.model.gradient_accumulation_fusion
+    return its_layers if wanted is None else wanted
+
+
+def fused_loss(config: RunConfig, its_layers: bool) -> Literal["native", "te"] | None:
+    """Whose kernel computes the cross-entropy: megatron-core's, Transformer Engine's, or (None) plain PyTorch."""
+    model = config.model
+    whose = model.cross_entropy_fusion_impl or ("te" if its_layers else "native")
+    wanted = model.cross_entropy_loss_fusion
+    if wanted is None:
+        wanted = whose == "te" and its_layers and not model.deterministic_mode
+    return whose if wanted else None
+
+
+def kernels_in_use(config: RunConfig, its_layers: bool) -> list[str]:
+    """Those of Transformer Engine that a model uses, in words."""
+    used = {
+        "rotary embedding": fuses_rotary_embedding(config, its_layers),
+        "sums of weight gradients": fuses_gradient_sum(config, its_layers),
+        "cross-entropy": fused_loss(config, its_layers) == "te",
+    }
+    return [name for name, is_used in used.items() if is_used]
