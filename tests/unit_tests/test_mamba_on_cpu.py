@@ -31,19 +31,19 @@ def run(*arguments: str, **variables: str) -> None:
     in_a_process_of_its_own({mamba_on_cpu.FOLDER: str(PACKAGES)} | variables, *arguments)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_mixers_with_its_kernels() -> None:
     run(MIXERS, "-m", "not slow")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_more_mixers_with_its_kernels() -> None:
     run(MIXERS, "-m", "slow")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", [("tests/mamba_on_cpu/gpu.py",), (STEPS, "-k", "hybrid")])
 def test_with_its_kernels_on_a_gpu_that_there_is_not(part: tuple[str, ...]) -> None:
     run(*part, **{pretend_gpu.VARIABLE: "1"})
