@@ -5,9 +5,8 @@ Not collected by itself: ``tests/unit_tests/test_mamba_on_cpu.py`` runs it in a 
 
 from __future__ import annotations
 
-from tests.mamba_on_cpu.mixers import Counted, trained
-from tests.pretend_gpu.steps import BF16
-from tests.ranks import run_ranks
+from tests.mamba_on_cpu.mixers import SMALL, Counted, run_ranks, trained
+from tests.pretend_gpu.steps import BF16, OF_A_STEP, waits_of_a_dense_step
 from tests.training_runs import train_losses, worst_difference
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts import CP2
@@ -28,3 +27,13 @@ def not_wanted() -> None:
 
 def test_float32_trains_without_it() -> None:
     run_ranks(not_wanted, 1)
+
+
+def waits() -> tuple[dict[str, int], int]:
+    counted = Counted()
+    return waits_of_a_dense_step(BF16 | CP2 | SMALL), len(counted.calls)
+
+
+def test_the_host_waits_no_more_often() -> None:
+    for found, calls in run_ranks(waits, 2):
+        assert calls and found == OF_A_STEP

@@ -5,6 +5,7 @@ Not collected by itself: ``tests/unit_tests/test_mamba_on_cpu.py`` runs it in a 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from mamba_ssm.utils.determinism import set_deterministic_mode
 
 from megatron_cp.attention.sharding import partition_indices
 from megatron_cp.models import mamba
-from tests.ranks import run_ranks
+from tests import ranks
 from tests.training_runs import train_losses, worst_difference
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.models.test_mamba import mixer_of, packed, shared_against_alone
@@ -32,6 +33,10 @@ LENGTHS = (3, 123, 1, 171)
 TOLERANCES = {torch.float32: (4e-6, 3e-5), torch.bfloat16: (0.01, 0.04)}
 
 
+# A head takes a second where the machine is not busy.
+run_ranks = functools.partial(ranks.run_ranks, timeout=280)
+
+
 class Counted:
     """mamba-ssm's kernel, and the heads and groups that it is called with."""
 
@@ -44,9 +49,9 @@ class Counted:
         return self.kernel(x, *weights, **options)
 
 
-def check(ranks: int, overrides: Overrides, dtype: torch.dtype, calls: list[list[tuple[int, int]]], **how: Any) -> None:
+def check(world: int, overrides: Overrides, dtype: torch.dtype, calls: list[list[tuple[int, int]]], **how: Any) -> None:
     """On so many ranks, of which each calls the kernel with these heads and groups."""
-    results = run_ranks(packs, ranks, overrides, dtype, how)
+    results = run_ranks(packs, world, overrides, dtype, how)
     assert [called for *_, called in results] == calls
     for output, gradient, padding_is_zero, _ in results:
         assert padding_is_zero
@@ -86,15 +91,18 @@ SHARED: dict[str, tuple[int, Overrides, list[list[tuple[int, int]]]]] = {
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("name", SHARED)
 def test_shared(name: str, dtype: torch.dtype) -> None:
-    ranks, overrides, calls = SHARED[name]
-    check(ranks, overrides, dtype, calls)
+    world, overrides, calls = SHARED[name]
+    check(world, overrides, dtype, calls)
+
+
+SMALL = HYBRID | heads(4, 2, head_dim=8)
 
 
 def trained(overrides: Overrides, fused: bool) -> list[tuple[float, float]]:
     counted = Counted()
     if not fused:
         mamba.fused_kernel = None
-    losses = train_losses(HYBRID | heads(4, 2, head_dim=8) | overrides, steps=2)
+    losses = train_losses(SMALL | overrides, steps=2)
     assert bool(counted.calls) == fused
     return losses
 
