@@ -9,8 +9,9 @@ place=.venv/.megatron-cp-place           # where: scripts in a virtual environme
 unfinished=.venv/.megatron-cp-unfinished # there while packages are being unpacked
 
 te=tests/te_on_cpu/requirements.txt      # for tests: into .venv/te
+mamba=tests/mamba_on_cpu/requirements.txt # for tests: into .venv/mamba
 
-wanted=$({ echo "$PWD"; cat requirements.lock pyproject.toml "$te" scripts/setup.sh; } | sha256sum)
+wanted=$({ echo "$PWD"; cat requirements.lock pyproject.toml "$te" "$mamba" scripts/setup.sh; } | sha256sum)
 
 is_current() { [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; }
 
@@ -66,9 +67,14 @@ follow_pip_configuration() { # uv does not read pip's settings: pass on which in
     export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
 }
 
-install_te() { # with this command; only tests want it
+install_for_tests() { # with this command
     "$@" --target .venv/te --upgrade --no-deps --require-hashes --quiet --requirement "$te" ||
         echo "setup: tests with Transformer Engine's Python part will be skipped: it could not be installed" >&2
+    # Source packages: their Python alone is packed, with what is installed already. Not forced, they would look elsewhere
+    # for a package that somebody else has built; kept in a cache, it would be what a machine with a GPU gets, too.
+    env {MAMBA,CAUSAL_CONV1D}_{SKIP_CUDA,FORCE}_BUILD=TRUE "$@" --target .venv/mamba --upgrade --no-deps \
+        --no-build-isolation --no-cache-dir --require-hashes --quiet --requirement "$mamba" ||
+        echo "setup: tests with mamba-ssm's kernels will be skipped: they could not be installed" >&2
 }
 
 install_with_uv() {
@@ -76,7 +82,7 @@ install_with_uv() {
     uv=$(find_uv "$python") && [[ -n $uv ]] &&
         "$uv" pip install --python .venv/bin/python --require-hashes --requirement requirements.lock &&
         "$uv" pip install --python .venv/bin/python --no-deps --no-build-isolation --quiet --editable . || return
-    install_te "$uv" pip install --python .venv/bin/python
+    install_for_tests "$uv" pip install --python .venv/bin/python
 }
 
 install_with_pip() { # slower, but reads every setting that a machine's pip has
@@ -84,7 +90,7 @@ install_with_pip() { # slower, but reads every setting that a machine's pip has
     "${pip[@]}" --version >/dev/null 2>&1 || pip=("$python" -m pip --python .venv/bin/python)
     "${pip[@]}" install --require-hashes --requirement requirements.lock &&
         "${pip[@]}" install --no-deps --no-build-isolation --quiet --editable . || return
-    install_te "${pip[@]}" install
+    install_for_tests "${pip[@]}" install
 }
 
 if is_current; then

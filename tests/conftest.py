@@ -17,4 +17,9 @@ if os.environ.get("MEGATRON_CP_TE_FOLDER"):
 
     te_on_cpu.load()
 
+if os.environ.get("MEGATRON_CP_MAMBA_FOLDER"):
+    from tests import mamba_on_cpu
+
+    mamba_on_cpu.load()
+
 import megatron_cp  # noqa: F401 - before any test module imports megatron.core

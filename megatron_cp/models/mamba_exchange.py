@@ -60,7 +60,7 @@ def sequence_to_heads(x: Tensor, shape: MambaShape, layout: Layout, peers: Peers
     if peers.size == 1:
         return x
     shares = [shape.share(rank, peers.size) for rank in range(peers.size)]
-    blocks = [_share_of_projections(x, shape, share).flatten() for share in shares]
+    blocks = [share_of_projections(x, shape, share).flatten() for share in shares]
     received = _exchange(blocks, [blocks[peers.rank].numel()] * peers.size, peers)
     width = sum(shares[peers.rank].shape.projected)
     return permute_rows(received.view(-1, x.shape[1], width), regroup_order(layout, peers.size))
@@ -94,7 +94,8 @@ def share_of_channels(parameter: Tensor, shape: MambaShape, share: MambaShare) -
     return _groups_of_heads(features, share.shape.convolved, slice(1, 3), share).movedim(-1, 0)
 
 
-def _share_of_projections(x: Tensor, shape: MambaShape, share: MambaShare) -> Tensor:
+def share_of_projections(x: Tensor, shape: MambaShape, share: MambaShare) -> Tensor:
+    """A rank's share of the input projection's output [..., z x B C dt]. Differentiable."""
     units = [shape.heads, shape.heads, shape.groups, shape.groups, shape.heads]
     ids = [share.heads, share.heads, share.groups, share.groups, share.heads]
     return _narrowed(x, shape.projected, units, ids)

@@ -80,6 +80,6 @@ class MambaShare:
     group_of_head: tuple[int, ...] | None
 
     @property
-    def scanned_groups(self) -> int:
-        """Groups that the scan works with."""
-        return len(self.groups) if self.group_of_head is None else len(self.heads)
+    def scanned(self) -> MambaShape:
+        """With the groups that the scan works with."""
+        return self.shape if self.group_of_head is None else replace(self.shape, groups=len(self.heads))

@@ -119,8 +119,8 @@ def a_kernel_is_left(c: Context) -> Iterator[Finding]:
 @rule(
     "E15",
     "Determinism asked for is determinism given.",
-    "Transformer Engine reads NVTE_ALLOW_NONDETERMINISTIC_ALGO, NCCL chooses algorithms by itself, and the fused "
-    "cross-entropy is not deterministic.",
+    "Transformer Engine reads NVTE_ALLOW_NONDETERMINISTIC_ALGO, NCCL chooses algorithms by itself, the fused "
+    "cross-entropy is not deterministic, and mamba-ssm's gradients are added up in any order.",
     broken("model.deterministic_mode=true", "model.cross_entropy_loss_fusion=true"),
     needs="config environment",
 )
@@ -148,6 +148,15 @@ def determinism(c: Context) -> Iterator[Finding]:
             "env_vars.NCCL_ALGO=Ring",
             severity="warning",
         )
+    if c.environment.device == "gpu" and model.architecture == "hybrid" and "M" in (model.hybrid_layer_pattern or ""):
+        for name in ("MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC"):
+            if c.variable(name) != "1":
+                yield Finding(
+                    f"env_vars.{name}",
+                    "is not 1: mamba-ssm, where installed, adds gradients up in any order",
+                    f"env_vars.{name}='1'",
+                    severity="warning",
+                )
 
 
 @rule(

@@ -1,6 +1,7 @@
 """The Mamba mixer: shared by any number of ranks, packed, with rubbish in the padding, it computes the same."""
 
 import functools
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -39,44 +40,58 @@ def packed(lengths: list[int], padded: list[int], **group: Any) -> PackedSeqPara
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=real, cu_seqlens_q_padded=occupied, **group)
 
 
-def shared_against_alone(overrides: dict[str, Any], rubbish: float = 3.0) -> tuple[float, float, bool]:
-    """Largest differences of outputs and of gradients from one rank's, sequence by sequence; is padding zero?"""
+def shared_against_alone(
+    overrides: dict[str, Any],
+    rubbish: float = 3.0,
+    dtype: torch.dtype = torch.float64,
+    lengths: Sequence[int] = LENGTHS,
+) -> tuple[float, float, bool]:
+    """Largest differences of outputs and of gradients from one rank's, sequence by sequence in float64.
+
+    And whether what comes out for padding is zero.
+    """
     mixer, groups = mixer_of(overrides)
+    mixer.to(dtype).double()
     size, rank = groups.cp.size(), groups.cp.rank()
     generator = torch.Generator().manual_seed(1)
 
     def draw(length: int) -> torch.Tensor:
-        return torch.randn(length, 1, 64, generator=generator, dtype=torch.float64)
+        return torch.randn(length, 1, 64, generator=generator, dtype=torch.float64).to(dtype).double()
 
-    inputs, douts = ([draw(length) for length in LENGTHS] for _ in range(2))
+    inputs, douts = ([draw(length) for length in lengths] for _ in range(2))
     wanted = []
     for x, dout in zip(inputs, douts, strict=True):
-        out, _ = mixer(x, packed_seq_params=packed([len(x)], [len(x)], local_cp_size=1))
+        out, _ = mixer(x.requires_grad_(), packed_seq_params=packed([len(x)], [len(x)], local_cp_size=1))
         out.backward(dout)
         wanted.append(out.detach())
-    exact = [parameter.grad.clone() for parameter in mixer.parameters()]
+    exact = [parameter.grad for parameter in mixer.parameters()]
     mixer.zero_grad()
+    mixer.to(dtype)
 
-    padded = [-(-length // (2 * size)) * 2 * size for length in LENGTHS]
+    padded = [-(-length // (2 * size)) * 2 * size for length in lengths]
     starts = [0, *accumulate(padded)]
     mine = torch.from_numpy(partition_indices(np.array(starts), rank, size))
 
     def laid_out(parts: list[torch.Tensor], padding: float) -> torch.Tensor:
         whole = torch.full((starts[-1], 1, 64), padding, dtype=torch.float64)
         for start, part in zip(starts, parts, strict=False):
-            whole[start : start + len(part)] = part
+            whole[start : start + len(part)] = part.detach()
         return whole[mine]
 
+    def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+        return float((got.double() - expected).abs().max() / expected.abs().max())
+
     real = laid_out([torch.ones_like(x) for x in inputs], 0.0).bool()
-    out, _ = mixer(laid_out(inputs, rubbish), packed_seq_params=packed(LENGTHS, padded, cp_group=groups.cp))
-    out.backward(laid_out(douts, 0.0))
-    output = float((out - laid_out(wanted, 0.0))[real].abs().max()) if real.any() else 0.0
-    gradient = 0.0
+    local = laid_out(inputs, rubbish).to(dtype).requires_grad_()
+    out, _ = mixer(local, packed_seq_params=packed(list(lengths), padded, cp_group=groups.cp))
+    out.backward(laid_out(douts, 0.0).to(dtype))
+    output = difference(out[real], laid_out(wanted, 0.0)[real]) if real.any() else 0.0
+    gradient = difference(local.grad[real], laid_out([x.grad for x in inputs], 0.0)[real]) if real.any() else 0.0
     for (name, parameter), expected in zip(mixer.named_parameters(), exact, strict=True):
         if rubbish == rubbish or not name.startswith("in_proj"):  # a matrix product of nan is beyond repair
-            total = parameter.grad.clone()
+            total = parameter.grad.double()
             dist.all_reduce(total, group=groups.cp)
-            gradient = max(gradient, float((total - expected).abs().max() / expected.abs().max()))
+            gradient = max(gradient, difference(total, expected))
             assert total.isfinite().all(), name
     return output, gradient, bool((out[~real] == 0).all())
 
@@ -130,7 +145,7 @@ def test_shares_are_all_heads_once_with_their_groups(groups: int, size: int) -> 
     assert [head for share in shares for head in share.heads] == list(range(8))
     assert max(len(share.heads) for share in shares) - min(len(share.heads) for share in shares) <= 1
     for share in shares:
-        each = len(share.heads) // share.scanned_groups
+        each = len(share.heads) // share.scanned.groups
         local = share.group_of_head or [index // each for index in range(len(share.heads))]
         assert [share.groups[index] for index in local] == [head // (8 // groups) for head in share.heads]
         if 8 % size == 0 and (groups % size == 0 or size % groups == 0):
@@ -157,7 +172,7 @@ def fused_arguments() -> dict[str, Any]:
     x = torch.randn(30, 1, 64, dtype=torch.float64)
     parameters = packed([7, 9], [14, 16], local_cp_size=1)
     ours, _ = mixer(x, packed_seq_params=parameters)
-    mamba.fused_kernel, mamba.on_gpu = kernel, lambda tensor: True
+    mamba.fused_kernel, mamba.wants_fused_kernel = kernel, lambda tensor: True
     theirs, _ = mixer(x, packed_seq_params=parameters)
     seen["equal"] = torch.equal(ours, theirs)
     return seen

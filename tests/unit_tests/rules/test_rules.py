@@ -193,6 +193,19 @@ def test_no_check_crashes_on_sizes_that_make_no_sense(value):
                 )
 
 
+def test_mamba_layers_are_deterministic_where_its_kernels_are_told():
+    hybrid = ("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.deterministic_mode=true")
+    wanted = ("MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC")
+
+    def named(environment, *overrides):
+        found = check(load_recipe(EXAMPLE_RECIPE, [*hybrid, *overrides]), 4, environment=environment)
+        return {v.field for v in found if v.rule == "E15"} & {f"env_vars.{name}" for name in wanted}
+
+    assert len(named("gpu")) == 2
+    assert not named("gpu", *(f"env_vars.{name}='1'" for name in wanted))
+    assert not named("cpu")
+
+
 def test_a_thousand_ranks_are_checked_in_milliseconds():
     overrides = ["model.hierarchical_context_parallel_sizes=[1,4]", "model.cp_comm_type=a2a+p2p"]
     config = load_recipe("llama31_405b_pretrain_config", overrides)
