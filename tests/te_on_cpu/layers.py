@@ -23,6 +23,7 @@ from transformer_engine.common.triton import cross_entropy as triton_kernels
 from transformer_engine.pytorch.triton import cross_entropy
 
 from megatron_cp.attention.probe import ProbeError
+from megatron_cp.parallel.device import device
 from tests.packed_runs import DYNAMIC, lengths_file, one_by_one, packed_losses
 from tests.ranks import run_ranks
 from tests.te_on_cpu import cross_entropy as stand_ins
@@ -168,7 +169,8 @@ def losses_and_gradients() -> list[torch.Tensor]:
     """Of half a vocabulary on each rank, by Triton's interpreter of the kernels themselves, and by their stand-ins."""
     group, found = make_groups(2)[0], []
     torch.manual_seed(3)
-    logits, labels, weights = torch.randn(5, 2, 14), torch.randint(14, (5, 2)), torch.rand(5, 2)
+    made = torch.randn(5, 2, 14), torch.randint(14, (5, 2)), torch.rand(5, 2)
+    logits, labels, weights = (tensor.to(device()) for tensor in made)
     for kernels in (vars(triton_kernels), stand_ins.KERNELS):
         for name in stand_ins.KERNELS:
             setattr(cross_entropy, name, kernels[name])
