@@ -136,11 +136,11 @@ def find_start(config: RunConfig) -> Start | None:
         advice = "Check checkpoint.pretrained_checkpoint, or leave it out to start fresh."
     elif finetune:
         advice = "checkpoint.finetune=true needs weights to begin with: give checkpoint.pretrained_checkpoint."
-    elif wanted.save and wanted.load != wanted.save and latest_iteration(wanted.save) is not None:
-        root = wanted.save
+    elif wanted.save and Path(root).absolute() != Path(wanted.save).absolute():
+        root = root if latest_iteration(wanted.save) is None else wanted.save
     # The step to begin with is one of the other folder's checkpoints, where there is another.
-    goes_on = not finetune and root == wanted.save and (root != wanted.load or bool(wanted.pretrained_checkpoint))
-    step = None if goes_on else wanted.ckpt_step
+    has_begun = not finetune and (bool(wanted.pretrained_checkpoint) or root != wanted.load)
+    step = None if has_begun else wanted.ckpt_step
     iteration = latest_iteration(root) if step is None and root else step
     if iteration is None:
         if finetune or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:
