@@ -38,6 +38,7 @@ from megatron_cp.errors import ConfigError
 from megatron_cp.training.signals import EXIT_CODES
 
 _STOPPED = set(EXIT_CODES.values())
+_SECONDS_TO_MEET = 30.0  # for the launchers of all nodes, whose ranks stopped together; torch has 300
 
 
 class PatientAgent(LocalElasticAgent):
@@ -63,9 +64,13 @@ class PatientAgent(LocalElasticAgent):
             for number in EXIT_CODES:
                 signal.signal(number, self._pass_on)
             self._pcontext.close(death_sig, timeout=self.seconds)
-            codes = ", ".join(str(code) for code in sorted({rank.returncode for rank in ranks}))
-            print(f"megatron-cp: {death_sig.name}: the ranks were told and ended with {codes}", file=sys.stderr)
-        super()._shutdown()  # ends ranks that are left, in torch's 30 seconds, and what else this agent has
+            codes = {rank.returncode for rank in ranks}
+            said = ", ".join(map(str, sorted(codes)))
+            print(f"megatron-cp: {death_sig.name}: the ranks were told and ended with {said}", file=sys.stderr)
+            if codes <= _STOPPED:  # and those of other nodes with them: this launcher may keep the store they still use
+                self._exit_barrier_timeout = _SECONDS_TO_MEET
+                self._exit_barrier()
+        super()._shutdown(death_sig or signal.SIGTERM)  # ranks that are left, in 30 seconds, and what else there is
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Asked once more: a second SIGINT ends ranks at once, a second SIGTERM tells them nothing new."""
@@ -88,8 +93,7 @@ class PatientAgent(LocalElasticAgent):
         failed_with = {failure.exitcode for failure in result.failures.values()}
         if failed_with and failed_with <= _STOPPED:
             type(self).exit_code = max(failed_with)
-            # Other nodes' launchers meet here, unless they were asked to stop themselves: those end without.
-            self._exit_barrier_timeout = 30.0
+            self._exit_barrier_timeout = _SECONDS_TO_MEET
             return RunResult(
                 state=WorkerState.SUCCEEDED, return_values={rank.global_rank: None for rank in worker_group.workers}
             )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ signal.signal(signal.SIGTERM, ask)
 signal.signal(signal.SIGINT, ask)
 (folder / f"pid{rank}.{restart}.tmp").write_text(str(os.getpid()))
 (folder / f"pid{rank}.{restart}.tmp").rename(folder / f"pid{rank}.{restart}")
-if how == "fail":
+if how == "fail" and rank == "0":
     sys.exit(1)
 while not list(folder.glob("asked*")):
     time.sleep(0.02)
@@ -41,11 +42,13 @@ while time.monotonic() < end and len(asked) < 2:
 sys.exit(143)
 """
 
+ALONE = ("--standalone", "--nproc_per_node=2")
+
 
 class Launched:
     """A launcher of two ranks, of which rank 1 works for ``seconds`` more once they are asked to stop."""
 
-    def __init__(self, folder: Path, *options: str, seconds: float = 0.0, how: str = "stop", patience: str | None):
+    def __init__(self, folder: Path, options: tuple[str, ...], seconds: float, how: str, patience: str | None):
         self.folder = folder
         (folder / "rank.py").write_text(RANK)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -53,7 +56,7 @@ class Launched:
             environment["MEGATRON_CP_STOP_SECONDS"] = patience
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "megatron_cp.torchrun", "--standalone", "--nproc_per_node=2", *options),
+                *(sys.executable, "-m", "megatron_cp.torchrun", *(options or ALONE)),
                 *(folder / "rank.py", folder, str(seconds), how),
             ],
             env=environment,
@@ -85,7 +88,7 @@ def launch(tmp_path: Path) -> Callable[..., Launched]:
     launched = []
 
     def start(*options: str, seconds: float = 0.0, how: str = "stop", patience: str | None = None) -> Launched:
-        launched.append(Launched(tmp_path, *options, seconds=seconds, how=how, patience=patience))
+        launched.append(Launched(tmp_path, options, seconds, how, patience))
         return launched[-1]
 
     yield start
@@ -107,7 +110,7 @@ def test_ranks_have_the_time_they_need(launch: Callable[..., Launched]) -> None:
 
 
 def test_they_are_killed_when_it_is_over(launch: Callable[..., Launched]) -> None:
-    run = launch(seconds=60.0, patience="1")
+    run = launch(seconds=12.0, patience="1")
     run.pids()
     run.process.terminate()
     code, text = run.ended()
@@ -131,11 +134,25 @@ def test_the_ranks_are_asked_again_when_the_launcher_is(launch: Callable[..., La
 
 def test_what_stopped_is_not_started_again(launch: Callable[..., Launched]) -> None:
     """Rank 0 ends two seconds before rank 1, which a signal would end by then."""
-    run = launch("--max-restarts=1", seconds=2.0)
+    run = launch(*ALONE, "--max-restarts=1", seconds=2.0)
     os.kill(run.pids()[0], signal.SIGTERM)
     code, text = run.ended()
     assert code == 143 and "Traceback" not in text, text
     assert run.written("saved*") == ["saved0", "saved1"] and run.written("pid*.1") == [], text
+
+
+def test_launchers_of_two_nodes_meet(launch: Callable[..., Launched]) -> None:
+    """When one is asked to stop the ranks of both do; neither launcher then waits for one that has left."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}")
+    nodes = [launch(*where, f"--node_rank={node}", seconds=2.0) for node in range(2)]
+    nodes[0].pids()
+    nodes[0].process.terminate()
+    for code, text in [node.ended() for node in nodes]:
+        assert code == 143 and "exit barrier" not in text, text
+    assert nodes[0].written("saved*") == ["saved0", "saved1"]
 
 
 def test_a_rank_that_goes_on_when_others_stopped_has_failed(launch: Callable[..., Launched]) -> None:
@@ -147,10 +164,11 @@ def test_a_rank_that_goes_on_when_others_stopped_has_failed(launch: Callable[...
 
 
 def test_what_fails_is_started_again(launch: Callable[..., Launched]) -> None:
-    run = launch("--max-restarts=1", how="fail")
+    """Also where the others, which torch then asks to stop, end with 143."""
+    run = launch(*ALONE, "--max-restarts=1", how="fail")
     code, text = run.ended()
     assert code == 1 and "ChildFailedError" in text, text
-    assert run.written("pid*.1") and not run.written("pid*.2"), text
+    assert run.written("pid0.*") == ["pid0.0", "pid0.1"], text
 
 
 def test_patience_is_a_number(launch: Callable[..., Launched]) -> None:
