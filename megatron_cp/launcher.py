@@ -8,8 +8,8 @@ import re
 from megatron_cp.errors import ConfigError, Violation
 
 
-def number(variable: str) -> int | None:
-    """A variable that holds a number; None where it is not set.
+def number(variable: str, fix: str = "start the run with torchrun, or unset it") -> int | None:
+    """A variable that holds a number; None where it is not set. ``fix`` says what to do where it holds something else.
 
     Raises:
         ConfigError: it holds something else. Not by ``str.isdigit``, which knows digits that ``int`` does not.
@@ -18,7 +18,7 @@ def number(variable: str) -> int | None:
     if text is None:
         return None
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        message, fix = f"the variable must be a number, got '{text[:40]}'", "start the run with torchrun, or unset it"
+        message = f"the variable must be a number, got '{text[:40]}'"
         raise ConfigError([Violation("K4", "error", variable, message, fix)])
     return int(text)
 

@@ -1,4 +1,4 @@
-"""torchrun starts a run again after a rank died, and it goes on from its last checkpoint by itself."""
+"""torchrun starts a run again after a rank died; ours waits for one that was asked to stop. Both go on from there."""
 
 import json
 import os
@@ -14,9 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def command(folder: Path, *launcher: str) -> list[str]:
+def command(folder: Path, *launcher: str, module: str = "torch.distributed.run") -> list[str]:
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *launcher),
+        *(sys.executable, "-m", module, "--nproc_per_node=2", *launcher),
         *("scripts/training/run_recipe.py", "--recipe", "llama_tiny_p2p_pretrain_config"),
         *("dataset.kind=mock", "dataset.seq_length=64", "model.num_layers=2", "model.context_parallel_size=2"),
         *("train.train_iters=400", "train.global_batch_size=2", "train.micro_batch_size=1"),
@@ -61,3 +61,30 @@ def test_max_restarts_resumes_by_itself(tmp_path: Path) -> None:
     assert "rank 1 is gone (killed, crashed or frozen)" in text, text[-3000:]
     assert losses(tmp_path / "again") == losses(tmp_path / "undisturbed")
     assert len(losses(tmp_path / "again")) == 400
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_asked_to_stop_lets_the_run_save(tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("w") as log:
+        launched = subprocess.Popen(
+            command(tmp_path / "run", "--standalone", module="megatron_cp.torchrun"),
+            cwd=ROOT,
+            env=environment,
+            stderr=log,
+            stdout=log,
+        )
+    try:
+        deadline = time.monotonic() + 240
+        while len(losses(tmp_path / "run")) < 3:
+            assert launched.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.05)
+        launched.terminate()
+        code = launched.wait(timeout=200)
+    finally:
+        launched.kill()
+    text = (tmp_path / "log").read_text()
+    assert code == 143 and "Traceback" not in text, text[-3000:]
+    stopped_at = losses(tmp_path / "run")[-1][0]
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == str(stopped_at) != "400"
+    assert f"SIGTERM: stopping after iteration {stopped_at} and a checkpoint" in text, text[-3000:]

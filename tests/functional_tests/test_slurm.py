@@ -42,11 +42,11 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 
 def test_each_node_gets_its_command(cluster: dict[str, str], tmp_path: Path) -> None:
-    """With torchrun replaced by echo: the options, and overrides with spaces and brackets, arrive as given."""
+    """With Python replaced by echo: the options, and overrides with spaces and brackets, arrive as given."""
     (tmp_path / ".venv/bin").mkdir(parents=True)
     # One write a line: both nodes print to the same pipe at the same time.
-    (tmp_path / ".venv/bin/torchrun").write_text('#!/bin/sh\nline=$(printf "<%s>" "$@")\nprintf "%s\\n" "$line"\n')
-    (tmp_path / ".venv/bin/torchrun").chmod(0o755)
+    (tmp_path / ".venv/bin/python").write_text('#!/bin/sh\nline=$(printf "<%s>" "$@")\nprintf "%s\\n" "$line"\n')
+    (tmp_path / ".venv/bin/python").chmod(0o755)
     cluster |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "8"}
     del cluster["PROCESSES_PER_NODE"]
     arguments = ["--recipe", "r", "dataset.data_path=/a b/c", "model.hierarchical_context_parallel_sizes=[2,2]"]
@@ -56,7 +56,8 @@ def test_each_node_gets_its_command(cluster: dict[str, str], tmp_path: Path) -> 
     for node, line in enumerate(lines):
         options, recipe = line.split("<scripts/training/run_recipe.py>")
         assert options == (
-            f"<--nnodes=2><--node_rank={node}><--nproc_per_node=8><--master_addr=localhost><--master_port=20007>"
+            f"<-m><megatron_cp.torchrun><--nnodes=2><--node_rank={node}><--nproc_per_node=8>"
+            "<--master_addr=localhost><--master_port=20007>"
         )
         assert re.findall("<(.*?)>", recipe) == arguments
 

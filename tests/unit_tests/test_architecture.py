@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_cp"
 
 # From the top down: a room may import from its own line and from those below it.
 ORDER = [
-    {"__main__", "cli", "doctor", "quickstart", "schedule_cli"},
+    {"__main__", "cli", "doctor", "quickstart", "schedule_cli", "torchrun"},
     {"verify", "report", "convert"},
     {"training"},
     {"rules"},

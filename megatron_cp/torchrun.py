@@ -1,0 +1,122 @@
+"""torchrun, but patient: ``python -m megatron_cp.torchrun [torchrun's own arguments]``.
+
+A run that is asked to stop finishes its step and saves. torchrun gives it 30 seconds for that, then kills it; and with
+--max-restarts it starts ranks again that stopped because one of them was asked to. Here a launcher that is asked to
+stop waits for ``MEGATRON_CP_STOP_SECONDS`` (600), and ranks that all end with 143 or 130 (SIGTERM, SIGINT; see
+training/signals.py) are not started again. A rank that fails is torchrun's business: the others have 30 seconds, and
+--max-restarts counts.
+
+Exit codes: 0 done, 1 a rank failed, 2 usage, 143 and 130 stopped (128 + the signal, for any other).
+
+In torch 2.11 the 30 seconds are the default of ``PContext.close`` (distributed/elastic/multiprocessing/api.py:649), as
+``LocalElasticAgent._shutdown`` and ``SubprocessContext._poll`` call it; torchrun makes its agent in
+distributed/launcher/api.py:297, from a name that we put ours under. None of it is a public interface: should a later
+torch differ, this behaves like torchrun or fails at once, and tests/unit_tests/test_torchrun.py fails.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch.distributed.launcher.api as launcher_api
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
+
+from megatron_cp import launcher
+from megatron_cp.cli import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK
+from megatron_cp.errors import ConfigError
+from megatron_cp.training.signals import EXIT_CODES
+
+_STOPPED = set(EXIT_CODES.values())
+_SECONDS_TO_MEET = 30.0  # for the launchers of all nodes, whose ranks stopped together; torch has 300
+
+
+class PatientAgent(LocalElasticAgent):
+    """Starts and watches the ranks of this node."""
+
+    seconds: ClassVar[int] = 600  # for ranks that were asked to stop
+    exit_code: ClassVar[int] = EXIT_OK  # with which all ranks stopped by themselves
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stopping_since: float | None = None
+
+    def _ranks(self) -> list[subprocess.Popen]:
+        """The processes of this node; none where ranks are functions (--run-path), which are torch's business alone."""
+        context = self._pcontext
+        if not isinstance(context, SubprocessContext):
+            return []
+        return [handler.proc for handler in context.subprocess_handlers.values()]
+
+    def _shutdown(self, death_sig: signal.Signals | None = None) -> None:
+        if death_sig is not None and self._pcontext is not None and (ranks := self._ranks()):
+            # This launcher was asked to stop. What it is asked from now on goes to the ranks: nothing ends the waiting.
+            for number in EXIT_CODES:
+                signal.signal(number, self._pass_on)
+            self._pcontext.close(death_sig, timeout=self.seconds)
+            codes = {rank.returncode for rank in ranks}
+            said = ", ".join(map(str, sorted(codes)))
+            print(f"megatron-cp: {death_sig.name}: the ranks were told and ended with {said}", file=sys.stderr)
+            if codes <= _STOPPED:  # and those of other nodes with them: this launcher may keep the store they still use
+                self._exit_barrier_timeout = _SECONDS_TO_MEET
+                self._exit_barrier()
+        super()._shutdown(death_sig or signal.SIGTERM)  # ranks that are left, in 30 seconds, and what else there is
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Asked once more: a second SIGINT ends ranks at once, a second SIGTERM tells them nothing new."""
+        for rank in self._ranks():
+            if rank.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(rank.pid, number)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = {rank.poll() for rank in self._ranks()}
+        if None in codes and codes <= {None, EXIT_OK, *_STOPPED}:
+            # Nobody has failed. torch would take the first rank that stopped for a failure and send SIGTERM to those
+            # that are still ending, some of which no longer expect one.
+            if self._stopping_since is None and _STOPPED & codes:
+                self._stopping_since = time.monotonic()
+            if self._stopping_since is None or time.monotonic() - self._stopping_since < self.seconds:
+                return RunResult(state=WorkerState.HEALTHY)
+        self._stopping_since = None
+        result = super()._monitor_workers(worker_group)
+        failed_with = {failure.exitcode for failure in result.failures.values()}
+        if failed_with and failed_with <= _STOPPED:
+            type(self).exit_code = max(failed_with)
+            self._exit_barrier_timeout = _SECONDS_TO_MEET
+            return RunResult(
+                state=WorkerState.SUCCEEDED, return_values={rank.global_rank: None for rank in worker_group.workers}
+            )
+        return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run torchrun; a failure of ranks is raised, as torchrun does, for Python to trace and end with 1."""
+    try:
+        seconds = launcher.number("MEGATRON_CP_STOP_SECONDS", "a number of whole seconds, or unset it")
+    except ConfigError as error:
+        print(f"megatron-cp: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    PatientAgent.seconds = PatientAgent.seconds if seconds is None else seconds
+    launcher_api.LocalElasticAgent = PatientAgent  # type: ignore[misc]
+    try:
+        torchrun.main(argv)
+    except SignalException as stop:
+        return 128 + stop.sigval
+    except KeyboardInterrupt:  # before there were ranks
+        return EXIT_INTERRUPTED
+    return PatientAgent.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

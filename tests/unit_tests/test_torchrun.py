@@ -1,0 +1,182 @@
+"""The patient launcher: ranks that are asked to stop get their time, and are not started again."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Ranks like a run's: when one is asked to stop all do, write and end with 143; rank 0 at once, rank 1 after some
+# seconds, in which SIGTERM is not expected any more, and a second SIGINT ends it.
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+
+folder, rank, restart = Path(sys.argv[1]), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+seconds, how = float(sys.argv[2]), sys.argv[3]
+asked = []
+def ask(number, frame):
+    asked.append(signal.Signals(number).name)
+    (folder / f"asked{rank}").touch()
+signal.signal(signal.SIGTERM, ask)
+signal.signal(signal.SIGINT, ask)
+(folder / f"pid{rank}.{restart}.tmp").write_text(str(os.getpid()))
+(folder / f"pid{rank}.{restart}.tmp").rename(folder / f"pid{rank}.{restart}")
+if how == "fail" and rank == "0":
+    sys.exit(1)
+while not list(folder.glob("asked*")):
+    time.sleep(0.02)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+end = time.monotonic() + seconds * int(rank)
+while time.monotonic() < end and len(asked) < 2:
+    time.sleep(0.02)
+(folder / f"saved{rank}").write_text(" ".join(asked))
+sys.exit(143)
+"""
+
+ALONE = ("--standalone", "--nproc_per_node=2")
+
+
+class Launched:
+    """A launcher of two ranks, of which rank 1 works for ``seconds`` more once they are asked to stop."""
+
+    def __init__(self, folder: Path, options: tuple[str, ...], seconds: float, how: str, patience: str | None):
+        self.folder = folder
+        (folder / "rank.py").write_text(RANK)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        if patience is not None:
+            environment["MEGATRON_CP_STOP_SECONDS"] = patience
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "megatron_cp.torchrun", *(options or ALONE)),
+                *(folder / "rank.py", folder, str(seconds), how),
+            ],
+            env=environment,
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def pids(self, restart: int = 0) -> list[int]:
+        """Of the ranks, once both can be asked to stop."""
+        files = [self.folder / f"pid{rank}.{restart}" for rank in range(2)]
+        deadline = time.monotonic() + 120
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+        return [int(file.read_text()) for file in files]
+
+    def ended(self) -> tuple[int, str]:
+        """The exit code and what was said."""
+        _, text = self.process.communicate(timeout=120)
+        return self.process.returncode, text
+
+    def written(self, pattern: str) -> list[str]:
+        return sorted(path.name for path in self.folder.glob(pattern))
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., Launched]:
+    launched = []
+
+    def start(*options: str, seconds: float = 0.0, how: str = "stop", patience: str | None = None) -> Launched:
+        launched.append(Launched(tmp_path, options, seconds, how, patience))
+        return launched[-1]
+
+    yield start
+    for each in launched:
+        if each.process.poll() is None:
+            for child in psutil.Process(each.process.pid).children(recursive=True):
+                child.kill()
+            each.process.kill()
+            each.process.wait()
+
+
+def test_ranks_have_the_time_they_need(launch: Callable[..., Launched]) -> None:
+    run = launch(seconds=2.0, patience="60")
+    run.pids()
+    run.process.terminate()
+    code, text = run.ended()
+    assert code == 143 and run.written("saved*") == ["saved0", "saved1"], text
+    assert "megatron-cp: SIGTERM: the ranks were told and ended with 143\n" in text and "Traceback" not in text, text
+
+
+def test_they_are_killed_when_it_is_over(launch: Callable[..., Launched]) -> None:
+    run = launch(seconds=12.0, patience="1")
+    run.pids()
+    run.process.terminate()
+    code, text = run.ended()
+    assert code == 143 and run.written("saved*") == ["saved0"], text
+    assert "megatron-cp: SIGTERM: the ranks were told and ended with -9, 143\n" in text and "Traceback" not in text, (
+        text
+    )
+
+
+def test_the_ranks_are_asked_again_when_the_launcher_is(launch: Callable[..., Launched]) -> None:
+    run = launch(seconds=100.0)
+    run.pids()
+    run.process.send_signal(signal.SIGINT)
+    while run.written("asked*") != ["asked0", "asked1"]:
+        time.sleep(0.02)
+    run.process.send_signal(signal.SIGINT)
+    code, text = run.ended()
+    assert code == 130 and "Traceback" not in text, text
+    assert (run.folder / "saved1").read_text() == "SIGINT SIGINT"
+
+
+def test_what_stopped_is_not_started_again(launch: Callable[..., Launched]) -> None:
+    """Rank 0 ends two seconds before rank 1, which a signal would end by then."""
+    run = launch(*ALONE, "--max-restarts=1", seconds=2.0)
+    os.kill(run.pids()[0], signal.SIGTERM)
+    code, text = run.ended()
+    assert code == 143 and "Traceback" not in text, text
+    assert run.written("saved*") == ["saved0", "saved1"] and run.written("pid*.1") == [], text
+
+
+def test_launchers_of_two_nodes_meet(launch: Callable[..., Launched]) -> None:
+    """When one is asked to stop the ranks of both do; neither launcher then waits for one that has left."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}")
+    nodes = [launch(*where, f"--node_rank={node}", seconds=2.0) for node in range(2)]
+    nodes[0].pids()
+    nodes[0].process.terminate()
+    for code, text in [node.ended() for node in nodes]:
+        assert code == 143 and "exit barrier" not in text, text
+    assert nodes[0].written("saved*") == ["saved0", "saved1"]
+
+
+def test_a_rank_that_goes_on_when_others_stopped_has_failed(launch: Callable[..., Launched]) -> None:
+    run = launch(seconds=60.0, patience="1")
+    os.kill(run.pids()[0], signal.SIGTERM)
+    code, text = run.ended()
+    assert code == 1 and "ChildFailedError" in text, text
+    assert run.written("saved*") == ["saved0"], text
+
+
+def test_what_fails_is_started_again(launch: Callable[..., Launched]) -> None:
+    """Also where the others, which torch then asks to stop, end with 143."""
+    run = launch(*ALONE, "--max-restarts=1", how="fail")
+    code, text = run.ended()
+    assert code == 1 and "ChildFailedError" in text, text
+    assert run.written("pid0.*") == ["pid0.0", "pid0.1"], text
+
+
+def test_patience_is_a_number(launch: Callable[..., Launched]) -> None:
+    run = launch(patience="10m")
+    code, text = run.ended()
+    assert (code, text) == (
+        2,
+        "megatron-cp: error K4: MEGATRON_CP_STOP_SECONDS: the variable must be a number, got '10m'\n"
+        "    fix: a number of whole seconds, or unset it\n",
+    )
+    assert run.written("pid*") == []
