@@ -6,7 +6,7 @@ stop waits for ``MEGATRON_CP_STOP_SECONDS`` (600), and ranks that all end with 1
 training/signals.py) are not started again. A rank that fails is torchrun's business: the others have 30 seconds, and
 --max-restarts counts.
 
-Exit codes: 0 done, 1 a rank failed, 2 usage, 143 and 130 stopped (128 + the signal, for any other).
+Exit codes: 0 done, 1 a rank failed or had to be killed, 2 usage, 143 and 130 stopped (128 + the signal, for any other).
 
 In torch 2.11 the 30 seconds are the default of ``PContext.close`` (distributed/elastic/multiprocessing/api.py:649), as
 ``LocalElasticAgent._shutdown`` and ``SubprocessContext._poll`` call it; torchrun makes its agent in
@@ -33,7 +33,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 
 from megatron_cp import launcher
-from megatron_cp.cli import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK
+from megatron_cp.cli import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_RUNTIME
 from megatron_cp.errors import ConfigError
 from megatron_cp.training.signals import EXIT_CODES
 
@@ -45,7 +45,7 @@ class PatientAgent(LocalElasticAgent):
     """Starts and watches the ranks of this node."""
 
     seconds: ClassVar[int] = 600  # for ranks that were asked to stop
-    exit_code: ClassVar[int] = EXIT_OK  # with which all ranks stopped by themselves
+    exit_code: ClassVar[int] = EXIT_OK  # of the launcher, once its ranks have stopped
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,6 +65,7 @@ class PatientAgent(LocalElasticAgent):
                 signal.signal(number, self._pass_on)
             self._pcontext.close(death_sig, timeout=self.seconds)
             codes = {rank.returncode for rank in ranks}
+            type(self).exit_code = 128 + death_sig if codes <= {EXIT_OK, *_STOPPED} else EXIT_RUNTIME
             said = ", ".join(map(str, sorted(codes)))
             print(f"megatron-cp: {death_sig.name}: the ranks were told and ended with {said}", file=sys.stderr)
             if codes <= _STOPPED:  # and those of other nodes with them: this launcher may keep the store they still use
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         torchrun.main(argv)
     except SignalException as stop:
-        return 128 + stop.sigval
+        return PatientAgent.exit_code or 128 + stop.sigval
     except KeyboardInterrupt:  # before there were ranks
         return EXIT_INTERRUPTED
     return PatientAgent.exit_code
