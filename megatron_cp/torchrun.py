@@ -50,6 +50,7 @@ class PatientAgent(LocalElasticAgent):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stopping_since: float | None = None
+        self._asked_again: set[int] = set()  # with these signals
 
     def _ranks(self) -> list[subprocess.Popen]:
         """The processes of this node; none where ranks are functions (--run-path), which are torch's business alone."""
@@ -65,7 +66,8 @@ class PatientAgent(LocalElasticAgent):
                 signal.signal(number, self._pass_on)
             self._pcontext.close(death_sig, timeout=self.seconds)
             codes = {rank.returncode for rank in ranks}
-            type(self).exit_code = 128 + death_sig if codes <= {EXIT_OK, *_STOPPED} else EXIT_RUNTIME
+            as_asked = {EXIT_OK, *_STOPPED, *(-number for number in self._asked_again)}
+            type(self).exit_code = 128 + death_sig if codes <= as_asked else EXIT_RUNTIME
             said = ", ".join(map(str, sorted(codes)))
             print(f"megatron-cp: {death_sig.name}: the ranks were told and ended with {said}", file=sys.stderr)
             if codes <= _STOPPED:  # and those of other nodes with them: this launcher may keep the store they still use
@@ -75,6 +77,7 @@ class PatientAgent(LocalElasticAgent):
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Asked once more: a second SIGINT ends ranks at once, a second SIGTERM tells them nothing new."""
+        self._asked_again.add(number)
         for rank in self._ranks():
             if rank.poll() is None:
                 with suppress(ProcessLookupError):
