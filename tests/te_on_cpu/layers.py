@@ -137,7 +137,8 @@ def test_layers_train_as_ours_do_on_one_rank(case: str) -> None:
             assert calls["fused_attn_fwd"], "another attention was used"
             assert bool(calls["fused_rope_forward"]) == bool(calls["fused_rope_backward"]) == rotates(model)
             assert bool(calls["gradients summed"]) == (model is not PLAIN_KERNELS)
-            assert bool(calls["cross_entropy_forward"]) == (model is not PLAIN_KERNELS)
+        with_fused_loss = any(calls["cross_entropy_forward"] for _, calls in results)  # on the last stage
+        assert with_fused_loss == (model is not PLAIN_KERNELS)
         differences = worst_difference(results[0][0], on_one_rank(json.dumps(model)))
         assert max(differences) < 2e-6, (ranks, differences)
 

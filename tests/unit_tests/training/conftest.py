@@ -26,7 +26,7 @@ TINY = [
 ]
 
 
-def run_cli(folder: str, arguments: list[str], before: Any, recipe: str | None) -> tuple[int, str]:
+def run_cli(folder: str, arguments: list[str], before: Any, recipe: str | None = None) -> tuple[int, str]:
     """Exit code and standard error of one rank; ``before`` is called first, inside the rank. Without a ``recipe`` of
     its own the run is tiny."""
     if before is not None:

@@ -134,17 +134,15 @@ def test_evaluation_on_the_held_out_lines(cli: Any, tmp_path: Path, chats: str) 
     code, text = cli(*arguments, ranks=2)
     assert code == 0, text
     losses = re.findall(r"(validation|test) loss at iteration (\d+): ([\d.]+)", text)
-    # At intervals and at the end; the test set at the end only.
+    # At intervals, the last of them at the end; the test set at the end only.
     assert [(name, iteration) for name, iteration, _ in losses] == [
         ("validation", "2"),
         ("validation", "4"),
-        ("validation", "4"),
         ("test", "4"),
     ]
-    assert losses[1] == losses[2], "always the same samples"
     # The finished run under another context-parallel size: nothing to train, and the same losses.
     code, text = cli(*arguments, "model.context_parallel_size=1", ranks=1)
     assert code == 0 and "nothing to do: already at iteration 4" in text, text
     again = re.findall(r"(validation|test) loss at iteration (\d+): ([\d.]+)", text)
     assert [(name, iteration) for name, iteration, _ in again] == [("validation", "4"), ("test", "4")]
-    assert [float(loss) for *_, loss in again] == pytest.approx([float(loss) for *_, loss in losses[2:]], rel=2e-6)
+    assert [float(loss) for *_, loss in again] == pytest.approx([float(loss) for *_, loss in losses[1:]], rel=2e-6)
