@@ -61,7 +61,6 @@ def select_transport(
     replicate_kv = replicate_kv and not transformer_engine
     ring_refused = transformer_engine and (window or softmax_offset)
     groups = {cp, *packed_sizes} if transformer_engine else {cp}
-
     odd_for_te = transformer_engine and (h % 2 or kv % 2)
 
     def fits(size: int) -> bool:

@@ -44,6 +44,7 @@ def resolve_auto(
         hierarchical_context_parallel_sizes=None,
     )
     packed = packed_sizes(dataclasses.replace(config, model=with_a2a), world_size)
+    flash = environment.flash_attn is not None
     try:
         transport, sizes, reason = select_transport(
             model.num_attention_heads,
@@ -54,7 +55,7 @@ def resolve_auto(
             seq_length=model.seq_length,
             window=has_window(config),
             softmax_offset=model.softmax_type != "vanilla",
-            transformer_engine=choose_backend(config, environment.transformer_engine, on_gpu, packed, True)[0] == "te",
+            transformer_engine=choose_backend(config, environment.transformer_engine, on_gpu, packed, flash)[0] == "te",
             packed_sizes=packed,
         )
     except ValueError:

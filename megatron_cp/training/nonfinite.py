@@ -8,7 +8,7 @@ it from there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,21 +43,21 @@ class Sighting:
 
 def gradients_are_finite(run: Run) -> bool:
     """Whether every rank's gradients are; collective, the same answer on every rank."""
-    bad = torch.zeros((), dtype=torch.int32, device=run.device)
-    for chunk in run.model:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            low, high = buffer.grad_data.aminmax()  # both are nan if any element is
-            bad |= ~(torch.isfinite(low) & torch.isfinite(high))
-    dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=run.all_ranks)
-    return not bad.item()
+    buffers = (buffer for chunk in run.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+    return _are_finite(run, (buffer.grad_data for buffer in buffers))
 
 
 def parameters_are_finite(run: Run) -> bool:
     """Whether every rank's parameters are; collective, the same answer on every rank."""
+    return _are_finite(run, (parameter.detach() for _, parameter in _named_parameters(run)))
+
+
+def _are_finite(run: Run, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether these of every rank are; the host waits for the device once."""
     bad = torch.zeros((), dtype=torch.int32, device=run.device)
-    for _, parameter in _named_parameters(run):
-        if parameter.numel():
-            low, high = parameter.detach().aminmax()
+    for tensor in tensors:
+        if tensor.numel():
+            low, high = tensor.aminmax()  # both are nan if any element is
             bad |= ~(torch.isfinite(low) & torch.isfinite(high))
     dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=run.all_ranks)
     return not bad.item()

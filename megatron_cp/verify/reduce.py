@@ -107,7 +107,7 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
         model.make_vocab_size_divisible_by = math.lcm(model.make_vocab_size_divisible_by, tp)
         model.init_method_std = 0.15 if not full else model.init_method_std
         model.hidden_dropout = model.attention_dropout = 0.0
-        if any(each.model.sequence_packing_scheduler is not None for each in configs):
+        if model.sequence_packing_scheduler is not None:
             model.moe_aux_loss_coeff = 0.0  # it depends on which samples share a pack, and layouts pack otherwise
         config.train.global_batch_size, config.train.train_iters = batch, steps
         config.optimizer.adam_eps = max(config.optimizer.adam_eps, ADAM_EPS)
