@@ -109,7 +109,7 @@ class Way:
         dist.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
         step = next(self.steps)
-        result = train_step(self.run, iter(step.microbatches), len(step.microbatches))
+        result = train_step(self.run, step.microbatches)
         cpu = time.process_time() - cpu
         dist.barrier()
         wall = time.perf_counter() - wall

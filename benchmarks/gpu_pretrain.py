@@ -110,8 +110,7 @@ def steps_of(config: RunConfig) -> Iterator[float]:
             for _ in range(config.train.train_iters):
                 wait()
                 began = time.perf_counter()
-                step = next(steps)
-                train_step(run, iter(step.microbatches), len(step.microbatches))
+                train_step(run, next(steps).microbatches)
                 wait()
                 yield time.perf_counter() - began
     finally:

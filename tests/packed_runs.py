@@ -75,7 +75,7 @@ def packed_losses(
         for _ in range(STEPS):
             step = next(steps)
             assert step.plan is not None
-            result = train_step(run, iter(step.microbatches), len(step.microbatches))
+            result = train_step(run, step.microbatches)
             run.progress.iteration += 1
             steps.observe()
             losses.append((result.loss, result.grad_norm or 0.0))
@@ -113,7 +113,7 @@ def one_by_one(lengths: str, overrides: dict[str, Any], packs: Packs | None = No
         samples = [source[index] for index in range(first, first + BATCH)]
         together = packs[step] if packs else [[i] for i in range(BATCH)]
         microbatches = [pack([samples[i] for i in ids], run.groups.cp, device=run.device) for ids in together]
-        result = train_step(run, iter(microbatches), len(microbatches))
+        result = train_step(run, microbatches)
         losses.append((result.loss, result.grad_norm or 0.0))
     run.close()
     return losses

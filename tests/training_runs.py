@@ -9,7 +9,7 @@ import torch
 from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.training.batches import RankBatches, batch_iterator
+from megatron_cp.training.batches import Steps, open_steps
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
 
@@ -49,19 +49,18 @@ def tiny_config(**overrides: Any) -> RunConfig:
     return config.finalize()
 
 
-def start(config: RunConfig) -> tuple[Run, RankBatches, int]:
-    """A ready run, its batches from the beginning, and the number of microbatches."""
+def start(config: RunConfig) -> tuple[Run, Steps]:
+    """A ready run and its global batches from the beginning."""
     tokenizer = build_tokenizer(config.tokenizer)
     train, _, _ = build_datasets(config, tokenizer, config.train.train_iters * config.train.global_batch_size)
     run = setup(config, tokenizer.vocab_size)
-    batches = batch_iterator(run, train, 0, training=True)
-    return run, RankBatches(run, batches), batches.num_microbatches
+    return run, open_steps(run, train, 0, training=True)
 
 
 def train_losses(overrides: dict[str, Any], steps: int) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each of ``steps`` optimizer steps; what every rank of a layout returns."""
-    run, batches, num_microbatches = start(tiny_config(**overrides))
-    results = [train_step(run, batches, num_microbatches) for _ in range(steps)]
+    run, batches = start(tiny_config(**overrides))
+    results = [train_step(run, next(batches).microbatches) for _ in range(steps)]
     run.close()
     return [(result.loss, result.grad_norm or 0.0) for result in results]
 

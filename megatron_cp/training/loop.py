@@ -88,7 +88,7 @@ def _train(
         began = time.perf_counter()
         with run.phases("data"):
             step = next(steps)
-        result = train_step(run, iter(step.microbatches), len(step.microbatches))
+        result = train_step(run, step.microbatches)
         seconds = time.perf_counter() - began  # the loss and the gradient norm have come: the GPU has kept pace
         _advance(run, step, result)
         profiler.end(run.progress.iteration)

@@ -7,7 +7,7 @@ only normalization that is exact when ranks hold different numbers of them, as c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,17 +17,16 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_cp.data.batches import Batch
 from megatron_cp.dynamic_cp.packing import PackedMicrobatch
 from megatron_cp.errors import RuntimeFault
 from megatron_cp.models.mtp import depth_weights, unmasked_tokens
 from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.parallel.pipeline import PipelineCommunicator
-from megatron_cp.training.batches import Batch, Steps
+from megatron_cp.training.batches import Microbatch, Steps
 from megatron_cp.training.metrics import logger
 from megatron_cp.training.nonfinite import MAX_SKIPPED_IN_A_ROW, gradients_are_finite, origin
 from megatron_cp.training.setup import Run
-
-Microbatches = Iterator[Batch | PackedMicrobatch]
 
 
 @dataclass(frozen=True)
@@ -41,19 +40,18 @@ class StepResult:
     mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction, over its own unmasked tokens
 
 
-def train_step(run: Run, batches: Microbatches, num_microbatches: int) -> StepResult:
-    """Forward, backward, gradient reduction, optimizer and schedule for one global batch."""
+def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepResult:
+    """Forward, backward, gradient reduction, optimizer and schedule for one global batch, this rank's microbatches."""
     with run.phases("optimizer"):
         for chunk in run.model:
             chunk.zero_grad_buffer()
         run.optimizer.zero_grad()
-    window = [next(batches) for _ in range(num_microbatches)]
     randomness = random_state()
-    loss, tokens, mtp_losses = _forward_backward(run, iter(window), num_microbatches, forward_only=False)
+    loss, tokens, mtp_losses = _forward_backward(run, microbatches, forward_only=False)
     with run.phases("optimizer"):
         checked = run.config.ddp.check_for_nan_in_grad
         if not math.isfinite(loss) or (checked and not gradients_are_finite(run)):
-            _skip_or_stop(run, loss, window, randomness)
+            _skip_or_stop(run, loss, microbatches, randomness)
             return StepResult(loss, tokens, None, True, mtp_losses)
         run.skipped_in_a_row = 0
         if not tokens:  # a router's losses would be divided by nothing, and momentum alone would move the parameters
@@ -65,7 +63,7 @@ def train_step(run: Run, batches: Microbatches, num_microbatches: int) -> StepRe
     return StepResult(loss, tokens, None if grad_norm is None else float(grad_norm), not success, mtp_losses)
 
 
-def _skip_or_stop(run: Run, loss: float, window: list[Batch | PackedMicrobatch], randomness: dict[str, Any]) -> None:
+def _skip_or_stop(run: Run, loss: float, microbatches: Sequence[Microbatch], randomness: dict[str, Any]) -> None:
     """Say where numbers that are not finite came from; return if the step may be left out.
 
     Raises:
@@ -76,7 +74,7 @@ def _skip_or_stop(run: Run, loss: float, window: list[Batch | PackedMicrobatch],
         restore_random_state(randomness)
         for chunk in run.model:
             chunk.zero_grad_buffer()
-        return _forward_backward(run, iter(window), len(window), forward_only=False)[0]
+        return _forward_backward(run, microbatches, forward_only=False)[0]
 
     where, damaged = origin(run, repeat)
     what = f"iteration {run.progress.iteration + 1}: " + (
@@ -100,8 +98,7 @@ def evaluate(run: Run, steps: Steps, count: int) -> float:
     total, tokens = 0.0, 0
     with torch.no_grad():
         for _ in range(count):
-            step = next(steps)
-            loss, seen, _ = _forward_backward(run, iter(step.microbatches), len(step.microbatches), forward_only=True)
+            loss, seen, _ = _forward_backward(run, next(steps).microbatches, forward_only=True)
             total, tokens = total + loss * seen, tokens + seen
     for chunk in run.model:
         chunk.train()
@@ -109,28 +106,29 @@ def evaluate(run: Run, steps: Steps, count: int) -> float:
 
 
 def _forward_backward(
-    run: Run, batches: Microbatches, num_microbatches: int, forward_only: bool
+    run: Run, microbatches: Sequence[Microbatch], forward_only: bool
 ) -> tuple[float, int, tuple[float, ...]]:
     """Run the pipeline schedule; returns, on every rank, the mean loss per unmasked token, their number, and, while
     training, the mean loss of each depth of multi-token prediction."""
     model = run.config.model
     stages = model.virtual_pipeline_model_parallel_size
-    # All of them before the first one runs: a rank that finds fault with its batches can tell the others only while
-    # none of them waits for another in the pipeline. Every virtual stage then walks them at its own pace.
     with run.phases("data"):
-        window = [next(batches) for _ in range(num_microbatches)]
-        depth_tokens = [] if forward_only else _depth_tokens(run, window)
+        depth_tokens = [] if forward_only else _depth_tokens(run, microbatches)
     schedule = get_forward_backward_func(pp_size=model.pipeline_model_parallel_size, vp_size=stages)
-    communicator = PipelineCommunicator(run.groups.pp, run.core_config, [_passed_on(run, batch) for batch in window])
+    communicator = PipelineCommunicator(
+        run.groups.pp, run.core_config, [_passed_on(run, each) for each in microbatches]
+    )
     timed = run.work_clock(run.core_config) if run.work_clock and not forward_only else nullcontext()
     with run.phases("forward_backward"), timed:
         reports = schedule(
             forward_step_func=partial(forward_step, mtp_weights=depth_weights(run.core_config, depth_tokens)),
-            data_iterator=iter(window) if stages is None else [iter(window) for _ in range(stages)],
+            # Every virtual stage walks them at its own pace.
+            data_iterator=iter(microbatches) if stages is None else [iter(microbatches) for _ in range(stages)],
             model=run.model if stages is not None else run.model[0],
-            num_microbatches=num_microbatches,
+            num_microbatches=len(microbatches),
             seq_length=model.seq_length,
-            micro_batch_size=_values_of(window[0])["tokens"].shape[0],  # evaluation may have another one than training
+            # Evaluation may have another one than training.
+            micro_batch_size=_values_of(microbatches[0])["tokens"].shape[0],
             forward_only=forward_only,
             p2p_communicator=communicator,
             pg_collection=run.groups,
@@ -138,23 +136,23 @@ def _forward_backward(
         return _reduce_loss(run, reports, depth_tokens)
 
 
-def _passed_on(run: Run, batch: Batch | PackedMicrobatch) -> tuple[int, int, int]:
+def _passed_on(run: Run, microbatch: Microbatch) -> tuple[int, int, int]:
     """The shape of what pipeline stages pass on of a microbatch."""
-    rows, tokens = _values_of(batch)["tokens"].shape
+    rows, tokens = _values_of(microbatch)["tokens"].shape
     parts = run.groups.tp.size() if run.core_config.sequence_parallel else 1
     return tokens // parts, rows, run.core_config.hidden_size
 
 
-def _values_of(batch: Batch | PackedMicrobatch) -> dict[str, Any]:
-    return vars(batch) if isinstance(batch, PackedMicrobatch) else batch
+def _values_of(microbatch: Microbatch) -> dict[str, Any]:
+    return vars(microbatch) if isinstance(microbatch, PackedMicrobatch) else microbatch
 
 
-def _depth_tokens(run: Run, window: list[Batch | PackedMicrobatch]) -> list[float]:
+def _depth_tokens(run: Run, microbatches: Sequence[Microbatch]) -> list[float]:
     """Unmasked tokens of the global batch for the main loss and for each depth of multi-token prediction."""
     depths = run.config.model.mtp_num_layers or 0
     if not depths:
         return []
-    values = [_values_of(batch) for batch in window]
+    values = [_values_of(microbatch) for microbatch in microbatches]
     counts = [unmasked_tokens(each["loss_mask"], each["position_ids"], depths) for each in values]
     total = torch.stack(counts).sum(dim=0)
     dist.all_reduce(total, group=run.groups.dp_cp)
@@ -162,10 +160,10 @@ def _depth_tokens(run: Run, window: list[Batch | PackedMicrobatch]) -> list[floa
 
 
 def forward_step(
-    batches: Microbatches, model: Any, mtp_weights: tuple[float, ...] = ()
+    microbatches: Iterator[Microbatch], model: Any, mtp_weights: tuple[float, ...] = ()
 ) -> tuple[torch.Tensor, Callable]:
     """megatron-core's forward-step contract: one microbatch through this rank's chunk."""
-    values = _values_of(next(batches))
+    values = _values_of(next(microbatches))
     output = model(
         input_ids=values["tokens"],
         position_ids=values["position_ids"],

@@ -53,8 +53,7 @@ def measure(
         _keep_first_gradients(run, result)
         with closing(open_steps(run, dataset, 0, training=True)) as steps:
             for _ in range(train_iters):
-                step = next(steps)
-                result.steps.append(train_step(run, iter(step.microbatches), len(step.microbatches)))
+                result.steps.append(train_step(run, next(steps).microbatches))
         return result
     finally:
         run.close()

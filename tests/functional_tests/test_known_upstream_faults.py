@@ -51,8 +51,7 @@ def dropped_and_weights(overrides: dict[str, Any]) -> tuple[list[float], list[fl
     sums = [p.double().sum().item() for chunk in run.model for p in chunk.parameters()]
     with closing(open_steps(run, dataset, 0, training=True)) as steps:
         for _ in range(2):
-            step = next(steps)
-            train_step(run, iter(step.microbatches), len(step.microbatches))
+            train_step(run, next(steps).microbatches)
     sums += [p.double().sum().item() for chunk in run.model for p in chunk.parameters()]
     run.close()
     return mask, sums
@@ -92,7 +91,7 @@ def test_inter_document_masks_are_refused_by_the_data_too(tmp_path: Any) -> None
 
 
 def mask_in_the_model() -> str:
-    run, _, _ = start(tiny_config(**CP2))
+    run, _ = start(tiny_config(**CP2))
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     mask = torch.zeros(1, 1, 16, 16, dtype=torch.bool)
     try:

@@ -27,10 +27,10 @@ Events = list[Message | int]
 
 def sent(overrides: dict[str, Any]) -> Events:
     """In two steps, by this rank."""
-    run, batches, microbatches = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     ledger.clear()
     for _ in range(2):
-        train_step(run, batches, microbatches)
+        train_step(run, next(batches).microbatches)
     assert not ledger.under_way, "nobody waited for them"
     events = list(ledger.events)
     run.close()

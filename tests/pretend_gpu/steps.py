@@ -82,10 +82,10 @@ def without_places(waits: dict[str, int]) -> dict[str, int]:
 
 
 def waits_of_a_dense_step(overrides: dict[str, Any]) -> dict[str, int]:
-    run, batches, microbatches = start(tiny_config(**overrides))
-    train_step(run, batches, microbatches)
+    run, batches = start(tiny_config(**overrides))
+    train_step(run, next(batches).microbatches)
     placement.waits.clear()
-    train_step(run, batches, microbatches)
+    train_step(run, next(batches).microbatches)
     run.close()
     return without_places(placement.waits)
 
@@ -96,8 +96,7 @@ def waits_of_a_packed_step(lengths: str, overrides: dict[str, Any]) -> dict[str,
     with closing(open_steps(run, train_dataset(config), 0, training=True)) as steps:
         for _ in range(2):
             placement.waits.clear()
-            step = next(steps)
-            train_step(run, iter(step.microbatches), len(step.microbatches))
+            train_step(run, next(steps).microbatches)
             run.progress.iteration += 1
             steps.observe()
     run.close()

@@ -49,7 +49,7 @@ def losses_here(folder: Path, tokens: torch.Tensor, labels: torch.Tensor) -> tor
     """Per-token losses ``[b, s]`` of the imported model, as a run begins with it."""
     config = recipe_of(folder)
     start_alone(config)
-    run, _, _ = start(config)
+    run, _ = start(config)
     load_checkpoint(run, folder / "mcore", 0, finetune=True)
     model = run.model[0].eval()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -101,9 +101,9 @@ def loss_of_a_batch(folder: str, variant: str) -> float:
 
 def first_loss(folder: str, overrides: list[str]) -> float:
     config = recipe_of(Path(folder), *overrides)
-    run, batches, num_microbatches = start(config)
+    run, batches = start(config)
     load_checkpoint(run, Path(folder) / "mcore", 0, finetune=True)
-    result = train_step(run, batches, num_microbatches)
+    result = train_step(run, next(batches).microbatches)
     run.close()
     return result.loss
 

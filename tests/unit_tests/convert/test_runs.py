@@ -52,12 +52,12 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 def train_and_save(folder: str, overrides: dict[str, Any]) -> float:
     """Save after two steps; the loss of the third, which is that of the weights saved."""
-    run, batches, num_microbatches = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     for _ in range(2):
-        train_step(run, batches, num_microbatches)
+        train_step(run, next(batches).microbatches)
         run.progress.iteration += 1
     save_checkpoint(run, Path(folder) / "run", {})
-    loss = train_step(run, batches, num_microbatches).loss
+    loss = train_step(run, next(batches).microbatches).loss
     run.close()
     return loss
 
@@ -114,7 +114,7 @@ def halves(folder: str) -> None:
     tokens, labels = torch.randint(SHAPE["vocab_size"], (2, 2, 32), generator=torch.Generator().manual_seed(1))
     config = load_recipe(path / "mcore/recipe.yaml", ["mixed_precision.fp32=true", "dataset.seq_length=32"])
     start_distributed(config)
-    run, _, _ = start(config)
+    run, _ = start(config)
     load_checkpoint(run, path / "mcore", 0, finetune=True)
     with torch.no_grad():
         losses = run.model[0].eval()(tokens, torch.arange(32).expand_as(tokens), None, labels=labels)

@@ -63,7 +63,7 @@ def train(
     losses, sizes = [], []
     for _ in range(STEPS - skip):
         plan = next(batches)
-        result = train_step(run, iter(batches.microbatches(plan)), plan.num_microbatches)
+        result = train_step(run, batches.microbatches(plan))
         losses.append((result.loss, result.grad_norm or 0.0))
         sizes.append(plan.cp_sizes)
     batches.close()

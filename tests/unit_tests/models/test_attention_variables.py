@@ -15,7 +15,7 @@ VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def after_building(overrides: dict[str, Any]) -> list[str | None]:
-    run, _, _ = start(tiny_config(**overrides, model__attention_backend="native"))
+    run, _ = start(tiny_config(**overrides, model__attention_backend="native"))
     run.close()
     return [os.environ.get(name) for name in VARIABLES]
 

@@ -106,10 +106,10 @@ def peak_of_a_step(length: int, overrides: dict[str, Any]) -> tuple[int, int]:
         train__global_batch_size=1,
         **overrides,
     )
-    run, batches, count = start(config)
-    train_step(run, batches, count)  # what lasts is there from now on
+    run, batches = start(config)
+    train_step(run, next(batches).microbatches)  # what lasts is there from now on
     with Peak() as memory:
-        train_step(run, batches, count)
+        train_step(run, next(batches).microbatches)
     run.close()
     return memory.peak, memory.largest
 
@@ -136,13 +136,14 @@ def test_memory_does_not_grow_with_the_logits(model: dict[str, Any]) -> None:
 def losses_of(overrides: dict[str, Any]) -> tuple[list[tuple[float, ...]], list[int]]:
     """(loss, gradient norm, depths' losses) of each step; and how often each parameter's gradient became ready in a
     microbatch, all numbers that occur."""
-    run, batches, count = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     ready: Counter[int] = Counter()
     for parameter in (parameter for chunk in run.model for parameter in chunk.parameters()):
         parameter.register_post_accumulate_grad_hook(lambda each: ready.update([id(each)]))
-    results = [train_step(run, batches, count) for _ in range(STEPS)]
+    steps = [next(batches).microbatches for _ in range(STEPS)]
+    results = [train_step(run, microbatches) for microbatches in steps]
     run.close()
-    times = sorted({number / (STEPS * count) for number in ready.values()})
+    times = sorted({number / sum(map(len, steps)) for number in ready.values()})
     return [(result.loss, result.grad_norm or 0.0, *result.mtp_losses) for result in results], times
 
 

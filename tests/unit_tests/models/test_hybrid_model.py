@@ -21,7 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "hybrid": HYBRID}
 def rotated(overrides: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """One query and one key in float64, at each of 16 positions, as the model rotates them."""
     config = tiny_config(**overrides)
-    run, _, _ = start(config)
+    run, _ = start(config)
     angles = run.model[0].module.rotary_pos_emb(16).double()
     pair = torch.randn(2, config.model.kv_channels, dtype=torch.float64).expand(16, 1, 2, -1).contiguous()
     both = apply_rotary_pos_emb(pair, angles, config=run.core_config, cp_group=run.groups.cp)
@@ -49,9 +49,9 @@ def dropped(overrides: dict[str, Any]) -> list[list[bool]]:
         masks.append((kept == 0).flatten().tolist())
         return kept
 
-    run, batches, count = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     with mock.patch.object(torch.nn.functional, "dropout", seen):
-        train_step(run, batches, count)
+        train_step(run, next(batches).microbatches)
     run.close()
     return masks
 

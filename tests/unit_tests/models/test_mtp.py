@@ -43,8 +43,8 @@ Steps = list[tuple[float, ...]]  # loss, gradient norm and the depths' losses of
 
 
 def train(overrides: dict[str, Any]) -> Steps:
-    run, batches, count = start(tiny_config(**overrides))
-    results = [step.train_step(run, batches, count) for _ in range(STEPS)]
+    run, batches = start(tiny_config(**overrides))
+    results = [step.train_step(run, next(batches).microbatches) for _ in range(STEPS)]
     run.close()
     return [(result.loss, result.grad_norm or 0.0, *result.mtp_losses) for result in results]
 
@@ -215,7 +215,7 @@ def test_the_depths_learn_and_matter() -> None:
 
 
 def transports() -> list[str]:
-    run, _, _ = start(tiny_config(**MTP2, **CP4, **MIXED))
+    run, _ = start(tiny_config(**MTP2, **CP4, **MIXED))
     mtp = run.model[0].module.mtp
     kinds = [layer.mtp_model_layer.self_attention.core_attention.cp_comm_type for layer in mtp.layers]
     run.close()
@@ -236,15 +236,15 @@ def test_bf16_stays_close_to_float32() -> None:
 
 def upstreams_loss(overrides: dict[str, Any]) -> Steps:
     """megatron-core's own loss: exact where one rank has the whole global batch in one microbatch."""
-    run, batches, count = start(tiny_config(**overrides))
-    assert count == 1
+    run, batches = start(tiny_config(**overrides))
     results = []
     with (
         mock.patch.object(LanguageModel, "_postprocess", GPTModel._postprocess),
         mock.patch.object(step, "_depth_tokens", lambda run, window: []),
     ):
         for _ in range(STEPS):
-            result = step.train_step(run, batches, count)
+            (microbatch,) = next(batches).microbatches
+            result = step.train_step(run, [microbatch])
             depths = MTPLossLoggingHelper.tracker["loss_values"]
             results.append((result.loss, result.grad_norm or 0.0, *depths.tolist()))
             depths.zero_()
@@ -293,7 +293,7 @@ def train_packed(overrides: dict[str, Any], per_rank: int, dynamic: bool = True,
     losses, sizes = [], set()
     for _ in range(STEPS):
         plan = next(batches)
-        result = step.train_step(run, iter(batches.microbatches(plan)), plan.num_microbatches)
+        result = step.train_step(run, batches.microbatches(plan))
         losses.append((result.loss, result.grad_norm or 0.0, *result.mtp_losses))
         sizes |= set(plan.cp_sizes)
     assert dist.get_world_size() == 1 or not dynamic or len(sizes) > 1, "one CP size only would prove little"
@@ -337,18 +337,18 @@ def test_packed_training_equals_one_rank(name: str) -> None:
 
 
 def save_after(overrides: dict[str, Any], folder: str) -> None:
-    run, batches, count = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     for _ in range(2):
-        step.train_step(run, batches, count)
+        step.train_step(run, next(batches).microbatches)
     run.progress.iteration = 2
     save_checkpoint(run, folder, {"train": batches.state_dict()})
     run.close()
 
 
 def resume(overrides: dict[str, Any], folder: str) -> Steps:
-    run, batches, count = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     batches.load_state_dict(load_checkpoint(run, folder, 2)["train"])
-    results = [step.train_step(run, batches, count) for _ in range(STEPS - 2)]
+    results = [step.train_step(run, next(batches).microbatches) for _ in range(STEPS - 2)]
     run.close()
     return [(result.loss, result.grad_norm or 0.0, *result.mtp_losses) for result in results]
 

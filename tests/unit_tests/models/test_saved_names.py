@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 def saved_norms(overrides: dict[str, Any]) -> set[str]:
-    run, _, _ = start(tiny_config(**overrides))
+    run, _ = start(tiny_config(**overrides))
     state = run.model[0].module.sharded_state_dict(metadata={"dp_cp_group": run.groups.dp_cp})
     keys = {tensor.key for tensor in state.values() if hasattr(tensor, "key")}
     run.close()
@@ -66,10 +66,10 @@ def written_before(folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": MLP_NORM[:-6]}
         patch.setattr(layer_specs, "_saved_names", lambda config: names)
-        run, _, _ = start(experts)
+        run, _ = start(experts)
         save_checkpoint(run, folder, {})
         run.close()
-    run, _, _ = start(experts)
+    run, _ = start(experts)
     load_checkpoint(run, folder, 0)
 
 

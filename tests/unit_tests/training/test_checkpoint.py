@@ -23,8 +23,8 @@ BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
 
 
 def save_after(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
-    run, batches, count = start(tiny_config(**overrides))
-    results = [train_step(run, batches, count) for _ in range(steps)]
+    run, batches = start(tiny_config(**overrides))
+    results = [train_step(run, next(batches).microbatches) for _ in range(steps)]
     run.progress.iteration = steps
     save_checkpoint(run, folder, {"train": batches.state_dict()})
     run.close()
@@ -32,12 +32,12 @@ def save_after(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
 
 
 def resume(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
-    run, batches, count = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     iteration = latest_iteration(folder)
     assert iteration is not None
     batches.load_state_dict(load_checkpoint(run, folder, iteration)["train"])
     assert run.progress.iteration == iteration
-    results = [train_step(run, batches, count) for _ in range(steps)]
+    results = [train_step(run, next(batches).microbatches) for _ in range(steps)]
     run.close()
     return [(result.loss, result.grad_norm or 0.0) for result in results]
 
@@ -176,8 +176,8 @@ def failing_save(overrides: dict[str, Any], folder: str) -> str:
     """Fill the disk, as it were, while rank 0 puts the second checkpoint in its place."""
     from megatron_cp.training import checkpoint
 
-    run, batches, count = start(tiny_config(**overrides))
-    train_step(run, batches, count)
+    run, batches = start(tiny_config(**overrides))
+    train_step(run, next(batches).microbatches)
     run.progress.iteration = 1
     save_checkpoint(run, folder, {})
 
@@ -201,7 +201,7 @@ def test_a_failed_save_is_reported_by_every_rank_and_leaves_the_previous_one(tmp
 
 
 def keep_two(folder: str) -> None:
-    run, _, _ = start(tiny_config(checkpoint__most_recent_k=2))
+    run, _ = start(tiny_config(checkpoint__most_recent_k=2))
     for iteration in (1, 2, 3, 3):
         run.progress.iteration = iteration
         save_checkpoint(run, folder, {})
@@ -222,7 +222,7 @@ def manager_started(folder: str) -> bool:
     started = []
     original = managers.BaseManager.start
     managers.BaseManager.start = lambda self, *args, **kwargs: (started.append(self), original(self, *args, **kwargs))
-    run, _, _ = start(tiny_config())
+    run, _ = start(tiny_config())
     save_checkpoint(run, folder, {})
     return bool(started)
 
@@ -233,9 +233,9 @@ def test_saving_starts_no_process_that_would_run_the_users_script_again(tmp_path
 
 def adam_steps(overrides: dict[str, Any], folder: str) -> list[float]:
     """Adam's own step counts after one step on a loaded checkpoint, one a parameter."""
-    run, batches, count = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     batches.load_state_dict(load_checkpoint(run, folder, 2)["train"])
-    train_step(run, batches, count)
+    train_step(run, next(batches).microbatches)
     inner = run.optimizer.chained_optimizers[0].optimizer
     return [float(state["step"]) for state in inner.state.values()]
 
@@ -259,7 +259,7 @@ class WithStateOfItsOwn:
 
 def save_as_one_kind_and_load_as_the_other(folder: str, state_first: bool) -> None:
     def begin(with_state: bool) -> Any:
-        run, _, _ = start(tiny_config(model__context_parallel_size=2))
+        run, _ = start(tiny_config(model__context_parallel_size=2))
         decoder = run.model[0].module.decoder
         for module in (decoder.final_layernorm, *(layer.self_attention.core_attention for layer in decoder.layers)):
             if with_state:

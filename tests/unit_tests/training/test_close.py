@@ -35,8 +35,8 @@ PACKED_LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def train(overrides: dict[str, Any]) -> Run:
-    run, batches, num_microbatches = start(tiny_config(**overrides))
-    train_step(run, batches, num_microbatches)
+    run, batches = start(tiny_config(**overrides))
+    train_step(run, next(batches).microbatches)
     return run
 
 
@@ -44,8 +44,7 @@ def train_packs(lengths: str, overrides: dict[str, Any]) -> Run:
     config = packed_config(lengths, overrides)
     run = setup(config, build_tokenizer(config.tokenizer).vocab_size)
     with closing(open_steps(run, train_dataset(config), 0, training=True)) as steps:
-        step = next(steps)
-        train_step(run, iter(step.microbatches), len(step.microbatches))
+        train_step(run, next(steps).microbatches)
     return run
 
 

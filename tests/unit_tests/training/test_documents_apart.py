@@ -45,7 +45,7 @@ def losses_of(names: list[str], overrides: dict[str, Any]) -> list[tuple[float, 
     for name in names:
         config = tiny_config(model__sequence_packing_scheduler="dp_balanced", dataset__seq_length=128, **overrides)
         run = setup(config, VOCAB)
-        result = train_step(run, iter([pack(PACKS[name](), run.groups.cp)]), 1)
+        result = train_step(run, [pack(PACKS[name](), run.groups.cp)])
         results.append((result.loss, result.grad_norm or 0.0))
         run.close()
     return results

@@ -59,7 +59,7 @@ def test_the_model_learns_and_the_mask_matters() -> None:
 
 
 def first_weights(overrides: dict[str, Any], seed: int = 7) -> dict[str, list[float]]:
-    run, _, _ = start(tiny_config(**overrides, rng__seed=seed))
+    run, _ = start(tiny_config(**overrides, rng__seed=seed))
     found = {name: weight.flatten()[:8].tolist() for name, weight in run.model[0].named_parameters()}
     run.close()
     return found

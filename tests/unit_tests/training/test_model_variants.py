@@ -127,10 +127,10 @@ def test_feature_trains_like_one_rank(name: str) -> None:
 
 def precisions() -> tuple[set, set, set]:
     """Data types of the parameters, of their gradients' sums and of what the optimizer updates."""
-    run, batches, count = start(tiny_config(mixed_precision__fp32=False, mixed_precision__bf16=True, **CP2))
+    run, batches = start(tiny_config(mixed_precision__fp32=False, mixed_precision__bf16=True, **CP2))
     before = [p.detach().clone() for chunk in run.model for p in chunk.parameters()]
-    train_step(run, batches, count)  # the warm-up starts with a learning rate of zero
-    result = train_step(run, batches, count)
+    train_step(run, next(batches).microbatches)  # the warm-up starts with a learning rate of zero
+    result = train_step(run, next(batches).microbatches)
     parameters = [p for chunk in run.model for p in chunk.parameters()]
     assert result.grad_norm and any(not p.equal(old) for p, old in zip(parameters, before, strict=True))
     updated = [p for group in run.optimizer.param_groups for p in group["params"]]

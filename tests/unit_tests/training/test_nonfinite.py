@@ -49,12 +49,12 @@ def poison(run: Any, rank: int, name: str, microbatch: int, backward: bool) -> A
 
 
 def poisoned_step(overrides: dict[str, Any], where: tuple, name: str) -> str:
-    run, batches, count = start(tiny_config(**overrides))
-    train_step(run, batches, count)
+    run, batches = start(tiny_config(**overrides))
+    train_step(run, next(batches).microbatches)
     before = [parameter.detach().clone() for chunk in run.model for parameter in chunk.parameters()]
     poison(run, where[0], name, *where[1:])
     try:
-        train_step(run, batches, count)
+        train_step(run, next(batches).microbatches)
     except RuntimeFault as fault:
         after = [parameter for chunk in run.model for parameter in chunk.parameters()]
         assert fault.on_all_ranks
@@ -96,17 +96,17 @@ def test_rank_microbatch_and_layer_are_named(
 
 def skipping(overrides: dict[str, Any], passing: bool) -> tuple[list[float], str]:
     """Losses of steps of which the second is poisoned; and what ends them if it does not pass."""
-    run, batches, count = start(tiny_config(train__on_nonfinite="skip", **overrides))
-    losses = [train_step(run, batches, count).loss]
+    run, batches = start(tiny_config(train__on_nonfinite="skip", **overrides))
+    losses = [train_step(run, next(batches).microbatches).loss]
     end = poison(run, 0, "decoder.layers.1.mlp.linear_fc1", 1, True)
-    skipped = train_step(run, batches, count)
+    skipped = train_step(run, next(batches).microbatches)
     assert skipped.skipped and skipped.grad_norm is None and math.isfinite(skipped.loss)
     if passing:
         end()
-        return losses + [train_step(run, batches, count).loss for _ in range(2)], ""
+        return losses + [train_step(run, next(batches).microbatches).loss for _ in range(2)], ""
     for step in range(MAX_SKIPPED_IN_A_ROW):
         try:
-            assert train_step(run, batches, count).skipped
+            assert train_step(run, next(batches).microbatches).skipped
         except RuntimeFault as fault:
             assert step == MAX_SKIPPED_IN_A_ROW - 2
             return losses, str(fault)
@@ -114,11 +114,10 @@ def skipping(overrides: dict[str, Any], passing: bool) -> tuple[list[float], str
 
 
 def without_the_second(overrides: dict[str, Any]) -> list[float]:
-    run, batches, count = start(tiny_config(**overrides))
-    losses = [train_step(run, batches, count).loss]
-    for _ in range(count):
-        next(batches)
-    return losses + [train_step(run, batches, count).loss for _ in range(2)]
+    run, batches = start(tiny_config(**overrides))
+    losses = [train_step(run, next(batches).microbatches).loss]
+    next(batches)
+    return losses + [train_step(run, next(batches).microbatches).loss for _ in range(2)]
 
 
 def test_a_skipped_step_is_as_if_its_batch_had_not_been_there() -> None:
@@ -132,13 +131,13 @@ def test_what_does_not_pass_ends_the_run() -> None:
 
 
 def damaged_parameter() -> str:
-    run, batches, count = start(tiny_config(train__on_nonfinite="skip", **CP2))
+    run, batches = start(tiny_config(train__on_nonfinite="skip", **CP2))
     if os.environ["RANK"] == "1":
         parameters = dict(run.model[0].module.named_parameters())
         with torch.no_grad():
             parameters["decoder.layers.2.mlp.linear_fc2.weight"][0, 0] = math.nan
     try:
-        train_step(run, batches, count)
+        train_step(run, next(batches).microbatches)
     except RuntimeFault as fault:
         return str(fault)
     return "no fault"
@@ -151,7 +150,7 @@ def test_damaged_parameters_are_not_skipped_over() -> None:
 
 def passing_fault() -> str:
     """A nan that does not come again, as bad hardware makes them."""
-    run, batches, count = start(tiny_config(**CP2))
+    run, batches = start(tiny_config(**CP2))
     module = dict(run.model[0].module.named_modules())["decoder.layers.1.mlp"]
 
     def once(module: Any, inputs: Any, output: Any) -> Any:
@@ -160,7 +159,7 @@ def passing_fault() -> str:
 
     handle = module.register_forward_hook(once)
     try:
-        train_step(run, batches, count)
+        train_step(run, next(batches).microbatches)
     except RuntimeFault as fault:
         return str(fault)
     return "no fault"
@@ -206,12 +205,12 @@ def test_a_step_without_a_loss_moves_nothing() -> None:
 
     def trained(unmasked: int) -> tuple[bool, float]:
         config = tiny_config(**router, dataset__mock_masked_fraction=0.0, scheduler__lr_warmup_iters=0)
-        run, batches, count = start(config)
+        run, batches = start(config)
         before = [p.detach().clone() for p in run.model[0].parameters()]
-        window = [next(batches) for _ in range(count)]
-        for batch in window:
+        microbatches = next(batches).microbatches
+        for batch in microbatches:
             batch["loss_mask"][:, unmasked:] = 0
-        result = train_step(run, iter(window), count)
+        result = train_step(run, microbatches)
         moved = max(float((p - q).abs().max()) for p, q in zip(run.model[0].parameters(), before, strict=True))
         run.close()
         return result.skipped, moved

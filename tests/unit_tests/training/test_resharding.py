@@ -65,7 +65,7 @@ def packed_steps(
             assert walk.state_dict()["consumed_samples"] == run.progress.consumed_samples
         for _ in range(steps):
             step = next(walk)
-            result = train_step(run, iter(step.microbatches), len(step.microbatches))
+            result = train_step(run, step.microbatches)
             run.progress.iteration += 1
             run.progress.consumed_samples += len(step.lengths)
             walk.observe()

@@ -37,9 +37,9 @@ STEPS = 4
 
 
 def save(overrides: dict[str, Any], folder: str) -> None:
-    run, batches, count = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     for _ in range(STEPS):
-        train_step(run, batches, count)
+        train_step(run, next(batches).microbatches)
     run.progress.iteration = STEPS
     save_checkpoint(run, folder, {"train": batches.state_dict()})
     run.close()
@@ -54,10 +54,10 @@ def settings(run: Any) -> list[dict[str, Any]]:
 
 def resumed(overrides: dict[str, Any], folder: str) -> list[dict[str, Any]]:
     """The optimizer's settings before and after another step."""
-    run, batches, count = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     batches.load_state_dict(load_checkpoint(run, folder, STEPS)["train"])
     found = settings(run)
-    train_step(run, batches, count)
+    train_step(run, next(batches).microbatches)
     found += settings(run)
     run.close()
     return found
@@ -65,10 +65,10 @@ def resumed(overrides: dict[str, Any], folder: str) -> list[dict[str, Any]]:
 
 def undisturbed(overrides: dict[str, Any]) -> list[dict[str, Any]]:
     """The same of a run that has followed one schedule from its beginning."""
-    run, batches, count = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     found = []
     for step in range(STEPS + 1):
-        train_step(run, batches, count)
+        train_step(run, next(batches).microbatches)
         found += settings(run) if step >= STEPS - 1 else []
     run.close()
     return found

@@ -29,11 +29,11 @@ def names(folder: Path) -> list[str]:
 
 def save_in_the_background(overrides: dict[str, Any], folder: str) -> list[tuple[float, float]]:
     """Train two steps, save, train two more while it is written; saves wait for each other."""
-    run, batches, count = start(tiny_config(**ASYNC, **overrides))
+    run, batches = start(tiny_config(**ASYNC, **overrides))
     saver = CheckpointSaver(run, folder)
     losses = []
     for step in range(6):
-        result = train_step(run, batches, count)
+        result = train_step(run, next(batches).microbatches)
         losses.append((result.loss, result.grad_norm or 0.0))
         run.progress.iteration += 1
         if step in (1, 2):
@@ -45,9 +45,9 @@ def save_in_the_background(overrides: dict[str, Any], folder: str) -> list[tuple
 
 
 def resume_at(overrides: dict[str, Any], folder: str, iteration: int, steps: int) -> list[tuple[float, float]]:
-    run, batches, count = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     batches.load_state_dict(load_checkpoint(run, folder, iteration)["train"])
-    results = [train_step(run, batches, count) for _ in range(steps)]
+    results = [train_step(run, next(batches).microbatches) for _ in range(steps)]
     return [(result.loss, result.grad_norm or 0.0) for result in results]
 
 
@@ -68,7 +68,7 @@ def slow_writer_dies(folder: str, how: str) -> str:
     """The background process of rank 1 is killed, or cannot write."""
     from megatron_cp.training import checkpoint_writer
 
-    run, batches, count = start(tiny_config(**ASYNC, **CP2))
+    run, batches = start(tiny_config(**ASYNC, **CP2))
     saver = CheckpointSaver(run, folder)
     saver.save({"train": batches.state_dict()})
     saver.finish()
@@ -85,7 +85,7 @@ def slow_writer_dies(folder: str, how: str) -> str:
     checkpoint_writer.FileSystemWriterAsync.write_preloaded_data = write
     saver.save({"train": batches.state_dict()})
     assert saver.writing
-    train_step(run, batches, count)
+    train_step(run, next(batches).microbatches)
     if how == "killed" and os.environ["RANK"] == "1":
         os.kill(saver._pending.writer._caller.process.pid, signal.SIGKILL)
     try:
@@ -122,7 +122,7 @@ def small_disk(tmp_path: Path) -> Any:
 
 
 def save_until_full(folder: str, overrides: dict[str, Any]) -> str:
-    run, batches, _ = start(tiny_config(model__num_layers=2, **overrides))
+    run, batches = start(tiny_config(model__num_layers=2, **overrides))
     saver = CheckpointSaver(run, folder)
     for iteration in range(1, 6):
         run.progress.iteration = iteration
@@ -160,7 +160,7 @@ def test_a_file_that_cannot_grow_is_reported(tmp_path: Path, limit: int) -> None
 
 
 def save_with_file_limit(folder: str, limit: int) -> str:
-    run, _, _ = start(tiny_config(**CP2))
+    run, _ = start(tiny_config(**CP2))
     run.progress.iteration = 1
     saver = CheckpointSaver(run, folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -188,7 +188,7 @@ def test_a_read_only_folder_is_reported(tmp_path: Path, when: str) -> None:
 
 
 def save_read_only(folder: str, later: bool) -> str:
-    run, _, _ = start(tiny_config(**CP2))
+    run, _ = start(tiny_config(**CP2))
     saver = CheckpointSaver(run, folder)
     run.progress.iteration = 1
     if later:
@@ -208,11 +208,11 @@ def save_twice_and_die(folder: str, moment: int, overrides: dict[str, Any]) -> i
 
     Returns the number of operations if they were fewer.
     """
-    run, batches, count = start(tiny_config(model__num_layers=1, checkpoint__most_recent_k=1, **overrides))
+    run, batches = start(tiny_config(model__num_layers=1, checkpoint__most_recent_k=1, **overrides))
     saver = CheckpointSaver(run, folder)
     for iteration in (1, 2, 2):
         if run.progress.iteration < iteration:
-            train_step(run, batches, count)
+            train_step(run, next(batches).microbatches)
         run.progress.iteration = iteration
         if iteration == 2:
             operations = _die_at(moment)
@@ -300,7 +300,7 @@ def test_files_that_are_there_are_what_the_index_says(tmp_path: Path) -> None:
 
 
 def save_once(overrides: dict[str, Any], folder: str) -> None:
-    run, batches, _ = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     run.progress.iteration = 1
     CheckpointSaver(run, folder).save({"train": batches.state_dict()})
 
@@ -323,8 +323,8 @@ def test_which_checkpoints_are_kept(tmp_path: Path, count: int, interval: int | 
 
 
 def without_optimizer(folder: str) -> list[float]:
-    run, batches, count = start(tiny_config(checkpoint__save_optim=False))
-    train_step(run, batches, count)
+    run, batches = start(tiny_config(checkpoint__save_optim=False))
+    train_step(run, next(batches).microbatches)
     run.progress.iteration = 1
     run.progress.consumed_samples = 4
     CheckpointSaver(run, folder).save({"train": batches.state_dict()})
@@ -332,7 +332,7 @@ def without_optimizer(folder: str) -> list[float]:
 
 
 def go_on_without_optimizer(folder: str) -> list[float]:
-    run, _, _ = start(tiny_config(checkpoint__load_optim=False))
+    run, _ = start(tiny_config(checkpoint__load_optim=False))
     load_checkpoint(run, folder, 1)
     return [run.optimizer.param_groups[0]["lr"]]
 

@@ -35,12 +35,12 @@ def assert_copies_agree(run: Run) -> None:
 
 def two_steps(overrides: dict[str, Any], folder: str, after: int) -> Losses:
     """(loss, gradient norm) of two steps, from the checkpoint ``after`` so many steps or (0) from the beginning."""
-    run, batches, count = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**overrides))
     assert not parallel_state.is_initialized()
     if after:
         batches.load_state_dict(load_checkpoint(run, folder, after)["train"])
         assert_copies_agree(run)
-    results = [train_step(run, batches, count) for _ in range(2)]
+    results = [train_step(run, next(batches).microbatches) for _ in range(2)]
     assert_copies_agree(run)
     run.progress.iteration = after + 2
     save_checkpoint(run, folder, {"train": batches.state_dict()})

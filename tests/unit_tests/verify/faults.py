@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -83,13 +84,19 @@ def batch_sliced_twice() -> Iterator[None]:
 @contextlib.contextmanager
 def batch_sliced_again_in_the_step() -> Iterator[None]:
     """After every check of batches."""
-    original = batches.RankBatches.__next__
+    original = batches.StaticSteps.__next__
 
     def again(self: Any) -> Any:
-        cp = self._run.groups.cp
-        return {key: shard_sequence(value, 1, cp.rank(), cp.size()) for key, value in original(self).items()}
+        cp, found = self._run.groups.cp, original(self)
+        return replace(
+            found,
+            microbatches=[
+                {key: shard_sequence(value, 1, cp.rank(), cp.size()) for key, value in each.items()}
+                for each in found.microbatches
+            ],
+        )
 
-    with mock.patch.object(batches.RankBatches, "__next__", again):
+    with mock.patch.object(batches.StaticSteps, "__next__", again):
         yield
 
 
