@@ -32,6 +32,7 @@ from megatron_cp.errors import ConfigError, DataError
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check_or_raise
 from megatron_cp.rules.environment import Environment
+from megatron_cp.run_lines import METRICS, read_lines
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "llama_tiny_pretrain_config"
@@ -157,7 +158,7 @@ def _train(overrides: Sequence[str], ranks: int) -> int:
 def last_screen(console: Console, config: RunConfig, phases: Phases, ranks: int) -> None:
     """Where everything is, the loss before and after, and what to try next."""
     save = Path(config.checkpoint.save or "")
-    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(save / METRICS)
     steps = [line for line in lines if "lm_loss" in line]
     held_out = next((line["validation_loss"] for line in reversed(lines) if "validation_loss" in line), None)
     before, after = steps[0]["lm_loss"], sum(s["lm_loss"] for s in steps[-5:]) / len(steps[-5:])

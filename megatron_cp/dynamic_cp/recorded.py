@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any, Protocol
 
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.types import Group, Schedule
-
-SCHEDULES = "schedules.jsonl"
+from megatron_cp.run_lines import METRICS, SCHEDULES, read_lines
 
 
 class Scheduled(Protocol):
@@ -73,7 +71,7 @@ def read_step(folder: Path, iteration: int | None = None) -> RecordedStep:
     """A step of the run in ``folder``; by default its last one.
 
     Raises:
-        ValueError: the run has recorded no such step, or the file is damaged.
+        ValueError: the run has recorded no such step, or a damaged one.
     """
     path = folder / SCHEDULES
     if not path.is_file():
@@ -81,24 +79,20 @@ def read_step(folder: Path, iteration: int | None = None) -> RecordedStep:
             f"{path}: there is no such file. Runs with model.sequence_packing_scheduler write one into their folder"
         )
     try:
-        steps = _lines(path)
+        steps = {line["iteration"]: line for line in read_lines(path)}
         if not steps:
             raise ValueError("no step has been recorded yet")
         wanted = max(steps) if iteration is None else iteration
         if wanted not in steps:
             raise ValueError(f"has no iteration {wanted}, only {min(steps)} to {max(steps)}")
-        metrics = folder / "metrics.jsonl"
-        seconds = _lines(metrics, "step_time_s").get(wanted, {}).get("step_time_s") if metrics.is_file() else None
-        return _step(steps[wanted], seconds)
+        return _step(steps[wanted], _measured_seconds(folder / METRICS, wanted))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _lines(path: Path, key: str = "iteration") -> dict[int, dict[str, Any]]:
-    """The lines that have ``key``, by iteration; one that a killed run has half written is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
-    return {values["iteration"]: values for values in found if key in values}
+def _measured_seconds(metrics: Path, iteration: int) -> float | None:
+    lines = read_lines(metrics) if metrics.is_file() else []
+    return {line["iteration"]: line["step_time_s"] for line in lines if "step_time_s" in line}.get(iteration)
 
 
 def _step(values: dict[str, Any], seconds: float | None) -> RecordedStep:

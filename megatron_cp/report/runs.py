@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from megatron_cp.errors import DataError
-from megatron_cp.training.sinks import read_lines
+from megatron_cp.run_lines import METRICS, read_lines
 
 Points = tuple[list[int], list[float]]  # iterations and values
 
@@ -98,11 +98,11 @@ def read_runs(folders: Sequence[Path]) -> list[LoggedRun]:
 def _read(folder: Path, name: str) -> LoggedRun:
     if not os.path.isdir(folder):  # which, unlike Path.is_dir, never raises
         raise DataError(f"there is no run folder {folder}")
-    metrics = folder / "metrics.jsonl"
+    metrics = folder / METRICS
     if not os.path.isfile(metrics):
-        inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+        inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
         hint = f"; the run folders in it are {', '.join(inside[:8])}" if inside else ""
-        raise DataError(f"{folder} is no run folder: it has no metrics.jsonl{hint}")
+        raise DataError(f"{folder} is no run folder: it has no {METRICS}{hint}")
     steps, events = {}, []
     try:
         lines = read_lines(metrics)

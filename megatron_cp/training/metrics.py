@@ -17,8 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.iterator import StepPlan
-from megatron_cp.dynamic_cp.recorded import SCHEDULES, record
+from megatron_cp.dynamic_cp.recorded import record
 from megatron_cp.parallel.layout import layout_of
+from megatron_cp.run_lines import SCHEDULES
 from megatron_cp.training.phases import Interval
 from megatron_cp.training.scheduling import what_keeps_step
 from megatron_cp.training.sinks import JsonLines, open_sinks

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.config import RunConfig
+from megatron_cp.run_lines import METRICS, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class WeightsAndBiases:
 def open_sinks(config: RunConfig, folder: Path, resume_after: int) -> list[JsonLines | TensorBoard | WeightsAndBiases]:
     """The sinks that the configuration asks for; lines of iterations after ``resume_after`` are dropped."""
     folder.mkdir(parents=True, exist_ok=True)
-    sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = [JsonLines(folder / "metrics.jsonl", resume_after)]
+    sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = [JsonLines(folder / METRICS, resume_after)]
     chosen = config.logger
     if chosen.tensorboard:
         sinks.append(TensorBoard(Path(chosen.tensorboard_dir or folder / "tensorboard"), resume_after))
@@ -111,19 +112,6 @@ def scalars(values: Values) -> dict[str, float]:
             if isinstance(number, bool | int | float):
                 flat[name if key is None else f"{name}/{key}"] = float(number)
     return flat
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a ``metrics.jsonl``; what a killed run has half written is left out."""
-    lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(values, dict) and isinstance(values.get("iteration"), int):
-            lines.append(values)
-    return lines
 
 
 def keep_lines_until(path: Path, iteration: int) -> None:

@@ -56,7 +56,12 @@ def test_every_machine_gets_a_layout_that_runs(gpus: int, tmp_path: Path) -> Non
 def test_what_the_last_screen_suggests_can_run(tmp_path: Path) -> None:
     run = tmp_path / "run-001"
     run.mkdir()
-    (run / "metrics.jsonl").write_text('{"lm_loss": 6.0}\n{"lm_loss": 2.5}\n{"validation_loss": 2.6}\n')
+    lines = (
+        {"iteration": 1, "lm_loss": 6.0},
+        {"iteration": 2, "lm_loss": 2.5},
+        {"iteration": 2, "validation_loss": 2.6},
+    )
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = load_recipe(quickstart.RECIPE, quickstart.overrides_for(tmp_path / "data", run, 0))
     (run / "config.yaml").write_text(to_yaml(config))
     console = Console(record=True, width=100, file=io.StringIO())

@@ -22,7 +22,7 @@ ORDER = [
     {"recipes"},
     {"schema"},
     {"config"},
-    {"launcher"},
+    {"launcher", "run_lines"},
     {"errors"},
     {"backend", ""},
 ]
@@ -32,6 +32,7 @@ PURE = [
     "megatron_cp",
     "megatron_cp.config",
     "megatron_cp.recipes",
+    "megatron_cp.run_lines",
     "megatron_cp.rules",
     "megatron_cp.parallel.layout",
     "megatron_cp.dynamic_cp",

@@ -8,7 +8,7 @@ import pytest
 from megatron_cp.dynamic_cp import PRESETS, CostModel, Schedule, schedule
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, sample_lengths
-from megatron_cp.dynamic_cp.recorded import SCHEDULES, record
+from megatron_cp.dynamic_cp.recorded import record
 from megatron_cp.dynamic_cp.simulate import simulate
 from megatron_cp.schedule_cli import main
 
@@ -152,7 +152,7 @@ def test_a_damaged_archive_is_explained(tmp_path, capsys):
 )
 def test_what_a_run_is_simulated_with_is_checked(tmp_path, capsys, options, message):
     step = SimpleNamespace(schedule=schedule([10, 20], 4, 64), lengths=[10, 20], cost=DEFAULT_COST)
-    (tmp_path / SCHEDULES).write_text(json.dumps({"iteration": 1} | record(step)) + "\n")
+    (tmp_path / "schedules.jsonl").write_text(json.dumps({"iteration": 1} | record(step)) + "\n")
     assert main(["--from-run", str(tmp_path)]) == 0
     assert main(["--from-run", str(tmp_path), *options]) == 2
     assert message in capsys.readouterr().err
@@ -196,6 +196,20 @@ def test_a_run_is_shown_as_it_keeps_step(tmp_path, capsys, recorded, options, li
     stages = 5 if like else 3
     expected = simulate(found.schedule, np.array(lengths), found.cost, sync_ranks=2, pipeline_size=stages)
     assert shown["run"]["seconds"] == expected.seconds
+
+
+def test_damaged_lines_of_a_run_are_left_out(tmp_path, capsys):
+    """Of the schedules and of the metrics, as ``megatron-cp report`` does."""
+    step = SimpleNamespace(schedule=schedule([10, 20], 4, 64), lengths=[10, 20], cost=DEFAULT_COST)
+    damaged = ['{"iteration": 1, "step_ti{"iteration": 1, "step_time_s": 3.0}', "\0\0\0", "[1]", '{"step_time_s": 4.0}']
+    metrics = [*damaged, '{"iteration": 2, "step_time_s": 1.5}', '{"iteration": 2, "validation_loss": 5.0}', '{"iter']
+    schedules = [json.dumps({"iteration": iteration} | record(step)) for iteration in (1, 2)]
+    (tmp_path / "schedules.jsonl").write_text("\n".join([*damaged, *schedules, schedules[0][:40]]))
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join(metrics).encode() + b"\xff")
+    for options, iteration, seconds in ((), 2, 1.5), (("--iteration", "1"), 1, None):
+        assert main(["--from-run", str(tmp_path), "--json", *options]) == 0, capsys.readouterr().err
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["iteration"], shown["measured_seconds"]) == (iteration, seconds)
 
 
 def test_a_broken_index_is_explained(tmp_path, capfd):

@@ -23,11 +23,11 @@ from megatron_cp.dynamic_cp.packing import pack
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.mtp import shift_left, unmasked_tokens
 from megatron_cp.parallel.layout import layout_of
+from megatron_cp.run_lines import read_lines
 from megatron_cp.training import step
 from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_cp.training.metrics import Reporter, StepMetrics, log_line
 from megatron_cp.training.setup import setup
-from megatron_cp.training.sinks import read_lines
 from tests.ranks import run_ranks
 from tests.training_runs import VOCAB, start, tiny_config
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, MIXED, PP2, SP, TP2, VPP2, over

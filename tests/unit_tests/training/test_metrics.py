@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cp.run_lines import read_lines
 from megatron_cp.training.metrics import Reporter, StepMetrics, log_line
 from megatron_cp.training.phases import Interval, Phases, peak_memory_bytes, read_interval
-from megatron_cp.training.sinks import keep_lines_until, read_lines
+from megatron_cp.training.sinks import keep_lines_until
 from tests.ranks import run_ranks
 from tests.training_runs import tiny_config
 
