@@ -11,7 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -136,7 +136,7 @@ class DynamicBatches:
         self._consumed += self._size
         self._cost_of_next = self._cost
         self._ahead = self._submit()
-        return StepPlan(**{**vars(plan), "exposed_seconds": exposed})
+        return replace(plan, exposed_seconds=exposed)
 
     def _submit(self) -> Future[StepPlan]:
         return self._pool.submit(self._plan, self._consumed, self._cost_of_next)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from rich.console import Console
@@ -19,10 +19,10 @@ from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.iterator import StepPlan
 from megatron_cp.dynamic_cp.recorded import record
 from megatron_cp.parallel.layout import layout_of
-from megatron_cp.run_lines import SCHEDULES
+from megatron_cp.run_lines import METRICS, SCHEDULES
 from megatron_cp.training.phases import Interval
 from megatron_cp.training.scheduling import what_keeps_step
-from megatron_cp.training.sinks import JsonLines, open_sinks
+from megatron_cp.training.sinks import JsonLines, open_charts
 
 logger = logging.getLogger("megatron_cp")
 
@@ -58,7 +58,7 @@ class StepMetrics:
     cp_sizes: dict[int, int] | None = None
 
 
-_OPTIONAL = ("schedule_time_s", "imbalance", "padding_fraction", "cp_sizes")
+_OPTIONAL = {field.name for field in fields(StepMetrics) if field.default is None}
 
 
 def wants_live_line(config: RunConfig) -> bool:
@@ -68,39 +68,11 @@ def wants_live_line(config: RunConfig) -> bool:
 
 
 class Reporter:
-    """Rank 0's view of the run; on other ranks nothing is written.
+    """What a run tells while it runs. This one writes nothing: it is that of every rank but the first."""
 
-    Args:
-        total: iterations of the whole run.
-        start: iterations that are done already; what an earlier attempt wrote about later ones is dropped.
-        enabled: whether this is the rank that writes.
-    """
-
-    def __init__(self, config: RunConfig, folder: Path, total: int, start: int, enabled: bool) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._total = total
-        self._enabled = enabled
-        self._progress: Progress | None = None
-        self._schedules: JsonLines | None = None
-        self._since_log: list[StepMetrics] = []
-        self._ends: deque[float] = deque([time.monotonic()], maxlen=_STEPS_TO_JUDGE_BY + 1)
-        if not enabled:
-            return
-        self._sinks = open_sinks(config, folder, start)
-        if config.model.sequence_packing_scheduler is not None:
-            self._schedules = JsonLines(folder / SCHEDULES, start)
-        if wants_live_line(config):
-            self._progress = Progress(
-                TextColumn("[bold]training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[left]}"),
-                console=console(),
-            )
-            self._task = self._progress.add_task("training", total=total, completed=start, status="", left="")
-            self._progress.start()
+        self._total = config.train.train_iters
 
     def is_due(self, iteration: int) -> bool:
         """Whether this iteration is logged; the same on every rank."""
@@ -108,8 +80,47 @@ class Reporter:
 
     def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
         """Record one optimizer step, and what was measured over the last interval where one ends here."""
-        if not self._enabled:
-            return
+
+    def schedule(self, iteration: int, plan: StepPlan) -> None:
+        """Record what a step of packed microbatches ran, in ``schedules.jsonl``."""
+
+    def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
+        """Record the loss on held-out data, and how long it took."""
+
+    def saved(self, iteration: int, seconds: float) -> None:
+        """Show for how long training stood still to save a checkpoint; ``metrics.jsonl`` has it among the phases."""
+
+    def close(self) -> None:
+        """Write no more."""
+
+
+class WritingReporter(Reporter):
+    """The first rank's, which writes.
+
+    Args:
+        folder: the run's folder.
+        start: iterations that are done already; what an earlier attempt wrote about later ones is dropped.
+        world_size: ranks of the run.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, start: int, world_size: int) -> None:
+        super().__init__(config)
+        self._lines = JsonLines(folder / METRICS, start)
+        self._charts = open_charts(config, folder, start)
+        self._schedules: JsonLines | None = None
+        self._of_every_schedule: dict[str, int] = {}
+        model = config.model
+        if model.sequence_packing_scheduler is not None:
+            self._schedules = JsonLines(folder / SCHEDULES, start)
+            self._of_every_schedule = {
+                "context_parallel_size": model.context_parallel_size,
+                **what_keeps_step(model, layout_of(config, world_size)),
+            }
+        self._progress = ProgressLine(self._total, start) if wants_live_line(config) else None
+        self._since_log: list[StepMetrics] = []
+        self._ends: deque[float] = deque([time.monotonic()], maxlen=_STEPS_TO_JUDGE_BY + 1)
+
+    def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
         values = asdict(metrics)
         del values["iteration"]
         values |= _named_mtp_losses(values.pop("mtp_losses"))
@@ -120,50 +131,68 @@ class Reporter:
         self._ends.append(time.monotonic())
         left = self._seconds_left(metrics.iteration)
         if self._progress is not None:
-            status = f"loss {metrics.lm_loss:.4f} · {metrics.tokens_per_s:,.0f} tokens/s"
-            self._progress.update(self._task, completed=metrics.iteration, status=status, left=f"left {_clock(left)}")
+            self._progress.update(metrics, left)
         self._since_log.append(metrics)
         if self.is_due(metrics.iteration):
             logger.info(log_line(self._since_log, self._total, self._config.train.global_batch_size, left, interval))
             self._since_log = []
 
     def schedule(self, iteration: int, plan: StepPlan) -> None:
-        """Record what a step of packed microbatches ran, in ``schedules.jsonl``."""
-        if self._enabled and self._schedules is not None:
-            model = self._config.model
-            stages = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
-            in_step = what_keeps_step(model, layout_of(self._config, stages * plan.schedule.num_ranks))
-            self._schedules.write(iteration, record(plan, context_parallel_size=model.context_parallel_size, **in_step))
+        assert self._schedules is not None
+        self._schedules.write(iteration, record(plan, **self._of_every_schedule))
 
     def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
-        """Record the loss on held-out data, and how long it took."""
-        if not self._enabled:
-            return
         logger.info("%s loss at iteration %d: %.6f", name, iteration, loss)
         values = {f"{name}_loss": loss}
         self._write(iteration, values if seconds is None else values | {"evaluation_time_s": seconds})
 
     def saved(self, iteration: int, seconds: float) -> None:
-        """Show for how long training stood still to save a checkpoint; ``metrics.jsonl`` has it among the phases."""
-        if self._enabled:
-            for sink in self._sinks:
-                if not isinstance(sink, JsonLines):
-                    sink.write(iteration, {"checkpoint_time_s": seconds})
+        for chart in self._charts:
+            chart.write(iteration, {"checkpoint_time_s": seconds})
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-        if self._enabled:
-            for sink in (*self._sinks, *([self._schedules] if self._schedules else [])):
-                sink.close()
+        for each in (self._progress, self._lines, *self._charts, self._schedules):
+            if each is not None:
+                each.close()
 
     def _write(self, iteration: int, values: Mapping[str, object]) -> None:
-        for sink in self._sinks:
+        for sink in (self._lines, *self._charts):
             sink.write(iteration, values)
 
     def _seconds_left(self, iteration: int) -> float:
         """At the pace of the last steps, evaluation and checkpoints included."""
         return (self._total - iteration) * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+
+
+class ProgressLine:
+    """A line on the terminal that moves.
+
+    Args:
+        total: iterations of the whole run.
+        start: iterations that are done already.
+    """
+
+    def __init__(self, total: int, start: int) -> None:
+        self._progress = Progress(
+            TextColumn("[bold]training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console(),
+        )
+        self._task = self._progress.add_task("training", total=total, completed=start, status="", left="")
+        self._progress.start()
+
+    def update(self, metrics: StepMetrics, seconds_left: float) -> None:
+        """Show a step that is done."""
+        status = f"loss {metrics.lm_loss:.4f} · {metrics.tokens_per_s:,.0f} tokens/s"
+        left = f"left {_clock(seconds_left)}"
+        self._progress.update(self._task, completed=metrics.iteration, status=status, left=left)
+
+    def close(self) -> None:
+        self._progress.stop()
 
 
 def _named_mtp_losses(losses: Sequence[float]) -> dict[str, float]:

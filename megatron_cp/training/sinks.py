@@ -1,7 +1,4 @@
-"""Where a run's numbers go: ``metrics.jsonl``, TensorBoard, Weights & Biases. Used by rank 0 alone.
-
-Every sink takes ``write(iteration, values)`` and ``close()``.
-"""
+"""Where a run's numbers go: ``metrics.jsonl``, TensorBoard, Weights & Biases. Used by rank 0 alone."""
 
 from __future__ import annotations
 
@@ -13,14 +10,22 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_cp.config import RunConfig
-from megatron_cp.run_lines import METRICS, read_lines
+from megatron_cp.run_lines import read_lines
 
 logger = logging.getLogger(__name__)
 
 Values = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Takes the numbers of iterations, in order."""
+
+    def write(self, iteration: int, values: Values) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class JsonLines:
@@ -83,16 +88,15 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_sinks(config: RunConfig, folder: Path, resume_after: int) -> list[JsonLines | TensorBoard | WeightsAndBiases]:
-    """The sinks that the configuration asks for; lines of iterations after ``resume_after`` are dropped."""
-    folder.mkdir(parents=True, exist_ok=True)
-    sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = [JsonLines(folder / METRICS, resume_after)]
+def open_charts(config: RunConfig, folder: Path, resume_after: int) -> list[Sink]:
+    """TensorBoard and Weights & Biases where they are asked for; ``resume_after`` iterations are done already."""
+    charts: list[Sink] = []
     chosen = config.logger
     if chosen.tensorboard:
-        sinks.append(TensorBoard(Path(chosen.tensorboard_dir or folder / "tensorboard"), resume_after))
+        charts.append(TensorBoard(Path(chosen.tensorboard_dir or folder / "tensorboard"), resume_after))
     if chosen.wandb_project:
         try:
-            sinks.append(WeightsAndBiases(config, folder))
+            charts.append(WeightsAndBiases(config, folder))
         except Exception as error:  # no network, no key, a broken installation: no reason to lose a training run
             logger.warning(
                 "Weights & Biases is off, everything else goes on: %s (%s). Without a network set WANDB_MODE=offline, "
@@ -100,7 +104,7 @@ def open_sinks(config: RunConfig, folder: Path, resume_after: int) -> list[JsonL
                 error,
                 type(error).__name__,
             )
-    return sinks
+    return charts
 
 
 def scalars(values: Values) -> dict[str, float]:

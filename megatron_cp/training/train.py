@@ -26,7 +26,7 @@ from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.agreement import check_all_ranks_agree
 from megatron_cp.training.checkpoint import load_checkpoint
 from megatron_cp.training.loop import Outcome, train
-from megatron_cp.training.metrics import Reporter, logger, start_logging, wants_live_line
+from megatron_cp.training.metrics import Reporter, WritingReporter, logger, start_logging, wants_live_line
 from megatron_cp.training.resuming import Start, find_start
 from megatron_cp.training.roll_call import RollCall
 from megatron_cp.training.setup import Run, setup
@@ -116,9 +116,9 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
         logger.info("%s iteration %d of %s", how, start.iteration, start.root)
     _write_config(config, folder)
     _announce(ready, vocab_size)
-    reporter = Reporter(
-        config, folder, config.train.train_iters, ready.progress.iteration, enabled=dist.get_rank() == 0
-    )
+    reporter = Reporter(config)
+    if dist.get_rank() == 0:
+        reporter = WritingReporter(config, folder, ready.progress.iteration, dist.get_world_size())
     with closing(SignalWatch(config.train.exit_signal_handler)) as watch, closing(reporter):
         outcome = train(ready, datasets, vocab_size, folder, reporter, watch, data_state)
     if dist.get_rank() == 0:

@@ -26,7 +26,7 @@ from megatron_cp.parallel.layout import layout_of
 from megatron_cp.run_lines import read_lines
 from megatron_cp.training import step
 from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
-from megatron_cp.training.metrics import Reporter, StepMetrics, log_line
+from megatron_cp.training.metrics import StepMetrics, WritingReporter, log_line
 from megatron_cp.training.setup import setup
 from tests.ranks import run_ranks
 from tests.training_runs import VOCAB, start, tiny_config
@@ -372,7 +372,7 @@ def test_resuming_under_another_layout(tmp_path: Path, before: Any, after: Any, 
 def test_each_depth_is_a_metric_of_its_own(tmp_path: Path) -> None:
     config = tiny_config(**MTP2, checkpoint__save=str(tmp_path))
     metrics = StepMetrics(1, 4, 128, 5.0, 1.0, 1e-3, 1.0, 1.0, 1.0, 1.0, 4, False, mtp_losses=(5.5, 6.0))
-    reporter = Reporter(config, tmp_path, total=1, start=0, enabled=True)
+    reporter = WritingReporter(config, tmp_path, start=0, world_size=1)
     reporter.step(metrics)
     reporter.close()
     (line,) = read_lines(tmp_path / "metrics.jsonl")

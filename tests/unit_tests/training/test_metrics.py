@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_cp.run_lines import read_lines
-from megatron_cp.training.metrics import Reporter, StepMetrics, log_line
+from megatron_cp.training.metrics import StepMetrics, WritingReporter, log_line
 from megatron_cp.training.phases import Interval, Phases, peak_memory_bytes, read_interval
 from megatron_cp.training.sinks import keep_lines_until
 from tests.ranks import run_ranks
@@ -180,7 +180,7 @@ def test_the_log_line_sums_up_its_interval() -> None:
 def report(folder: Path, start: int = 0, steps: range = range(1, 4), **settings: Any) -> None:
     config = tiny_config(**{f"logger__{name}": value for name, value in settings.items()})
     config.train.train_iters = 10
-    reporter = Reporter(config, folder, 10, start, enabled=True)
+    reporter = WritingReporter(config, folder, start, 1)
     for iteration in steps:
         reporter.step(step(iteration), INTERVAL if reporter.is_due(iteration) else None)
     reporter.evaluation(steps[-1], "validation", 4.5, 0.1)
@@ -205,7 +205,7 @@ def test_lines_and_tensorboard(tmp_path: Path) -> None:
 
 
 def test_a_number_that_is_none_is_null_in_the_lines(tmp_path: Path) -> None:
-    reporter = Reporter(tiny_config(logger__tensorboard=False), tmp_path, 10, 0, enabled=True)
+    reporter = WritingReporter(tiny_config(logger__tensorboard=False), tmp_path, 0, 1)
     reporter.step(step(1, lm_loss=float("nan"), grad_norm=float("inf")))
     reporter.close()
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -290,9 +290,10 @@ def on_a_terminal(folder: str) -> None:
     os.environ.update(COLUMNS="110", TERM="xterm-256color")
     os.dup2(follower, 2)
     sys.stderr = os.fdopen(2, "w")
-    config = tiny_config(logger__progress="auto", logger__tensorboard=False, logger__log_interval=1000)
+    logger = {"logger__progress": "auto", "logger__tensorboard": False, "logger__log_interval": 1000}
+    config = tiny_config(**logger, train__train_iters=10)
     assert metrics.wants_live_line(config)
-    reporter = Reporter(config, Path(folder), 10, 0, enabled=True)
+    reporter = WritingReporter(config, Path(folder), 0, 1)
     for iteration in range(1, 6):
         time.sleep(0.05)
         reporter.step(step(iteration, lm_loss=6.0 - iteration))
