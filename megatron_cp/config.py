@@ -275,6 +275,7 @@ class LoggerConfig:
     wandb_project: str | None = None
     wandb_exp_name: str | None = None
     wandb_entity: str | None = None
+    # A moving line (auto: on a terminal) and log lines, log lines alone, or neither.
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
 
 

@@ -34,7 +34,7 @@ class StepMetrics:
     """One line of ``metrics.jsonl``. Times in seconds, rates a second over the whole world unless named otherwise.
 
     ``step_time_s`` is the step alone, without evaluation and checkpoints between steps. The fields that are ``None``
-    by default belong to dynamic CP and are left out without it; ``cp_sizes`` counts groups by CP size.
+    by default are those of packed microbatches and are left out without them; ``cp_sizes`` counts groups by CP size.
     """
 
     iteration: int
@@ -134,7 +134,9 @@ class WritingReporter(Reporter):
             self._progress.update(metrics, left)
         self._since_log.append(metrics)
         if self.is_due(metrics.iteration):
-            logger.info(log_line(self._since_log, self._total, self._config.train.global_batch_size, left, interval))
+            if self._config.logger.progress != "none":
+                size = self._config.train.global_batch_size
+                logger.info(log_line(self._since_log, self._total, size, left, interval))
             self._since_log = []
 
     def schedule(self, iteration: int, plan: StepPlan) -> None:

@@ -21,7 +21,7 @@ TINY = [
     "train.train_iters=1",
     "train.global_batch_size=2",
     "train.micro_batch_size=1",
-    "logger.progress=none",
+    "logger.progress=plain",
     "logger.tensorboard=false",
 ]
 

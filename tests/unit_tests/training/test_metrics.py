@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_cp.run_lines import read_lines
-from megatron_cp.training.metrics import StepMetrics, WritingReporter, log_line
+from megatron_cp.training.metrics import StepMetrics, WritingReporter, log_line, wants_live_line
 from megatron_cp.training.phases import Interval, Phases, peak_memory_bytes, read_interval
 from megatron_cp.training.sinks import keep_lines_until
 from tests.ranks import run_ranks
@@ -316,3 +316,18 @@ def test_off_a_terminal_there_is_no_live_line_but_the_time_left(
         report(tmp_path, progress="auto", tensorboard=False)
     lines = [line for line in caplog.messages if line.startswith("iteration")]
     assert len(lines) == 3 and all("time left 0:00:0" in line for line in lines)
+
+
+@pytest.mark.parametrize(("progress", "told"), [("plain", 3), ("none", 0)])
+def test_no_progress_is_no_lines_of_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, progress: str, told: int
+) -> None:
+    """On a terminal as elsewhere; what is not a step's is told, and the steps' numbers are written."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with caplog.at_level("INFO", logger="megatron_cp"):
+        report(tmp_path, progress=progress, tensorboard=False)
+    assert not wants_live_line(tiny_config(logger__progress=progress))
+    assert sum(line.startswith("iteration") for line in caplog.messages) == told
+    assert "validation loss at iteration 3: 4.500000" in caplog.messages
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert len(lines) == 4 and lines[2]["timers_s"] == INTERVAL.seconds
