@@ -135,24 +135,19 @@ def _short(path: Path) -> Path:
 
 
 def _train(overrides: Sequence[str], ranks: int) -> int:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [sys.executable, "-m", "megatron_cp.torchrun", "--standalone", f"--nproc_per_node={ranks}"]
     command += [str(ROOT / "scripts/training/run_recipe.py"), "--recipe", RECIPE, *overrides]
     process = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ})
-    stopped = 0
-
-    def stop(number: int, frame: object) -> None:
-        nonlocal stopped
-        stopped = 128 + number
-        if number == signal.SIGTERM:  # Ctrl-C reaches all processes of the terminal by itself
-            process.terminate()
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Ctrl-C reaches all processes of the terminal by itself; the ranks save a checkpoint before they end.
+    previous = {
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: process.terminate()),
+    }
     try:
-        code = process.wait()  # the ranks save a checkpoint before they end
+        return process.wait()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return stopped or code
 
 
 def last_screen(console: Console, config: RunConfig, phases: Phases, ranks: int) -> None:

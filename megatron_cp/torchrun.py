@@ -4,14 +4,15 @@ A run that is asked to stop finishes its step and saves. torchrun gives it 30 se
 --max-restarts it starts ranks again that stopped because one of them was asked to. Here a launcher that is asked to
 stop waits for ``MEGATRON_CP_STOP_SECONDS`` (600), and ranks that all end with 143 or 130 (SIGTERM, SIGINT; see
 training/signals.py) are not started again. A rank that fails is torchrun's business: the others have 30 seconds, and
---max-restarts counts.
+--max-restarts counts, unless the rank ended with 2: what is wrong with a recipe is wrong again.
 
-Exit codes: 0 done, 1 a rank failed or had to be killed, 2 usage, 143 and 130 stopped (128 + the signal, for any other).
+Exit codes: 0 done; the first failing rank's own (1, or 2 for what a user can mend); 1 where a rank had to be killed;
+2 usage; 143 and 130 stopped (128 + the signal, for any other). torchrun ends with 1 and a traceback for all of these.
 
 In torch 2.11 the 30 seconds are the default of ``PContext.close`` (distributed/elastic/multiprocessing/api.py:649), as
-``LocalElasticAgent._shutdown`` and ``SubprocessContext._poll`` call it; torchrun makes its agent in
-distributed/launcher/api.py:297, from a name that we put ours under. None of it is a public interface: should a later
-torch differ, this behaves like torchrun or fails at once, and tests/unit_tests/test_torchrun.py fails.
+``LocalElasticAgent._shutdown`` and ``SubprocessContext._poll`` call it; ``_remaining_restarts`` counts restarts; torchrun
+makes its agent in distributed/launcher/api.py:297, from a name that we put ours under. None of it is a public interface:
+should a later torch differ, this behaves like torchrun or fails at once, and tests/unit_tests/test_torchrun.py fails.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from megatron_cp import launcher
 from megatron_cp.cli import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_RUNTIME
@@ -95,6 +97,8 @@ class PatientAgent(LocalElasticAgent):
         self._stopping_since = None
         result = super()._monitor_workers(worker_group)
         failed_with = {failure.exitcode for failure in result.failures.values()}
+        if EXIT_CONFIG in failed_with:
+            self._remaining_restarts = 0
         if failed_with and failed_with <= _STOPPED:
             type(self).exit_code = max(failed_with)
             self._exit_barrier_timeout = _SECONDS_TO_MEET
@@ -105,7 +109,7 @@ class PatientAgent(LocalElasticAgent):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run torchrun; a failure of ranks is raised, as torchrun does, for Python to trace and end with 1."""
+    """Run torchrun and return the exit code."""
     try:
         seconds = launcher.number("MEGATRON_CP_STOP_SECONDS", "a number of whole seconds, or unset it")
     except ConfigError as error:
@@ -115,6 +119,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     launcher_api.LocalElasticAgent = PatientAgent  # type: ignore[misc]
     try:
         torchrun.main(argv)
+    except ChildFailedError as failed:
+        # Not those that stopped as asked, while another did not.
+        failures = {rank: each for rank, each in failed.failures.items() if each.exitcode not in _STOPPED}
+        rank, first = min(failures.items(), key=lambda item: item[1].timestamp)
+        killed = f"was killed by signal {-first.exitcode}"
+        how = f"ended with {first.exitcode}; what it said is above" if first.exitcode > 0 else killed
+        print(f"megatron-cp: rank {rank} failed first: it {how}", file=sys.stderr)
+        return max(first.exitcode, EXIT_RUNTIME)
     except SignalException as stop:
         return PatientAgent.exit_code or 128 + stop.sigval
     except KeyboardInterrupt:  # before there were ranks

@@ -30,8 +30,10 @@ signal.signal(signal.SIGTERM, ask)
 signal.signal(signal.SIGINT, ask)
 (folder / f"pid{rank}.{restart}.tmp").write_text(str(os.getpid()))
 (folder / f"pid{rank}.{restart}.tmp").rename(folder / f"pid{rank}.{restart}")
-if how == "fail" and rank == "0":
-    sys.exit(1)
+if how in ("fail", "refuse") and rank == "0":
+    sys.exit({"fail": 1, "refuse": 2}[how])
+if how == "die" and rank == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
 while not list(folder.glob("asked*")):
     time.sleep(0.02)
 time.sleep(0.5)  # a launcher asks one rank after the other
@@ -160,7 +162,7 @@ def test_a_rank_that_goes_on_when_others_stopped_has_failed(launch: Callable[...
     run = launch(seconds=60.0, patience="1")
     os.kill(run.pids()[0], signal.SIGTERM)
     code, text = run.ended()
-    assert code == 1 and "ChildFailedError" in text, text
+    assert code == 1 and "rank 1 failed first: it was killed by signal" in text and "Traceback" not in text, text
     assert run.written("saved*") == ["saved0"], text
 
 
@@ -168,8 +170,22 @@ def test_what_fails_is_started_again(launch: Callable[..., Launched]) -> None:
     """Also where the others, which torch then asks to stop, end with 143."""
     run = launch(*ALONE, "--max-restarts=1", how="fail")
     code, text = run.ended()
-    assert code == 1 and "ChildFailedError" in text, text
+    assert code == 1 and "megatron-cp: rank 0 failed first: it ended with 1; what it said is above\n" in text, text
+    assert "Traceback" not in text, text
     assert run.written("pid0.*") == ["pid0.0", "pid0.1"], text
+
+
+def test_what_is_wrong_with_a_recipe_is_told_once(launch: Callable[..., Launched]) -> None:
+    run = launch(*ALONE, "--max-restarts=2", how="refuse")
+    code, text = run.ended()
+    assert code == 2 and "rank 0 failed first: it ended with 2;" in text and "Traceback" not in text, text
+    assert run.written("pid0.*") == ["pid0.0"], text
+
+
+def test_a_rank_that_is_killed_is_named(launch: Callable[..., Launched]) -> None:
+    run = launch(how="die")
+    code, text = run.ended()
+    assert code == 1 and "rank 0 failed first: it was killed by signal 9\n" in text and "Traceback" not in text, text
 
 
 def test_patience_is_a_number(launch: Callable[..., Launched]) -> None:
