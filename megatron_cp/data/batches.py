@@ -6,6 +6,7 @@ only decides which rank computes which of them.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -92,6 +93,7 @@ class BatchIterator:
             collate_fn=_stack,
             # Its own generator: by default a loader draws its workers' seeds from the generator of dropout.
             generator=torch.Generator(),
+            worker_init_fn=_leave_stopping_to_the_rank,
             **self._loader_options,
         )
         return iter(loader)
@@ -104,6 +106,11 @@ class BatchIterator:
         """Go on exactly where the saved iterator stopped, also under another layout or micro-batch size."""
         self._consumed = int(state["consumed_samples"])
         self._microbatches = None
+
+
+def _leave_stopping_to_the_rank(worker: int) -> None:
+    """Launchers send SIGTERM to a rank's workers, too: one that ends takes with it the rank that is to save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _stack(samples: Sequence[Batch]) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.types import Group, Schedule
-from megatron_cp.run_lines import METRICS, SCHEDULES, read_lines
+from megatron_cp.run_lines import METRICS, SCHEDULES, numbered_lines, read_lines
 
 
 class Scheduled(Protocol):
@@ -79,13 +80,18 @@ def read_step(folder: Path, iteration: int | None = None) -> RecordedStep:
             f"{path}: there is no such file. Runs with model.sequence_packing_scheduler write one into their folder"
         )
     try:
-        steps = {line["iteration"]: line for line in read_lines(path)}
-        if not steps:
+        first, last, found = None, None, None
+        for number, line in numbered_lines(path):
+            first = number if first is None else min(first, number)
+            last = number if last is None else max(last, number)
+            if number == (last if iteration is None else iteration):
+                found = line
+        if last is None:
             raise ValueError("no step has been recorded yet")
-        wanted = max(steps) if iteration is None else iteration
-        if wanted not in steps:
-            raise ValueError(f"has no iteration {wanted}, only {min(steps)} to {max(steps)}")
-        return _step(steps[wanted], _measured_seconds(folder / METRICS, wanted))
+        wanted = last if iteration is None else iteration
+        if found is None:
+            raise ValueError(f"has no iteration {wanted}, only {first} to {last}")
+        return _step(json.loads(found), _measured_seconds(folder / METRICS, wanted))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -35,7 +35,7 @@ from megatron_cp.training.checkpoint_files import (
 from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.metrics import logger
 from megatron_cp.training.nonfinite import parameters_are_finite
-from megatron_cp.training.resuming import FORGOTTEN, FORMAT, check_fits, other_data, read_common
+from megatron_cp.training.resuming import FORGOTTEN, FORMAT, check_fits, other_data, read_common, wants_optimizer
 from megatron_cp.training.setup import Progress, Run
 
 _T = TypeVar("_T")
@@ -202,7 +202,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     common = _read_common(folder)
     check_fits(run.config, common, folder, finetune)
     wanted, saved = run.config.checkpoint, common["config"]["checkpoint"]
-    with_optimizer = wanted.load_optim and not finetune
+    with_optimizer = wants_optimizer(run.config, common) and not finetune
     same_layout = _layout_of(common["config"], common["world_size"]) == _layout_of(
         asdict(run.config), dist.get_world_size()
     )
@@ -220,6 +220,8 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
         _load_optimizer(run, loaded["optimizer"], common["scheduler"])
     else:
         run.optimizer.reload_model_params()
+        if not finetune:
+            logger.info("the optimizer begins anew (checkpoint.load_optim=false)")
     if finetune:
         return {}
     _load_scheduler(run, common)

@@ -112,9 +112,6 @@ def _train(
             and iteration % config.train.manual_gc_interval == 0
         ):
             gc.collect()
-        if _due(iteration, config.validation.eval_interval):
-            _evaluate(run, "validation", datasets.valid, reporter)
-            evaluated_at = iteration
         minutes, limit = (time.monotonic() - started) / 60, config.train.exit_duration_in_mins
         stop, out_of_time, writing = agreed_maximum(
             (watch.received, limit is not None and minutes > limit, saver.writing), run.device
@@ -124,19 +121,31 @@ def _train(
         if _due(iteration, config.checkpoint.save_interval):
             _save(run, saver, steps, reporter)
             saved_at = iteration
+        if not stop and _due(iteration, config.validation.eval_interval):  # after the save: it may take longer
+            stop = _evaluate(run, "validation", datasets.valid, reporter, watch)
+            evaluated_at = iteration
         if stop or out_of_time or _due(iteration, config.train.exit_interval):
-            if stop:
-                exit_code = EXIT_CODES[signal.Signals(stop)]
-                logger.info("%s: stopping after iteration %d and a checkpoint", signal.Signals(stop).name, iteration)
+            exit_code = _exit_code(stop, iteration)
             break
     if run.progress.iteration != saved_at:
         _save(run, saver, steps, reporter)
     _tell(run, saver.finish(), reporter)
     if not exit_code and run.progress.iteration == config.train.train_iters:
+        stop = 0
         if evaluated_at != run.progress.iteration:
-            _evaluate(run, "validation", datasets.valid, reporter)
-        _evaluate(run, "test", datasets.test, reporter)
+            stop = _evaluate(run, "validation", datasets.valid, reporter, watch)
+        if not stop:
+            stop = _evaluate(run, "test", datasets.test, reporter, watch)
+        exit_code = _exit_code(stop, run.progress.iteration)
     return Outcome(exit_code, first_loss, last_loss)
+
+
+def _exit_code(stop: int, iteration: int) -> int:
+    """Of a run that ``stop``, a signal or 0, ends."""
+    if not stop:
+        return 0
+    logger.info("%s: stopping after iteration %d and a checkpoint", signal.Signals(stop).name, iteration)
+    return EXIT_CODES[signal.Signals(stop)]
 
 
 def _due(iteration: int, interval: int | None) -> bool:
@@ -181,14 +190,25 @@ def _metrics(run: Run, step: Step, result: StepResult, seconds: float, vocab_row
     )
 
 
-def _evaluate(run: Run, name: str, dataset: Dataset | Stream | None, reporter: Reporter) -> None:
-    """Loss on a held-out set, always on the same first ``eval_iters`` batches of it; nothing where there is none."""
+def _evaluate(run: Run, name: str, dataset: Dataset | Stream | None, reporter: Reporter, watch: SignalWatch) -> int:
+    """Loss on a held-out set, always on the same first ``eval_iters`` batches of it; nothing where there is none.
+
+    Returns the signal by which any rank was asked to stop meanwhile, else 0: then there is no loss to tell.
+    """
     if dataset is None:
-        return
-    began = time.perf_counter()
+        return 0
+    began, stop = time.perf_counter(), 0
+
+    def asked_to_stop() -> bool:
+        nonlocal stop
+        (stop,) = agreed_maximum([watch.received], run.device)
+        return bool(stop)
+
     with run.phases("evaluation"), closing(open_steps(run, dataset, 0, training=False)) as steps:
-        loss = evaluate(run, steps, run.config.validation.eval_iters)
-    reporter.evaluation(run.progress.iteration, name, loss, time.perf_counter() - began)
+        loss = evaluate(run, steps, run.config.validation.eval_iters, asked_to_stop)
+    if loss is not None:
+        reporter.evaluation(run.progress.iteration, name, loss, time.perf_counter() - began)
+    return stop
 
 
 def _save(run: Run, saver: CheckpointSaver, steps: Steps, reporter: Reporter) -> None:

@@ -105,13 +105,14 @@ class WritingReporter(Reporter):
 
     def __init__(self, config: RunConfig, folder: Path, start: int, world_size: int) -> None:
         super().__init__(config)
-        self._lines = JsonLines(folder / METRICS, start)
-        self._charts = open_charts(config, folder, start)
+        resume_after = start if start < self._total else None
+        self._lines = JsonLines(folder / METRICS, resume_after)
+        self._charts = open_charts(config, folder, resume_after)
         self._schedules: JsonLines | None = None
         self._of_every_schedule: dict[str, int] = {}
         model = config.model
         if model.sequence_packing_scheduler is not None:
-            self._schedules = JsonLines(folder / SCHEDULES, start)
+            self._schedules = JsonLines(folder / SCHEDULES, resume_after)
             self._of_every_schedule = {
                 "context_parallel_size": model.context_parallel_size,
                 **what_keeps_step(model, layout_of(config, world_size)),

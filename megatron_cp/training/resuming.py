@@ -122,11 +122,15 @@ def find_start(config: RunConfig) -> Start | None:
     """The checkpoint to begin with, ``None`` to start fresh.
 
     A run with ``checkpoint.pretrained_checkpoint``, or with a ``checkpoint.load`` that is another folder than
-    ``checkpoint.save``, begins with what is there, and resumes from its own checkpoints once it has some.
+    ``checkpoint.save``, begins with what is there, and resumes from its own checkpoints once it has some. So does any
+    other that was told how to begin: the same configuration again goes on.
 
     Raises:
         ConfigError: a checkpoint was asked for and is not there, or it does not fit.
     """
+    begun = _newest_of_its_own(config)
+    if begun is not None:
+        return begun
     wanted = config.checkpoint
     root, finetune = wanted.load or "", wanted.finetune
     advice = "Check checkpoint.load, or leave it out to start fresh."
@@ -160,6 +164,37 @@ def find_start(config: RunConfig) -> Start | None:
     return Start(root, iteration, finetune, 0 if finetune else common["progress"]["consumed_samples"])
 
 
+def _newest_of_its_own(config: RunConfig) -> Start | None:
+    """The newest checkpoint of the run's folder where this very configuration wrote it, ``None`` where another did."""
+    root = config.checkpoint.save
+    iteration = latest_iteration(root) if root else None
+    folder = existing_folder(root, iteration) if root and iteration is not None else None
+    if root is None or iteration is None or folder is None:
+        return None
+    try:
+        common = read_common(folder)
+    except (Exception, CheckpointException):  # damaged
+        return None
+    if not has_written(config, common):
+        return None
+    check_fits(config, common, folder, finetune=False)
+    return Start(root, iteration, False, common["progress"]["consumed_samples"])
+
+
+def has_written(config: RunConfig, common: dict[str, Any]) -> bool:
+    """Whether a checkpoint is of this very configuration: it has begun as it says, and is not to begin once more."""
+    return common.get("config") == asdict(config)
+
+
+def wants_optimizer(config: RunConfig, common: dict[str, Any]) -> bool:
+    """Whether a run that resumes from a checkpoint goes on with its optimizer.
+
+    ``checkpoint.load_optim=false`` is how to begin; the run's own optimizer is no longer the one it did not want.
+    """
+    own = has_written(config, common) and config.checkpoint.save_optim
+    return config.checkpoint.load_optim or own
+
+
 def read_common(folder: Path) -> dict[str, Any]:
     """What a checkpoint holds besides tensors, with the ``config`` that wrote it."""
     return dist_checkpointing.load_common_state_dict(str(folder))
@@ -180,7 +215,7 @@ def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune
             f"checkpoint {folder} holds weights only: begin with them by "
             f"checkpoint.pretrained_checkpoint={folder.parent}, and name another checkpoint.save (and load)"
         )
-    if config.checkpoint.load_optim:
+    if wants_optimizer(config, common):
         _check_optimizer(config, common, folder)
     _check_schedule(config, common, folder)
 

@@ -10,10 +10,10 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from megatron_cp.config import RunConfig
-from megatron_cp.run_lines import read_lines
+from megatron_cp.run_lines import keep_lines_until
 
 logger = logging.getLogger(__name__)
 
@@ -29,27 +29,33 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One line a call, complete as soon as it is written."""
+    """One line a call, complete as soon as it is written. The first drops what an earlier attempt wrote about the
+    iterations after ``resume_after``; where that is ``None``, nothing is done again and all stays."""
 
-    def __init__(self, path: Path, resume_after: int) -> None:
-        keep_lines_until(path, resume_after)
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+    def __init__(self, path: Path, resume_after: int | None) -> None:
+        self._path, self._resume_after = path, resume_after
+        self._file: TextIO | None = None
 
     def write(self, iteration: int, values: Values) -> None:
+        if self._file is None:
+            if self._resume_after is not None:
+                keep_lines_until(self._path, self._resume_after)
+            self._file = self._path.open("a", buffering=1, encoding="utf-8")
         line = {"iteration": iteration} | {name: _strict(value) for name, value in values.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class TensorBoard:
     """Scalars under ``tensorboard/``."""
 
-    def __init__(self, folder: Path, resume_after: int) -> None:
+    def __init__(self, folder: Path, resume_after: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=resume_after + 1 if resume_after else None)
+        self._writer = SummaryWriter(str(folder), purge_step=None if resume_after is None else resume_after + 1)
 
     def write(self, iteration: int, values: Values) -> None:
         for name, value in scalars(values).items():
@@ -88,8 +94,8 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_charts(config: RunConfig, folder: Path, resume_after: int) -> list[Sink]:
-    """TensorBoard and Weights & Biases where they are asked for; ``resume_after`` iterations are done already."""
+def open_charts(config: RunConfig, folder: Path, resume_after: int | None) -> list[Sink]:
+    """TensorBoard and Weights & Biases where they are asked for; see :class:`JsonLines`."""
     charts: list[Sink] = []
     chosen = config.logger
     if chosen.tensorboard:
@@ -116,16 +122,6 @@ def scalars(values: Values) -> dict[str, float]:
             if isinstance(number, bool | int | float):
                 flat[name if key is None else f"{name}/{key}"] = float(number)
     return flat
-
-
-def keep_lines_until(path: Path, iteration: int) -> None:
-    """Resuming from an older checkpoint repeats iterations: their first lines go, and a half-written one too."""
-    if not path.exists():
-        return
-    kept = [line for line in read_lines(path) if line["iteration"] <= iteration]
-    aside = path.with_suffix(".tmp")
-    aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    aside.replace(path)
 
 
 def _strict(value: Any) -> Any:

@@ -91,18 +91,24 @@ def _skip_or_stop(run: Run, loss: float, microbatches: Sequence[Microbatch], ran
     logger.info("%s; %s. The step is left out", what, where)
 
 
-def evaluate(run: Run, steps: Steps, count: int) -> float:
-    """Mean loss per unmasked token over the next ``count`` global batches, without touching the model."""
+def evaluate(run: Run, steps: Steps, count: int, asked_to_stop: Callable[[], bool]) -> float | None:
+    """Mean loss per unmasked token over the next ``count`` global batches, without touching the model.
+
+    ``None`` where ``asked_to_stop`` says so before one of them; it must answer the same on all ranks.
+    """
     for chunk in run.model:
         chunk.eval()
-    total, tokens = 0.0, 0
+    total, tokens, stopped = 0.0, 0, False
     with torch.no_grad():
         for _ in range(count):
+            stopped = asked_to_stop()
+            if stopped:
+                break
             loss, seen, _ = _forward_backward(run, next(steps).microbatches, forward_only=True)
             total, tokens = total + loss * seen, tokens + seen
     for chunk in run.model:
         chunk.train()
-    return total / max(tokens, 1)
+    return None if stopped else total / max(tokens, 1)
 
 
 def _forward_backward(

@@ -114,6 +114,9 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
         data_state = load_checkpoint(ready, start.root, start.iteration, start.finetune).get("train")
         how = "begun with the weights of" if start.finetune else "resumed from"
         logger.info("%s iteration %d of %s", how, start.iteration, start.root)
+        asked = config.checkpoint.ckpt_step
+        if asked is not None and asked != start.iteration:
+            logger.info("checkpoint.ckpt_step=%d is where this run began, and it has come further since", asked)
     _write_config(config, folder)
     _announce(ready, vocab_size)
     reporter = Reporter(config)

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cp.run_lines import read_lines
+from megatron_cp.run_lines import keep_lines_until, read_lines
 from megatron_cp.training.metrics import StepMetrics, WritingReporter, log_line, wants_live_line
 from megatron_cp.training.phases import Interval, Phases, peak_memory_bytes, read_interval
-from megatron_cp.training.sinks import keep_lines_until
 from tests.ranks import run_ranks
 from tests.training_runs import tiny_config
 
