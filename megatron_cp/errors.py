@@ -34,6 +34,12 @@ def format_violations(violations: Sequence[Violation]) -> str:
     return "\n".join(str(v) for v in sorted(violations, key=lambda v: v.severity != "error"))
 
 
+def shown(texts: Sequence[str], between: str, most: int = 8) -> str:
+    """The first ``most`` texts in one, and how many more there are: on a line of its own where each text has one."""
+    left = len(texts) - most
+    return between.join(texts[:most]) + (f"{between if between.isspace() else ' '}and {left} more" if left > 0 else "")
+
+
 class ConfigError(ValueError, AssertionError):
     """The configuration cannot run; raised before any process group exists. Carries every violation found."""
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch.distributed as dist
-
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import RuntimeFault, format_violations
+from megatron_cp.parallel.agree import everyones
 from megatron_cp.rules import Environment
 from megatron_cp.rules.agreement import differences, digest, fingerprint
 
@@ -19,13 +16,7 @@ def check_all_ranks_agree(config: RunConfig) -> None:
         RuntimeFault: on every rank, naming the fields that differ and which ranks have what.
     """
     mine = fingerprint(config, Environment.detect())
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest(mine))
-    if len(set(digests)) == 1:
+    if len(set(everyones(digest(mine)))) == 1:
         return
-    fingerprints: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, mine)
-    raise RuntimeFault(
-        "the ranks do not run the same thing, nothing was trained.\n" + format_violations(differences(fingerprints)),
-        on_all_ranks=True,
-    )
+    found = format_violations(differences(everyones(mine)))
+    raise RuntimeFault(f"the ranks do not run the same thing, nothing was trained.\n{found}", on_all_ranks=True)
