@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_cp.attention import comm
 from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import Problem
+from megatron_cp.attention.heads import HeadSplit
 from megatron_cp.attention.merge import accumulation_dtype
 from megatron_cp.attention.ring import ring_attention
 from megatron_cp.attention.sharding import Layout, Run, regroup_order, regroup_runs
@@ -60,43 +61,6 @@ def with_heads_exchanged(
 
 def _attend_alone(query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, problem: Problem) -> Tensor:
     return ring_attention(query, key, value, offset, problem, Peers.alone())
-
-
-@dataclass(frozen=True)
-class HeadSplit:
-    """Which query and key/value heads each of ``size`` ranks works on."""
-
-    heads: int
-    kv_heads: int
-    size: int
-
-    @classmethod
-    def of(cls, heads: int, kv_heads: int, size: int) -> HeadSplit:
-        if heads % size:
-            divisors = [n for n in range(1, size + 1) if heads % n == 0]
-            raise ValueError(
-                f"query has {heads} heads on this rank, which do not divide by the all-to-all group's {size} ranks; "
-                f"use a group of {' or '.join(map(str, divisors))}, or comm_type 'p2p' or 'all_gather'"
-            )
-        return cls(heads, kv_heads, size)
-
-    def query(self, rank: int) -> slice:
-        share = self.heads // self.size
-        return slice(rank * share, (rank + 1) * share)
-
-    def kv(self, rank: int) -> slice:
-        """The key/value heads that the rank's query heads use."""
-        group, mine = self.heads // self.kv_heads, self.query(rank)
-        return slice(mine.start // group, (mine.stop - 1) // group + 1)
-
-    def expansion(self, rank: int) -> list[int] | None:
-        """Where the rank's query heads do not share its key/value heads evenly: the local one that each uses."""
-        mine, kv = self.query(rank), self.kv(rank)
-        used = [head // (self.heads // self.kv_heads) - kv.start for head in range(mine.start, mine.stop)]
-        count = kv.stop - kv.start
-        if len(used) % count == 0 and used == [index // (len(used) // count) for index in range(len(used))]:
-            return None
-        return used
 
 
 @dataclass(frozen=True, eq=False)

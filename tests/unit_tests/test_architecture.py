@@ -38,6 +38,7 @@ PURE = [
     "megatron_cp.dynamic_cp.cost",
     "megatron_cp.dynamic_cp.scheduler",
     "megatron_cp.attention.sharding",
+    "megatron_cp.attention.heads",
     "megatron_cp.attention.select",
     "megatron_cp.attention.te_support",
     "megatron_cp.models.fusions",
