@@ -1,10 +1,15 @@
-"""The errors that a run reports to a person, and how they are worded."""
+"""The errors that a run reports to a person, how they are worded, and what a command ends with."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+# EXIT_FAILED is also for a layout that verify finds different, and for what doctor finds missing.
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
+EXIT_OF_SIGNAL = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ ORDER = [
     {"attention"},
     {"parallel"},
     {"recipes"},
-    {"schema"},
+    {"schema", "one_rank"},
     {"config"},
     {"launcher"},
     {"errors"},
@@ -31,6 +31,7 @@ LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 PURE = [
     "megatron_cp",
     "megatron_cp.config",
+    "megatron_cp.one_rank",
     "megatron_cp.recipes",
     "megatron_cp.rules",
     "megatron_cp.parallel.layout",
