@@ -1,7 +1,7 @@
 """Who takes part in a context-parallel attention, decided once, and what is to be computed.
 
 A :class:`CPContext` is built when a layer is built (or a group changes), checked there, and passed down; nothing below
-looks for groups again. A :class:`Problem` says which sequences, mask and scale one call has.
+looks for groups again. A :class:`AttentionCall` says which sequences, mask and scale one call has.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CPContext:
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionCall:
     """What one call computes: the sequences over all ranks, who sees whom, and the factor on the scores."""
 
     layout: Layout

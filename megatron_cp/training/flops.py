@@ -46,7 +46,7 @@ def flops_per_pair(model: ModelConfig) -> int:
 def pairs_of_sample(model: ModelConfig, length: int) -> int:
     """Pairs of a query and a key that it sees in one document, summed over the layers with attention."""
     causal, window = model.attention_mask_type == "causal", tuple(model.window_size or (-1, -1))
-    windows = [has_window(model, number) for number, kind in layers_with_parts(model) if "*" in kind]
+    windows = [layer_has_window(model, number) for number, kind in layers_with_parts(model) if "*" in kind]
     windowed, whole = windows.count(True), windows.count(False)
     return whole * attended_pairs(length, causal) + windowed * attended_pairs(length, causal, window)
 
@@ -59,7 +59,7 @@ def layers_with_parts(model: ModelConfig) -> list[tuple[int, str]]:
     return [*enumerate(main, start=1), *enumerate(ahead, start=1)]
 
 
-def has_window(model: ModelConfig, layer_number: int) -> bool:
+def layer_has_window(model: ModelConfig, layer_number: int) -> bool:
     """Whether a layer (1-based) attends through ``model.window_size``; the others see everything."""
     every = model.window_attn_skip_freq
     if model.window_size is None or every is None:
