@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gloo_ranks import run_on_ranks
 from megatron_cp.attention import comm, context_parallel_attention, kernels
 from megatron_cp.attention.comm import Peers
-from megatron_cp.attention.context import Problem
+from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.ring import ring_attention
 from megatron_cp.attention.sharding import Layout, Span, shard_sequence
@@ -194,7 +194,7 @@ def bench_split(bench: Bench, shape: Shape) -> None:
 
     def ring(kind: type[Layout], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layout = kind((shape.tokens,), (shape.tokens,), bench.size)
-        return ring_attention(q, k, v, None, Problem(layout, Mask(None, 0), shape.dim**-0.5), peers)
+        return ring_attention(q, k, v, None, AttentionCall(layout, Mask(None, 0), shape.dim**-0.5), peers)
 
     parts = [x.chunk(bench.size)[bench.rank] for x in whole]
     zigzag = functools.partial(forward_backward, functools.partial(ring, Layout), sharded(bench, whole))

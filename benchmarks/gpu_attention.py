@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gpu_pretrain import matmul_rate, wait
 from megatron_cp.attention import comm
 from megatron_cp.attention.comm import Arrival, Peers
-from megatron_cp.attention.context import Problem
+from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.ring import ring_attention
 from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Mask
@@ -59,10 +59,10 @@ def ring_of_one(rank: int, size: int) -> Attention:
     peers = Peers(None, rank, size)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        problem = Problem(
+        attention_call = AttentionCall(
             Layout.dense(query.shape[0] * size, size), Mask(right=0), 1 / math.sqrt(query.shape[-1]), False
         )
-        return ring_attention(query, key, value, None, problem, peers)
+        return ring_attention(query, key, value, None, attention_call, peers)
 
     return attention
 

@@ -14,12 +14,20 @@ from typing import Any
 
 from megatron_cp import launcher
 from megatron_cp.config import RunConfig
-from megatron_cp.errors import ConfigError, DataError, RuntimeFault, format_violations
+from megatron_cp.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    ConfigError,
+    DataError,
+    RuntimeFault,
+    format_violations,
+)
 from megatron_cp.parallel.layout import group_lines, layout_of
 from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
 from megatron_cp.rules import Environment, check, check_or_raise, resolve_auto
 
-EXIT_OK, EXIT_RUNTIME, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 _SECONDS_TO_SPEAK = 3.0
 
 # Short and long flag (Bridge's), type, the setting it stands for.
@@ -224,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(_SECONDS_TO_SPEAK)
         else:
             print(f"megatron-cp: {fault}", file=sys.stderr, flush=True)
-        return EXIT_RUNTIME
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except SystemExit as stop:  # argparse
@@ -237,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _drop_output()
         print(f"megatron-cp: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
-        return EXIT_RUNTIME
+        return EXIT_FAILED
 
 
 def _drop_output() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_cp.attention.te_support import MINIMUM, choose_backend, parse_version
 from megatron_cp.config import RunConfig
-from megatron_cp.errors import format_violations
+from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, format_violations
 from megatron_cp.models.fusions import kernels_in_use
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check, resolve_auto
@@ -26,7 +26,6 @@ from megatron_cp.rules.environment import installed_version
 from megatron_cp.rules.nvml import Driver, read_driver
 from megatron_cp.rules.resolve import packed_sizes
 
-EXIT_READY, EXIT_MISSING, EXIT_CONFIG = 0, 1, 2
 MEGATRON_CORE = "0.19.2"
 ITS_ATTENTION = "Transformer Engine's"
 _EXTRA = "uv pip install 'megatron-cp[gpu]' (in a clone: -e '.[gpu]')"
@@ -288,5 +287,5 @@ def main(argv: Sequence[str]) -> int:
     if violations:
         print(format_violations(violations), file=sys.stderr)
     if any(finding.needed for finding in to_do):
-        return EXIT_MISSING
-    return EXIT_CONFIG if any(violation.severity == "error" for violation in violations) else EXIT_READY
+        return EXIT_FAILED
+    return EXIT_CONFIG if any(violation.severity == "error" for violation in violations) else EXIT_OK

@@ -1,10 +1,15 @@
-"""The errors that a run reports to a person, and how they are worded."""
+"""The errors that a run reports to a person, how they are worded, and what a command ends with."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+# EXIT_FAILED is also for a layout that verify finds different, and for what doctor finds missing.
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
+EXIT_OF_SIGNAL = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,12 @@ class Violation:
 def format_violations(violations: Sequence[Violation]) -> str:
     """All violations in one text, errors before warnings."""
     return "\n".join(str(v) for v in sorted(violations, key=lambda v: v.severity != "error"))
+
+
+def shown(texts: Sequence[str], between: str, most: int = 8) -> str:
+    """The first ``most`` texts in one, and how many more there are: on a line of its own where each text has one."""
+    left = len(texts) - most
+    return between.join(texts[:most]) + (f"{between if between.isspace() else ' '}and {left} more" if left > 0 else "")
 
 
 class ConfigError(ValueError, AssertionError):

@@ -28,7 +28,7 @@ from megatron_cp.config import RunConfig, TokenizerConfig
 from megatron_cp.data.corpus import standard_library_sources
 from megatron_cp.data.preprocess import RichProgress, preprocess
 from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.errors import ConfigError, DataError
+from megatron_cp.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, DataError
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check_or_raise
 from megatron_cp.rules.environment import Environment
@@ -47,7 +47,7 @@ _LAYOUTS = {
 }
 
 
-class Phases:
+class Parts:
     """Says what is being done, and how long each part took."""
 
     def __init__(self, console: Console, total: int) -> None:
@@ -56,7 +56,7 @@ class Phases:
         self._total = total
 
     @contextmanager
-    def phase(self, name: str, what: str) -> Iterator[list[str]]:
+    def part(self, name: str, what: str) -> Iterator[list[str]]:
         """A numbered part of the job; the body appends what came of it to the list it is given."""
         number = len(self.seconds) + 1
         self.console.print(f"[bold cyan]{number}/{self._total}[/] [bold]{name}[/]  [dim]{what}[/]")
@@ -68,16 +68,16 @@ class Phases:
             self.console.print(f"    {result} [dim]({self.seconds[name]:.1f} s)[/]", highlight=False)
 
 
-def prepare_data(folder: Path, phases: Phases, sources: Sequence[Path] | None = None) -> Path:
+def prepare_data(folder: Path, parts: Parts, sources: Sequence[Path] | None = None) -> Path:
     """The prefix of the .bin/.idx pair, made in ``folder`` unless it is there and current."""
     prefix, stamp = folder / "corpus", folder / "made_from.json"
-    with phases.phase("corpus", "the Python standard library's own source") as results:
+    with parts.part("corpus", "the Python standard library's own source") as results:
         sources = standard_library_sources() if sources is None else sources
         made_from = _fingerprint(sources)
         size = sum(path.stat().st_size for path in sources)
         current = _read(stamp) == made_from and Path(f"{prefix}.idx").is_file()
         results.append(f"{len(sources)} files, {size / 1e6:.1f} MB")
-    with phases.phase("tokens", "bytes, in Megatron's .bin/.idx files") as results:
+    with parts.part("tokens", "bytes, in Megatron's .bin/.idx files") as results:
         if current:
             results.append(f"{_short(prefix)}.bin, .idx: already there")
         else:
@@ -150,7 +150,7 @@ def _train(overrides: Sequence[str], ranks: int) -> int:
             signal.signal(number, handler)
 
 
-def last_screen(console: Console, config: RunConfig, phases: Phases, ranks: int) -> None:
+def last_screen(console: Console, config: RunConfig, parts: Parts, ranks: int) -> None:
     """Where everything is, the loss before and after, and what to try next."""
     save = Path(config.checkpoint.save or "")
     lines = read_lines(save / METRICS)
@@ -166,7 +166,7 @@ def last_screen(console: Console, config: RunConfig, phases: Phases, ranks: int)
     table.add_row("", f"(guessing among {vocab_size} tokens: {math.log(vocab_size):.2f})")
     if held_out is not None:
         table.add_row("held out", f"{held_out:.2f} on files it has not seen")
-    table.add_row("time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.seconds.items()))
+    table.add_row("time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.seconds.items()))
     table.add_row("run folder", f"{_short(save)}")
     table.add_row("", "config.yaml, metrics.jsonl, tensorboard/ and the checkpoint")
     table.add_row("data", f"{_short(Path(str(config.dataset.data_path)))}.bin, .idx")
@@ -216,19 +216,19 @@ def main(
             f"context parallel {model.context_parallel_size} ({model.cp_comm_type}{levels})",
             soft_wrap=True,
         )
-        phases = Phases(console, total=3)
-        prepare_data(data, phases, sources)
-        with phases.phase("training", f"{config.train.train_iters} iterations; Ctrl-C saves and stops"):
+        parts = Parts(console, total=3)
+        prepare_data(data, parts, sources)
+        with parts.part("training", f"{config.train.train_iters} iterations; Ctrl-C saves and stops"):
             console.print("    starting the processes", style="dim")
             code = _train(overrides, ranks)
     except (ConfigError, DataError, FileNotFoundError) as error:
         print(f"quickstart: {error}", file=sys.stderr)
-        return 2
+        return EXIT_CONFIG
     except KeyboardInterrupt:
         print("quickstart: interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     if code == 0:
-        last_screen(console, config, phases, ranks)
+        last_screen(console, config, parts, ranks)
     elif code > 128:
         print(f"quickstart: stopped; the run folder is {_short(Path(config.checkpoint.save or ''))}", file=sys.stderr)
     else:

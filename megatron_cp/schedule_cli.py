@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +20,36 @@ from megatron_cp.dynamic_cp.recorded import read_step
 from megatron_cp.dynamic_cp.report import Report, as_text, report
 from megatron_cp.dynamic_cp.scheduler import schedule
 from megatron_cp.dynamic_cp.types import Schedule
+from megatron_cp.errors import EXIT_CONFIG, EXIT_OK
 from megatron_cp.parallel.layout import MOST_RANKS
 
 # A mistyped number is told at once; with these it takes seconds and minutes.
 _MOST_SAMPLES = 10_000_000
-# Option -> the least and the most that it may be.
-_RANGES = {
-    "ranks": (1, MOST_RANKS),
-    "seed": (0, 2**63 - 1),
-    "max_seqlen_per_rank": (1, 2**31 - 1),
-    "min_cp_size": (1, MOST_RANKS),
-    "sync_ranks": (1, MOST_RANKS),
-    "pipeline_size": (1, 1_000),
-    "microbatch_multiple": (1, 1_000),
-    "sequence_parallel_size": (1, 10_000),
+# Options that only some sources look at (a run has recorded what the others are told), and what they are by default.
+_PLANNED = ("lengths", "distribution")
+_GOES_WITH: dict[str, tuple[tuple[str, ...], Any]] = {
+    "iteration": (("from_run",), None),
+    "seed": (("distribution",), 0),
+    "count": (_PLANNED, None),
+    "longest": (_PLANNED, 131072),
+    "ranks": (_PLANNED, None),
+    "max_seqlen_per_rank": (_PLANNED, 8192),
+    "min_cp_size": (_PLANNED, 1),
+    "microbatch_multiple": (_PLANNED, 1),
+    "sequence_parallel_size": (_PLANNED, 1),
+    "cost": (_PLANNED, "h100_8b"),
 }
 
-# Options that only some sources look at: a run has recorded what the others are told.
-_PLANNED = ("lengths", "distribution")
-_GOES_WITH = {
-    "iteration": ("from_run",),
-    "seed": ("distribution",),
-    "count": _PLANNED,
-    "longest": _PLANNED,
-    "ranks": _PLANNED,
-    "max_seqlen_per_rank": _PLANNED,
-    "min_cp_size": _PLANNED,
-    "microbatch_multiple": _PLANNED,
-    "sequence_parallel_size": _PLANNED,
-    "cost": _PLANNED,
-}
+
+def _between(least: int, most: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number from ``least`` to ``most``."""
+
+    def number(text: str) -> int:
+        if not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {least} and at most {most:,}")
+        return int(text)
+
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,27 +66,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     source.add_argument("--from-run", metavar="RUN", type=Path, help="a run's folder: what one of its steps really did")
     source.add_argument("--distribution", choices=sorted(DISTRIBUTIONS), help="draw lengths from this distribution")
-    parser.add_argument("--count", type=int, help="samples: how many to draw (1024), or the first so many of the file")
-    parser.add_argument("--longest", type=int, default=131072, help="longer samples are cut to this (default: 131072)")
-    parser.add_argument("--seed", type=int, default=0, help="of --distribution (default: 0)")
+
+    def number(option: str, least: int, most: int, text: str) -> None:
+        parser.add_argument(option, type=_between(least, most), help=text)
+
+    number("--count", 1, _MOST_SAMPLES, "samples: how many to draw (1024), or the first so many of the file")
+    number("--longest", 1, 2**63 - 1, "longer samples are cut to this (default: 131072)")
+    number("--seed", 0, 2**63 - 1, "of --distribution (default: 0)")
     parser.add_argument("--iteration", type=int, help="of --from-run (default: the last one)")
-    parser.add_argument("--ranks", type=int, help="data parallel size times context parallel size")
-    parser.add_argument("--max-seqlen-per-rank", type=int, default=8192, help="tokens a rank holds (default: 8192)")
-    parser.add_argument("--min-cp-size", type=int, default=1, help="fewest ranks of a group (default: 1)")
-    parser.add_argument(
-        "--sync-ranks", type=int, help="ranks that meet in every microbatch (expert parallel; default: 1, or the run's)"
-    )
-    parser.add_argument("--pipeline-size", type=int, help="pipeline stages (default: 1, or the run's)")
-    parser.add_argument(
-        "--microbatch-multiple", type=int, default=1, help="round the number of microbatches up to this"
-    )
-    parser.add_argument(
-        "--sequence-parallel-size", type=int, default=1, help="tensor parallel size under sequence parallelism"
-    )
+    number("--ranks", 1, MOST_RANKS, "data parallel size times context parallel size")
+    number("--max-seqlen-per-rank", 1, 2**31 - 1, "tokens a rank holds (default: 8192)")
+    number("--min-cp-size", 1, MOST_RANKS, "fewest ranks of a group (default: 1)")
+    meeting = "ranks that meet in every microbatch (expert parallel; default: 1, or the run's)"
+    number("--sync-ranks", 1, MOST_RANKS, meeting)
+    number("--pipeline-size", 1, 1_000, "pipeline stages (default: 1, or the run's)")
+    number("--microbatch-multiple", 1, 1_000, "round the number of microbatches up to this")
+    number("--sequence-parallel-size", 1, 10_000, "tensor parallel size under sequence parallelism")
     parser.add_argument(
         "--static-cp-size", type=int, help="CP size to compare with (default: the run's or the smallest that fits)"
     )
-    parser.add_argument("--cost", choices=sorted(PRESETS), default="h100_8b", help="cost model (default: h100_8b)")
+    parser.add_argument("--cost", choices=sorted(PRESETS), help="cost model (default: h100_8b)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--output", metavar="FILE", type=Path, help="write the schedule itself as JSON")
     parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the timeline")
@@ -106,53 +105,42 @@ def _read(source: str) -> np.ndarray:
     return parse_lengths(sys.stdin.read(), "-") if source == "-" else read_lengths(source)
 
 
-def _refuse_unused(given: argparse.Namespace) -> None:
-    """Raise ValueError for an option that would be ignored."""
-    option = {name: f"--{name.replace('_', '-')}" for name in ("lengths", "distribution", "from_run", *_GOES_WITH)}
-    source = next(name for name in ("lengths", "distribution", "from_run") if getattr(given, name) is not None)
-    for name, sources in _GOES_WITH.items():
-        if getattr(given, name) is not None and source not in sources:
+def _complete(args: argparse.Namespace) -> None:
+    """Give options that were left out their defaults. Raises ValueError for one that was given and would be ignored."""
+    option = {name: f"--{name.replace('_', '-')}" for name in (*_PLANNED, "from_run", *_GOES_WITH)}
+    source = next(name for name in (*_PLANNED, "from_run") if getattr(args, name) is not None)
+    for name, (sources, default) in _GOES_WITH.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif source not in sources:
             fitting = " or ".join(option[s] for s in sources)
             raise ValueError(f"{option[name]} goes with {fitting}, and means nothing to {option[source]}")
 
 
 def _lengths(args: argparse.Namespace) -> np.ndarray:
-    if args.count is not None and not 1 <= args.count <= _MOST_SAMPLES:
-        raise ValueError(f"--count {args.count}: must be at least 1 and at most {_MOST_SAMPLES:,}")
-    if not 1 <= args.longest <= np.iinfo(np.int64).max:
-        raise ValueError(f"--longest {args.longest}: must be at least 1, and a number of 64 bits")
     if args.distribution:
         return sample_lengths(args.distribution, args.count or 1024, args.longest, args.seed)
     return np.minimum(_read(args.lengths)[: args.count], args.longest)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns 0, or 2 with one message on stderr where the input is wrong."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    # argparse leaves what a namespace has already: without defaults in it, what is not None was given.
-    given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(_GOES_WITH)))
+    """Run the command. Returns 0, or 2 with one message on stderr where the input is wrong.
+
+    Raises:
+        SystemExit: an option is unknown or out of its range; argparse has said so, and ends with 2 too.
+    """
+    args = _parser().parse_args(argv)
     try:
-        _refuse_unused(given)
+        _complete(args)
         return _run(args)
     except BrokenPipeError:
         raise  # the reader (head, less) went away, which is no error of the input
     except (ValueError, OSError) as error:
         print(f"megatron-cp schedule: {error}", file=sys.stderr)
-        return 2
-
-
-def _check_ranges(args: argparse.Namespace) -> None:
-    """Raise ValueError for a number that cannot be meant."""
-    for name, (least, most) in _RANGES.items():
-        value = getattr(args, name)
-        if value is not None and not least <= value <= most:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} {value}: must be at least {least} and at most {most:,}")
+        return EXIT_CONFIG
 
 
 def _run(args: argparse.Namespace) -> int:
-    _check_ranges(args)
     if args.from_run:
         return _show_run(args)
     if args.ranks is None:
@@ -175,7 +163,7 @@ def _run(args: argparse.Namespace) -> int:
         print(as_text(dynamic, static, lengths, args.ranks))
         print(f"scheduled in {1e3 * seconds:.0f} ms of CPU time; simulated with cost model {args.cost}")
     _write(args, found, [static[1], dynamic], lengths, cost)
-    return 0
+    return EXIT_OK
 
 
 def _keeping_step(args: argparse.Namespace, sync_ranks: int, pipeline_size: int) -> dict[str, Any]:
@@ -212,7 +200,7 @@ def _show_run(args: argparse.Namespace) -> int:
         measured = "" if step.measured_seconds is None else f"; the whole step took {step.measured_seconds:.3f} s"
         print(f"simulated with the run's own cost model{measured}")
     _write(args, found, [static[1], real], lengths, step.cost)
-    return 0
+    return EXIT_OK
 
 
 def _static(

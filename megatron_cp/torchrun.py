@@ -35,11 +35,9 @@ from torch.distributed.elastic.multiprocessing import SignalException, Subproces
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from megatron_cp import launcher
-from megatron_cp.cli import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_RUNTIME
-from megatron_cp.errors import ConfigError
-from megatron_cp.training.signals import EXIT_CODES
+from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OF_SIGNAL, EXIT_OK, ConfigError
 
-_STOPPED = set(EXIT_CODES.values())
+_STOPPED = set(EXIT_OF_SIGNAL.values())
 _SECONDS_TO_MEET = 30.0  # for the launchers of all nodes, whose ranks stopped together; torch has 300
 
 
@@ -64,12 +62,12 @@ class PatientAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals | None = None) -> None:
         if death_sig is not None and self._pcontext is not None and (ranks := self._ranks()):
             # This launcher was asked to stop. What it is asked from now on goes to the ranks: nothing ends the waiting.
-            for number in EXIT_CODES:
+            for number in EXIT_OF_SIGNAL:
                 signal.signal(number, self._pass_on)
             self._pcontext.close(death_sig, timeout=self.seconds)
             codes = {rank.returncode for rank in ranks}
             as_asked = {EXIT_OK, *_STOPPED, *(-number for number in self._asked_again)}
-            type(self).exit_code = 128 + death_sig if codes <= as_asked else EXIT_RUNTIME
+            type(self).exit_code = 128 + death_sig if codes <= as_asked else EXIT_FAILED
             said = ", ".join(map(str, sorted(codes)))
             print(f"megatron-cp: {death_sig.name}: the ranks were told and ended with {said}", file=sys.stderr)
             if codes <= _STOPPED:  # and those of other nodes with them: this launcher may keep the store they still use

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_cp.attention import comm
 from megatron_cp.attention.comm import Peers
-from megatron_cp.attention.context import Problem
+from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.kernels import attend, attend_backward, backward_tiles, forward_tiles
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
 from megatron_cp.attention.sharding import regroup_order
@@ -23,60 +23,60 @@ from megatron_cp.attention.tiles import plan_gathered
 
 
 def all_gather_attention(
-    query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, problem: Problem, peers: Peers
+    query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall, peers: Peers
 ) -> Tensor:
     """Attention of this rank's queries over all ranks' keys and values, [s_local, b, h, d]; differentiable."""
-    return _AllGather.apply(query, key, value, softmax_offset, problem, peers)
+    return _AllGather.apply(query, key, value, softmax_offset, call, peers)
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, problem: Problem, peers: Peers
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, call: AttentionCall, peers: Peers
     ) -> Tensor:
-        gathered = _gather(key, value, problem, peers)
+        gathered = _gather(key, value, call, peers)
         result = OutputAccumulator(query, value.shape[-1])
-        tiles = plan_gathered(problem.layout, peers.rank, problem.mask, forward_tiles(query))
-        attend(query, gathered, tiles, problem.scale, into=result)
+        tiles = plan_gathered(call.layout, peers.rank, call.mask, forward_tiles(query))
+        attend(query, gathered, tiles, call.scale, into=result)
         out, lse = result.finish(offset)
         ctx.save_for_backward(query, key, value, out, lse, offset)
-        ctx.problem, ctx.peers = problem, peers
+        ctx.call, ctx.peers = call, peers
         return out
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, offset = ctx.saved_tensors
-        (dout,), problem, peers = douts, ctx.problem, ctx.peers
-        keys, values = _gather(key, value, problem, peers)
+        (dout,), call, peers = douts, ctx.call, ctx.peers
+        keys, values = _gather(key, value, call, peers)
         dquery, dkeys, dvalues = Gradient(query), Gradient(keys), Gradient(values)
-        tiles = plan_gathered(problem.layout, peers.rank, problem.mask, backward_tiles(query, problem))
-        attend_backward(dout, query, (keys, values), out, lse, tiles, problem, into=(dquery, dkeys, dvalues))
-        dkey, dvalue = _scatter(dkeys.total(), dvalues.total(), problem, peers)
-        doffset = softmax_offset_grad(offset, out, dout, lse, problem.real_rows(peers.rank))
+        tiles = plan_gathered(call.layout, peers.rank, call.mask, backward_tiles(query, call))
+        attend_backward(dout, query, (keys, values), out, lse, tiles, call, into=(dquery, dkeys, dvalues))
+        dkey, dvalue = _scatter(dkeys.total(), dvalues.total(), call, peers)
+        doffset = softmax_offset_grad(offset, out, dout, lse, call.real_rows(peers.rank))
         return dquery.finish(), dkey.to(key.dtype), dvalue.to(value.dtype), doffset, None, None
 
 
-def _gather(key: Tensor, value: Tensor, problem: Problem, peers: Peers) -> tuple[Tensor, Tensor]:
+def _gather(key: Tensor, value: Tensor, call: AttentionCall, peers: Peers) -> tuple[Tensor, Tensor]:
     """All ranks' keys and values, in the order of ``Layout.gathered_spans``."""
-    parts = 2 if problem.layout.is_dense else 1
+    parts = 2 if call.layout.is_dense else 1
     arriving = []
     for index, x in enumerate((key, value)):
         out = x.new_empty((peers.size * x.shape[0], *x.shape[1:]))
         arriving.append(comm.all_gather(x.chunk(parts), out.chunk(parts), out, peers, index))
     keys, values = (arrival.wait() for arrival in arriving)
-    if problem.layout.is_dense:
+    if call.layout.is_dense:
         return keys, values
-    order = regroup_order(problem.layout, peers.size)
+    order = regroup_order(call.layout, peers.size)
     return comm.permute_rows(keys, order), comm.permute_rows(values, order)
 
 
-def _scatter(dkeys: Tensor, dvalues: Tensor, problem: Problem, peers: Peers) -> Iterator[Tensor]:
+def _scatter(dkeys: Tensor, dvalues: Tensor, call: AttentionCall, peers: Peers) -> Iterator[Tensor]:
     """The sums over ranks, in rank order, of this rank's rows of gradients whose rows lie as gathered."""
-    parts = 2 if problem.layout.is_dense else 1
+    parts = 2 if call.layout.is_dense else 1
     arriving = []
     for index, gradient in enumerate((dkeys, dvalues)):
-        if not problem.layout.is_dense:
-            gradient = comm.permute_rows(gradient, regroup_order(problem.layout, peers.size), inverse=True)
+        if not call.layout.is_dense:
+            gradient = comm.permute_rows(gradient, regroup_order(call.layout, peers.size), inverse=True)
         by_rank = list(zip(*(part.chunk(peers.size) for part in gradient.chunk(parts)), strict=True))
         own = torch.cat(by_rank[peers.rank])
         received = [own if rank == peers.rank else torch.empty_like(own) for rank in range(peers.size)]

@@ -17,20 +17,21 @@ from torch import Tensor
 
 from megatron_cp.attention import comm
 from megatron_cp.attention.comm import Peers
-from megatron_cp.attention.context import Problem
+from megatron_cp.attention.context import AttentionCall
+from megatron_cp.attention.heads import HeadSplit
 from megatron_cp.attention.merge import accumulation_dtype
 from megatron_cp.attention.ring import ring_attention
-from megatron_cp.attention.sharding import Layout, Run, regroup_order, regroup_runs
+from megatron_cp.attention.sharding import Layout, RowRun, regroup_order, regroup_runs
 
-Inner = Callable[[Tensor, Tensor, Tensor, Tensor | None, Problem], Tensor]
+Inner = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionCall], Tensor]
 Share = Callable[[int], slice]  # rank -> the heads it works on
 
 
 def all_to_all_attention(
-    query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, problem: Problem, peers: Peers
+    query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall, peers: Peers
 ) -> Tensor:
     """Attention over all ranks' tokens, [s_local, b, h, d]; differentiable. Query heads must divide by ranks."""
-    return with_heads_exchanged(_attend_alone, query, key, value, softmax_offset, problem, peers)
+    return with_heads_exchanged(_attend_alone, query, key, value, softmax_offset, call, peers)
 
 
 def with_heads_exchanged(
@@ -39,14 +40,14 @@ def with_heads_exchanged(
     key: Tensor,
     value: Tensor,
     softmax_offset: Tensor | None,
-    problem: Problem,
+    call: AttentionCall,
     peers: Peers,
 ) -> Tensor:
     """Call ``inner`` on the tokens of all ``peers`` with this rank's share of the heads, and bring its output back."""
     if peers.size == 1:
-        return inner(query, key, value, softmax_offset, problem)
+        return inner(query, key, value, softmax_offset, call)
     heads = HeadSplit.of(query.shape[2], key.shape[2], peers.size)
-    exchange = _Exchange.of(peers, heads, problem.layout)
+    exchange = _Exchange.of(peers, heads, call.layout)
     query, key, value = _SequenceToHeads.apply(query, key, value, exchange)
     if softmax_offset is not None:
         softmax_offset = softmax_offset[heads.query(peers.rank)]
@@ -54,49 +55,12 @@ def with_heads_exchanged(
     if expand is not None:
         index = torch.tensor(expand).to(key.device, non_blocking=True)
         key, value = key.index_select(2, index), value.index_select(2, index)
-    common = replace(problem, layout=problem.layout.resized(problem.layout.size // peers.size))
+    common = replace(call, layout=call.layout.resized(call.layout.size // peers.size))
     return _HeadsToSequence.apply(inner(query, key, value, softmax_offset, common), exchange)
 
 
-def _attend_alone(query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, problem: Problem) -> Tensor:
-    return ring_attention(query, key, value, offset, problem, Peers.alone())
-
-
-@dataclass(frozen=True)
-class HeadSplit:
-    """Which query and key/value heads each of ``size`` ranks works on."""
-
-    heads: int
-    kv_heads: int
-    size: int
-
-    @classmethod
-    def of(cls, heads: int, kv_heads: int, size: int) -> HeadSplit:
-        if heads % size:
-            divisors = [n for n in range(1, size + 1) if heads % n == 0]
-            raise ValueError(
-                f"query has {heads} heads on this rank, which do not divide by the all-to-all group's {size} ranks; "
-                f"use a group of {' or '.join(map(str, divisors))}, or comm_type 'p2p' or 'all_gather'"
-            )
-        return cls(heads, kv_heads, size)
-
-    def query(self, rank: int) -> slice:
-        share = self.heads // self.size
-        return slice(rank * share, (rank + 1) * share)
-
-    def kv(self, rank: int) -> slice:
-        """The key/value heads that the rank's query heads use."""
-        group, mine = self.heads // self.kv_heads, self.query(rank)
-        return slice(mine.start // group, (mine.stop - 1) // group + 1)
-
-    def expansion(self, rank: int) -> list[int] | None:
-        """Where the rank's query heads do not share its key/value heads evenly: the local one that each uses."""
-        mine, kv = self.query(rank), self.kv(rank)
-        used = [head // (self.heads // self.kv_heads) - kv.start for head in range(mine.start, mine.stop)]
-        count = kv.stop - kv.start
-        if len(used) % count == 0 and used == [index // (len(used) // count) for index in range(len(used))]:
-            return None
-        return used
+def _attend_alone(query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, call: AttentionCall) -> Tensor:
+    return ring_attention(query, key, value, offset, call, Peers.alone())
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,18 +73,18 @@ class _Exchange:
 
     peers: Peers
     heads: HeadSplit
-    runs: Sequence[Sequence[Run]]
+    runs: Sequence[Sequence[RowRun]]
     order: np.ndarray | None
 
     @classmethod
     def of(cls, peers: Peers, heads: HeadSplit, layout: Layout) -> _Exchange:
         if layout.is_dense:
             return cls(peers, heads, regroup_runs(layout, peers.size), None)
-        one_by_one = [[Run(0, rank * layout.rows, layout.rows)] for rank in range(peers.size)]
+        one_by_one = [[RowRun(0, rank * layout.rows, layout.rows)] for rank in range(peers.size)]
         return cls(peers, heads, one_by_one, regroup_order(layout, peers.size))
 
     @property
-    def mine(self) -> Sequence[Run]:
+    def mine(self) -> Sequence[RowRun]:
         return self.runs[self.peers.rank]
 
     def spread(self, tensors: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor]:
@@ -170,7 +134,7 @@ class _Exchange:
             total[run.rows, :, share(rank)] += part
         return total.to(like.dtype)
 
-    def _places(self, parts: list[list[Tensor]]) -> Iterator[tuple[int, Run, Tensor]]:
+    def _places(self, parts: list[list[Tensor]]) -> Iterator[tuple[int, RowRun, Tensor]]:
         for rank, pieces in enumerate(parts):
             for run, piece in zip(self.mine, pieces, strict=True):
                 yield rank, run, piece

@@ -1,7 +1,7 @@
 """Who takes part in a context-parallel attention, decided once, and what is to be computed.
 
 A :class:`CPContext` is built when a layer is built (or a group changes), checked there, and passed down; nothing below
-looks for groups again. A :class:`Problem` says which sequences, mask and scale one call has.
+looks for groups again. A :class:`AttentionCall` says which sequences, mask and scale one call has.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Mask
+from megatron_cp.parallel.agree import everyones
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 GroupOrPair = dist.ProcessGroup | Sequence[dist.ProcessGroup]
@@ -68,9 +69,7 @@ class CPContext:
         everyone = [(self.rank, facts)]
         for peers in (self.heads, self.ring):
             if peers.size > 1:
-                gathered: list[Any] = [None] * peers.size
-                dist.all_gather_object(gathered, everyone, group=peers.group)
-                everyone = [entry for part in gathered for entry in part]
+                everyone = [entry for part in everyones(everyone, peers.group) for entry in part]
         (first, expected), *others = sorted(everyone, key=lambda entry: entry[0])
         for rank, theirs in others:
             for name, value in expected.items():
@@ -86,7 +85,7 @@ class CPContext:
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionCall:
     """What one call computes: the sequences over all ranks, who sees whom, and the factor on the scores."""
 
     layout: Layout

@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_cp.attention.configured import configured_context, learnable_softmax_offset, transport_of_layer
 from megatron_cp.attention.context import CPContext, GroupOrPair
 from megatron_cp.attention.functional import attend_in_context
 from megatron_cp.attention.probe import ProbeInputs
@@ -226,90 +225,6 @@ class ContextParallelAttention(MegatronModule):
         if config.softmax_type != "learnable":
             raise ValueError(f"softmax_type {config.softmax_type!r} is unknown; use vanilla, off-by-one or learnable")
         return learnable_softmax_offset(config, self.pg_collection)
-
-
-def learnable_softmax_offset(config: TransformerConfig, pg_collection: ProcessGroupCollection) -> torch.nn.Parameter:
-    """A new parameter [heads on this tensor-parallel rank], the same whoever computes the attention."""
-    heads = config.num_attention_heads // config.tensor_model_parallel_size
-    # Drawn for all heads, so that it does not depend on the number of tensor-parallel ranks.
-    drawn_on = torch.device("cpu") if config.use_cpu_initialization else device()
-    everyone = torch.zeros(config.num_attention_heads, device=drawn_on, dtype=config.params_dtype)
-    if config.perform_initialization:
-        config.init_method(everyone)
-    first = heads * dist.get_rank(pg_collection.tp) if config.tensor_model_parallel_size > 1 else 0
-    offset = torch.nn.Parameter(everyone[first : first + heads].clone())
-    # Without this mark, gradient norms would count only the first tensor-parallel rank's heads.
-    set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
-    return offset
-
-
-def transport_of_layer(config: TransformerConfig, layer_number: int) -> str:
-    """``config``'s transport for a layer (1-based, as megatron-core counts); layers past a list use its last entry.
-
-    megatron-core hands it over only where the model is split, but microbatches may be sliced where the model is not.
-    """
-    kinds = config.cp_comm_type or "p2p"
-    return kinds if isinstance(kinds, str) else kinds[min(layer_number, len(kinds)) - 1]
-
-
-def configured_context(
-    config: TransformerConfig, comm_type: str, pg_collection: ProcessGroupCollection, where: str
-) -> CPContext:
-    """The context that ``config`` and the groups in ``pg_collection`` (``cp``, and ``hcp`` for a2a+p2p) agree on.
-
-    Raises ValueError that names what is missing or of another size than configured.
-    """
-    size = config.context_parallel_size
-    if size == 1:
-        return CPContext.alone(comm_type)
-    cp_group = getattr(pg_collection, "cp", None)
-    if comm_type != "a2a+p2p":
-        if cp_group is None:
-            raise ValueError(
-                f"{where}: context_parallel_size={size} but pg_collection.cp, its process group, is missing"
-            )
-        _check_size(f"{where}: pg_collection.cp", cp_group, size, "context_parallel_size")
-        return CPContext.build(comm_type, cp_group)
-    context = CPContext.build(comm_type, hierarchical_groups(config, pg_collection, where))
-    if cp_group is not None:
-        _check_size(f"{where}: pg_collection.cp", cp_group, size, "context_parallel_size")
-        if dist.get_rank(cp_group) != context.rank:
-            raise ValueError(
-                f"{where}: this process is rank {dist.get_rank(cp_group)} of pg_collection.cp, by which sequences are "
-                f"sharded, but rank {context.rank} by pg_collection.hcp ({context}); a2a groups must be neighbours"
-            )
-    return context
-
-
-def hierarchical_groups(
-    config: TransformerConfig, pg_collection: ProcessGroupCollection, where: str
-) -> list[dist.ProcessGroup]:
-    """``pg_collection.hcp``, or a ValueError if it is not of ``config.hierarchical_context_parallel_sizes``."""
-    sizes = config.hierarchical_context_parallel_sizes
-    if not sizes or len(sizes) != 2 or sizes[0] * sizes[1] != config.context_parallel_size:
-        raise ValueError(
-            f"{where}: cp_comm_type 'a2a+p2p' needs hierarchical_context_parallel_sizes=[a2a, p2p] with product "
-            f"context_parallel_size={config.context_parallel_size}, got {sizes}"
-        )
-    groups = getattr(pg_collection, "hcp", None)
-    if groups is None:
-        raise ValueError(
-            f"{where}: cp_comm_type 'a2a+p2p' needs pg_collection.hcp, the a2a and p2p process groups of sizes "
-            f"{list(sizes)}, but it is missing; without them every rank would attend to its own tokens only"
-        )
-    groups = list(groups)
-    if len(groups) != 2 or any(group is None for group in groups):
-        raise ValueError(f"{where}: pg_collection.hcp must hold the a2a and the p2p process group, got {groups}")
-    for name, group, expected in zip(("a2a", "p2p"), groups, sizes, strict=True):
-        what = f"{where}: pg_collection.hcp's {name} group"
-        _check_size(what, group, expected, f"hierarchical_context_parallel_sizes={list(sizes)}")
-    return groups
-
-
-def _check_size(what: str, group: dist.ProcessGroup, expected: int, field: str) -> None:
-    actual = dist.get_world_size(group)
-    if actual != expected:
-        raise ValueError(f"{what} has {actual} ranks, but {field} asks for {expected}")
 
 
 def _global_groups(config: TransformerConfig, comm_type: str) -> ProcessGroupCollection:

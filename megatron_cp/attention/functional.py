@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_cp.attention.all_gather import all_gather_attention
 from megatron_cp.attention.all_to_all import all_to_all_attention
 from megatron_cp.attention.comm import Peers
-from megatron_cp.attention.context import CPContext, GroupOrPair, Problem
+from megatron_cp.attention.context import AttentionCall, CPContext, GroupOrPair
 from megatron_cp.attention.hierarchical import hierarchical_attention
 from megatron_cp.attention.ring import ring_attention
 from megatron_cp.attention.sharding import Layout, read_offsets
@@ -115,31 +115,31 @@ def attend_in_context(
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
     rows = query.shape[0]
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
-    problem = Problem(layout, mask, scale, deterministic)
+    call = AttentionCall(layout, mask, scale, deterministic)
     if rows == layout.rows:
-        out = _transport(context, query, key, value, softmax_offset, problem)
+        out = _transport(context, query, key, value, softmax_offset, call)
     else:
         # Rows behind the last sequence take no part.
         query, key, value = (x[: layout.rows] for x in (query, key, value))
-        out = _transport(context, query, key, value, softmax_offset, problem)
+        out = _transport(context, query, key, value, softmax_offset, call)
         out = torch.cat([out, out.new_zeros((rows - layout.rows, *out.shape[1:]))])
     return out.squeeze(1) if packed else out
 
 
 def _transport(
-    context: CPContext, query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, problem: Problem
+    context: CPContext, query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall
 ) -> Tensor:
-    if problem.layout.rows == 0:
-        return ring_attention(query, key, value, softmax_offset, problem, Peers.alone())
+    if call.layout.rows == 0:
+        return ring_attention(query, key, value, softmax_offset, call, Peers.alone())
     match context.comm_type:
         case "all_gather" if context.size > 1:
-            return all_gather_attention(query, key, value, softmax_offset, problem, context.ring)
+            return all_gather_attention(query, key, value, softmax_offset, call, context.ring)
         case "a2a":
-            return all_to_all_attention(query, key, value, softmax_offset, problem, context.heads)
+            return all_to_all_attention(query, key, value, softmax_offset, call, context.heads)
         case "a2a+p2p":
-            return hierarchical_attention(query, key, value, softmax_offset, problem, context.heads, context.ring)
+            return hierarchical_attention(query, key, value, softmax_offset, call, context.heads, context.ring)
         case _:
-            return ring_attention(query, key, value, softmax_offset, problem, context.ring)
+            return ring_attention(query, key, value, softmax_offset, call, context.ring)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, packed: bool, softmax_offset: Tensor | None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_cp.attention.all_to_all import with_heads_exchanged
 from megatron_cp.attention.comm import Peers
-from megatron_cp.attention.context import Problem
+from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.ring import ring_attention
 
 
@@ -20,13 +20,13 @@ def hierarchical_attention(
     key: Tensor,
     value: Tensor,
     softmax_offset: Tensor | None,
-    problem: Problem,
+    call: AttentionCall,
     heads: Peers,
     ring: Peers,
 ) -> Tensor:
     """Attention over all ranks' tokens, [s_local, b, h, d]; differentiable. Query heads must divide by ``heads``."""
 
-    def between_groups(q: Tensor, k: Tensor, v: Tensor, offset: Tensor | None, common: Problem) -> Tensor:
+    def between_groups(q: Tensor, k: Tensor, v: Tensor, offset: Tensor | None, common: AttentionCall) -> Tensor:
         return ring_attention(q, k, v, offset, common, ring)
 
-    return with_heads_exchanged(between_groups, query, key, value, softmax_offset, problem, heads)
+    return with_heads_exchanged(between_groups, query, key, value, softmax_offset, call, heads)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_cp.attention.context import Problem
+from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.tiles import Kind, Tile, TileSize
 
@@ -45,7 +45,7 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     tiles: Sequence[Tile],
-    problem: Problem,
+    call: AttentionCall,
     into: tuple[Gradient, Gradient, Gradient],
 ) -> None:
     """Add the tiles' gradients ``into`` those of query, key and value.
@@ -61,7 +61,7 @@ def attend_backward(
         parts = [x[:, :, at] for x, at in zip(tensors, (rows, rows, columns, columns, rows), strict=True)]
         if not tile.half:
             parts = [_full_precision(x) for x in parts]
-        grads = kernel.backward(parts, lse[:, :, rows], tile, problem)
+        grads = kernel.backward(parts, lse[:, :, rows], tile, call)
         for total, at, grad in zip(into, (rows, columns, columns), grads, strict=True):
             total.add(at, grad)
 
@@ -87,9 +87,9 @@ def forward_tiles(query: Tensor) -> TileSize:
     return kernel_for(query).forward_tiles(query.dtype)
 
 
-def backward_tiles(query: Tensor, problem: Problem) -> TileSize:
+def backward_tiles(query: Tensor, call: AttentionCall) -> TileSize:
     """How the backward kernel for ``query`` wants its work cut."""
-    return kernel_for(query).backward_tiles(query.dtype, problem)
+    return kernel_for(query).backward_tiles(query.dtype, call)
 
 
 def by_head(x: Tensor) -> Tensor:
@@ -109,13 +109,13 @@ class Kernel(Protocol):
 
     def forward_tiles(self, dtype: torch.dtype) -> TileSize: ...
 
-    def backward_tiles(self, dtype: torch.dtype, problem: Problem) -> TileSize: ...
+    def backward_tiles(self, dtype: torch.dtype, call: AttentionCall) -> TileSize: ...
 
     def prefers_heads_apart(self, dtype: torch.dtype) -> bool: ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]: ...
 
-    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, problem: Problem) -> Gradients: ...
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, call: AttentionCall) -> Gradients: ...
 
 
 def kernel_for(query: Tensor) -> Kernel:
@@ -138,7 +138,7 @@ class CpuFlash:
         """
         return TileSize(causal=0 if dtype == torch.float64 else 256, band=256)
 
-    def backward_tiles(self, dtype: torch.dtype, problem: Problem) -> TileSize:
+    def backward_tiles(self, dtype: torch.dtype, call: AttentionCall) -> TileSize:
         """As forward, but large bf16 tiles stay bf16 where that is faster and costs no accuracy.
 
         With AVX-512 the kernel is then twice as fast as in float32, and rounds what it returns: a sum of rounded parts
@@ -147,11 +147,11 @@ class CpuFlash:
         for fp16 is of no use, being 17 times slower.
         """
         size = self.forward_tiles(dtype)
-        if dtype != torch.bfloat16 or problem.mask.left is not None or not fast_bf16():
+        if dtype != torch.bfloat16 or call.mask.left is not None or not fast_bf16():
             return size
-        if problem.mask.right == 0:
+        if call.mask.right == 0:
             return replace(size, half_from=512)
-        return replace(size, half_from=0) if problem.layout.size == 1 else size
+        return replace(size, half_from=0) if call.layout.size == 1 else size
 
     def prefers_heads_apart(self, dtype: torch.dtype) -> bool:
         """It is some 2 % faster where a head's keys are neighbours; float64 is left as PyTorch's attention has it."""
@@ -165,13 +165,13 @@ class CpuFlash:
         )
         return out[..., :dim_v], lse
 
-    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, problem: Problem) -> Gradients:
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, call: AttentionCall) -> Gradients:
         dout, q, k, v, out = parts
         dim_qk, dim_v = q.shape[-1], v.shape[-1]
         q, k, v = _equal_head_dims(q, k, v)
         dout, out = _pad_last(dout, v.shape[-1]), _pad_last(out, v.shape[-1])
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, tile.kind is Kind.CAUSAL, attn_mask=_band_mask(tile, q), scale=problem.scale
+            dout, q, k, v, out, lse, 0.0, tile.kind is Kind.CAUSAL, attn_mask=_band_mask(tile, q), scale=call.scale
         )
         return dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
 
@@ -189,7 +189,7 @@ class CudaFlash:
         """As large as they come: it skips what a causal mask or a window hides."""
         return TileSize(causal=0, band=0, half_from=0)
 
-    def backward_tiles(self, dtype: torch.dtype, problem: Problem) -> TileSize:
+    def backward_tiles(self, dtype: torch.dtype, call: AttentionCall) -> TileSize:
         return self.forward_tiles(dtype)
 
     def prefers_heads_apart(self, dtype: torch.dtype) -> bool:
@@ -205,18 +205,18 @@ class CudaFlash:
         )  # fmt: skip
         return out.transpose(1, 2)[..., :dim_v], lse
 
-    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, problem: Problem) -> Gradients:
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, call: AttentionCall) -> Gradients:
         dout, q, k, v, out = parts
         dim_qk, dim_v = q.shape[-1], v.shape[-1]
         q, k, v = (x.transpose(1, 2) for x in _equal_head_dims(q, k, v, multiple=8))
         dout, out = (_pad_last(x, v.shape[-1]).transpose(1, 2) for x in (dout, out))
         left, right = _flash_window(tile)
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout there is not
-        with _deterministic_algorithms(problem.deterministic):
+        with _deterministic_algorithms(call.deterministic):
             grads = torch.ops.aten._flash_attention_backward(
                 dout, q, k, v, out, lse.contiguous(), None, None, tile.q_length, tile.k_length, 0.0,
                 tile.kind is Kind.CAUSAL, unused, unused,
-                scale=problem.scale, window_size_left=left, window_size_right=right,
+                scale=call.scale, window_size_left=left, window_size_right=right,
             )  # fmt: skip
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         return dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
@@ -230,7 +230,7 @@ class Matmul:
     def forward_tiles(self, dtype: torch.dtype) -> TileSize:
         return TileSize(causal=0, band=0)
 
-    def backward_tiles(self, dtype: torch.dtype, problem: Problem) -> TileSize:
+    def backward_tiles(self, dtype: torch.dtype, call: AttentionCall) -> TileSize:
         return self.forward_tiles(dtype)
 
     def prefers_heads_apart(self, dtype: torch.dtype) -> bool:
@@ -245,16 +245,16 @@ class Matmul:
             lses.append(lse)
         return torch.cat(outs, dim=3).flatten(1, 2), torch.cat(lses, dim=3).flatten(1, 2)
 
-    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, problem: Problem) -> Gradients:
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, call: AttentionCall) -> Gradients:
         dout, q, k, v, out = parts
         kv_heads = k.shape[1]
         dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
         for row in range(0, tile.q_length, self.ROWS):
             at = slice(row, row + self.ROWS)
             do, o, queries, denominators = (x[:, :, at].unflatten(1, (kv_heads, -1)) for x in (dout, out, q, lse))
-            probabilities = (self._scores(q, k, tile, row, problem.scale) - denominators.unsqueeze(-1)).exp()
+            probabilities = (self._scores(q, k, tile, row, call.scale) - denominators.unsqueeze(-1)).exp()
             delta = (do * o).sum(-1, keepdim=True)
-            dscores = probabilities * (do @ v.unsqueeze(2).mT - delta) * problem.scale
+            dscores = probabilities * (do @ v.unsqueeze(2).mT - delta) * call.scale
             dqs.append(dscores @ k.unsqueeze(2))
             dk += (dscores.mT @ queries).sum(2)
             dv += (probabilities.mT @ do).sum(2)

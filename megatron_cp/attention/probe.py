@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_cp.attention.context import CPContext
 from megatron_cp.attention.reference import reference_attention
 from megatron_cp.attention.sharding import shard_sequence
-from megatron_cp.errors import RuntimeFault
+from megatron_cp.errors import RuntimeFault, shown
+from megatron_cp.parallel.agree import everyones, found_by_anyone
 
 TOKENS_PER_CHUNK, SEED = 2, 20
 # The largest difference, relative to the largest reference value, that rounding explains (outputs and gradients).
@@ -121,8 +122,7 @@ def _compare_groups(suspects: list[_Suspect]) -> list[str]:
         groups |= {"a2a": context.heads.group, "p2p": context.ring.group} if context else {}
         members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
         mine.append((f"layers {suspect.layers}, {context.comm_type if context else None}", members))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = everyones(mine)
     problems = []
     for index, (what, members) in enumerate(mine):
         for name, ranks in members.items():
@@ -186,9 +186,8 @@ def _largest_error(got: Tensor, want: Tensor, scale: Tensor) -> float:
 
 def _agree(problems: list[str]) -> None:
     """Raise on all ranks what any of them found."""
-    verdicts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(verdicts, problems)
-    found = [f"rank {rank}: {problem}" for rank, theirs in enumerate(verdicts) for problem in theirs]
+    found = found_by_anyone(problems)
     if found:
-        shown = found[:8] + ([f"and {len(found) - 8} more"] if len(found) > 8 else [])
-        raise ProbeError("attention probe failed, nothing was trained.\n  " + "\n  ".join(shown), on_all_ranks=True)
+        between = "\n  "
+        what = f"attention probe failed, nothing was trained.{between}{shown(found, between)}"
+        raise ProbeError(what, on_all_ranks=True)

@@ -16,53 +16,51 @@ from torch import Tensor
 
 from megatron_cp.attention import comm
 from megatron_cp.attention.comm import Peers
-from megatron_cp.attention.context import Problem
+from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.kernels import attend, attend_backward, backward_tiles, by_head, by_row, forward_tiles
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
 from megatron_cp.attention.tiles import plan, ring_shifts
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, problem: Problem, peers: Peers
+    query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall, peers: Peers
 ) -> Tensor:
     """Attention of this rank's queries over all ranks' keys and values, [s_local, b, h, d]; differentiable."""
-    return _Ring.apply(query, key, value, softmax_offset, problem, peers)
+    return _Ring.apply(query, key, value, softmax_offset, call, peers)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, problem: Problem, peers: Peers
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, call: AttentionCall, peers: Peers
     ) -> Tensor:
-        stops = ring_shifts(problem.layout, problem.mask)
+        stops = ring_shifts(call.layout, call.mask)
         visitor = by_head(key), by_head(value)
         result = OutputAccumulator(query, value.shape[-1])
         for stop, onward in zip(stops, _hops(stops), strict=True):
             arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
-            tiles = plan(
-                problem.layout, peers.rank, (peers.rank - stop) % peers.size, problem.mask, forward_tiles(query)
-            )
-            attend(query, by_row(visitor), tiles, problem.scale, into=result)
+            tiles = plan(call.layout, peers.rank, (peers.rank - stop) % peers.size, call.mask, forward_tiles(query))
+            attend(query, by_row(visitor), tiles, call.scale, into=result)
             if arriving is not None:
                 visitor = arriving.wait()
         out, lse = result.finish(offset)
         ctx.save_for_backward(query, *visitor, out, lse, offset)
-        ctx.problem, ctx.peers = problem, peers
+        ctx.call, ctx.peers = call, peers
         return out
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         query, *visitor, out, lse, offset = ctx.saved_tensors
-        (dout,), problem, peers = douts, ctx.problem, ctx.peers
-        stops = ring_shifts(problem.layout, problem.mask)[::-1]
+        (dout,), call, peers = douts, ctx.call, ctx.peers
+        stops = ring_shifts(call.layout, call.mask)[::-1]
         returning = None
         like = by_row(visitor)
         dquery, dkey, dvalue = map(Gradient, (query, *like))
         for stop, onward in zip(stops, _hops(stops), strict=True):
             arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
             source = (peers.rank - stop) % peers.size
-            tiles = plan(problem.layout, peers.rank, source, problem.mask, backward_tiles(query, problem))
-            attend_backward(dout, query, by_row(visitor), out, lse, tiles, problem, into=(dquery, dkey, dvalue))
+            tiles = plan(call.layout, peers.rank, source, call.mask, backward_tiles(query, call))
+            attend_backward(dout, query, by_row(visitor), out, lse, tiles, call, into=(dquery, dkey, dvalue))
             if returning is not None:
                 for own, others in zip((dkey, dvalue), returning.wait(), strict=True):
                     own.add_all(others)
@@ -70,7 +68,7 @@ class _Ring(torch.autograd.Function):
                 returning = comm.hop((dkey.total(), dvalue.total()), onward, peers, comm.GRAD_TAG)
                 dkey, dvalue = map(Gradient, like)
                 visitor = arriving.wait()
-        doffset = softmax_offset_grad(offset, out, dout, lse, problem.real_rows(peers.rank))
+        doffset = softmax_offset_grad(offset, out, dout, lse, call.real_rows(peers.rank))
         return dquery.finish(), dkey.finish(), dvalue.finish(), doffset, None, None
 
 

@@ -214,7 +214,7 @@ def regroup_order(layout: Layout, group_size: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRun:
     """Rows [row, row + length) of a rank's shard, which are the rows from ``common_row`` on of a common shard."""
 
     row: int
@@ -231,14 +231,14 @@ class Run:
 
 
 @functools.lru_cache(maxsize=256)
-def regroup_runs(layout: Layout, group_size: int) -> tuple[tuple[Run, ...], ...]:
+def regroup_runs(layout: Layout, group_size: int) -> tuple[tuple[RowRun, ...], ...]:
     """:func:`regroup_order` as the longest runs of rows, for each rank of the group: one or two of a dense layout."""
     order = regroup_order(layout, group_size)
     starts = np.flatnonzero((np.diff(order, prepend=-1) != 1) | (order % layout.rows == 0))
-    runs: list[list[Run]] = [[] for _ in range(group_size)]
+    runs: list[list[RowRun]] = [[] for _ in range(group_size)]
     for start, end in pairwise([*starts.tolist(), len(order)]):
         rank, row = divmod(int(order[start]), layout.rows)
-        runs[rank].append(Run(row, start, end - start))
+        runs[rank].append(RowRun(row, start, end - start))
     return tuple(map(tuple, runs))
 
 

@@ -19,12 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp.attention.configured import configured_context, learnable_softmax_offset, transport_of_layer
 from megatron_cp.attention.context import CPContext, GroupOrPair
-from megatron_cp.attention.core_attention import (
-    configured_context,
-    learnable_softmax_offset,
-    transport_of_layer,
-)
 from megatron_cp.attention.probe import ProbeInputs
 
 

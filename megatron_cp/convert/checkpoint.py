@@ -19,6 +19,7 @@ from megatron_cp.config import CheckpointConfig, MixedPrecisionConfig, RunConfig
 from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.models.builder import build_model
 from megatron_cp.models.transformer_config import transformer_config
+from megatron_cp.one_rank import on_one_rank
 from megatron_cp.parallel.device import seed_everything, stop_distributed
 from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
 from megatron_cp.schema import build
@@ -35,7 +36,6 @@ from megatron_cp.training.checkpoint_files import (
 from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.resuming import FORMAT, check_format, read_common
 from megatron_cp.training.setup import Progress
-from megatron_cp.verify.reduce import on_one_rank
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 

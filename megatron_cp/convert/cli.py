@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_cp import launcher
+from megatron_cp.errors import EXIT_OK, EXIT_TERMINATED
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     if (launcher.world_size() or 1) > 1:
         parser.error("one process converts a whole model: start it without torchrun")
     os.environ.pop("RANK", None)  # of some launcher's; this process speaks for itself
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written goes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that what is half written goes
     # A model need not fit a GPU to be copied; what comes of it is the same.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # As in a run: that the model classes which everybody uses are deprecated is nothing to act on here.
@@ -48,4 +49,4 @@ def main(argv: Sequence[str]) -> int:
         from megatron_cp.convert.exporting import export_model
 
         print(export_model(args.megatron_path, args.hf_path, args.iteration, args.torch_dtype))
-    return 0
+    return EXIT_OK

@@ -17,7 +17,7 @@ from megatron_cp.convert.families import Family, model_from_hf
 from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_companions, new_folder, read_config
 from megatron_cp.convert.weights import EMBEDDING, OUTPUT, is_spare, part_of
 from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.errors import ConfigError, DataError
+from megatron_cp.errors import ConfigError, DataError, shown
 from megatron_cp.rules import Environment, check_or_raise
 
 RECIPE, TOKENIZER = "recipe.yaml", "tokenizer"
@@ -93,10 +93,7 @@ def _fill(whole: WholeModel, published: PublishedWeights, family: Family) -> int
         if name in there and published.shape(name) != shape
     ]
     if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ConfigError(
-            f"the weights are not of the model that config.json describes: {'; '.join(problems[:8])}{more}"
-        )
+        raise ConfigError(f"the weights are not of the model that config.json describes: {shown(problems, '; ')}")
     for name, part in parts.items():
         parameters[name].data.copy_(part.join([published[tensor] for tensor in part.published], model))
     return sum(parameter.numel() for parameter in parameters.values())

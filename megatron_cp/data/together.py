@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_cp.errors import DataError
+from megatron_cp.parallel.agree import everyones
 
 _HEARTBEAT = 20.0  # seconds; well below any timeout of a process group
 
@@ -37,7 +38,7 @@ def on_every_rank[T](work: Callable[[], T]) -> T:
         DataError: on every rank, what the first rank at fault says.
     """
     value, problem = _attempt(work)
-    for other in _gathered(problem):
+    for other in everyones(problem):
         if other:
             raise DataError(other)
     return value  # type: ignore[return-value]
@@ -54,7 +55,7 @@ def once_per_node[T](work: Callable[[], T]) -> T:
     with ThreadPoolExecutor(max_workers=1) as pool:
         future = pool.submit(_attempt, work) if is_first_on_node() else None
         while True:
-            reports = [report for report in _gathered(_report(future)) if report is not None]
+            reports = [report for report in everyones(_report(future)) if report is not None]
             if all(done for done, _, _ in reports):
                 break
     for _, _, problem in reports:
@@ -110,11 +111,3 @@ def _report(future: Future[tuple[Any, str | None]] | None) -> tuple[bool, Any, s
         return None
     wait_for([future], timeout=_HEARTBEAT)
     return (True, *future.result()) if future.done() else (False, None, None)
-
-
-def _gathered[T](value: T) -> list[T]:
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

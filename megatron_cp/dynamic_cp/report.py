@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_cp.dynamic_cp.cost import CostModel
-from megatron_cp.dynamic_cp.simulate import Step, simulate
+from megatron_cp.dynamic_cp.simulate import SimulatedStep, simulate
 from megatron_cp.dynamic_cp.types import Schedule, padded_length
 
 
@@ -23,7 +23,7 @@ class Report:
     """
 
     title: str
-    step: Step
+    step: SimulatedStep
     seconds: float
     imbalance: float
     useful: float

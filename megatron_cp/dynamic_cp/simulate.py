@@ -22,7 +22,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """A simulated step. ``seconds`` is when the slowest rank is done; ``spans`` are in order of microbatch.
 
     With pipeline stages ``seconds`` includes the bubble and is multiplied by the number of stages, so that it compares
@@ -62,7 +62,7 @@ def simulate(
     *,
     sync_ranks: int = 1,
     pipeline_size: int = 1,
-) -> Step:
+) -> SimulatedStep:
     """Run ``schedule`` on the clock.
 
     A group starts when its last member is free; with ``sync_ranks`` the ranks of a domain (aligned blocks of that
@@ -96,7 +96,7 @@ def simulate(
         total = float(free.max())
     else:
         total = _one_forward_one_backward(blocks, durations, schedule.num_ranks, pipeline_size)
-    return Step(total, total / ideal if ideal else 1.0, spans)
+    return SimulatedStep(total, total / ideal if ideal else 1.0, spans)
 
 
 def _one_forward_one_backward(

@@ -16,7 +16,6 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from megatron_cp.config import RunConfig
@@ -24,6 +23,7 @@ from megatron_cp.models.chunked_loss import LossesInPieces
 from megatron_cp.models.hybrid_pattern import with_stages
 from megatron_cp.models.layer_specs import gpt_layer_spec, use_transformer_engine
 from megatron_cp.models.mamba import ContextParallelMambaMixer, SeededMambaLayer
+from megatron_cp.models.tied_weights import TiedWithoutGlobalState
 
 
 class HybridLayers(HybridStack):
@@ -52,7 +52,7 @@ class HybridLayers(HybridStack):
             return super().forward(*args, **kwargs)
 
 
-class HybridLanguageModel(LossesInPieces, HybridModel):
+class HybridLanguageModel(LossesInPieces, TiedWithoutGlobalState, HybridModel):
     """megatron-core's model, whose tied output layer on a last stage can be saved without the MPU's global state."""
 
     post_process: bool
@@ -75,29 +75,6 @@ class HybridLanguageModel(LossesInPieces, HybridModel):
         finally:
             self.post_process = True
         return self.losses_of(hidden_states, labels)
-
-    def tie_embeddings_and_output_weights_state_dict(
-        self,
-        sharded_state_dict: dict[str, Any],
-        output_layer_weight_key: str,
-        first_stage_word_emb_key: str,
-        metadata: dict[str, Any],
-    ) -> None:
-        if not self.post_process or self.pre_process:
-            super().tie_embeddings_and_output_weights_state_dict(
-                sharded_state_dict, output_layer_weight_key, first_stage_word_emb_key, metadata
-            )
-            return
-        # Upstream asks the global state for this rank's number among its replicas.
-        group = metadata["dp_cp_group"]
-        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
-            self.shared_embedding_or_output_weight(),
-            first_stage_word_emb_key,
-            replica_id=(1, 0, group.rank()),  # 1: a copy of the first stage's
-            allow_shape_mismatch=True,
-            tp_group=self.tp_group,
-            dp_cp_group=group,
-        )
 
 
 def build_hybrid(config: RunConfig, core_config: TransformerConfig, **common: Any) -> HybridLanguageModel:

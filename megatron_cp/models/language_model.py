@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.models.chunked_loss import LossesInPieces
 from megatron_cp.models.mtp import shift_left
+from megatron_cp.models.tied_weights import TiedWithoutGlobalState
 
 
-class LanguageModel(LossesInPieces, GPTModel):
+class LanguageModel(LossesInPieces, TiedWithoutGlobalState, GPTModel):
     """With ``labels`` the last stage returns per-token losses, ``[b, s_local]``.
 
     With multi-token prediction, while training, they are ``[1 + depths, b, s_local]``: the main loss without any mask,
@@ -86,26 +86,3 @@ class LanguageModel(LossesInPieces, GPTModel):
                 mask = shift_left(mask, self.pg_collection.cp, packed_seq_params)
             losses.append(self.losses_of(depth, labels) * mask)
         return torch.stack(losses)
-
-    def tie_embeddings_and_output_weights_state_dict(
-        self,
-        sharded_state_dict: dict[str, Any],
-        output_layer_weight_key: str,
-        first_stage_word_emb_key: str,
-        metadata: dict[str, Any],
-    ) -> None:
-        if not self.post_process or self.pre_process or self.mtp_process:
-            super().tie_embeddings_and_output_weights_state_dict(
-                sharded_state_dict, output_layer_weight_key, first_stage_word_emb_key, metadata
-            )
-            return
-        # Upstream asks the global state for this rank's number among its replicas.
-        group = metadata["dp_cp_group"]
-        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
-            self.shared_embedding_or_output_weight(),
-            first_stage_word_emb_key,
-            replica_id=(1, 0, group.rank()),  # 1: a copy of the first stage's
-            allow_shape_mismatch=True,
-            tp_group=self.tp_group,
-            dp_cp_group=group,
-        )

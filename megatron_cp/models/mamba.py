@@ -36,7 +36,7 @@ from megatron_cp.models.mamba_exchange import (
     share_of_projections,
     token_layout,
 )
-from megatron_cp.models.mamba_shape import MambaShape, MambaShare
+from megatron_cp.models.mamba_shape import CONV_WIDTH, MambaShape, MambaShare
 from megatron_cp.models.ssd import conv_and_scan
 
 try:  # mamba-ssm's fused kernel, which needs causal-conv1d beside it, and this module of it
@@ -50,7 +50,6 @@ Weights = tuple[Tensor, ...]  # of the convolution [channels, width] and [channe
 FUSED_CHUNK_SIZE = 128
 # Its Triton kernels count elements in 32 bits. What has more they read from elsewhere, most often without an error.
 FUSED_ELEMENTS = 2**31
-CONV_WIDTH = 4
 NORM_EPSILON = 1e-5
 
 
@@ -101,8 +100,7 @@ class ContextParallelMambaMixer(MambaMixer):
         self.layer_number = layer_number
         self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
-        heads = config.mamba_num_heads or 2 * d_model // config.mamba_head_dim
-        whole = MambaShape(heads, config.mamba_num_groups, config.mamba_head_dim, config.mamba_state_dim)
+        whole = MambaShape.of(config)
         self.shape = shape = whole.split(self.tp_group.size())
         # By the names that upstream's sharded_state_dict reads.
         self.nheads_local_tp, self.ngroups_local_tp = shape.heads, shape.groups
@@ -135,9 +133,9 @@ class ContextParallelMambaMixer(MambaMixer):
         self.conv1d_bias = parameter(whole.convolved, (), _draw_convolution, config.params_dtype)
         for weight in (self.conv1d_weight, self.conv1d_bias):
             weight.partition_sizes = shape.convolved  # type: ignore[attr-defined]
-        self.dt_bias = parameter([heads], (), _draw_dt_bias, config.params_dtype)
-        self.A_log = parameter([heads], (), _draw_log_a, torch.float32)
-        self.D = parameter([heads], (), torch.nn.init.ones_, torch.float32)
+        self.dt_bias = parameter([whole.heads], (), _draw_dt_bias, config.params_dtype)
+        self.A_log = parameter([whole.heads], (), _draw_log_a, torch.float32)
+        self.D = parameter([whole.heads], (), torch.nn.init.ones_, torch.float32)
         self.norm = GatedNorm(config, shape.inner, whole.inner // whole.groups, self.tp_group)
         self.out_proj = build_module(
             submodules.out_proj,
@@ -181,10 +179,10 @@ class ContextParallelMambaMixer(MambaMixer):
             seq_idx = numbers.expand(projected.shape[1], -1)
             # Padding lies behind its sequence and reaches no real token; but in a product nan would.
             projected = projected.masked_fill(padding[:, None, None], 0)
-        y = self._conv_and_scan(for_scan(projected, share).transpose(0, 1), share, seq_idx).transpose(0, 1)
+        y = self._mix_share(for_scan(projected, share).transpose(0, 1), share, seq_idx).transpose(0, 1)
         return self.out_proj(self.norm(heads_to_sequence(y, self.shape, layout, peers)))
 
-    def _conv_and_scan(self, x: Tensor, share: MambaShare, seq_idx: Tensor | None) -> Tensor:
+    def _mix_share(self, x: Tensor, share: MambaShare, seq_idx: Tensor | None) -> Tensor:
         """[b, s, features] -> [b, s, inner] with this rank's share of the heads."""
         dtype = accumulation_dtype(x.dtype)
         weights = (
@@ -194,7 +192,7 @@ class ContextParallelMambaMixer(MambaMixer):
             -self.A_log.to(dtype).exp(),
             self.D.to(dtype),
         )
-        return _conv_and_scan(x, _share_of_weights(weights, self.shape, share), share.scanned, seq_idx)
+        return _by_best_kernel(x, _share_of_weights(weights, self.shape, share), share.scanned, seq_idx)
 
     def _peers(self, packed: PackedSeqParams | None) -> Peers:
         if packed is not None and packed.cp_group is None and packed.local_cp_size == 1:
@@ -231,14 +229,15 @@ class SeededMambaLayer(MambaLayer):
             return super().forward(*args, **kwargs)
 
 
-def _conv_and_scan(x: Tensor, weights: Weights, shape: MambaShape, seq_idx: Tensor | None) -> Tensor:
+def _by_best_kernel(x: Tensor, weights: Weights, shape: MambaShape, seq_idx: Tensor | None) -> Tensor:
+    """:func:`conv_and_scan`, by mamba-ssm's kernel where it can compute that."""
     too_large = _largest_tensor(x, shape) >= FUSED_ELEMENTS
     if fused_kernel is None or not wants_fused_kernel(x) or not _aligned(shape) or (too_large and shape.heads == 1):
         return conv_and_scan(x, *weights, head_dim=shape.head_dim, groups=shape.groups, seq_idx=seq_idx)
     if too_large:
         halves = [shape.share(index, 2) for index in range(2)]
         parts = [
-            _conv_and_scan(
+            _by_best_kernel(
                 for_scan(share_of_projections(x, shape, half), half),
                 _share_of_weights(weights, shape, half),
                 half.scanned,

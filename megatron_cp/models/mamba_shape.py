@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_cp.attention.heads import shared_evenly
 from megatron_cp.config import ModelConfig
+
+CONV_WIDTH = 4  # tokens that the short convolution sees
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,10 @@ class MambaShape:
 
     @classmethod
     def of(cls, model: ModelConfig) -> MambaShape:
-        """The whole layer; without ``mamba_num_heads`` it is twice as wide as the model."""
+        """The whole layer; without ``mamba_num_heads`` it is twice as wide as the model.
+
+        ``model`` may as well be megatron-core's configuration, which has the same names.
+        """
         heads = model.mamba_num_heads or 2 * model.hidden_size // max(1, model.mamba_head_dim)
         return cls(heads, model.mamba_num_groups, model.mamba_head_dim, model.mamba_state_dim)
 
@@ -61,9 +67,8 @@ class MambaShape:
         group_of = [head * self.groups // self.heads for head in heads]
         groups = range(group_of[0], group_of[-1] + 1)
         local = tuple(group - groups.start for group in group_of)
-        each = len(heads) // len(groups)
-        evenly = local == tuple(index // each for index in range(len(heads)))
-        return MambaShare(replace(self, heads=len(heads), groups=len(groups)), heads, groups, None if evenly else local)
+        mine = replace(self, heads=len(heads), groups=len(groups))
+        return MambaShare(mine, heads, groups, None if shared_evenly(local) else local)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_cp.attention.merge import accumulation_dtype
+
 # Work inside a chunk grows with its length, the number of states to carry on falls: 64 is quickest on CPUs.
 CHUNK_SIZE = 64
 
@@ -51,7 +53,7 @@ def conv_and_scan(
     inner = heads * head_dim
     convolved = conv_weight.shape[0]
     state_dim = (convolved - inner) // (2 * groups)
-    dtype = torch.float64 if zxbcdt.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(zxbcdt.dtype)
     z, xbc, dt = zxbcdt.to(dtype).split([inner, convolved, heads], dim=-1)
     xbc = F.silu(causal_conv(xbc, conv_weight.to(dtype), conv_bias.to(dtype), seq_idx))
     x, b, c = xbc.split([inner, groups * state_dim, groups * state_dim], dim=-1)

@@ -94,7 +94,7 @@ GUARDS = {
     "K2": "unit_tests/test_recipes.py::test_a_wrong_override_is_explained",
     "K3": "unit_tests/test_recipes.py::test_a_wrong_override_is_explained",
     "K4": "unit_tests/test_recipes.py::test_unknown_recipe_suggests_the_nearest",
-    "K20": "unit_tests/rules/test_agreement.py::test_a_difference_names_ranks_and_fields",
+    "K20": "unit_tests/training/test_agreement.py::test_a_difference_names_ranks_and_fields",
 }
 
 _BATCH = "megatron_cp.rules.batch checks it on every batch."
@@ -281,6 +281,6 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "K20": Elsewhere(
         "running",
         "All ranks have the same configuration, code, libraries and key variables.",
-        "Compared at the start (megatron_cp.rules.agreement); a difference names the ranks and the fields.",
+        "Compared at the start (megatron_cp.training.agreement); a difference names the ranks and the fields.",
     ),
 }

@@ -1,15 +1,30 @@
-"""Whether all ranks run the same thing: configuration, code, libraries and key variables, compared at the start."""
+"""Whether all ranks run the same thing: configuration, code, libraries and key variables, compared at the start.
+
+Each rank makes a :func:`fingerprint` and its :func:`digest`; the digests of all ranks are compared and, only if they
+differ, the fingerprints gathered and their :func:`differences` shown.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+import megatron_cp
 from megatron_cp.config import RunConfig
-from megatron_cp.errors import RuntimeFault, format_violations
-from megatron_cp.rules import Environment
-from megatron_cp.rules.agreement import differences, digest, fingerprint
+from megatron_cp.errors import RuntimeFault, Violation, format_violations
+from megatron_cp.parallel.agree import everyones
+from megatron_cp.rules.environment import Environment, installed_version
+
+Fingerprint = dict[str, str]
+
+# These describe a node's own hardware and files, and may well differ between nodes.
+_OF_THE_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEBUG_FILE")
+_LIBRARIES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "numpy")
 
 
 def check_all_ranks_agree(config: RunConfig) -> None:
@@ -19,13 +34,70 @@ def check_all_ranks_agree(config: RunConfig) -> None:
         RuntimeFault: on every rank, naming the fields that differ and which ranks have what.
     """
     mine = fingerprint(config, Environment.detect())
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest(mine))
-    if len(set(digests)) == 1:
+    if len(set(everyones(digest(mine)))) == 1:
         return
-    fingerprints: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, mine)
-    raise RuntimeFault(
-        "the ranks do not run the same thing, nothing was trained.\n" + format_violations(differences(fingerprints)),
-        on_all_ranks=True,
-    )
+    found = format_violations(differences(everyones(mine)))
+    raise RuntimeFault(f"the ranks do not run the same thing, nothing was trained.\n{found}", on_all_ranks=True)
+
+
+def fingerprint(config: RunConfig, environment: Environment) -> Fingerprint:
+    """Everything that must be equal on all ranks, as field -> text: settings, code, libraries, key variables."""
+    entries = dict(_flatten(asdict(config)))
+    entries["code"] = _code_digest()
+    entries |= {f"version of {name}": str(installed_version(name)) for name in _LIBRARIES}
+    entries["device"] = environment.device
+    entries["compute capability"] = str(environment.compute_capability)
+    entries |= {f"variable {k}": v for k, v in environment.variables.items() if k not in _OF_THE_NODE}
+    return entries
+
+
+def digest(entries: Mapping[str, str]) -> str:
+    """A fingerprint in 64 hexadecimal digits."""
+    text = "\n".join(f"{name}={value}" for name, value in sorted(entries.items()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def differences(fingerprints: Sequence[Mapping[str, str]]) -> list[Violation]:
+    """One error for each field that differs, naming who has what; ``fingerprints[rank]`` is that rank's."""
+    found = []
+    for name in sorted({name for entries in fingerprints for name in entries}):
+        holders: dict[str, list[int]] = defaultdict(list)
+        for rank, entries in enumerate(fingerprints):
+            holders[entries.get(name, "not set")].append(rank)
+        if len(holders) > 1:
+            parts = [f"{value} on {_ranks(ranks)}" for value, ranks in sorted(holders.items(), key=lambda h: h[1])]
+            fix = "start all ranks with the same command, code, libraries and variables"
+            found.append(Violation("K20", "error", name, f"differs between ranks: {'; '.join(parts)}", fix))
+    return found
+
+
+def _ranks(ranks: list[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def _flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    if isinstance(value, dict) and (value or not prefix):
+        return [
+            entry for key, inner in value.items() for entry in _flatten(inner, f"{prefix}.{key}" if prefix else key)
+        ]
+    return [(prefix, repr(value))]
+
+
+@cache
+def _code_digest() -> str:
+    """A digest of this package's source, so that a node with an old copy is found out. The code that is loaded does
+    not change, so neither does this."""
+    root = Path(megatron_cp.__file__).parent
+    combined = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        combined.update(str(path.relative_to(root)).encode())
+        combined.update(path.read_bytes())
+    return combined.hexdigest()[:16]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_cp.dynamic_cp.iterator import StepPlan
 from megatron_cp.dynamic_cp.packing import mask_problems
-from megatron_cp.errors import RuntimeFault
+from megatron_cp.errors import RuntimeFault, shown
+from megatron_cp.parallel.agree import everyones, found_by_anyone
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.batch import KEYS, check_batch, check_pack, check_positions
 from megatron_cp.training.setup import Run
@@ -57,7 +57,7 @@ class BatchChecks:
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(everyone, mine, group=group)
         counts, checksums = torch.stack(everyone).T.tolist()
-        _raise(self._run, _everyones(self._run, problems) if any(counts) else self._disagreements(checksums))
+        _raise(self._run, found_by_anyone(problems, group) if any(counts) else self._disagreements(checksums))
 
     def _disagreements(self, checksums: Sequence[int]) -> list[str]:
         members: dict[int, list[int]] = defaultdict(list)
@@ -107,7 +107,7 @@ class PackChecks:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._run.all_ranks)
         largest = largest.cpu()
         if largest[0]:
-            _raise(self._run, _everyones(self._run, problems))
+            _raise(self._run, found_by_anyone(problems, self._run.all_ranks))
         if largest[1] != -largest[2]:
             _raise(self._run, self._differing_plans(made))
         read, same = largest[3:].view(2, -1)
@@ -116,7 +116,7 @@ class PackChecks:
             _raise(self._run, self._differing_samples(plan, differing))
 
     def _differing_plans(self, made: int) -> list[str]:
-        everyone = _gather(self._run, made)
+        everyone = everyones(made, self._run.all_ranks)
         others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
         return [
             f"ranks {others} have other sample lengths, or another schedule of them, than rank 0. Check that all nodes "
@@ -124,7 +124,8 @@ class PackChecks:
         ]
 
     def _differing_samples(self, plan: StepPlan, sample_ids: Sequence[int]) -> list[str]:
-        everyone = _gather(self._run, {i: plan.checksums[i] for i in sample_ids if i in plan.checksums})
+        mine = {i: plan.checksums[i] for i in sample_ids if i in plan.checksums}
+        everyone = everyones(mine, self._run.all_ranks)
         texts = []
         for sample_id in sample_ids:
             read = {rank: theirs[sample_id] for rank, theirs in enumerate(everyone) if sample_id in theirs}
@@ -156,22 +157,11 @@ def _checksum_of_plan(plan: StepPlan) -> int:
     return zlib.crc32(repr((plan.samples, plan.lengths, plan.schedule.microbatches)).encode())
 
 
-def _gather(run: Run, value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * run.all_ranks.size()
-    dist.all_gather_object(everyone, value, group=run.all_ranks)
-    return everyone
-
-
-def _everyones(run: Run, problems: Sequence[str]) -> list[str]:
-    return [f"rank {rank}: {text}" for rank, theirs in enumerate(_gather(run, list(problems))) for text in theirs]
-
-
 def _raise(run: Run, texts: Sequence[str]) -> None:
     """On every rank at once, if there is anything to say."""
     if texts:
-        shown = [*texts[:8], *([f"and {len(texts) - 8} more"] if len(texts) > 8 else [])]
         step = run.progress.iteration + 1
-        raise RuntimeFault(f"the batches of step {step} cannot be used.\n" + "\n".join(shown), on_all_ranks=True)
+        raise RuntimeFault(f"the batches of step {step} cannot be used.\n{shown(texts, '\n')}", on_all_ranks=True)
 
 
 def checksum_of(batch: Batch, start: int = 0) -> int:

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.errors import RuntimeFault
+from megatron_cp.parallel.agree import found_by_anyone
 from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.training.checkpoint_files import (
     checkpoint_folder,
@@ -343,14 +344,12 @@ def _layout_of(config: dict[str, Any], world_size: int) -> tuple:
 @contextlib.contextmanager
 def _reported_on_all_ranks(what: str) -> Any:
     """If any rank fails inside, all ranks raise one :class:`RuntimeFault` that says which ones and why."""
-    failure = None
+    mine = []
     try:
         yield
     except (Exception, CheckpointException) as error:
-        failure = f"rank {dist.get_rank()}: {describe(error)}"
-    reports: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, failure)
-    failures = [report for report in reports if report]
+        mine = [describe(error)]
+    failures = found_by_anyone(mine)
     if failures:
         raise RuntimeFault(f"{what}. {'; '.join(failures[:4])}", on_all_ranks=True)
 

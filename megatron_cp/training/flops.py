@@ -12,8 +12,7 @@ from functools import cache
 
 from megatron_cp.config import ModelConfig
 from megatron_cp.models.hybrid_pattern import layers_of
-
-_CONV_WIDTH, _MAMBA_EXPANSION = 4, 2  # of megatron-core's Mamba mixer
+from megatron_cp.models.mamba_shape import CONV_WIDTH, MambaShape
 
 
 def training_flops(model: ModelConfig, vocab_size: int, lengths: Iterable[int]) -> float:
@@ -47,7 +46,7 @@ def flops_per_pair(model: ModelConfig) -> int:
 def pairs_of_sample(model: ModelConfig, length: int) -> int:
     """Pairs of a query and a key that it sees in one document, summed over the layers with attention."""
     causal, window = model.attention_mask_type == "causal", tuple(model.window_size or (-1, -1))
-    windows = [has_window(model, number) for number, kind in layers_with_parts(model) if "*" in kind]
+    windows = [layer_has_window(model, number) for number, kind in layers_with_parts(model) if "*" in kind]
     windowed, whole = windows.count(True), windows.count(False)
     return whole * attended_pairs(length, causal) + windowed * attended_pairs(length, causal, window)
 
@@ -60,7 +59,7 @@ def layers_with_parts(model: ModelConfig) -> list[tuple[int, str]]:
     return [*enumerate(main, start=1), *enumerate(ahead, start=1)]
 
 
-def has_window(model: ModelConfig, layer_number: int) -> bool:
+def layer_has_window(model: ModelConfig, layer_number: int) -> bool:
     """Whether a layer (1-based) attends through ``model.window_size``; the others see everything."""
     every = model.window_attn_skip_freq
     if model.window_size is None or every is None:
@@ -107,13 +106,10 @@ def _mlp_flops(model: ModelConfig) -> int:
 
 def _mamba_flops(model: ModelConfig) -> int:
     """Projections, the short convolution, and the state's recurrence: h = a h + (dt x) B and y = C h."""
-    inner = _MAMBA_EXPANSION * model.hidden_size
-    if model.mamba_num_heads is not None:
-        inner = model.mamba_num_heads * model.mamba_head_dim
-    mixed = inner + 2 * model.mamba_num_groups * model.mamba_state_dim
-    entering = model.hidden_size * (inner + mixed + inner // model.mamba_head_dim)
-    recurrence = 5 * inner * model.mamba_state_dim
-    return 2 * (entering + inner * model.hidden_size + _CONV_WIDTH * mixed) + recurrence
+    shape = MambaShape.of(model)
+    projections = model.hidden_size * (sum(shape.projected) + shape.inner)
+    recurrence = 5 * shape.inner * shape.state_dim
+    return 2 * (projections + CONV_WIDTH * sum(shape.convolved)) + recurrence
 
 
 def attended_pairs(length: int, causal: bool, window: tuple[int, ...] = (-1, -1)) -> int:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from megatron_cp.data.datasets import Datasets
 from megatron_cp.data.streams import Stream
+from megatron_cp.errors import EXIT_OF_SIGNAL
 from megatron_cp.models.transformer_config import padded_vocab_size
 from megatron_cp.training.batches import Step, Steps, open_steps
 from megatron_cp.training.checkpoint import CheckpointSaver, Saved
@@ -23,7 +24,7 @@ from megatron_cp.training.metrics import Reporter, StepMetrics, logger
 from megatron_cp.training.phases import read_interval
 from megatron_cp.training.profiling import Profiler
 from megatron_cp.training.setup import Run
-from megatron_cp.training.signals import EXIT_CODES, SignalWatch, agreed_maximum
+from megatron_cp.training.signals import SignalWatch, agreed_maximum
 from megatron_cp.training.spikes import SpikeWatch
 from megatron_cp.training.step import StepResult, evaluate, train_step
 
@@ -145,7 +146,7 @@ def _exit_code(stop: int, iteration: int) -> int:
     if not stop:
         return 0
     logger.info("%s: stopping after iteration %d and a checkpoint", signal.Signals(stop).name, iteration)
-    return EXIT_CODES[signal.Signals(stop)]
+    return EXIT_OF_SIGNAL[signal.Signals(stop)]
 
 
 def _due(iteration: int, interval: int | None) -> bool:

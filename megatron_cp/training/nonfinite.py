@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_cp.parallel.agree import everyones
 from megatron_cp.training.setup import Run
 
 MAX_SKIPPED_IN_A_ROW = 10  # what goes wrong that often does not pass by itself
@@ -78,8 +79,7 @@ def origin(run: Run, repeat: Callable[[], float]) -> tuple[str, bool]:
     ]
     with _watched(run) as seen:
         loss = repeat()
-    everyone: list[Any] = [None] * run.all_ranks.size()
-    dist.all_gather_object(everyone, (min(seen, default=None), bad_parameters[:3]), group=run.all_ranks)
+    everyone = everyones((min(seen, default=None), bad_parameters[:3]), run.all_ranks)
     damaged = [f"{name} on rank {other}" for other, (_, names) in enumerate(everyone) for name in names]
     if damaged:
         shown = ", ".join(damaged[:4]) + (" and more" if len(damaged) > 4 else "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_cp.errors import RuntimeFault
+from megatron_cp.errors import RuntimeFault, shown
 
 _LOOK = 1.0  # seconds between looks at the store
 _PATIENCE = 4.0  # seconds to wait for answers: several looks
@@ -36,7 +36,8 @@ class Roll:
     def __str__(self) -> str:
         reasons = [f"rank {rank} had failed: {why}" for rank, why in self.fallen.items()]
         if self.missing:
-            those = f"rank {self.missing[0]} is" if len(self.missing) == 1 else f"ranks {_some(self.missing)} are"
+            ranks = shown([str(rank) for rank in self.missing], ", ", most=16)
+            those = f"rank {ranks} is" if len(self.missing) == 1 else f"ranks {ranks} are"
             reasons.append(f"{those} gone (killed, crashed or frozen)")
         if reasons:
             return "; ".join(reasons)
@@ -156,7 +157,3 @@ def collective_of(error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no details"])[0]
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")

@@ -11,7 +11,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+from megatron_cp.errors import EXIT_OF_SIGNAL
+
 _SAME_KEY_PRESS = 1.0  # seconds: a terminal and a launcher may both pass one Ctrl-C on
 
 
@@ -23,7 +24,7 @@ class SignalWatch:
         self._at = 0.0
         self._previous = {}
         if enabled:
-            for number in EXIT_CODES:
+            for number in EXIT_OF_SIGNAL:
                 self._previous[number] = signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from megatron_cp import launcher
 from megatron_cp.config import RunConfig
+from megatron_cp.errors import EXIT_FAILED, EXIT_OK
+from megatron_cp.one_rank import on_one_rank
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
-from megatron_cp.verify.reduce import comparable, on_one_rank
-
-EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
+from megatron_cp.verify.reduce import comparable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,6 +97,6 @@ def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:
         if rank == 0:
             show(result, names, Console(width=None if sys.stdout.isatty() else 120))
         dist.barrier()  # a launcher stops all ranks as soon as one has ended with a failure
-        return EXIT_EQUAL if result.equal else EXIT_DIFFERENT
+        return EXIT_OK if result.equal else EXIT_FAILED
     finally:
         stop_distributed()

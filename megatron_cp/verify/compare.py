@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import RuntimeFault
+from megatron_cp.parallel.agree import everyones
 from megatron_cp.parallel.device import device
 from megatron_cp.parallel.process_groups import build_lone_groups
 from megatron_cp.training.step import StepResult
@@ -143,8 +144,7 @@ def _compare_gradients(
             largest = max(largest, difference if difference == difference else float("inf"))
             products += torch.stack([(values * expected).sum(), (expected * expected).sum(), (values * values).sum()])
         errors[key] = (largest, whole.abs().max().item())
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (errors, sorted(mine), products))
+    everyone = everyones((errors, sorted(mine), products))
     unknown = sorted({key for _, keys, _ in everyone for key in keys})
     if unknown and layout:
         raise RuntimeFault(f"the reference has no parameter {', '.join(unknown[:4])}", on_all_ranks=True)
@@ -155,7 +155,7 @@ def _compare_gradients(
         for name, (difference, size) in theirs.items()
     ]
     wrong = {name for difference, name, _ in found if difference > GRADIENT_TOLERANCE}
-    dot, square, own = (sum(p for *_, p in everyone) + 1e-300).tolist()
+    dot, square, own = (torch.stack([p for *_, p in everyone]).sum(0) + 1e-300).tolist()
     ratio = dot / square
     residual = max(0.0, own - dot * ratio) ** 0.5 / own**0.5
     return max(found, default=None), len(errors), len(wrong), ratio, residual
@@ -167,10 +167,8 @@ def _differing_replicas(gradients: list[ShardedTensor]) -> str | None:
         (part.key, str(part.global_slice())): part.data.view(torch.int32).sum(dtype=torch.int64).item()
         for part in gradients
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sums)
     first: dict[Any, tuple[int, int]] = {}
-    for rank, theirs in enumerate(everyone):
+    for rank, theirs in enumerate(everyones(sums)):
         for place, checksum in theirs.items():
             before, expected = first.setdefault(place, (rank, checksum))
             if checksum != expected:

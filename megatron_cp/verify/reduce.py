@@ -14,6 +14,7 @@ from dataclasses import asdict
 from megatron_cp.config import ModelConfig, RunConfig
 from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.models.mamba_shape import MambaShape
+from megatron_cp.one_rank import on_one_rank
 
 HIDDEN, HEAD_DIM, FFN, VOCAB, TOKENS = 64, 16, 32, 255, 32
 # Packed samples have lengths of their own, lognormal, a sixteenth of the longest on average: enough to differ.
@@ -21,57 +22,6 @@ PACKED_TOKENS, PACKED_SAMPLES_A_RANK = 256, 4
 # Adam's first updates are signs: with its usual 1e-8, elements whose gradient is nothing but rounding take full steps
 # either way, and right layouts drift apart by 1e-4 a step. So much of the gradients' usual size keeps them in place.
 ADAM_EPS = 1e-3
-
-# Settings that say how a model is divided over ranks, how its memory is saved or with which kernels it is computed, and
-# not which model it is.
-_LAYOUT = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "microbatch_group_size_per_vp_stage",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "cp_comm_type",
-    "hierarchical_context_parallel_sizes",
-    "dynamic_context_parallel",
-    "min_dynamic_context_parallel_size",
-    "max_seqlen_per_dp_cp_rank",
-    "sequence_packing_scheduler",
-    "dynamic_context_parallel_calibration_iters",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "distribute_saved_activations",
-    "apply_rope_fusion",
-    "gradient_accumulation_fusion",
-    "cross_entropy_loss_fusion",
-    "cross_entropy_fusion_impl",
-    "cross_entropy_chunk_size",
-    "deterministic_mode",
-    "attention_backend",
-)
-
-
-def on_one_rank(config: RunConfig) -> RunConfig:
-    """The same model, data and optimizer without any parallelism, by the plainest path there is."""
-    config = copy.deepcopy(config)
-    defaults, packed = ModelConfig(), config.model.sequence_packing_scheduler is not None
-    for name in _LAYOUT:
-        setattr(config.model, name, getattr(defaults, name))
-    if packed:
-        config.model.sequence_packing_scheduler = "dp_balanced"
-        config.model.max_seqlen_per_dp_cp_rank = config.model.seq_length
-    config.dist = type(config.dist)(
-        attention_probe=False, distributed_timeout_minutes=config.dist.distributed_timeout_minutes
-    )
-    config.ddp = type(config.ddp)(grad_reduce_in_fp32=config.ddp.grad_reduce_in_fp32)
-    config.optimizer.use_distributed_optimizer = False
-    return config.finalize()
 
 
 def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, full: bool = False) -> list[RunConfig]:

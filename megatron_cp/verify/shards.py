@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 
+from megatron_cp.parallel.agree import everyones
 from megatron_cp.training.setup import Run
 
 
@@ -61,8 +61,7 @@ def whole_tensors(parts: Iterable[ShardedTensor], device: torch.device) -> Itera
     mine: dict[str, list[ShardedTensor]] = defaultdict(list)
     for part in parts:
         mine[part.key].append(part)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {key: held[0].global_shape for key, held in mine.items()})
+    everyone = everyones({key: held[0].global_shape for key, held in mine.items()})
     shapes = {key: shape for shapes in everyone for key, shape in shapes.items()}
     for key in sorted(shapes):
         whole = torch.zeros(shapes[key], dtype=torch.float32, device=device)

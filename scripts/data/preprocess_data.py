@@ -12,7 +12,7 @@ import time
 from megatron_cp.config import TokenizerConfig
 from megatron_cp.data.preprocess import DEFAULT_SUFFIXES, RichProgress, find_files, preprocess, read_documents
 from megatron_cp.data.tokenizers import train_bpe
-from megatron_cp.errors import DataError
+from megatron_cp.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, DataError
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -60,7 +60,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that unfinished files are removed
+    # An exception, so that unfinished files are removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
     tokenizer = TokenizerConfig(options.tokenizer_type, options.tokenizer_model, options.vocab_size)
     start = time.perf_counter()
     try:
@@ -80,17 +81,17 @@ def main(arguments: list[str] | None = None) -> int:
         )
     except (DataError, OSError) as error:
         print(f"preprocess_data.py: {error}", file=sys.stderr)
-        return 2
+        return EXIT_CONFIG
     except KeyboardInterrupt:
         print("preprocess_data.py: interrupted; nothing was written.", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     seconds = time.perf_counter() - start
     skipped = f" ({summary.empty_documents} empty left out)" if summary.empty_documents else ""
     print(
         f"{summary.prefix}.bin, .idx: {summary.documents:,} documents{skipped}, {summary.tokens:,} tokens "
         f"of {summary.text_bytes / 1e6:.1f} MB text in {seconds:.1f} s"
     )
-    return 0
+    return EXIT_OK
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 
+from megatron_cp.one_rank import on_one_rank
 from megatron_cp.rules import check
 from megatron_cp.verify.compare import compare_with_one_rank
-from megatron_cp.verify.reduce import on_one_rank
 from megatron_cp.verify.report import diagnose
 from tests.functional_tests.random_layouts import Overrides, configurations
 from tests.ranks import run_ranks

@@ -88,24 +88,10 @@ def test_reads_a_megatron_index(tmp_path, capsys):
         ("", [], "holds no lengths"),
         ("0 5", [], "'0' is not a whole number of 1 or more"),
         ("9000", ["--max-seqlen-per-rank", "64"], "sample 0 of 9000 tokens does not fit"),
-        ("10", ["--count", "0"], "--count 0"),
-        ("10", ["--count", "99999999999999"], "--count 99999999999999: must be at least 1 and at most 10,000,000"),
-        ("10", ["--ranks", "9" * 20], f"--ranks {'9' * 20}: must be at least 1 and at most 1,000,000"),
-        ("10", ["--ranks", "0"], "--ranks 0"),
         ("10", ["--sync-ranks", "3"], "sync_ranks=3"),
         ("10", ["--static-cp-size", "5"], "cp_size=5"),
         ("10\n99999999999999999999999", [], "lengths.txt:2: a number of 23 digits is no length in tokens"),
         ("9" * 5000, [], "a number of 5000 digits"),
-        ("10", ["--longest", "99999999999999999999999"], "--longest 99999999999999999999999"),
-        (
-            "10",
-            ["--microbatch-multiple", "9" * 30],
-            f"--microbatch-multiple {'9' * 30}: must be at least 1 and at most",
-        ),
-        ("10", ["--max-seqlen-per-rank", "9" * 400], "at most 2,147,483,647"),
-        ("10", ["--sequence-parallel-size", "9" * 30], "--sequence-parallel-size 9999"),
-        ("10", ["--pipeline-size", "9" * 30], "--pipeline-size 9999"),
-        ("10", ["--min-cp-size", "9" * 30], "--min-cp-size 9999"),
         ("10", ["--iteration", "3"], "--iteration goes with --from-run"),
         ("10", ["--seed", "0"], "--seed goes with --distribution"),
     ],
@@ -119,16 +105,33 @@ def test_wrong_input_is_one_line_and_2(tmp_path, capsys, content, options, messa
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("option", "value", "bounds"),
     [
-        (["--distribution", "long", "--longest", "1000"], "longest=1000: the distribution 'long' needs --longest 8192"),
-        (["--distribution", "mock", "--seed", "-1"], "--seed -1: must be at least 0"),
+        ("--count", "0", "at least 1 and at most 10,000,000"),
+        ("--count", "99999999999999", "at least 1 and at most 10,000,000"),
+        ("--longest", "99999999999999999999999", "at least 1 and at most 9,223,372,036,854,775,807"),
+        ("--seed", "-1", "at least 0 and at most 9,223,372,036,854,775,807"),
+        ("--ranks", "9" * 20, "at least 1 and at most 1,000,000"),
+        ("--ranks", "0", "at least 1 and at most 1,000,000"),
+        ("--max-seqlen-per-rank", "9" * 400, "at least 1 and at most 2,147,483,647"),
+        ("--min-cp-size", "9" * 30, "at least 1 and at most 1,000,000"),
+        ("--sync-ranks", "0", "at least 1 and at most 1,000,000"),
+        ("--pipeline-size", "9" * 30, "at least 1 and at most 1,000"),
+        ("--microbatch-multiple", "9" * 30, "at least 1 and at most 1,000"),
+        ("--sequence-parallel-size", "9" * 30, "at least 1 and at most 10,000"),
     ],
 )
-def test_a_distribution_names_the_option(capsys, options, message):
-    assert main([*options, "--ranks", "4"]) == 2
+def test_a_number_that_cannot_be_meant_is_2(capsys, option, value, bounds):
+    with pytest.raises(SystemExit) as stop:
+        main(["--distribution", "mock", "--ranks", "4", option, value])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: argument {option}: {value}: must be {bounds}\n")
+
+
+def test_a_distribution_names_the_option(capsys):
+    assert main(["--distribution", "long", "--longest", "1000", "--ranks", "4"]) == 2
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert "longest=1000: the distribution 'long' needs --longest 8192" in error and error.count("\n") == 1
 
 
 def test_a_damaged_archive_is_explained(tmp_path, capsys):
@@ -142,20 +145,12 @@ def test_a_damaged_archive_is_explained(tmp_path, capsys):
     assert f"{path}: cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--sync-ranks", "0"], "--sync-ranks 0: must be at least 1"),
-        (["--sync-ranks", "3"], "--sync-ranks 3: must divide the run's number of ranks (4)"),
-        (["--pipeline-size", "0"], "--pipeline-size 0: must be at least 1"),
-    ],
-)
-def test_what_a_run_is_simulated_with_is_checked(tmp_path, capsys, options, message):
+def test_what_a_run_is_simulated_with_is_checked(tmp_path, capsys):
     step = SimpleNamespace(schedule=schedule([10, 20], 4, 64), lengths=[10, 20], cost=DEFAULT_COST)
     (tmp_path / "schedules.jsonl").write_text(json.dumps({"iteration": 1} | record(step)) + "\n")
     assert main(["--from-run", str(tmp_path)]) == 0
-    assert main(["--from-run", str(tmp_path), *options]) == 2
-    assert message in capsys.readouterr().err
+    assert main(["--from-run", str(tmp_path), "--sync-ranks", "3"]) == 2
+    assert "--sync-ranks 3: must divide the run's number of ranks (4)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--count", "--longest", "--seed", "--max-seqlen-per-rank"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_cp.attention import kernels
-from megatron_cp.attention.context import Problem
+from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.kernels import CpuFlash, CudaFlash, Matmul, attend, attend_backward
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.reference import reference_attention
@@ -25,7 +25,7 @@ def run(kernel_name, monkeypatch, inputs, dout, mask, size, scale=0.3):
     attend(query, (key, value), tiles, scale, into=result)
     out, lse = result.finish(None)
     grads = Gradient(query), Gradient(key), Gradient(value)
-    attend_backward(dout, query, (key, value), out, lse, tiles, Problem(layout, mask, scale), into=grads)
+    attend_backward(dout, query, (key, value), out, lse, tiles, AttentionCall(layout, mask, scale), into=grads)
     return [out, *(grad.finish() for grad in grads)]
 
 
@@ -99,8 +99,8 @@ def test_precisions(dtype, tolerance, monkeypatch):
 )
 def test_the_backward_pass_uses_bf16_where_it_is_fast_and_exact(fast_bf16, dtype, mask, half_from, monkeypatch):
     monkeypatch.setattr(kernels, "fast_bf16", lambda: fast_bf16)
-    problem = Problem(Layout.dense(4096, 1), mask, 1.0)
-    assert CpuFlash().backward_tiles(dtype, problem).half_from == half_from
+    call = AttentionCall(Layout.dense(4096, 1), mask, 1.0)
+    assert CpuFlash().backward_tiles(dtype, call).half_from == half_from
     assert CpuFlash().forward_tiles(dtype).half_from is None
 
 
@@ -155,8 +155,8 @@ def on_cuda(mask: Mask, dtype: torch.dtype, s: int = 70, deterministic: bool = F
     attend(query, (key, value), tiles, 0.3, into=result)
     out, lse = result.finish(None)
     grads = Gradient(query), Gradient(key), Gradient(value)
-    problem = Problem(layout, mask, 0.3, deterministic=deterministic)
-    attend_backward(dout.cuda(), query, (key, value), out, lse, tiles, problem, into=grads)
+    call = AttentionCall(layout, mask, 0.3, deterministic=deterministic)
+    attend_backward(dout.cuda(), query, (key, value), out, lse, tiles, call, into=grads)
     return [out.cpu(), *(grad.finish().cpu() for grad in grads)]
 
 
@@ -198,7 +198,7 @@ def test_determinism_is_asked_for_strictly(monkeypatch):
     layout, (tile,) = Layout.dense(8, 1), plan(Layout.dense(8, 1), 0, 0, Mask(), TileSize())
     parts = [torch.zeros(1, 2, 8, 8) for _ in range(5)]
     for deterministic in (False, True):
-        problem = Problem(layout, Mask(), 1.0, deterministic=deterministic)
-        CudaFlash().backward(parts, torch.zeros(1, 2, 8), tile, problem)
+        call = AttentionCall(layout, Mask(), 1.0, deterministic=deterministic)
+        CudaFlash().backward(parts, torch.zeros(1, 2, 8), tile, call)
     assert asked == [(False, False), (True, False)]
     assert not torch.are_deterministic_algorithms_enabled()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_cp.attention.core_attention import ContextParallelAttention, transport_of_layer
+from megatron_cp.attention.configured import transport_of_layer
+from megatron_cp.attention.core_attention import ContextParallelAttention
 from megatron_cp.training.setup import setup
 from tests.ranks import run_ranks
 from tests.training_runs import VOCAB, tiny_config

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megatron_cp.one_rank import on_one_rank
 from megatron_cp.verify.compare import compare_with_one_rank
-from megatron_cp.verify.reduce import comparable, on_one_rank
+from megatron_cp.verify.reduce import comparable
 from megatron_cp.verify.report import diagnose
 from tests.ranks import run_ranks
 from tests.training_runs import tiny_config

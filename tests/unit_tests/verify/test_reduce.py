@@ -5,9 +5,10 @@ import time
 import pytest
 
 from megatron_cp.errors import ConfigError
+from megatron_cp.one_rank import on_one_rank
 from megatron_cp.recipes import list_recipes, load_recipe
 from megatron_cp.rules import check
-from megatron_cp.verify.reduce import PACKED_TOKENS, comparable, on_one_rank
+from megatron_cp.verify.reduce import PACKED_TOKENS, comparable
 
 KEPT = (
     "num_attention_heads",

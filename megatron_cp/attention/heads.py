@@ -1,0 +1,46 @@
+"""Which heads each rank works on, where ranks exchange sequence for heads. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Which query and key/value heads each of ``size`` ranks works on."""
+
+    heads: int
+    kv_heads: int
+    size: int
+
+    @classmethod
+    def of(cls, heads: int, kv_heads: int, size: int) -> HeadSplit:
+        if heads % size:
+            divisors = [n for n in range(1, size + 1) if heads % n == 0]
+            raise ValueError(
+                f"query has {heads} heads on this rank, which do not divide by the all-to-all group's {size} ranks; "
+                f"use a group of {' or '.join(map(str, divisors))}, or comm_type 'p2p' or 'all_gather'"
+            )
+        return cls(heads, kv_heads, size)
+
+    def query(self, rank: int) -> slice:
+        share = self.heads // self.size
+        return slice(rank * share, (rank + 1) * share)
+
+    def kv(self, rank: int) -> slice:
+        """The key/value heads that the rank's query heads use."""
+        group, mine = self.heads // self.kv_heads, self.query(rank)
+        return slice(mine.start // group, (mine.stop - 1) // group + 1)
+
+    def expansion(self, rank: int) -> list[int] | None:
+        """Where the rank's query heads do not share its key/value heads evenly: the local one that each uses."""
+        mine, kv = self.query(rank), self.kv(rank)
+        used = [head // (self.heads // self.kv_heads) - kv.start for head in range(mine.start, mine.stop)]
+        return None if shared_evenly(used) else used
+
+
+def shared_evenly(used: Sequence[int]) -> bool:
+    """Whether neighbours share what they use, as many each: ``used``, numbered from 0, is like 0 0 1 1 2 2."""
+    each = len(used) // (used[-1] + 1)
+    return list(used) == [index // each for index in range(len(used))]
