@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.training.batches import RankBatches, batch_iterator
+from megatron_cp.training.checkpoint import CheckpointSaver
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
 
@@ -56,6 +58,13 @@ def start(config: RunConfig) -> tuple[Run, RankBatches, int]:
     run = setup(config, tokenizer.vocab_size)
     batches = batch_iterator(run, train, 0, training=True)
     return run, RankBatches(run, batches), batches.num_microbatches
+
+
+def save_checkpoint(run: Run, root: str | Path, data_state: dict[str, Any]) -> None:
+    """Save a checkpoint and wait for it."""
+    saver = CheckpointSaver(run, root)
+    saver.save(data_state)
+    saver.finish()
 
 
 def train_losses(overrides: dict[str, Any], steps: int) -> list[tuple[float, float]]:

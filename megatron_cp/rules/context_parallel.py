@@ -175,7 +175,6 @@ def sizes_are_used(c: Context) -> Iterator[Finding]:
     "Transformer Engine is new enough.",
     "Context parallelism came with 1.0, a2a+p2p with 1.12, and what we use of its attention with 2.10.",
     broken("model.attention_backend=te", environment=replace(PRESETS["gpu"], transformer_engine="1.11.0")),
-    needs="config environment",
 )
 def transformer_engine_is_new_enough(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("C16")

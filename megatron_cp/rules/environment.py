@@ -24,7 +24,6 @@ class Environment:
     device: Literal["gpu", "cpu"] = "cpu"
     gpus_per_node: int | None = None
     compute_capability: float | None = None  # 9.0 is Hopper, 10.0 Blackwell
-    torch: str | None = None
     transformer_engine: str | None = None
     flash_attn: str | None = None
     wandb: str | None = None
@@ -38,7 +37,6 @@ class Environment:
             device="gpu" if gpus else "cpu",
             gpus_per_node=gpus or None,
             compute_capability=capability,
-            torch=installed_version("torch"),
             transformer_engine=installed_version("transformer-engine"),
             flash_attn=installed_version("flash-attn"),
             wandb=installed_version("wandb"),
@@ -79,12 +77,11 @@ class Environment:
 
 
 PRESETS = {
-    "cpu": Environment(device="cpu", torch="2.11.0"),
+    "cpu": Environment(device="cpu"),
     "gpu": Environment(
         device="gpu",
         gpus_per_node=8,
         compute_capability=9.0,
-        torch="2.11.0",
         transformer_engine="2.17.1",
         flash_attn="2.8.3",
     ),

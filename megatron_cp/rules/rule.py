@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -184,7 +184,7 @@ Check = Callable[[Context], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One constraint. ``needs`` says what must be known to check it; batch and group rules are checked by the run."""
+    """One constraint on a configuration and the place it is to run."""
 
     id: str
     title: str
@@ -192,7 +192,6 @@ class Rule:
     check: Check
     example: Example
     severity: Severity = "error"
-    needs: frozenset[str] = field(default_factory=frozenset)
 
     def violations(self, context: Context) -> Iterator[Violation]:
         for found in self.check(context):
@@ -225,15 +224,13 @@ SECTIONS = {
 }
 
 
-def rule(
-    id: str, title: str, why: str, example: Example, *, severity: Severity = "error", needs: str = "config"
-) -> Callable[[Check], Check]:
+def rule(id: str, title: str, why: str, example: Example, *, severity: Severity = "error") -> Callable[[Check], Check]:
     """Enter a check into the table under its id."""
 
     def enter(check: Check) -> Check:
         if id in RULES:
             raise ValueError(f"rule {id} is defined twice")
-        RULES[id] = Rule(id, title, why, check, example, severity, frozenset(needs.split()))
+        RULES[id] = Rule(id, title, why, check, example, severity)
         return check
 
     return enter

@@ -55,7 +55,6 @@ def one_precision(c: Context) -> Iterator[Finding]:
     "The communication backend fits the device.",
     "NCCL moves GPU memory only.",
     broken("dist.distributed_backend=nccl"),
-    needs="config environment",
 )
 def backend_fits_device(c: Context) -> Iterator[Finding]:
     if c.config.dist.distributed_backend == "nccl" and c.environment.device == "cpu":
@@ -70,7 +69,6 @@ def backend_fits_device(c: Context) -> Iterator[Finding]:
     "megatron-core needs a method and a number of layers for 'full', and neither number for 'selective'. With none of "
     "the two it ignores them, silently, and keeps all activations.",
     broken("model.recompute_granularity=full"),
-    needs="config environment",
 )
 def recomputation(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -120,7 +118,6 @@ def recomputation(c: Context) -> Iterator[Finding]:
     "attention_backend=te finds Transformer Engine and a GPU.",
     "Asking for it by name must not end in something else; auto takes what is there.",
     broken("model.attention_backend=te"),
-    needs="config environment",
 )
 def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
     if c.config.model.attention_backend == "te" and c.backend != "te":
@@ -410,7 +407,6 @@ def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
     "Multi-latent attention with qk_layernorm compresses its queries.",
     "The normalization is that of the compressed queries; without q_lora_rank megatron-core's own layers refuse it.",
     broken("model.multi_latent_attention=true", "model.qk_layernorm=true"),
-    needs="config environment",
 )
 def latent_queries_are_normalized(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -431,7 +427,6 @@ def latent_queries_are_normalized(c: Context) -> Iterator[Finding]:
     broken(
         "model.multi_latent_attention=true", "model.q_lora_rank=32", "model.tensor_model_parallel_size=2", world_size=8
     ),
-    needs="config environment",
 )
 def latent_keys_under_tensor_parallelism(c: Context) -> Iterator[Finding]:
     if c.config.model.multi_latent_attention and c.tp > 1 and c.backend == "native":
