@@ -57,15 +57,15 @@ class Environment:
             return PRESETS[text]
         path = Path(text)
         if not os.path.isfile(path):  # which, unlike Path.is_file, never raises
-            raise _error(f"'{text}' is neither one of {', '.join(PRESETS)} nor a file that can be reached")
+            raise _error("K35", f"'{text}' is neither one of {', '.join(PRESETS)} nor a file that can be reached")
         import yaml
 
         try:
             loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
-            raise _error(f"cannot read {path}: {error}") from error
+            raise _error("K4", f"cannot read {path}: {error}") from error
         if not isinstance(loaded, dict):
-            raise _error(f"{path} does not hold a mapping")
+            raise _error("K4", f"{path} does not hold a mapping")
         problems: list[Violation] = []
         environment: Environment = build(cls, loaded, problems)
         if not problems and environment.gpus_per_node is not None and environment.gpus_per_node < 1:
@@ -88,8 +88,8 @@ PRESETS = {
 }
 
 
-def _error(message: str) -> ConfigError:
-    return ConfigError([Violation("K4", "error", "--environment", message)])
+def _error(rule: str, message: str) -> ConfigError:
+    return ConfigError([Violation(rule, "error", "--environment", message)])
 
 
 def installed_version(distribution: str) -> str | None:

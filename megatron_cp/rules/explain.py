@@ -45,7 +45,7 @@ def explain(rule_id: str) -> str:
         return f"{name} ({KINDS[kind].lower()}): {title}\n{what}"
     if name not in RULES:
         known = ", ".join(sorted({**RULES, **ELSEWHERE}, key=order))
-        raise ConfigError([Violation("K4", "error", "--explain", f"no rule '{rule_id}'; there are {known}")])
+        raise ConfigError([Violation("K35", "error", "--explain", f"no rule '{rule_id}'; there are {known}")])
     return "\n".join(_lines(RULES[name]))
 
 
