@@ -18,6 +18,7 @@ from megatron_cp.errors import ConfigError, DataError, RuntimeFault, format_viol
 from megatron_cp.parallel.layout import group_lines, layout_of
 from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
 from megatron_cp.rules import Environment, check, check_or_raise, resolve_auto
+from megatron_cp.rules.resolve import ranks_to_check
 
 EXIT_OK, EXIT_RUNTIME, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 _SECONDS_TO_SPEAK = 3.0
@@ -136,21 +137,9 @@ def _load(parser: argparse.ArgumentParser, args: argparse.Namespace) -> RunConfi
     return load_recipe(args.recipe, args.overrides, files=args.config, flags=given)
 
 
-def _world_size(args: argparse.Namespace, config: RunConfig) -> int:
-    """Ranks to check for: as asked, else as launched, else as the recipe says, else as few as its layout needs."""
-    if args.world_size is not None:
-        return args.world_size
-    launched = launcher.world_size()
-    if launched is not None:
-        return launched
-    m = config.model
-    smallest = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
-    return config.recipe_world_size or max(1, smallest)
-
-
 def _report(config: RunConfig, args: argparse.Namespace) -> int:
     """Print what auto settings come to, the process groups and the violations."""
-    world_size, environment = _world_size(args, config), Environment.of(args.environment)
+    world_size, environment = ranks_to_check(config, args.world_size), Environment.of(args.environment)
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
     violations = check(config, world_size, args.gpus_per_node, environment)
     print(f"# {config.recipe} on {world_size} ranks")

@@ -377,10 +377,15 @@ class RunConfig:
             return int(schedule.lr_warmup_fraction * decay)
         return min(schedule.lr_warmup_iters, max(0, decay - 1)) if decay == run else schedule.lr_warmup_iters
 
-    def data_parallel_size(self, world_size: int) -> int:
-        """Number of model replicas that see different samples: world / (tp * pp * cp)."""
+    @property
+    def fewest_ranks(self) -> int:
+        """Ranks of one model replica, tp * pp * cp: the layout needs these or a multiple. At least 1."""
         m = self.model
-        return world_size // (m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size)
+        return max(1, m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Number of model replicas that see different samples."""
+        return world_size // self.fewest_ranks
 
 
 def _kind_of_data(

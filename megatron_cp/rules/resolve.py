@@ -1,4 +1,4 @@
-"""What ``auto`` settings come to in an environment, so that the rules and the run see the same names."""
+"""What ``auto`` settings and a world size that nobody gave come to, so that all who ask get the same answer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from megatron_cp.attention.te_support import choose_backend, has_window
 from megatron_cp.config import RunConfig
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.environment import Environment
+
+
+def ranks_to_check(config: RunConfig, asked: int | None) -> int:
+    """Ranks to check for: as asked, else as launched, else as the recipe says, else as few as its layout needs.
+
+    Raises:
+        ConfigError: the launcher's variable is no number.
+    """
+    if asked is not None:
+        return asked
+    launched = launcher.world_size()
+    return launched if launched is not None else config.recipe_world_size or config.fewest_ranks
 
 
 def packed_sizes(config: RunConfig, world_size: int) -> set[int]:

@@ -25,4 +25,4 @@ def test_the_default_scheduler_of_dynamic_context_parallelism():
 
 def test_data_parallel_size_is_what_the_layout_leaves():
     config = RunConfig(model=ModelConfig(tensor_model_parallel_size=2, context_parallel_size=4))
-    assert config.data_parallel_size(24) == 3
+    assert (config.fewest_ranks, config.data_parallel_size(24)) == (8, 3)
