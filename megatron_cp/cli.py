@@ -148,7 +148,7 @@ def _report(config: RunConfig, args: argparse.Namespace) -> int:
     with contextlib.suppress(ValueError):  # an impossible layout: the violations below say why
         layout = layout_of(config, world_size)
         print("\n".join(group_lines(layout)))
-        if config.model.sequence_packing_scheduler is not None or config.dist.eval_context_parallel_size is not None:
+        if config.runs_packs:
             from megatron_cp.dynamic_cp.groups import configured_blocks, group_line
 
             print(group_line(configured_blocks(config, layout), at_start=config.dist.dynamic_groups_at_start))

@@ -68,7 +68,7 @@ def dynamic_sizes(c: Context) -> Iterator[Finding]:
     broken("model.attention_backend=te", *_DYNAMIC, environment="gpu"),
 )
 def dynamic_transport(c: Context) -> Iterator[Finding]:
-    if c.backend == "te" and c.packs and "a2a+p2p" in c.comm_types:
+    if c.backend == "te" and c.packs and "a2a+p2p" in c.transports:
         yield Finding(
             "model.cp_comm_type",
             "a2a+p2p requires cp_group = [a2a_cp_group, p2p_cp_group], and a microbatch's group is one",

@@ -89,10 +89,9 @@ class Context:
         return max(1, self.config.model.kv_heads // self.tp)
 
     @cached_property
-    def comm_types(self) -> tuple[str, ...]:
+    def transports(self) -> tuple[str, ...]:
         """The transports in use, each once, in the order of the layers."""
-        kinds = self.config.model.cp_comm_type
-        return tuple(dict.fromkeys([kinds] if isinstance(kinds, str) else kinds))
+        return self.config.model.transports
 
     @cached_property
     def levels(self) -> tuple[int, int] | None:
@@ -103,13 +102,13 @@ class Context:
 
     def a2a_sizes(self) -> Iterator[tuple[str, int]]:
         """Transport and number of ranks over which an all-to-all splits the heads."""
-        if "a2a" in self.comm_types:
+        if "a2a" in self.transports:
             # Of a pack's group ours takes as many neighbours as fit the heads, and Transformer Engine all.
             sizes = {self.cp, *self.packed_sizes} if self.backend == "te" else {self.cp}
             worst = max(sizes, key=lambda size: (self.heads % size != 0, size))
             if worst > 1:
                 yield "a2a", worst
-        if self.cp > 1 and "a2a+p2p" in self.comm_types and self.levels is not None:
+        if self.cp > 1 and "a2a+p2p" in self.transports and self.levels is not None:
             yield "a2a+p2p", self.levels[0]
 
     @cached_property
@@ -120,7 +119,7 @@ class Context:
     @cached_property
     def packs(self) -> bool:
         """Whether anything runs packs, evaluation in groups of its own among them."""
-        return self.packed or self.config.dist.eval_context_parallel_size is not None
+        return self.config.runs_packs
 
     @cached_property
     def eval_cp(self) -> int:

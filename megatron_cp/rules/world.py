@@ -266,7 +266,7 @@ def one_hardware_queue(c: Context) -> Iterator[Finding]:
     severity="warning",
 )
 def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
-    if c.node_size is None or c.levels is None or "a2a+p2p" not in c.comm_types or c.world_size <= c.node_size:
+    if c.node_size is None or c.levels is None or "a2a+p2p" not in c.transports or c.world_size <= c.node_size:
         return
     try:
         groups = layout_of(c.config, c.world_size).hierarchical_groups()[0]
