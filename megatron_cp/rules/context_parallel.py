@@ -171,16 +171,6 @@ def sizes_are_used(c: Context) -> Iterator[Finding]:
 
 
 @rule(
-    "C16",
-    "Transformer Engine is new enough.",
-    "Context parallelism came with 1.0, a2a+p2p with 1.12, and what we use of its attention with 2.10.",
-    broken("model.attention_backend=te", environment=replace(PRESETS["gpu"], transformer_engine="1.11.0")),
-)
-def transformer_engine_is_new_enough(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("C16")
-
-
-@rule(
     "C15",
     "Without context parallelism its settings have no effect.",
     "A recipe written for several ranks may be run on one to compare; the transport is then ignored.",
@@ -196,3 +186,13 @@ def settings_without_cp(c: Context) -> Iterator[Finding]:
             "is ignored because context_parallel_size is 1",
             "model.hierarchical_context_parallel_sizes=null model.cp_comm_type=p2p",
         )
+
+
+@rule(
+    "C16",
+    "Transformer Engine is new enough.",
+    "Context parallelism came with 1.0, a2a+p2p with 1.12, and what we use of its attention with 2.10.",
+    broken("model.attention_backend=te", environment=replace(PRESETS["gpu"], transformer_engine="1.11.0")),
+)
+def transformer_engine_is_new_enough(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("C16")

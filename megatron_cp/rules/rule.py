@@ -208,6 +208,13 @@ def value_at(config: RunConfig, path: str) -> Any:
     return value
 
 
+def default_of(field: str) -> str:
+    """The override that gives a setting its default: ``model.rotary_percent=1.0``."""
+    value = value_at(RunConfig(), field)
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return f"{field}={text}"
+
+
 RULES: dict[str, Rule] = {}
 SECTIONS = {
     "A": "The world and how the parallel sizes divide it",
