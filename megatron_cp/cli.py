@@ -27,6 +27,7 @@ from megatron_cp.errors import (
 from megatron_cp.parallel.layout import group_lines, layout_of
 from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
 from megatron_cp.rules import Environment, check, check_or_raise, resolve_auto
+from megatron_cp.rules.resolve import ranks_to_check
 
 _SECONDS_TO_SPEAK = 3.0
 
@@ -144,21 +145,9 @@ def _load(parser: argparse.ArgumentParser, args: argparse.Namespace) -> RunConfi
     return load_recipe(args.recipe, args.overrides, files=args.config, flags=given)
 
 
-def _world_size(args: argparse.Namespace, config: RunConfig) -> int:
-    """Ranks to check for: as asked, else as launched, else as the recipe says, else as few as its layout needs."""
-    if args.world_size is not None:
-        return args.world_size
-    launched = launcher.world_size()
-    if launched is not None:
-        return launched
-    m = config.model
-    smallest = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
-    return config.recipe_world_size or max(1, smallest)
-
-
 def _report(config: RunConfig, args: argparse.Namespace) -> int:
     """Print what auto settings come to, the process groups and the violations."""
-    world_size, environment = _world_size(args, config), Environment.of(args.environment)
+    world_size, environment = ranks_to_check(config, args.world_size), Environment.of(args.environment)
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
     violations = check(config, world_size, args.gpus_per_node, environment)
     print(f"# {config.recipe} on {world_size} ranks")
@@ -167,7 +156,7 @@ def _report(config: RunConfig, args: argparse.Namespace) -> int:
     with contextlib.suppress(ValueError):  # an impossible layout: the violations below say why
         layout = layout_of(config, world_size)
         print("\n".join(group_lines(layout)))
-        if config.model.sequence_packing_scheduler is not None or config.dist.eval_context_parallel_size is not None:
+        if config.runs_packs:
             from megatron_cp.dynamic_cp.groups import configured_blocks, group_line
 
             print(group_line(configured_blocks(config, layout), at_start=config.dist.dynamic_groups_at_start))

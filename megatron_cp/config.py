@@ -137,6 +137,11 @@ class ModelConfig:
         groups = None if self.multi_latent_attention else self.num_query_groups
         return groups or self.num_attention_heads
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The entries of ``cp_comm_type``, each once, in the order of the layers."""
+        return tuple(dict.fromkeys([self.cp_comm_type] if isinstance(self.cp_comm_type, str) else self.cp_comm_type))
+
 
 @dataclass
 class TrainConfig:
@@ -378,10 +383,20 @@ class RunConfig:
             return int(schedule.lr_warmup_fraction * decay)
         return min(schedule.lr_warmup_iters, max(0, decay - 1)) if decay == run else schedule.lr_warmup_iters
 
-    def data_parallel_size(self, world_size: int) -> int:
-        """Number of model replicas that see different samples: world / (tp * pp * cp)."""
+    @property
+    def runs_packs(self) -> bool:
+        """Whether anything runs packs, evaluation in groups of its own among them."""
+        return self.model.sequence_packing_scheduler is not None or self.dist.eval_context_parallel_size is not None
+
+    @property
+    def fewest_ranks(self) -> int:
+        """Ranks of one model replica, tp * pp * cp: the layout needs these or a multiple. At least 1."""
         m = self.model
-        return world_size // (m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size)
+        return max(1, m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Number of model replicas that see different samples."""
+        return world_size // self.fewest_ranks
 
 
 def _kind_of_data(

@@ -24,7 +24,7 @@ from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.environment import installed_version
 from megatron_cp.rules.nvml import Driver, read_driver
-from megatron_cp.rules.resolve import packed_sizes
+from megatron_cp.rules.resolve import packed_sizes, ranks_to_check
 
 MEGATRON_CORE = "0.19.2"
 ITS_ATTENTION = "Transformer Engine's"
@@ -246,7 +246,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the report; the exit codes are in ``--help``.
 
     Raises:
-        ConfigError: the recipe cannot be composed.
+        ConfigError: the recipe cannot be composed, or the launcher's variables are no numbers.
     """
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
@@ -267,9 +267,7 @@ def main(argv: Sequence[str]) -> int:
         print(_line(library.name, f"{state}{fails}{'; ' + library.note if library.note else ''}"))
     violations = []
     if config is not None:
-        model = config.model
-        fewest = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
-        world_size = args.world_size or config.recipe_world_size or max(1, fewest)
+        world_size = ranks_to_check(config, args.world_size)
         config, choice = resolve_auto(config, world_size, None, found.environment)
         attention, why = attention_of(config, found.environment, world_size)
         backend = config.dist.distributed_backend or ("nccl" if found.environment.device == "gpu" else "gloo")

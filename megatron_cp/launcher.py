@@ -19,7 +19,7 @@ def number(variable: str, fix: str = "start the run with torchrun, or unset it")
         return None
     if not re.fullmatch(r"[0-9]{1,18}", text):
         message = f"the variable must be a number, got '{text[:40]}'"
-        raise ConfigError([Violation("K4", "error", variable, message, fix)])
+        raise ConfigError([Violation("K35", "error", variable, message, fix)])
     return int(text)
 
 
@@ -33,7 +33,7 @@ def rank() -> int:
     if ranks is not None and rank >= ranks:
         message = f"the variable must be below WORLD_SIZE, which is {ranks}: ranks count from 0"
         raise ConfigError(
-            [Violation("K4", "error", "RANK", message, "start the run with torchrun, or unset both", rank)]
+            [Violation("K35", "error", "RANK", message, "start the run with torchrun, or unset both", rank)]
         )
     return rank
 

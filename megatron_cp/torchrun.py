@@ -10,9 +10,10 @@ Exit codes: 0 done; the first failing rank's own (1, or 2 for what a user can me
 2 usage; 143 and 130 stopped (128 + the signal, for any other). torchrun ends with 1 and a traceback for all of these.
 
 In torch 2.11 the 30 seconds are the default of ``PContext.close`` (distributed/elastic/multiprocessing/api.py:649), as
-``LocalElasticAgent._shutdown`` and ``SubprocessContext._poll`` call it; ``_remaining_restarts`` counts restarts; torchrun
-makes its agent in distributed/launcher/api.py:297, from a name that we put ours under. None of it is a public interface:
-should a later torch differ, this behaves like torchrun or fails at once, and tests/unit_tests/test_torchrun.py fails.
+``LocalElasticAgent._shutdown`` and ``SubprocessContext._poll`` call it; ``_remaining_restarts`` is its agent's, which
+torchrun makes in distributed/launcher/api.py:297, from a name that we put ours under. None of it is a public interface:
+should a later torch differ, this behaves like torchrun or fails at once, and
+tests/unit_tests/test_torchrun.py fails.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         killed = f"was killed by signal {-first.exitcode}"
         how = f"ended with {first.exitcode}; what it said is above" if first.exitcode > 0 else killed
         print(f"megatron-cp: rank {rank} failed first: it {how}", file=sys.stderr)
-        return max(first.exitcode, EXIT_RUNTIME)
+        return max(first.exitcode, EXIT_FAILED)
     except SignalException as stop:
         return PatientAgent.exit_code or 128 + stop.sigval
     except KeyboardInterrupt:  # before there were ranks

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron_cp.attention.core_attention import ContextParallelAttention
 from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.dynamic_cp.packing import pack
+from megatron_cp.dynamic_cp.packing import BlockGroups, PackedMicrobatch, Sample, lay_out
 from megatron_cp.rules import check_or_raise
 from megatron_cp.training.batches import open_steps
 from megatron_cp.training.setup import Run, setup
@@ -84,6 +86,11 @@ def packed_losses(
     check_transports(run)
     run.close()
     return losses, sizes, counts
+
+
+def pack(samples: Sequence[Sample], group: dist.ProcessGroup, device: torch.device | str = "cpu") -> PackedMicrobatch:
+    """This rank's part of a pack of these samples on ``group``."""
+    return lay_out(samples, group.rank(), group.size()).on(device, BlockGroups(group))
 
 
 Packs = list[list[list[int]]]

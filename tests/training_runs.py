@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.training.batches import Steps, open_steps
+from megatron_cp.training.checkpoint import CheckpointSaver
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
 
@@ -55,6 +57,13 @@ def start(config: RunConfig) -> tuple[Run, Steps]:
     train, _, _ = build_datasets(config, tokenizer, config.train.train_iters * config.train.global_batch_size)
     run = setup(config, tokenizer.vocab_size)
     return run, open_steps(run, train, 0, training=True)
+
+
+def save_checkpoint(run: Run, root: str | Path, data_state: dict[str, Any]) -> None:
+    """Save a checkpoint and wait for it."""
+    saver = CheckpointSaver(run, root)
+    saver.save(data_state)
+    saver.finish()
 
 
 def train_losses(overrides: dict[str, Any], steps: int) -> list[tuple[float, float]]:

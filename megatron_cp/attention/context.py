@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Mask
+from megatron_cp.config import CP_COMM_TYPES
 from megatron_cp.parallel.agree import everyones
 
-COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 GroupOrPair = dist.ProcessGroup | Sequence[dist.ProcessGroup]
 
 
@@ -99,8 +99,8 @@ class AttentionCall:
 
 
 def _known(comm_type: str) -> str:
-    if comm_type not in COMM_TYPES:
-        raise ValueError(f"comm_type {comm_type!r} is unknown; choose one of {', '.join(COMM_TYPES)}")
+    if comm_type not in CP_COMM_TYPES:
+        raise ValueError(f"comm_type {comm_type!r} is unknown; choose one of {', '.join(CP_COMM_TYPES)}")
     return comm_type
 
 

@@ -53,8 +53,8 @@ class ProbedAttention(Protocol):
     layer_number: int
 
     @property
-    def context(self) -> CPContext | None:
-        """The transport and groups in use; None when there are none."""
+    def context(self) -> CPContext:
+        """The transport and groups in use."""
 
     def probe_inputs(self) -> ProbeInputs:
         """What to call :meth:`probe_forward` with."""
@@ -72,7 +72,7 @@ class _Suspect:
 
     def __str__(self) -> str:
         plural = "layers" if len(self.layers) > 1 else "layer"
-        return f"{plural} {', '.join(map(str, self.layers))}, {self.module.context or 'no context-parallel group'}"
+        return f"{plural} {', '.join(map(str, self.layers))}, {self.module.context}"
 
 
 def probe_attention(model_chunks: Iterable[torch.nn.Module]) -> None:
@@ -104,9 +104,8 @@ def _suspects(model_chunks: Iterable[torch.nn.Module]) -> list[_Suspect]:
 def _compare_sizes(suspect: _Suspect) -> str | None:
     module, context = suspect.module, suspect.module.context
     expected, cp_group = module.config.context_parallel_size, module.pg_collection.cp
-    if context is None or context.size != expected:
-        size = 1 if context is None else context.size
-        return f"{suspect}: attends over {size} ranks, but context_parallel_size is {expected}"
+    if context.size != expected:
+        return f"{suspect}: attends over {context.size} ranks, but context_parallel_size is {expected}"
     if cp_group is None or (dist.get_world_size(cp_group), dist.get_rank(cp_group)) != (expected, context.rank):
         ranks = None if cp_group is None else dist.get_process_group_ranks(cp_group)
         return f"{suspect}: rank {context.rank} of {expected} in it, but sequences are sharded over ranks {ranks}"
@@ -118,10 +117,9 @@ def _compare_groups(suspects: list[_Suspect]) -> list[str]:
     mine: list[tuple[str, dict[str, list[int]]]] = []
     for suspect in suspects:
         context = suspect.module.context
-        groups = {"cp": suspect.module.pg_collection.cp}
-        groups |= {"a2a": context.heads.group, "p2p": context.ring.group} if context else {}
+        groups = {"cp": suspect.module.pg_collection.cp, "a2a": context.heads.group, "p2p": context.ring.group}
         members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
-        mine.append((f"layers {suspect.layers}, {context.comm_type if context else None}", members))
+        mine.append((f"layers {suspect.layers}, {context.comm_type}", members))
     everyone = everyones(mine)
     problems = []
     for index, (what, members) in enumerate(mine):

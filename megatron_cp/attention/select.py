@@ -11,8 +11,8 @@ The rules, in order (per tensor-parallel rank, ``h`` query and ``kv`` key/value 
 4. Otherwise ``p2p``, if a rank's tokens are enough to hide a hop behind compute (or their number is unknown).
 5. Otherwise ``all_gather``: one exchange instead of many exposed ones.
 
-``replicate_kv`` (our own attention) lets an all-to-all group be larger than ``kv`` where it divides evenly; Transformer
-Engine refuses that, odd numbers of heads, and windows or softmax offsets on a ring. To Transformer Engine a packed
+With our own attention an all-to-all group may be larger than ``kv`` where that divides evenly; Transformer Engine
+refuses that, odd numbers of heads, and windows or softmax offsets on a ring. To Transformer Engine a packed
 microbatch's group has one level: there ``a2a`` must fit the groups of all packs, and the rest is ``p2p``, which takes
 packs in every version.
 """
@@ -36,7 +36,6 @@ def select_transport(
     seq_length: int | None = None,
     window: bool = False,
     softmax_offset: bool = False,
-    replicate_kv: bool = True,
     transformer_engine: bool = False,
     packed_sizes: Collection[int] = (),
 ) -> tuple[str, list[int] | None, str]:
@@ -58,13 +57,12 @@ def select_transport(
         return "p2p", None, "one context-parallel rank: nothing is exchanged"
     h, kv = heads // tp, max(1, kv_heads // tp)
     room = max(1, gpus_per_node // tp)
-    replicate_kv = replicate_kv and not transformer_engine
     ring_refused = transformer_engine and (window or softmax_offset)
     groups = {cp, *packed_sizes} if transformer_engine else {cp}
     odd_for_te = transformer_engine and (h % 2 or kv % 2)
 
     def fits(size: int) -> bool:
-        return not odd_for_te and h % size == 0 and (kv % size == 0 or (replicate_kv and size % kv == 0))
+        return not odd_for_te and h % size == 0 and (kv % size == 0 or (not transformer_engine and size % kv == 0))
 
     if max(groups) <= room and all(map(fits, groups)):
         return "a2a", None, f"{cp} ranks fit in a node of {gpus_per_node} GPUs with tp={tp} and divide {h}/{kv} heads"

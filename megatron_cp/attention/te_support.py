@@ -13,16 +13,17 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config import CP_COMM_TYPES, RunConfig
 
 MINIMUM = "2.10.0"  # the oldest version that our use of its attention was written for
 EVEN_HEADS = "2.15.0"  # from here on its fused attention takes even numbers of heads only, with an all-to-all
 ALWAYS, NEVER = "0", None
 _ONE_RANK = "one rank"
-_TRANSPORTS = (_ONE_RANK, "p2p", "all_gather", "a2a", "a2a+p2p")
+_TRANSPORTS = (_ONE_RANK, *CP_COMM_TYPES)
 
 
 def _row(*since: str | None) -> dict[str, str | None]:
+    """First versions on one rank, with p2p, all_gather, a2a and a2a+p2p."""
     return dict(zip(_TRANSPORTS, since, strict=True))
 
 
@@ -102,8 +103,7 @@ def gaps(config: RunConfig, version: str, packed_sizes: Collection[int], flash: 
         f"softmax offset{in_packs}": ("model.softmax_type", model.softmax_type != "vanilla"),
         "head dims that differ (MLA)": ("model.multi_latent_attention", model.multi_latent_attention),
     }
-    kinds = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
-    for transport in dict.fromkeys(kinds) if several else (_ONE_RANK,):
+    for transport in model.transports if several else (_ONE_RANK,):
         if transport not in _TRANSPORTS:
             continue
         where = f"with cp_comm_type={transport}" if several else "on one rank"

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_cp.dynamic_cp.groups import Positions, legal_groups
+from megatron_cp.dynamic_cp.groups import Positions
 from megatron_cp.dynamic_cp.packing import BlockGroups
 from megatron_cp.parallel.layout import RankLayout
 
@@ -20,7 +20,7 @@ class DynamicGroups:
     torch.distributed wants. Independent of how the other groups were made (MPU or decentralized).
 
     Args:
-        blocks: the blocks of positions that schedules may use; by default all of ``legal_groups``.
+        blocks: the blocks of positions that schedules may use, beside each rank alone.
         at_start: create every group at once; otherwise each is created before the first step that uses it.
         a2a_size: ranks of the all-to-all level of a block, where layers use the two-level transport.
         with_tensor_parallel: also join each block with its tensor-parallel ranks (the router's losses want that).
@@ -31,8 +31,7 @@ class DynamicGroups:
         self,
         layout: RankLayout,
         *,
-        min_cp_size: int = 1,
-        blocks: Iterable[Positions] | None = None,
+        blocks: Iterable[Positions],
         at_start: bool = False,
         timeout_minutes: float = 10.0,
         a2a_size: Callable[[Positions], int] | None = None,
@@ -50,8 +49,7 @@ class DynamicGroups:
         self._tp = layout.tp
         # One rank alone is always a group: a rank that keeps step with a dummy microbatch needs nobody.
         alone = {(position,) for position in range(len(self.domain))}
-        wide = legal_groups(len(self.domain), min_cp_size) if blocks is None else blocks
-        self.legal = alone.union(wide)
+        self.legal = alone.union(blocks)
         self._a2a_size = a2a_size
         self._timeout = timedelta(minutes=timeout_minutes)
         self._known = dict(known or {})
@@ -119,11 +117,6 @@ class DynamicGroups:
             levels = self.get(block[first : first + inner]), self.get(block[index % inner :: inner])
         group = self.get(block)
         return BlockGroups(group, levels, self._wide_groups.get(block, group) if self._wide else None)
-
-    @property
-    def created(self) -> list[Positions]:
-        """The blocks whose groups exist, by position, widest first."""
-        return sorted(self._prepared, key=lambda ranks: (-len(ranks), ranks))
 
     def destroy(self) -> None:
         """Destroy the groups that this rank is a member of."""

@@ -96,8 +96,7 @@ def configured_blocks(config: RunConfig, layout: RankLayout) -> tuple[Positions,
     blocks: tuple[Positions, ...] = ()
     if model.dynamic_context_parallel:
         # An all-to-all wants sizes that divide the heads: make_problem offers it no three quarters.
-        kinds = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
-        blocks = legal_groups(ranks, model.min_dynamic_context_parallel_size, quarters=set(kinds) != {"a2a"})
+        blocks = legal_groups(ranks, model.min_dynamic_context_parallel_size, quarters=model.transports != ("a2a",))
     elif model.sequence_packing_scheduler is not None:
         blocks = fixed_groups(ranks, layout.cp)
     if of_evaluation is not None:

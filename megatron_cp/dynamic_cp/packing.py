@@ -61,11 +61,6 @@ class PackedMicrobatch:
     packed_seq_params: MicrobatchParams
     lengths: tuple[int, ...]
 
-    @property
-    def padded_tokens(self) -> int:
-        """Tokens of the whole group, padding included."""
-        return int(self.packed_seq_params.cu_seqlens_q_padded[-1])
-
 
 @dataclass(frozen=True)
 class HostPack:
@@ -138,18 +133,6 @@ def lay_out(
     mine = torch.from_numpy(partition_indices(np.array(starts), cp_rank, cp_size))
     local = {key: value[mine].unsqueeze(0) for key, value in whole.items()}
     return HostPack(local, (0, *accumulate(lengths)), tuple(starts), cp_size, idle)
-
-
-def pack(
-    samples: Sequence[Sample],
-    group: dist.ProcessGroup,
-    *,
-    sequence_parallel_size: int = 1,
-    device: torch.device | str = "cpu",
-) -> PackedMicrobatch:
-    """:func:`lay_out` for this rank of ``group``, on ``device``."""
-    host = lay_out(samples, group.rank(), group.size(), sequence_parallel_size=sequence_parallel_size)
-    return host.on(device, BlockGroups(group))
 
 
 def dummy_sample(sequence_parallel_size: int = 1) -> Sample:

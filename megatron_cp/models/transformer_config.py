@@ -78,8 +78,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # megatron-core's own output layer would ask for apex; the builder tells Transformer Engine's layers.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
-        "variable_seq_lengths": model.sequence_packing_scheduler is not None
-        or config.dist.eval_context_parallel_size is not None,
+        "variable_seq_lengths": config.runs_packs,
         # Batched point-to-point calls confuse the interleaved schedule's messages: silently wrong losses.
         "batch_p2p_comm": model.virtual_pipeline_model_parallel_size is None,
         "attention_softmax_in_fp32": True,

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the table)
+    architecture,
     attention,
     context_parallel,
     data,
@@ -18,9 +19,10 @@ from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the t
     fusions,
     groups,
     heads,
+    loss,
     models,
     observing,
-    optimization,
+    optimizer,
     packing,
     sequence,
     settings,

@@ -14,7 +14,6 @@ from megatron_cp.rules.rule import Context, Finding, broken, rule
     "something else, silently, and a2a has windows since 2.16 (in packs since 2.12, as on one rank). Our attention has "
     "windows on every transport.",
     broken("model.attention_backend=te", "model.window_size=[64,0]", environment="gpu"),
-    needs="config environment",
 )
 def window_transport(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("E1")
@@ -28,7 +27,6 @@ def window_transport(c: Context) -> Iterator[Finding]:
         "model.attention_backend=te", "model.window_size=[64,0]", "model.attention_dropout=0.1",
         "model.cp_comm_type=a2a", "model.hierarchical_context_parallel_sizes=null", environment="gpu",
     ),
-    needs="config environment",
 )  # fmt: skip
 def window_dropout(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("E2")
@@ -40,7 +38,6 @@ def window_dropout(c: Context) -> Iterator[Finding]:
     "Its other transports merge partial results without it. In packs it is there since 2.12, on one rank too. Our "
     "attention has it on every transport.",
     broken("model.attention_backend=te", "model.softmax_type=learnable", environment="gpu"),
-    needs="config environment",
 )
 def softmax_offset_transport(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("E4")
@@ -85,7 +82,6 @@ def no_restarted_positions(c: Context) -> Iterator[Finding]:
     "Attention dropout needs Transformer Engine's attention.",
     "Our attention is exact and has none; hidden_dropout works everywhere.",
     broken("model.attention_dropout=0.1"),
-    needs="config environment",
 )
 def attention_dropout(c: Context) -> Iterator[Finding]:
     if c.config.model.attention_dropout and c.backend == "native":
@@ -101,7 +97,6 @@ def attention_dropout(c: Context) -> Iterator[Finding]:
     "Transformer Engine has a kernel left: flash or fused attention, in bf16 or fp16.",
     "Its unfused attention has no context parallelism; NVTE_FUSED_ATTN=0 without flash attention leaves nothing.",
     broken("model.attention_backend=te", "env_vars.NVTE_FUSED_ATTN=0", "env_vars.NVTE_FLASH_ATTN=0", environment="gpu"),
-    needs="config environment",
 )
 def a_kernel_is_left(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("E13")
@@ -122,7 +117,6 @@ def a_kernel_is_left(c: Context) -> Iterator[Finding]:
     "Transformer Engine reads NVTE_ALLOW_NONDETERMINISTIC_ALGO, NCCL chooses algorithms by itself, the fused "
     "cross-entropy is not deterministic, and mamba-ssm's gradients are added up in any order.",
     broken("model.deterministic_mode=true", "model.cross_entropy_loss_fusion=true"),
-    needs="config environment",
 )
 def determinism(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -169,7 +163,6 @@ def determinism(c: Context) -> Iterator[Finding]:
         environment="gpu",
     ),
     severity="warning",
-    needs="config environment",
 )  # fmt: skip
 def deterministic_packing(c: Context) -> Iterator[Finding]:
     hopper = c.environment.compute_capability == 9.0

@@ -35,7 +35,7 @@ _OTHER_NAMES = {
 )
 def transport_is_known(c: Context) -> Iterator[Finding]:
     valid = (*CP_COMM_TYPES, "auto")
-    for kind in c.comm_types:
+    for kind in c.transports:
         if kind == "auto":  # where one can be chosen, it was before the rules are asked
             yield Finding(
                 "model.cp_comm_type", "auto finds no transport for these heads", f"one of {', '.join(CP_COMM_TYPES)}"
@@ -80,7 +80,7 @@ def _splits(c: Context) -> str:
     broken("model.hierarchical_context_parallel_sizes=null"),
 )
 def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
-    if c.cp > 1 and "a2a+p2p" in c.comm_types and not c.config.model.hierarchical_context_parallel_sizes:
+    if c.cp > 1 and "a2a+p2p" in c.transports and not c.config.model.hierarchical_context_parallel_sizes:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             "hierarchical_context_parallel_sizes must be set when cp_comm_type is a2a+p2p",
@@ -145,7 +145,7 @@ def levels_are_positive(c: Context) -> Iterator[Finding]:
     severity="warning",
 )
 def level_of_one(c: Context) -> Iterator[Finding]:
-    if c.cp > 1 and c.levels is not None and 1 in c.levels and "a2a+p2p" in c.comm_types:
+    if c.cp > 1 and c.levels is not None and 1 in c.levels and "a2a+p2p" in c.transports:
         same = "p2p" if c.levels[0] == 1 else "a2a"
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
@@ -162,23 +162,12 @@ def level_of_one(c: Context) -> Iterator[Finding]:
 )
 def sizes_are_used(c: Context) -> Iterator[Finding]:
     sizes = c.config.model.hierarchical_context_parallel_sizes
-    if c.cp > 1 and sizes and "a2a+p2p" not in c.comm_types and "auto" not in c.comm_types:
+    if c.cp > 1 and sizes and "a2a+p2p" not in c.transports and "auto" not in c.transports:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             f"is set but no layer uses a2a+p2p (model.cp_comm_type={c.config.model.cp_comm_type})",
             "model.cp_comm_type=a2a+p2p, or model.hierarchical_context_parallel_sizes=null",
         )
-
-
-@rule(
-    "C16",
-    "Transformer Engine is new enough.",
-    "Context parallelism came with 1.0, a2a+p2p with 1.12, and what we use of its attention with 2.10.",
-    broken("model.attention_backend=te", environment=replace(PRESETS["gpu"], transformer_engine="1.11.0")),
-    needs="config environment",
-)
-def transformer_engine_is_new_enough(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("C16")
 
 
 @rule(
@@ -197,3 +186,13 @@ def settings_without_cp(c: Context) -> Iterator[Finding]:
             "is ignored because context_parallel_size is 1",
             "model.hierarchical_context_parallel_sizes=null model.cp_comm_type=p2p",
         )
+
+
+@rule(
+    "C16",
+    "Transformer Engine is new enough.",
+    "Context parallelism came with 1.0, a2a+p2p with 1.12, and what we use of its attention with 2.10.",
+    broken("model.attention_backend=te", environment=replace(PRESETS["gpu"], transformer_engine="1.11.0")),
+)
+def transformer_engine_is_new_enough(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("C16")

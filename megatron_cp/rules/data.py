@@ -1,4 +1,4 @@
-"""K, of the data: its kind fits how samples become microbatches, and its settings mean something."""
+"""K, of the data: it is named, its kind fits how samples become microbatches, and its settings mean something."""
 
 from __future__ import annotations
 
@@ -10,6 +10,43 @@ from megatron_cp.schema import nearest
 
 _ONE_LENGTH = {"documents": "indexed", "jsonl": "indexed", "mock_documents": "mock"}
 _OWN_LENGTHS = {"indexed": "documents", "mock": "mock_documents"}
+
+
+@rule(
+    "K11",
+    "The data and the tokenizer are named.",
+    "Found out here, not after the model is built.",
+    broken("dataset.kind=indexed"),
+)
+def data_is_named(c: Context) -> Iterator[Finding]:
+    data, tokenizer = c.config.dataset, c.config.tokenizer
+    if data.kind == "indexed" and not data.data_path:
+        yield Finding(
+            "dataset.data_path",
+            "dataset.kind=indexed needs the prefix of a .bin and .idx file",
+            "dataset.data_path=PREFIX (scripts/data/preprocess_data.py writes one), or dataset.kind=mock",
+        )
+    if data.kind in ("documents", "jsonl") and not data.data_path:
+        what = "a .jsonl file" if data.kind == "jsonl" else "the prefix of a .bin and .idx file"
+        yield Finding(
+            "dataset.data_path",
+            f"dataset.kind={data.kind} needs {what}",
+            "dataset.data_path=PATH, or dataset.kind=mock_documents",
+        )
+    if tokenizer.tokenizer_type == "HuggingFaceTokenizer" and not tokenizer.tokenizer_model:
+        yield Finding(
+            "tokenizer.tokenizer_model",
+            "HuggingFaceTokenizer needs a folder or a tokenizer.json",
+            "tokenizer.tokenizer_model=PATH, or tokenizer.tokenizer_type=ByteLevelTokenizer",
+        )
+    if tokenizer.tokenizer_type == "NullTokenizer" and not tokenizer.vocab_size:
+        yield Finding("tokenizer.vocab_size", "NullTokenizer needs a vocabulary size", "tokenizer.vocab_size=128256")
+    if tokenizer.vocab_size and c.config.model.vocab_size and tokenizer.vocab_size > c.config.model.vocab_size:
+        yield Finding(
+            "model.vocab_size",
+            f"the tokenizer's {tokenizer.vocab_size} tokens do not fit a vocabulary of {c.config.model.vocab_size}",
+            f"model.vocab_size={tokenizer.vocab_size}",
+        )
 
 
 @rule(

@@ -95,6 +95,7 @@ GUARDS = {
     "K3": "unit_tests/test_recipes.py::test_a_wrong_override_is_explained",
     "K4": "unit_tests/test_recipes.py::test_unknown_recipe_suggests_the_nearest",
     "K20": "unit_tests/training/test_agreement.py::test_a_difference_names_ranks_and_fields",
+    "K35": "unit_tests/test_cli.py::test_a_launcher_that_says_nonsense",
 }
 
 _BATCH = "megatron_cp.rules.batch checks it on every batch."
@@ -282,5 +283,11 @@ ELSEWHERE: dict[str, Elsewhere] = {
         "running",
         "All ranks have the same configuration, code, libraries and key variables.",
         "Compared at the start (megatron_cp.training.agreement); a difference names the ranks and the fields.",
+    ),
+    "K35": Elsewhere(
+        "running",
+        "What the launcher and the command line say has a meaning.",
+        "The launcher's variables are numbers, RANK below WORLD_SIZE; --explain names a rule, and --environment gpu, "
+        "cpu or a file.",
     ),
 }

@@ -24,7 +24,6 @@ class Environment:
     device: Literal["gpu", "cpu"] = "cpu"
     gpus_per_node: int | None = None
     compute_capability: float | None = None  # 9.0 is Hopper, 10.0 Blackwell
-    torch: str | None = None
     transformer_engine: str | None = None
     flash_attn: str | None = None
     wandb: str | None = None
@@ -38,7 +37,6 @@ class Environment:
             device="gpu" if gpus else "cpu",
             gpus_per_node=gpus or None,
             compute_capability=capability,
-            torch=installed_version("torch"),
             transformer_engine=installed_version("transformer-engine"),
             flash_attn=installed_version("flash-attn"),
             wandb=installed_version("wandb"),
@@ -59,15 +57,15 @@ class Environment:
             return PRESETS[text]
         path = Path(text)
         if not os.path.isfile(path):  # which, unlike Path.is_file, never raises
-            raise _error(f"'{text}' is neither one of {', '.join(PRESETS)} nor a file that can be reached")
+            raise _error("K35", f"'{text}' is neither one of {', '.join(PRESETS)} nor a file that can be reached")
         import yaml
 
         try:
             loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
-            raise _error(f"cannot read {path}: {error}") from error
+            raise _error("K4", f"cannot read {path}: {error}") from error
         if not isinstance(loaded, dict):
-            raise _error(f"{path} does not hold a mapping")
+            raise _error("K4", f"{path} does not hold a mapping")
         problems: list[Violation] = []
         environment: Environment = build(cls, loaded, problems)
         if not problems and environment.gpus_per_node is not None and environment.gpus_per_node < 1:
@@ -79,20 +77,19 @@ class Environment:
 
 
 PRESETS = {
-    "cpu": Environment(device="cpu", torch="2.11.0"),
+    "cpu": Environment(device="cpu"),
     "gpu": Environment(
         device="gpu",
         gpus_per_node=8,
         compute_capability=9.0,
-        torch="2.11.0",
         transformer_engine="2.17.1",
         flash_attn="2.8.3",
     ),
 }
 
 
-def _error(message: str) -> ConfigError:
-    return ConfigError([Violation("K4", "error", "--environment", message)])
+def _error(rule: str, message: str) -> ConfigError:
+    return ConfigError([Violation(rule, "error", "--environment", message)])
 
 
 def installed_version(distribution: str) -> str | None:

@@ -12,7 +12,6 @@ from megatron_cp.rules.rule import Context, Finding, broken, rule
     "A mixture of experts is complete.",
     "The router chooses moe_router_topk of num_moe_experts; megatron-core asks for sequence parallelism under tp.",
     broken("model.num_moe_experts=2", "model.moe_router_topk=4"),
-    needs="config environment",
 )
 def experts_are_complete(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -85,7 +84,6 @@ def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
         "model.num_moe_experts=4", "model.moe_router_load_balancing_type=global_aux_loss",
         "model.moe_aux_loss_coeff=1.0",
     ),
-    needs="world",
 )  # fmt: skip
 def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -108,7 +106,6 @@ def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
         "model.tensor_model_parallel_size=2", "model.sequence_parallel=true", "model.num_moe_experts=4",
         "model.expert_model_parallel_size=2",
     ),
-    needs="config environment",
 )  # fmt: skip
 def experts_over_gloo(c: Context) -> Iterator[Finding]:
     # Ranks of one tensor-parallel group hold equally many tokens; those of several, not where they run packs.

@@ -45,7 +45,7 @@ def explain(rule_id: str) -> str:
         return f"{name} ({KINDS[kind].lower()}): {title}\n{what}"
     if name not in RULES:
         known = ", ".join(sorted({**RULES, **ELSEWHERE}, key=order))
-        raise ConfigError([Violation("K4", "error", "--explain", f"no rule '{rule_id}'; there are {known}")])
+        raise ConfigError([Violation("K35", "error", "--explain", f"no rule '{rule_id}'; there are {known}")])
     return "\n".join(_lines(RULES[name]))
 
 
@@ -55,11 +55,9 @@ def _settings(environment: Environment) -> str:
 
 def _lines(rule: Rule) -> list[str]:
     said = [str(v) for v in example_violations(rule.id) if v.rule == rule.id]
-    needs = ", ".join(sorted(rule.needs))
     return [
         f"{rule.id} ({rule.severity}): {rule.title}",
         f"why: {rule.why}",
-        f"checked from: {needs}",
         f"example: {example_command(rule.example)}",
         *([] if isinstance(rule.example.environment, str) else [f"  FILE holds {_settings(rule.example.environment)}"]),
         *(f"  {line}" for text in said for line in text.splitlines()),

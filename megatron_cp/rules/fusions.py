@@ -14,7 +14,6 @@ from megatron_cp.rules.rule import Context, Finding, broken, rule
     "megatron-core's own rounds the gradient of the logits to bf16 whatever the precision, silently: in fp32 the "
     "gradient norm is wrong in the fourth digit.",
     broken("model.cross_entropy_loss_fusion=true"),
-    needs="config environment",
 )
 def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
     precision = c.config.mixed_precision
@@ -32,7 +31,6 @@ def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
     "Fused kernels that are asked for are there.",
     "megatron-core stops with a bare RuntimeError or assertion, or does without them.",
     broken("model.apply_rope_fusion=true"),
-    needs="config environment",
 )
 def fused_kernels_are_there(c: Context) -> Iterator[Finding]:
     model = c.config.model

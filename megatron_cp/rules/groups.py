@@ -15,7 +15,6 @@ _DYNAMIC = ("model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_r
     "Upstream's setting changes batch sizes alone: without a script of one's own the model goes on in training's "
     "groups. Ours runs the samples of evaluation as packs on groups of that size.",
     broken("dist.eval_context_parallel_size=3", "validation.eval_iters=1"),
-    needs="world",
 )
 def groups_of_evaluation(c: Context) -> Iterator[Finding]:
     size, ranks = c.config.dist.eval_context_parallel_size, c.dp * c.cp
@@ -50,7 +49,6 @@ def positions_of_evaluation(c: Context) -> Iterator[Finding]:
     "A dynamic context-parallel group has between the smallest size allowed and all dp * cp ranks.",
     "Upstream builds groups of powers of two only and does not check the limits.",
     broken(*_DYNAMIC, "model.min_dynamic_context_parallel_size=8"),
-    needs="world",
 )
 def dynamic_sizes(c: Context) -> Iterator[Finding]:
     smallest, ranks = c.config.model.min_dynamic_context_parallel_size, c.dp * c.cp
@@ -68,10 +66,9 @@ def dynamic_sizes(c: Context) -> Iterator[Finding]:
     "The group that a microbatch switches on is one process group; Transformer Engine's a2a+p2p wants two. Our "
     "attention takes both levels of a microbatch's group.",
     broken("model.attention_backend=te", *_DYNAMIC, environment="gpu"),
-    needs="config environment",
 )
 def dynamic_transport(c: Context) -> Iterator[Finding]:
-    if c.backend == "te" and c.packs and "a2a+p2p" in c.comm_types:
+    if c.backend == "te" and c.packs and "a2a+p2p" in c.transports:
         yield Finding(
             "model.cp_comm_type",
             "a2a+p2p requires cp_group = [a2a_cp_group, p2p_cp_group], and a microbatch's group is one",
@@ -84,7 +81,6 @@ def dynamic_transport(c: Context) -> Iterator[Finding]:
     "The longest sequence fits into all ranks together.",
     "A sample is spread over at most dp * cp ranks of max_seqlen_per_dp_cp_rank tokens each.",
     broken("model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=32"),
-    needs="world",
 )
 def longest_sequence_fits(c: Context) -> Iterator[Finding]:
     model, length = c.config.model, c.config.dataset.seq_length

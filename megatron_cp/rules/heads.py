@@ -63,7 +63,6 @@ def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
         world_size=3, environment="gpu",
     ),
     severity="warning",
-    needs="config environment",
 )  # fmt: skip
 def even_heads(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("D3")
@@ -88,7 +87,6 @@ def even_heads(c: Context) -> Iterator[Finding]:
         "model.attention_backend=te", "model.num_query_groups=2", "model.tensor_model_parallel_size=4",
         world_size=16, environment="gpu",
     ),
-    needs="config environment",
 )  # fmt: skip
 def enough_kv_heads(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("D4")
@@ -100,7 +98,6 @@ def enough_kv_heads(c: Context) -> Iterator[Finding]:
     "The fused backward pass for head dim 256 exists on Blackwell with p2p and all_gather only.",
     broken("model.kv_channels=256", environment="gpu"),
     severity="warning",
-    needs="config environment",
 )
 def large_head_dim(c: Context) -> Iterator[Finding]:
     dim = c.config.model.kv_channels or 0
@@ -120,7 +117,6 @@ def large_head_dim(c: Context) -> Iterator[Finding]:
         "model.attention_backend=te", "model.multi_latent_attention=true", "model.cp_comm_type=a2a",
         "model.hierarchical_context_parallel_sizes=null", environment=_OLD,
     ),
-    needs="config environment",
 )  # fmt: skip
 def mla_version(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("D6")
@@ -132,7 +128,6 @@ def mla_version(c: Context) -> Iterator[Finding]:
     "Its mixer exchanges sequence for heads over the whole context-parallel group, whatever cp_comm_type says. Dynamic "
     "groups and evaluation's own share the heads as evenly as they can, so there it is enough that each rank gets one.",
     broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.mamba_num_heads=6"),
-    needs="world",
 )
 def mamba_heads_divide(c: Context) -> Iterator[Finding]:
     model = c.config.model

@@ -57,7 +57,6 @@ def a_profile_has_steps(c: Context) -> Iterator[Finding]:
     "Nsight Systems and NVTX ranges need a GPU.",
     "They mark what NVIDIA's tools see of the CUDA runtime, which is not there without one.",
     broken("profiling.use_nsys_profiler=true"),
-    needs="config environment",
 )
 def nsight_needs_a_gpu(c: Context) -> Iterator[Finding]:
     for name in ("use_nsys_profiler", "nvtx_ranges"):
@@ -75,7 +74,6 @@ def nsight_needs_a_gpu(c: Context) -> Iterator[Finding]:
     "Found out here, not when the first numbers are to be sent. Whoever may not reach the network sets "
     "WANDB_MODE=offline.",
     broken("logger.wandb_project=mine"),
-    needs="config environment",
 )
 def weights_and_biases_is_there(c: Context) -> Iterator[Finding]:
     if c.config.logger.wandb_project and c.environment.wandb is None:

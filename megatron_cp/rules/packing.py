@@ -15,7 +15,6 @@ from megatron_cp.rules.rule import Context, Finding, broken, rule
         "model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced", "model.cp_comm_type=p2p",
         "model.hierarchical_context_parallel_sizes=null", "env_vars.NVTE_FUSED_ATTN=0", environment="gpu",
     ),
-    needs="config environment",
 )  # fmt: skip
 def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
     if c.backend == "te" and c.packs and c.widest > 1 and c.variable("NVTE_FUSED_ATTN") == "0":
@@ -31,7 +30,6 @@ def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
     "Packed sequences need a Transformer Engine that has them on the transport.",
     "p2p always, a2a since 2.10, all_gather since 2.18, a2a+p2p since 2.19. Our attention has them on every transport.",
     broken("model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced", environment="gpu"),
-    needs="config environment",
 )
 def packing_transport(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("F5")

@@ -1,4 +1,4 @@
-"""What ``auto`` settings come to in an environment, so that the rules and the run see the same names."""
+"""What ``auto`` settings and a world size that nobody gave come to, so that all who ask get the same answer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,21 @@ from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.environment import Environment
 
 
+def ranks_to_check(config: RunConfig, asked: int | None) -> int:
+    """Ranks to check for: as asked, else as launched, else as the recipe says, else as few as its layout needs.
+
+    Raises:
+        ConfigError: the launcher's variable is no number.
+    """
+    if asked is not None:
+        return asked
+    launched = launcher.world_size()
+    return launched if launched is not None else config.recipe_world_size or config.fewest_ranks
+
+
 def packed_sizes(config: RunConfig, world_size: int) -> set[int]:
     """Ranks of the groups that packs may use; none where nothing is packed, or where the layout cannot be."""
-    if config.model.sequence_packing_scheduler is None and config.dist.eval_context_parallel_size is None:
+    if not config.runs_packs:
         return set()
     from megatron_cp.dynamic_cp.groups import configured_blocks  # needs numpy, which takes a while to import
 
@@ -33,15 +45,12 @@ def resolve_auto(
     wrong). A node has ``gpus_per_node`` ranks; by default what the launcher or the environment says, else all ranks.
     """
     model = config.model
-    kinds = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
-    if "auto" not in kinds:
+    if "auto" not in model.transports:
         return config, None
     node = gpus_per_node or environment.gpus_per_node or launcher.number("LOCAL_WORLD_SIZE") or world_size
     on_gpu = environment.device == "gpu"
     with_a2a = dataclasses.replace(
-        model,
-        cp_comm_type=["a2a" if kind == "auto" else kind for kind in kinds],
-        hierarchical_context_parallel_sizes=None,
+        model, cp_comm_type=_in_place_of_auto(model.cp_comm_type, "a2a"), hierarchical_context_parallel_sizes=None
     )
     packed = packed_sizes(dataclasses.replace(config, model=with_a2a), world_size)
     flash = environment.flash_attn is not None
@@ -60,12 +69,12 @@ def resolve_auto(
         )
     except ValueError:
         return config, None
-    chosen = [transport if kind == "auto" else kind for kind in kinds]
-    hierarchical = sizes if transport == "a2a+p2p" else model.hierarchical_context_parallel_sizes
-    resolved = dataclasses.replace(
-        model,
-        cp_comm_type=transport if isinstance(model.cp_comm_type, str) else chosen,
-        hierarchical_context_parallel_sizes=hierarchical if "a2a+p2p" in chosen else None,
-    )
+    resolved = dataclasses.replace(model, cp_comm_type=_in_place_of_auto(model.cp_comm_type, transport))
+    if transport == "a2a+p2p" or "a2a+p2p" not in resolved.transports:
+        resolved.hierarchical_context_parallel_sizes = sizes
     what = f"{transport} {sizes}" if sizes else transport
     return dataclasses.replace(config, model=resolved), f"model.cp_comm_type=auto is {what}: {reason}"
+
+
+def _in_place_of_auto(kinds: str | list[str], transport: str) -> str | list[str]:
+    return transport if isinstance(kinds, str) else [transport if kind == "auto" else kind for kind in kinds]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -89,10 +89,9 @@ class Context:
         return max(1, self.config.model.kv_heads // self.tp)
 
     @cached_property
-    def comm_types(self) -> tuple[str, ...]:
+    def transports(self) -> tuple[str, ...]:
         """The transports in use, each once, in the order of the layers."""
-        kinds = self.config.model.cp_comm_type
-        return tuple(dict.fromkeys([kinds] if isinstance(kinds, str) else kinds))
+        return self.config.model.transports
 
     @cached_property
     def levels(self) -> tuple[int, int] | None:
@@ -103,13 +102,13 @@ class Context:
 
     def a2a_sizes(self) -> Iterator[tuple[str, int]]:
         """Transport and number of ranks over which an all-to-all splits the heads."""
-        if "a2a" in self.comm_types:
+        if "a2a" in self.transports:
             # Of a pack's group ours takes as many neighbours as fit the heads, and Transformer Engine all.
             sizes = {self.cp, *self.packed_sizes} if self.backend == "te" else {self.cp}
             worst = max(sizes, key=lambda size: (self.heads % size != 0, size))
             if worst > 1:
                 yield "a2a", worst
-        if self.cp > 1 and "a2a+p2p" in self.comm_types and self.levels is not None:
+        if self.cp > 1 and "a2a+p2p" in self.transports and self.levels is not None:
             yield "a2a+p2p", self.levels[0]
 
     @cached_property
@@ -120,7 +119,7 @@ class Context:
     @cached_property
     def packs(self) -> bool:
         """Whether anything runs packs, evaluation in groups of its own among them."""
-        return self.packed or self.config.dist.eval_context_parallel_size is not None
+        return self.config.runs_packs
 
     @cached_property
     def eval_cp(self) -> int:
@@ -184,7 +183,7 @@ Check = Callable[[Context], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One constraint. ``needs`` says what must be known to check it; batch and group rules are checked by the run."""
+    """One constraint on a configuration and the place it is to run."""
 
     id: str
     title: str
@@ -192,7 +191,6 @@ class Rule:
     check: Check
     example: Example
     severity: Severity = "error"
-    needs: frozenset[str] = field(default_factory=frozenset)
 
     def violations(self, context: Context) -> Iterator[Violation]:
         for found in self.check(context):
@@ -210,6 +208,13 @@ def value_at(config: RunConfig, path: str) -> Any:
     return value
 
 
+def default_of(field: str) -> str:
+    """The override that gives a setting its default: ``model.rotary_percent=1.0``."""
+    value = value_at(RunConfig(), field)
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return f"{field}={text}"
+
+
 RULES: dict[str, Rule] = {}
 SECTIONS = {
     "A": "The world and how the parallel sizes divide it",
@@ -225,15 +230,13 @@ SECTIONS = {
 }
 
 
-def rule(
-    id: str, title: str, why: str, example: Example, *, severity: Severity = "error", needs: str = "config"
-) -> Callable[[Check], Check]:
+def rule(id: str, title: str, why: str, example: Example, *, severity: Severity = "error") -> Callable[[Check], Check]:
     """Enter a check into the table under its id."""
 
     def enter(check: Check) -> Check:
         if id in RULES:
             raise ValueError(f"rule {id} is defined twice")
-        RULES[id] = Rule(id, title, why, check, example, severity, frozenset(needs.split()))
+        RULES[id] = Rule(id, title, why, check, example, severity)
         return check
 
     return enter

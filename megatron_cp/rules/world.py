@@ -84,7 +84,6 @@ def sizes_are_positive(c: Context) -> Iterator[Finding]:
     "tp * pp * cp divides the world size.",
     "The ranks are a grid with these sides; what is left over is the data-parallel size.",
     broken("model.pipeline_model_parallel_size=2", world_size=4),
-    needs="world",
 )
 def world_is_divisible(c: Context) -> Iterator[Finding]:
     size = c.tp * c.pp * c.cp
@@ -106,7 +105,6 @@ def world_is_divisible(c: Context) -> Iterator[Finding]:
     "etp * ep * pp divides the world size.",
     "Experts see the same ranks as another grid, whose sides must divide them too.",
     broken("model.num_moe_experts=6", "model.expert_model_parallel_size=3"),
-    needs="world",
 )
 def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
     size = c.etp * c.ep * c.pp
@@ -173,7 +171,6 @@ def _batch_finding(c: Context, field: str, global_batch: int, micro_batch: int) 
     "The global batch divides into micro batches over the data-parallel replicas.",
     "Every replica takes the same number of micro batches; context parallelism reduces the number of replicas.",
     broken("train.global_batch_size=12", "train.micro_batch_size=8"),
-    needs="world",
 )
 def batch_divides(c: Context) -> Iterator[Finding]:
     train = c.config.train
@@ -185,7 +182,6 @@ def batch_divides(c: Context) -> Iterator[Finding]:
     "The evaluation batch divides into micro batches over the data-parallel replicas.",
     "As A6, for validation.eval_global_batch_size and eval_micro_batch_size (by default the training ones).",
     broken("validation.eval_iters=1", "validation.eval_global_batch_size=9"),
-    needs="world",
 )
 def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
     validation = c.config.validation
@@ -216,7 +212,6 @@ def _evaluation_batch(c: Context) -> tuple[int, int]:
         "model.cp_comm_type=p2p",
         "model.hierarchical_context_parallel_sizes=null",
     ),
-    needs="world",
 )
 def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
     free = c.config.dist.use_decentralized_pg and not c.config.model.num_moe_experts
@@ -250,7 +245,6 @@ def sequence_parallel_needs_tp(c: Context) -> Iterator[Finding]:
     "With more hardware queues a communication kernel may be scheduled after the computation that it should overlap.",
     broken(environment="gpu"),
     severity="warning",
-    needs="environment",
 )
 def one_hardware_queue(c: Context) -> Iterator[Finding]:
     before_blackwell = c.environment.device == "gpu" and (c.environment.compute_capability or 0) < 10
@@ -270,10 +264,9 @@ def one_hardware_queue(c: Context) -> Iterator[Finding]:
     "which is what the hierarchy is meant to avoid.",
     broken("model.tensor_model_parallel_size=4", "model.num_query_groups=8", world_size=16, gpus_per_node=4),
     severity="warning",
-    needs="world environment",
 )
 def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
-    if c.node_size is None or c.levels is None or "a2a+p2p" not in c.comm_types or c.world_size <= c.node_size:
+    if c.node_size is None or c.levels is None or "a2a+p2p" not in c.transports or c.world_size <= c.node_size:
         return
     try:
         groups = layout_of(c.config, c.world_size).hierarchical_groups()[0]
@@ -344,7 +337,6 @@ def interleaving_needs_stages(c: Context) -> Iterator[Finding]:
         "train.micro_batch_size=1",
         world_size=8,
     ),
-    needs="world",
 )
 def interleaved_microbatches(c: Context) -> Iterator[Finding]:
     model, train = c.config.model, c.config.train

@@ -182,14 +182,6 @@ class _Pending:
     paused: float = 0.0
 
 
-def save_checkpoint(run: Run, root: str | Path, data_state: dict[str, Any]) -> Path:
-    """Save a checkpoint and wait for it; see :class:`CheckpointSaver`."""
-    saver = CheckpointSaver(run, root)
-    saved = saver.save(data_state) or saver.finish()
-    assert saved is not None
-    return saved.folder
-
-
 def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool = False) -> dict[str, Any]:
     """Load checkpoint ``iteration`` below ``root`` into the run; returns the data state. Collective.
 

@@ -138,16 +138,14 @@ def discard(folder: Path) -> None:
     shutil.rmtree(condemned, ignore_errors=True)
 
 
-def clean_leftovers(root: str | Path) -> list[str]:
-    """Delete what interrupted saves left in ``root``, and put back what they were replacing; the names, sorted."""
-    found = sorted(Path(root).glob(".iter_*"))
-    for path in found:
+def clean_leftovers(root: str | Path) -> None:
+    """Delete what interrupted saves left in ``root``, and put back what they were replacing."""
+    for path in sorted(Path(root).glob(".iter_*")):
         final = path.with_name(path.name.split(".")[1])
         if path == _replaced(final) and not final.exists():
             path.rename(final)
         else:
             shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in found]
 
 
 def _replaced(final: Path) -> Path:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from megatron_cp.config import RunConfig
-from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.iterator import DynamicBatches, SampleSource, StepPlan
 from megatron_cp.dynamic_cp.packing import Sample
 from megatron_cp.errors import DataError
@@ -101,11 +100,6 @@ class PackedSteps:
     def observe(self) -> None:
         if self._plan is not None and self._costs.observe(self._plan):
             self._batches.use_cost(self._costs.cost)
-
-    @property
-    def cost(self) -> CostModel:
-        """The cost model in use: calibrated once enough steps were measured."""
-        return self._costs.cost
 
     def state_dict(self) -> dict[str, Any]:
         return self._batches.state_dict() | {"calibration": self._costs.state_dict()}

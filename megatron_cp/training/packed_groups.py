@@ -25,7 +25,6 @@ def build_dynamic_groups(config: RunConfig, groups: ProcessGroupCollection) -> D
     if not blocks:
         return None
     domain = layout.dp * layout.cp
-    kinds = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
     tp = model.tensor_model_parallel_size
     found = DynamicGroups(
         layout,
@@ -35,9 +34,9 @@ def build_dynamic_groups(config: RunConfig, groups: ProcessGroupCollection) -> D
         a2a_size=partial(
             all_to_all_size,
             heads=max(1, model.num_attention_heads // tp),
-            ranks_per_node=neighbours_in_a_node(config) if "a2a+p2p" in kinds else domain,
+            ranks_per_node=neighbours_in_a_node(config) if "a2a+p2p" in model.transports else domain,
         )
-        if {"a2a", "a2a+p2p"} & set(kinds)
+        if {"a2a", "a2a+p2p"} & set(model.transports)
         else None,
         with_tensor_parallel=bool(model.num_moe_experts),
         known={(0,): groups.dp_cp} if groups.intra_dist_opt.size() == 1 else None,

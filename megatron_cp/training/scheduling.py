@@ -71,7 +71,6 @@ def model_cost(config: RunConfig) -> CostModel:
     model = config.model
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     device = next((rates for key, rates in DEVICES.items() if key in name), DEVICES["H100"])
-    kinds = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
     layers = layers_with_parts(model)
     attending = sum("*" in parts for _, parts in layers)
     per_token = flops_per_token(model, model.vocab_size or 32768)
@@ -90,7 +89,7 @@ def model_cost(config: RunConfig) -> CostModel:
         shape,
         device,
         tensor_parallel_size=model.tensor_model_parallel_size,
-        transport="a2a" if set(kinds) == {"a2a"} else "p2p",
+        transport="a2a" if model.transports == ("a2a",) else "p2p",
     )
 
 

@@ -134,12 +134,12 @@ def test_a_launcher_that_says_nonsense(run, started, monkeypatch, text):
     monkeypatch.setenv("WORLD_SIZE", text)
     for command in (["train"], ["validate"], ["verify"]):
         code, _, err = run(*command, "--recipe", TINY)
-        assert code == 2 and f"WORLD_SIZE: the variable must be a number, got '{text[:40]}'" in err and not started
+        assert code == 2 and f"K35: WORLD_SIZE: the variable must be a number, got '{text[:40]}'" in err and not started
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", text)
     for command in (["train"], ["verify"]):
         code, _, err = run(*command, "--recipe", TINY)
-        assert code == 2 and f"RANK: the variable must be a number, got '{text[:40]}'" in err and not started
+        assert code == 2 and f"K35: RANK: the variable must be a number, got '{text[:40]}'" in err and not started
     code, _, err = run("validate", "--recipe", "nope")
     assert code == 2 and "unknown recipe 'nope'" in err
 
@@ -150,7 +150,7 @@ def test_a_rank_that_is_not_there(run, started, monkeypatch):
     monkeypatch.setenv("RANK", "4")
     for command in (["train"], ["verify"]):
         code, _, err = run(*command, "--recipe", TINY)
-        assert code == 2 and "RANK=4: the variable must be below WORLD_SIZE, which is 4" in err and not started
+        assert code == 2 and "K35: RANK=4: the variable must be below WORLD_SIZE, which is 4" in err and not started
 
 
 @pytest.mark.parametrize(
@@ -194,14 +194,17 @@ def test_a_fault_of_the_data_is_no_failure_while_running(run, started, monkeypat
         (["train", "--recipe", TINY, "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["train", "--recipe", TINY, "-ms", "many"], "invalid int value"),
         (["train", "--recipe", "llama_tiny"], "did you mean"),
-        (["validate", "--recipe", TINY, "--environment", "nowhere.yaml"], "neither one of cpu, gpu nor a file"),
+        (
+            ["validate", "--recipe", TINY, "--environment", "nowhere.yaml"],
+            "K35: --environment: 'nowhere.yaml' is neither one of cpu, gpu nor a file",
+        ),
         (["validate", "--recipe", TINY, "--environment", "x" * 300], "xxx' is neither one of cpu, gpu nor a file"),
         (["validate", "--recipe", TINY, "--gpus-per-node", "0"], "--gpus-per-node: must be an integer of at least 1"),
         (["train", "--recipe", TINY, "--gpus-per-node", "-3"], "--gpus-per-node: must be an integer of at least 1"),
         (["train", "--recipe", TINY, "--lr", "inf"], "optimizer.lr: expected finite number, got inf"),
         (["validate", "--recipe", TINY, "--save_dir", ""], "checkpoint.save=: an empty path names no folder"),
         (["verify", "--recipe", TINY, "--against", "a 'b"], '--against "a \'b": No closing quotation'),
-        (["validate", "--explain", "Z9"], "no rule 'Z9'"),
+        (["validate", "--explain", "Z9"], "K35: --explain: no rule 'Z9'"),
     ],
 )
 def test_usage_errors_exit_2(run, argv, expected):

@@ -1,5 +1,7 @@
 """The configuration itself: what follows from what."""
 
+import pytest
+
 from megatron_cp.config import ModelConfig, RunConfig
 
 
@@ -23,6 +25,22 @@ def test_the_default_scheduler_of_dynamic_context_parallelism():
     assert config.model.sequence_packing_scheduler == "default_dynamic_cp"
 
 
+@pytest.mark.parametrize(
+    ("kinds", "transports"),
+    [("a2a", ("a2a",)), (["p2p", "a2a", "p2p"], ("p2p", "a2a")), (["a2a", "a2a"], ("a2a",))],
+)
+def test_each_transport_is_named_once(kinds, transports):
+    assert ModelConfig(cp_comm_type=kinds).transports == transports
+
+
+def test_evaluation_in_groups_of_its_own_runs_packs():
+    config = RunConfig()
+    assert not config.runs_packs
+    config.dist.eval_context_parallel_size = 2
+    assert config.runs_packs
+    assert RunConfig(model=ModelConfig(sequence_packing_scheduler="dp_balanced")).runs_packs
+
+
 def test_data_parallel_size_is_what_the_layout_leaves():
     config = RunConfig(model=ModelConfig(tensor_model_parallel_size=2, context_parallel_size=4))
-    assert config.data_parallel_size(24) == 3
+    assert (config.fewest_ranks, config.data_parallel_size(24)) == (8, 3)

@@ -42,6 +42,8 @@ def machine(found=GPU_MACHINE, **versions):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
     def call(found, *argv):
         monkeypatch.setattr(doctor, "survey", lambda: found)
         code = main(["doctor", *argv])
@@ -125,6 +127,14 @@ def test_the_size_of_the_world(run):
     assert f"{TINY} on 8 ranks" in run(GPU_MACHINE, "--recipe", TINY, "--world-size", "8")[1]
     code, _, err = run(GPU_MACHINE, "--recipe", TINY, "--world-size", "6")
     assert code == 2 and "error A2" in err
+
+
+def test_the_size_of_the_world_is_that_of_other_commands(run, monkeypatch):
+    code, out, err = run(GPU_MACHINE, "--recipe", TINY, "--world-size", "0")
+    assert code == 2 and f"{TINY} on 0 ranks" in out and "A1: world size: must be an integer of at least 1" in err
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert f"{TINY} on 16 ranks" in run(GPU_MACHINE, "--recipe", TINY)[1]
+    assert f"{TINY} on 8 ranks" in run(GPU_MACHINE, "--recipe", TINY, "--world-size", "8")[1]
 
 
 def test_hidden_gpus(run, monkeypatch):

@@ -193,7 +193,7 @@ def test_patience_is_a_number(launch: Callable[..., Launched]) -> None:
     code, text = run.ended()
     assert (code, text) == (
         2,
-        "megatron-cp: error K4: MEGATRON_CP_STOP_SECONDS: the variable must be a number, got '10m'\n"
+        "megatron-cp: error K35: MEGATRON_CP_STOP_SECONDS: the variable must be a number, got '10m'\n"
         "    fix: a number of whole seconds, or unset it\n",
     )
     assert run.written("pid*") == []

@@ -20,10 +20,7 @@ TE = {"transformer_engine": True}
         ({"heads": 64, "kv_heads": 8, "tp": 2, "cp": 16}, ("a2a+p2p", [4, 4])),
         # kv heads replicated: 2 per rank, groups of 4 replicate them evenly.
         ({"heads": 64, "kv_heads": 8, "tp": 4, "cp": 8, "gpus_per_node": 16}, ("a2a+p2p", [4, 2])),
-        (
-            {"heads": 64, "kv_heads": 8, "tp": 4, "cp": 8, "gpus_per_node": 16, "replicate_kv": False},
-            ("a2a+p2p", [2, 4]),
-        ),
+        ({"heads": 64, "kv_heads": 8, "tp": 4, "cp": 8, "gpus_per_node": 16} | TE, ("a2a+p2p", [2, 4])),
         # Nothing divides: seven heads on four ranks.
         ({"heads": 7, "kv_heads": 7, "tp": 1, "cp": 4}, ("p2p", None)),
         ({"heads": 7, "kv_heads": 7, "tp": 1, "cp": 4, "seq_length": 131072}, ("p2p", None)),

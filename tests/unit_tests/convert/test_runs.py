@@ -18,11 +18,11 @@ from megatron_cp.data.tokenizers import build_tokenizer, train_bpe
 from megatron_cp.errors import ConfigError
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.recipes import load_recipe
-from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_cp.training.checkpoint import load_checkpoint
 from megatron_cp.training.resuming import find_start
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
-from tests.training_runs import start, tiny_config
+from tests.training_runs import save_checkpoint, start, tiny_config
 from tests.unit_tests.convert.published import SHAPE, publish, published_losses
 
 TRAINED: dict[str, dict[str, Any]] = {

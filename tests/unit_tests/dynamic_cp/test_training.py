@@ -16,13 +16,14 @@ from megatron_cp.data.varlen import MockVarlenDataset
 from megatron_cp.dynamic_cp import CostModel, Schedule, schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.dynamic_cp.domain import DynamicGroups
-from megatron_cp.dynamic_cp.groups import all_to_all_size
+from megatron_cp.dynamic_cp.groups import all_to_all_size, legal_groups
 from megatron_cp.dynamic_cp.iterator import DynamicBatches
-from megatron_cp.dynamic_cp.packing import MicrobatchParams, dummy_sample, pack
+from megatron_cp.dynamic_cp.packing import MicrobatchParams, dummy_sample
 from megatron_cp.parallel.device import device
 from megatron_cp.parallel.layout import RankLayout, layout_of
 from megatron_cp.training.setup import setup
 from megatron_cp.training.step import train_step
+from tests.packed_runs import pack
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import VOCAB, tiny_config, worst_difference
 from tests.unit_tests.training.layouts import CP2, PP2, SP, TP2, VPP2
@@ -39,7 +40,8 @@ def train(
     """(loss, gradient norm) of each step and the CP sizes that were used; ``skip`` steps are not trained."""
     config = tiny_config(model__sequence_packing_scheduler="default_dynamic_cp", dataset__seq_length=128, **overrides)
     run = setup(config, VOCAB)
-    groups = DynamicGroups(layout_of(config, dist.get_world_size()))
+    layout = layout_of(config, dist.get_world_size())
+    groups = DynamicGroups(layout, blocks=legal_groups(layout.dp * layout.cp))
     model = config.model
     width = model.tensor_model_parallel_size if model.sequence_parallel else 1
     options: dict[str, Any] = {"microbatch_multiple": multiple, "sequence_parallel_size": width}
@@ -168,9 +170,10 @@ def test_everything_that_keeps_a_group_is_switched_and_restored(idle: bool) -> N
 
 def levels_of_blocks() -> list[tuple[int, list[int], list[int], list[int]]]:
     size = functools.partial(all_to_all_size, heads=8, ranks_per_node=2)
-    groups = DynamicGroups(RankLayout(4, tp=1), at_start=True, a2a_size=size, with_tensor_parallel=True)
+    blocks = legal_groups(4)
+    groups = DynamicGroups(RankLayout(4), blocks=blocks, at_start=True, a2a_size=size, with_tensor_parallel=True)
     found = []
-    for block in groups.created:
+    for block in blocks:
         if groups.position in block:
             of_block = groups.of_block(block)
             assert of_block.levels is not None and of_block.tp_cp is of_block.cp
@@ -205,9 +208,9 @@ def test_the_all_to_all_level_of_a_block(block: range, heads: int, node: int, si
 
 
 def wide_groups() -> list[list[int]]:
-    groups = DynamicGroups(RankLayout(8, tp=2, pp=2), with_tensor_parallel=True)
-    blocks = [(0, 1), (groups.position,)]
+    groups = DynamicGroups(RankLayout(8, tp=2, pp=2), blocks=[(0, 1)], with_tensor_parallel=True)
     groups.prepare([(0, 1)])
+    blocks = [(0, 1), (groups.position,)]
     found = [dist.get_process_group_ranks(groups.of_block(block).tp_cp) for block in blocks]
     groups.destroy()
     return found
@@ -265,11 +268,12 @@ def test_bad_samples_are_named(kind: str, message: str) -> None:
 
 
 def groups_of_a_domain() -> tuple[int, list]:
-    groups = DynamicGroups(RankLayout(4, pp=2), at_start=True)
+    blocks = legal_groups(2)
+    groups = DynamicGroups(RankLayout(4, pp=2), blocks=blocks, at_start=True)
     with pytest.raises(ValueError, match="no legal group"):
         groups.prepare([(1, 0)])
     sums = []
-    for positions in groups.created:
+    for positions in blocks:
         if groups.position in positions:
             total = torch.tensor(2 ** dist.get_rank(), device=device())
             dist.all_reduce(total, group=groups.get(positions))

@@ -18,18 +18,19 @@ from megatron_cp.attention.sharding import partition_indices
 from megatron_cp.data.varlen import MockVarlenDataset
 from megatron_cp.dynamic_cp import schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.domain import DynamicGroups
+from megatron_cp.dynamic_cp.groups import legal_groups
 from megatron_cp.dynamic_cp.iterator import DynamicBatches
-from megatron_cp.dynamic_cp.packing import pack
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.mtp import shift_left, unmasked_tokens
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.run_lines import read_lines
 from megatron_cp.training import step
-from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_cp.training.checkpoint import load_checkpoint
 from megatron_cp.training.metrics import StepMetrics, WritingReporter, log_line
 from megatron_cp.training.setup import setup
+from tests.packed_runs import pack
 from tests.ranks import run_ranks
-from tests.training_runs import VOCAB, start, tiny_config
+from tests.training_runs import VOCAB, save_checkpoint, start, tiny_config
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, MIXED, PP2, SP, TP2, VPP2, over
 
 MTP1 = {"model__mtp_num_layers": 1, "model__mtp_loss_scaling_factor": 0.5}
@@ -271,7 +272,8 @@ def train_packed(overrides: dict[str, Any], per_rank: int, dynamic: bool = True,
         **overrides,
     )
     run = setup(config, VOCAB)
-    groups = DynamicGroups(layout_of(config, dist.get_world_size()))
+    layout = layout_of(config, dist.get_world_size())
+    groups = DynamicGroups(layout, blocks=legal_groups(layout.dp * layout.cp))
     model = config.model
     options: dict[str, Any] = {
         "sequence_parallel_size": model.tensor_model_parallel_size if model.sequence_parallel else 1,

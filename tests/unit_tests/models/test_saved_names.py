@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from megatron_cp.models import layer_specs
-from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_cp.training.checkpoint import load_checkpoint
 from tests.ranks import RanksFailed, run_ranks
-from tests.training_runs import start, tiny_config
+from tests.training_runs import save_checkpoint, start, tiny_config
 
 LATENT = {
     "model__multi_latent_attention": True,

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron_cp.errors import ConfigError, RuntimeFault
-from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_cp.training.checkpoint import load_checkpoint
 from megatron_cp.training.checkpoint_files import existing_folder, latest_iteration
 from megatron_cp.training.step import train_step
 from tests.ranks import RanksFailed, run_ranks
-from tests.training_runs import start, tiny_config, train_losses, worst_difference
+from tests.training_runs import save_checkpoint, start, tiny_config, train_losses, worst_difference
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, LAYOUTS, PP2, TP2, VPP2
 
 Losses = list[tuple[float, float]]

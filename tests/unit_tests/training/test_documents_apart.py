@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megatron_cp.data.varlen import MockVarlenDataset
-from megatron_cp.dynamic_cp.packing import Sample, pack
+from megatron_cp.dynamic_cp.packing import Sample
 from megatron_cp.training.setup import setup
 from megatron_cp.training.step import train_step
+from tests.packed_runs import pack
 from tests.ranks import run_ranks
 from tests.training_runs import VOCAB, tiny_config, worst_difference
 from tests.unit_tests.training.layouts import CP2

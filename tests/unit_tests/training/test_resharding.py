@@ -9,13 +9,13 @@ import pytest
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import ConfigError
 from megatron_cp.training.batches import open_steps
-from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_cp.training.checkpoint import load_checkpoint
 from megatron_cp.training.resuming import check_fits
 from megatron_cp.training.setup import setup
 from megatron_cp.training.step import train_step
 from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, train_dataset
 from tests.ranks import RanksFailed, run_ranks
-from tests.training_runs import tiny_config, train_losses, worst_difference
+from tests.training_runs import save_checkpoint, tiny_config, train_losses, worst_difference
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
 from tests.unit_tests.training.test_checkpoint import resume, save_after
 

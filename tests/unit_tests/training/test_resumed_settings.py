@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_cp.training.checkpoint import load_checkpoint
 from megatron_cp.training.step import train_step
 from tests.ranks import RanksFailed, run_ranks
-from tests.training_runs import start, tiny_config
+from tests.training_runs import save_checkpoint, start, tiny_config
 
 PLAIN = {"optimizer__use_distributed_optimizer": False}
 SGD = PLAIN | {"optimizer__optimizer": "sgd"}

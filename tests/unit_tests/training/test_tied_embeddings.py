@@ -9,11 +9,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_cp.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_cp.training.checkpoint import load_checkpoint
 from megatron_cp.training.setup import Run
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
-from tests.training_runs import start, tiny_config, train_losses, worst_difference
+from tests.training_runs import save_checkpoint, start, tiny_config, train_losses, worst_difference
 from tests.unit_tests.training.layouts import CP2, PP2, TP2, VPP2
 
 TIED = {"model__share_embeddings_and_output_weights": True}

@@ -34,9 +34,7 @@ def errors(config, world_size):
 def test_every_recipe_reduces_to_a_valid_small_layout(name):
     config = load_recipe(name)
     m = config.model
-    world_size = config.recipe_world_size or (
-        m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
-    )
+    world_size = config.recipe_world_size or config.fewest_ranks
     (small,) = comparable([config], world_size, 3)
     assert not errors(small, world_size)
     assert not errors(on_one_rank(small), 1)
