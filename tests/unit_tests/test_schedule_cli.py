@@ -177,7 +177,7 @@ def test_a_run_is_shown_as_it_keeps_step(tmp_path, capsys, recorded, options, li
     """The longest sample needs two ranks; like a plan of the same lengths, but for its dynamic schedule."""
     lengths = [100, *range(5, 60)]
     found = Scheduled(schedule(lengths, 4, 64, sync_ranks=2, pipeline_size=3), lengths, PRESETS["h100_8b"])
-    line = record(found, **recorded) | {"iteration": 1}
+    line = {"iteration": 1} | record(found, **recorded)
     (tmp_path / "schedules.jsonl").write_text(json.dumps(line) + "\n")
     assert main(["--from-run", str(tmp_path), "--json", *options]) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -176,11 +176,11 @@ def test_the_log_line_sums_up_its_interval() -> None:
 # Sinks.
 
 
-def report(folder: Path, start: int = 0, steps: range = range(1, 4), **settings: Any) -> None:
+def report(folder: Path, start: int = 0, steps: range = range(1, 4), step_too: bool = True, **settings: Any) -> None:
     config = tiny_config(**{f"logger__{name}": value for name, value in settings.items()})
     config.train.train_iters = 10
     reporter = WritingReporter(config, folder, start, 1)
-    for iteration in steps:
+    for iteration in steps if step_too else ():
         reporter.step(step(iteration), INTERVAL if reporter.is_due(iteration) else None)
     reporter.evaluation(steps[-1], "validation", 4.5, 0.1)
     reporter.saved(steps[-1], 0.2)
@@ -220,6 +220,37 @@ def test_resuming_drops_repeated_and_half_written_lines(tmp_path: Path) -> None:
     assert [line["iteration"] for line in read_lines(path) if "lm_loss" in line] == [1, 2, 3, 4, 5, 6, 7]
     assert all(json.loads(line) for line in path.read_text().splitlines())
     keep_lines_until(tmp_path / "none.jsonl", 3)
+
+
+def test_lines_are_dropped_wherever_they_are(tmp_path: Path) -> None:
+    def lines(*iterations: int) -> str:
+        return "".join(f'{{"iteration": {number}, "x": [{number}]}}\n' for number in iterations)
+
+    path = tmp_path / "lines.jsonl"
+    path.write_text(lines(1, 5, 2, 3, 30) + '{"iteration": 2, "x": [')
+    for last in (3, 2, 0):
+        keep_lines_until(path, last)
+        assert path.read_text() == lines(*range(1, last + 1))
+
+
+def test_a_look_at_an_older_checkpoint_leaves_the_lines(tmp_path: Path) -> None:
+    """It trains nothing, and nothing takes the place of what would be dropped."""
+    report(tmp_path, steps=range(1, 15), tensorboard=False)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    report(tmp_path, start=10, steps=range(10, 11), step_too=False, tensorboard=False)
+    assert (tmp_path / "metrics.jsonl").read_text().startswith(before)
+
+
+def test_a_run_that_begins_anew_has_one_curve(tmp_path: Path) -> None:
+    """Its first attempt ended before the first checkpoint."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (range(1, 7), range(1, 4)):
+        report(tmp_path, steps=steps)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("lm_loss")] == [1, 2, 3]
+    assert [line["iteration"] for line in read_lines(tmp_path / "metrics.jsonl") if "lm_loss" in line] == [1, 2, 3]
 
 
 class FakeRun:

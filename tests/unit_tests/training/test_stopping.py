@@ -198,3 +198,45 @@ def test_exit_interval_and_a_save_in_the_background(cli: Any, tmp_path: Path, ba
     code, text = cli(*arguments, "checkpoint.most_recent_k=2")
     assert code == 0 and "resumed from iteration 4" in text, text
     assert sorted(path.name for path in (tmp_path / "run").glob("*iter_*")) == ["iter_0000005", "iter_0000006"]
+
+
+def test_data_workers_leave_a_signal_to_their_rank(cli: Any, tmp_path: Path) -> None:
+    """Launchers send it to both."""
+
+    def ask_all() -> None:
+        for each in psutil.Process().children():
+            each.terminate()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+
+    arguments = ["train.train_iters=50", "dataset.num_workers=1"]
+    code, text = cli(*arguments, before=at_iteration(2, 1, ask_all))
+    assert code == 143 and "SIGTERM: stopping after iteration 2 and a checkpoint" in text, text
+    assert (tmp_path / "run" / LATEST).read_text() == "2"
+
+
+@pytest.mark.parametrize("last", [50, 2], ids=["on the way", "at the end"])
+def test_a_signal_during_an_evaluation(cli: Any, tmp_path: Path, last: int) -> None:
+    """It ends after the batch that it came in, and what was trained has been saved before."""
+
+    def ask_in_the_second_batch() -> None:
+        from megatron_cp.training import step
+
+        original, batches = step._forward_backward, []
+
+        def counted(run: Any, microbatches: Any, forward_only: bool) -> Any:
+            if forward_only:
+                batches.append(run)
+                assert (tmp_path / "run" / LATEST).read_text() == "2"
+                if len(batches) == 2 and os.environ["RANK"] == "1":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                assert len(batches) <= 2
+            return original(run, microbatches, forward_only)
+
+        step._forward_backward = counted
+
+    evaluation = ["validation.eval_interval=2", "validation.eval_iters=20"]
+    arguments = [f"train.train_iters={last}", "checkpoint.save_interval=2", *evaluation]
+    code, text = cli(*arguments, before=ask_in_the_second_batch)
+    assert code == 143 and "SIGTERM: stopping after iteration 2 and a checkpoint" in text, text
+    assert "validation loss" not in text, text

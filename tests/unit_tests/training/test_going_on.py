@@ -1,0 +1,49 @@
+"""A run that was told how to begin goes on where it has come when the same command is given again."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.run_lines import read_lines
+
+SCHEDULE = ["scheduler.lr_decay_iters=10", "scheduler.lr_warmup_iters=1"]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["lm_loss"] for line in read_lines(folder / "metrics.jsonl") if "lm_loss" in line]
+
+
+def test_after_it_went_back_to_an_older_checkpoint(cli: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    code, text = cli(*SCHEDULE, "train.train_iters=4", "checkpoint.save_interval=1")
+    assert code == 0, text
+    back = [*SCHEDULE, "train.train_iters=6", "checkpoint.ckpt_step=2", "train.exit_interval=3"]
+    code, text = cli(*back)
+    assert code == 0 and f"resumed from iteration 2 of {run}" in text and "further" not in text, text
+    code, text = cli(*back)
+    assert code == 0 and f"resumed from iteration 3 of {run}" in text, text
+    assert "checkpoint.ckpt_step=2 is where this run began, and it has come further since" in text, text
+    code, text = cli(*back, "optimizer.clip_grad=0.5")  # somebody tries something else from there
+    assert code == 0 and f"resumed from iteration 2 of {run}" in text, text
+
+
+def test_after_it_began_with_a_fresh_optimizer(cli: Any, tmp_path: Path) -> None:
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    begin = [*SCHEDULE, "checkpoint.load_optim=false", "train.train_iters=4", "checkpoint.save_interval=2"]
+    code, text = cli(*begin, f"checkpoint.save={undisturbed}")
+    assert code == 0, text
+    for stop in ("train.exit_interval=2", "train.exit_interval=2"):
+        code, text = cli(*begin, stop)
+        assert code == 0 and "begins anew" not in text, text
+    assert losses(run) == losses(undisturbed)
+    code, text = cli(*begin, "train.train_iters=5")
+    assert code == 0 and "the optimizer begins anew (checkpoint.load_optim=false)" in text, text
+
+
+def test_after_it_began_with_the_weights_of_another(cli: Any, tmp_path: Path) -> None:
+    code, text = cli("train.train_iters=2", f"checkpoint.save={tmp_path}/first")
+    assert code == 0, text
+    tuned = ["checkpoint.finetune=true", f"checkpoint.load={tmp_path}/first", "train.train_iters=4"]
+    code, text = cli(*tuned, "train.exit_interval=3")
+    assert code == 0 and f"begun with the weights of iteration 2 of {tmp_path}/first" in text, text
+    code, text = cli(*tuned, "train.exit_interval=3")
+    assert code == 0 and f"resumed from iteration 3 of {tmp_path}/run" in text, text
