@@ -167,6 +167,27 @@ def test_not_slower_than_the_greedy_rule(cost, mode, distribution, ranks, m, cou
     assert seconds[0] <= 1.01 * seconds[1]
 
 
+@pytest.mark.parametrize(
+    ("cost", "lengths", "ranks", "sync_ranks"),
+    [
+        # Over half of what a rank holds: a sample a job, however many tokens stay free.
+        ("h100_moe3b", sample_lengths("long", 2048, 16384, 0), 64, 4),
+        ("h100_moe3b", sample_lengths("long", 2048, 16384, 0), 64, 16),
+        ("a100_moe3b", sample_lengths("long", 1500, 16384, 0), 32, 8),
+        ("h100_moe3b", sample_lengths("long", 2048, 32768, 0), 64, 4),
+        ("h200_8b", np.random.default_rng(1).choice([10_000, 20_000], 1500), 64, 8),
+    ],
+    ids=["sync 4", "sync 16", "32 ranks", "up to two ranks", "halves"],
+)
+def test_not_slower_than_static_where_ranks_share_experts(cost, lengths, ranks, sync_ranks):
+    model = PRESETS[cost]
+    found = schedule(lengths, ranks, 16384, cost=model, sync_ranks=sync_ranks)
+    assert problems(found, lengths.tolist(), ranks, 16384) == []
+    static = schedule_fixed_cp(lengths, ranks, 16384, cost=model)
+    seconds = [simulate(plan, lengths, model, sync_ranks=sync_ranks).seconds for plan in (found, static)]
+    assert seconds[0] <= 1.02 * seconds[1]
+
+
 @pytest.mark.parametrize("distribution", ["documents", "wikipedia"])
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(8, 1), (64, 1), (64, 8), (256, 1), (256, 8)])
 def test_late_padding_costs_little(distribution, ranks, sequence_parallel):
