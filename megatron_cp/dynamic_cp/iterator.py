@@ -7,6 +7,7 @@ its own microbatches hold.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,6 +96,7 @@ class DynamicBatches:
             a rank that has nothing to do in a microbatch leaves it out, though it runs at least one a step.
         cost: the model to schedule with; see :meth:`use_cost`.
         longest: most tokens of a sample.
+        num_steps: how many will be asked for, if that is known: the last of them starts no further one.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class DynamicBatches:
         consumed_samples: int = 0,
         cost: CostModel = DEFAULT_COST,
         longest: int | None = None,
+        num_steps: int | None = None,
     ) -> None:
         if global_batch_size < 1:
             raise ValueError(f"train.global_batch_size={global_batch_size}: must be at least 1")
@@ -119,6 +122,7 @@ class DynamicBatches:
         self._keep_step = keep_step
         self._device = device
         self._longest = longest
+        self._steps_left = math.inf if num_steps is None else num_steps
         self._consumed = consumed_samples
         # The next step may be under way with an older cost model than the one in use now.
         self._cost_of_next = self._cost = cost
@@ -135,7 +139,8 @@ class DynamicBatches:
         exposed = perf_counter() - begin
         self._consumed += self._size
         self._cost_of_next = self._cost
-        self._ahead = self._submit()
+        self._steps_left -= 1
+        self._ahead = self._submit() if self._steps_left > 0 else None
         return StepPlan(**{**vars(plan), "exposed_seconds": exposed})
 
     def _submit(self) -> Future[StepPlan]:
