@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -22,7 +21,7 @@ import torch
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.domain import DynamicGroups
 from megatron_cp.dynamic_cp.packing import HostPack, PackedMicrobatch, Sample, dummy_sample, lay_out, mask_problems
-from megatron_cp.dynamic_cp.report import padding_fraction
+from megatron_cp.dynamic_cp.report import as_arrays, cp_sizes, imbalance_of_work, padding_fraction
 from megatron_cp.dynamic_cp.types import Group, Schedule
 
 Scheduler = Callable[[Sequence[int], CostModel], Schedule]
@@ -47,6 +46,7 @@ class StepPlan:
 
     ``groups`` has an entry a microbatch, ``None`` where this rank runs a dummy; ``packs`` are their contents.
     ``checksums`` are those of the samples that were read, by sample id. Times in seconds.
+    What is told of every step takes long where batches are large: it is worked out with the plan, in the background.
     """
 
     samples: tuple[int, ...]  # indices into the source, by sample id of the schedule
@@ -55,33 +55,16 @@ class StepPlan:
     cost: CostModel  # what the schedule was made with
     groups: tuple[Group | None, ...]
     packs: tuple[HostPack, ...]
-    checksums: Mapping[int, int] = field(default_factory=dict)
+    checksums: Mapping[int, int]
+    checksum: int  # of samples, lengths and schedule
+    imbalance: float  # seconds of the rank with most work by the cost model, over the mean of all ranks
+    padding_fraction: float  # padding tokens by real tokens, over the whole domain
+    cp_sizes: Mapping[int, int]  # how many groups of each size the whole domain runs
     exposed_seconds: float = 0.0  # spent waiting for all this
 
     @property
     def num_microbatches(self) -> int:
         return len(self.groups)
-
-    @property
-    def cp_sizes(self) -> dict[int, int]:
-        """How many groups of each size the whole domain runs."""
-        return dict(sorted(Counter(g.cp_size for groups in self.schedule.microbatches for g in groups).items()))
-
-    @property
-    def padding_fraction(self) -> float:
-        """Padding tokens by real tokens, over the whole domain."""
-        return padding_fraction(self.schedule, self.lengths)
-
-    @property
-    def imbalance(self) -> float:
-        """Seconds that the rank with most work takes by the cost model, over the mean of all ranks."""
-        lengths = np.asarray(self.lengths)
-        work = np.zeros(self.schedule.num_ranks)
-        for groups in self.schedule.microbatches:
-            for group in groups:
-                seconds = self.cost.seconds(lengths[list(group.sample_ids)], group.cp_size)
-                work[group.ranks[0] : group.ranks[-1] + 1] += seconds
-        return float(work.max() / work.mean())
 
 
 class DynamicBatches:
@@ -141,7 +124,7 @@ class DynamicBatches:
         self._cost_of_next = self._cost
         self._steps_left -= 1
         self._ahead = self._submit() if self._steps_left > 0 else None
-        return StepPlan(**{**vars(plan), "exposed_seconds": exposed})
+        return replace(plan, exposed_seconds=exposed)
 
     def _submit(self) -> Future[StepPlan]:
         return self._pool.submit(self._plan, self._consumed, self._cost_of_next)
@@ -155,7 +138,19 @@ class DynamicBatches:
             groups = [group for group in groups if group is not None] or [None]
         checksums: dict[int, int] = {}
         packs = tuple(self._read(group, samples, schedule.sequence_parallel_size, checksums) for group in groups)
-        return StepPlan(samples, lengths, schedule, cost, tuple(groups), packs, checksums)
+        return StepPlan(
+            samples,
+            lengths,
+            schedule,
+            cost,
+            tuple(groups),
+            packs,
+            checksums,
+            checksum=_checksum_of_plan(samples, lengths, schedule),
+            imbalance=imbalance_of_work(schedule, lengths, cost),
+            padding_fraction=padding_fraction(schedule, lengths),
+            cp_sizes=cp_sizes(schedule),
+        )
 
     def _length(self, index: int) -> int:
         length = self._source.length(index)
@@ -222,6 +217,13 @@ def _check(index: int, sample: Sample, length: int) -> None:
             )
     for problem in mask_problems(sample["loss_mask"]):
         raise ValueError(f"sample {index} of the data set: {problem}")
+
+
+def _checksum_of_plan(samples: Sequence[int], lengths: Sequence[int], schedule: Schedule) -> int:
+    crc = schedule.num_microbatches  # the last ones may be empty
+    for numbers in (np.array([samples, lengths], dtype=np.int64), *as_arrays(schedule)):
+        crc = zlib.crc32(numbers, crc)
+    return crc
 
 
 def _checksum(sample: Sample) -> int:
