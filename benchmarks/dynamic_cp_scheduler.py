@@ -3,6 +3,7 @@
     python benchmarks/dynamic_cp_scheduler.py              # balance, h100_8b, 3 seeds; about ten minutes on one core
     python benchmarks/dynamic_cp_scheduler.py --cost h100_moe3b --seeds 1
     python benchmarks/dynamic_cp_scheduler.py --part greedy  # never slower than the greedy rule: all cost presets
+    python benchmarks/dynamic_cp_scheduler.py --part static  # never slower than static CP: samples that want one size
     python benchmarks/dynamic_cp_scheduler.py --part time  # scheduling time against megatron-core's scheduler
     python benchmarks/dynamic_cp_scheduler.py --quick      # a few minutes less: every third configuration, one seed
 
@@ -69,6 +70,18 @@ MODES: dict[str, Callable[[int], dict[str, int]]] = {
     "barrier": lambda ranks: {"sync_ranks": ranks},
     "pipeline 4": lambda ranks: {"pipeline_size": 4},
 }
+# Samples that static CP packs well: most want the same number of ranks, and few share a microbatch.
+ALIKE = [
+    ("long", 8192, 64, 8192, 4096),
+    ("long", 16384, 64, 16384, 2048),
+    ("long", 16384, 64, 16384, 4096),
+    ("long", 16384, 32, 16384, 1500),
+    ("long", 32768, 64, 16384, 2048),
+    ("documents", 8192, 64, 8192, 4096),
+    ("halves", 20000, 64, 16384, 1500),
+    ("halves", 20000, 64, 16384, 6000),
+]
+SHARING_EXPERTS = (1, 4, 8, 16, 32)
 TARGETS = {"dense": 1.065, "lock-step 8": 1.07, "barrier": 1.085, "pipeline 4": 1.70}
 
 
@@ -167,6 +180,33 @@ def against_greedy(seeds: int, step: int) -> bool:
     return max(max(each)[0] for each in ratios.values()) <= 1.01
 
 
+def against_static(seeds: int, step: int) -> bool:
+    """Seconds of a step over balanced static CP's where ranks share experts. Returns whether none is over 1.02."""
+    ratios: dict[tuple[str, int], list[tuple[float, str]]] = defaultdict(list)
+    for distribution, longest, ranks, tokens, count in ALIKE[::step]:
+        for seed in range(seeds):
+            if distribution == "halves":
+                lengths = np.random.default_rng(seed).choice([longest // 2, longest], count)
+            else:
+                lengths = sample_lengths(distribution, count, longest, seed)
+            for name in ("h100_8b", "h200_8b", "h100_moe3b", "a100_moe3b"):
+                cost = PRESETS[name]
+                static = schedule_fixed_cp(lengths, ranks, tokens, cost=cost)
+                for sync in SHARING_EXPERTS:
+                    ours = schedule(lengths, ranks, tokens, cost=cost, sync_ranks=sync)
+                    ratio = simulate(ours, lengths, cost, sync_ranks=sync).seconds
+                    ratio /= simulate(static, lengths, cost, sync_ranks=sync).seconds
+                    case = f"{distribution} <={longest} G={ranks} m={tokens} n={count} seed {seed}"
+                    ratios[name, sync].append((ratio, case))
+    print("Seconds over balanced static CP's, by ranks that share experts: geometric mean, and the worst case\n")
+    print(f"| cost | {' | '.join(map(str, SHARING_EXPERTS))} | where |\n|---|{'---|' * len(SHARING_EXPERTS)}---|")
+    for name in dict.fromkeys(name for name, _ in ratios):
+        of_sync = [ratios[name, sync] for sync in SHARING_EXPERTS]
+        cells = [f"{geometric_mean(ratio for ratio, _ in each):.2f}, {max(each)[0]:.3f}" for each in of_sync]
+        print(f"| {name} | {' | '.join(cells)} | {max(map(max, of_sync))[1]} |")
+    return max(max(each)[0] for each in ratios.values()) <= 1.02
+
+
 def best_time(run: Callable[[], Any], repeats: int) -> float:
     """CPU seconds of the fastest of a few runs: the least disturbed by what else the machine does."""
     times = []
@@ -203,17 +243,21 @@ def scheduling_time(cost_name: str) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["balance", "greedy", "time"], default="balance")
+    parser.add_argument("--part", choices=["balance", "greedy", "static", "time"], default="balance")
     parser.add_argument("--cost", choices=sorted(PRESETS), default="h100_8b")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="every third configuration, one seed")
     args = parser.parse_args()
     if args.part == "time":
         met = scheduling_time(args.cost)
-    elif args.part == "greedy":
-        met = against_greedy(1 if args.quick else args.seeds, 3 if args.quick else 1)
     else:
-        met = balance(args.cost, 1 if args.quick else args.seeds, 3 if args.quick else 1)
+        seeds, step = (1, 3) if args.quick else (args.seeds, 1)
+        if args.part == "greedy":
+            met = against_greedy(seeds, step)
+        elif args.part == "static":
+            met = against_static(seeds, step)
+        else:
+            met = balance(args.cost, seeds, step)
     if args.cost != "h100_8b" or args.quick:
         return 0
     print("all targets met" if met else "a target was missed")

@@ -85,14 +85,34 @@ def _level(
 ) -> list[list[int]]:
     """As few bins as will do, a multiple of ``step``, with like seconds, the dearest first."""
     order = np.argsort(-ids, kind="stable")
-    work = cost.sample_seconds(ids, cp_size) - cost.for_size(cp_size).fixed
-    count = max(1, -(-int(tokens.sum()) // (capacity * step))) * step
-    while True:
-        chosen = most_room(work[order].tolist(), tokens[order].tolist(), [0.0] * count, capacity)
-        if -1 not in chosen:
-            break
-        count += step
+    work = (cost.sample_seconds(ids, cp_size) - cost.for_size(cp_size).fixed)[order].tolist()
+    sizes = tokens[order].tolist()
+
+    def pack(count: int) -> list[int]:
+        return most_room(work, sizes, [0.0] * count, capacity)
+
+    count = -(-_fewest_bins(tokens, capacity) // step) * step
+    chosen = pack(count)
+    too_few, more = count - step, step
+    while -1 in chosen:
+        too_few, count, more = count, count + more, 2 * more
+        chosen = pack(count)
+    while count - too_few > step:
+        middle = too_few + (count - too_few) // (2 * step) * step
+        attempt = pack(middle)
+        if -1 in attempt:
+            too_few = middle
+        else:
+            count, chosen = middle, attempt
     bins: list[list[int]] = [[] for _ in range(count)]
-    for x, k in zip(order.tolist(), chosen, strict=True):
+    seconds = [0.0] * count
+    for x, k, share in zip(order.tolist(), chosen, work, strict=True):
         bins[k].append(x)
-    return sorted(bins, key=lambda b: -sum(work[b]))
+        seconds[k] += share
+    return [bins[k] for k in sorted(range(count), key=lambda k: -seconds[k])]
+
+
+def _fewest_bins(tokens: np.ndarray, capacity: int) -> int:
+    """No packing has fewer: of samples over half a bin each needs its own, of those over a third two share one ..."""
+    by_size = [-(-int((k * tokens > capacity).sum()) // (k - 1)) for k in range(2, 9)]
+    return max(1, -(-int(tokens.sum()) // capacity), *by_size)

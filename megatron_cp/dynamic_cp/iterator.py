@@ -7,11 +7,11 @@ its own microbatches hold.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ import torch
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.domain import DynamicGroups
 from megatron_cp.dynamic_cp.packing import HostPack, PackedMicrobatch, Sample, dummy_sample, lay_out, mask_problems
-from megatron_cp.dynamic_cp.report import padding_fraction
+from megatron_cp.dynamic_cp.report import as_arrays, cp_sizes, imbalance_of_work, padding_fraction
 from megatron_cp.dynamic_cp.types import Group, Schedule
 
 Scheduler = Callable[[Sequence[int], CostModel], Schedule]
@@ -46,6 +46,7 @@ class StepPlan:
 
     ``groups`` has an entry a microbatch, ``None`` where this rank runs a dummy; ``packs`` are their contents.
     ``checksums`` are those of the samples that were read, by sample id. Times in seconds.
+    What is told of every step takes long where batches are large: it is worked out with the plan, in the background.
     """
 
     samples: tuple[int, ...]  # indices into the source, by sample id of the schedule
@@ -54,33 +55,16 @@ class StepPlan:
     cost: CostModel  # what the schedule was made with
     groups: tuple[Group | None, ...]
     packs: tuple[HostPack, ...]
-    checksums: Mapping[int, int] = field(default_factory=dict)
+    checksums: Mapping[int, int]
+    checksum: int  # of samples, lengths and schedule
+    imbalance: float  # seconds of the rank with most work by the cost model, over the mean of all ranks
+    padding_fraction: float  # padding tokens by real tokens, over the whole domain
+    cp_sizes: Mapping[int, int]  # how many groups of each size the whole domain runs
     exposed_seconds: float = 0.0  # spent waiting for all this
 
     @property
     def num_microbatches(self) -> int:
         return len(self.groups)
-
-    @property
-    def cp_sizes(self) -> dict[int, int]:
-        """How many groups of each size the whole domain runs."""
-        return dict(sorted(Counter(g.cp_size for groups in self.schedule.microbatches for g in groups).items()))
-
-    @property
-    def padding_fraction(self) -> float:
-        """Padding tokens by real tokens, over the whole domain."""
-        return padding_fraction(self.schedule, self.lengths)
-
-    @property
-    def imbalance(self) -> float:
-        """Seconds that the rank with most work takes by the cost model, over the mean of all ranks."""
-        lengths = np.asarray(self.lengths)
-        work = np.zeros(self.schedule.num_ranks)
-        for groups in self.schedule.microbatches:
-            for group in groups:
-                seconds = self.cost.seconds(lengths[list(group.sample_ids)], group.cp_size)
-                work[group.ranks[0] : group.ranks[-1] + 1] += seconds
-        return float(work.max() / work.mean())
 
 
 class DynamicBatches:
@@ -95,6 +79,7 @@ class DynamicBatches:
             a rank that has nothing to do in a microbatch leaves it out, though it runs at least one a step.
         cost: the model to schedule with; see :meth:`use_cost`.
         longest: most tokens of a sample.
+        num_steps: how many will be asked for, if that is known: the last of them starts no further one.
     """
 
     def __init__(
@@ -109,6 +94,7 @@ class DynamicBatches:
         consumed_samples: int = 0,
         cost: CostModel = DEFAULT_COST,
         longest: int | None = None,
+        num_steps: int | None = None,
     ) -> None:
         if global_batch_size < 1:
             raise ValueError(f"train.global_batch_size={global_batch_size}: must be at least 1")
@@ -119,6 +105,7 @@ class DynamicBatches:
         self._keep_step = keep_step
         self._device = device
         self._longest = longest
+        self._steps_left = math.inf if num_steps is None else num_steps
         self._consumed = consumed_samples
         # The next step may be under way with an older cost model than the one in use now.
         self._cost_of_next = self._cost = cost
@@ -135,7 +122,8 @@ class DynamicBatches:
         exposed = perf_counter() - begin
         self._consumed += self._size
         self._cost_of_next = self._cost
-        self._ahead = self._submit()
+        self._steps_left -= 1
+        self._ahead = self._submit() if self._steps_left > 0 else None
         return replace(plan, exposed_seconds=exposed)
 
     def _submit(self) -> Future[StepPlan]:
@@ -150,7 +138,19 @@ class DynamicBatches:
             groups = [group for group in groups if group is not None] or [None]
         checksums: dict[int, int] = {}
         packs = tuple(self._read(group, samples, schedule.sequence_parallel_size, checksums) for group in groups)
-        return StepPlan(samples, lengths, schedule, cost, tuple(groups), packs, checksums)
+        return StepPlan(
+            samples,
+            lengths,
+            schedule,
+            cost,
+            tuple(groups),
+            packs,
+            checksums,
+            checksum=_checksum_of_plan(samples, lengths, schedule),
+            imbalance=imbalance_of_work(schedule, lengths, cost),
+            padding_fraction=padding_fraction(schedule, lengths),
+            cp_sizes=cp_sizes(schedule),
+        )
 
     def _length(self, index: int) -> int:
         length = self._source.length(index)
@@ -217,6 +217,13 @@ def _check(index: int, sample: Sample, length: int) -> None:
             )
     for problem in mask_problems(sample["loss_mask"]):
         raise ValueError(f"sample {index} of the data set: {problem}")
+
+
+def _checksum_of_plan(samples: Sequence[int], lengths: Sequence[int], schedule: Schedule) -> int:
+    crc = schedule.num_microbatches  # the last ones may be empty
+    for numbers in (np.array([samples, lengths], dtype=np.int64), *as_arrays(schedule)):
+        crc = zlib.crc32(numbers, crc)
+    return crc
 
 
 def _checksum(sample: Sample) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -149,56 +150,85 @@ def _fill_shelves(
     leaves = min(1 << plan.block_level, len(problem.tree.levels[0]))
     fixed, capacity = problem.costs[0].fixed, problem.max_tokens
     work, tokens = problem.seconds[0, short] - fixed, problem.tokens[0, short]
-    volume = float(work.sum())
-    full = volume / float(tokens.sum()) * capacity  # seconds of work that an average full job holds
-
-    wanted: list[float] = []
-    owners: list[Shelf] = []
-    for shelf, number in rooms:
-        wanted += [shelf[0].seconds - fixed] * number
-        owners += [shelf] * number
-        volume -= number * min(shelf[0].seconds - fixed, full)
-    height = max(min(limit - fixed, 0.995 * full), 0.02 * full)
-    if volume > 0 or not owners:
-        taken = [a + (pipeline_size - 1) * max(b, height) for a, b in zip(loads, highest, strict=True)]
-        level = water_level(taken, max(volume, 0.0) / leaves * (1 + fixed / height))
-        for j, load in enumerate(taken):
-            count = math.ceil((level - load) / (height + fixed) - 1e-6)
-            if count <= 0 or (level - load) / count < 1.5 * fixed:
-                continue
-            for _ in range(count):
-                plan.shelves[j].append([])
-                owners += [plan.shelves[j][-1]] * leaves
-            wanted += [(level - load) / count - fixed] * (count * leaves)
-    if len(problem.sizes) > 1:
+    owners = [shelf for shelf, number in rooms for _ in range(number)]
+    free = [shelf[0].seconds - fixed for shelf in owners]
+    full = float(work.sum()) / float(tokens.sum()) * capacity  # seconds of work that an average full job holds
+    for again in (False, True):
+        volume = float(work.sum()) - sum([min(seconds, full) for seconds in free])
+        height = max(min(limit - fixed, 0.995 * full), 0.02 * full)
+        new: list[tuple[int, float]] = []
+        if volume > 0 or not free:
+            taken = [a + (pipeline_size - 1) * max(b, height) for a, b in zip(loads, highest, strict=True)]
+            new = _new_shelves(taken, max(volume, 0.0) / leaves * (1 + fixed / height), height, fixed)
+        wanted = free + [seconds for _, seconds in new for _ in range(leaves)]
         highest_wanted = max(wanted, default=0.0)
-        quicker = problem.seconds[1, short] < problem.seconds[0, short]
-        stuck = (
-            short[quicker & (work > tallest * highest_wanted)] if (work > 1.02 * highest_wanted).any() else short[:0]
-        )
-        if stuck.size:
-            return stuck
+        if not again and len(problem.sizes) > 1 and (work > 1.02 * highest_wanted).any():
+            quicker = problem.seconds[1, short] < problem.seconds[0, short]
+            stuck = short[quicker & (work > tallest * highest_wanted)]
+            if stuck.size:
+                return stuck
+        contents: list[list[int]] = [[] for _ in wanted]
+        left: list[int] = []
+        for x, k in zip(short.tolist(), most_room(work.tolist(), tokens.tolist(), wanted, capacity), strict=True):
+            (contents[k] if k >= 0 else left).append(x)
+        extra = spread_out(problem, left, leaves) if left else []
+        if len(extra) <= len(loads):
+            break
+        # Jobs are full before their tokens are used up (by samples of over half of them, say): count the jobs.
+        full = min(full, float(work.sum()) / len(best_fit(short.tolist(), tokens.tolist(), capacity)))
 
-    contents: list[list[int]] = [[] for _ in owners]
-    left: list[int] = []
-    for x, k in zip(short.tolist(), most_room(work.tolist(), tokens.tolist(), wanted, capacity), strict=True):
-        (contents[k] if k >= 0 else left).append(x)
-    if left:  # the jobs' tokens did not suffice: into wide jobs, or more microbatches for the least loaded block
-        extra = spread_out(problem, left, leaves)
-        alone = sum([max([job.seconds for job in jobs_of(problem, 0, bins)]) for bins in extra])
-        if not squeeze_in(problem, plan.shelves, left, alone):
-            stacked = plan.shelves[loads.index(min(loads))]
-            for bins in extra:
-                stacked.append([])
-                owners += [stacked[-1]] * len(bins)
+    blocks = [j for j, _ in new for _ in range(leaves)]
+    if left:  # the jobs' tokens did not suffice: into wide jobs, or more microbatches for the least loaded blocks
+        alone = [max([job.seconds for job in jobs_of(problem, 0, bins)]) for bins in extra]
+        if not squeeze_in(problem, plan.shelves, left, sum(alone)):
+            totals = list(loads)
+            for j, seconds in new:
+                totals[j] += seconds + fixed
+            for bins, j in zip(extra, least_loaded(alone, totals), strict=True):
+                blocks += [j] * len(bins)
                 contents += bins
+    plain: list[list[Job]] = [[] for _ in loads]
     busy = [k for k, items in enumerate(contents) if items]
     for k, job in zip(busy, jobs_of(problem, 0, [contents[k] for k in busy]), strict=True):
-        owners[k].append(job)
-    # New shelves of a block have the same target; sorted, each holds jobs of the most similar durations.
-    for j, stacked in enumerate(plan.shelves):
-        mixed = [shelf for shelf in stacked if any(job.level for job in shelf)]
-        plain = [job for shelf in stacked if not any(job.level for job in shelf) for job in shelf]
-        plain.sort(key=lambda job: -job.seconds)
-        plan.shelves[j] = mixed + [plain[k : k + leaves] for k in range(0, len(plain), leaves)]
+        (owners[k] if k < len(owners) else plain[blocks[k - len(owners)]]).append(job)
+    for stacked, shelves in zip(plan.shelves, _shelves_of(plain, leaves, loads), strict=True):
+        stacked += shelves
     return short[:0]
+
+
+def _new_shelves(loads: list[float], volume: float, height: float, fixed: float) -> list[tuple[int, float]]:
+    """Level the blocks with ``volume`` seconds in new shelves of at most ``height``, and what is fixed, in seconds.
+
+    Returns (block, seconds of work that each of its jobs should have), one a shelf.
+    """
+    level = water_level(loads, volume)
+    found = []
+    for j, load in enumerate(loads):
+        count = math.ceil((level - load) / (height + fixed) - 1e-6)
+        if count > 0 and (level - load) / count >= 1.5 * fixed:
+            found += [(j, (level - load) / count - fixed)] * count
+    return found
+
+
+def _shelves_of(jobs: list[list[Job]], leaves: int, loads: list[float]) -> list[list[Shelf]]:
+    """The shelves of each block's new ``jobs``: sorted, each holds jobs of the most similar durations.
+
+    The jobs of a block level it if they took what was wanted of them. Those that one long sample fills do not: then the
+    shelves of all blocks are dealt out once more.
+    """
+
+    def cut(some: list[Job]) -> list[Shelf]:
+        some = sorted(some, key=lambda job: -job.seconds)
+        return [some[k : k + leaves] for k in range(0, len(some), leaves)]
+
+    def highest(stacks: list[list[Shelf]]) -> float:
+        return max(
+            [load + sum([shelf[0].seconds for shelf in stack]) for load, stack in zip(loads, stacks, strict=True)]
+        )
+
+    own = [cut(some) for some in jobs]
+    shelves = cut(list(chain.from_iterable(jobs)))
+    dealt: list[list[Shelf]] = [[] for _ in loads]
+    for shelf, j in zip(shelves, least_loaded([shelf[0].seconds for shelf in shelves], loads), strict=True):
+        dealt[j].append(shelf)
+    return min(own, dealt, key=highest)

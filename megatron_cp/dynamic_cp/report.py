@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.simulate import SimulatedStep, simulate
-from megatron_cp.dynamic_cp.types import Schedule, padded_length
+from megatron_cp.dynamic_cp.types import Schedule
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,45 @@ class Report:
         return {name: getattr(self, name) for name in names} | {"cp_sizes": sizes}
 
 
+def cp_sizes(schedule: Schedule) -> dict[int, int]:
+    """How many groups of each size the whole domain runs."""
+    return dict(sorted(Counter(group.cp_size for groups in schedule.microbatches for group in groups).items()))
+
+
+def as_arrays(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """The groups, one a row: microbatch, first rank, ranks, samples [groups, 4]; and their sample ids, in a row [n]."""
+    rows = [
+        (k, group.ranks[0], group.cp_size, len(group.sample_ids))
+        for k, groups in enumerate(schedule.microbatches)
+        for group in groups
+    ]
+    ids = chain.from_iterable([group.sample_ids for groups in schedule.microbatches for group in groups])
+    return np.array(rows, dtype=np.int64).reshape(-1, 4), np.fromiter(ids, dtype=np.int64)
+
+
 def padding_fraction(schedule: Schedule, lengths: Sequence[int] | np.ndarray) -> float:
     """Padding tokens per real token."""
-    real = padded = 0
-    for groups in schedule.microbatches:
-        for group in groups:
-            for x in group.sample_ids:
-                real += int(lengths[x])
-                padded += padded_length(int(lengths[x]), group.cp_size, schedule.sequence_parallel_size)
-    return padded / real - 1 if real else 0.0
+    groups, ids = as_arrays(schedule)
+    real = np.asarray(lengths, dtype=np.int64)[ids]
+    unit = np.repeat(groups[:, 2], groups[:, 3]) * (2 * schedule.sequence_parallel_size)
+    padded = -(-real // unit) * unit
+    return float(padded.sum() / real.sum() - 1) if ids.size else 0.0
+
+
+def imbalance_of_work(schedule: Schedule, lengths: Sequence[int] | np.ndarray, cost: CostModel) -> float:
+    """Seconds that the rank with most work takes by the cost model, over the mean of all ranks. Waiting is no work."""
+    groups, ids = as_arrays(schedule)
+    real = np.asarray(lengths, dtype=np.float64)[ids]
+    starts = np.cumsum(groups[:, 3]) - groups[:, 3]
+    tokens, squares = np.add.reduceat([real, real * real], starts, axis=1)
+    calls = cost.per_sample * groups[:, 3] * cost.calls(groups[:, 2])
+    of_size = {size: cost.for_size(size) for size in np.unique(groups[:, 2]).tolist()}
+    work = np.zeros(schedule.num_ranks)
+    for (_, first, size, _), square, token, more in zip(
+        groups.tolist(), squares.tolist(), tokens.tolist(), calls.tolist(), strict=True
+    ):
+        work[first : first + size] += of_size[size].seconds(square, token) + more
+    return float(work.max() / work.mean())
 
 
 def report(

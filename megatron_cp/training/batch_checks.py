@@ -95,7 +95,7 @@ class PackChecks:
             RuntimeFault: on every rank, if any rank has a problem or ranks differ.
         """
         problems = [*problems, *(problems_of_packs(plan) if plan else ())]
-        made = _checksum_of_plan(plan) if plan else 0
+        made = plan.checksum if plan else 0
         read = torch.full((self._size,), _NOT_READ, dtype=torch.int64)
         same = (
             read.clone()
@@ -151,10 +151,6 @@ def problems_of_packs(plan: StepPlan) -> list[str]:
         found += check_batch(shapes, seq_length=total, cp_size=pack.cp_size, packed=True)
         found += check_pack(pack.starts, pack.padded_starts, num_tokens=total, cp_size=pack.cp_size, tp_size=width)
     return [str(violation) for violation in found]
-
-
-def _checksum_of_plan(plan: StepPlan) -> int:
-    return zlib.crc32(repr((plan.samples, plan.lengths, plan.schedule.microbatches)).encode())
 
 
 def _raise(run: Run, texts: Sequence[str]) -> None:

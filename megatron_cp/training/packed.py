@@ -66,6 +66,8 @@ class PackedSteps:
         size = config.train.global_batch_size
         if not training:
             size = config.validation.eval_global_batch_size or size
+        # More may be asked for; they are then not made ahead.
+        num_steps = config.train.train_iters - run.progress.iteration if training else config.validation.eval_iters
         self._run = run
         self._costs = CostTracker(run, model_cost(config), active=training)
         self._checks = PackChecks(run, size)
@@ -80,6 +82,7 @@ class PackedSteps:
             consumed_samples=consumed_samples,
             cost=self._costs.cost,
             longest=model.seq_length,
+            num_steps=num_steps,
         )
 
     def __next__(self) -> Step:

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.dynamic_cp import PRESETS, Group, Schedule, legal_groups, padded_length, schedule, schedule_fixed_cp
+from megatron_cp.dynamic_cp import (
+    PRESETS,
+    Group,
+    Schedule,
+    fixed,
+    legal_groups,
+    padded_length,
+    schedule,
+    schedule_fixed_cp,
+)
 from megatron_cp.dynamic_cp.distributions import sample_lengths
 from megatron_cp.dynamic_cp.gaps import Gaps
 from megatron_cp.dynamic_cp.greedy import greedy_per_microbatch
@@ -167,6 +176,27 @@ def test_not_slower_than_the_greedy_rule(cost, mode, distribution, ranks, m, cou
     assert seconds[0] <= 1.01 * seconds[1]
 
 
+@pytest.mark.parametrize(
+    ("cost", "lengths", "ranks", "sync_ranks"),
+    [
+        # Over half of what a rank holds: a sample a job, however many tokens stay free.
+        ("h100_moe3b", sample_lengths("long", 2048, 16384, 0), 64, 4),
+        ("h100_moe3b", sample_lengths("long", 2048, 16384, 0), 64, 16),
+        ("a100_moe3b", sample_lengths("long", 1500, 16384, 0), 32, 8),
+        ("h100_moe3b", sample_lengths("long", 2048, 32768, 0), 64, 4),
+        ("h200_8b", np.random.default_rng(1).choice([10_000, 20_000], 1500), 64, 8),
+    ],
+    ids=["sync 4", "sync 16", "32 ranks", "up to two ranks", "halves"],
+)
+def test_not_slower_than_static_where_ranks_share_experts(cost, lengths, ranks, sync_ranks):
+    model = PRESETS[cost]
+    found = schedule(lengths, ranks, 16384, cost=model, sync_ranks=sync_ranks)
+    assert problems(found, lengths.tolist(), ranks, 16384) == []
+    static = schedule_fixed_cp(lengths, ranks, 16384, cost=model)
+    seconds = [simulate(plan, lengths, model, sync_ranks=sync_ranks).seconds for plan in (found, static)]
+    assert seconds[0] <= 1.02 * seconds[1]
+
+
 @pytest.mark.parametrize("distribution", ["documents", "wikipedia"])
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(8, 1), (64, 1), (64, 8), (256, 1), (256, 8)])
 def test_late_padding_costs_little(distribution, ranks, sequence_parallel):
@@ -323,6 +353,36 @@ def test_time_grows_like_n_log_n():
         return min(times)
 
     assert seconds(24_000) < 60 * seconds(1_500)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 400) | st.integers(195, 215), min_size=1, max_size=60),
+    cp_size=st.sampled_from([1, 2, 4]),
+    replicas=st.integers(1, 4),
+    multiple=st.sampled_from([1, 2]),
+)
+def test_static_packing_has_as_few_microbatches_as_will_do(lengths, cp_size, replicas, multiple):
+    """As few as counting up from one finds."""
+    found = schedule_fixed_cp(lengths, cp_size * replicas, 400, cp_size=cp_size, microbatch_multiple=multiple)
+    assert problems(found, lengths, cp_size * replicas, 400, microbatch_multiple=multiple) == []
+    order = sorted(lengths, reverse=True)
+    tokens = [padded_length(s, cp_size) // cp_size for s in order]
+    work = (COST.sample_seconds(order, cp_size) - COST.for_size(cp_size).fixed).tolist()
+    step = replicas * multiple
+    fewest = next(k for k in range(step, 10_000, step) if -1 not in fixed.most_room(work, tokens, [0.0] * k, 400))
+    assert found.num_microbatches == fewest // replicas
+
+
+@pytest.mark.parametrize("center", [0.6, 0.45, 0.3])
+def test_static_packing_is_tried_a_few_times_only(monkeypatch, center):
+    """Where most samples are a little over half, or a third, of what a group holds, tokens say little about bins."""
+    tries = []
+    pack = fixed.most_room
+    monkeypatch.setattr(fixed, "most_room", lambda *arguments: tries.append(1) or pack(*arguments))
+    lengths = np.random.default_rng(0).normal(center, 0.05, 2000).clip(0.01, 1) * 65536
+    schedule_fixed_cp(lengths.astype(int), 8, 8192, cp_size=8)
+    assert len(tries) <= 16
 
 
 @pytest.mark.parametrize(
