@@ -210,8 +210,7 @@ def _build_with_megatron_core(
     )
     core_config.split_matrix = parts
     with warnings.catch_warnings():
-        # Upstream says at length that it will not mask padding, of which there is none, and that it knows no rank.
-        warnings.filterwarnings("ignore", message="The pad token id in the tokenizer collides")
+        # Upstream says that it knows no rank.
         warnings.filterwarnings("ignore", message="Could not determine rank")
         datasets = BlendedMegatronDatasetBuilder(TokenDataset, list(samples), lambda: True, core_config).build()
     return [None if dataset is None else _Samples(dataset) for dataset in datasets]

@@ -1,13 +1,16 @@
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config import RunConfig, TokenizerConfig
 from megatron_cp.data.datasets import SAMPLE_KEYS, build_datasets, parse_blend
-from megatron_cp.data.tokenizers import ByteLevelTokenizer, build_tokenizer
+from megatron_cp.data.preprocess import preprocess
+from megatron_cp.data.tokenizers import ByteLevelTokenizer, build_tokenizer, train_bpe
 from megatron_cp.errors import DataError
 from tests.ranks import run_ranks
 
@@ -38,6 +41,33 @@ def test_masked_ends_of_documents(config: RunConfig, corpus: Callable[..., str])
     tokens = torch.stack([train[i]["tokens"] for i in range(60)])
     assert (masks == 0).any()
     assert torch.equal(masks == 0, tokens == TOKENIZER.eod)
+
+
+def test_a_padding_token_in_the_text_is_a_token_like_others(config: RunConfig, tmp_path: Path) -> None:
+    """Megatron-core makes it token 0, without a loss: upstream's gpt_dataset.py, "For padded sequences"."""
+    (tmp_path / "text.txt").write_text("abcabcabdabe" * 50)
+    folder = train_bpe(["abc"], 257, tmp_path / "tokenizer")
+    named = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**named, "pad_token": "a"}))
+    config.tokenizer = TokenizerConfig("HuggingFaceTokenizer", str(folder))
+    config.dataset.data_path = preprocess([tmp_path / "text.txt"], tmp_path / "text", config.tokenizer).prefix
+    config.dataset.split = "1,0,0"
+    tokenizer = build_tokenizer(config.tokenizer)
+    train, _, _ = build_datasets(config, tokenizer, 2)
+    pad = tokenizer.tokenize("a")[0]
+    for sample in (train[0], train[1]):
+        assert (sample["labels"] == pad).any() and torch.equal(sample["loss_mask"], torch.ones(32))
+
+
+def test_what_fills_a_short_sample_has_no_loss(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.data_path = corpus()
+    train, _, _ = build_datasets(config, TOKENIZER, 1)
+    core = train._dataset
+    core.sample_index = np.array([[0, 0], [0, 20]])  # the first window ends after 20 tokens
+    core.shuffle_index = np.array([0])
+    sample = train[0]
+    assert torch.equal(sample["loss_mask"], (torch.arange(32) < 20).float())
+    assert (sample["labels"][20:] == 0).all() and (sample["tokens"][21:] == 0).all()
 
 
 def test_train_and_validation_share_no_document(config: RunConfig, corpus: Callable[..., str]) -> None:

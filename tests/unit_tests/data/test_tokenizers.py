@@ -50,10 +50,9 @@ def test_tokenizer_json_alone_and_folder_are_the_same(bpe: Path) -> None:
 
 def test_end_token_named_as_a_dictionary(bpe: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}, "pad_token": "b"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}}))
     tokenizer = HuggingFaceTokenizer(tmp_path)
     assert [tokenizer.eod] == tokenizer.tokenize("a")
-    assert [tokenizer.pad] == tokenizer.tokenize("b")
 
 
 @pytest.mark.parametrize(
