@@ -223,6 +223,7 @@ class TokenizerConfig:
     tokenizer_type: Literal["HuggingFaceTokenizer", "ByteLevelTokenizer", "NullTokenizer"] = "HuggingFaceTokenizer"
     tokenizer_model: str | None = None  # a folder or a tokenizer.json
     vocab_size: int | None = None  # NullTokenizer
+    eod_id: int | None = None  # NullTokenizer: the token that ends a document; None: the last one
 
 
 @dataclass

@@ -81,10 +81,13 @@ class ByteLevelTokenizer(_Base):
 
 
 class NullTokenizer(_Base):
-    """No text at all: ids written as decimal numbers. Used with mock data and with data tokenized elsewhere."""
+    """No text at all: ids written as decimal numbers. Used with mock data and with data tokenized elsewhere.
 
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__(vocab_size=vocab_size, eod=vocab_size - 1)
+    ``eod`` is the token that ends a document there; by default the last one, which need not be so.
+    """
+
+    def __init__(self, vocab_size: int, eod: int | None = None) -> None:
+        super().__init__(vocab_size=vocab_size, eod=vocab_size - 1 if eod is None else eod)
 
     def tokenize(self, text: str) -> list[int]:
         ids = []
@@ -205,7 +208,9 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
             size = config.vocab_size or vocab_size
             if not size or size < 2:
                 raise DataError(f"tokenizer.vocab_size={size}: a NullTokenizer needs the number of tokens, 2 or more.")
-            return NullTokenizer(size)
+            if config.eod_id is not None and not 0 <= config.eod_id < size:
+                raise DataError(f"tokenizer.eod_id={config.eod_id}: must be one of the {size} tokens, from 0.")
+            return NullTokenizer(size, config.eod_id)
         case other:
             raise DataError(
                 f"tokenizer.tokenizer_type={other}: unknown; use HuggingFaceTokenizer, "

@@ -112,6 +112,37 @@ def split_is_shares(c: Context) -> Iterator[Finding]:
 
 
 @rule(
+    "K35",
+    "A NullTokenizer is told which token ends a document where one is looked for.",
+    "It knows no text, only a number of tokens. Taken for granted as the last of them, as in megatron-core, it is not "
+    "found in data that was tokenized elsewhere: no loss is masked and no position starts again, silently.",
+    broken("tokenizer.tokenizer_type=NullTokenizer", "tokenizer.vocab_size=512", "dataset.data_path=corpus",
+           "dataset.eod_mask_loss=true"),
+)  # fmt: skip
+def end_of_document_is_known(c: Context) -> Iterator[Finding]:
+    data, tokenizer = c.config.dataset, c.config.tokenizer
+    end, size = tokenizer.eod_id, tokenizer.vocab_size
+    if tokenizer.tokenizer_type != "NullTokenizer":
+        if end is not None:
+            message = f"is not read: a {tokenizer.tokenizer_type} knows its own"
+            yield Finding("tokenizer.eod_id", message, "tokenizer.eod_id=null")
+    elif not size:
+        return  # K11
+    elif end is not None and not 0 <= end < size:
+        yield Finding("tokenizer.eod_id", f"is none of the {size} tokens", f"tokenizer.eod_id=ID, from 0 to {size - 1}")
+    elif end is None and data.kind == "indexed":
+        looking = [name for name in ("eod_mask_loss", "reset_position_ids") if getattr(data, name)]
+        if looking:
+            yield Finding(
+                "tokenizer.eod_id",
+                f"dataset.{looking[0]}=true looks for the token that ends a document, and a NullTokenizer does not "
+                "know it",
+                f"tokenizer.eod_id=ID, from 0 to {size - 1}, that token's in the files of dataset.data_path; or "
+                f"dataset.{looking[0]}=false",
+            )
+
+
+@rule(
     "K54",
     "What is configured of the data is read.",
     "A data path is not read by mock data, which a run's own config.yaml may name; eod_mask_loss masks the step from "

@@ -10,7 +10,7 @@ import torch
 from megatron_cp.config import RunConfig, TokenizerConfig
 from megatron_cp.data.datasets import SAMPLE_KEYS, build_datasets, parse_blend
 from megatron_cp.data.preprocess import preprocess
-from megatron_cp.data.tokenizers import ByteLevelTokenizer, build_tokenizer, train_bpe
+from megatron_cp.data.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer, build_tokenizer, train_bpe
 from megatron_cp.errors import DataError
 from tests.ranks import run_ranks
 
@@ -34,9 +34,11 @@ def test_indexed_samples(config: RunConfig, corpus: Callable[..., str]) -> None:
     assert torch.equal(train[3]["loss_mask"], torch.ones(32))
 
 
-def test_masked_ends_of_documents(config: RunConfig, corpus: Callable[..., str]) -> None:
+# The data's own tokenizer, and one that knows no more of it than these two numbers.
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, NullTokenizer(300, TOKENIZER.eod)], ids=["bytes", "null"])
+def test_masked_ends_of_documents(config: RunConfig, corpus: Callable[..., str], tokenizer: Tokenizer) -> None:
     config.dataset.data_path, config.dataset.eod_mask_loss = corpus(), True
-    train, _, _ = build_datasets(config, TOKENIZER, 60)
+    train, _, _ = build_datasets(config, tokenizer, 60)
     masks = torch.stack([train[i]["loss_mask"] for i in range(60)])
     tokens = torch.stack([train[i]["tokens"] for i in range(60)])
     assert (masks == 0).any()

@@ -14,6 +14,7 @@ ONE_RANK = ("parallel=none",)
 EXPERTS = ("model.num_moe_experts=4",)
 LATENT = ("model.multi_latent_attention=true",)
 INDEXED = ("dataset.data_path=corpus",)
+NULL = ("tokenizer.tokenizer_type=NullTokenizer", "tokenizer.vocab_size=512")
 TWO_TENSOR_RANKS = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
 SINKHORN = ("model.moe_router_load_balancing_type=sinkhorn", *EXPERTS, *ONE_RANK)
 
@@ -94,6 +95,13 @@ REFUSED = [
     ([*INDEXED, "dataset.split='1'", "validation.eval_iters=2"], "K32", "validation.eval_iters=0"),
     (["tokenizer.tokenizer_type=NullTokenizer", "tokenizer.vocab_size=512", "model.vocab_size=300"], "K11",
      "model.vocab_size=512"),
+    ([*NULL, *INDEXED, "dataset.eod_mask_loss=true"], "K35", "tokenizer.eod_id=0"),
+    ([*NULL, *INDEXED, "dataset.eod_mask_loss=true"], "K35", "dataset.eod_mask_loss=false"),
+    ([*NULL, *INDEXED, "model.position_embedding_type=learned_absolute", "dataset.reset_position_ids=true"], "K35",
+     "tokenizer.eod_id=0"),
+    ([*NULL, "tokenizer.eod_id=512"], "K35", "tokenizer.eod_id=511"),
+    ([*NULL, "tokenizer.eod_id=-1"], "K35", "tokenizer.eod_id=0"),
+    (["tokenizer.eod_id=2"], "K35", "tokenizer.eod_id=null"),
 ]  # fmt: skip
 
 
