@@ -27,7 +27,7 @@ from megatron_cp.data.blend import parse_blend
 from megatron_cp.data.indexed import IndexedFiles, check_ids, check_lengths, open_indexed
 from megatron_cp.data.order import shuffled
 from megatron_cp.data.streams import KINDS, Stream, build_streams, split_parts
-from megatron_cp.data.together import build_cached, is_first_on_node, on_every_rank
+from megatron_cp.data.together import build_cached, on_every_rank, once_per_node
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.errors import DataError
 
@@ -247,8 +247,7 @@ def _build_cached(
         except IndexError as error:  # a blend that asks a file for more than it has
             raise DataError(str(error)) from error
 
-    # One rank works and the others wait to hear how it went.
-    on_every_rank(lambda: build_cached(fill, cache) if is_first_on_node() else None)
+    once_per_node(lambda: build_cached(fill, cache))
     with _without_process_group():
         return build(cache)
 
@@ -258,7 +257,8 @@ def _without_process_group() -> Iterator[None]:
     """Hide torch.distributed from megatron-core's builder.
 
     With it, only global rank 0 builds and all others read its files, which needs a file system shared by all nodes; and
-    an error on rank 0 leaves the others in a barrier.
+    an error on rank 0 leaves the others in a barrier. It is hidden from every thread, since the builder has some of its
+    own; ``together``, which goes on talking to the other ranks meanwhile, has the function under a name of its own.
     """
     with mock.patch.object(torch.distributed, "is_initialized", return_value=False):
         yield

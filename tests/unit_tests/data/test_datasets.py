@@ -1,13 +1,18 @@
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_cp.config import RunConfig, TokenizerConfig
+from megatron_cp.data import datasets, together
 from megatron_cp.data.datasets import SAMPLE_KEYS, build_datasets, parse_blend
 from megatron_cp.data.preprocess import preprocess
 from megatron_cp.data.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer, build_tokenizer, train_bpe
@@ -223,6 +228,34 @@ def test_ranks_share_one_index(config: RunConfig, corpus: Callable[..., str]) ->
     results = run_ranks(_first_tokens, 2, config)
     assert results[0] == results[1]
     assert len(list((Path(config.dataset.data_path).parent / "cache").iterdir())) == 1
+
+
+def _times_heard(config: RunConfig) -> int:
+    """How often this rank hears of the others while a node's first rank takes a second to build the index."""
+    build, gather, times = datasets._build_with_megatron_core, dist.all_gather_object, []
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(1.0)
+        return build(*arguments)
+
+    def counted(*arguments: Any) -> None:
+        times.append(time.monotonic())
+        gather(*arguments)
+
+    with (
+        mock.patch.object(together, "_HEARTBEAT", 0.05),
+        mock.patch.object(datasets, "_build_with_megatron_core", slowly),
+        mock.patch.object(dist, "all_gather_object", counted),
+    ):
+        build_datasets(config, TOKENIZER, 30, 5)
+    return len(times)
+
+
+def test_a_rank_that_waits_for_a_long_build_hears_of_it(config: RunConfig, corpus: Callable[..., str]) -> None:
+    """In one collective it would run into dist.distributed_timeout_minutes."""
+    config.dataset.data_path = corpus()
+    first, second = run_ranks(_times_heard, 2, config, timeout=30)
+    assert first == second >= 8
 
 
 def _message(config: RunConfig) -> str:
