@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from megatron_cp.config import DatasetConfig, RunConfig
@@ -32,6 +33,8 @@ from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.errors import DataError
 
 Sample = dict[str, torch.Tensor]
+_FORMAT = 2  # of the cached index; another number makes it anew
+_PARTS = 100
 SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -106,7 +109,9 @@ class TokenDataset(GPTDataset):
     """megatron-core's GPTDataset, dealt in an order that does not depend on how many samples are asked for.
 
     Upstream shuffles the documents of all epochs of a run together, so that a run that is made longer goes on with
-    other samples. Here upstream indexes one epoch, and every later one deals its samples in a new order.
+    other samples. Here upstream indexes one epoch, and every later one deals its samples in a new order. What is left
+    after the last whole sample would then never be read; so training data of few samples are indexed for more epochs,
+    as many as leave less than one part in ``_PARTS``.
     """
 
     def __init__(
@@ -118,7 +123,7 @@ class TokenDataset(GPTDataset):
         index_split: Any,
         config: GPTDatasetConfig,
     ) -> None:
-        # One sample: one epoch then, or as many as make up a sample.
+        # One sample: one epoch then, or as many as make up a sample; of training data _get_num_epochs makes it more.
         super().__init__(indexed_dataset, dataset_path, indexed_indices, 1, index_split, config)
         self._wanted = num_samples
         # Upstream keeps the first sample's loss mask *after* zeroing its padding, and gives it to all later samples:
@@ -136,19 +141,24 @@ class TokenDataset(GPTDataset):
                 f"documents (the file has {len(self.dataset)}). Give that part a larger share, or ask for no samples "
                 "of it (validation.eval_iters=0)."
             )
+        epochs = -(-_PARTS * self.config.sequence_length // num_tokens_per_epoch)
+        if epochs == 1 or self.index_split != Split.train:  # of a held-out part, samples that share no token
+            return super()._get_num_epochs(num_tokens_per_epoch)
+        # All samples that there are: upstream would deal those of the last epoch apart.
+        self.num_samples = (epochs * num_tokens_per_epoch - 1) // self.config.sequence_length
         return super()._get_num_epochs(num_tokens_per_epoch)
 
     def __getitem__(self, idx: int | None) -> Sample:
-        sample = super().__getitem__(None if idx is None else self._in_epoch(int(idx)))
+        sample = super().__getitem__(None if idx is None else self._in_index(int(idx)))
         smallest, largest = (int(value) for value in sample["labels"].aminmax())
         check_ids(self.dataset_path, smallest, largest, self.config.tokenizer.vocab_size)
         return sample
 
-    def _in_epoch(self, index: int) -> int:
-        """Sample of upstream's epoch, which is in random order already."""
+    def _in_index(self, index: int) -> int:
+        """Sample of upstream's index, which is in random order already."""
         count = super().__len__()
-        epoch, position = divmod(index, count)
-        return shuffled(position, count, self.config.random_seed, epoch) if epoch else position
+        turn, position = divmod(index, count)
+        return shuffled(position, count, self.config.random_seed, turn) if turn else position
 
 
 class _Samples(Dataset):
@@ -225,10 +235,10 @@ def _cache_key(
 ) -> str:
     """Changes with everything the sample indices depend on. Upstream's own key forgets the files' contents.
 
-    The order in which a blend takes turns is as long as the run; that of one file is an epoch's.
+    The order in which a blend takes turns is as long as the run; that of one file is not.
     """
     sizes = list(samples) if weights else [bool(count) for count in samples]
-    parts = [config.seq_length, config.split, config.random_seed, weights, sizes]
+    parts = [_FORMAT, config.seq_length, config.split, config.random_seed, weights, sizes]
     parts += [tokenizer.unique_identifiers, [(f.prefix, f.stamp) for f in files]]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_cp.config import RunConfig, TokenizerConfig
 from megatron_cp.data import datasets, together
@@ -124,6 +125,32 @@ def test_every_epoch_has_every_sample_once_and_an_order_of_its_own(
     epochs = [samples[start : start + epoch] for start in range(0, 3 * epoch, epoch)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
     assert epochs[0] != epochs[1] != epochs[2]
+
+
+def _numbered(tmp_path: Path, documents: int, length: int) -> str:
+    """Documents of as many tokens each, all of them different."""
+    prefix = str(tmp_path / f"numbers{documents}")
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for number in range(documents):
+        builder.add_document(np.arange(number * length, (number + 1) * length, dtype=np.uint16), [length])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+@pytest.mark.parametrize("documents", [1, 3, 19])  # of 0.1, 0.3 and 1.9 samples
+def test_no_part_of_a_small_file_is_left_out(config: RunConfig, tmp_path: Path, documents: int) -> None:
+    config.dataset.data_path, config.dataset.seq_length = _numbered(tmp_path, documents, 100), 1000
+    config.dataset.split = "1,0,0"
+    train, _, _ = build_datasets(config, NullTokenizer(2000), 100)
+    assert len({int(token) for i in range(100) for token in train[i]["labels"]}) == 100 * documents
+    longer, _, _ = build_datasets(config, NullTokenizer(2000), 2000)
+    assert all(torch.equal(train[i]["tokens"], longer[i]["tokens"]) for i in range(100))
+
+
+def test_small_files_keep_their_share_of_a_blend(config: RunConfig, tmp_path: Path) -> None:
+    config.dataset.data_path, config.dataset.split = [_numbered(tmp_path, 2, 50), _numbered(tmp_path, 6, 50)], "1,0,0"
+    train, _, _ = build_datasets(config, NullTokenizer(2000), 400)
+    assert sum(int(train._dataset[i]["dataset_id"]) for i in range(400)) == 300
 
 
 def test_a_part_of_less_than_a_sample_is_repeated(config: RunConfig, corpus: Callable[..., str]) -> None:
