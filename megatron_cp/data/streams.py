@@ -54,7 +54,8 @@ class Stream:
         shares = [float(len(source)) for source in sources]
         if weights is not None:
             shares = [w * len(source) / source.num_tokens for w, source in zip(weights, sources, strict=True)]
-        self._turns = Turns(shares) if len(sources) > 1 else None
+        # Only a weight that somebody gave can be raised.
+        self._turns = Turns(shares, keep_small=weights is None) if len(sources) > 1 else None
 
     def __len__(self) -> int:
         return self._num_samples
