@@ -200,6 +200,9 @@ class DatasetConfig:
     seq_length: int = 256  # tokens a sample; the most, where samples have lengths of their own
     # Prefix or .jsonl file, or a list of them, or of weight, prefix, weight, prefix ...; weights are shares of tokens.
     data_path: str | list[str | int | float] | None = None
+    # Files of their own for validation and test. With either, data_path is all for training, and split is not read.
+    valid_data_path: str | list[str | int | float] | None = None
+    test_data_path: str | list[str | int | float] | None = None
     split: str = "9999,8,2"
     path_to_cache: str | None = None
     random_seed: int = 1234  # from 0 to 2**31 - 1
@@ -216,6 +219,11 @@ class DatasetConfig:
     text_key: str | None = "text"  # jsonl: a line holds a text, or a prompt and a response; the loss is the response's
     prompt_key: str | None = "prompt"
     response_key: str | None = "response"
+
+    @property
+    def divides(self) -> bool:
+        """Whether ``split`` divides the files of ``data_path``: no part has files of its own."""
+        return self.valid_data_path is None and self.test_data_path is None
 
 
 @dataclass

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,10 +24,10 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from megatron_cp.config import DatasetConfig, RunConfig
-from megatron_cp.data.blend import parse_blend
 from megatron_cp.data.indexed import IndexedFiles, check_ids, check_lengths, open_indexed
 from megatron_cp.data.order import shuffled
-from megatron_cp.data.streams import KINDS, Stream, build_streams, split_parts
+from megatron_cp.data.parts import Part, parts_of
+from megatron_cp.data.streams import KINDS, Stream, build_streams
 from megatron_cp.data.together import build_cached, on_every_rank, once_per_node
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.errors import DataError
@@ -182,35 +182,48 @@ def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequenc
             "documents in a sample then see each other. Packed, they do not: dataset.kind=documents and "
             "model.sequence_packing_scheduler=dp_balanced."
         )
-    prefixes, weights = on_every_rank(lambda: parse_blend(config.data_path))
-    files = on_every_rank(lambda: [open_indexed(prefix) for prefix in prefixes])
-    if len(files) == 1:
+    parts = on_every_rank(lambda: parts_of(config, samples))
+    paths = list(dict.fromkeys(path for part in parts if part for path in part.paths))
+    if not paths:
+        return [None for _ in parts]
+    files = dict(zip(paths, on_every_rank(lambda: [open_indexed(path) for path in paths]), strict=True))
+    parts = [part and _weighed(part, files) for part in parts]
+
+    def build(cache: Path) -> list[Dataset | None]:
+        return _build_with_megatron_core(config, tokenizer, parts, samples, cache)
+
+    first = Path(files[paths[0]].prefix)
+    root = Path(config.path_to_cache) if config.path_to_cache else first.absolute().parent / "cache"
+    stamps = [(f.prefix, f.stamp) for f in files.values()]
+    return _build_cached(build, files.values(), root / _cache_key(config, tokenizer, parts, stamps, samples))
+
+
+def _weighed(part: Part, files: dict[str, IndexedFiles]) -> Part:
+    """With prefixes for paths, and a weight for each of several files."""
+    found = [files[path] for path in part.paths]
+    weights = part.weights
+    if len(found) == 1:
         weights = None
     elif weights is None:
         # In proportion to the tokens. Without weights megatron-core would offer one epoch and no more.
-        weights = [float(f.num_tokens) for f in files]
-
-    def build(cache: Path) -> list[Dataset | None]:
-        return _build_with_megatron_core(config, tokenizer, files, weights, samples, cache)
-
-    root = Path(config.path_to_cache) if config.path_to_cache else Path(files[0].prefix).absolute().parent / "cache"
-    return _build_cached(build, files, root / _cache_key(config, tokenizer, files, weights, samples))
+        weights = [float(f.num_tokens) for f in found]
+    return Part([f.prefix for f in found], weights, part.share)
 
 
 def _build_with_megatron_core(
     config: DatasetConfig,
     tokenizer: Tokenizer,
-    files: Sequence[IndexedFiles],
-    weights: list[float] | None,
+    parts: Sequence[Part | None],
     samples: Sequence[int],
     cache: Path,
 ) -> list[Dataset | None]:
-    parts = split_parts(config.split, samples)
+    blends = [part and (part.paths, part.weights) for part in parts]
     core_config = GPTDatasetConfig(
         random_seed=config.random_seed,
         sequence_length=config.seq_length,
-        blend=([f.prefix for f in files], weights),
-        split=config.split,
+        blend=next(filter(None, blends)) if config.divides else None,
+        blend_per_split=None if config.divides else blends,
+        split=config.split if config.divides else None,
         path_to_cache=str(cache),
         tokenizer=tokenizer,
         reset_position_ids=config.reset_position_ids,
@@ -218,7 +231,8 @@ def _build_with_megatron_core(
         eod_mask_loss=config.eod_mask_loss,
         create_attention_mask=False,
     )
-    core_config.split_matrix = parts
+    if config.divides:
+        core_config.split_matrix = [part and part.share for part in parts]
     with warnings.catch_warnings():
         # Upstream says that it knows no rank.
         warnings.filterwarnings("ignore", message="Could not determine rank")
@@ -229,22 +243,23 @@ def _build_with_megatron_core(
 def _cache_key(
     config: DatasetConfig,
     tokenizer: Tokenizer,
-    files: Sequence[IndexedFiles],
-    weights: list[float] | None,
+    parts: Sequence[Part | None],
+    stamps: Sequence[tuple[str, tuple[int, int, int]]],
     samples: Sequence[int],
 ) -> str:
     """Changes with everything the sample indices depend on. Upstream's own key forgets the files' contents.
 
     The order in which a blend takes turns is as long as the run; that of one file is not.
     """
-    sizes = list(samples) if weights else [bool(count) for count in samples]
-    parts = [_FORMAT, config.seq_length, config.split, config.random_seed, weights, sizes]
-    parts += [tokenizer.unique_identifiers, [(f.prefix, f.stamp) for f in files]]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    blended = any(part and part.weights for part in parts)
+    sizes = list(samples) if blended else [bool(count) for count in samples]
+    split = config.split if config.divides else None
+    key = [_FORMAT, config.seq_length, split, config.random_seed, parts, sizes, tokenizer.unique_identifiers, stamps]
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
 def _build_cached(
-    build: Callable[[Path], list[Dataset | None]], files: Sequence[IndexedFiles], cache: Path
+    build: Callable[[Path], list[Dataset | None]], files: Iterable[IndexedFiles], cache: Path
 ) -> list[Dataset | None]:
     """Let the first rank of each node fill ``cache``, then load from it everywhere."""
 

@@ -91,12 +91,13 @@ def keys_of_json_lines(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K32",
-    "The data is divided into shares, one for each part that is read.",
-    "megatron-core takes the digits out of any text. Mock data has every part without a share of its own.",
+    "The data is divided into shares, one for each part that is read, or each part has files of its own.",
+    "megatron-core takes the digits out of any text. Mock data has every part without a share of its own. Where "
+    "validation or test has files of its own, all of dataset.data_path is for training.",
     broken("dataset.split='a,b,c'"),
 )
 def split_is_shares(c: Context) -> Iterator[Finding]:
-    data = c.config.dataset
+    data, evaluates = c.config.dataset, c.config.validation.eval_iters > 0
     try:
         train, valid, *_ = *shares(data.split), 0.0
     except ValueError as error:
@@ -104,7 +105,14 @@ def split_is_shares(c: Context) -> Iterator[Finding]:
         return
     if data.kind in ("mock", "mock_documents"):
         return
-    evaluates = c.config.validation.eval_iters > 0
+    if not data.divides:
+        if evaluates and data.valid_data_path is None:
+            yield Finding(
+                "dataset.valid_data_path",
+                "is not set, and with dataset.test_data_path nothing of dataset.data_path is left for validation",
+                "dataset.valid_data_path=PATH, or validation.eval_iters=0",
+            )
+        return
     missing = "train" if train == 0 else "validation" if evaluates and valid == 0 else None
     if missing:
         other = ", or validation.eval_iters=0" if missing == "validation" else ""
@@ -152,13 +160,16 @@ def end_of_document_is_known(c: Context) -> Iterator[Finding]:
 )
 def data_settings_are_read(c: Context) -> Iterator[Finding]:
     data, validation = c.config.dataset, c.config.validation
-    if data.data_path and data.kind in ("mock", "mock_documents"):
-        own = "jsonl or documents" if c.packed else "indexed"
-        yield Finding(
-            "dataset.data_path",
-            f"is not read by dataset.kind={data.kind}",
-            f"dataset.kind={own}, or dataset.data_path=null",
-        )
+    held_out = [name for name in ("valid_data_path", "test_data_path") if getattr(data, name)]
+    for name in ["data_path", *held_out] if data.data_path else held_out:
+        if data.kind in ("mock", "mock_documents"):
+            own = "jsonl or documents" if c.packed else "indexed"
+            own += "" if data.data_path else " and a dataset.data_path"
+            fix = f"dataset.kind={own}, or dataset.{name}=null"
+            yield Finding(f"dataset.{name}", f"is not read by dataset.kind={data.kind}", fix)
+        elif name in held_out and not validation.eval_iters:
+            message, fix = "is not read while validation.eval_iters is 0", f"or dataset.{name}=null"
+            yield Finding(f"dataset.{name}", message, f"validation.eval_iters=10, {fix}", severity="warning")
     if data.eod_mask_loss and data.kind != "indexed":
         yield Finding(
             "dataset.eod_mask_loss",

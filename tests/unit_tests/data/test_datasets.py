@@ -14,8 +14,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_cp.config import RunConfig, TokenizerConfig
 from megatron_cp.data import datasets, together
-from megatron_cp.data.datasets import SAMPLE_KEYS, build_datasets, parse_blend
+from megatron_cp.data.blend import parse_blend
+from megatron_cp.data.datasets import SAMPLE_KEYS, build_datasets
+from megatron_cp.data.parts import has_test_part
 from megatron_cp.data.preprocess import preprocess
+from megatron_cp.data.streams import check_files
 from megatron_cp.data.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer, build_tokenizer, train_bpe
 from megatron_cp.errors import DataError
 from tests.ranks import run_ranks
@@ -192,6 +195,43 @@ def test_blends(data_path: object, expected: object) -> None:
 def test_bad_blends(data_path: object) -> None:
     with pytest.raises(DataError, match=r"dataset\.data_path"):
         parse_blend(data_path)
+
+
+def _of(dataset: Any, count: int) -> set[str]:
+    """Which letters the first samples hold, the end of a document left out."""
+    return {chr(token) for i in range(count) for token in dataset[i]["tokens"].tolist() if token < 256}
+
+
+@pytest.mark.parametrize("kind", ["indexed", "documents"])
+def test_parts_with_files_of_their_own(config: RunConfig, corpus: Callable[..., str], kind: str) -> None:
+    config.dataset.kind, config.dataset.data_path = kind, [corpus("a", letters="ab"), corpus("b", letters="cd")]
+    config.dataset.valid_data_path = [0.5, corpus("c", letters="ef"), 0.5, corpus("d", letters="gh")]
+    train, valid, test = build_datasets(config, TOKENIZER, 300, 40)
+    assert (_of(train, 80), _of(valid, 40), test) == (set("abcd"), set("efgh"), None)
+    config.dataset.test_data_path = corpus("e", letters="ij")
+    again, valid, test = build_datasets(config, TOKENIZER, 300, 40, 10)
+    assert (_of(valid, 40), _of(test, 10)) == (set("efgh"), set("ij"))
+    assert all(torch.equal(train[i]["tokens"], again[i]["tokens"]) for i in range(300))
+    # All of data_path is for training: its last documents too, which the split would keep.
+    config.dataset.data_path = corpus("f", letters="ab")
+    sizes = []
+    for config.dataset.valid_data_path, config.dataset.test_data_path in ((None, None), (None, "unread")):
+        train, _, _ = build_datasets(config, TOKENIZER, 400)
+        sizes.append(len({tuple(train[i]["tokens"].tolist()) for i in range(400)}))
+    assert sizes[0] < 0.9 * sizes[1]
+
+
+def test_a_part_without_files_of_its_own(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.kind, config.dataset.data_path, config.dataset.test_data_path = "indexed", corpus(), "nowhere"
+    with pytest.raises(DataError, match=r"dataset.valid_data_path is not set, but 5 samples of it are needed"):
+        build_datasets(config, TOKENIZER, 10, 5)
+    with pytest.raises(DataError, match=r"nowhere.bin and nowhere.idx: no such file"):
+        check_files(config.dataset)
+    assert has_test_part(config.dataset)
+    config.dataset.valid_data_path, config.dataset.test_data_path = [1.0, "a", "b"], None
+    assert not has_test_part(config.dataset)
+    with pytest.raises(DataError, match=r"dataset.valid_data_path=.*a blend is weight, prefix"):
+        check_files(config.dataset)
 
 
 def test_a_split_without_documents(config: RunConfig, corpus: Callable[..., str]) -> None:
