@@ -205,6 +205,9 @@ class DatasetConfig:
     seq_length: int = 256  # tokens a sample; the most, where samples have lengths of their own
     # Prefix or .jsonl file, or a list of them, or of weight, prefix, weight, prefix ...; weights are shares of tokens.
     data_path: str | list[str | int | float] | None = None
+    # Files of their own for validation and test. With either, data_path is all for training, and split is not read.
+    valid_data_path: str | list[str | int | float] | None = None
+    test_data_path: str | list[str | int | float] | None = None
     split: str = "9999,8,2"
     path_to_cache: str | None = None
     random_seed: int = 1234  # from 0 to 2**31 - 1
@@ -222,12 +225,18 @@ class DatasetConfig:
     prompt_key: str | None = "prompt"
     response_key: str | None = "response"
 
+    @property
+    def divides(self) -> bool:
+        """Whether ``split`` divides the files of ``data_path``: no part has files of its own."""
+        return self.valid_data_path is None and self.test_data_path is None
+
 
 @dataclass
 class TokenizerConfig:
     tokenizer_type: Literal["HuggingFaceTokenizer", "ByteLevelTokenizer", "NullTokenizer"] = "HuggingFaceTokenizer"
     tokenizer_model: str | None = None  # a folder or a tokenizer.json
     vocab_size: int | None = None  # NullTokenizer
+    eod_id: int | None = None  # NullTokenizer: the token that ends a document; None: the last one
 
 
 @dataclass

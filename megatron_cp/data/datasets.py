@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,18 +20,21 @@ import numpy as np
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from megatron_cp.config import DatasetConfig, RunConfig
-from megatron_cp.data.blend import parse_blend
 from megatron_cp.data.indexed import IndexedFiles, check_ids, check_lengths, open_indexed
 from megatron_cp.data.order import shuffled
-from megatron_cp.data.streams import KINDS, Stream, build_streams, split_parts
-from megatron_cp.data.together import build_cached, is_first_on_node, on_every_rank
+from megatron_cp.data.parts import Part, parts_of
+from megatron_cp.data.streams import KINDS, Stream, build_streams
+from megatron_cp.data.together import build_cached, on_every_rank, once_per_node
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.errors import DataError
 
 Sample = dict[str, torch.Tensor]
+_FORMAT = 2  # of the cached index; another number makes it anew
+_PARTS = 100
 SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -106,7 +109,9 @@ class TokenDataset(GPTDataset):
     """megatron-core's GPTDataset, dealt in an order that does not depend on how many samples are asked for.
 
     Upstream shuffles the documents of all epochs of a run together, so that a run that is made longer goes on with
-    other samples. Here upstream indexes one epoch, and every later one deals its samples in a new order.
+    other samples. Here upstream indexes one epoch, and every later one deals its samples in a new order. What is left
+    after the last whole sample would then never be read; so training data of few samples are indexed for more epochs,
+    as many as leave less than one part in ``_PARTS``.
     """
 
     def __init__(
@@ -118,7 +123,7 @@ class TokenDataset(GPTDataset):
         index_split: Any,
         config: GPTDatasetConfig,
     ) -> None:
-        # One sample: one epoch then, or as many as make up a sample.
+        # One sample: one epoch then, or as many as make up a sample; of training data _get_num_epochs makes it more.
         super().__init__(indexed_dataset, dataset_path, indexed_indices, 1, index_split, config)
         self._wanted = num_samples
         # Upstream keeps the first sample's loss mask *after* zeroing its padding, and gives it to all later samples:
@@ -136,19 +141,24 @@ class TokenDataset(GPTDataset):
                 f"documents (the file has {len(self.dataset)}). Give that part a larger share, or ask for no samples "
                 "of it (validation.eval_iters=0)."
             )
+        epochs = -(-_PARTS * self.config.sequence_length // num_tokens_per_epoch)
+        if epochs == 1 or self.index_split != Split.train:  # of a held-out part, samples that share no token
+            return super()._get_num_epochs(num_tokens_per_epoch)
+        # All samples that there are: upstream would deal those of the last epoch apart.
+        self.num_samples = (epochs * num_tokens_per_epoch - 1) // self.config.sequence_length
         return super()._get_num_epochs(num_tokens_per_epoch)
 
     def __getitem__(self, idx: int | None) -> Sample:
-        sample = super().__getitem__(None if idx is None else self._in_epoch(int(idx)))
+        sample = super().__getitem__(None if idx is None else self._in_index(int(idx)))
         smallest, largest = (int(value) for value in sample["labels"].aminmax())
         check_ids(self.dataset_path, smallest, largest, self.config.tokenizer.vocab_size)
         return sample
 
-    def _in_epoch(self, index: int) -> int:
-        """Sample of upstream's epoch, which is in random order already."""
+    def _in_index(self, index: int) -> int:
+        """Sample of upstream's index, which is in random order already."""
         count = super().__len__()
-        epoch, position = divmod(index, count)
-        return shuffled(position, count, self.config.random_seed, epoch) if epoch else position
+        turn, position = divmod(index, count)
+        return shuffled(position, count, self.config.random_seed, turn) if turn else position
 
 
 class _Samples(Dataset):
@@ -172,35 +182,48 @@ def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequenc
             "documents in a sample then see each other. Packed, they do not: dataset.kind=documents and "
             "model.sequence_packing_scheduler=dp_balanced."
         )
-    prefixes, weights = on_every_rank(lambda: parse_blend(config.data_path))
-    files = on_every_rank(lambda: [open_indexed(prefix) for prefix in prefixes])
-    if len(files) == 1:
+    parts = on_every_rank(lambda: parts_of(config, samples))
+    paths = list(dict.fromkeys(path for part in parts if part for path in part.paths))
+    if not paths:
+        return [None for _ in parts]
+    files = dict(zip(paths, on_every_rank(lambda: [open_indexed(path) for path in paths]), strict=True))
+    parts = [part and _weighed(part, files) for part in parts]
+
+    def build(cache: Path) -> list[Dataset | None]:
+        return _build_with_megatron_core(config, tokenizer, parts, samples, cache)
+
+    first = Path(files[paths[0]].prefix)
+    root = Path(config.path_to_cache) if config.path_to_cache else first.absolute().parent / "cache"
+    stamps = [(f.prefix, f.stamp) for f in files.values()]
+    return _build_cached(build, files.values(), root / _cache_key(config, tokenizer, parts, stamps, samples))
+
+
+def _weighed(part: Part, files: dict[str, IndexedFiles]) -> Part:
+    """With prefixes for paths, and a weight for each of several files."""
+    found = [files[path] for path in part.paths]
+    weights = part.weights
+    if len(found) == 1:
         weights = None
     elif weights is None:
         # In proportion to the tokens. Without weights megatron-core would offer one epoch and no more.
-        weights = [float(f.num_tokens) for f in files]
-
-    def build(cache: Path) -> list[Dataset | None]:
-        return _build_with_megatron_core(config, tokenizer, files, weights, samples, cache)
-
-    root = Path(config.path_to_cache) if config.path_to_cache else Path(files[0].prefix).absolute().parent / "cache"
-    return _build_cached(build, files, root / _cache_key(config, tokenizer, files, weights, samples))
+        weights = [float(f.num_tokens) for f in found]
+    return Part([f.prefix for f in found], weights, part.share)
 
 
 def _build_with_megatron_core(
     config: DatasetConfig,
     tokenizer: Tokenizer,
-    files: Sequence[IndexedFiles],
-    weights: list[float] | None,
+    parts: Sequence[Part | None],
     samples: Sequence[int],
     cache: Path,
 ) -> list[Dataset | None]:
-    parts = split_parts(config.split, samples)
+    blends = [part and (part.paths, part.weights) for part in parts]
     core_config = GPTDatasetConfig(
         random_seed=config.random_seed,
         sequence_length=config.seq_length,
-        blend=([f.prefix for f in files], weights),
-        split=config.split,
+        blend=next(filter(None, blends)) if config.divides else None,
+        blend_per_split=None if config.divides else blends,
+        split=config.split if config.divides else None,
         path_to_cache=str(cache),
         tokenizer=tokenizer,
         reset_position_ids=config.reset_position_ids,
@@ -208,10 +231,10 @@ def _build_with_megatron_core(
         eod_mask_loss=config.eod_mask_loss,
         create_attention_mask=False,
     )
-    core_config.split_matrix = parts
+    if config.divides:
+        core_config.split_matrix = [part and part.share for part in parts]
     with warnings.catch_warnings():
-        # Upstream says at length that it will not mask padding, of which there is none, and that it knows no rank.
-        warnings.filterwarnings("ignore", message="The pad token id in the tokenizer collides")
+        # Upstream says that it knows no rank.
         warnings.filterwarnings("ignore", message="Could not determine rank")
         datasets = BlendedMegatronDatasetBuilder(TokenDataset, list(samples), lambda: True, core_config).build()
     return [None if dataset is None else _Samples(dataset) for dataset in datasets]
@@ -220,22 +243,23 @@ def _build_with_megatron_core(
 def _cache_key(
     config: DatasetConfig,
     tokenizer: Tokenizer,
-    files: Sequence[IndexedFiles],
-    weights: list[float] | None,
+    parts: Sequence[Part | None],
+    stamps: Sequence[tuple[str, tuple[int, int, int]]],
     samples: Sequence[int],
 ) -> str:
     """Changes with everything the sample indices depend on. Upstream's own key forgets the files' contents.
 
-    The order in which a blend takes turns is as long as the run; that of one file is an epoch's.
+    The order in which a blend takes turns is as long as the run; that of one file is not.
     """
-    sizes = list(samples) if weights else [bool(count) for count in samples]
-    parts = [config.seq_length, config.split, config.random_seed, weights, sizes]
-    parts += [tokenizer.unique_identifiers, [(f.prefix, f.stamp) for f in files]]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    blended = any(part and part.weights for part in parts)
+    sizes = list(samples) if blended else [bool(count) for count in samples]
+    split = config.split if config.divides else None
+    key = [_FORMAT, config.seq_length, split, config.random_seed, parts, sizes, tokenizer.unique_identifiers, stamps]
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
 def _build_cached(
-    build: Callable[[Path], list[Dataset | None]], files: Sequence[IndexedFiles], cache: Path
+    build: Callable[[Path], list[Dataset | None]], files: Iterable[IndexedFiles], cache: Path
 ) -> list[Dataset | None]:
     """Let the first rank of each node fill ``cache``, then load from it everywhere."""
 
@@ -248,8 +272,7 @@ def _build_cached(
         except IndexError as error:  # a blend that asks a file for more than it has
             raise DataError(str(error)) from error
 
-    # One rank works and the others wait to hear how it went.
-    on_every_rank(lambda: build_cached(fill, cache) if is_first_on_node() else None)
+    once_per_node(lambda: build_cached(fill, cache))
     with _without_process_group():
         return build(cache)
 
@@ -259,7 +282,8 @@ def _without_process_group() -> Iterator[None]:
     """Hide torch.distributed from megatron-core's builder.
 
     With it, only global rank 0 builds and all others read its files, which needs a file system shared by all nodes; and
-    an error on rank 0 leaves the others in a barrier.
+    an error on rank 0 leaves the others in a barrier. It is hidden from every thread, since the builder has some of its
+    own; ``together``, which goes on talking to the other ranks meanwhile, has the function under a name of its own.
     """
     with mock.patch.object(torch.distributed, "is_initialized", return_value=False):
         yield

@@ -13,11 +13,11 @@ from typing import Protocol
 import numpy as np
 
 from megatron_cp.config import DatasetConfig
-from megatron_cp.data.blend import Turns, parse_blend
+from megatron_cp.data.blend import Turns
 from megatron_cp.data.indexed import check_lengths, open_indexed
 from megatron_cp.data.jsonl import Keys, read_prompt_lengths, tokenized
 from megatron_cp.data.order import shuffled
-from megatron_cp.data.split import shares
+from megatron_cp.data.parts import SPLITS, parts_of, paths_of
 from megatron_cp.data.together import on_every_rank, once_per_node
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.data.varlen import DocumentDataset, MockVarlenDataset, Sample
@@ -25,7 +25,6 @@ from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, read_lengths, sa
 from megatron_cp.errors import DataError
 
 KINDS = ("documents", "jsonl", "mock_documents")
-SPLITS = ("train", "valid", "test")
 
 
 class Source(Protocol):
@@ -54,7 +53,8 @@ class Stream:
         shares = [float(len(source)) for source in sources]
         if weights is not None:
             shares = [w * len(source) / source.num_tokens for w, source in zip(weights, sources, strict=True)]
-        self._turns = Turns(shares) if len(sources) > 1 else None
+        # Only a weight that somebody gave can be raised.
+        self._turns = Turns(shares, keep_small=weights is None) if len(sources) > 1 else None
 
     def __len__(self) -> int:
         return self._num_samples
@@ -88,12 +88,12 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
                 for seed, count in zip(seeds, samples, strict=True)
             ]
         )
-    paths, weights = on_every_rank(lambda: parse_blend(config.data_path))
-    parts = on_every_rank(lambda: split_parts(config.split, samples))
-    prefixes = once_per_node(lambda: _prepare(paths, config, tokenizer))
+    parts = on_every_rank(lambda: parts_of(config, samples))
+    paths = list(dict.fromkeys(path for part in parts if part for path in part.paths))
+    prefixes = dict(zip(paths, once_per_node(lambda: _prepare(paths, config, tokenizer)), strict=True))
 
     def build() -> list[Stream | None]:
-        prompts = [read_prompt_lengths(prefix) if config.kind == "jsonl" else None for prefix in prefixes]
+        prompts = {path: read_prompt_lengths(prefixes[path]) if config.kind == "jsonl" else None for path in paths}
         streams: list[Stream | None] = []
         for name, part, seed, count in zip(SPLITS, parts, seeds, samples, strict=True):
             if part is None:
@@ -102,18 +102,20 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
             try:
                 sources = [
                     DocumentDataset(
-                        prefix,
+                        prefixes[path],
                         config.seq_length,
                         config.too_long,
-                        part=part,
-                        prompt_lengths=prompt,
+                        part=part.share,
+                        prompt_lengths=prompts[path],
                         vocab_size=tokenizer.vocab_size,
                     )
-                    for prefix, prompt in zip(prefixes, prompts, strict=True)
+                    for path in part.paths
                 ]
             except DataError as error:
+                if not config.divides:
+                    raise
                 raise DataError(f"the {name} part of dataset.split={config.split}: {error}") from error
-            streams.append(Stream(sources, weights, seed, count))
+            streams.append(Stream(sources, part.weights, seed, count))
         return streams
 
     return on_every_rank(build)
@@ -127,39 +129,6 @@ def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> l
     for path in paths:
         check_lengths(open_indexed(path))
     return paths
-
-
-def split_parts(split: str, samples: Sequence[int]) -> list[tuple[float, float] | None]:
-    """Where the parts for train, valid and test begin and end, as shares; ``None`` where no samples are asked for.
-
-    Raises:
-        DataError: ``split`` is not one to three shares, or has none for a part that is asked for.
-    """
-    from megatron.core.datasets.blended_megatron_dataset_config import (
-        convert_split_vector_to_split_matrix,
-        parse_and_normalize_split,
-    )
-
-    _shares(split)
-    parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    for name, part, count in zip(SPLITS, parts, samples, strict=True):
-        if count and part is None:
-            raise DataError(f"dataset.split={split}: has no share for {name}, but {count} are needed.")
-    return [part if count else None for part, count in zip(parts, samples, strict=True)]
-
-
-def has_test_part(split: str) -> bool:
-    """Whether ``dataset.split`` keeps a share for the test set. Raises as :func:`split_parts` does."""
-    return sum(_shares(split)[2:]) > 0
-
-
-def _shares(split: str) -> list[float]:
-    try:
-        return shares(split)
-    except ValueError as error:
-        raise DataError(
-            f"dataset.split={split}: {error}: give the shares of train, valid and test, such as 98,1,1."
-        ) from error
 
 
 def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDataset:
@@ -188,7 +157,7 @@ def check_files(config: DatasetConfig) -> None:
         "jsonl": _readable,
     }
     if config.kind in checks:
-        for path in parse_blend(config.data_path)[0]:
+        for path in paths_of(config):
             checks[config.kind](path)
     elif config.kind == "mock_documents" and config.mock_lengths not in DISTRIBUTIONS:
         _readable(config.mock_lengths)

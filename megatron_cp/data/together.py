@@ -19,14 +19,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+# Not as dist.is_initialized, which datasets.py hides from megatron-core while other ranks wait to hear from this one.
+from torch.distributed import is_initialized
+
 from megatron_cp.errors import DataError
 from megatron_cp.parallel.agree import everyones
 
 _HEARTBEAT = 20.0  # seconds; well below any timeout of a process group
 
 
-def is_first_on_node() -> bool:
-    if not dist.is_initialized():
+def _is_first_on_node() -> bool:
+    if not is_initialized():
         return True
     return int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0
 
@@ -53,7 +56,7 @@ def once_per_node[T](work: Callable[[], T]) -> T:
         DataError: on every rank, where ``work`` fails on any node, or has another outcome on one of them.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
-        future = pool.submit(_attempt, work) if is_first_on_node() else None
+        future = pool.submit(_attempt, work) if _is_first_on_node() else None
         while True:
             reports = [report for report in everyones(_report(future)) if report is not None]
             if all(done for done, _, _ in reports):

@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
 
     @property
     def pad(self) -> int:
-        """Id of the padding token, ``-1`` if there is none."""
+        """``NO_TOKEN``, whatever a tokenizer's files call its padding."""
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
@@ -51,10 +51,12 @@ class Tokenizer(Protocol):
 class _Base:
     """The ids common to all tokenizers."""
 
-    def __init__(self, vocab_size: int, eod: int, pad: int = NO_TOKEN) -> None:
+    # megatron-core turns every token of this id into token 0 without a loss, also where it is part of the text.
+    pad = NO_TOKEN
+
+    def __init__(self, vocab_size: int, eod: int) -> None:
         self.vocab_size = vocab_size
         self.eod = eod
-        self.pad = pad
 
     @property
     def eos(self) -> int:
@@ -79,10 +81,13 @@ class ByteLevelTokenizer(_Base):
 
 
 class NullTokenizer(_Base):
-    """No text at all: ids written as decimal numbers. Used with mock data and with data tokenized elsewhere."""
+    """No text at all: ids written as decimal numbers. Used with mock data and with data tokenized elsewhere.
 
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__(vocab_size=vocab_size, eod=vocab_size - 1)
+    ``eod`` is the token that ends a document there; by default the last one, which need not be so.
+    """
+
+    def __init__(self, vocab_size: int, eod: int | None = None) -> None:
+        super().__init__(vocab_size=vocab_size, eod=vocab_size - 1 if eod is None else eod)
 
     def tokenize(self, text: str) -> list[int]:
         ids = []
@@ -116,17 +121,15 @@ class HuggingFaceTokenizer(_Base):
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise DataError(f"tokenizer.tokenizer_model={path}: the vocabulary is empty.")
-        named = _named_special_tokens(self.path)
-        end = next((t for t in (named.get("eos_token"), *_COMMON_END_TOKENS) if t in ids), None)
+        end = next((t for t in (_named_end_token(self.path), *_COMMON_END_TOKENS) if t in ids), None)
         if end is None:
             raise DataError(
                 f"tokenizer.tokenizer_model={path}: no end-of-document token. Name one as eos_token in "
                 "tokenizer_config.json beside tokenizer.json."
             )
-        pad = ids.get(named.get("pad_token") or "", NO_TOKEN)
         self._digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()[:16]
         # Ids can have holes, so the embedding needs the largest one, not their number.
-        super().__init__(max(ids.values()) + 1, ids[end], NO_TOKEN if pad == ids[end] else pad)
+        super().__init__(max(ids.values()) + 1, ids[end])
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
@@ -160,10 +163,10 @@ def _load(path: Path) -> Any:
         raise DataError(f"tokenizer.tokenizer_model={path}: cannot be read as a tokenizer: {error}") from error
 
 
-def _named_special_tokens(path: Path) -> dict[str, str]:
-    """``eos_token`` and ``pad_token`` as the files beside ``tokenizer.json`` name them."""
+def _named_end_token(path: Path) -> str | None:
+    """``eos_token`` as the files beside ``tokenizer.json`` name it."""
     folder = path if path.is_dir() else path.parent
-    named: dict[str, str] = {}
+    named: str | None = None
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = folder / name
         if not os.path.exists(file):
@@ -176,12 +179,10 @@ def _named_special_tokens(path: Path) -> dict[str, str]:
             raise DataError(f"{file}: not valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise DataError(f"{file}: a JSON object is needed, found {type(values).__name__}.")
-        for key in ("eos_token", "pad_token"):
-            token = values.get(key)
-            if isinstance(token, dict):
-                token = token.get("content")
-            if token:
-                named[key] = token
+        token = values.get("eos_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        named = token or named
     return named
 
 
@@ -207,7 +208,9 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
             size = config.vocab_size or vocab_size
             if not size or size < 2:
                 raise DataError(f"tokenizer.vocab_size={size}: a NullTokenizer needs the number of tokens, 2 or more.")
-            return NullTokenizer(size)
+            if config.eod_id is not None and not 0 <= config.eod_id < size:
+                raise DataError(f"tokenizer.eod_id={config.eod_id}: must be one of the {size} tokens, from 0.")
+            return NullTokenizer(size, config.eod_id)
         case other:
             raise DataError(
                 f"tokenizer.tokenizer_type={other}: unknown; use HuggingFaceTokenizer, "

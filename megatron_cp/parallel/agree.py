@@ -7,10 +7,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+# Not as dist.is_initialized, which data/datasets.py hides from megatron-core while other ranks wait for this one.
+from torch.distributed import is_initialized
+
 
 def everyones[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Each rank's ``value``, in the order of ``group`` (None: all ranks); collective, and alone without one."""
-    if not dist.is_initialized():
+    if not is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)

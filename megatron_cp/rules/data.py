@@ -128,12 +128,13 @@ def keys_of_json_lines(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K32",
-    "The data is divided into shares, one for each part that is read.",
-    "megatron-core takes the digits out of any text. Mock data has every part without a share of its own.",
+    "The data is divided into shares, one for each part that is read, or each part has files of its own.",
+    "megatron-core takes the digits out of any text. Mock data has every part without a share of its own. Where "
+    "validation or test has files of its own, all of dataset.data_path is for training.",
     broken("dataset.split='a,b,c'"),
 )
 def split_is_shares(c: Context) -> Iterator[Finding]:
-    data = c.config.dataset
+    data, evaluates = c.config.dataset, c.config.validation.eval_iters > 0
     try:
         train, valid, *_ = *shares(data.split), 0.0
     except ValueError as error:
@@ -141,11 +142,49 @@ def split_is_shares(c: Context) -> Iterator[Finding]:
         return
     if data.kind in ("mock", "mock_documents"):
         return
-    evaluates = c.config.validation.eval_iters > 0
+    if not data.divides:
+        if evaluates and data.valid_data_path is None:
+            yield Finding(
+                "dataset.valid_data_path",
+                "is not set, and with dataset.test_data_path nothing of dataset.data_path is left for validation",
+                "dataset.valid_data_path=PATH, or validation.eval_iters=0",
+            )
+        return
     missing = "train" if train == 0 else "validation" if evaluates and valid == 0 else None
     if missing:
         other = ", or validation.eval_iters=0" if missing == "validation" else ""
         yield Finding("dataset.split", f"has no share for the {missing} set", f"dataset.split='98,1,1'{other}")
+
+
+@rule(
+    "K36",
+    "A NullTokenizer is told which token ends a document where one is looked for.",
+    "It knows no text, only a number of tokens. Taken for granted as the last of them, as in megatron-core, it is not "
+    "found in data that was tokenized elsewhere: no loss is masked and no position starts again, silently.",
+    broken("tokenizer.tokenizer_type=NullTokenizer", "tokenizer.vocab_size=512", "dataset.data_path=corpus",
+           "dataset.eod_mask_loss=true"),
+)  # fmt: skip
+def end_of_document_is_known(c: Context) -> Iterator[Finding]:
+    data, tokenizer = c.config.dataset, c.config.tokenizer
+    end, size = tokenizer.eod_id, tokenizer.vocab_size
+    if tokenizer.tokenizer_type != "NullTokenizer":
+        if end is not None:
+            message = f"is not read: a {tokenizer.tokenizer_type} knows its own"
+            yield Finding("tokenizer.eod_id", message, "tokenizer.eod_id=null")
+    elif not size:
+        return  # K11
+    elif end is not None and not 0 <= end < size:
+        yield Finding("tokenizer.eod_id", f"is none of the {size} tokens", f"tokenizer.eod_id=ID, from 0 to {size - 1}")
+    elif end is None and data.kind == "indexed":
+        looking = [name for name in ("eod_mask_loss", "reset_position_ids") if getattr(data, name)]
+        if looking:
+            yield Finding(
+                "tokenizer.eod_id",
+                f"dataset.{looking[0]}=true looks for the token that ends a document, and a NullTokenizer does not "
+                "know it",
+                f"tokenizer.eod_id=ID, from 0 to {size - 1}, that token's in the files of dataset.data_path; or "
+                f"dataset.{looking[0]}=false",
+            )
 
 
 @rule(
@@ -158,13 +197,16 @@ def split_is_shares(c: Context) -> Iterator[Finding]:
 )
 def data_settings_are_read(c: Context) -> Iterator[Finding]:
     data, validation = c.config.dataset, c.config.validation
-    if data.data_path and data.kind in ("mock", "mock_documents"):
-        own = "jsonl or documents" if c.packed else "indexed"
-        yield Finding(
-            "dataset.data_path",
-            f"is not read by dataset.kind={data.kind}",
-            f"dataset.kind={own}, or dataset.data_path=null",
-        )
+    held_out = [name for name in ("valid_data_path", "test_data_path") if getattr(data, name)]
+    for name in ["data_path", *held_out] if data.data_path else held_out:
+        if data.kind in ("mock", "mock_documents"):
+            own = "jsonl or documents" if c.packed else "indexed"
+            own += "" if data.data_path else " and a dataset.data_path"
+            fix = f"dataset.kind={own}, or dataset.{name}=null"
+            yield Finding(f"dataset.{name}", f"is not read by dataset.kind={data.kind}", fix)
+        elif name in held_out and not validation.eval_iters:
+            message, fix = "is not read while validation.eval_iters is 0", f"or dataset.{name}=null"
+            yield Finding(f"dataset.{name}", message, f"validation.eval_iters=10, {fix}", severity="warning")
     if data.eod_mask_loss and data.kind != "indexed":
         yield Finding(
             "dataset.eod_mask_loss",

@@ -101,6 +101,7 @@ _DATA = (
     *(f"dataset.{field.name}" for field in fields(DatasetConfig) if field.name not in ("path_to_cache", "num_workers")),
     "tokenizer.tokenizer_type",
     "tokenizer.tokenizer_model",
+    "tokenizer.eod_id",
     "train.global_batch_size",
 )
 

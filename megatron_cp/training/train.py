@@ -17,7 +17,8 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_cp import launcher
 from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import Datasets, build_datasets
-from megatron_cp.data.streams import check_files, has_test_part
+from megatron_cp.data.parts import has_test_part
+from megatron_cp.data.streams import check_files
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.errors import ConfigError, DataError, Violation
 from megatron_cp.parallel.device import start_distributed, stop_distributed
@@ -134,7 +135,7 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
 def _datasets(config: RunConfig, tokenizer: Tokenizer, start: Start | None) -> Datasets:
     train, held_out = config.train, config.validation
     eval_samples = held_out.eval_iters * (held_out.eval_global_batch_size or train.global_batch_size)
-    test_samples = eval_samples if has_test_part(config.dataset.split) else 0
+    test_samples = eval_samples if has_test_part(config.dataset) else 0
     train_samples = train.train_iters * train.global_batch_size
     if start is not None and not start.finetune:
         # What was consumed may have been in larger batches.

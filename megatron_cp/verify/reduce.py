@@ -62,7 +62,8 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
         config.train.global_batch_size, config.train.train_iters = batch, steps
         config.optimizer.adam_eps = max(config.optimizer.adam_eps, ADAM_EPS)
         data = config.dataset
-        data.kind, data.data_path, data.mock_masked_fraction, data.num_workers = None, None, 0.4, 0
+        data.kind, data.mock_masked_fraction, data.num_workers = None, 0.4, 0
+        data.data_path = data.valid_data_path = data.test_data_path = None
         config.tokenizer = type(config.tokenizer)("NullTokenizer", vocab_size=vocab_size)
         config.mixed_precision = type(config.mixed_precision)(fp32=True)
         scheduler = config.scheduler

@@ -1,13 +1,25 @@
+import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_cp.config import RunConfig
-from megatron_cp.data.datasets import SAMPLE_KEYS, build_datasets, parse_blend
-from megatron_cp.data.tokenizers import ByteLevelTokenizer, build_tokenizer
+from megatron_cp.config import RunConfig, TokenizerConfig
+from megatron_cp.data import datasets, together
+from megatron_cp.data.blend import parse_blend
+from megatron_cp.data.datasets import SAMPLE_KEYS, build_datasets
+from megatron_cp.data.parts import has_test_part
+from megatron_cp.data.preprocess import preprocess
+from megatron_cp.data.streams import check_files
+from megatron_cp.data.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer, build_tokenizer, train_bpe
 from megatron_cp.errors import DataError
 from tests.ranks import run_ranks
 
@@ -31,13 +43,42 @@ def test_indexed_samples(config: RunConfig, corpus: Callable[..., str]) -> None:
     assert torch.equal(train[3]["loss_mask"], torch.ones(32))
 
 
-def test_masked_ends_of_documents(config: RunConfig, corpus: Callable[..., str]) -> None:
+# The data's own tokenizer, and one that knows no more of it than these two numbers.
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, NullTokenizer(300, TOKENIZER.eod)], ids=["bytes", "null"])
+def test_masked_ends_of_documents(config: RunConfig, corpus: Callable[..., str], tokenizer: Tokenizer) -> None:
     config.dataset.data_path, config.dataset.eod_mask_loss = corpus(), True
-    train, _, _ = build_datasets(config, TOKENIZER, 60)
+    train, _, _ = build_datasets(config, tokenizer, 60)
     masks = torch.stack([train[i]["loss_mask"] for i in range(60)])
     tokens = torch.stack([train[i]["tokens"] for i in range(60)])
     assert (masks == 0).any()
     assert torch.equal(masks == 0, tokens == TOKENIZER.eod)
+
+
+def test_a_padding_token_in_the_text_is_a_token_like_others(config: RunConfig, tmp_path: Path) -> None:
+    """Megatron-core makes it token 0, without a loss: upstream's gpt_dataset.py, "For padded sequences"."""
+    (tmp_path / "text.txt").write_text("abcabcabdabe" * 50)
+    folder = train_bpe(["abc"], 257, tmp_path / "tokenizer")
+    named = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**named, "pad_token": "a"}))
+    config.tokenizer = TokenizerConfig("HuggingFaceTokenizer", str(folder))
+    config.dataset.data_path = preprocess([tmp_path / "text.txt"], tmp_path / "text", config.tokenizer).prefix
+    config.dataset.split = "1,0,0"
+    tokenizer = build_tokenizer(config.tokenizer)
+    train, _, _ = build_datasets(config, tokenizer, 2)
+    pad = tokenizer.tokenize("a")[0]
+    for sample in (train[0], train[1]):
+        assert (sample["labels"] == pad).any() and torch.equal(sample["loss_mask"], torch.ones(32))
+
+
+def test_what_fills_a_short_sample_has_no_loss(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.data_path = corpus()
+    train, _, _ = build_datasets(config, TOKENIZER, 1)
+    core = train._dataset
+    core.sample_index = np.array([[0, 0], [0, 20]])  # the first window ends after 20 tokens
+    core.shuffle_index = np.array([0])
+    sample = train[0]
+    assert torch.equal(sample["loss_mask"], (torch.arange(32) < 20).float())
+    assert (sample["labels"][20:] == 0).all() and (sample["tokens"][21:] == 0).all()
 
 
 def test_train_and_validation_share_no_document(config: RunConfig, corpus: Callable[..., str]) -> None:
@@ -89,6 +130,32 @@ def test_every_epoch_has_every_sample_once_and_an_order_of_its_own(
     assert epochs[0] != epochs[1] != epochs[2]
 
 
+def _numbered(tmp_path: Path, documents: int, length: int) -> str:
+    """Documents of as many tokens each, all of them different."""
+    prefix = str(tmp_path / f"numbers{documents}")
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for number in range(documents):
+        builder.add_document(np.arange(number * length, (number + 1) * length, dtype=np.uint16), [length])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+@pytest.mark.parametrize("documents", [1, 3, 19])  # of 0.1, 0.3 and 1.9 samples
+def test_no_part_of_a_small_file_is_left_out(config: RunConfig, tmp_path: Path, documents: int) -> None:
+    config.dataset.data_path, config.dataset.seq_length = _numbered(tmp_path, documents, 100), 1000
+    config.dataset.split = "1,0,0"
+    train, _, _ = build_datasets(config, NullTokenizer(2000), 100)
+    assert len({int(token) for i in range(100) for token in train[i]["labels"]}) == 100 * documents
+    longer, _, _ = build_datasets(config, NullTokenizer(2000), 2000)
+    assert all(torch.equal(train[i]["tokens"], longer[i]["tokens"]) for i in range(100))
+
+
+def test_small_files_keep_their_share_of_a_blend(config: RunConfig, tmp_path: Path) -> None:
+    config.dataset.data_path, config.dataset.split = [_numbered(tmp_path, 2, 50), _numbered(tmp_path, 6, 50)], "1,0,0"
+    train, _, _ = build_datasets(config, NullTokenizer(2000), 400)
+    assert sum(int(train._dataset[i]["dataset_id"]) for i in range(400)) == 300
+
+
 def test_a_part_of_less_than_a_sample_is_repeated(config: RunConfig, corpus: Callable[..., str]) -> None:
     config.dataset.data_path, config.dataset.split, config.dataset.seq_length = corpus(), "39,1,0", 256
     _, valid, _ = build_datasets(config, TOKENIZER, 4, 10)  # one document of at most 150 bytes
@@ -128,6 +195,43 @@ def test_blends(data_path: object, expected: object) -> None:
 def test_bad_blends(data_path: object) -> None:
     with pytest.raises(DataError, match=r"dataset\.data_path"):
         parse_blend(data_path)
+
+
+def _of(dataset: Any, count: int) -> set[str]:
+    """Which letters the first samples hold, the end of a document left out."""
+    return {chr(token) for i in range(count) for token in dataset[i]["tokens"].tolist() if token < 256}
+
+
+@pytest.mark.parametrize("kind", ["indexed", "documents"])
+def test_parts_with_files_of_their_own(config: RunConfig, corpus: Callable[..., str], kind: str) -> None:
+    config.dataset.kind, config.dataset.data_path = kind, [corpus("a", letters="ab"), corpus("b", letters="cd")]
+    config.dataset.valid_data_path = [0.5, corpus("c", letters="ef"), 0.5, corpus("d", letters="gh")]
+    train, valid, test = build_datasets(config, TOKENIZER, 300, 40)
+    assert (_of(train, 80), _of(valid, 40), test) == (set("abcd"), set("efgh"), None)
+    config.dataset.test_data_path = corpus("e", letters="ij")
+    again, valid, test = build_datasets(config, TOKENIZER, 300, 40, 10)
+    assert (_of(valid, 40), _of(test, 10)) == (set("efgh"), set("ij"))
+    assert all(torch.equal(train[i]["tokens"], again[i]["tokens"]) for i in range(300))
+    # All of data_path is for training: its last documents too, which the split would keep.
+    config.dataset.data_path = corpus("f", letters="ab")
+    sizes = []
+    for config.dataset.valid_data_path, config.dataset.test_data_path in ((None, None), (None, "unread")):
+        train, _, _ = build_datasets(config, TOKENIZER, 400)
+        sizes.append(len({tuple(train[i]["tokens"].tolist()) for i in range(400)}))
+    assert sizes[0] < 0.9 * sizes[1]
+
+
+def test_a_part_without_files_of_its_own(config: RunConfig, corpus: Callable[..., str]) -> None:
+    config.dataset.kind, config.dataset.data_path, config.dataset.test_data_path = "indexed", corpus(), "nowhere"
+    with pytest.raises(DataError, match=r"dataset.valid_data_path is not set, but 5 samples of it are needed"):
+        build_datasets(config, TOKENIZER, 10, 5)
+    with pytest.raises(DataError, match=r"nowhere.bin and nowhere.idx: no such file"):
+        check_files(config.dataset)
+    assert has_test_part(config.dataset)
+    config.dataset.valid_data_path, config.dataset.test_data_path = [1.0, "a", "b"], None
+    assert not has_test_part(config.dataset)
+    with pytest.raises(DataError, match=r"dataset.valid_data_path=.*a blend is weight, prefix"):
+        check_files(config.dataset)
 
 
 def test_a_split_without_documents(config: RunConfig, corpus: Callable[..., str]) -> None:
@@ -191,6 +295,34 @@ def test_ranks_share_one_index(config: RunConfig, corpus: Callable[..., str]) ->
     results = run_ranks(_first_tokens, 2, config)
     assert results[0] == results[1]
     assert len(list((Path(config.dataset.data_path).parent / "cache").iterdir())) == 1
+
+
+def _times_heard(config: RunConfig) -> int:
+    """How often this rank hears of the others while a node's first rank takes a second to build the index."""
+    build, gather, times = datasets._build_with_megatron_core, dist.all_gather_object, []
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(1.0)
+        return build(*arguments)
+
+    def counted(*arguments: Any) -> None:
+        times.append(time.monotonic())
+        gather(*arguments)
+
+    with (
+        mock.patch.object(together, "_HEARTBEAT", 0.05),
+        mock.patch.object(datasets, "_build_with_megatron_core", slowly),
+        mock.patch.object(dist, "all_gather_object", counted),
+    ):
+        build_datasets(config, TOKENIZER, 30, 5)
+    return len(times)
+
+
+def test_a_rank_that_waits_for_a_long_build_hears_of_it(config: RunConfig, corpus: Callable[..., str]) -> None:
+    """In one collective it would run into dist.distributed_timeout_minutes."""
+    config.dataset.data_path = corpus()
+    first, second = run_ranks(_times_heard, 2, config, timeout=30)
+    assert first == second >= 8
 
 
 def _message(config: RunConfig) -> str:

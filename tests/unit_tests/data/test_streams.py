@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_cp.config import RunConfig
+from megatron_cp.data.blend import Turns
 from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.streams import Stream, check_files
 from megatron_cp.data.tokenizers import ByteLevelTokenizer, HuggingFaceTokenizer, train_bpe
@@ -107,6 +108,22 @@ def test_a_blend_has_its_shares_of_tokens(packed: RunConfig, corpus: Callable[..
     both = stream(packed, prefixes, 100)
     size = sum(len(source) for source in both._sources)
     assert len(set(order(both, size))) > 0.97 * size
+
+
+def test_a_source_too_small_for_a_period_gets_a_turn_or_a_raised_weight() -> None:
+    lengths = [1, 1, 10**6, 2 * 10**6]
+    with pytest.raises(DataError, match="source 1 would give less than one sample in 65536; raise its weight"):
+        Turns(lengths)
+    turns = Turns(lengths, keep_small=True)
+    period = 65536 + 1  # the other small one has a turn of its own
+    dealt = [turns(i) for i in range(2 * period)]
+    for number in range(4):
+        assert [nth for source, nth in dealt if source == number] == list(range(sum(s == number for s, _ in dealt)))
+    assert [i for i, (source, _) in enumerate(dealt) if source == 1] == [period - 1, 2 * period - 1]
+    sources = [MockVarlenDataset(np.full(length, 3), 9, 0) for length in (1, 1, 10**5, 2 * 10**5)]
+    assert Stream(sources, None, 0, 10).length(0) == 3
+    with pytest.raises(DataError, match="raise its weight"):
+        Stream(sources, [1e-9, 1e-9, 1.0, 2.0], 0, 10)
 
 
 def test_json_lines(packed: RunConfig, lines: Any) -> None:

@@ -50,10 +50,9 @@ def test_tokenizer_json_alone_and_folder_are_the_same(bpe: Path) -> None:
 
 def test_end_token_named_as_a_dictionary(bpe: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}, "pad_token": "b"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}}))
     tokenizer = HuggingFaceTokenizer(tmp_path)
     assert [tokenizer.eod] == tokenizer.tokenize("a")
-    assert [tokenizer.pad] == tokenizer.tokenize("b")
 
 
 @pytest.mark.parametrize(
@@ -63,6 +62,7 @@ def test_end_token_named_as_a_dictionary(bpe: Path, tmp_path: Path) -> None:
         (TokenizerConfig("HuggingFaceTokenizer", "nowhere"), "tokenizer_model=nowhere: no such file or folder"),
         (TokenizerConfig("HuggingFaceTokenizer", "x" * 300), "x: no such file or folder"),
         (TokenizerConfig("NullTokenizer"), "vocab_size=None"),
+        (TokenizerConfig("NullTokenizer", vocab_size=9, eod_id=9), "eod_id=9: must be one of the 9 tokens"),
         (TokenizerConfig("SentencePiece"), "tokenizer_type=SentencePiece: unknown"),
     ],
 )
@@ -88,6 +88,10 @@ def test_null_tokenizer_takes_the_models_vocabulary() -> None:
     tokenizer = build_tokenizer(TokenizerConfig("NullTokenizer"), vocab_size=1000)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (1000, 999, -1)
     assert tokenizer.tokenize(tokenizer.detokenize([5, 7])) == [5, 7]
+
+
+def test_null_tokenizer_takes_the_datas_end_of_document() -> None:
+    assert build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=1000, eod_id=2)).eod == 2
 
 
 def test_too_small_a_vocabulary(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ ONE_RANK = ("parallel=none",)
 EXPERTS = ("model.num_moe_experts=4",)
 LATENT = ("model.multi_latent_attention=true",)
 INDEXED = ("dataset.data_path=corpus",)
+NULL = ("tokenizer.tokenizer_type=NullTokenizer", "tokenizer.vocab_size=512")
 TWO_TENSOR_RANKS = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
 SINKHORN = ("model.moe_router_load_balancing_type=sinkhorn", *EXPERTS, *ONE_RANK)
 
@@ -92,8 +93,18 @@ REFUSED = [
     (["dataset.split='-1,2,3'"], "K32", "dataset.split='98,1,1'"),
     ([*INDEXED, "dataset.split='0,1,1'"], "K32", "dataset.split='98,1,1'"),
     ([*INDEXED, "dataset.split='1'", "validation.eval_iters=2"], "K32", "validation.eval_iters=0"),
+    ([*INDEXED, "dataset.test_data_path=held_out", "validation.eval_iters=2"], "K32", "dataset.valid_data_path=PATH"),
+    ([*INDEXED, "dataset.test_data_path=held_out", "validation.eval_iters=2"], "K32", "validation.eval_iters=0"),
+    (["dataset.valid_data_path=held_out", "validation.eval_iters=2"], "K54", "dataset.valid_data_path=null"),
     (["tokenizer.tokenizer_type=NullTokenizer", "tokenizer.vocab_size=512", "model.vocab_size=300"], "K11",
      "model.vocab_size=512"),
+    ([*NULL, *INDEXED, "dataset.eod_mask_loss=true"], "K36", "tokenizer.eod_id=0"),
+    ([*NULL, *INDEXED, "dataset.eod_mask_loss=true"], "K36", "dataset.eod_mask_loss=false"),
+    ([*NULL, *INDEXED, "model.position_embedding_type=learned_absolute", "dataset.reset_position_ids=true"], "K36",
+     "tokenizer.eod_id=0"),
+    ([*NULL, "tokenizer.eod_id=512"], "K36", "tokenizer.eod_id=511"),
+    ([*NULL, "tokenizer.eod_id=-1"], "K36", "tokenizer.eod_id=0"),
+    (["tokenizer.eod_id=2"], "K36", "tokenizer.eod_id=null"),
 ]  # fmt: skip
 
 
