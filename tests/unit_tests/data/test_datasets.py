@@ -305,9 +305,9 @@ def _times_heard(config: RunConfig) -> int:
         time.sleep(1.0)
         return build(*arguments)
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any, **others: Any) -> None:
         times.append(time.monotonic())
-        gather(*arguments)
+        gather(*arguments, **others)
 
     with (
         mock.patch.object(together, "_HEARTBEAT", 0.05),
