@@ -146,6 +146,7 @@ class ModelConfig:
 @dataclass
 class TrainConfig:
     train_iters: int = 100
+    skip_train: bool = False  # measure the losses of held-out data, and change nothing
     global_batch_size: int = 8  # samples an optimizer step, over all ranks
     micro_batch_size: int = 1
     exit_interval: int | None = None

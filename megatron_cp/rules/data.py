@@ -207,6 +207,9 @@ def data_settings_are_read(c: Context) -> Iterator[Finding]:
         elif name in held_out and not validation.eval_iters:
             message, fix = "is not read while validation.eval_iters is 0", f"or dataset.{name}=null"
             yield Finding(f"dataset.{name}", message, f"validation.eval_iters=10, {fix}", severity="warning")
+    if c.config.train.skip_train and not validation.eval_iters:
+        message = "leaves nothing to do while validation.eval_iters is 0"
+        yield Finding("train.skip_train", message, "validation.eval_iters=10, or train.skip_train=false")
     if data.eod_mask_loss and data.kind != "indexed":
         yield Finding(
             "dataset.eod_mask_loss",

@@ -132,13 +132,15 @@ def _train(
         _save(run, saver, steps, reporter)
     _tell(run, saver.finish(), reporter)
     if not exit_code and run.progress.iteration == config.train.train_iters:
-        stop = 0
-        if evaluated_at != run.progress.iteration:
-            stop = _evaluate(run, "validation", datasets.valid, reporter, watch)
-        if not stop:
-            stop = _evaluate(run, "test", datasets.test, reporter, watch)
-        exit_code = _exit_code(stop, run.progress.iteration)
+        exit_code = evaluate_all(run, datasets, reporter, watch, again=evaluated_at != run.progress.iteration)
     return Outcome(exit_code, first_loss, last_loss)
+
+
+def evaluate_all(run: Run, datasets: Datasets, reporter: Reporter, watch: SignalWatch, again: bool = True) -> int:
+    """The losses of all held-out data, but with ``again=False`` of validation data; returns the exit code."""
+    stop = _evaluate(run, "validation", datasets.valid, reporter, watch) if again else 0
+    stop = stop or _evaluate(run, "test", datasets.test, reporter, watch)
+    return _exit_code(stop, run.progress.iteration)
 
 
 def _exit_code(stop: int, iteration: int) -> int:

@@ -105,7 +105,8 @@ class WritingReporter(Reporter):
 
     def __init__(self, config: RunConfig, folder: Path, start: int, world_size: int) -> None:
         super().__init__(config)
-        resume_after = start if start < self._total else None
+        trains = start < self._total and not config.train.skip_train
+        resume_after = start if trains else None
         self._lines = JsonLines(folder / METRICS, resume_after)
         self._charts = open_charts(config, folder, resume_after)
         self._schedules: JsonLines | None = None

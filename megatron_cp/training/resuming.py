@@ -143,12 +143,15 @@ def find_start(config: RunConfig) -> Start | None:
         advice = "checkpoint.finetune=true needs weights to begin with: give checkpoint.pretrained_checkpoint."
     elif wanted.save and Path(root).absolute() != Path(wanted.save).absolute():
         root = root if latest_iteration(wanted.save) is None else wanted.save
+    measured = config.train.skip_train
+    if measured:
+        advice = "train.skip_train=true measures one: name its folder as checkpoint.load or pretrained_checkpoint."
     # The step to begin with is one of the other folder's checkpoints, where there is another.
     has_begun = not finetune and (bool(wanted.pretrained_checkpoint) or root != wanted.load)
     step = None if has_begun else wanted.ckpt_step
     iteration = latest_iteration(root) if step is None and root else step
     if iteration is None:
-        if finetune or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:
+        if finetune or measured or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:
             raise ConfigError(f"there is no checkpoint in {root} to load (no iter_* folder). {advice}")
         return None
     folder = existing_folder(root, iteration)
@@ -161,7 +164,7 @@ def find_start(config: RunConfig) -> Start | None:
         common = read_common(folder)
     except (Exception, CheckpointException):  # damaged; load_checkpoint looks closer, and says so once for all ranks
         return Start(root, iteration, finetune)
-    check_fits(config, common, folder, finetune)
+    check_fits(config, common, folder, finetune or measured)
     return Start(root, iteration, finetune, 0 if finetune else common["progress"]["consumed_samples"])
 
 

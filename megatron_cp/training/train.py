@@ -26,7 +26,7 @@ from megatron_cp.recipes import settings_of
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.agreement import check_all_ranks_agree
 from megatron_cp.training.checkpoint import load_checkpoint
-from megatron_cp.training.loop import Outcome, train
+from megatron_cp.training.loop import Outcome, evaluate_all, train
 from megatron_cp.training.metrics import Reporter, WritingReporter, logger, start_logging, wants_live_line
 from megatron_cp.training.resuming import Start, find_start
 from megatron_cp.training.roll_call import RollCall
@@ -110,22 +110,29 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
     datasets = _datasets(config, tokenizer, start)
     ready = setup(config, vocab_size)
     roll.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"
-    data_state = None
+    data_state, measured = None, config.train.skip_train
     if start is not None:
-        data_state = load_checkpoint(ready, start.root, start.iteration, start.finetune).get("train")
-        how = "begun with the weights of" if start.finetune else "resumed from"
+        weights_only = start.finetune or measured
+        data_state = load_checkpoint(ready, start.root, start.iteration, weights_only).get("train")
+        if measured:
+            ready.progress.iteration = start.iteration
+        how = "begun with the weights of" if weights_only else "resumed from"
         logger.info("%s iteration %d of %s", how, start.iteration, start.root)
         asked = config.checkpoint.ckpt_step
         if asked is not None and asked != start.iteration:
             logger.info("checkpoint.ckpt_step=%d is where this run began, and it has come further since", asked)
-    _write_config(config, folder)
+    if not measured:
+        _write_config(config, folder)
     _announce(ready, vocab_size)
     reporter = Reporter(config)
     if dist.get_rank() == 0:
         reporter = WritingReporter(config, folder, ready.progress.iteration, dist.get_world_size())
     with closing(SignalWatch(config.train.exit_signal_handler)) as watch, closing(reporter):
-        outcome = train(ready, datasets, vocab_size, folder, reporter, watch, data_state)
-    if dist.get_rank() == 0:
+        if measured:
+            outcome = Outcome(evaluate_all(ready, datasets, reporter, watch), None, None)
+        else:
+            outcome = train(ready, datasets, vocab_size, folder, reporter, watch, data_state)
+    if dist.get_rank() == 0 and not measured:
         _last_words(ready, folder, outcome)
     # Not after an error: ranks that wait in these groups would see them break before they can be told why.
     ready.close()
@@ -136,8 +143,8 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, start: Start | None) -> D
     train, held_out = config.train, config.validation
     eval_samples = held_out.eval_iters * (held_out.eval_global_batch_size or train.global_batch_size)
     test_samples = eval_samples if has_test_part(config.dataset) else 0
-    train_samples = train.train_iters * train.global_batch_size
-    if start is not None and not start.finetune:
+    train_samples = 0 if train.skip_train else train.train_iters * train.global_batch_size
+    if not train.skip_train and start is not None and not start.finetune:
         # What was consumed may have been in larger batches.
         remaining = (train.train_iters - start.iteration) * train.global_batch_size
         train_samples = max(train_samples, start.consumed_samples + remaining)

@@ -104,6 +104,7 @@ REFUSED = [
      "tokenizer.eod_id=0"),
     ([*NULL, "tokenizer.eod_id=512"], "K36", "tokenizer.eod_id=511"),
     ([*NULL, "tokenizer.eod_id=-1"], "K36", "tokenizer.eod_id=0"),
+    (["train.skip_train=true", "validation.eval_iters=0"], "K54", "train.skip_train=false"),
     (["tokenizer.eod_id=2"], "K36", "tokenizer.eod_id=null"),
 ]  # fmt: skip
 

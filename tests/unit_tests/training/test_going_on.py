@@ -47,3 +47,33 @@ def test_after_it_began_with_the_weights_of_another(cli: Any, tmp_path: Path) ->
     assert code == 0 and f"begun with the weights of iteration 2 of {tmp_path}/first" in text, text
     code, text = cli(*tuned, "train.exit_interval=3")
     assert code == 0 and f"resumed from iteration 3 of {tmp_path}/run" in text, text
+
+
+def test_a_look_at_checkpoints_changes_nothing(cli: Any, tmp_path: Path) -> None:
+    """Their losses are those that the run had there, whatever schedule and layout the look is taken with."""
+    run = tmp_path / "run"
+
+    def held_out(name: str = "validation_loss") -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {}
+        for line in read_lines(run / "metrics.jsonl"):
+            if name in line:
+                found.setdefault(line["iteration"], []).append(line[name])
+        return found
+
+    look = ["train.skip_train=true", "validation.eval_iters=2", "dataset.mock_num_samples=64"]
+    code, text = cli(*look)
+    assert code == 2 and f"there is no checkpoint in {run} to load" in text and "skip_train=true measures one" in text
+    evaluated = ["validation.eval_interval=2", *look[1:]]
+    code, text = cli("train.train_iters=4", "checkpoint.save_interval=2", *evaluated)
+    assert code == 0, text
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "metrics.jsonl"}
+    lines = (run / "metrics.jsonl").read_text()
+    code, text = cli(*look)
+    assert code == 0 and f"begun with the weights of iteration 4 of {run}" in text, text
+    code, text = cli(*look, "checkpoint.ckpt_step=2", "optimizer.lr=0.1", "model.context_parallel_size=1")
+    assert code == 0 and f"begun with the weights of iteration 2 of {run}" in text, text
+    assert (run / "metrics.jsonl").read_text().startswith(lines)
+    assert {path: path.read_bytes() for path in before} == before
+    losses, tests = held_out(), held_out("test_loss")
+    assert losses[4][0] == losses[4][1] and abs(losses[2][0] - losses[2][1]) < 2e-6 * losses[2][0]
+    assert tests[4][0] == tests[4][1] and list(tests) == [4, 2]
