@@ -116,7 +116,7 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
         data_state = load_checkpoint(ready, start.root, start.iteration, weights_only).get("train")
         if measured:
             ready.progress.iteration = start.iteration
-        how = "begun with the weights of" if weights_only else "resumed from"
+        how = "measuring" if measured else "begun with the weights of" if start.finetune else "resumed from"
         logger.info("%s iteration %d of %s", how, start.iteration, start.root)
         asked = config.checkpoint.ckpt_step
         if asked is not None and asked != start.iteration:
