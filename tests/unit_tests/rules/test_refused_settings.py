@@ -15,6 +15,7 @@ EXPERTS = ("model.num_moe_experts=4",)
 LATENT = ("model.multi_latent_attention=true",)
 INDEXED = ("dataset.data_path=corpus",)
 TWO_TENSOR_RANKS = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
+LONG = ("model.dynamic_context_parallel=true", "train.micro_batch_size=1", "dataset.mock_lengths=long")
 SINKHORN = ("model.moe_router_load_balancing_type=sinkhorn", *EXPERTS, *ONE_RANK)
 
 # What was accepted once, and ended in set-up or the first step, or did something else: the overrides, the rule and the
@@ -94,6 +95,8 @@ REFUSED = [
     ([*INDEXED, "dataset.split='1'", "validation.eval_iters=2"], "K32", "validation.eval_iters=0"),
     (["tokenizer.tokenizer_type=NullTokenizer", "tokenizer.vocab_size=512", "model.vocab_size=300"], "K11",
      "model.vocab_size=512"),
+    ([*LONG, "dataset.seq_length=8191"], "K26", "dataset.seq_length=8192"),
+    ([*LONG, "dataset.seq_length=4096"], "K26", "dataset.mock_lengths=lognormal"),
 ]  # fmt: skip
 
 
