@@ -41,6 +41,8 @@ _FLAGS: tuple[tuple[str | None, str, type, str], ...] = (
     ("-pp", "--pipeline_model_parallel_size", int, "model.pipeline_model_parallel_size"),
     ("-cp", "--context_parallel_size", int, "model.context_parallel_size"),
     ("-vp", "--virtual_pipeline_model_parallel_size", int, "model.virtual_pipeline_model_parallel_size"),
+    ("-ep", "--expert_model_parallel_size", int, "model.expert_model_parallel_size"),
+    ("-etp", "--expert_tensor_parallel_size", int, "model.expert_tensor_parallel_size"),
     (None, "--lr", float, "optimizer.lr"),
     (None, "--min_lr", float, "optimizer.min_lr"),
     (None, "--warmup_iters", int, "scheduler.lr_warmup_iters"),

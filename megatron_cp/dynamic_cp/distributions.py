@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 _MOST_DIGITS = 18  # of a length: any such number is an int64
+LEAST_LONGEST = {"long": 8192}  # distributions that begin at a length: what ``longest`` must be at least
 _DATA = files("megatron_cp.dynamic_cp") / "distributions"
 
 
@@ -65,9 +66,7 @@ def _chat(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
 
 def _long_instructions(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
     """Only long samples, log-uniform from 8K up."""
-    if longest < 8192:
-        raise ValueError(f"longest={longest}: the distribution 'long' needs --longest 8192 or more")
-    return np.exp(rng.uniform(np.log(8192), np.log(longest), size=n))
+    return np.exp(rng.uniform(np.log(LEAST_LONGEST["long"]), np.log(longest), size=n))
 
 
 def _mock(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
@@ -97,6 +96,8 @@ def sample_lengths(name: str, count: int, longest: int, seed: int = 0) -> np.nda
         raise ValueError(f"distribution {name!r} is unknown; choose one of {', '.join(DISTRIBUTIONS)}")
     if count < 1 or longest < 1:
         raise ValueError(f"count={count} and longest={longest}: both must be at least 1")
+    if longest < LEAST_LONGEST.get(name, 1):
+        raise ValueError(f"longest={longest}: the distribution '{name}' needs --longest {LEAST_LONGEST[name]} or more")
     rng = np.random.default_rng(seed)
     return np.clip(DISTRIBUTIONS[name](rng, count, longest).astype(np.int64), 1, longest)
 

@@ -24,6 +24,7 @@ from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the t
     observing,
     optimizer,
     packing,
+    recomputation,
     sequence,
     settings,
     world,

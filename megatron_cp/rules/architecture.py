@@ -18,6 +18,7 @@ from megatron_cp.rules.rule import (
     rule,
     value_at,
 )
+from megatron_cp.rules.unread import unread
 
 # megatron-core's latent attention makes its own projections, scale and rotary embedding, without asking for these.
 _NOT_READ_BY_LATENT_ATTENTION = (
@@ -138,7 +139,8 @@ def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
 @rule(
     "K19",
     "Every setting given is built.",
-    "A setting that is accepted and then ignored gives another model than the configuration says.",
+    "A setting that is accepted and then ignored gives another model than the configuration says. One that nothing "
+    "reads while another is off, such as rope_scaling_factor without rope_scaling, is warned of.",
     broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.mtp_num_layers=1"),
 )
 def everything_is_built(c: Context) -> Iterator[Finding]:
@@ -160,6 +162,7 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
         field = f"model.{name}"
         if getattr(model, name) != value_at(RunConfig(), field):
             yield Finding(field, "does not reach multi-latent attention, which goes on without it", default_of(field))
+    yield from unread(c.config)
 
 
 @rule(

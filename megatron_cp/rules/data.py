@@ -80,7 +80,8 @@ def kind_fits_packing(c: Context) -> Iterator[Finding]:
 @rule(
     "K26",
     "Mock documents have lengths that can be drawn.",
-    "By the name of a distribution, or from a file of lengths.",
+    "By the name of a distribution, or from a file of lengths. No sample is longer than dataset.seq_length, and the "
+    "distribution of long samples begins at 8192 tokens.",
     broken(
         "model.sequence_packing_scheduler=dp_balanced", "dataset.kind=mock_documents", "dataset.mock_lengths=lognorml"
     ),
@@ -90,7 +91,7 @@ def mock_lengths_exist(c: Context) -> Iterator[Finding]:
     # Whether a file is there is found by the run: this may be another machine.
     if data.kind != "mock_documents" or any(mark in data.mock_lengths for mark in "./"):
         return
-    from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS
+    from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, LEAST_LONGEST
 
     if data.mock_lengths not in DISTRIBUTIONS:
         suggestion = nearest(data.mock_lengths, list(DISTRIBUTIONS))
@@ -99,6 +100,10 @@ def mock_lengths_exist(c: Context) -> Iterator[Finding]:
             f"is no distribution{suggestion}",
             f"one of {', '.join(DISTRIBUTIONS)}, or a text file of lengths such as ./lengths.txt",
         )
+    least = LEAST_LONGEST.get(data.mock_lengths, 1)
+    if 1 <= data.seq_length < least:  # less than 1 is rule A1's
+        message = f"dataset.mock_lengths={data.mock_lengths} has no lengths below {least}"
+        yield Finding("dataset.seq_length", message, f"dataset.seq_length={least}, or dataset.mock_lengths=lognormal")
 
 
 @rule(

@@ -120,8 +120,8 @@ def scheduler_fits(c: Context) -> Iterator[Finding]:
     "mla_up_proj and moe run again during the backward pass outside their layer, where the microbatch's group is no "
     "longer switched on. Whole layers (full) and core_attn keep it.",
     broken(
-        "model.sequence_packing_scheduler=dp_balanced", "model.multi_latent_attention=true",
-        "model.recompute_granularity=selective", "model.recompute_modules=[mla_up_proj]",
+        "model.sequence_packing_scheduler=dp_balanced", "model.num_moe_experts=4", "model.moe_aux_loss_coeff=0.01",
+        "model.recompute_granularity=selective", "model.recompute_modules=[moe]",
     ),
 )  # fmt: skip
 def recomputation_keeps_the_group(c: Context) -> Iterator[Finding]:

@@ -57,56 +57,6 @@ def backend_fits_device(c: Context) -> Iterator[Finding]:
 
 
 @rule(
-    "K7",
-    "Activation recomputation is fully described.",
-    "megatron-core needs a method and a number of layers for 'full', and neither number for 'selective'. With none of "
-    "the two it ignores them, silently, and keeps all activations.",
-    broken("model.recompute_granularity=full"),
-)
-def recomputation(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    kind, layers = model.recompute_granularity, model.num_layers // c.pp
-    if kind == "full" and model.recompute_method is None:
-        yield Finding(
-            "model.recompute_method",
-            'Using recompute_granularity: full so recompute_method must be "block" or "uniform"',
-            "model.recompute_method=uniform model.recompute_num_layers=1",
-        )
-    elif kind == "full" and not 1 <= (model.recompute_num_layers or 0) <= max(1, layers):
-        yield Finding(
-            "model.recompute_num_layers",
-            "When using recompute_granularity: full recompute_num_layers must be between 1 and "
-            f"num_layers_per_pipeline_rank: {layers}",
-            "model.recompute_num_layers=1",
-        )
-    if kind == "selective" and model.recompute_num_layers is not None:
-        yield Finding(
-            "model.recompute_num_layers",
-            "When using recompute_granularity: selective recompute_num_layers must be None.",
-            "model.recompute_num_layers=null",
-        )
-    if kind is not None and model.distribute_saved_activations and (model.sequence_parallel or c.tp == 1):
-        yield Finding(
-            "model.distribute_saved_activations",
-            "distribute_saved_activations must be false when sequence parallel is enabled, and needs tp > 1",
-            "model.distribute_saved_activations=false",
-        )
-    named = ("recompute_method", "recompute_num_layers", "recompute_modules", "distribute_saved_activations")
-    for field in [f"model.{name}" for name in named if getattr(model, name)] if kind is None else []:
-        message = "has no effect: model.recompute_granularity is null, and nothing is recomputed"
-        yield Finding(field, message, f"{default_of(field)}, or a model.recompute_granularity", "warning")
-    allowed = {"core_attn": True, "mlp": True, "layernorm": c.backend == "te"}
-    allowed |= {"moe": bool(model.num_moe_experts), "mla_up_proj": model.multi_latent_attention}
-    for name in (model.recompute_modules or []) if kind == "selective" else []:
-        if not allowed.get(name, False):
-            yield Finding(
-                "model.recompute_modules",
-                f"Invalid choices for recompute_modules: {name} (layernorm needs Transformer Engine)",
-                f"among {', '.join(n for n, ok in allowed.items() if ok)}",
-            )
-
-
-@rule(
     "K8",
     "attention_backend=te finds Transformer Engine and a GPU.",
     "Asking for it by name must not end in something else; auto takes what is there.",

@@ -90,6 +90,15 @@ def test_a_run_gets_the_composed_configuration(run, started, monkeypatch):
     assert (config.checkpoint.save, config.checkpoint.load, config.checkpoint.save_interval) == ("s", "l", 2)
 
 
+def test_every_parallel_size_has_bridges_short_flag(run):
+    sizes = {"tp": "tensor_model", "pp": "pipeline_model", "vp": "virtual_pipeline_model", "cp": "context"}
+    sizes |= {"ep": "expert_model", "etp": "expert_tensor"}
+    for number, (short, name) in enumerate(sizes.items(), 2):
+        for flag in (f"-{short}", f"--{name}_parallel_size", f"--{name}-parallel-size".replace("_", "-")):
+            code, out, _ = run("train", "--recipe", TINY, flag, str(number), "--print-config")
+            assert code == 0 and yaml.safe_load(out)["model"][f"{name}_parallel_size"] == number
+
+
 def test_overrides_may_stand_anywhere(run, started, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert run("train", "train.train_iters=1", "--recipe", TINY, "model.num_layers=2", "-ms", "9", "rng.seed=3")[0] == 0

@@ -16,6 +16,7 @@ LATENT = ("model.multi_latent_attention=true",)
 INDEXED = ("dataset.data_path=corpus",)
 NULL = ("tokenizer.tokenizer_type=NullTokenizer", "tokenizer.vocab_size=512")
 TWO_TENSOR_RANKS = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
+LONG = ("model.dynamic_context_parallel=true", "train.micro_batch_size=1", "dataset.mock_lengths=long")
 SINKHORN = ("model.moe_router_load_balancing_type=sinkhorn", *EXPERTS, *ONE_RANK)
 
 # What was accepted once, and ended in set-up or the first step, or did something else: the overrides, the rule and the
@@ -106,6 +107,8 @@ REFUSED = [
     ([*NULL, "tokenizer.eod_id=-1"], "K36", "tokenizer.eod_id=0"),
     (["train.skip_train=true", "validation.eval_iters=0"], "K54", "train.skip_train=false"),
     (["tokenizer.eod_id=2"], "K36", "tokenizer.eod_id=null"),
+    ([*LONG, "dataset.seq_length=8191"], "K26", "dataset.seq_length=8192"),
+    ([*LONG, "dataset.seq_length=4096"], "K26", "dataset.mock_lengths=lognormal"),
 ]  # fmt: skip
 
 
@@ -139,9 +142,8 @@ def test_an_evaluation_of_nothing_is_said():
 
 
 def test_one_expert_of_several_is_a_matter_of_experts_alone():
-    for more in ([], SINKHORN):
-        config = load_recipe(EXAMPLE_RECIPE, ["model.moe_router_topk=1", *more])
-        assert check(config, config.model.context_parallel_size, environment="cpu") == []
+    assert errors("model.moe_router_topk=1") == {}
+    assert errors("model.moe_router_topk=1", *SINKHORN, world_size=1) == {}
 
 
 def test_a_warmup_that_is_cut_short_is_said():
@@ -165,6 +167,62 @@ def test_settings_of_a_recomputation_that_nobody_asked_for_are_said(setting, def
     assert (found.rule, found.severity) == ("K7", "warning")
     assert found.field == f"model.{setting.partition('=')[0]}"
     assert found.fix.startswith(f"{found.field}={default}, or")
+
+
+WHOLE_LAYERS = ("model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1")
+
+
+def selective(*modules):
+    return "model.recompute_granularity=selective", f"model.recompute_modules=[{','.join(modules)}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment"),
+    [(["model.add_bias_linear=true", *selective("core_attn", "mlp")], "cpu"),
+     (["model.add_bias_linear=true", *selective("mlp")], "gpu"),
+     ([*LATENT, *selective("mla_up_proj")], "cpu")],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_recomputed_alone_is_refused(overrides, environment):
+    """A bias comes back as an output: the backward pass never ends. The up-projection would need a compiler."""
+    assert errors(*selective("mlp"), environment=environment) == {}
+    assert errors(*LATENT, *selective("mla_up_proj"), environment="gpu") == {}
+    remedy = [*WHOLE_LAYERS, "model.recompute_modules=null"]
+    assert errors(*overrides, environment=environment) == {"K7": " ".join(remedy)}
+    assert errors(*overrides, *remedy, environment=environment) == {}
+
+
+HYBRID = ("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.cp_comm_type=p2p",
+          "model.hierarchical_context_parallel_sizes=null", "model.mamba_head_dim=16")  # fmt: skip
+DISTRIBUTED = ("model.distribute_saved_activations=true", "model.tensor_model_parallel_size=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedies"),
+    [((*WHOLE_LAYERS, "dist.use_decentralized_pg=true"), ["dist.use_decentralized_pg=false"]),
+     ((*WHOLE_LAYERS, *HYBRID), []),
+     (("model.recompute_granularity=selective",), [])],
+    ids=str,
+)  # fmt: skip
+def test_activations_are_distributed_of_whole_layers_in_global_groups(overrides, remedies):
+    assert errors(*DISTRIBUTED, *WHOLE_LAYERS, world_size=8) == {}
+    (found,) = errors(*DISTRIBUTED, *overrides, world_size=8).items()
+    assert found[0] == "K7"
+    for remedy in ["model.distribute_saved_activations=false", *remedies]:
+        assert remedy in found[1] and errors(*DISTRIBUTED, *overrides, remedy, world_size=8) == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [((*WHOLE_LAYERS, "model.recompute_modules=[mlp]"), "model.recompute_modules=null"),
+     ((*selective("core_attn"), "model.recompute_method=block"), "model.recompute_method=null"),
+     ((*selective("mlp"), *EXPERTS), "model.recompute_modules=[moe]")],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_this_recomputation_does_not_read_are_said(overrides, fix):
+    (found,) = check(load_recipe(EXAMPLE_RECIPE, overrides), 4, environment="cpu")
+    assert (found.rule, found.severity, found.fix) == ("K7", "warning", fix)
+    assert check(load_recipe(EXAMPLE_RECIPE, [*overrides, fix]), 4, environment="cpu") == []
 
 
 def test_a_run_of_no_iterations_is_one_mistake():

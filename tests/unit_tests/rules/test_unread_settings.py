@@ -1,0 +1,97 @@
+"""Settings that nothing reads while another one is off: said, and only there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.recipes import list_recipes, load_recipe
+from megatron_cp.rules import check
+from megatron_cp.rules.explain import EXAMPLE_RECIPE
+from megatron_cp.rules.resolve import ranks_to_check
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+FLAT = ("model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null", "train.micro_batch_size=1")
+LATENT = "model.multi_latent_attention=true"
+HYBRID = "model.architecture=hybrid model.hybrid_layer_pattern=M*M* model.num_layers=4"
+PACKS = "model.sequence_packing_scheduler=dp_balanced"
+EXPERTS = "model.num_moe_experts=4"
+
+# What is set, what goes with it in both cases, and what has it read.
+UNREAD = [
+    ("model.rope_scaling_factor=32.0", "", "model.rope_scaling=true"),
+    *[(f"model.{setting}", "model.position_embedding_type=none", "model.position_embedding_type=rope")
+      for setting in ("rotary_base=500000.0", "rotary_percent=0.5", "rotary_interleaved=true", "rope_scaling=true",
+                      "seq_len_interpolation_factor=4.0")],
+    ("model.rotary_base=500000.0", "model.position_embedding_type=learned_absolute",
+     "model.position_embedding_type=rope"),
+    *[(f"model.{name}=48", "model.num_query_groups=null", LATENT)
+      for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")],
+    ("model.num_query_groups=2", LATENT, "model.multi_latent_attention=false"),
+    ("model.kv_channels=48", f"{LATENT} model.num_query_groups=null", "model.multi_latent_attention=false"),
+    *[(f"model.{setting}", "", f"{HYBRID} model.mamba_num_groups=4")
+      for setting in ("mamba_state_dim=16", "mamba_head_dim=32", "mamba_num_heads=16")],
+    ("model.mamba_num_groups=4", "", HYBRID),
+    ("model.mtp_loss_scaling_factor=0.3", "", "model.mtp_num_layers=1"),
+    *[(f"model.{setting}", "", EXPERTS)
+      for setting in ("moe_router_topk=3", "moe_router_pre_softmax=true", "moe_router_load_balancing_type=seq_aux_loss",
+                      "moe_aux_loss_coeff=0.01", "moe_token_dispatcher_type=allgather")],
+    ("model.max_seqlen_per_dp_cp_rank=512", "", PACKS),
+    ("model.max_seqlen_per_dp_cp_rank=512", "model.context_parallel_size=2", "dist.eval_context_parallel_size=4"),
+    ("model.min_dynamic_context_parallel_size=2", "", "model.dynamic_context_parallel=true"),
+    ("model.min_dynamic_context_parallel_size=2", PACKS,
+     "model.sequence_packing_scheduler=null model.dynamic_context_parallel=true"),
+    ("dataset.mock_lengths=chat", "", PACKS),
+    ("dataset.too_long=refuse", "", PACKS),
+]  # fmt: skip
+
+
+def findings(*overrides: str, environment: str = "cpu") -> list:
+    """What rule K19 finds."""
+    words = [word for text in overrides for word in text.split()]
+    found = check(load_recipe(EXAMPLE_RECIPE, [*FLAT, *words]), 4, environment=environment)
+    return [violation for violation in found if violation.rule == "K19"]
+
+
+@pytest.mark.parametrize(("setting", "base", "switch"), UNREAD)
+def test_what_nothing_reads_is_said(setting: str, base: str, switch: str) -> None:
+    (found,) = findings(base, setting)
+    assert (found.field, found.severity) == (setting.partition("=")[0], "warning")
+    reset, _, other = found.fix.partition(", or ")
+    assert findings(base, setting, reset) == []
+    assert findings(base, setting, switch) == []
+    assert any(option.partition("=")[0] in switch for option in other.split(" or "))
+
+
+def test_what_others_decide_is_no_setting_given() -> None:
+    """A run's own config.yaml has every value in it."""
+    latent = (LATENT, "model.num_query_groups=8", "model.kv_channels=16", "model.num_attention_heads=8")
+    assert findings(*latent, "model.hidden_size=128") == []
+
+
+def test_a_setting_is_said_once() -> None:
+    found = findings("model.rope_scaling_factor=32.0", "model.position_embedding_type=none")
+    assert [violation.fix for violation in found] == [
+        "model.rope_scaling_factor=8.0, or model.position_embedding_type=rope"
+    ]
+    (found,) = findings("model.rope_scaling_factor=32.0", LATENT, "model.num_query_groups=null")
+    assert found.severity == "error"
+
+
+@pytest.mark.parametrize("environment", ["cpu", "gpu"])
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_no_recipe_has_unread_settings(recipe: str, environment: str) -> None:
+    config = load_recipe(recipe)
+    found = check(config, ranks_to_check(config, None), environment=environment)
+    assert [violation for violation in found if violation.rule == "K19"] == []
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [f"{path.parent.name}={path.stem}" for path in sorted(CONFIGS.glob("*/*.yaml")) if path.parent.name != "pretrain"],
+)
+def test_no_config_has_unread_settings(choice: str) -> None:
+    for environment in ("cpu", "gpu"):
+        found = check(load_recipe(EXAMPLE_RECIPE, [choice]), 4, environment=environment)
+        assert [violation for violation in found if violation.rule == "K19"] == []
