@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 _MOST_DIGITS = 18  # of a length: any such number is an int64
+LEAST_LONGEST = {"long": 8192}  # distribution -> the least that its longest sequence may be
 _DATA = files("megatron_cp.dynamic_cp") / "distributions"
 
 
@@ -65,9 +66,10 @@ def _chat(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
 
 def _long_instructions(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
     """Only long samples, log-uniform from 8K up."""
-    if longest < 8192:
-        raise ValueError(f"longest={longest}: the distribution 'long' needs --longest 8192 or more")
-    return np.exp(rng.uniform(np.log(8192), np.log(longest), size=n))
+    least = LEAST_LONGEST["long"]
+    if longest < least:
+        raise ValueError(f"longest={longest}: the distribution 'long' needs --longest {least} or more")
+    return np.exp(rng.uniform(np.log(least), np.log(longest), size=n))
 
 
 def _mock(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
