@@ -64,12 +64,14 @@ def _build_chunk(
 
         chunk: LanguageModel | HybridLanguageModel = build_hybrid(config, core_config, **common)
     else:
-        layers = gpt_block_spec(config, core_config, groups, vp_stage)
-        with_mtp = is_last and bool(model.mtp_num_layers)
+        block, layer = gpt_block_spec(config, core_config, groups, vp_stage)
+        mtp = None
+        if is_last and model.mtp_num_layers:
+            mtp = mtp_block_spec(config, layer, block.layer_norm, use_transformer_engine(config))
         chunk = LanguageModel(
             config=core_config,
-            transformer_layer_spec=layers,
-            mtp_block_spec=mtp_block_spec(config, layers, use_transformer_engine(config)) if with_mtp else None,
+            transformer_layer_spec=block,
+            mtp_block_spec=mtp,
             rope_scaling=model.rope_scaling,
             rope_scaling_factor=model.rope_scaling_factor,
             **common,

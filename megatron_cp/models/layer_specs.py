@@ -155,12 +155,13 @@ def _saved_names(config: RunConfig) -> dict[str, str]:
 
 def gpt_block_spec(
     config: RunConfig, core_config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None
-) -> TransformerBlockSubmodules:
-    """The spec of this rank's (virtual) pipeline stage of a GPT/Llama-like model."""
+) -> tuple[TransformerBlockSubmodules, ModuleSpec]:
+    """The spec of this rank's (virtual) pipeline stage of a GPT/Llama-like model, and that of one layer: a stage that
+    holds the embedding or the loss alone has none."""
     layer, norm = gpt_layer_spec(config)
     if config.model.multi_latent_attention and config.model.q_lora_rank is None:
         # The one projection that upstream builds without its group, so that it would ask the global state.
         attention = layer.submodules.self_attention.submodules
         attention.linear_q_proj = ModuleSpec(attention.linear_q_proj, params={"tp_group": groups.tp})
     count = get_num_layers_to_build(core_config, vp_stage, groups.pp.rank())
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm), layer

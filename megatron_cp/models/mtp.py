@@ -27,7 +27,6 @@ from megatron.core.transformer.multi_token_prediction import (
     get_mtp_layer_spec,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
@@ -77,12 +76,12 @@ class PredictionLayer(MultiTokenPredictionLayer):
 
 
 def mtp_block_spec(
-    config: RunConfig, block: TransformerBlockSubmodules, transformer_engine: bool
+    config: RunConfig, model_layer: ModuleSpec, norm: Any, transformer_engine: bool
 ) -> MultiTokenPredictionBlockSubmodules:
-    """The spec of all depths, each with a layer like the last of ``block``."""
-    layer = get_mtp_layer_spec(block.layer_specs[-1], transformer_engine)
+    """The spec of all depths, each with a layer and norms like the model's own."""
+    layer = get_mtp_layer_spec(model_layer, transformer_engine)
     submodules = layer.submodules
-    submodules.enorm = submodules.hnorm = submodules.layer_norm = block.layer_norm
+    submodules.enorm = submodules.hnorm = submodules.layer_norm = norm
     layer = ModuleSpec(module=PredictionLayer, submodules=submodules, params={"initialization_seed": config.rng.seed})
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * (config.model.mtp_num_layers or 0))
 

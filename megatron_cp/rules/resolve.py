@@ -42,11 +42,35 @@ def resolve_auto(
     """The configuration with ``cp_comm_type=auto`` replaced by a transport, and what was chosen and why.
 
     The same configuration and None where nothing is ``auto`` or nothing can be chosen (the rules then say what is
-    wrong). A node has ``gpus_per_node`` ranks; by default what the launcher or the environment says, else all ranks.
+    wrong). Sizes that are given mean a2a+p2p with just those; whether they can be is the rules' matter, too. Otherwise
+    a node has ``gpus_per_node`` ranks; by default what the launcher or the environment says, else all ranks.
     """
     model = config.model
     if "auto" not in model.transports:
         return config, None
+    given = model.hierarchical_context_parallel_sizes
+    sizes: list[int] | None
+    if given and model.context_parallel_size > 1:
+        transport, sizes, reason = "a2a+p2p", given, "these are its hierarchical_context_parallel_sizes"
+    else:
+        try:
+            transport, sizes, reason = _selected(config, world_size, gpus_per_node, environment)
+        except ValueError:
+            return config, None
+    resolved = dataclasses.replace(
+        model,
+        cp_comm_type=_in_place_of_auto(model.cp_comm_type, transport),
+        hierarchical_context_parallel_sizes=given or sizes,
+    )
+    what = f"{transport} {sizes}" if sizes else transport
+    return dataclasses.replace(config, model=resolved), f"model.cp_comm_type=auto is {what}: {reason}"
+
+
+def _selected(
+    config: RunConfig, world_size: int, gpus_per_node: int | None, environment: Environment
+) -> tuple[str, list[int] | None, str]:
+    """What :func:`select_transport` returns, and raises, for this configuration."""
+    model = config.model
     node = gpus_per_node or environment.gpus_per_node or launcher.number("LOCAL_WORLD_SIZE") or world_size
     on_gpu = environment.device == "gpu"
     with_a2a = dataclasses.replace(
@@ -54,26 +78,18 @@ def resolve_auto(
     )
     packed = packed_sizes(dataclasses.replace(config, model=with_a2a), world_size)
     flash = environment.flash_attn is not None
-    try:
-        transport, sizes, reason = select_transport(
-            model.num_attention_heads,
-            model.kv_heads,
-            model.tensor_model_parallel_size,
-            model.context_parallel_size,
-            node,
-            seq_length=model.seq_length,
-            window=has_window(config),
-            softmax_offset=model.softmax_type != "vanilla",
-            transformer_engine=choose_backend(config, environment.transformer_engine, on_gpu, packed, flash)[0] == "te",
-            packed_sizes=packed,
-        )
-    except ValueError:
-        return config, None
-    resolved = dataclasses.replace(model, cp_comm_type=_in_place_of_auto(model.cp_comm_type, transport))
-    if transport == "a2a+p2p" or "a2a+p2p" not in resolved.transports:
-        resolved.hierarchical_context_parallel_sizes = sizes
-    what = f"{transport} {sizes}" if sizes else transport
-    return dataclasses.replace(config, model=resolved), f"model.cp_comm_type=auto is {what}: {reason}"
+    return select_transport(
+        model.num_attention_heads,
+        model.kv_heads,
+        model.tensor_model_parallel_size,
+        model.context_parallel_size,
+        node,
+        seq_length=model.seq_length,
+        window=has_window(config),
+        softmax_offset=model.softmax_type != "vanilla",
+        transformer_engine=choose_backend(config, environment.transformer_engine, on_gpu, packed, flash)[0] == "te",
+        packed_sizes=packed,
+    )
 
 
 def _in_place_of_auto(kinds: str | list[str], transport: str) -> str | list[str]:

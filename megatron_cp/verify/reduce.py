@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from megatron_cp.config import ModelConfig, RunConfig
+from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig
+from megatron_cp.dynamic_cp.distributions import LEAST_LONGEST
 from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.models.mamba_shape import MambaShape
 from megatron_cp.one_rank import on_one_rank
@@ -30,12 +31,13 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
     Mock data (of many lengths, if they are packed) with an uneven loss mask, float32, no dropout, weights large enough
     that every part of the model matters for the loss (errors in RoPE hide below a standard deviation of 0.02), and a
     global batch that every layout divides into at least two microbatches a rank. With ``full`` the model keeps its
-    size.
+    size. Whatever the rules accept they accept of what this returns.
 
     Raises:
-        ConfigError: the layouts are of different models.
+        ConfigError: the layouts are of different models, or of one that cannot be compared.
     """
     _check_same_model(layouts)
+    _check_computable(layouts)
     configs = [copy.deepcopy(config) for config in layouts]
     vocab_size = configs[0].model.vocab_size or configs[0].tokenizer.vocab_size or VOCAB if full else VOCAB
     length = None if full else _seq_length(configs)
@@ -57,13 +59,16 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
         model.make_vocab_size_divisible_by = math.lcm(model.make_vocab_size_divisible_by, tp)
         model.init_method_std = 0.15 if not full else model.init_method_std
         model.hidden_dropout = model.attention_dropout = 0.0
+        _leave_transformer_engine(model)
+        if model.recompute_num_layers is not None:
+            layers = max(1, model.num_layers // model.pipeline_model_parallel_size)
+            model.recompute_num_layers = min(model.recompute_num_layers, layers)
         if model.sequence_packing_scheduler is not None:
             model.moe_aux_loss_coeff = 0.0  # it depends on which samples share a pack, and layouts pack otherwise
         config.train.global_batch_size, config.train.train_iters = batch, steps
+        config.train.skip_train = False
         config.optimizer.adam_eps = max(config.optimizer.adam_eps, ADAM_EPS)
-        data = config.dataset
-        data.kind, data.mock_masked_fraction, data.num_workers = None, 0.4, 0
-        data.data_path = data.valid_data_path = data.test_data_path = None
+        _mock(config.dataset)
         config.tokenizer = type(config.tokenizer)("NullTokenizer", vocab_size=vocab_size)
         config.mixed_precision = type(config.mixed_precision)(fp32=True)
         scheduler = config.scheduler
@@ -90,6 +95,40 @@ def _check_same_model(layouts: Sequence[RunConfig]) -> None:
                 for name in different
             ]
         )
+
+
+def _check_computable(layouts: Sequence[RunConfig]) -> None:
+    if any(c.model.multi_latent_attention and c.model.tensor_model_parallel_size > 1 for c in layouts):
+        message = (
+            "cannot be verified with multi-latent attention: the comparison is in float32, where Transformer Engine's "
+            "layers are not used, and megatron-core's own have wrong gradients there"
+        )
+        fix = "model.tensor_model_parallel_size=1 verifies the rest of the layout"
+        raise ConfigError([Violation("", "error", "model.tensor_model_parallel_size", message, fix)])
+
+
+def _leave_transformer_engine(model: ModelConfig) -> None:
+    """Without what only Transformer Engine's layers have, or only half precision: float32 runs on others."""
+    model.attention_backend = "auto"
+    model.moe_grouped_gemm = False
+    model.gradient_accumulation_fusion = None
+    if model.cross_entropy_fusion_impl != "te":  # megatron-core's rounds to bf16; Transformer Engine's does not
+        model.cross_entropy_loss_fusion = model.cross_entropy_fusion_impl = None
+    if model.multi_latent_attention and model.qk_layernorm and model.q_lora_rank is None:
+        model.q_lora_rank = model.kv_lora_rank  # other layers have both norms of compressed vectors, or none
+    if model.recompute_granularity == "selective" and "layernorm" in (model.recompute_modules or []):
+        model.recompute_modules = [name for name in model.recompute_modules or [] if name != "layernorm"]
+        if not model.recompute_modules:
+            model.recompute_granularity = None
+
+
+def _mock(data: DatasetConfig) -> None:
+    """Random tokens, of lengths that the sequence has room for."""
+    if data.kind != "mock_documents" or data.seq_length < LEAST_LONGEST.get(data.mock_lengths, 1):
+        data.mock_lengths = DatasetConfig().mock_lengths
+    data.kind, data.mock_masked_fraction, data.num_workers = None, 0.4, 0
+    data.data_path = data.valid_data_path = data.test_data_path = None
+    data.eod_mask_loss = False
 
 
 def _stages(config: RunConfig) -> int:
@@ -168,3 +207,6 @@ def _shrink(model: ModelConfig, tp: int, num_layers: int) -> None:
         model.q_lora_rank = None if model.q_lora_rank is None else 16
         model.kv_lora_rank = 16
         model.qk_head_dim = model.qk_pos_emb_head_dim = model.v_head_dim = 8
+    rotated_of = model.qk_pos_emb_head_dim if model.multi_latent_attention else HEAD_DIM
+    pairs = int(rotated_of * model.rotary_percent) // 2  # as good as the share that rotary embeddings turn
+    model.rotary_percent = 2 * max(1, pairs) / rotated_of

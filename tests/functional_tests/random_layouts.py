@@ -26,7 +26,9 @@ def configurations(draw: Any) -> tuple[int, Overrides]:
     tp, cp, pp, dp = draw(st.sampled_from(SIZES))
     vpp = draw(st.sampled_from([None, None, 2])) if pp > 1 else None
     per_stage = draw(st.sampled_from([1, 2]))
-    layers = pp * (vpp or 1) * per_stage + draw(st.sampled_from([0, 0, 0, 0, 0, 1]))
+    # What a stage may hold in place of a layer: there may be fewer layers than stages, and a stage without any.
+    counted = draw(st.sampled_from([(), (), ("loss",), ("embedding",), ("embedding", "loss")])) if pp > 1 else ()
+    layers = max(1, pp * (vpp or 1) * per_stage - len(counted)) + draw(st.sampled_from([0, 0, 0, 0, 0, 1]))
     kv_heads = tp * draw(st.sampled_from([1, 2, 3]))
     heads = kv_heads * draw(st.sampled_from([1, 2, 4]))
     sequence_parallel = draw(st.booleans()) if tp > 1 else False
@@ -55,6 +57,7 @@ def configurations(draw: Any) -> tuple[int, Overrides]:
         "optimizer__use_distributed_optimizer": draw(st.booleans()),
         "optimizer__adam_eps": ADAM_EPS,
     }
+    values |= {f"model__account_for_{what}_in_pipeline_split": True for what in counted}
     values |= draw(_transports(cp, layers))
     for feature in draw(st.lists(st.sampled_from(FEATURES), max_size=3)):
         values |= feature(draw, values)
@@ -177,6 +180,5 @@ FEATURES = [
     _fixed(model__cross_entropy_chunk_size=7),
     _fixed(model__recompute_granularity="full", model__recompute_method="uniform", model__recompute_num_layers=1),
     _fixed(dist__use_decentralized_pg=True, dist__use_tp_pp_dp_mapping=True),
-    _fixed(model__account_for_loss_in_pipeline_split=True),
     _fixed(optimizer__optimizer="sgd", optimizer__use_distributed_optimizer=False),
 ]

@@ -207,6 +207,22 @@ def test_training_equals_one_rank(name: str, depths: int, tied: bool) -> None:
     assert worst_difference(results[0], reference) < TOLERANCE
 
 
+LOSS = {"model__account_for_loss_in_pipeline_split": True}
+EMBEDDING_AND_LOSS = LOSS | {"model__account_for_embedding_in_pipeline_split": True}
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout", "tied"),
+    [(1, LOSS, False), (3, VPP2 | LOSS, True), (2, VPP2 | EMBEDDING_AND_LOSS, False)],
+    ids=str,
+)
+def test_the_last_stage_may_have_no_other_layer(layers: int, layout: dict[str, Any], tied: bool) -> None:
+    model = MTP1 | {"model__num_layers": layers} | (TIED if tied else {})
+    results = run_ranks(train, 2, model | PP2 | layout)
+    assert all(result == results[0] for result in results), "ranks report different losses"
+    assert worst_difference(results[0], run_ranks(train, 1, model)[0]) < TOLERANCE
+
+
 def test_the_depths_learn_and_matter() -> None:
     """Guards the comparisons: heads that nobody trains, or a loss that nobody adds, would pass them."""
     assert all(later[2 + k] != earlier[2 + k] for k in (0, 1) for earlier, later in [one_rank(2)[:2]])

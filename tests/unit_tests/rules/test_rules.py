@@ -376,7 +376,8 @@ class TestAuto:
     """cp_comm_type=auto is a transport by the time the rules look."""
 
     def resolve(self, *overrides, node, environment="cpu"):
-        config = load_recipe(EXAMPLE_RECIPE, ["model.cp_comm_type=auto", *overrides])
+        unsized = "model.hierarchical_context_parallel_sizes=null"
+        config = load_recipe(EXAMPLE_RECIPE, ["model.cp_comm_type=auto", unsized, *overrides])
         resolved, why = resolve_auto(config, 4, node, Environment.of(environment))
         assert check(config, 4, node, environment) == check(resolved, 4, node, environment)
         return resolved.model.cp_comm_type, resolved.model.hierarchical_context_parallel_sizes, why
@@ -394,6 +395,28 @@ class TestAuto:
             ["a2a", "p2p", "a2a", "p2p"],
             None,
         )
+
+    def test_sizes_that_are_given_are_kept(self):
+        sized = ("model.context_parallel_size=8", "model.hierarchical_context_parallel_sizes=[4,2]")
+        for node in (2, 4, 8):
+            kind, sizes, why = self.resolve(*sized, node=node)
+            assert (kind, sizes) == ("a2a+p2p", [4, 2]) and why.startswith("model.cp_comm_type=auto is a2a+p2p [4, 2]")
+        for asked in ("[auto,auto,a2a+p2p,a2a+p2p]", "[auto,auto,auto,auto]"):
+            assert self.resolve(*sized, f"model.cp_comm_type={asked}", node=2)[:2] == (["a2a+p2p"] * 4, [4, 2])
+        asked = "model.cp_comm_type=[auto,p2p,a2a+p2p,p2p]"
+        assert self.resolve(*sized, asked, node=2)[:2] == (["a2a+p2p", "p2p", "a2a+p2p", "p2p"], [4, 2])
+
+    @pytest.mark.parametrize(
+        ("sizes", "rule"), [("[3,2]", "C5"), ("[2,2,2]", "C6"), ("[-4,-2]", "C7"), ("[8,1]", "D2")]
+    )
+    def test_sizes_that_cannot_be_are_refused_as_without_auto(self, sizes, rule):
+        overrides = ["model.context_parallel_size=8", f"model.hierarchical_context_parallel_sizes={sizes}"]
+        overrides += ["model.num_attention_heads=4"] if rule == "D2" else []
+        with_auto, without = (
+            check(load_recipe(EXAMPLE_RECIPE, [*overrides, f"model.cp_comm_type={kind}"]), 8, environment="cpu")
+            for kind in ("auto", "a2a+p2p")
+        )
+        assert with_auto == without and without[0].rule == rule and without[0].severity == "error"
 
     def test_transformer_engine_has_its_say(self):
         overrides = ("model.attention_backend=te", "model.num_query_groups=1", "model.window_size=[64,0]")
@@ -421,7 +444,8 @@ class TestAuto:
     def test_nothing_to_choose(self):
         config = load_recipe(EXAMPLE_RECIPE)
         assert resolve_auto(config, 4, None, Environment()) == (config, None)
-        config = load_recipe(EXAMPLE_RECIPE, ["model.cp_comm_type=auto", "model.tensor_model_parallel_size=3"])
+        unsized = ["model.cp_comm_type=auto", "model.hierarchical_context_parallel_sizes=null"]
+        config = load_recipe(EXAMPLE_RECIPE, [*unsized, "model.tensor_model_parallel_size=3"])
         assert {"A4", "C1"} <= {v.rule for v in check(config, 12, environment="cpu")}
 
 

@@ -3,12 +3,16 @@
 import time
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from megatron_cp.errors import ConfigError
 from megatron_cp.one_rank import on_one_rank
 from megatron_cp.recipes import list_recipes, load_recipe
 from megatron_cp.rules import check
 from megatron_cp.verify.reduce import PACKED_TOKENS, comparable
+from tests.functional_tests.random_layouts import configurations
+from tests.training_runs import tiny_config
 
 KEPT = (
     "num_attention_heads",
@@ -26,8 +30,13 @@ KEPT = (
 )
 
 
-def errors(config, world_size):
-    return [v for v in check(config, world_size, environment="cpu") if v.severity == "error"]
+ONE_LEVEL = ("model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null")
+LATENT = ("model.multi_latent_attention=true",)
+FULL = ("model.recompute_granularity=full", "model.recompute_num_layers=4")
+
+
+def errors(config, world_size, environment="cpu"):
+    return [v for v in check(config, world_size, environment=environment) if v.severity == "error"]
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -121,3 +130,116 @@ def test_reducing_the_largest_recipe_is_quick():
     start = time.process_time()
     comparable([config], 1024, 3)
     assert time.process_time() - start < 0.2
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["small", "full"])
+@pytest.mark.parametrize(
+    ("overrides", "environment"),
+    [
+        ((*FULL, "model.recompute_method=uniform"), "cpu"),
+        ((*FULL, "model.recompute_method=block"), "cpu"),
+        (("dataset.data_path=corpus", "dataset.eod_mask_loss=true"), "cpu"),
+        (("model.cross_entropy_loss_fusion=true", "mixed_precision=bf16_mixed"), "cpu"),
+        (("model.rotary_percent=0.6", "model.kv_channels=20"), "cpu"),
+        (("model.attention_backend=te",), "gpu"),
+        (("model.num_moe_experts=4", "model.moe_grouped_gemm=true"), "gpu"),
+        (("model.gradient_accumulation_fusion=true",), "gpu"),
+        (("model.cross_entropy_loss_fusion=true",), "gpu"),
+        (("model.cross_entropy_loss_fusion=true", "model.cross_entropy_fusion_impl=native"), "gpu"),
+        (("model.recompute_granularity=selective", "model.recompute_modules=[layernorm]"), "gpu"),
+        (("model.recompute_granularity=selective", "model.recompute_modules=[mlp,layernorm]"), "gpu"),
+        ((*LATENT, "model.qk_layernorm=true"), "gpu"),
+        (("model.sequence_packing_scheduler=dp_balanced", "dataset.kind=documents", "dataset.data_path=corpus",
+          "dataset.mock_lengths=anything"), "cpu"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_trains_is_not_refused(overrides, environment, full):
+    config = load_recipe("llama_tiny_pretrain_config", [*ONE_LEVEL, *overrides])
+    assert not errors(config, 4, environment)
+    (reduced,) = comparable([config], 4, 3, full=full)
+    assert not errors(reduced, 4, environment) and not errors(on_one_rank(reduced), 1, environment)
+
+
+def test_what_float32_can_have_stays():
+    kernel = ["model.cross_entropy_loss_fusion=true", "model.cross_entropy_fusion_impl=te"]
+    modules = ["model.recompute_granularity=selective", "model.recompute_modules=[mlp,layernorm]"]
+    (small,) = comparable([load_recipe("llama_tiny_pretrain_config", [*ONE_LEVEL, *kernel, *modules])], 4, 3)
+    assert small.model.cross_entropy_loss_fusion and small.model.cross_entropy_fusion_impl == "te"
+    assert small.model.recompute_granularity == "selective" and small.model.recompute_modules == ["mlp"]
+
+
+@pytest.mark.parametrize(("share", "rotated"), [(1.0, 16), (0.6, 8), (0.5, 8), (0.02, 2)])
+def test_a_share_of_each_head_is_rotated_in_pairs(share, rotated):
+    (small,) = comparable([load_recipe("llama_tiny_pretrain_config", [f"model.rotary_percent={share}"])], 4, 3)
+    assert small.model.kv_channels * small.model.rotary_percent == rotated
+
+
+def test_mock_lengths_that_have_no_room_are_the_usual_ones():
+    packs = ["model.sequence_packing_scheduler=dp_balanced", "dataset.seq_length=8192"]
+    for lengths, full, expected in [("long", False, "lognormal"), ("long", True, "long"), ("chat", False, "chat")]:
+        config = load_recipe("llama_tiny_pretrain_config", [*packs, f"dataset.mock_lengths={lengths}"])
+        (reduced,) = comparable([config], 4, 3, full=full)
+        assert reduced.dataset.mock_lengths == expected
+
+
+def test_latent_attention_under_tensor_parallelism_is_refused_for_what_it_is():
+    overrides = [*ONE_LEVEL, *LATENT, "model.tensor_model_parallel_size=2"]
+    config = load_recipe("llama_tiny_pretrain_config", overrides)
+    assert not errors(config, 8, "gpu")
+    with pytest.raises(ConfigError, match="cannot be verified with multi-latent attention: the comparison is in float"):
+        comparable([config], 8, 3)
+
+
+# Beside what random layouts draw: what only some precision, device, size or kind of data allows.
+PIECES = [
+    {"mixed_precision__fp32": False, "mixed_precision__bf16": True},
+    {"mixed_precision__fp32": False, "mixed_precision__fp16": True, "ddp__check_for_nan_in_grad": False},
+    {"model__attention_backend": "te"},
+    {"model__attention_backend": "native"},
+    {"model__recompute_granularity": "full", "model__recompute_method": "block", "model__recompute_num_layers": 2},
+    {"model__recompute_granularity": "full", "model__recompute_method": "uniform", "model__recompute_num_layers": 4},
+    {"model__recompute_granularity": "selective", "model__recompute_modules": ["layernorm"]},
+    {"model__recompute_granularity": "selective", "model__recompute_modules": ["core_attn", "layernorm"]},
+    {"model__num_layers": 8},
+    {"model__num_layers": 12, "model__window_size": [16, 0], "model__window_attn_skip_freq": 3},
+    {"model__cp_comm_type": "auto", "model__hierarchical_context_parallel_sizes": None},
+    {"model__cp_comm_type": "p2p", "model__hierarchical_context_parallel_sizes": None},
+    {"model__apply_rope_fusion": True},
+    {"model__gradient_accumulation_fusion": True},
+    {"model__cross_entropy_loss_fusion": True},
+    {"model__cross_entropy_loss_fusion": True, "model__cross_entropy_fusion_impl": "te"},
+    {"model__cross_entropy_loss_fusion": True, "model__cross_entropy_fusion_impl": "native"},
+    {"model__moe_grouped_gemm": True},
+    {"model__qk_layernorm": True, "model__q_lora_rank": None},
+    {"model__rotary_percent": 0.6, "model__kv_channels": 20},
+    {"model__rotary_percent": 0.3, "model__qk_pos_emb_head_dim": 16},
+    {"model__attention_dropout": 0.1},
+    {"model__deterministic_mode": True, "env_vars": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}},
+    {"dataset__kind": "indexed", "dataset__data_path": "corpus", "dataset__eod_mask_loss": True},
+    {"dataset__kind": "indexed", "dataset__data_path": "corpus", "dataset__reset_position_ids": True},
+    {"dataset__kind": "documents", "dataset__data_path": "corpus", "dataset__mock_lengths": "anything"},
+    {"dataset__kind": "jsonl", "dataset__data_path": "corpus.jsonl"},
+    {"dataset__mock_lengths": "long", "dataset__seq_length": 8192, "model__max_seqlen_per_dp_cp_rank": 8192},
+    {"scheduler__lr_decay_style": "WSD", "scheduler__lr_wsd_decay_iters": 5},
+    {"scheduler__lr_warmup_fraction": 0.2},
+    {"validation__eval_iters": 2, "dist__eval_context_parallel_size": 2},
+    {"profiling__use_pytorch_profiler": True},
+    {"checkpoint__save_interval": 10, "checkpoint__save_retain_interval": 20},
+]
+
+
+@given(configurations(), st.lists(st.sampled_from(PIECES), max_size=4), st.sampled_from(["cpu", "gpu"]), st.booleans())
+@settings(deadline=None, database=None, derandomize=True, max_examples=300, suppress_health_check=list(HealthCheck))
+def test_whatever_the_rules_accept_they_accept_reduced(drawn, pieces, environment, full):
+    world_size, overrides = drawn
+    for piece in pieces:
+        overrides = overrides | piece
+    variables = overrides.pop("env_vars", {})
+    config = tiny_config(**overrides)
+    config.env_vars = variables
+    latent_and_split = config.model.multi_latent_attention and config.model.tensor_model_parallel_size > 1
+    assume(not latent_and_split and not errors(config, world_size, environment))
+    (reduced,) = comparable([config], world_size, 3, full=full)
+    assert not errors(reduced, world_size, environment)
+    assert not errors(on_one_rank(reduced), 1, environment)
