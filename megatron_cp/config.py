@@ -314,11 +314,17 @@ class ProfilingConfig:
 
 @dataclass
 class MixedPrecisionConfig:
-    """Exactly one of the three; none of them means bf16 on GPUs and fp32 on CPUs."""
+    """At most one of the three; none of them means bf16 on GPUs and fp32 on CPUs."""
 
     fp32: bool = False
     bf16: bool = False
     fp16: bool = False
+    # What losses are multiplied with in fp16, so that small gradients are not 0. None: found while training.
+    loss_scale: float | None = None
+    initial_loss_scale: float = 2.0**32
+    min_loss_scale: float = 1.0
+    loss_scale_window: int = 1000  # steps without an overflow after which the scale doubles
+    hysteresis: int = 2  # overflows until the scale halves
 
 
 @dataclass

@@ -248,6 +248,10 @@ def _nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Dotted names and values as nested mappings; a later one wins over an earlier."""
     nested: dict[str, Any] = {}
     for key, value in items:
+        if key == "mixed_precision" and not isinstance(value, dict):
+            # Beside settings of that section, which a name must neither take away nor be taken away by.
+            nested[key] = {**nested.get(key, {}), **_precision(value)}
+            continue
         *parents, leaf = key.replace("model.transformer.", "model.").split(".")
         section = nested
         for parent in parents:

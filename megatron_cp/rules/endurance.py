@@ -53,8 +53,16 @@ def intervals_are_positive(c: Context) -> Iterator[Finding]:
         "model.softmax_scale": config.model.softmax_scale,
         "model.seq_len_interpolation_factor": config.model.seq_len_interpolation_factor,
         "model.rope_scaling_factor": config.model.rope_scaling_factor,
+        "mixed_precision.loss_scale": config.mixed_precision.loss_scale,
+        "mixed_precision.initial_loss_scale": config.mixed_precision.initial_loss_scale,
+        "mixed_precision.min_loss_scale": config.mixed_precision.min_loss_scale,
     }
-    fixes = {"dist.distributed_timeout_minutes": 10, "model.rope_scaling_factor": 8.0}
+    fixes = {
+        "dist.distributed_timeout_minutes": 10,
+        "model.rope_scaling_factor": 8.0,
+        "mixed_precision.initial_loss_scale": 2.0**32,
+        "mixed_precision.min_loss_scale": 1.0,
+    }
     for field, value in values.items():
         if value is not None and value <= 0:
             yield Finding(field, f"must be above 0, got {value}", f"{field}={fixes.get(field, 'null')}")

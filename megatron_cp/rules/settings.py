@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_cp.config import RunConfig
 from megatron_cp.rules.rule import Context, Finding, broken, default_of, rule, value_at
 
 _ANY, _SEEDS = (0, math.inf), (0, 2**31 - 1)
@@ -26,7 +27,10 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.moe_aux_loss_coeff": _ANY,
     "model.dynamic_context_parallel_calibration_iters": _ANY,
     "train.manual_gc_interval": _ANY,
+    "mixed_precision.loss_scale_window": (1, math.inf),
+    "mixed_precision.hysteresis": (1, math.inf),
 }
+_LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
 @rule(
@@ -92,6 +96,18 @@ def fp16_overflows(c: Context) -> Iterator[Finding]:
             "fp16 overflows until its loss scale fits, and the run would end with: gradients are not finite",
             "ddp.check_for_nan_in_grad=false, or mixed_precision=bf16_mixed, which needs no scale",
         )
+    precision = c.config.mixed_precision
+    if precision.fp16 and precision.min_loss_scale > precision.initial_loss_scale > 0:
+        yield Finding(
+            "mixed_precision.initial_loss_scale",
+            f"is below mixed_precision.min_loss_scale ({precision.min_loss_scale})",
+            f"mixed_precision.initial_loss_scale={precision.min_loss_scale} or more",
+        )
+    for name in () if precision.fp16 else _LOSS_SCALE:
+        field = f"mixed_precision.{name}"
+        if getattr(precision, name) != value_at(RunConfig(), field):
+            message = "has no effect: the loss is scaled in fp16 only"
+            yield Finding(field, message, f"{default_of(field)}, or mixed_precision.fp16=true", "warning")
 
 
 @rule(

@@ -17,7 +17,7 @@ def build_optimizer(
     config: RunConfig, model: list[Any], groups: ProcessGroupCollection, dtype: torch.dtype
 ) -> MegatronOptimizer:
     """megatron-core's optimizer over the wrapped model chunks; ``dtype`` is the parameters'."""
-    chosen = config.optimizer
+    chosen, precision = config.optimizer, config.mixed_precision
     core = CoreOptimizerConfig(
         optimizer=chosen.optimizer,
         lr=chosen.lr,
@@ -33,6 +33,11 @@ def build_optimizer(
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         params_dtype=dtype,
+        loss_scale=precision.loss_scale if precision.fp16 else None,  # megatron-core would also scale bf16
+        initial_loss_scale=precision.initial_loss_scale,
+        min_loss_scale=precision.min_loss_scale,
+        loss_scale_window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
     )
     optimizer = get_megatron_optimizer(core, model, use_gloo_process_groups=False, pg_collection=groups)
     if chosen.optimizer == "sgd":

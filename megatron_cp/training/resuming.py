@@ -303,7 +303,7 @@ def _check_optimizer(config: RunConfig, common: dict[str, Any], folder: Path) ->
 
 def _precision(config: dict[str, Any]) -> str | None:
     """Where it is given; else it depends on the device."""
-    return next((name for name, chosen in config["mixed_precision"].items() if chosen), None)
+    return next((name for name in ("fp32", "bf16", "fp16") if config["mixed_precision"][name]), None)
 
 
 def _check_schedule(config: RunConfig, common: dict[str, Any], folder: Path) -> None:

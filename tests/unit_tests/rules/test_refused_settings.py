@@ -69,6 +69,13 @@ REFUSED = [
     (["model.softmax_scale=0.0"], "K51", "model.softmax_scale=null"),
     (["model.softmax_scale=-1"], "K51", "model.softmax_scale=null"),
     (["model.rope_scaling_factor=0"], "K51", "model.rope_scaling_factor=8.0"),
+    (["mixed_precision.loss_scale=0.0"], "K51", "mixed_precision.loss_scale=null"),
+    (["mixed_precision.initial_loss_scale=-1.0"], "K51", "mixed_precision.initial_loss_scale=4294967296.0"),
+    (["mixed_precision.min_loss_scale=0.0"], "K51", "mixed_precision.min_loss_scale=1.0"),
+    (["mixed_precision.loss_scale_window=0"], "K30", "mixed_precision.loss_scale_window=1000"),
+    (["mixed_precision.hysteresis=0"], "K30", "mixed_precision.hysteresis=2"),
+    (["mixed_precision.fp16=true", "ddp.check_for_nan_in_grad=false", "mixed_precision.min_loss_scale=2.0",
+      "mixed_precision.initial_loss_scale=1.0"], "K13", "mixed_precision.initial_loss_scale=2.0"),
     (["validation.eval_interval=0"], "K51", "validation.eval_interval=null"),
     (["optimizer.adam_beta1=1.0"], "K16", "optimizer.adam_beta1=0.9"),
     (["optimizer.adam_beta2=-0.1"], "K16", "optimizer.adam_beta2=0.95"),
@@ -131,6 +138,17 @@ def test_experts_that_are_spread_have_one_loss_scale_with_the_rest():
     assert set(errors(*spread, "mixed_precision=fp16_mixed")) == {"K13"}
     assert errors(*spread, "mixed_precision=bf16_mixed") == {}
     assert errors(*EXPERTS, "ddp.check_for_nan_in_grad=false", "mixed_precision=fp16_mixed") == {}
+
+
+def test_a_loss_scale_without_fp16_is_said():
+    setting = "mixed_precision.initial_loss_scale=256"
+    (found,) = check(load_recipe(EXAMPLE_RECIPE, [setting]), 4, environment="cpu")
+    assert (found.rule, found.severity, found.value) == ("K13", "warning", 256)
+    fp16 = ["mixed_precision.fp16=true", "ddp.check_for_nan_in_grad=false"]
+    assert check(load_recipe(EXAMPLE_RECIPE, [setting, *fp16]), 4, environment="cpu") == []
+    for overrides in (["mixed_precision=fp16_mixed", setting], [setting, "mixed_precision=fp16_mixed"]):
+        config = load_recipe(EXAMPLE_RECIPE, overrides).mixed_precision
+        assert config.fp16 and config.initial_loss_scale == 256
 
 
 def test_an_evaluation_of_nothing_is_said():
