@@ -8,7 +8,9 @@ import faulthandler
 import gc
 import os
 import pickle
+import random
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -24,6 +26,19 @@ import torch.distributed as dist
 
 class RanksFailed(AssertionError):
     """At least one forked rank raised, died or ran out of time; the message holds every rank's report."""
+
+
+def free_port() -> int:
+    """For ranks that are to meet: none of those that the system gives to connections, of which any may be gone before
+    a rank listens (from 32768 on; other tests run meanwhile)."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple, timeout: float) -> int:

@@ -30,7 +30,7 @@ from megatron_cp.cli import main
 from megatron_cp.config import TokenizerConfig
 from megatron_cp.data.preprocess import preprocess
 from megatron_cp.training.checkpoint_files import latest_iteration
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, free_port, run_ranks
 
 HCP = ("model.cp_comm_type=a2a+p2p", "model.hierarchical_context_parallel_sizes=[2,2]")
 RING = ("model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null")
@@ -136,12 +136,6 @@ def losses_of(folder: Path) -> list[float]:
     steps = {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
     assert list(steps) == list(range(1, len(steps) + 1)), "iterations are missing, repeated or out of order"
     return list(steps.values())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def soak(kind: str, iterations: int, folder: Path, seed: int = 1, tell: Any = print) -> Soak:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,10 +147,7 @@ def test_what_stopped_is_not_started_again(launch: Callable[..., Launched]) -> N
 
 def test_launchers_of_two_nodes_meet(launch: Callable[..., Launched]) -> None:
     """When one is asked to stop the ranks of both do; neither launcher then waits for one that has left."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    where = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}")
+    where = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
     nodes = [launch(*where, f"--node_rank={node}", seconds=2.0) for node in range(2)]
     nodes[0].pids()
     nodes[0].process.terminate()

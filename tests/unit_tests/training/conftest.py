@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_cp.cli import main
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 TINY = [
     "train",
@@ -42,13 +42,12 @@ def run_cli(folder: str, arguments: list[str], before: Any, recipe: str | None =
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
     monkeypatch.setattr("megatron_cp.cli._SECONDS_TO_SPEAK", 0.0)  # no launcher here that ends all with the first
-    port = iter(range(29900 + os.getpid() % 500 * 20, 65000))
 
     def call(
         *arguments: str, ranks: int = 2, before: Any = None, same_code: bool = True, recipe: str | None = None
     ) -> tuple[Any, str]:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(next(port)))
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
         results = run_ranks(run_cli, ranks, str(tmp_path), list(arguments), before, recipe)
         codes = [code for code, _ in results]
         text = "".join(text for _, text in results)

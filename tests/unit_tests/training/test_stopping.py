@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, free_port, run_ranks
 from tests.unit_tests.training.conftest import run_cli
 
 STAGES = ["model.pipeline_model_parallel_size=2", "model.num_layers=2"]
@@ -45,12 +44,6 @@ def losing_a_rank(folder: str, arguments: list[str], before: Any) -> None:
     Path(folder, f"code{os.environ['RANK']}").write_text(f"{code} {time.time() - lost:.1f}")
     if Path(folder, "frozen").exists():
         os.kill(int(Path(folder, "frozen").read_text()), signal.SIGKILL)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def lose(tmp_path: Path, monkeypatch: Any, ranks: int, arguments: list[str], before: Any) -> tuple[str, Any]:
