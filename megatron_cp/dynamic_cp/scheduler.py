@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
-from megatron_cp.dynamic_cp.fixed import schedule_fixed_cp, smallest_cp_size
+from megatron_cp.dynamic_cp.fixed import schedule_fixed_cp
 from megatron_cp.dynamic_cp.greedy import greedy_per_microbatch
 from megatron_cp.dynamic_cp.groups import BuddyTree, buddy_tree
 from megatron_cp.dynamic_cp.jobs import Shelf
@@ -25,8 +25,8 @@ _MOST_PLANS = 24
 _ENOUGH_FOR_QUARTERS = 64
 # How many of the most promising limits are also planned with wide jobs filled up first.
 _STARTS_WITH_FILL = 4
-# Samples times sizes of groups up to which groups of one size are tried as well.
-_CHEAP_FOR_ONE_SIZE = 4000
+# Groups of one size are tried as well where they may take less than this part of the plan's seconds.
+_WORTH_A_TRY = 0.995
 # Samples times microbatches up to which the greedy rule is tried as well.
 _CHEAP_FOR_GREEDY = 3000
 
@@ -63,8 +63,8 @@ def schedule(
 
     The search: for several limits on a microbatch's seconds, each sample takes the fewest ranks that keep it under the
     limit; the most promising limits are planned in full (:mod:`.plan`), then jobs that leave their neighbours idle
-    are widened as long as that helps. Few samples are also tried with the greedy rule (:mod:`.greedy`)
-    and in groups of one size (:mod:`.fixed`).
+    are widened as long as that helps. Groups of one size (:mod:`.fixed`) are tried where they may be faster, and few
+    samples with the greedy rule (:mod:`.greedy`).
     Time is O(n log n + num_ranks log num_ranks).
     """
     for name, value in (("pipeline_size", pipeline_size), ("microbatch_multiple", microbatch_multiple)):
@@ -78,46 +78,55 @@ def schedule(
     block_level = _block_level(buddy_tree(num_ranks, min_cp_size), sync_ranks, pipeline_size)
     setting = (lengths, num_ranks, max_seqlen_per_rank, min_cp_size, cost or DEFAULT_COST, sequence_parallel_size)
     problem = make_problem(*setting, block_level=block_level)
-    microbatches: list[list[Group]] = []
-    if problem.lengths.size:
-        plan = _search(problem, block_level, pipeline_size)
-        options = [_lay_out(problem, plan, pipeline_size)]
-        if _greedy_is_cheap(problem):
-            options.append(greedy_per_microbatch(make_problem(*setting)))
-        options += _of_one_size(problem, lengths, microbatch_multiple)
-        for one in options:
-            _round_up(one, microbatch_multiple)
-        step = {"sync_ranks": sync_ranks, "pipeline_size": pipeline_size}
+    if not problem.lengths.size:
+        return Schedule(num_ranks, max_seqlen_per_rank, [], sequence_parallel_size)
 
-        def seconds(one: list[list[Group]]) -> float:
-            return simulate(Schedule(num_ranks, max_seqlen_per_rank, one), lengths, problem.cost, **step).seconds
+    def seconds(microbatches: list[list[Group]]) -> float:
+        one = Schedule(num_ranks, max_seqlen_per_rank, microbatches)
+        return simulate(one, lengths, problem.cost, sync_ranks=sync_ranks, pipeline_size=pipeline_size).seconds
 
-        microbatches = min(options, key=seconds) if len(options) > 1 else options[0]
-    return Schedule(num_ranks, max_seqlen_per_rank, microbatches, sequence_parallel_size)
+    plan = _search(problem, block_level, pipeline_size)
+    planned = _lay_out(problem, plan, pipeline_size)
+    added = _round_up(planned, microbatch_multiple)
+    options = [planned]
+    if _greedy_is_cheap(problem):
+        options.append(greedy_per_microbatch(make_problem(*setting)))
+        _round_up(options[-1], microbatch_multiple)
+    best = seconds(planned) if added else plan.seconds
+    options += _of_one_size(problem, lengths, best, pipeline_size, microbatch_multiple)
+    chosen = min(options, key=seconds) if len(options) > 1 else planned
+    return Schedule(num_ranks, max_seqlen_per_rank, chosen, sequence_parallel_size)
 
 
 def _of_one_size(
-    problem: Problem, lengths: Sequence[int] | np.ndarray, microbatch_multiple: int
+    problem: Problem,
+    lengths: Sequence[int] | np.ndarray,
+    seconds: float,
+    pipeline_size: int,
+    microbatch_multiple: int,
 ) -> list[list[list[Group]]]:
-    """Few samples in groups of one size each time: of samples that are alike, nothing else may be better."""
-    tree, width = problem.tree, problem.sequence_parallel_size
-    if len(lengths) * len(tree.levels) > _CHEAP_FOR_ONE_SIZE:
-        return []
-    smallest = smallest_cp_size(int(problem.lengths.max()), tree.num_ranks, problem.max_tokens, width)
-    sizes = [tree.size(i) for i in range(len(tree.levels)) if tree.is_regular(i) and tree.num_ranks % tree.size(i) == 0]
-    return [
-        schedule_fixed_cp(
-            lengths,
-            tree.num_ranks,
-            problem.max_tokens,
-            cp_size=size,
-            cost=problem.cost,
-            microbatch_multiple=microbatch_multiple,
-            sequence_parallel_size=width,
-        ).microbatches
-        for size in sizes
-        if size >= smallest
-    ]
+    """Groups of one size each time, where that may take fewer ``seconds``: of samples that are alike, often."""
+    tree, found = problem.tree, []
+    tokens, squares = float(problem.lengths.sum()), float(problem.lengths @ problem.lengths)
+    for level, (i, size) in enumerate(zip(problem.tree_levels, problem.sizes, strict=True)):
+        if i < 0 or not tree.is_regular(i) or tree.num_ranks % size or not np.isfinite(problem.seconds[level, 0]):
+            continue
+        cost, shortest, longest = problem.costs[level], *problem.seconds[level, [-1, 0]].tolist()
+        fewest = float(problem.tokens[level].sum()) / problem.max_tokens  # microbatches
+        work = (cost.seconds(squares, tokens) + cost.fixed * (fewest - 1)) * size / tree.num_ranks
+        # Short microbatches may fill and drain the pipeline.
+        if max(work + (pipeline_size - 1) * shortest, pipeline_size * longest) < _WORTH_A_TRY * seconds:
+            one = schedule_fixed_cp(
+                lengths,
+                tree.num_ranks,
+                problem.max_tokens,
+                cp_size=size,
+                cost=problem.cost,
+                microbatch_multiple=microbatch_multiple,
+                sequence_parallel_size=problem.sequence_parallel_size,
+            )
+            found.append(one.microbatches)
+    return found
 
 
 def _greedy_is_cheap(problem: Problem) -> bool:
@@ -315,11 +324,14 @@ def _pipeline_order(shelves: list[Shelf]) -> list[Shelf]:
     return rising[::2] + rising[1::2][::-1]
 
 
-def _round_up(microbatches: list[list[Group]], multiple: int) -> None:
-    """Make the number of microbatches a multiple: split those with most to split, and leave the rest empty."""
+def _round_up(microbatches: list[list[Group]], multiple: int) -> int:
+    """Make the number of microbatches a multiple: split those with most to split, and leave the rest empty. Returns
+    how many were added."""
+    before = len(microbatches)
     while len(microbatches) % multiple:
         k = max(range(len(microbatches)), key=lambda k: sum(len(g.sample_ids) > 1 for g in microbatches[k]))
         halves = [(group, (len(group.sample_ids) + 1) // 2) for group in microbatches[k]]
         microbatches[k] = [Group(group.ranks, group.sample_ids[:half]) for group, half in halves]
         rest = [Group(group.ranks, group.sample_ids[half:]) for group, half in halves if half < len(group.sample_ids)]
         microbatches.insert(k + 1, rest)
+    return len(microbatches) - before

@@ -23,7 +23,7 @@ def configuration(number: int) -> tuple[list[int], dict[str, Any]]:
     sequence_parallel = rng.choice([1, 1, 2, 4])
     m = rng.choice([8, 64, 100, 400, 1001, 2048, 4096, 16384])
     m = max(m, 2 * sequence_parallel)
-    most = m // (2 * sequence_parallel) * (2 * sequence_parallel) * ranks
+    most = most_tokens(ranks, m, sequence_parallel)
     n = rng.choice([1, 2, 3, max(1, ranks // 2), ranks, 3 * ranks, rng.randint(1, 200), rng.randint(1, 200)])
     kind = rng.choice(["uniform", "lognormal", "equal", "maximal", "one_long", "tiny", "near_capacity"])
     if kind == "uniform":
@@ -52,6 +52,11 @@ def configuration(number: int) -> tuple[list[int], dict[str, Any]]:
     }
 
 
+def most_tokens(ranks: int, tokens: int, sequence_parallel: int) -> int:
+    """The longest sample that ``ranks`` hold, ``tokens`` each, padded."""
+    return tokens // (2 * sequence_parallel) * (2 * sequence_parallel) * ranks
+
+
 def failures(number: int) -> list[str]:
     """What is wrong with the schedules of configuration ``number``."""
     lengths, arguments = configuration(number)
@@ -64,6 +69,12 @@ def failures(number: int) -> list[str]:
         step = simulate(found, lengths, arguments["cost"], **keeping)  # ends: no group waits for itself
         if not 0.9 < step.imbalance < float("inf"):
             wrong.append(f"the simulated step has imbalance {step.imbalance}")
+        for size in [1 << k for k in range(8) if arguments["min_cp_size"] == 1 and shape["num_ranks"] % (1 << k) == 0]:
+            if max(lengths) <= most_tokens(size, shape["max_seqlen_per_rank"], shape["sequence_parallel_size"]):
+                fixed = schedule_fixed_cp(lengths, **shape, **multiple, cp_size=size, cost=arguments["cost"])
+                slower = step.seconds / simulate(fixed, lengths, arguments["cost"], **keeping).seconds
+                if slower > 1.005:
+                    wrong.append(f"{slower:.3f} times the seconds of groups of {size}")
         if number % 10 == 0:
             fixed = schedule_fixed_cp(lengths, **shape, **multiple, balanced=number % 20 == 0)
             seen = sorted(x for groups in fixed.microbatches for group in groups for x in group.sample_ids)

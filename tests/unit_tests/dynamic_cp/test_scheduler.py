@@ -393,15 +393,25 @@ def test_static_packing_is_tried_a_few_times_only(monkeypatch, center):
         ([2048], 16, 2048, "h200_moe3b", {}),
         ([1025] * 1000, 8, 2048, "h200_moe3b", {"pipeline_size": 4}),
         ([5000, *range(1, 200)], 16, 1024, "a100_8b", {"sync_ranks": 4}),
+        ([131072] * 2302, 12, 16384, "h100_8b", {"sync_ranks": 2}),
+        ([49152] * 2 + [24576] * 2001, 12, 4096, "h100_moe3b", {"pipeline_size": 4}),
     ],
-    ids=["alike, in virtual stages", "alike, some just too long", "one sample", "half a microbatch each", "one giant"],
+    ids=[
+        "alike, in virtual stages",
+        "alike, some just too long",
+        "one sample",
+        "half a microbatch each",
+        "one giant",
+        "many, on a number of ranks that is no power of two",
+        "many, of two lengths",
+    ],
 )
-def test_a_few_samples_are_never_slower_than_with_groups_of_one_size(lengths, ranks, tokens, preset, mode):
+def test_samples_are_never_slower_than_with_groups_of_one_size(lengths, ranks, tokens, preset, mode):
     cost, multiple = PRESETS[preset], mode.get("microbatch_multiple", 1)
     step = {name: value for name, value in mode.items() if name != "microbatch_multiple"}
     found = schedule(lengths, ranks, tokens, cost=cost, **mode)
     assert problems(found, lengths, ranks, tokens, 1, multiple) == []
     dynamic = simulate(found, lengths, cost, **step).seconds
-    for size in (2**k for k in range(7) if 2**k <= ranks and max(lengths) <= 2**k * tokens):
+    for size in (k for k in (1, 2, 4, 8, ranks) if ranks % k == 0 and max(lengths) <= k * tokens):
         fixed = schedule_fixed_cp(lengths, ranks, tokens, cp_size=size, cost=cost, microbatch_multiple=multiple)
         assert dynamic <= simulate(fixed, lengths, cost, **step).seconds * (1 + 1e-9), size
