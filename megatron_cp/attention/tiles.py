@@ -208,12 +208,18 @@ def _cut_band(tile: Tile, size: TileSize) -> Iterator[Tile]:
     high = tile.high if tile.high is not None else columns - 1
     if not size.band:
         # FlashAttention counts the right limit from the last row's last column and drops it where that makes it as
-        # long as the tile is wide: the rows that it does not bind go apart.
+        # long as the tile is wide: the rows that it does not bind go apart. Beside a left limit, none is one that long:
+        # it binds the first rows of a tile higher than wide, which the left limit does not bind.
+        apart = rows
         if tile.high is not None and high + rows >= 2 * columns:
-            yield from _cut(_part(tile, 0, columns - high, 0, columns), size)
-            yield from _cut(_part(tile, columns - high, rows, 0, columns), size)
-        else:
+            apart = columns - high
+        elif tile.high is None and rows > columns + 1:
+            apart = 1 - low
+        if apart == rows:
             yield tile
+        else:
+            yield from _cut(_part(tile, 0, apart, 0, columns), size)
+            yield from _cut(_part(tile, apart, rows, 0, columns), size)
         return
     block = max(size.band // 4, min(size.band, high - low + 1))
     if rows > block:

@@ -111,7 +111,8 @@ def _of_one_size(
     for level, (i, size) in enumerate(zip(problem.tree_levels, problem.sizes, strict=True)):
         if i < 0 or not tree.is_regular(i) or tree.num_ranks % size or not np.isfinite(problem.seconds[level, 0]):
             continue
-        cost, shortest, longest = problem.costs[level], *problem.seconds[level, [-1, 0]].tolist()
+        cost = problem.costs[level]
+        shortest, longest = problem.seconds[level, [-1, 0]].tolist()
         fewest = float(problem.tokens[level].sum()) / problem.max_tokens  # microbatches
         work = (cost.seconds(squares, tokens) + cost.fixed * (fewest - 1)) * size / tree.num_ranks
         # Short microbatches may fill and drain the pipeline.

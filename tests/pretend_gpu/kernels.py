@@ -17,9 +17,12 @@ def _scores(q: Tensor, k: Tensor, scale: float | None, causal: bool, left: int |
     rows, columns = scores.shape[-2:]
     distance = torch.arange(columns) - torch.arange(rows)[:, None] - (columns - rows)
     right = 0 if causal else right
-    if right is not None and right >= 0:
+    left, right = (None if limit is None or not 0 <= limit < columns else limit for limit in (left, right))
+    if left is not None and right is None:
+        right = columns  # as FlashAttention sets it, which binds where a tile is higher than wide
+    if right is not None:
         scores = scores.masked_fill(distance > right, -torch.inf)
-    if left is not None and left >= 0:
+    if left is not None:
         scores = scores.masked_fill(distance < -left, -torch.inf)
     return scores
 

@@ -110,6 +110,8 @@ def flash_sees(tile: Tile) -> np.ndarray:
     if tile.kind is Kind.CAUSAL:
         left, right = -1, 0
     left, right = (-1 if limit >= tile.k_length else limit for limit in (left, right))
+    if left >= 0 and right < 0:
+        right = tile.k_length
     rows, columns = np.mgrid[: tile.q_length, : tile.k_length]
     diagonal = rows + tile.k_length - tile.q_length
     sees = np.ones(rows.shape, dtype=bool)
