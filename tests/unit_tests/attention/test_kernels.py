@@ -9,7 +9,7 @@ from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.kernels import CpuFlash, CudaFlash, Matmul, attend, attend_backward
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.reference import reference_attention
-from megatron_cp.attention.sharding import Layout
+from megatron_cp.attention.sharding import Layout, partition_indices
 from megatron_cp.attention.tiles import Kind, Mask, Tile, TileSize, plan, plan_gathered
 from tests.ranks import run_ranks
 
@@ -148,18 +148,31 @@ def test_flash_attention_sees_what_a_tile_allows(layout):
                     assert (flash_sees(tile) == wanted(tile)).all(), (mask, tile)
 
 
-def on_cuda(mask: Mask, dtype: torch.dtype, s: int = 70, deterministic: bool = False) -> list[torch.Tensor]:
+def on_cuda(
+    mask: Mask, dtype: torch.dtype, s: int = 72, ranks: int = 1, deterministic: bool = False
+) -> list[torch.Tensor]:
+    """Output and gradients of what each of so many ranks computes, one rank after the other, over gathered keys."""
     inputs, dout = draw(s, dtype=dtype)
-    query, key, value = (x.cuda() for x in inputs)
-    layout = Layout.dense(len(query), 1)
-    tiles = plan(layout, 0, 0, mask, kernels.forward_tiles(query))
-    result = OutputAccumulator(query, value.shape[-1])
-    attend(query, (key, value), tiles, 0.3, into=result)
-    out, lse = result.finish(None)
-    grads = Gradient(query), Gradient(key), Gradient(value)
+    query, key, value, dout = (x.cuda() for x in (*inputs, dout))
+    layout = Layout.dense(len(query), ranks)
     call = AttentionCall(layout, mask, 0.3, deterministic=deterministic)
-    attend_backward(dout.cuda(), query, (key, value), out, lse, tiles, call, into=grads)
-    return [out.cpu(), *(grad.finish().cpu() for grad in grads)]
+    output, dquery = torch.zeros_like(dout), torch.zeros_like(query)
+    rows_of = [partition_indices(torch.tensor([0, s]), rank, ranks).cuda() for rank in range(ranks)]
+    order = torch.cat([rows.chunk(2)[half] for half in range(2) for rows in rows_of])  # as they are gathered
+    key, value = key[order], value[order]
+    dkey, dvalue = Gradient(key), Gradient(value)
+    for rank, rows in enumerate(rows_of):
+        tiles = plan_gathered(layout, rank, mask, kernels.forward_tiles(query))
+        result = OutputAccumulator(query[rows], value.shape[-1])
+        attend(query[rows], (key, value), tiles, 0.3, into=result)
+        output[rows], lse = result.finish(None)
+        mine = Gradient(query[rows])
+        attend_backward(
+            dout[rows], query[rows], (key, value), output[rows], lse, tiles, call, into=(mine, dkey, dvalue)
+        )
+        dquery[rows] = mine.finish()
+    back = order.argsort()
+    return [x.cpu() for x in (output, dquery, dkey.finish()[back], dvalue.finish()[back])]
 
 
 def twice_on_cuda(mask: Mask) -> bool:
@@ -172,11 +185,12 @@ def twice_on_cuda(mask: Mask) -> bool:
 # In a rank of its own: CUDA must not start in the process that forks the other tests' ranks.
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("mask", [Mask(), Mask(None, 0), Mask(9, 0), Mask(5, 7)])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("mask", [Mask(), Mask(None, 0), Mask(9, 0), Mask(5, 7), Mask(20, 0), Mask(20, None)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_cuda_kernels(mask, dtype, tolerance):
-    (got,) = run_ranks(on_cuda, 1, mask, dtype)
-    inputs, dout = draw(dtype=dtype)
+def test_cuda_kernels(mask, dtype, tolerance, ranks):
+    (got,) = run_ranks(on_cuda, 1, mask, dtype, 72, ranks)
+    inputs, dout = draw(72, dtype=dtype)
     check(got, expected(inputs, dout, mask), tolerance)
 
 
