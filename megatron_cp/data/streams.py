@@ -13,7 +13,8 @@ import numpy as np
 
 from megatron_cp.config import DatasetConfig
 from megatron_cp.data.blend import Turns
-from megatron_cp.data.indexed import check_lengths, open_indexed
+from megatron_cp.data.documents import open_documents
+from megatron_cp.data.indexed import open_indexed
 from megatron_cp.data.jsonl import Keys, map_prompt_lengths, tokenized
 from megatron_cp.data.order import shuffled
 from megatron_cp.data.parts import SPLITS, parts_of, paths_of
@@ -108,6 +109,7 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
                         part=part.share,
                         prompt_lengths=prompts[path],
                         vocab_size=tokenizer.vocab_size,
+                        path_to_cache=config.path_to_cache,
                     )
                     for path in part.paths
                 ]
@@ -126,7 +128,7 @@ def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> d
     holds = {}
     for path in paths:
         files = open_indexed(_prefix(path, config, tokenizer))
-        check_lengths(files)
+        open_documents(files, config.seq_length, config.path_to_cache)
         holds[path] = f"{files.num_boundaries - 1} documents, {files.num_tokens} tokens"
     return holds
 
