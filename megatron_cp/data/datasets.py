@@ -8,8 +8,6 @@ activations that context parallelism divides.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,11 +22,12 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from megatron_cp.config import DatasetConfig, RunConfig
+from megatron_cp.data.cache import build_cached, cache_key, cache_root
 from megatron_cp.data.indexed import IndexedFiles, check_ids, check_lengths, open_indexed
 from megatron_cp.data.order import shuffled
 from megatron_cp.data.parts import Part, parts_of
 from megatron_cp.data.streams import KINDS, Stream, build_streams
-from megatron_cp.data.together import build_cached, on_every_rank, once_per_node
+from megatron_cp.data.together import on_every_rank, once_per_node
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.errors import DataError
 
@@ -51,7 +50,7 @@ def build_datasets(
 ) -> Datasets:
     """The datasets of a run; each has at least as many samples as asked for. Call it on every rank.
 
-    The sample indices of indexed files are built once, by the first rank of each node, and cached.
+    The sample indices of indexed files are built once, by one rank of those that share a file system, and cached.
 
     Raises:
         DataError: on every rank, with one message, where a file or a setting of the ``dataset`` section is at fault.
@@ -192,8 +191,7 @@ def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequenc
     def build(cache: Path) -> list[Dataset | None]:
         return _build_with_megatron_core(config, tokenizer, parts, samples, cache)
 
-    first = Path(files[paths[0]].prefix)
-    root = Path(config.path_to_cache) if config.path_to_cache else first.absolute().parent / "cache"
+    root = cache_root(config.path_to_cache, files[paths[0]].prefix)
     stamps = [(f.prefix, f.stamp) for f in files.values()]
     return _build_cached(build, files.values(), root / _cache_key(config, tokenizer, parts, stamps, samples))
 
@@ -254,14 +252,14 @@ def _cache_key(
     blended = any(part and part.weights for part in parts)
     sizes = list(samples) if blended else [bool(count) for count in samples]
     split = config.split if config.divides else None
-    key = [_FORMAT, config.seq_length, split, config.random_seed, parts, sizes, tokenizer.unique_identifiers, stamps]
-    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    seed, identifiers = config.random_seed, tokenizer.unique_identifiers
+    return cache_key(_FORMAT, config.seq_length, split, seed, parts, sizes, identifiers, stamps)
 
 
 def _build_cached(
     build: Callable[[Path], list[Dataset | None]], files: Iterable[IndexedFiles], cache: Path
 ) -> list[Dataset | None]:
-    """Let the first rank of each node fill ``cache``, then load from it everywhere."""
+    """Let one rank fill ``cache``, where nodes share no file system one of each, then load from it everywhere."""
 
     def fill(aside: Path) -> None:
         for f in files:

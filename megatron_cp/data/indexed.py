@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 # Token dtypes by megatron-core's code. Floating point codes exist in the format but hold no tokens.
 _DTYPES: dict[int, type[np.integer]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_CHUNK = 1 << 20  # entries of an index that are looked at together: of a billion, arrays would fill the memory
 
 
 @dataclass(frozen=True)
@@ -98,33 +100,63 @@ def open_indexed(prefix: str) -> IndexedFiles:
     return IndexedFiles(prefix, count, boundaries, bin_bytes // np.dtype(dtype).itemsize, dtype, stamp)
 
 
+def chunks(first: int, stop: int) -> Iterator[slice]:
+    """``first`` to ``stop`` in pieces of a size that memory has room for."""
+    return (slice(start, min(start + _CHUNK, stop)) for start in range(first, stop, _CHUNK))
+
+
 def sequence_lengths(files: IndexedFiles) -> np.ndarray:
     """Tokens of each sequence, int32, mapped from the index."""
-    return np.memmap(files.prefix + ".idx", dtype="<i4", mode="r", offset=_HEADER.size, shape=(files.num_sequences,))
+    return _mapped(files, "<i4", 0, files.num_sequences)
+
+
+def document_lengths(files: IndexedFiles, part: slice) -> np.ndarray:
+    """Tokens of each document of ``part``, int64; for files that :func:`check_lengths` found good.
+
+    A document is the sequences between two boundaries, which lie one after the other in the file.
+    """
+    boundaries = _boundaries(files)[part.start : part.stop + 1]
+    begins = _offsets(files)[np.minimum(boundaries, files.num_sequences - 1)] // np.dtype(files.dtype).itemsize
+    return np.diff(np.where(boundaries < files.num_sequences, begins, files.num_tokens))
 
 
 def check_lengths(files: IndexedFiles) -> None:
-    """Check all lengths and offsets of the index (reads the whole of it: one rank a node does).
+    """Check all lengths and offsets of the index (reads the whole of it: one rank does, before it is first used).
 
     Raises:
         DataError: a length below zero, offsets that are not the running sum of the lengths, or boundaries of documents
             that do not run from the first sequence to the last.
     """
     path = files.prefix + ".idx"
-    lengths = sequence_lengths(files)
-    offsets = np.memmap(
-        path, dtype="<i8", mode="r", offset=_HEADER.size + 4 * files.num_sequences, shape=(files.num_sequences,)
+    lengths, offsets, boundaries = sequence_lengths(files), _offsets(files), _boundaries(files)
+    end = 0
+    for part in chunks(0, files.num_sequences):
+        sizes = lengths[part].astype(np.int64) * np.dtype(files.dtype).itemsize
+        ends = end + np.cumsum(sizes)
+        if sizes.min() < 0 or not np.array_equal(offsets[part], ends - sizes):
+            raise DataError(f"{path}: is corrupt: its offsets are not the running sum of its lengths; make it again.")
+        end = int(ends[-1])
+    falls = any(
+        (np.diff(boundaries[part.start : part.stop + 1]) < 0).any() for part in chunks(0, files.num_boundaries - 1)
     )
-    ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(files.dtype).itemsize
-    if lengths.min() < 0 or offsets[0] != 0 or not np.array_equal(offsets[1:], ends[:-1]):
-        raise DataError(f"{path}: is corrupt: its offsets are not the running sum of its lengths; make it again.")
-    boundaries = np.memmap(
-        path, dtype="<i8", mode="r", offset=_HEADER.size + 12 * files.num_sequences, shape=(files.num_boundaries,)
-    )
-    if boundaries[0] != 0 or boundaries[-1] != files.num_sequences or (np.diff(boundaries) < 0).any():
+    if boundaries[0] != 0 or boundaries[-1] != files.num_sequences or falls:
         raise DataError(
             f"{path}: is corrupt: its documents do not run from sequence 0 to {files.num_sequences}; make it again."
         )
+
+
+def _offsets(files: IndexedFiles) -> np.ndarray:
+    """Bytes before each sequence, int64, mapped."""
+    return _mapped(files, "<i8", 4 * files.num_sequences, files.num_sequences)
+
+
+def _boundaries(files: IndexedFiles) -> np.ndarray:
+    """First sequence of each document, int64, and at last the number of sequences; mapped."""
+    return _mapped(files, "<i8", 12 * files.num_sequences, files.num_boundaries)
+
+
+def _mapped(files: IndexedFiles, dtype: str, offset: int, count: int) -> np.ndarray:
+    return np.memmap(files.prefix + ".idx", dtype=dtype, mode="r", offset=_HEADER.size + offset, shape=(count,))
 
 
 def check_ids(path: str, smallest: int, largest: int, vocab_size: int | None) -> None:

@@ -6,9 +6,9 @@ loss. Every document ends with the tokenizer's end-of-document token, which is p
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.config import DatasetConfig
-from megatron_cp.data.together import build_cached
+from megatron_cp.data.cache import build_cached, cache_key, cache_root, map_array
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.errors import DataError
 
@@ -40,11 +40,11 @@ class Keys:
         return Keys(config.text_key, config.prompt_key, config.response_key)
 
 
-def tokenized(path: str, tokenizer: Tokenizer, keys: Keys, root: Path | None = None) -> str:
+def tokenized(path: str, tokenizer: Tokenizer, keys: Keys, path_to_cache: str | None = None) -> str:
     """The prefix of a ``.jsonl`` file's ``.bin``, ``.idx`` and ``.prompts.npy``.
 
-    They are made if they are not there, in a folder in ``root`` (by default ``cache`` beside the file) whose name
-    changes with the file's contents, the tokenizer and the keys.
+    They are made if they are not there, in a folder in ``path_to_cache`` (by default ``cache`` beside the file) whose
+    name changes with the file's path, size and modification time, the tokenizer and the keys.
 
     Raises:
         DataError: the file cannot be read, a line is no sample (its number and what is wrong), there is none in it, or
@@ -52,29 +52,25 @@ def tokenized(path: str, tokenizer: Tokenizer, keys: Keys, root: Path | None = N
     """
     file = Path(path)
     try:
-        with file.open("rb") as stream:
-            contents = hashlib.file_digest(stream, "sha256").hexdigest()
+        with file.open("rb") as stream:  # a network file system may tell a file's old size until it is opened
+            status = os.fstat(stream.fileno())
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
-    parts = [_FORMAT, contents, list(tokenizer.unique_identifiers.items()), keys.text, keys.prompt, keys.response]
-    name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-    folder = (root or file.absolute().parent / "cache") / f"jsonl-{name}"
+    stamp = (str(file.absolute()), status.st_size, status.st_mtime_ns)
+    identifiers = list(tokenizer.unique_identifiers.items())
+    name = cache_key(_FORMAT, stamp, identifiers, keys.text, keys.prompt, keys.response)
+    folder = cache_root(path_to_cache, file) / f"jsonl-{name}"
     build_cached(lambda aside: _tokenize(file, tokenizer, keys, str(aside / _NAME)), folder)
     return str(folder / _NAME)
 
 
-def read_prompt_lengths(prefix: str) -> np.ndarray:
-    """Tokens of each document's prompt, int32; 0 for a text.
+def map_prompt_lengths(prefix: str) -> np.ndarray:
+    """Tokens of each document's prompt, int32, mapped; 0 for a text.
 
     Raises:
         DataError: the file is missing or damaged.
     """
-    try:
-        return np.load(prefix + _PROMPTS, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(
-            f"{prefix}{_PROMPTS}: cannot be read ({error}); delete its folder, and it is made anew."
-        ) from error
+    return map_array(prefix + _PROMPTS)
 
 
 def _tokenize(file: Path, tokenizer: Tokenizer, keys: Keys, prefix: str) -> None:

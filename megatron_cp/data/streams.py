@@ -7,15 +7,15 @@ and ``loss_mask`` (float32), which is what :mod:`megatron_cp.dynamic_cp.iterator
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from megatron_cp.config import DatasetConfig
 from megatron_cp.data.blend import Turns
-from megatron_cp.data.indexed import check_lengths, open_indexed
-from megatron_cp.data.jsonl import Keys, read_prompt_lengths, tokenized
+from megatron_cp.data.documents import open_documents
+from megatron_cp.data.indexed import open_indexed
+from megatron_cp.data.jsonl import Keys, map_prompt_lengths, tokenized
 from megatron_cp.data.order import shuffled
 from megatron_cp.data.parts import SPLITS, parts_of, paths_of
 from megatron_cp.data.together import on_every_rank, once_per_node
@@ -90,10 +90,11 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
         )
     parts = on_every_rank(lambda: parts_of(config, samples))
     paths = list(dict.fromkeys(path for part in parts if part for path in part.paths))
-    prefixes = dict(zip(paths, once_per_node(lambda: _prepare(paths, config, tokenizer)), strict=True))
+    once_per_node(lambda: _prepare(paths, config, tokenizer))
 
     def build() -> list[Stream | None]:
-        prompts = {path: read_prompt_lengths(prefixes[path]) if config.kind == "jsonl" else None for path in paths}
+        prefixes = {path: _prefix(path, config, tokenizer) for path in paths}
+        prompts = {path: map_prompt_lengths(prefixes[path]) if config.kind == "jsonl" else None for path in paths}
         streams: list[Stream | None] = []
         for name, part, seed, count in zip(SPLITS, parts, seeds, samples, strict=True):
             if part is None:
@@ -108,6 +109,7 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
                         part=part.share,
                         prompt_lengths=prompts[path],
                         vocab_size=tokenizer.vocab_size,
+                        path_to_cache=config.path_to_cache,
                     )
                     for path in part.paths
                 ]
@@ -121,14 +123,19 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
     return on_every_rank(build)
 
 
-def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
-    """Prefixes of checked ``.bin/.idx`` pairs with the documents of ``paths``."""
-    if config.kind == "jsonl":
-        root = Path(config.path_to_cache) if config.path_to_cache else None
-        paths = [tokenized(path, tokenizer, Keys.of(config), root) for path in paths]
+def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """Make what the ranks of this node are going to map; what each path holds, by which nodes can be compared."""
+    holds = {}
     for path in paths:
-        check_lengths(open_indexed(path))
-    return paths
+        files = open_indexed(_prefix(path, config, tokenizer))
+        open_documents(files, config.seq_length, config.path_to_cache)
+        holds[path] = f"{files.num_boundaries - 1} documents, {files.num_tokens} tokens"
+    return holds
+
+
+def _prefix(path: str, config: DatasetConfig, tokenizer: Tokenizer) -> str:
+    """Prefix of the ``.bin/.idx`` pair with the documents of ``path``."""
+    return tokenized(path, tokenizer, Keys.of(config), config.path_to_cache) if config.kind == "jsonl" else path
 
 
 def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDataset:

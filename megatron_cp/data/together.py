@@ -7,14 +7,9 @@ on.
 from __future__ import annotations
 
 import os
-import shutil
-import socket
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -26,12 +21,6 @@ from megatron_cp.errors import DataError
 from megatron_cp.parallel.agree import everyones
 
 _HEARTBEAT = 20.0  # seconds; well below any timeout of a process group
-
-
-def _is_first_on_node() -> bool:
-    if not is_initialized():
-        return True
-    return int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0
 
 
 def on_every_rank[T](work: Callable[[], T]) -> T:
@@ -48,15 +37,32 @@ def on_every_rank[T](work: Callable[[], T]) -> T:
 
 
 def once_per_node[T](work: Callable[[], T]) -> T:
-    """``work()`` of the first rank of each node, on every rank; collective. It may take long and be long.
+    """``work()`` of rank 0, then of the first rank of each other node, on every rank; collective. It may take long.
 
-    The others do not wait in one collective, which would time out, but hear of the work every few seconds.
+    So what work finds done it must not do again: nodes that share a file system find what rank 0 left there, and only
+    those with one of their own repeat it. (A node may be late to see a new name; it then does the work in vain.)
 
     Raises:
         DataError: on every rank, where ``work`` fails on any node, or has another outcome on one of them.
     """
+    rank = dist.get_rank() if is_initialized() else 0
+    values = _outcomes(work, rank == 0)
+    values += _outcomes(work, rank != 0 and int(os.environ.get("LOCAL_RANK", rank)) == 0)
+    if any(value != values[0] for value in values):
+        raise DataError(f"the nodes do not have the same data: one finds {values[0]}, another one not. Copy it anew.")
+    return values[0]
+
+
+def _outcomes[T](work: Callable[[], T], mine: bool) -> list[T]:
+    """``work()`` of each rank for which it is ``mine``, on every rank; collective.
+
+    The others do not wait in one collective, which would time out, but hear of the work every few seconds.
+
+    Raises:
+        DataError: on every rank, where ``work`` fails on one.
+    """
     with ThreadPoolExecutor(max_workers=1) as pool:
-        future = pool.submit(_attempt, work) if _is_first_on_node() else None
+        future = pool.submit(_attempt, work) if mine else None
         while True:
             reports = [report for report in everyones(_report(future)) if report is not None]
             if all(done for done, _, _ in reports):
@@ -64,38 +70,7 @@ def once_per_node[T](work: Callable[[], T]) -> T:
     for _, _, problem in reports:
         if problem:
             raise DataError(problem)
-    values = [value for _, value, _ in reports]
-    if any(value != values[0] for value in values):
-        raise DataError(f"the nodes do not have the same data: one finds {values[0]}, another one not. Copy it anew.")
-    return values[0]
-
-
-def build_cached(fill: Callable[[Path], Any], folder: Path) -> None:
-    """Fill ``folder``, aside and renamed, so that an interrupted build is never read; nothing if it exists.
-
-    Two nodes on one file system may both build; the second finds the name taken and uses it.
-
-    Raises:
-        DataError: it cannot be written, or what ``fill`` raises.
-    """
-    if folder.exists():
-        return
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = tempfile.mkdtemp(dir=folder.parent, prefix=f".building-{socket.gethostname()}-")
-        try:
-            fill(Path(aside))
-            with suppress(OSError):  # another node was quicker
-                os.rename(aside, folder)
-            if not folder.exists():
-                raise DataError(f"{folder}: the sample index could not be put in place.")
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or folder.parent}: the sample index cannot be written ({error.strerror}); "
-            "set dataset.path_to_cache to a folder that can be."
-        ) from error
+    return [value for _, value, _ in reports]
 
 
 def _attempt[T](work: Callable[[], T]) -> tuple[T | None, str | None]:

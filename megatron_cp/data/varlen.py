@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megatron_cp.data.documents import open_documents
 from megatron_cp.data.indexed import check_ids, open_indexed
 from megatron_cp.errors import DataError
 
@@ -65,12 +66,14 @@ class DocumentDataset:
         part: shares of the documents at which this data set begins and ends, in the order of the file.
         prompt_lengths: tokens at the start of each document of the file that are no part of the loss.
         vocab_size: token ids must be below it.
+        path_to_cache: folder of the index of documents, which is made if it is not there; by default ``cache`` beside
+            the files.
 
     Documents of fewer than two tokens have nothing to predict and are left out.
 
     Raises:
-        DataError: the files are unusable, no document has two tokens, or one is too long; when a sample is read, it has
-            a token that is not in the vocabulary.
+        DataError: the files are unusable, no document has two tokens, one is too long, or the index cannot be written;
+            when a sample is read, it has a token that is not in the vocabulary.
     """
 
     def __init__(
@@ -82,63 +85,61 @@ class DocumentDataset:
         part: tuple[float, float] = (0.0, 1.0),
         prompt_lengths: np.ndarray | None = None,
         vocab_size: int | None = None,
+        path_to_cache: str | None = None,
     ) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         if too_long not in ("split", "refuse"):
             raise DataError(f"dataset.too_long={too_long}: must be split or refuse.")
-        if max_length < 1:
-            raise DataError(f"dataset.seq_length={max_length}: must be at least 1.")
         files = open_indexed(prefix)
         self._path, self._vocab_size, self._max_length = files.prefix, vocab_size, max_length
+        self._index = open_documents(files, max_length, path_to_cache)
         self._data = IndexedDataset(files.prefix)
-        # A document is the sequences between two boundaries, which lie one after the other in the file.
-        boundaries = np.asarray(self._data.document_indices, dtype=np.int64)
-        total = len(boundaries) - 1
+        total = files.num_boundaries - 1
         if prompt_lengths is not None and len(prompt_lengths) != total:
             raise DataError(f"{files.prefix}: has {total} documents but {len(prompt_lengths)} prompt lengths.")
+        self._prompts = prompt_lengths
         first, last = (round(share * total) for share in part)
-        ends = np.concatenate(([0], np.cumsum(self._data.sequence_lengths, dtype=np.int64)))
-        targets = np.diff(ends[boundaries[first : last + 1]]) - 1
-        if too_long == "refuse" and targets.max(initial=0) > max_length:
-            worst = int(targets.argmax())
-            raise DataError(
-                f"{files.prefix}: document {first + worst} has {int(targets[worst]) + 1} tokens, more than "
-                f"{max_length} + 1. Raise dataset.seq_length, or cut documents with dataset.too_long=split."
-            )
-        kept = np.flatnonzero(targets > 0)
-        self._targets = targets[kept]
-        self._sequence = boundaries[first + kept]
-        self._prompts = None if prompt_lengths is None else np.asarray(prompt_lengths)[first + kept]
-        # Samples up to and including each document.
-        self._samples = np.cumsum(-(-self._targets // max_length))
-        if not len(kept):
+        if too_long == "refuse":
+            worst, targets = self._index.longest(first, last)
+            if targets > max_length:
+                raise DataError(
+                    f"{files.prefix}: document {worst} has {targets + 1} tokens, more than {max_length} + 1. "
+                    "Raise dataset.seq_length, or cut documents with dataset.too_long=split."
+                )
+        self._before = int(self._index.samples[first])
+        self._num_samples = int(self._index.samples[last]) - self._before
+        self._num_tokens = int(self._index.targets[last]) - int(self._index.targets[first])
+        if not len(self):
             where = "no document" if part == (0.0, 1.0) else f"none of the documents {first} to {last} of {total}"
             raise DataError(f"{files.prefix}: {where} has two tokens or more, so there is nothing to predict.")
 
     def __len__(self) -> int:
-        return int(self._samples[-1])
+        return self._num_samples
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all samples."""
-        return int(self._targets.sum())
+        return self._num_tokens
 
     def _locate(self, index: int) -> tuple[int, int, int]:
-        """Document, first token in it, and number of tokens."""
+        """Document of the file, first token in it, and number of tokens."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        document = int(np.searchsorted(self._samples, index, side="right"))
-        before = int(self._samples[document - 1]) if document else 0
-        start = (index - before) * self._max_length
-        return document, start, min(int(self._targets[document]) - start, self._max_length)
+        sample = self._before + index
+        document = self._index.document_of(sample)
+        start = (sample - int(self._index.samples[document])) * self._max_length
+        targets = int(self._index.targets[document + 1]) - int(self._index.targets[document])
+        return document, start, min(targets - start, self._max_length)
 
     def length(self, index: int) -> int:
         return self._locate(index)[2]
 
     def __getitem__(self, index: int) -> Sample:
         document, start, length = self._locate(index)
-        text = self._data.get(int(self._sequence[document]), offset=start, length=length + 1)
+        # The first of the document's sequences, which lie one after the other in the file.
+        sequence = int(self._data.document_indices[document])
+        text = self._data.get(sequence, offset=start, length=length + 1)
         text = text[0] if isinstance(text, tuple) else text  # multimodal files give a mode too
         tokens = torch.from_numpy(text.astype(np.int64))
         smallest, largest = (int(value) for value in tokens.aminmax())

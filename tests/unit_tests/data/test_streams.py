@@ -149,28 +149,35 @@ def test_other_keys(packed: RunConfig, lines: Any) -> None:
     assert text_of(train[0]) == b"?!\xff"
 
 
-def test_json_lines_are_tokenized_once_for_contents_keys_and_tokenizer(
+def test_json_lines_are_tokenized_once_for_each_change_of_file_keys_and_tokenizer(
     packed: RunConfig, lines: Any, tmp_path: Path
 ) -> None:
     packed.dataset.split, packed.dataset.kind = "1,0,0", "jsonl"
     packed.dataset.path_to_cache = str(tmp_path / "elsewhere")
+
+    def folders() -> set[Path]:
+        return set((tmp_path / "elsewhere").glob("jsonl-*"))
+
     values = [{"text": f"sample {i}", "other": f"another {i}"} for i in range(5)]
     path = lines(*values)
     stream(packed, path, 5)
-    (folder,) = (tmp_path / "elsewhere").iterdir()
+    (folder,) = folders()
     written = {p: p.stat().st_mtime_ns for p in folder.iterdir()}
-    os.utime(path)
     stream(packed, path, 500)
-    stream(packed, lines(*values, name="copy.jsonl"), 5)
-    assert {p: p.stat().st_mtime_ns for p in folder.iterdir()} == written, "the same contents are not tokenized again"
+    assert folders() == {folder} and {p: p.stat().st_mtime_ns for p in folder.iterdir()} == written
     packed.dataset.text_key = "other"
     assert text_of(stream(packed, path, 5)[0]).startswith(b"another")
     packed.dataset.text_key = "text"
+    changed = os.stat(path).st_mtime_ns
+    Path(path).write_text(Path(path).read_text().replace("sample", "SAMPLE"))
+    os.utime(path, ns=(changed, changed + 1))  # of the same size, a nanosecond later
+    assert text_of(stream(packed, path, 5)[0]).startswith(b"SAMPLE")
     assert text_of(stream(packed, lines(*values[:-1], {"text": "new"}), 5)[0])
+    assert len(folders()) == 4
     for seed in ("abc", "xyz"):  # two vocabularies of one size
         bpe = HuggingFaceTokenizer(train_bpe([f"{seed} {seed * 9}"] * 9, 258, tmp_path / seed))
         build_datasets(packed, bpe, 5)
-    assert len(list((tmp_path / "elsewhere").iterdir())) == 5
+    assert len(folders()) == 6
 
 
 def test_mock_documents(packed: RunConfig, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """Variable-length samples: one a document, labels never from the next one."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_cp.data.documents import DocumentIndex, open_documents
+from megatron_cp.data.indexed import open_indexed
 from megatron_cp.data.varlen import DocumentDataset, MockVarlenDataset
 from megatron_cp.errors import DataError
 
@@ -36,6 +39,78 @@ def test_too_long_documents_can_be_refused(documents: str) -> None:
     with pytest.raises(DataError, match=r"document 3 has 10 tokens, more than 4 \+ 1"):
         DocumentDataset(documents, max_length=4, too_long="refuse")
     assert len(DocumentDataset(documents, max_length=9, too_long="refuse")) == 3
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> tuple[str, list[int]]:
+    """Documents of several sequences, of one and of none, and the tokens of each."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix, rng = str(tmp_path / "many"), np.random.default_rng(0)
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.int32)
+    totals = []
+    for number in range(60):
+        lengths = rng.integers(0, 9, number % 4).tolist()
+        totals.append(sum(lengths))
+        builder.add_document(torch.arange(totals[-1]) + 100 * number, lengths)
+    builder.finalize(prefix + ".idx")
+    return prefix, totals
+
+
+def in_memory(totals: list[int], max_length: int, part: tuple[float, float]) -> list[list[int]]:
+    """Tokens of the samples of a file whose documents count on from 100 times their number."""
+    first, last = (round(share * len(totals)) for share in part)
+    return [
+        list(range(100 * number + start, 100 * number + min(start + max_length, totals[number] - 1)))
+        for number in range(first, last)
+        for start in range(0, totals[number] - 1, max_length)
+    ]
+
+
+@pytest.mark.parametrize("max_length", [1, 4, 7, 100])
+@pytest.mark.parametrize("part", [(0.0, 1.0), (0.0, 0.5), (0.5, 0.9), (0.9, 1.0)])
+def test_the_stored_index_says_what_counting_in_memory_does(
+    many: tuple[str, list[int]], max_length: int, part: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_cp.data.indexed._CHUNK", 7)
+    prefix, totals = many
+    data = DocumentDataset(prefix, max_length, part=part)
+    expected = in_memory(totals, max_length, part)
+    assert [data[i]["tokens"].tolist() for i in range(len(data))] == expected
+    assert [data.length(i) for i in range(len(data))] == [len(tokens) for tokens in expected]
+    assert data.num_tokens == sum(map(len, expected))
+    first, last = (round(share * len(totals)) for share in part)
+    longest = max(totals[first:last])
+    with pytest.raises(DataError, match=f"document {totals.index(longest, first)} has {longest} tokens"):
+        DocumentDataset(prefix, longest - 2, "refuse", part=part)
+
+
+def test_the_index_is_stored_once_and_mapped(many: tuple[str, list[int]], tmp_path: Path) -> None:
+    prefix, totals = many
+    cache = tmp_path / "elsewhere"
+
+    def opened(max_length: int) -> DocumentIndex:
+        return open_documents(open_indexed(prefix), max_length, str(cache))
+
+    index = opened(3)
+    assert isinstance(index.targets, np.memmap) and isinstance(index.samples, np.memmap)
+    assert index.targets.dtype.itemsize == 2 and len(index.targets) == len(index.samples) == len(totals) + 1
+    (folder,) = cache.iterdir()
+    written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert opened(3).samples.tolist() == index.samples.tolist()
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written
+    opened(4)
+    os.utime(prefix + ".idx", ns=(0, 1))
+    opened(4)
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_a_damaged_index_is_named(documents: str) -> None:
+    DocumentDataset(documents, max_length=4)
+    (stored,) = Path(documents).parent.glob("cache/documents-*/samples.npy")
+    stored.write_bytes(stored.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"samples\.npy: cannot be read .*delete its folder, and it is made anew"):
+        DocumentDataset(documents, max_length=4)
 
 
 def test_mock_samples_depend_on_seed_and_index_alone() -> None:
