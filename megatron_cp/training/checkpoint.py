@@ -36,6 +36,7 @@ from megatron_cp.training.checkpoint_files import (
 from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.metrics import logger
 from megatron_cp.training.nonfinite import parameters_are_finite
+from megatron_cp.training.optimizer_state import shaped_as_now
 from megatron_cp.training.resuming import FORGOTTEN, FORMAT, check_fits, other_data, read_common, wants_optimizer
 from megatron_cp.training.setup import Progress, Run
 
@@ -210,7 +211,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
         own = {key: value for key, value in chunk.module.state_dict().items() if key.endswith("_extra_state")}
         chunk.module.load_state_dict(own | loaded[name])
     if with_optimizer:
-        _load_optimizer(run, loaded["optimizer"], common["scheduler"])
+        _load_optimizer(run, loaded["optimizer"], common)
     else:
         run.optimizer.reload_model_params()
         if not finetune:
@@ -251,7 +252,7 @@ def fit_to_checkpoint(state: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _load_optimizer(run: Run, state: Any, schedule: dict[str, Any]) -> None:
+def _load_optimizer(run: Run, state: Any, common: dict[str, Any]) -> None:
     """An optimizer's tensors and counts; what is configured stays as configured.
 
     megatron-core finds the saved group of some parameters by its learning rates too, and torch takes all settings from
@@ -261,8 +262,9 @@ def _load_optimizer(run: Run, state: Any, schedule: dict[str, Any]) -> None:
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in run.optimizer.param_groups
     ]
-    _set_learning_rates(run, schedule)
-    run.optimizer.load_state_dict(state)
+    _set_learning_rates(run, common["scheduler"])
+    groups = [optimizer.param_groups for optimizer in run.optimizer.chained_optimizers]
+    run.optimizer.load_state_dict(shaped_as_now(state, common["optimizer"], groups))
     for group, settings in zip(run.optimizer.param_groups, configured, strict=True):
         group.update(settings)
 
@@ -329,6 +331,7 @@ def _layout_of(config: dict[str, Any], world_size: int) -> tuple:
         "virtual_pipeline_model_parallel_size",
         "context_parallel_size",
         "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
     )
     return (world_size, config["dist"]["use_tp_pp_dp_mapping"], *(config["model"][name] for name in names))
 

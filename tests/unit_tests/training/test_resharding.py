@@ -22,6 +22,14 @@ from tests.unit_tests.training.test_checkpoint import resume, save_after
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
 FOUR_BY_ONE = {"model__cp_comm_type": "a2a+p2p", "model__hierarchical_context_parallel_sizes": [4, 1]}
 HEADS = {"model__num_query_groups": 8}  # an all-to-all over four ranks needs four heads of each
+EXPERTS = {
+    "model__num_moe_experts": 4,
+    "model__moe_ffn_hidden_size": 16,
+    "model__moe_router_load_balancing_type": "none",  # a balancing loss depends on who shares a microbatch
+}
+EP2 = {"model__expert_model_parallel_size": 2}
+ETP1 = TP2 | SP | {"model__expert_tensor_parallel_size": 1}
+PLAIN = {"optimizer__use_distributed_optimizer": False}
 slow = pytest.mark.slow
 
 
@@ -39,7 +47,14 @@ slow = pytest.mark.slow
         pytest.param({}, (2, TP2), (4, TP2 | SP | CP2), id="tp to tp sp cp", marks=slow),
         pytest.param({}, (4, TP2 | SP | PP2), (2, CP2), id="tp sp pp to cp", marks=slow),
         pytest.param({"model__share_embeddings_and_output_weights": True}, (2, PP2), (2, CP2), id="tied", marks=slow),
-        pytest.param({"optimizer__use_distributed_optimizer": False}, (2, CP2), (2, TP2), id="plain", marks=slow),
+        pytest.param(PLAIN, (2, CP2), (2, TP2), id="plain", marks=slow),
+        pytest.param(EXPERTS, (2, {}), (2, CP2 | EP2), id="experts, each rank all, to spread"),
+        pytest.param(EXPERTS, (2, EP2), (1, {}), id="experts, spread to one rank"),
+        pytest.param(EXPERTS, (4, EP2 | ETP1), (2, PP2), id="experts, spread in tp to pp", marks=slow),
+        pytest.param(EXPERTS, (1, {}), (2, ETP1), id="experts, whole in tp", marks=slow),
+        pytest.param(EXPERTS, (4, PP2 | VPP2 | EP2), (2, ETP1), id="experts, spread to whole", marks=slow),
+        pytest.param(EXPERTS | PLAIN, (2, {}), (2, CP2 | EP2), id="experts, plain, to spread", marks=slow),
+        pytest.param(EXPERTS | PLAIN, (2, EP2), (1, {}), id="experts, plain, to one rank", marks=slow),
     ],
 )
 def test_another_layout_goes_on_with_the_same_losses(
