@@ -68,3 +68,10 @@ class RuntimeFault(RuntimeError):
 
 class DataError(ValueError):
     """A corpus, tokenizer or indexed file cannot be used; the message names it and says what is wrong with it."""
+
+
+def failed_alone(error: BaseException | None) -> bool:
+    """Whether an error is this rank's only, so that others may wait for it; ``None`` is no error."""
+    if isinstance(error, RuntimeFault):
+        return not error.on_all_ranks
+    return error is not None and not isinstance(error, ConfigError | DataError)

@@ -38,6 +38,7 @@ from megatron_cp.training.metrics import logger
 from megatron_cp.training.nonfinite import parameters_are_finite
 from megatron_cp.training.optimizer_state import shaped_as_now
 from megatron_cp.training.resuming import FORGOTTEN, FORMAT, check_fits, other_data, read_common, wants_optimizer
+from megatron_cp.training.roll_call import completing
 from megatron_cp.training.setup import Progress, Run
 
 _T = TypeVar("_T")
@@ -141,11 +142,12 @@ class CheckpointSaver:
             self._pending = None
 
     def _complete(self, pending: _Pending, written: list[Any]) -> None:
-        pending.writer.write_index(written)
-        problems = damage(pending.partial)
-        if problems:
-            raise OSError(f"what was written is not what should be there: {'; '.join(problems[:4])}")
-        put_in_place(pending.partial, pending.final)
+        with completing:  # every rank has written: nobody else is needed for it any more
+            pending.writer.write_index(written)
+            problems = damage(pending.partial)
+            if problems:
+                raise OSError(f"what was written is not what should be there: {'; '.join(problems[:4])}")
+            put_in_place(pending.partial, pending.final)
         wanted = self._run.config.checkpoint
         try:
             keep_most_recent(self._root, pending.iteration, wanted.most_recent_k, wanted.save_retain_interval)

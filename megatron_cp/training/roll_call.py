@@ -1,48 +1,37 @@
-"""When a collective fails: which rank is gone, what it said last, and what the others were doing.
+"""When a collective fails, or would wait for ever: which rank is gone, what it said last, what the others were doing.
 
 Nothing is exchanged while all is well but a look at the store that started torch.distributed, about once a second, from
-a thread. The rank whose collective fails calls the roll there; the threads of all living ranks answer, also of those
-that still wait in a collective of their own. Who does not answer is gone or frozen.
+a thread. A rank that fails, or whose collective fails, raises an alarm there, which the threads of all living ranks
+answer, also of those that still wait in a collective of their own. Who does not answer is gone or frozen.
+
+A gloo rank hears of a lost peer by an exception, and explains it. With NCCL there is none: the rank waits, until torch
+ends it after a timeout. So where an alarm does not end a rank, its thread does.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_cp.errors import RuntimeFault, shown
+from megatron_cp.errors import EXIT_FAILED, RuntimeFault
+from megatron_cp.training.board import Board, Store
 
 _LOOK = 1.0  # seconds between looks at the store
-_PATIENCE = 4.0  # seconds to wait for answers: several looks
-_CALL = "call"
+_GRACE = 10.0  # seconds from an alarm, for this rank to end by itself
+_GO_ON = "Start the run again to go on from the last checkpoint (torchrun --max-restarts=N does so by itself)."
 
-
-@dataclass(frozen=True)
-class Roll:
-    """Who answered: what each present rank was doing, what each fallen one said, and who said nothing."""
-
-    present: dict[int, str]
-    fallen: dict[int, str]
-    missing: list[int]
-
-    def __str__(self) -> str:
-        reasons = [f"rank {rank} had failed: {why}" for rank, why in self.fallen.items()]
-        if self.missing:
-            ranks = shown([str(rank) for rank in self.missing], ", ", most=16)
-            those = f"rank {ranks} is" if len(self.missing) == 1 else f"ranks {ranks} are"
-            reasons.append(f"{those} gone (killed, crashed or frozen)")
-        if reasons:
-            return "; ".join(reasons)
-        doing = [f"rank {rank}: {what}" for rank, what in list(self.present.items())[:8]]
-        return f"every rank still answers ({'; '.join(doing)})"
+# Held by a rank that completes, alone, what ranks did together: it is not ended meanwhile.
+completing = threading.Lock()
 
 
 class RollCall:
@@ -51,84 +40,83 @@ class RollCall:
     def __init__(self, store: dist.Store | None = None) -> None:
         self.doing: Callable[[], str] = lambda: "set-up"
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.PrefixStore("megatron_cp/roll_call", store or _get_default_store())
+        store = dist.PrefixStore("megatron_cp/roll_call", store or _get_default_store())
+        self._board = Board(cast(Store, store), self._rank, self._size)  # torch's stub lacks append
         self._closed = threading.Event()
+        if self._rank == 0:
+            with suppress(RuntimeError):
+                self._board.clear()
         if self._size > 1:
-            threading.Thread(target=self._answer_when_called, name="roll-call", daemon=True).start()
+            threading.Thread(target=self._watch, name="roll-call", daemon=True).start()
 
-    def _answer_when_called(self) -> None:
+    def close(self) -> None:
+        """This rank ends by itself, from here on."""
+        self._closed.set()
+
+    def _watch(self) -> None:
         try:
             while not self._closed.wait(_LOOK):
-                if self._store.check([_CALL]):
-                    self._store.set(f"here/{self._rank}", self.doing())
-                    return
+                if self._board.alarm():
+                    self._board.sign(self.doing())
+                    # An alarm of an earlier start goes away: rank 0 clears the board.
+                    if not self._closed.wait(_GRACE) and self._board.alarm():
+                        self._end()
         except RuntimeError:  # the rank that keeps the store is gone; this rank's own collectives will say so
             return
 
-    def close(self) -> None:
-        self._closed.set()
+    def _end(self) -> None:
+        """End this process, whose main thread waits for a rank that will not come, with a word by one of all ranks."""
+        who, lowest = self._find_out()
+        if self._rank != lowest:
+            self._closed.wait(2 * _LOOK)  # launchers end all ranks with the first
+        with completing:
+            if self._closed.is_set():
+                return
+            try:
+                if self._rank == lowest:
+                    where = f"rank {self._rank}, {self.doing()}"
+                    print(f"megatron-cp: {where}: waited in vain because {who}. {_GO_ON}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(EXIT_FAILED)
 
-    def fell(self, why: str) -> None:
-        """Leave word that this rank cannot go on, for the others' report."""
+    def _find_out(self) -> tuple[str, int]:
+        """Why the run cannot go on, and the rank that is to say so."""
         try:
-            self._store.set(f"fell/{self._rank}", why)
+            return self._board.find_out(self.doing())
         except RuntimeError:
-            return
+            return "rank 0 is gone, and with it the store through which the ranks met", self._rank
 
-    def call(self) -> Roll:
-        """Ask who is there; takes a few seconds.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
-        present: dict[int, str] = {}
-        fallen: dict[int, str] = {}
-        self._store.set(_CALL, "")
-        self._store.set(f"here/{self._rank}", self.doing())
-        deadline = time.monotonic() + _PATIENCE
-        while True:
-            waiting = [rank for rank in range(self._size) if rank not in present and rank not in fallen]
-            for rank in waiting:
-                for kind, answers in (("fell", fallen), ("here", present)):
-                    if self._store.check([f"{kind}/{rank}"]):
-                        answers[rank] = self._store.get(f"{kind}/{rank}").decode()
-                        break
-            if len(present) + len(fallen) == self._size or time.monotonic() > deadline:
-                answered = present.keys() | fallen.keys()
-                return Roll(present, fallen, [rank for rank in range(self._size) if rank not in answered])
-            time.sleep(0.1)
+    def _fell(self, why: str) -> None:
+        """Leave word that this rank cannot go on."""
+        with suppress(RuntimeError):
+            self._board.fell(why)
 
     def explain(self, error: BaseException) -> RuntimeFault | None:
         """The fault that an exception of this rank's stands for; ``None`` if it speaks for itself.
 
-        Says who is missing if a collective failed. The others hear of this rank's own failure.
+        Says who is missing if a collective failed. The others hear of this rank's own failure. This rank is to end.
         """
+        self.close()
         where = f"rank {self._rank}, {self.doing()}"
         if isinstance(error, RuntimeFault):
             if not error.on_all_ranks:
-                self.fell(_first_line(error))
+                self._fell(_first_line(error))
             return None
         if isinstance(error, torch.OutOfMemoryError):
-            self.fell("out of memory")
+            self._fell("out of memory")
             return RuntimeFault(
                 f"{where}: out of GPU memory ({_first_line(error)}). Activations shrink with more "
                 "model.context_parallel_size, model.recompute_granularity=full or a smaller train.micro_batch_size."
             )
         if isinstance(error, OSError) and not is_lost_connection(error):
-            self.fell(str(error))
+            self._fell(str(error))
             return RuntimeFault(f"{where}: {error}")
         if self._size == 1 or not is_lost_connection(error):
-            self.fell(f"{type(error).__name__}: {_first_line(error)}")
+            self._fell(f"{type(error).__name__}: {_first_line(error)}")
             return None
-        lowest = self._rank
-        try:
-            roll = self.call()
-            who, lowest = str(roll), min(roll.present)
-        except RuntimeError:
-            who = "rank 0 is gone, and with it the store through which the ranks met"
+        who, lowest = self._find_out()
         return RuntimeFault(
-            f"{where}: {collective_of(error)} failed because {who}. It said: {_first_line(error)}. Start the run again "
-            "to go on from the last checkpoint (torchrun --max-restarts=N does so by itself).",
+            f"{where}: {collective_of(error)} failed because {who}. It said: {_first_line(error)}. {_GO_ON}",
             on_all_ranks=self._rank != lowest,
         )
 

@@ -20,7 +20,7 @@ from megatron_cp.data.datasets import Datasets, build_datasets
 from megatron_cp.data.parts import has_test_part
 from megatron_cp.data.streams import check_files
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_cp.errors import ConfigError, DataError, Violation
+from megatron_cp.errors import ConfigError, DataError, Violation, failed_alone
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.recipes import settings_of
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
@@ -55,7 +55,7 @@ def run(config: RunConfig) -> int:
     start = find_start(config)
     check_save_folder(config)
     start_distributed(config)
-    roll = RollCall()
+    roll, alone = RollCall(), False
     with ExitStack() as leaving:
         try:
             check_all_ranks_agree(config)
@@ -64,13 +64,14 @@ def run(config: RunConfig) -> int:
             raise  # told to all ranks already, each of which raises it
         except BaseException as error:
             leaving.enter_context(sigterm_waits(config.train.exit_signal_handler))
+            alone = failed_alone(error)
             fault = roll.explain(error)
             if fault is None:
                 raise
             raise fault from error
         finally:
             roll.close()
-            stop_distributed()
+            stop_distributed(alone=alone)
 
 
 def check_save_folder(config: RunConfig) -> None:

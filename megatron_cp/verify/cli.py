@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megatron_cp import launcher
 from megatron_cp.config import RunConfig
-from megatron_cp.errors import EXIT_FAILED, EXIT_OK
+from megatron_cp.errors import EXIT_FAILED, EXIT_OK, failed_alone
 from megatron_cp.one_rank import on_one_rank
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
@@ -99,4 +99,4 @@ def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:
         dist.barrier()  # a launcher stops all ranks as soon as one has ended with a failure
         return EXIT_OK if result.equal else EXIT_FAILED
     finally:
-        stop_distributed()
+        stop_distributed(alone=failed_alone(sys.exception()))

@@ -10,7 +10,9 @@ from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from megatron_cp.errors import RuntimeFault
 from tests.ranks import RanksFailed, free_port, run_ranks
 from tests.unit_tests.training.conftest import run_cli
 
@@ -122,6 +124,46 @@ def test_a_rank_that_fails_is_named_with_its_reason(cli: Any, error: BaseExcepti
     codes, text = cli("train.train_iters=50", before=at_iteration(2, 1, fail_with(error)), same_code=False)
     assert codes[0] == 1 and codes[1] == (130 if isinstance(error, KeyboardInterrupt) else 1), text
     assert own in text and "failed because rank 1 had failed" in text and others in text, text
+
+
+class LikeNccl:
+    """torch.distributed for megatron_cp.parallel.device: groups that stop once every rank stops them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def get_backend(self) -> str:
+        return "nccl"
+
+    def destroy_process_group(self) -> None:
+        (self._folder / f"stops{os.environ['RANK']}").touch()
+        deadline = time.monotonic() + 20.0
+        while len(list(self._folder.glob("stops*"))) < 2:
+            assert time.monotonic() < deadline, "waits for ever"
+            time.sleep(0.05)
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("on_all_ranks", [False, True], ids=["alone", "with all"])
+def test_a_rank_that_fails_alone_does_not_wait_for_those_that_wait_for_it(
+    cli: Any, tmp_path: Path, on_all_ranks: bool
+) -> None:
+    fail = fail_with(RuntimeFault("it broke", on_all_ranks=on_all_ranks))
+
+    def before() -> None:
+        from megatron_cp.parallel import device
+
+        device.dist = LikeNccl(tmp_path)
+        for rank in (0, 1) if on_all_ranks else (1,):
+            at_iteration(2, rank, fail)()
+
+    code, text = cli("train.train_iters=50", before=before)
+    assert code == 1 and "megatron-cp: it broke" in text, text
+    assert ("rank 1 had failed: it broke" in text) is not on_all_ranks, text
+    assert len(list(tmp_path.glob("stops*"))) == (2 if on_all_ranks else 0)
 
 
 def test_a_signal_during_a_save(cli: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_cp.cli import main
+from megatron_cp.errors import RuntimeFault
 from tests.ranks import run_ranks
 from tests.unit_tests.verify import faults
 
@@ -84,3 +85,20 @@ def test_experts_in_packs_are_compared_without_the_routers_loss() -> None:
     code, out, err = of_all_ranks(*experts, *packs, "model.expert_model_parallel_size=2", "--steps", "2")
     assert code == 0 and "EQUAL" in out, (out, err)
     assert err.count("note: compared without the router's auxiliary loss") == 1
+
+
+@pytest.mark.parametrize("on_all_ranks", [False, True])
+def test_groups_are_stopped_as_the_error_allows(monkeypatch: pytest.MonkeyPatch, on_all_ranks: bool) -> None:
+    """A rank that fails alone does not wait, as NCCL's groups would as they stop, for those that wait for it."""
+    alone: list[bool] = []
+
+    def fail(config: Any) -> None:
+        raise RuntimeFault("it broke", on_all_ranks=on_all_ranks)
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr("megatron_cp.training.metrics.start_logging", lambda rank, live: None)
+    monkeypatch.setattr("megatron_cp.parallel.device.start_distributed", lambda config: None)
+    monkeypatch.setattr("megatron_cp.training.agreement.check_all_ranks_agree", fail)
+    monkeypatch.setattr("megatron_cp.parallel.device.stop_distributed", lambda **given: alone.append(given["alone"]))
+    assert main(RECIPE) == 1 and alone == [not on_all_ranks]

@@ -1,0 +1,78 @@
+"""Ranks that hear nothing of a lost one by themselves, as with NCCL: their threads end them."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cp.training import roll_call
+from megatron_cp.training.roll_call import RollCall, completing
+from tests.ranks import RanksFailed, run_ranks
+
+RANKS, FALLING = 3, 2
+SAID = "megatron-cp: rank 0, forward of iteration 3: waited in vain because rank 2 had failed: out of memory. Start the"
+
+
+def waiting(folder: str, port: int, last_words: Any) -> None:
+    """The last rank fails; the others' main threads wait for what never comes."""
+    roll_call._GRACE = 1.0
+    rank = dist.get_rank()
+    sys.stderr = Path(folder, f"stderr{rank}").open("w", buffering=1)  # noqa: SIM115 - until the rank ends
+    roll = RollCall(dist.TCPStore("localhost", port))
+    roll.doing = lambda: "forward of iteration 3"
+    dist.barrier()
+    if rank == FALLING:
+        assert "out of GPU memory" in str(roll.explain(torch.OutOfMemoryError("tried to allocate 2 GiB")))
+        return
+    last_words(folder)
+    time.sleep(300.0)
+
+
+def end(tmp_path: Path, last_words: Any) -> str:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(waiting, RANKS, str(tmp_path), store.port, last_words, timeout=120, grace=60)
+    report = str(failed.value)
+    assert report.count("died without a report (exit 1)") == RANKS - 1 and f"rank {FALLING} of" not in report, report
+    return "".join(path.read_text() for path in sorted(tmp_path.glob("stderr*")))
+
+
+def nothing(folder: str) -> None:
+    pass
+
+
+def test_a_rank_that_waits_in_vain_is_ended_and_one_says_why(tmp_path: Path) -> None:
+    text = end(tmp_path, nothing)
+    assert text.startswith(SAID) and text.count("\n") == 1, text
+
+
+def complete(folder: str) -> None:
+    with completing:
+        time.sleep(6.0)
+        Path(folder, f"completed{dist.get_rank()}").touch()
+
+
+def test_a_save_that_can_complete_is_completed(tmp_path: Path) -> None:
+    text = end(tmp_path, complete)
+    assert text.startswith(SAID), text
+    assert {path.name for path in tmp_path.glob("completed*")} == {"completed0", "completed1"}
+
+
+def with_an_earlier_alarm(port: int) -> None:
+    roll_call._GRACE, roll_call._LOOK = 3.0, 0.1
+    store = dist.TCPStore("localhost", port)
+    if dist.get_rank() == 0:
+        time.sleep(1.0)
+    roll = RollCall(store)
+    time.sleep(6.0)
+    roll.close()
+
+
+def test_an_alarm_of_an_earlier_start_ends_nobody() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    dist.PrefixStore("megatron_cp/roll_call", store).set("alarm", "")
+    run_ranks(with_an_earlier_alarm, 2, store.port)
