@@ -201,6 +201,27 @@ def latent_keys_under_tensor_parallelism(c: Context) -> Iterator[Finding]:
 
 
 @rule(
+    "K37",
+    "Multi-latent attention's values are no wider than its queries, in packs.",
+    "megatron-core fills a pack's values up to the queries' width, and cuts wider ones down to it: the output then "
+    "does not fit its projection. Samples that are not packed may have either.",
+    broken(
+        "model.multi_latent_attention=true", "model.sequence_packing_scheduler=dp_balanced",
+        "dataset.kind=mock_documents", "model.qk_head_dim=16", "model.qk_pos_emb_head_dim=8", "model.v_head_dim=32",
+    ),
+)  # fmt: skip
+def latent_values_in_packs(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    width = model.qk_head_dim + model.qk_pos_emb_head_dim
+    if model.multi_latent_attention and c.packs and model.v_head_dim > width:
+        yield Finding(
+            "model.v_head_dim",
+            f"{model.v_head_dim} is more than qk_head_dim + qk_pos_emb_head_dim = {width}, which packs are cut to",
+            f"model.v_head_dim={width}",
+        )
+
+
+@rule(
     "K31",
     "Tensor parallelism divides the feed-forward layers.",
     "Each rank holds as many columns of the first matrix, gated or not, as rows of the second.",

@@ -58,6 +58,8 @@ REFUSED = [
     ([*LATENT, "dataset.reset_position_ids=true"], "E9", "dataset.reset_position_ids=false"),
     (["model.position_embedding_type=none", "dataset.reset_position_ids=true"], "E9",
      "dataset.reset_position_ids=false"),
+    (["model.multi_latent_attention=true", "model.qk_head_dim=8", "model.qk_pos_emb_head_dim=4",
+      "model.v_head_dim=16", "dist.eval_context_parallel_size=1"], "K37", "model.v_head_dim=12"),
     (["model.window_size=[8,0]", "model.window_attn_skip_freq=0"], "K12", "model.window_attn_skip_freq=null"),
     (["model.window_size=[8,0]", "model.window_attn_skip_freq=[1,0,2,1]"], "K12",
      "model.window_attn_skip_freq=[1,0,1,1]"),
