@@ -155,7 +155,8 @@ def _write_config(config: RunConfig, folder: Path) -> None:
     if dist.get_rank() == 0:
         settings = settings_of(config)
         # As used: a longer run from this file has the same schedule, which its own length no longer cuts.
-        settings["scheduler"]["lr_warmup_iters"] = config.warmup_iters()
+        if config.scheduler.lr_warmup_fraction is None:
+            settings["scheduler"]["lr_warmup_iters"] = config.warmup_iters()
         (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
 
 
