@@ -112,6 +112,11 @@ def convert(value: Any, kind: Any) -> Any:
     raise _Mismatch(describe(kind))
 
 
+def _upstreams_words(cls: type, key: str) -> str | None:
+    """What upstream says of a wrong type, where it says anything: a field's metadata."""
+    return next(f.metadata.get("expected") for f in dataclasses.fields(cls) if f.name == key)
+
+
 def _unknown(path: str, value: Any, root: type) -> str:
     """What to say of a key that nothing is called: a section is compared with sections, then with what is in it."""
     is_section = isinstance(value, dict) and bool(value)
@@ -142,5 +147,6 @@ def build(
                 values[key] = convert(value, kind)
             except _Mismatch as expected:
                 suggestion = nearest(value, list(_choices(kind))) if isinstance(value, str) else ""
-                problems.append(Violation("K2", "error", path, f"expected {expected}, got {value!r}{suggestion}"))
+                wanted = _upstreams_words(cls, key) or f"expected {expected}"
+                problems.append(Violation("K2", "error", path, f"{wanted}, got {value!r}{suggestion}"))
     return cls(**values)

@@ -120,6 +120,7 @@ def test_a_choice_that_does_not_exist_names_those_that_do(choice, meant, others,
         ("optimizer.lr=inf", "expected finite number, got inf"),
         ("model.softmax_scale=nan", "expected finite number or null, got nan"),
         (f"optimizer.clip_grad=1{'0' * 400}", "expected finite number, got 1000"),
+        ("model.cp_comm_type=3", "model.cp_comm_type: cp_comm_type must be a str or list of str, got 3"),
         ("model.hierarchical_context_parallel_sizes=[2,x]", "expected list of int or null"),
         (
             "model.hierarchical_context_parallel_sizes=2,2",

@@ -39,6 +39,7 @@ REFUSED = [
     (["scheduler.lr_decay_style=WSD", "scheduler.lr_wsd_decay_iters=0"], "I9", "scheduler.lr_wsd_decay_iters=1"),
     (["scheduler.lr_decay_style=WSD", "scheduler.lr_wsd_decay_iters=99", "scheduler.lr_warmup_iters=6",
       "scheduler.lr_decay_iters=40"], "I9", "scheduler.lr_wsd_decay_iters=34"),
+    (["dist.eval_context_parallel_size=-2"], "H6", "dist.eval_context_parallel_size=null"),
     (["dist.distributed_timeout_minutes=1e300"], "K51", "dist.distributed_timeout_minutes=10"),
     ([f"model.num_attention_heads={10**11}", "model.kv_channels=16"], "A1", "model.num_attention_heads=8"),
     ([*EXPERTS, "model.moe_router_topk=1"], "K15", "model.moe_router_pre_softmax=true"),
