@@ -80,7 +80,7 @@ def _choices(kind: Any) -> Iterator[str]:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """``value`` as ``kind``: an int may become a float and a number a dict's string, nothing else changes.
+    """``value`` as ``kind``: an int may become a float and a scalar a dict's string, nothing else changes.
 
     Raises:
         _Mismatch: it does not fit.
@@ -102,7 +102,7 @@ def convert(value: Any, kind: Any) -> Any:
             return [convert(v, args[0]) for v in value]
     elif origin is dict:
         if isinstance(value, dict):
-            return {str(k): convert(str(v) if type(v) in (int, float) else v, args[1]) for k, v in value.items()}
+            return {str(k): convert(str(v) if type(v) in (bool, int, float) else v, args[1]) for k, v in value.items()}
     elif kind is float:
         # Neither nan nor inf, which every comparison would let pass or explain with another setting.
         if type(value) in (int, float) and abs(value) <= sys.float_info.max:

@@ -260,7 +260,7 @@ def one_hardware_queue(c: Context) -> Iterator[Finding]:
         yield Finding(
             "env_vars.CUDA_DEVICE_MAX_CONNECTIONS",
             f"is {value or 'not set'}; communication may not overlap with computation",
-            "env_vars.CUDA_DEVICE_MAX_CONNECTIONS='1'",
+            c.set_variable("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
         )
 
 

@@ -46,7 +46,7 @@ def run(config: RunConfig) -> int:
     config, _ = resolve_auto(config, world_size, None, Environment.of(None))
     check_or_raise(config, world_size)
     start_logging(rank, wants_live_line(config))
-    os.environ.update(config.env_vars)
+    launcher.add_variables(config.env_vars)
     # What needs no other rank is read first: a missing file ends the run before any process group exists.
     tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = _vocab_size(config, tokenizer)

@@ -42,6 +42,7 @@ def test_overrides_are_typed_and_reach_every_kind_of_field():
             "++checkpoint.load='a=b'",
             "env_vars.NCCL_ALGO=Ring",
             "env_vars.CUDA_DEVICE_MAX_CONNECTIONS=1",
+            "env_vars.SWITCH=true",
             "dataset.data_path=[0.3,a,0.7,b]",
             "dataset.split='100,0,0'",
             "train.global_batch_size=${train.micro_batch_size}",
@@ -53,7 +54,7 @@ def test_overrides_are_typed_and_reach_every_kind_of_field():
     assert config.model.qk_layernorm is True
     assert config.train.exit_interval == 7
     assert config.checkpoint.load == "a=b"
-    assert config.env_vars == {"NCCL_ALGO": "Ring", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert config.env_vars == {"NCCL_ALGO": "Ring", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "SWITCH": "True"}
     assert config.dataset.data_path == [0.3, "a", 0.7, "b"] and config.dataset.kind == "indexed"
     assert config.dataset.split == "100,0,0"
     assert config.train.global_batch_size == config.train.micro_batch_size

@@ -498,3 +498,10 @@ class TestEnvironment:
         assert check(config, 4, environment="gpu") == []
         environment = dataclasses.replace(PRESETS["gpu"], variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
         assert check(load_recipe(EXAMPLE_RECIPE), 4, environment=environment) == []
+
+    def test_an_exported_variable_wins_over_the_configurations(self):
+        config = load_recipe(EXAMPLE_RECIPE, ["env_vars.CUDA_DEVICE_MAX_CONNECTIONS=1"])
+        environment = dataclasses.replace(PRESETS["gpu"], variables={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+        (found,) = check(config, 4, environment=environment)
+        assert found.rule == "A12" and found.message.startswith("is 8;")
+        assert found.fix == "export CUDA_DEVICE_MAX_CONNECTIONS=1, which wins over env_vars"
