@@ -310,3 +310,7 @@ def test_a_recipe_of_a_run_loads_from_where_it_saves(tmp_path):
     assert load_recipe(recipe, ["checkpoint.save=runs/b"]).checkpoint.load == "runs/b"
     recipe.write_text(to_yaml(load_recipe(recipe, ["checkpoint.save=runs/b", "checkpoint.load=runs/a"])))
     assert load_recipe(recipe, ["checkpoint.save=runs/c"]).checkpoint.load == "runs/a"
+
+
+def test_a_single_override_needs_no_list():
+    assert load_recipe(TINY, "model.num_layers=2").model.num_layers == 2

@@ -109,6 +109,20 @@ def test_the_examples_recipe_keeps_every_rule():
     assert check_or_raise(config, 4, environment="cpu") == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("4",), "world_size must be an integer, got '4'"),
+        ((None,), "world_size must be an integer, got None"),
+        ((True,), "world_size must be an integer, got True"),
+        ((4, "8"), "gpus_per_node must be an integer, got '8'"),
+    ],
+)
+def test_numbers_of_ranks_are_integers(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check(load_recipe(EXAMPLE_RECIPE), *arguments)
+
+
 def test_no_constraint_of_the_reference_is_lost():
     reference = {f"{section}{number}" for section, count in REFERENCE.items() for number in range(1, count + 1)}
     assert len(reference) == 123
