@@ -107,6 +107,7 @@ def _train(argv: Sequence[str]) -> int:
     warnings = check_or_raise(config, world_size, args.gpus_per_node, environment)
     if launcher.is_first_rank():
         print("\n".join([*([choice] if choice else []), *map(str, warnings)]), end="\n" if choice or warnings else "")
+    launcher.add_variables(config.env_vars)  # before torch, which reads some as it is imported
     # Where a rank is lost we say so; torch would add a C++ stack for each rank and store operation.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megatron_cp.training.train import run  # torch and megatron-core: ten seconds

@@ -106,7 +106,10 @@ class ModelConfig:
     microbatch_group_size_per_vp_stage: int | None = None
 
     # Context parallelism.
-    cp_comm_type: str | list[str] = "p2p"  # p2p | all_gather | a2a | a2a+p2p | auto, or a list with one of them a layer
+    # p2p | all_gather | a2a | a2a+p2p | auto, or a list with one of them a layer
+    cp_comm_type: str | list[str] = field(
+        default="p2p", metadata={"expected": "cp_comm_type must be a str or list of str"}
+    )
     hierarchical_context_parallel_sizes: list[int] | None = None  # [a2a, p2p]
     dynamic_context_parallel: bool = False
     min_dynamic_context_parallel_size: int = 1

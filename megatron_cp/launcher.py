@@ -1,9 +1,10 @@
-"""What the launcher (torchrun, Slurm) says of this process in its environment variables."""
+"""Environment variables: what the launcher (torchrun, Slurm) says of this process, and what a recipe adds."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 
 from megatron_cp.errors import ConfigError, Violation
 
@@ -49,3 +50,9 @@ def is_first_rank() -> bool:
         return rank() == 0
     except ConfigError:
         return True
+
+
+def add_variables(variables: Mapping[str, str]) -> None:
+    """Set a recipe's environment variables (``env_vars``), but none that the launcher or the shell has set."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)

@@ -49,7 +49,7 @@ def list_recipes() -> dict[str, str]:
 
 def load_recipe(
     name_or_path: str | Path,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | str = (),
     *,
     files: Sequence[str | Path] = (),
     flags: Mapping[str, Any] | None = None,
@@ -58,8 +58,8 @@ def load_recipe(
 
     Args:
         name_or_path: name of a recipe that comes with the package, or a YAML file.
-        overrides: Hydra overrides such as ``model.context_parallel_size=4``; ``group=choice`` picks another file of a
-            config group that the recipe uses.
+        overrides: Hydra overrides such as ``model.context_parallel_size=4``, or a single one; ``group=choice`` picks
+            another file of a config group that the recipe uses.
         files: YAML files merged over the recipe, in order.
         flags: dotted names and values merged over the files.
 
@@ -70,7 +70,7 @@ def load_recipe(
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    choices, values = _split_overrides(overrides)
+    choices, values = _split_overrides([overrides] if isinstance(overrides, str) else overrides)
     recipe, name = _compose(name_or_path, choices)
     layers = [recipe, *(_load_yaml(Path(file)) for file in files), _nest((flags or {}).items()), _nest(values)]
     layers = [_normalize(layer) for layer in layers]

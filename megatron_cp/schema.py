@@ -80,7 +80,7 @@ def _choices(kind: Any) -> Iterator[str]:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """``value`` as ``kind``: an int may become a float and a number a dict's string, nothing else changes.
+    """``value`` as ``kind``: an int may become a float and a scalar a dict's string, nothing else changes.
 
     Raises:
         _Mismatch: it does not fit.
@@ -102,7 +102,7 @@ def convert(value: Any, kind: Any) -> Any:
             return [convert(v, args[0]) for v in value]
     elif origin is dict:
         if isinstance(value, dict):
-            return {str(k): convert(str(v) if type(v) in (int, float) else v, args[1]) for k, v in value.items()}
+            return {str(k): convert(str(v) if type(v) in (bool, int, float) else v, args[1]) for k, v in value.items()}
     elif kind is float:
         # Neither nan nor inf, which every comparison would let pass or explain with another setting.
         if type(value) in (int, float) and abs(value) <= sys.float_info.max:
@@ -110,6 +110,11 @@ def convert(value: Any, kind: Any) -> Any:
     elif type(value) is kind:
         return value
     raise _Mismatch(describe(kind))
+
+
+def _upstreams_words(cls: type, key: str) -> str | None:
+    """What upstream says of a wrong type, where it says anything: a field's metadata."""
+    return next(f.metadata.get("expected") for f in dataclasses.fields(cls) if f.name == key)
 
 
 def _unknown(path: str, value: Any, root: type) -> str:
@@ -142,5 +147,6 @@ def build(
                 values[key] = convert(value, kind)
             except _Mismatch as expected:
                 suggestion = nearest(value, list(_choices(kind))) if isinstance(value, str) else ""
-                problems.append(Violation("K2", "error", path, f"expected {expected}, got {value!r}{suggestion}"))
+                wanted = _upstreams_words(cls, key) or f"expected {expected}"
+                problems.append(Violation("K2", "error", path, f"{wanted}, got {value!r}{suggestion}"))
     return cls(**values)

@@ -18,6 +18,7 @@ from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.kernels import attend, attend_backward, backward_tiles, forward_tiles
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
+from megatron_cp.attention.once import differentiable_once
 from megatron_cp.attention.sharding import regroup_order
 from megatron_cp.attention.tiles import plan_gathered
 
@@ -44,6 +45,7 @@ class _AllGather(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, offset = ctx.saved_tensors
         (dout,), call, peers = douts, ctx.call, ctx.peers

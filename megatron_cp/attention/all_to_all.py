@@ -20,6 +20,7 @@ from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.heads import HeadSplit
 from megatron_cp.attention.merge import accumulation_dtype
+from megatron_cp.attention.once import differentiable_once
 from megatron_cp.attention.ring import ring_attention
 from megatron_cp.attention.sharding import Layout, RowRun, regroup_order, regroup_runs
 
@@ -148,6 +149,7 @@ class _SequenceToHeads(torch.autograd.Function):
         return tuple(exchange.spread((query, key, value), (heads.query, heads.kv, heads.kv)))
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         heads = ctx.exchange.heads
         return *ctx.exchange.collect(grads, (heads.query, heads.kv, heads.kv)), None
@@ -160,5 +162,6 @@ class _HeadsToSequence(torch.autograd.Function):
         return exchange.collect([out], [exchange.heads.query])[0]
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.exchange.spread(douts, [ctx.exchange.heads.query]), None

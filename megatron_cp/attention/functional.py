@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -57,15 +58,20 @@ def context_parallel_attention(
             ``off-by-one``. Its gradient is this rank's part: sum it over the ranks of the group.
         deterministic: the same bits on every run. (The CPU kernels always are; CUDA kernels are chosen accordingly.)
 
-    Raises ValueError naming the argument for sizes, dtypes, devices or groups that do not fit. With
+    Raises ValueError naming the argument for values, sizes, dtypes, devices or groups that do not fit. With
     TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL the ranks first compare their arguments, and all raise if any differ.
     """
+    mask = Mask.build(causal, window_size)
+    if softmax_scale is not None and not (isinstance(softmax_scale, Real) and math.isfinite(softmax_scale)):
+        raise ValueError(f"softmax_scale must be a finite number, got {softmax_scale!r}")
+    if softmax_offset is not None and not isinstance(softmax_offset, Tensor):
+        raise ValueError(f"softmax_offset must be a tensor of one number per head, got {softmax_offset!r}")
     return attend_in_context(
         CPContext.build(comm_type, group),
         query,
         key,
         value,
-        mask=Mask.build(causal, window_size),
+        mask=mask,
         cu_seqlens=cu_seqlens,
         cu_seqlens_padded=cu_seqlens_padded,
         softmax_scale=softmax_scale,

@@ -19,6 +19,7 @@ from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.kernels import attend, attend_backward, backward_tiles, by_head, by_row, forward_tiles
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
+from megatron_cp.attention.once import differentiable_once
 from megatron_cp.attention.tiles import plan, ring_shifts
 
 
@@ -49,6 +50,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         query, *visitor, out, lse, offset = ctx.saved_tensors
         (dout,), call, peers = douts, ctx.call, ctx.peers

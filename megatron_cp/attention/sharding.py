@@ -66,9 +66,8 @@ class Layout:
     def packed(cls, cu_seqlens: Sequence[int], cu_seqlens_padded: Sequence[int] | None, size: int) -> Layout:
         """The layout of a pack from cumulative real lengths and cumulative padded lengths (default: no padding)."""
         padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-        for name, offsets in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", padded)):
-            if len(offsets) < 1 or offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)):
-                raise ValueError(f"{name} must start at 0 and never fall, got {_shorten(offsets)}")
+        _check_offsets("cu_seqlens", cu_seqlens)
+        _check_offsets("cu_seqlens_padded", padded)
         return cls(_differences(cu_seqlens), _differences(padded), size)
 
     def resized(self, size: int) -> Layout:
@@ -135,7 +134,8 @@ def partition_indices(cu_seqlens_padded: Any, cp_rank: int, cp_size: int) -> Any
     torch tensor, else a NumPy array. Raises ValueError on lengths that do not divide or a rank out of range.
     """
     _check_rank(cp_rank, cp_size)
-    offsets = _as_list(cu_seqlens_padded)
+    offsets = _as_list(cu_seqlens_padded, "cu_seqlens_padded")
+    _check_offsets("cu_seqlens_padded", offsets)
     Layout.packed(offsets, None, cp_size)
     pieces = [
         np.arange(offset + start, offset + end, dtype=np.int64)
@@ -167,7 +167,7 @@ def shard_sequence(x: Any, dim: int, cp_rank: int, cp_size: int, cu_seqlens_padd
             )
         offsets = [0, length]
     else:
-        offsets = _as_list(cu_seqlens_padded)
+        offsets = _as_list(cu_seqlens_padded, "cu_seqlens_padded")
         if offsets[-1] != length:
             raise ValueError(f"cu_seqlens_padded ends at {offsets[-1]} but x has length {length} along dim {dim}")
     return _take(x, partition_indices(offsets, cp_rank, cp_size), dim)
@@ -180,7 +180,7 @@ def unshard_sequence(shards: Sequence[Any], dim: int, cu_seqlens_padded: Any = N
     dim = _check_dim(shards[0], dim)
     size = len(shards)
     total = sum(shard.shape[dim] for shard in shards)
-    offsets = [0, total] if cu_seqlens_padded is None else _as_list(cu_seqlens_padded)
+    offsets = [0, total] if cu_seqlens_padded is None else _as_list(cu_seqlens_padded, "cu_seqlens_padded")
     if offsets[-1] != total:
         raise ValueError(f"cu_seqlens_padded ends at {offsets[-1]} but the shards hold {total} along dim {dim}")
     order = np.concatenate([partition_indices(offsets, rank, size) for rank in range(size)])
@@ -247,7 +247,7 @@ def read_offsets(cu_seqlens: torch.Tensor | Sequence[int] | np.ndarray) -> tuple
     version, offsets = getattr(cu_seqlens, "known_offsets", (None, ()))
     if version is not None and version == getattr(cu_seqlens, "_version", None):
         return offsets
-    return tuple(_as_list(cu_seqlens))
+    return tuple(_as_list(cu_seqlens, "cu_seqlens"))
 
 
 def send_offsets(offsets: Sequence[int], device: torch.device | str) -> torch.Tensor:
@@ -260,10 +260,10 @@ def send_offsets(offsets: Sequence[int], device: torch.device | str) -> torch.Te
     return sent
 
 
-def _as_list(offsets: Any) -> list[int]:
+def _as_list(offsets: Any, name: str) -> list[int]:
     values = offsets.tolist() if hasattr(offsets, "tolist") else list(offsets)
     if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
-        raise ValueError(f"cu_seqlens must be a one-dimensional list of integers, got {_shorten(values)}")
+        raise ValueError(f"{name} must be a one-dimensional list of integers, got {_shorten(values)}")
     return values
 
 
@@ -273,6 +273,11 @@ def _take(x: Any, indices: np.ndarray, dim: int) -> Any:
     import torch
 
     return x.index_select(dim, torch.from_numpy(indices).to(x.device, non_blocking=True))
+
+
+def _check_offsets(name: str, offsets: Sequence[int]) -> None:
+    if len(offsets) < 1 or offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)):
+        raise ValueError(f"{name} must start at 0 and never fall, got {_shorten(offsets)}")
 
 
 def _check_rank(cp_rank: int, cp_size: int) -> None:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 from megatron_cp.attention.sharding import Layout, Span
 
@@ -39,7 +40,10 @@ class Mask:
     @classmethod
     def build(cls, causal: bool, window_size: tuple[int, int] | None) -> Mask:
         """From the field's arguments: -1 in ``window_size`` is without limit, and a causal mask never looks ahead."""
-        left, right = (-1, -1) if window_size is None else window_size
+        window = (-1, -1) if window_size is None else window_size
+        if not (isinstance(window, Sequence) and len(window) == 2 and all(isinstance(x, Integral) for x in window)):
+            raise ValueError(f"window_size must be two integers (left, right), got {window_size!r}")
+        left, right = window
         if left < -1 or right < -1:
             raise ValueError(f"window_size must hold numbers >= 0, or -1 for no limit, got {window_size}")
         return cls(None if left == -1 else left, 0 if causal else None if right == -1 else right)

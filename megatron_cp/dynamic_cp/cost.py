@@ -92,9 +92,10 @@ class CostModel:
         if self.quadratic == 0 and self.linear == 0:
             raise ValueError("CostModel: quadratic and linear are both 0, so no sample would cost anything")
 
-    def for_size(self, cp_size: int) -> GroupCost:
-        """The model's coefficients for groups of ``cp_size`` ranks."""
-        c = cp_size
+    def for_size(self, c: int) -> GroupCost:
+        """The model's coefficients for groups of ``c`` ranks."""
+        if not c >= 1:
+            raise ValueError(f"c={c}: a group has at least 1 rank")
         square, tile = self.quadratic / c, self.quadratic * self.small_tile
         if c == 1:
             return GroupCost(self.per_microbatch, square, tile + self.linear, 0.0, 0.0, 0.0)
@@ -105,23 +106,23 @@ class CostModel:
         fixed = self.per_microbatch + (c - 1) * self.ring_step
         return GroupCost(fixed, square, tile + self.linear / c, kv, self.overlap * square, self.overlap * tile)
 
-    def seconds(self, lengths: Sequence[int] | np.ndarray, cp_size: int) -> float:
-        """Seconds of one microbatch that packs samples of ``lengths`` (tokens) on ``cp_size`` ranks."""
+    def seconds(self, lengths: Sequence[int] | np.ndarray, c: int) -> float:
+        """Seconds of one microbatch that packs samples of ``lengths`` (tokens) on ``c`` ranks; ValueError below 1."""
         s = np.asarray(lengths, dtype=np.float64)
-        calls = self.per_sample * len(s) * float(self.calls(cp_size))
-        return self.for_size(cp_size).seconds(float(s @ s), float(s.sum())) + calls
+        calls = self.per_sample * len(s) * float(self.calls(c))
+        return self.for_size(c).seconds(float(s @ s), float(s.sum())) + calls
 
-    def calls(self, cp_size: ArrayLike) -> np.ndarray:
-        """Kernel calls of one rank for one sample, of the same shape as ``cp_size``."""
-        c = np.asarray(cp_size)
-        return np.where((c > 1) & (self.transport == "p2p"), c + 2, 1)
+    def calls(self, c: ArrayLike) -> np.ndarray:
+        """Kernel calls of one rank for one sample, of the same shape as ``c``."""
+        ranks = np.asarray(c)
+        return np.where((ranks > 1) & (self.transport == "p2p"), ranks + 2, 1)
 
-    def sample_seconds(self, lengths: ArrayLike, cp_size: int) -> np.ndarray:
-        """Seconds of each sample alone in a microbatch on ``cp_size`` ranks; same shape as ``lengths``."""
+    def sample_seconds(self, lengths: ArrayLike, c: int) -> np.ndarray:
+        """Seconds of each sample alone in a microbatch on ``c`` ranks; same shape as ``lengths``."""
         s = np.asarray(lengths, dtype=np.float64)
-        k = self.for_size(cp_size)
+        k = self.for_size(c)
         exposed = np.maximum(0.0, (k.comm - k.hide_token - k.hide_square * s) * s)
-        return k.fixed + (k.square * s + k.token) * s + exposed + self.per_sample * self.calls(cp_size)
+        return k.fixed + (k.square * s + k.token) * s + exposed + self.per_sample * self.calls(c)
 
     def ideal_seconds(self, lengths: ArrayLike) -> float:
         """Rank-seconds of pure work: attention on one rank and the linear part, no overhead, no communication."""

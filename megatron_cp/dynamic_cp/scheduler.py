@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -67,6 +68,18 @@ def schedule(
     samples with the greedy rule (:mod:`.greedy`).
     Time is O(n log n + num_ranks log num_ranks).
     """
+    sizes = {
+        "num_ranks": num_ranks,
+        "max_seqlen_per_rank": max_seqlen_per_rank,
+        "min_cp_size": min_cp_size,
+        "sync_ranks": sync_ranks,
+        "pipeline_size": pipeline_size,
+        "microbatch_multiple": microbatch_multiple,
+        "sequence_parallel_size": sequence_parallel_size,
+    }
+    for name, value in sizes.items():
+        if not isinstance(value, Integral):
+            raise ValueError(f"{name}={value!r}: must be an integer")
     for name, value in (("pipeline_size", pipeline_size), ("microbatch_multiple", microbatch_multiple)):
         if value < 1:
             raise ValueError(f"{name}={value}: must be at least 1")

@@ -8,7 +8,7 @@ megatron-core's convention (``RankGenerator``), so both kinds of process groups 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,12 +67,14 @@ class RankLayout:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "tp", "cp", "pp", "ep", "etp"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            _check_size(name, getattr(self, name))
         if self.world_size > MOST_RANKS:
             raise ValueError(f"world_size must be at most {MOST_RANKS}, got {self.world_size}")
         if self.hierarchical is not None:
+            if not isinstance(self.hierarchical, Sequence):
+                raise ValueError(f"hierarchical must be a tuple of sizes, got {self.hierarchical!r}")
+            for level, size in enumerate(self.hierarchical):
+                _check_size(f"hierarchical[{level}]", size)
             object.__setattr__(self, "hierarchical", tuple(self.hierarchical))
             if math.prod(self.hierarchical) != self.cp:
                 raise ValueError(
@@ -139,6 +141,11 @@ class RankLayout:
             rank, found[name] = divmod(rank, size)
         del found["ep"]
         return found
+
+
+def _check_size(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
 def _slices(sizes: Mapping[str, int], varying: Collection[str]) -> RankLists:

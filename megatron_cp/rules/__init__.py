@@ -50,7 +50,14 @@ def check(
         world_size: number of ranks.
         gpus_per_node: ranks that share a node; by default as the environment knows.
         environment: where it is to run: what is really there (None), "gpu", "cpu", a YAML file, or an Environment.
+
+    Raises:
+        ValueError: world_size or gpus_per_node is no integer.
+        ConfigError: the environment cannot be read.
     """
+    for name, number in (("world_size", world_size), ("gpus_per_node", gpus_per_node or 1)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise ValueError(f"{name} must be an integer, got {number!r}")
     problems: list[Violation] = []
     build(RunConfig, asdict(config), problems)
     if gpus_per_node is not None and gpus_per_node < 1:
@@ -76,7 +83,8 @@ def check_or_raise(
     """The warnings of :func:`check`.
 
     Raises:
-        ConfigError: with every violation, when one of them is an error.
+        ValueError: as there.
+        ConfigError: with every violation, when one of them is an error; or as there.
     """
     violations = check(config, world_size, gpus_per_node, environment)
     if any(violation.severity == "error" for violation in violations):

@@ -133,7 +133,7 @@ def determinism(c: Context) -> Iterator[Finding]:
             "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO",
             "deterministic_mode is on and we are using DotProductAttention from Transformer Engine, but "
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO is not 0",
-            "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO='0'",
+            c.set_variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
         )
     if c.environment.device == "gpu" and c.world_size > 1 and not c.variable("NCCL_ALGO"):
         yield Finding(
@@ -148,7 +148,7 @@ def determinism(c: Context) -> Iterator[Finding]:
                 yield Finding(
                     f"env_vars.{name}",
                     "is not 1: mamba-ssm, where installed, adds gradients up in any order",
-                    f"env_vars.{name}='1'",
+                    c.set_variable(name, "1"),
                     severity="warning",
                 )
 

@@ -61,7 +61,8 @@ def one_transport_a_layer(c: Context) -> Iterator[Finding]:
     if isinstance(kinds, list) and len(kinds) != layers:
         yield Finding(
             "model.cp_comm_type",
-            f"Length of cp_comm_type ({len(kinds)}) should equal to the total number of transformer layers ({layers})",
+            f"Length of cp_comm_type ({len(kinds)}) must equal num_layers ({layers}). megatron-core: Length of "
+            f"cp_comm_type ({len(kinds)}) should equal to the total number of transformer layers ({layers})",
             f"a list of {layers}, or one name for all layers",
         )
 
@@ -83,7 +84,7 @@ def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
     if c.cp > 1 and "a2a+p2p" in c.transports and not c.config.model.hierarchical_context_parallel_sizes:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
-            "hierarchical_context_parallel_sizes must be set when cp_comm_type is a2a+p2p",
+            "hierarchical_context_parallel_sizes must be set when cp_comm_type contains 'a2a+p2p'",
             f"for cp {c.cp}: {_splits(c)}",
         )
 
@@ -99,8 +100,8 @@ def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
     if c.cp > 1 and sizes and min(sizes) >= 1 and math.prod(sizes) != c.cp:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
-            f"The product of hierarchical_context_parallel_sizes {sizes} is {math.prod(sizes)} and must be equal to "
-            f"context_parallel_size ({c.cp})",
+            f"Product of hierarchical_context_parallel_sizes {sizes} (={math.prod(sizes)}) must equal "
+            f"context_parallel_size (={c.cp}).",
             f"for cp {c.cp}: {_splits(c)}",
         )
 

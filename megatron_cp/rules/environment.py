@@ -14,7 +14,15 @@ from megatron_cp.rules.nvml import read_driver
 from megatron_cp.schema import build
 
 # The variables that change what our libraries do; they are compared over ranks and shown in reports.
-VARIABLE_PREFIXES = ("NVTE_", "NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "TORCH_NCCL_")
+VARIABLE_PREFIXES = (
+    "NVTE_",
+    "NCCL_",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "TORCH_NCCL_",
+    "MAMBA_DETERMINISTIC",
+    "CAUSAL_CONV1D_DETERMINISTIC",
+)
 
 
 @dataclass

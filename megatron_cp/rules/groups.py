@@ -19,9 +19,15 @@ _DYNAMIC = ("model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_r
 def groups_of_evaluation(c: Context) -> Iterator[Finding]:
     size, ranks = c.config.dist.eval_context_parallel_size, c.dp * c.cp
     if size is not None and c.divisible and (size < 1 or ranks % size):
+        message = (
+            f"must be an integer of at least 1, got {size}"
+            if size < 1
+            else f"world size ({c.world_size}) is not divisible by eval model parallel size ({c.tp * c.pp * size}): "
+            f"{size} does not divide the dp * cp = {c.dp} * {c.cp} = {ranks} ranks"
+        )
         yield Finding(
             "dist.eval_context_parallel_size",
-            f"{size} does not divide the dp * cp = {c.dp} * {c.cp} = {ranks} ranks",
+            message,
             f"one of {listed(divisors(ranks))}, or null for training's groups",
         )
 

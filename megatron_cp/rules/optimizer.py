@@ -16,6 +16,13 @@ from megatron_cp.rules.rule import Context, Finding, broken, rule
 def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     schedule, optimizer = c.config.scheduler, c.config.optimizer
     decay, warmup, fraction = schedule.lr_decay_iters, c.config.warmup_iters(), schedule.lr_warmup_fraction
+    if fraction is not None and schedule.lr_warmup_iters != 0:
+        yield Finding(
+            "scheduler.lr_warmup_fraction",
+            "Can only specify one of lr_warmup_fraction or lr_warmup_iters, got "
+            f"{fraction} and {schedule.lr_warmup_iters}",
+            "scheduler.lr_warmup_iters=0, or scheduler.lr_warmup_fraction=null",
+        )
     if decay is not None and decay < 1:
         if c.config.train.train_iters >= 1:  # else it follows from that, and rule A1 has said so
             yield Finding(

@@ -174,8 +174,13 @@ class Context:
                 yield Finding(gap.field, message, "model.attention_backend=native says so yourself", "warning")
 
     def variable(self, name: str) -> str | None:
-        """An environment variable as the run will see it."""
-        return self.config.env_vars.get(name, self.environment.variables.get(name))
+        """An environment variable as the run will see it: what is exported wins over ``env_vars``."""
+        return self.environment.variables.get(name, self.config.env_vars.get(name))
+
+    def set_variable(self, name: str, value: str) -> str:
+        """How to give an environment variable a value: in the configuration, unless it is exported."""
+        exported = name in self.environment.variables
+        return f"export {name}={value}, which wins over env_vars" if exported else f"env_vars.{name}='{value}'"
 
 
 Check = Callable[[Context], Iterator[Finding]]

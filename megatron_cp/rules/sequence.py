@@ -71,7 +71,8 @@ def sequence_lengths_agree(c: Context) -> Iterator[Finding]:
     if model is not None and model != data:
         yield Finding(
             "model.seq_length",
-            f"the model's sequence length ({model}) and the dataset's ({data}) differ",
+            "Please ensure sequence length configuration in model config and dataset config match. "
+            f"The model's is {model}, the dataset's {data}",
             "give only dataset.seq_length (or the flag --seq_length)",
         )
 

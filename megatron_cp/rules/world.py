@@ -154,14 +154,13 @@ def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
         )
 
 
-def _batch_finding(c: Context, field: str, global_batch: int, micro_batch: int) -> Iterator[Finding]:
+def _batch_finding(c: Context, field: str, message: str, global_batch: int, micro_batch: int) -> Iterator[Finding]:
     multiple = max(1, micro_batch) * c.dp
     if c.divisible and not c.packed and (global_batch % multiple or global_batch < multiple):
         below = global_batch // multiple * multiple
         yield Finding(
             field,
-            f"global batch size ({global_batch}) is not divisible by micro batch size ({micro_batch}) times data "
-            f"parallel size ({c.dp}); {c.world_size} ranks / (tp {c.tp} * pp {c.pp} * cp {c.cp}) leave {c.dp} replicas",
+            f"{message}; {c.world_size} ranks / (tp {c.tp} * pp {c.pp} * cp {c.cp}) leave {c.dp} replicas",
             f"nearest valid: {f'{below} or {below + multiple}' if below else multiple}",
         )
 
@@ -173,8 +172,11 @@ def _batch_finding(c: Context, field: str, global_batch: int, micro_batch: int) 
     broken("train.global_batch_size=12", "train.micro_batch_size=8"),
 )
 def batch_divides(c: Context) -> Iterator[Finding]:
-    train = c.config.train
-    yield from _batch_finding(c, "train.global_batch_size", train.global_batch_size, train.micro_batch_size)
+    batch, micro = c.config.train.global_batch_size, c.config.train.micro_batch_size
+    message = (
+        f"global batch size ({batch}) is not divisible by micro batch size ({micro}) times data parallel size ({c.dp})"
+    )
+    yield from _batch_finding(c, "train.global_batch_size", message, batch, micro)
 
 
 @rule(
@@ -188,7 +190,12 @@ def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
     if c.packs:
         return  # a pack takes any number of samples
     if validation.eval_iters and (validation.eval_global_batch_size or validation.eval_micro_batch_size):
-        yield from _batch_finding(c, "validation.eval_global_batch_size", *_evaluation_batch(c))
+        batch, micro = _evaluation_batch(c)
+        message = (
+            f"eval_global_batch_size ({batch}) must be divisible by eval_micro_batch_size * eval_data_parallel_size "
+            f"({micro} * {c.dp} = {micro * c.dp})"
+        )
+        yield from _batch_finding(c, "validation.eval_global_batch_size", message, batch, micro)
 
 
 def _evaluation_batch(c: Context) -> tuple[int, int]:
@@ -253,7 +260,7 @@ def one_hardware_queue(c: Context) -> Iterator[Finding]:
         yield Finding(
             "env_vars.CUDA_DEVICE_MAX_CONNECTIONS",
             f"is {value or 'not set'}; communication may not overlap with computation",
-            "env_vars.CUDA_DEVICE_MAX_CONNECTIONS='1'",
+            c.set_variable("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
         )
 
 
@@ -303,9 +310,9 @@ def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
         valid = sorted({n for n in (layers // stages * stages, (layers // stages + 1) * stages) if n})
         yield Finding(
             "model.num_layers",
-            f"num_layers={model.num_layers}{f' (+{counted} for embedding and loss)' if counted else ''} should be "
-            f"divisible by pipeline_model_parallel_size={c.pp}"
-            + (f" times virtual_pipeline_model_parallel_size={virtual}" if virtual > 1 else ""),
+            f"num_layers={layers} should be divisible by config.pipeline_model_parallel_size={c.pp}"
+            + (f" times virtual_pipeline_model_parallel_size={virtual}" if virtual > 1 else "")
+            + (f"; {counted} of the {layers} for embedding and loss" if counted else ""),
             f"nearest valid numbers of layers: {listed([n - counted for n in valid])}",
         )
 

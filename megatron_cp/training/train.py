@@ -46,7 +46,7 @@ def run(config: RunConfig) -> int:
     config, _ = resolve_auto(config, world_size, None, Environment.of(None))
     check_or_raise(config, world_size)
     start_logging(rank, wants_live_line(config))
-    os.environ.update(config.env_vars)
+    launcher.add_variables(config.env_vars)
     # What needs no other rank is read first: a missing file ends the run before any process group exists.
     tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = _vocab_size(config, tokenizer)
@@ -156,7 +156,8 @@ def _write_config(config: RunConfig, folder: Path) -> None:
     if dist.get_rank() == 0:
         settings = settings_of(config)
         # As used: a longer run from this file has the same schedule, which its own length no longer cuts.
-        settings["scheduler"]["lr_warmup_iters"] = config.warmup_iters()
+        if config.scheduler.lr_warmup_fraction is None:
+            settings["scheduler"]["lr_warmup_iters"] = config.warmup_iters()
         (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
 
 

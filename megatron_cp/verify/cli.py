@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -73,6 +72,8 @@ def _checked(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:
+    layout = configs[-1]
+    launcher.add_variables(layout.env_vars)
     # torch and megatron-core take ten seconds: only once everything is checked
     import torch.distributed as dist
     from rich.console import Console
@@ -83,8 +84,6 @@ def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:
     from megatron_cp.verify.compare import compare_layouts, compare_with_one_rank
     from megatron_cp.verify.report import show
 
-    layout = configs[-1]
-    os.environ.update(layout.env_vars)
     rank = launcher.rank()
     start_logging(rank, live=False)
     start_distributed(layout)

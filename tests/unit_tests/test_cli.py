@@ -310,3 +310,14 @@ def test_an_output_that_cannot_be_written_is_no_traceback(command, code, said):
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_a_recipes_variables_are_set_before_torch_and_exported_ones_win(run, started, monkeypatch):
+    monkeypatch.setenv("NVTE_DEBUG", "0")
+    monkeypatch.setenv("NVTE_DEBUG_LEVEL", "")
+    monkeypatch.delenv("NVTE_DEBUG_LEVEL")
+    code, _, error = run(
+        "train", "--recipe", TINY, "model.context_parallel_size=1", "env_vars={NVTE_DEBUG: 1, NVTE_DEBUG_LEVEL: 2}"
+    )
+    assert code == 0 and len(started) == 1, error
+    assert (os.environ["NVTE_DEBUG"], os.environ["NVTE_DEBUG_LEVEL"]) == ("0", "2")

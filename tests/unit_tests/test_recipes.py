@@ -42,6 +42,7 @@ def test_overrides_are_typed_and_reach_every_kind_of_field():
             "++checkpoint.load='a=b'",
             "env_vars.NCCL_ALGO=Ring",
             "env_vars.CUDA_DEVICE_MAX_CONNECTIONS=1",
+            "env_vars.SWITCH=true",
             "dataset.data_path=[0.3,a,0.7,b]",
             "dataset.split='100,0,0'",
             "train.global_batch_size=${train.micro_batch_size}",
@@ -53,7 +54,7 @@ def test_overrides_are_typed_and_reach_every_kind_of_field():
     assert config.model.qk_layernorm is True
     assert config.train.exit_interval == 7
     assert config.checkpoint.load == "a=b"
-    assert config.env_vars == {"NCCL_ALGO": "Ring", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert config.env_vars == {"NCCL_ALGO": "Ring", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "SWITCH": "True"}
     assert config.dataset.data_path == [0.3, "a", 0.7, "b"] and config.dataset.kind == "indexed"
     assert config.dataset.split == "100,0,0"
     assert config.train.global_batch_size == config.train.micro_batch_size
@@ -120,6 +121,7 @@ def test_a_choice_that_does_not_exist_names_those_that_do(choice, meant, others,
         ("optimizer.lr=inf", "expected finite number, got inf"),
         ("model.softmax_scale=nan", "expected finite number or null, got nan"),
         (f"optimizer.clip_grad=1{'0' * 400}", "expected finite number, got 1000"),
+        ("model.cp_comm_type=3", "model.cp_comm_type: cp_comm_type must be a str or list of str, got 3"),
         ("model.hierarchical_context_parallel_sizes=[2,x]", "expected list of int or null"),
         (
             "model.hierarchical_context_parallel_sizes=2,2",
@@ -308,3 +310,7 @@ def test_a_recipe_of_a_run_loads_from_where_it_saves(tmp_path):
     assert load_recipe(recipe, ["checkpoint.save=runs/b"]).checkpoint.load == "runs/b"
     recipe.write_text(to_yaml(load_recipe(recipe, ["checkpoint.save=runs/b", "checkpoint.load=runs/a"])))
     assert load_recipe(recipe, ["checkpoint.save=runs/c"]).checkpoint.load == "runs/a"
+
+
+def test_a_single_override_needs_no_list():
+    assert load_recipe(TINY, "model.num_layers=2").model.num_layers == 2

@@ -33,6 +33,13 @@ BAD = {
     "two groups for one level": ({"group": [None, None]}, "comm_type 'p2p' takes one process group, got 2"),
     "offset": ({"softmax_offset": torch.zeros(3)}, r"softmax_offset has shape \(3,\), expected \(4,\)"),
     "window": ({"window_size": (-3, 0)}, r"window_size must hold numbers >= 0, or -1 for no limit, got \(-3, 0\)"),
+    "a window of one number": ({"window_size": 3}, r"window_size must be two integers \(left, right\), got 3"),
+    "a window of three": ({"window_size": (1, 2, 3)}, r"window_size must be two integers .*, got \(1, 2, 3\)"),
+    "half a token": ({"window_size": (1.5, 0)}, r"window_size must be two integers .*, got \(1.5, 0\)"),
+    "an offset that is a list": ({"softmax_offset": [0.0] * 4}, r"softmax_offset must be a tensor .*, got \[0.0"),
+    "a scale that is a text": ({"softmax_scale": "a"}, "softmax_scale must be a finite number, got 'a'"),
+    "a scale that is no number": ({"softmax_scale": float("nan")}, "softmax_scale must be a finite number, got nan"),
+    "an infinite scale": ({"softmax_scale": float("inf")}, "softmax_scale must be a finite number, got inf"),
     "padding alone": ({"cu_seqlens_padded": [0, 16]}, "cu_seqlens_padded is given without cu_seqlens"),
     "heads that the all-to-all cannot split": (
         {"comm_type": "a2a", "query": (8, 1, 3, 8), "key": (8, 1, 3, 8), "value": (8, 1, 3, 8)},

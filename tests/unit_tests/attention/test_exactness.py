@@ -314,3 +314,28 @@ def _gradcheck() -> list[bool]:
 def test_gradcheck():
     for passed in run_ranks(_gradcheck, 2):
         assert all(passed) and len(passed) == 8
+
+
+def _gradients_with_a_graph() -> list[str]:
+    """For each transport what is said of a second derivative, behind first ones that are those without a graph."""
+    pair, said = make_groups(2), []
+    for comm_type in COMM_TYPES:
+        inputs = [torch.randn(8, 1, 4, 8, requires_grad=True) for _ in range(3)]
+        group = pair if comm_type == "a2a+p2p" else dist.group.WORLD
+        out = context_parallel_attention(*inputs, group=group, comm_type=comm_type)
+        for loss in (out.sum(), out.square().sum()):
+            plain = torch.autograd.grad(loss, inputs, retain_graph=True)
+            graphed = torch.autograd.grad(loss, inputs, create_graph=True)
+            assert all(map(torch.equal, plain, graphed)), comm_type
+            try:
+                torch.autograd.grad(loss + graphed[0].sum(), inputs, retain_graph=True)
+                said.append(f"{comm_type}: nothing")
+            except RuntimeError as error:
+                said.append(str(error))
+    return said
+
+
+def test_gradients_may_have_a_graph_but_no_derivatives():
+    """Not even where nobody would notice: a second derivative that is left out of a sum."""
+    for said in run_ranks(_gradients_with_a_graph, 4):
+        assert len(said) == 8 and all("no second derivatives" in text for text in said), said

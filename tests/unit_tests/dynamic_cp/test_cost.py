@@ -79,6 +79,14 @@ def test_a_schedule_adapts_to_the_topology():
     assert cost.seconds([60_000], 16) > cost.seconds([60_000], 8)
 
 
+def test_a_group_has_ranks():
+    cost = PRESETS["h100_8b"]
+    assert cost.seconds([500], c=2) == cost.seconds([500], 2)
+    for c in (0, -2):
+        with pytest.raises(ValueError, match=f"c={c}: a group has at least 1 rank"):
+            cost.seconds([500], c)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -54,6 +54,14 @@ def test_losses_and_gradients_are_those_of_the_whole(size: int) -> None:
         assert (whole - pieces).abs().max() <= 1e-6 * whole.abs().max()
 
 
+def test_a_second_derivative_is_refused_and_not_left_out() -> None:
+    hidden, weight = torch.randn(6, 1, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    loss = chunked_losses(head, hidden, weight, torch.zeros(1, 6, dtype=torch.int64), 2).sum()
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(loss + gradient.square().sum(), hidden)
+
+
 def test_the_weights_gradient_is_summed_in_float32() -> None:
     """Over 500 pieces: a sum in bf16 would lose what is smaller than its last bit, again and again."""
     exact = gradients(1000, positions=500)[2]

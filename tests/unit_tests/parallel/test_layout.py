@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from typing import Any
 
 import pytest
 
@@ -91,3 +92,19 @@ def test_a_run_logs_these_lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         _log_groups(layout)
     assert [record.message for record in caplog.records] == group_lines(layout)
     assert sum(map(len, group_lines(layout))) < 1000
+
+
+@pytest.mark.parametrize(
+    ("hierarchical", "message"),
+    [
+        ((-2, -2), r"hierarchical\[0\] must be an integer of at least 1, got -2"),
+        ((2, True, 2), r"hierarchical\[1\] must be an integer of at least 1, got True"),
+        ((2.0, 2), r"hierarchical\[0\] must be an integer of at least 1, got 2.0"),
+        ("22", r"hierarchical\[0\] must be an integer of at least 1, got '2'"),
+        (4, "hierarchical must be a tuple of sizes, got 4"),
+        ((2, 3), "multiply to 6, not to the context parallel size 4"),
+    ],
+)
+def test_levels_are_checked_like_the_other_sizes(hierarchical: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RankLayout(8, cp=4, hierarchical=hierarchical)

@@ -30,13 +30,16 @@ REFUSED = [
     (["optimizer.lr=1e-6"], "I9", "optimizer.min_lr=0.0"),
     (["scheduler.lr_warmup_init=1"], "I9", "scheduler.lr_warmup_init=0.0"),
     (["scheduler.lr_warmup_iters=-1"], "I9", "scheduler.lr_warmup_iters=9"),
-    (["scheduler.lr_warmup_fraction=1.0"], "I9", "scheduler.lr_warmup_fraction=0.1"),
+    (["scheduler.lr_warmup_iters=0", "scheduler.lr_warmup_fraction=1.0"], "I9", "scheduler.lr_warmup_fraction=0.1"),
+    (["scheduler.lr_warmup_fraction=0.5"], "I9", "scheduler.lr_warmup_iters=0"),
+    (["scheduler.lr_warmup_fraction=0.5"], "I9", "scheduler.lr_warmup_fraction=null"),
     (["scheduler.lr_decay_iters=0"], "I9", "scheduler.lr_decay_iters=null"),
     (["scheduler.lr_decay_iters=1"], "I9", "scheduler.lr_warmup_iters=0"),
     (["scheduler.lr_decay_style=WSD"], "I9", "scheduler.lr_wsd_decay_iters=1"),
     (["scheduler.lr_decay_style=WSD", "scheduler.lr_wsd_decay_iters=0"], "I9", "scheduler.lr_wsd_decay_iters=1"),
     (["scheduler.lr_decay_style=WSD", "scheduler.lr_wsd_decay_iters=99", "scheduler.lr_warmup_iters=6",
       "scheduler.lr_decay_iters=40"], "I9", "scheduler.lr_wsd_decay_iters=34"),
+    (["dist.eval_context_parallel_size=-2"], "H6", "dist.eval_context_parallel_size=null"),
     (["dist.distributed_timeout_minutes=1e300"], "K51", "dist.distributed_timeout_minutes=10"),
     ([f"model.num_attention_heads={10**11}", "model.kv_channels=16"], "A1", "model.num_attention_heads=8"),
     ([*EXPERTS, "model.moe_router_topk=1"], "K15", "model.moe_router_pre_softmax=true"),
@@ -175,6 +178,17 @@ def test_a_warmup_that_is_cut_short_is_said():
         assert remedy in found.fix
         more = ["train.train_iters=5", "scheduler.lr_warmup_iters=100", remedy]
         assert check(load_recipe(EXAMPLE_RECIPE, more), 4, environment="cpu") == []
+
+
+def test_a_warmup_flag_beside_a_recipes_fraction_is_refused(tmp_path):
+    """The fraction would win, and what was typed be dropped without a word."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"defaults: [{EXAMPLE_RECIPE}, _self_]\nscheduler: {{lr_warmup_fraction: 0.5, lr_warmup_iters: 0}}\n"
+    )
+    assert check(load_recipe(path), 4, environment="cpu") == []
+    (found,) = check(load_recipe(path, flags={"scheduler.lr_warmup_iters": 3}), 4, environment="cpu")
+    assert found.message == "Can only specify one of lr_warmup_fraction or lr_warmup_iters, got 0.5 and 3"
 
 
 @pytest.mark.parametrize(

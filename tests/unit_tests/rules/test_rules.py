@@ -33,21 +33,27 @@ UPSTREAM_WORDING = {
     "A4": "num_attention_heads (6) must be a multiple of tensor_model_parallel_size (4)",
     "A5": "num_query_groups (3) must be a multiple or divisor of tensor_model_parallel_size (2)",
     "A6": "is not divisible by micro batch size (8) times data parallel size (1)",
+    "A7": "must be divisible by eval_micro_batch_size * eval_data_parallel_size (16 * 1 = 16)",
     "A8": "the data parallel size of the attention and moe layers must be the same",
     "A9": "Cannot use sequence parallelism without tensor parallelism",
+    "A15": "num_layers=4 should be divisible by config.pipeline_model_parallel_size=3",
     "A16": "pipeline-model-parallel size should be greater than 1 with interleaved schedule",
     "A17": "should be 0, or larger than or equal to the pipeline-parallel size",
     "A18": "num_moe_experts must be non None to use expert-parallel",
     "B1": "Sequence length must be divisible by 2 * context parallel size if context parallel is used",
     "B2": "First dimension of the tensor should be divisible by tensor parallel size",
+    "B3": "Please ensure sequence length configuration in model config and dataset config match.",
     "C1": "Unsupported communication type: ring",
-    "C3": "Length of cp_comm_type (2) should equal to the total number of transformer layers (4)",
+    "C3": "Length of cp_comm_type (2) must equal num_layers (4)",
+    "C4": "hierarchical_context_parallel_sizes must be set when cp_comm_type contains 'a2a+p2p'",
+    "C5": "Product of hierarchical_context_parallel_sizes [2, 4] (=8) must equal context_parallel_size (=4).",
     "C6": "requires cp_group = [a2a_cp_group, p2p_cp_group]",
     "D1": "cp_comm_type='a2a' requires num_heads % cp_size == 0",
     "D7": "nheads must be evenly divisible by tp_size * cp_size",
     "E13": "No dot product attention backend is available",
     "E15": "Cross Entropy Fusion is currently not deterministic",
     "G1": "Cannot average in collective when calculating per-token loss!",
+    "H6": "world size (4) is not divisible by eval model parallel size (3)",
     "K7": 'recompute_method must be "block" or "uniform"',
 }
 
@@ -79,6 +85,17 @@ def test_the_example_breaks_the_rule(rule):
         assert not violation.message.endswith(".") or rule.id in UPSTREAM_WORDING
 
 
+def test_the_length_of_a_list_of_transports_is_told_in_both_wordings():
+    (found,) = [v for v in example_violations("C3") if v.rule == "C3"]
+    assert "Length of cp_comm_type (2) should equal to the total number of transformer layers (4)" in found.message
+
+
+def test_what_counts_as_a_layer_is_in_the_number_of_layers():
+    overrides = ["model.pipeline_model_parallel_size=2", "model.account_for_embedding_in_pipeline_split=true"]
+    (found,) = [v for v in check(load_recipe(EXAMPLE_RECIPE, overrides), 8, environment="cpu") if v.rule == "A15"]
+    assert found.message.startswith("num_layers=5 should be divisible by config.pipeline_model_parallel_size=2")
+
+
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.id)
 def test_the_field_of_a_violation_is_a_setting(rule):
     settings = {*field_paths(RunConfig), *section_names(RunConfig)}
@@ -90,6 +107,20 @@ def test_the_examples_recipe_keeps_every_rule():
     config = load_recipe(EXAMPLE_RECIPE)
     assert check(config, 4, environment="cpu") == []
     assert check_or_raise(config, 4, environment="cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("4",), "world_size must be an integer, got '4'"),
+        ((None,), "world_size must be an integer, got None"),
+        ((True,), "world_size must be an integer, got True"),
+        ((4, "8"), "gpus_per_node must be an integer, got '8'"),
+    ],
+)
+def test_numbers_of_ranks_are_integers(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check(load_recipe(EXAMPLE_RECIPE), *arguments)
 
 
 def test_no_constraint_of_the_reference_is_lost():
@@ -481,3 +512,10 @@ class TestEnvironment:
         assert check(config, 4, environment="gpu") == []
         environment = dataclasses.replace(PRESETS["gpu"], variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
         assert check(load_recipe(EXAMPLE_RECIPE), 4, environment=environment) == []
+
+    def test_an_exported_variable_wins_over_the_configurations(self):
+        config = load_recipe(EXAMPLE_RECIPE, ["env_vars.CUDA_DEVICE_MAX_CONNECTIONS=1"])
+        environment = dataclasses.replace(PRESETS["gpu"], variables={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+        (found,) = check(config, 4, environment=environment)
+        assert found.rule == "A12" and found.message.startswith("is 8;")
+        assert found.fix == "export CUDA_DEVICE_MAX_CONNECTIONS=1, which wins over env_vars"

@@ -111,6 +111,12 @@ def test_what_a_short_run_recorded_can_be_trained_on(cli: Any, tmp_path: Path) -
     assert [v for v in check(longer, 2, environment="cpu") if v.severity == "error"] == []
 
 
+def test_a_recorded_warmup_by_fraction_is_one_warmup(cli: Any, tmp_path: Path) -> None:
+    assert cli("scheduler.lr_warmup_fraction=0.5", "scheduler.lr_warmup_iters=0", "train.train_iters=2")[0] == 0
+    again = load_recipe(tmp_path / "run" / "config.yaml")
+    assert [v for v in check(again, 2, environment="cpu") if v.severity == "error"] == []
+
+
 def test_training_for_longer_needs_only_a_schedule_of_its_own_length(cli: Any) -> None:
     schedule = ["scheduler.lr_decay_iters=9", "scheduler.lr_warmup_iters=1"]
     assert cli(*schedule)[0] == 0

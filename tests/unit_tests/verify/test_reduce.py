@@ -222,7 +222,7 @@ PIECES = [
     {"dataset__kind": "jsonl", "dataset__data_path": "corpus.jsonl"},
     {"dataset__mock_lengths": "long", "dataset__seq_length": 8192, "model__max_seqlen_per_dp_cp_rank": 8192},
     {"scheduler__lr_decay_style": "WSD", "scheduler__lr_wsd_decay_iters": 5},
-    {"scheduler__lr_warmup_fraction": 0.2},
+    {"scheduler__lr_warmup_fraction": 0.2, "scheduler__lr_warmup_iters": 0},
     {"validation__eval_iters": 2, "dist__eval_context_parallel_size": 2},
     {"profiling__use_pytorch_profiler": True},
     {"checkpoint__save_interval": 10, "checkpoint__save_retain_interval": 20},
