@@ -43,11 +43,12 @@ class MockVarlenDataset:
     def num_tokens(self) -> int:
         return int(self._lengths.sum())
 
-    def length(self, index: int) -> int:
-        return int(self._lengths[index])
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens of samples, int64 as ``indices``."""
+        return self._lengths[indices]
 
     def __getitem__(self, index: int) -> Sample:
-        length = self.length(index)
+        length = int(self._lengths[index])
         rng = np.random.default_rng((self._seed, index))
         text = torch.from_numpy(rng.integers(0, self._vocab_size, length + 1, dtype=np.int64))
         loss_mask = torch.ones(length)
@@ -110,8 +111,8 @@ class DocumentDataset:
         self._targets = targets[kept]
         self._sequence = boundaries[first + kept]
         self._prompts = None if prompt_lengths is None else np.asarray(prompt_lengths)[first + kept]
-        # Samples up to and including each document.
-        self._samples = np.cumsum(-(-self._targets // max_length))
+        # Samples before each document, and in all.
+        self._samples = np.concatenate(([0], np.cumsum(-(-self._targets // max_length))))
         if not len(kept):
             where = "no document" if part == (0.0, 1.0) else f"none of the documents {first} to {last} of {total}"
             raise DataError(f"{files.prefix}: {where} has two tokens or more, so there is nothing to predict.")
@@ -124,20 +125,21 @@ class DocumentDataset:
         """Tokens of all samples."""
         return int(self._targets.sum())
 
-    def _locate(self, index: int) -> tuple[int, int, int]:
-        """Document, first token in it, and number of tokens."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        document = int(np.searchsorted(self._samples, index, side="right"))
-        before = int(self._samples[document - 1]) if document else 0
-        start = (index - before) * self._max_length
-        return document, start, min(int(self._targets[document]) - start, self._max_length)
+    def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Document of each sample, first token in it, and number of tokens; all are of one shape."""
+        outside = (indices < 0) | (indices >= len(self))
+        if outside.any():
+            raise IndexError(f"sample {indices[outside][0]} of {len(self)}")
+        documents = np.searchsorted(self._samples, indices, side="right") - 1
+        starts = (indices - self._samples[documents]) * self._max_length
+        return documents, starts, np.minimum(self._targets[documents] - starts, self._max_length)
 
-    def length(self, index: int) -> int:
-        return self._locate(index)[2]
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens of samples, int64 as ``indices``."""
+        return self._locate(indices)[2]
 
     def __getitem__(self, index: int) -> Sample:
-        document, start, length = self._locate(index)
+        document, start, length = map(int, self._locate(np.asarray(index)))
         text = self._data.get(int(self._sequence[document]), offset=start, length=length + 1)
         text = text[0] if isinstance(text, tuple) else text  # multimodal files give a mode too
         tokens = torch.from_numpy(text.astype(np.int64))
