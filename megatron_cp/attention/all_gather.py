@@ -19,7 +19,7 @@ from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.kernels import attend, attend_backward, backward_tiles, forward_tiles
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
 from megatron_cp.attention.once import differentiable_once
-from megatron_cp.attention.sharding import regroup_order
+from megatron_cp.attention.tables import regroup_rows
 from megatron_cp.attention.tiles import plan_gathered
 
 
@@ -68,8 +68,7 @@ def _gather(key: Tensor, value: Tensor, call: AttentionCall, peers: Peers) -> tu
     keys, values = (arrival.wait() for arrival in arriving)
     if call.layout.is_dense:
         return keys, values
-    order = regroup_order(call.layout, peers.size)
-    return comm.permute_rows(keys, order), comm.permute_rows(values, order)
+    return regroup_rows(keys, call.layout, peers.size), regroup_rows(values, call.layout, peers.size)
 
 
 def _scatter(dkeys: Tensor, dvalues: Tensor, call: AttentionCall, peers: Peers) -> Iterator[Tensor]:
@@ -78,7 +77,7 @@ def _scatter(dkeys: Tensor, dvalues: Tensor, call: AttentionCall, peers: Peers) 
     arriving = []
     for index, gradient in enumerate((dkeys, dvalues)):
         if not call.layout.is_dense:
-            gradient = comm.permute_rows(gradient, regroup_order(call.layout, peers.size), inverse=True)
+            gradient = regroup_rows(gradient, call.layout, peers.size, inverse=True)
         by_rank = list(zip(*(part.chunk(peers.size) for part in gradient.chunk(parts)), strict=True))
         own = torch.cat(by_rank[peers.rank])
         received = [own if rank == peers.rank else torch.empty_like(own) for rank in range(peers.size)]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +21,8 @@ from megatron_cp.attention.heads import HeadSplit
 from megatron_cp.attention.merge import accumulation_dtype
 from megatron_cp.attention.once import differentiable_once
 from megatron_cp.attention.ring import ring_attention
-from megatron_cp.attention.sharding import Layout, RowRun, regroup_order, regroup_runs
+from megatron_cp.attention.sharding import Layout, RowRun, regroup_runs
+from megatron_cp.attention.tables import regroup_rows
 
 Inner = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionCall], Tensor]
 Share = Callable[[int], slice]  # rank -> the heads it works on
@@ -68,21 +68,21 @@ def _attend_alone(query: Tensor, key: Tensor, value: Tensor, offset: Tensor | No
 class _Exchange:
     """The messages between sequence and heads, all tensors' under way at once.
 
-    Rows go straight to where they belong: ``runs`` says which rows of each rank lie where in the common shard. For
-    packs, whose chunks would be a message each, that shard is put together rank by rank and then put in ``order``.
+    Rows go straight to where they belong: ``runs`` says which rows of each rank lie where in the common shard. That of
+    a ``pack``, whose chunks would be a message each, is put together rank by rank and then put in order.
     """
 
     peers: Peers
     heads: HeadSplit
     runs: Sequence[Sequence[RowRun]]
-    order: np.ndarray | None
+    pack: Layout | None
 
     @classmethod
     def of(cls, peers: Peers, heads: HeadSplit, layout: Layout) -> _Exchange:
         if layout.is_dense:
             return cls(peers, heads, regroup_runs(layout, peers.size), None)
         one_by_one = [[RowRun(0, rank * layout.rows, layout.rows)] for rank in range(peers.size)]
-        return cls(peers, heads, one_by_one, regroup_order(layout, peers.size))
+        return cls(peers, heads, one_by_one, layout)
 
     @property
     def mine(self) -> Sequence[RowRun]:
@@ -92,7 +92,9 @@ class _Exchange:
         """[s_local, b, heads, d] of all heads to [all ranks' tokens, b, this rank's share of the heads, d]."""
         arrivals = [self._start_spread(*each, index) for index, each in enumerate(zip(tensors, shares, strict=True))]
         shards = [arrival.wait() for arrival in arrivals]
-        return shards if self.order is None else [comm.permute_rows(shard, self.order) for shard in shards]
+        if self.pack is None:
+            return shards
+        return [regroup_rows(shard, self.pack, self.peers.size) for shard in shards]
 
     def _start_spread(self, x: Tensor, share: Share, index: int) -> comm.Arrival[Tensor]:
         parts = [x[:, :, share(rank)] for rank in range(self.peers.size)]
@@ -111,8 +113,8 @@ class _Exchange:
         return [self._join(arrival.wait(), share) for arrival, share in zip(arrivals, shares, strict=True)]
 
     def _start_collect(self, x: Tensor, share: Share, index: int) -> comm.Arrival[list[list[Tensor]]]:
-        if self.order is not None:
-            x = comm.permute_rows(x, self.order, inverse=True)
+        if self.pack is not None:
+            x = regroup_rows(x, self.pack, self.peers.size, inverse=True)
         outgoing = [[x[run.common] for run in runs] for runs in self.runs]
         incoming = [
             [x.new_empty((run.length, x.shape[1], heads.stop - heads.start, x.shape[3])) for run in self.mine]

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -107,9 +106,3 @@ def all_gather[T](pieces: Sequence[Tensor], outs: Sequence[Tensor], content: T, 
     for slot, piece in zip(incoming[peers.rank], sent, strict=True):
         slot.copy_(piece)
     return arrival
-
-
-def permute_rows(x: Tensor, order: np.ndarray, inverse: bool = False) -> Tensor:
-    """Rows of ``x`` such that row i of the result is row ``order[i]`` (or the other way round with ``inverse``)."""
-    index = torch.from_numpy(np.argsort(order) if inverse else order.copy()).to(x.device, non_blocking=True)
-    return x.index_select(0, index)

@@ -193,7 +193,7 @@ def unshard_sequence(shards: Sequence[Any], dim: int, cu_seqlens_padded: Any = N
     return _take(joined, np.argsort(order), dim)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=16)  # megabytes each
 def regroup_order(layout: Layout, group_size: int) -> np.ndarray:
     """Where rows lie before ``group_size`` neighbouring ranks put their shards together.
 

@@ -80,6 +80,11 @@ class Turns:
 
     def __call__(self, index: int) -> tuple[int, int]:
         """(source, index among its samples)."""
-        period, place = divmod(index, len(self._source))
-        source = int(self._source[place])
-        return source, period * int(self._counts[source]) + int(self._nth[place])
+        source, nth = self.of_all(np.asarray(index))
+        return int(source), int(nth)
+
+    def of_all(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same of many samples; all are of one shape."""
+        periods, places = np.divmod(indices, len(self._source))
+        sources = self._source[places]
+        return sources, periods * self._counts[sources] + self._nth[places]

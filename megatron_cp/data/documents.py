@@ -29,10 +29,10 @@ class DocumentIndex:
     targets: np.ndarray  # tokens to predict: all of a document but the first
     samples: np.ndarray  # pieces of at most max_length targets
 
-    def document_of(self, sample: int) -> int:
-        """The document of which ``sample`` of the file is a piece."""
-        number = self.samples.dtype.type(sample)  # of another type than the array's, it would have all of that copied
-        return int(self.samples.searchsorted(number, side="right")) - 1
+    def documents_of(self, samples: np.ndarray) -> np.ndarray:
+        """The documents of which these ``samples`` of the file are pieces: int64, of their shape."""
+        numbers = samples.astype(self.samples.dtype)  # of another type they would have the whole array copied
+        return self.samples.searchsorted(numbers, side="right") - 1
 
     def longest(self, first: int, last: int) -> tuple[int, int]:
         """The first of the longest documents from ``first`` to before ``last``, and its targets; (first, 0) of none."""

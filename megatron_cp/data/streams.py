@@ -1,7 +1,7 @@
 """Data sets for packing: samples of their own lengths, dealt in an order that never depends on layout or length of run.
 
-A :class:`Stream` answers ``len``, ``length(i)`` without reading, and ``[i]`` with 1-D ``tokens``, ``labels`` (int64)
-and ``loss_mask`` (float32), which is what :mod:`megatron_cp.dynamic_cp.iterator` schedules.
+A :class:`Stream` answers ``len``, ``lengths(indices)`` without reading, and ``[i]`` with 1-D ``tokens``, ``labels``
+(int64) and ``loss_mask`` (float32), which is what :mod:`megatron_cp.dynamic_cp.iterator` schedules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_cp.data.blend import Turns
 from megatron_cp.data.documents import open_documents
 from megatron_cp.data.indexed import open_indexed
 from megatron_cp.data.jsonl import Keys, map_prompt_lengths, tokenized
-from megatron_cp.data.order import shuffled
+from megatron_cp.data.order import shuffled, shuffled_all
 from megatron_cp.data.parts import SPLITS, parts_of, paths_of
 from megatron_cp.data.together import on_every_rank, once_per_node
 from megatron_cp.data.tokenizers import Tokenizer
@@ -35,7 +35,7 @@ class Source(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
-    def length(self, index: int) -> int: ...
+    def lengths(self, indices: np.ndarray) -> np.ndarray: ...
 
     def __getitem__(self, index: int) -> Sample: ...
 
@@ -65,9 +65,15 @@ class Stream:
         epoch, position = divmod(nth, len(source))
         return source, shuffled(position, len(source), self._seed + number, epoch)
 
-    def length(self, index: int) -> int:
-        source, item = self._locate(index)
-        return source.length(item)
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens of samples, int64 as ``indices``."""
+        numbers, nths = self._turns.of_all(indices) if self._turns else (np.zeros_like(indices), indices)
+        found = np.empty(len(indices), dtype=np.int64)
+        for number in np.unique(numbers).tolist():
+            source, mine = self._sources[number], np.flatnonzero(numbers == number)
+            epochs, positions = np.divmod(nths[mine], len(source))
+            found[mine] = source.lengths(shuffled_all(positions, len(source), self._seed + number, epochs))
+        return found
 
     def __getitem__(self, index: int) -> Sample:
         source, item = self._locate(index)

@@ -44,11 +44,12 @@ class MockVarlenDataset:
     def num_tokens(self) -> int:
         return int(self._lengths.sum())
 
-    def length(self, index: int) -> int:
-        return int(self._lengths[index])
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens of samples, int64 as ``indices``."""
+        return self._lengths[indices]
 
     def __getitem__(self, index: int) -> Sample:
-        length = self.length(index)
+        length = int(self._lengths[index])
         rng = np.random.default_rng((self._seed, index))
         text = torch.from_numpy(rng.integers(0, self._vocab_size, length + 1, dtype=np.int64))
         loss_mask = torch.ones(length)
@@ -122,21 +123,24 @@ class DocumentDataset:
         """Tokens of all samples."""
         return self._num_tokens
 
-    def _locate(self, index: int) -> tuple[int, int, int]:
-        """Document of the file, first token in it, and number of tokens."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        sample = self._before + index
-        document = self._index.document_of(sample)
-        start = (sample - int(self._index.samples[document])) * self._max_length
-        targets = int(self._index.targets[document + 1]) - int(self._index.targets[document])
-        return document, start, min(targets - start, self._max_length)
+    def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Document of the file, first token in it, and number of tokens of each sample; all are of one shape."""
+        outside = (indices < 0) | (indices >= len(self))
+        if outside.any():
+            raise IndexError(f"sample {indices[outside][0]} of {len(self)}")
+        samples = self._before + indices
+        documents = self._index.documents_of(samples)
+        # Of the index only what is asked for is made int64: it is unsigned, and too large to be copied.
+        starts = (samples - self._index.samples[documents].astype(np.int64)) * self._max_length
+        first, end = (self._index.targets[documents + i].astype(np.int64) for i in range(2))
+        return documents, starts, np.minimum(end - first - starts, self._max_length)
 
-    def length(self, index: int) -> int:
-        return self._locate(index)[2]
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens of samples, int64 as ``indices``."""
+        return self._locate(indices)[2]
 
     def __getitem__(self, index: int) -> Sample:
-        document, start, length = self._locate(index)
+        document, start, length = map(int, self._locate(np.asarray(index)))
         # The first of the document's sequences, which lie one after the other in the file.
         sequence = int(self._data.document_indices[document])
         text = self._data.get(sequence, offset=start, length=length + 1)

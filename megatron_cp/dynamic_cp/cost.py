@@ -53,7 +53,8 @@ class CostModel:
     ranks_per_node: CP ranks that share a node's fast links (GPUs per node / tensor parallel size).
     transport: "p2p" is a ring; with "a2a" queries, keys, values and outputs are exchanged by heads, so a rank moves
     only its share (kv / c per token), in one step, with nothing to hide behind.
-    per_sample: seconds per packed sample and kernel call, where a kernel is called for each sample of a pack: on CPUs.
+    per_sample: seconds per packed sample and kernel call, where a kernel is called for each sample of a pack: on CPUs,
+    and by our own attention on GPUs, for which nobody has measured it and the models here have 0.
     The n samples need ``calls(c)`` of them each: one on one rank, and on a ring of c ranks two on the diagonal, one
     between them and one for each other rank. The scheduler sees it in the price of a sample, not in that of a pack.
     """
@@ -155,7 +156,7 @@ class Device:
     """Sustained rates of one GPU: FLOP/s of attention and of matrix products, bytes/s inside and across nodes.
 
     launch_seconds: what a microbatch costs a layer whatever it holds; hop_seconds: latency of an exchange.
-    call_seconds: what a kernel call for one sample costs a layer, 0 where one call does a whole pack.
+    call_seconds: what a kernel call for one sample costs a layer, 0 where one call does a whole pack or nobody knows.
     """
 
     attention_flops: float

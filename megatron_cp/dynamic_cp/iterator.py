@@ -33,8 +33,8 @@ class SampleSource(Protocol):
     It has as many as are asked for: an epoch that begins again is the source's, which deals it in another order.
     """
 
-    def length(self, index: int) -> int:
-        """Tokens of a sample."""
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens of samples: int64 [n] of int64 [n]."""
 
     def __getitem__(self, index: int) -> Sample:
         """1-D ``tokens``, ``labels`` (int64) and ``loss_mask`` (float32) of that length."""
@@ -131,13 +131,15 @@ class DynamicBatches:
 
     def _plan(self, consumed: int, cost: CostModel) -> StepPlan:
         samples = tuple(range(consumed, consumed + self._size))
-        lengths = tuple(self._length(index) for index in samples)
+        lengths = self._lengths(samples)
         schedule = self._scheduler(lengths, cost)
         groups: list[Group | None] = list(schedule.groups_of(self._groups.position))
         if not self._keep_step:
             groups = [group for group in groups if group is not None] or [None]
         checksums: dict[int, int] = {}
-        packs = tuple(self._read(group, samples, schedule.sequence_parallel_size, checksums) for group in groups)
+        packs = tuple(
+            self._read(group, samples, lengths, schedule.sequence_parallel_size, checksums) for group in groups
+        )
         return StepPlan(
             samples,
             lengths,
@@ -152,25 +154,34 @@ class DynamicBatches:
             cp_sizes=cp_sizes(schedule),
         )
 
-    def _length(self, index: int) -> int:
-        length = self._source.length(index)
-        if length < 1:
-            raise ValueError(f"sample {index} of the data set is empty; leave empty documents out")
-        if self._longest is not None and length > self._longest:
+    def _lengths(self, samples: Sequence[int]) -> tuple[int, ...]:
+        lengths = self._source.lengths(np.array(samples, dtype=np.int64))
+        longest = math.inf if self._longest is None else self._longest
+        for place in np.flatnonzero((lengths < 1) | (lengths > longest))[:1]:
+            index, length = samples[place], lengths[place]
+            if length < 1:
+                raise ValueError(f"sample {index} of the data set is empty; leave empty documents out")
             raise ValueError(
-                f"sample {index} of the data set has {length} tokens, more than dataset.seq_length={self._longest}; "
+                f"sample {index} of the data set has {length} tokens, more than dataset.seq_length={longest}; "
                 "raise that, or have long documents cut (dataset.too_long=split)"
             )
-        return length
+        return tuple(lengths.tolist())
 
-    def _read(self, group: Group | None, samples: Sequence[int], width: int, checksums: dict[int, int]) -> HostPack:
+    def _read(
+        self,
+        group: Group | None,
+        samples: Sequence[int],
+        lengths: Sequence[int],
+        width: int,
+        checksums: dict[int, int],
+    ) -> HostPack:
         if group is None:
             return lay_out([dummy_sample(width)], 0, 1, sequence_parallel_size=width, idle=True)
         parts = []
         for sample_id in group.sample_ids:
             index = samples[sample_id]
             part = self._source[index]
-            _check(index, part, self._source.length(index))
+            _check(index, part, lengths[sample_id])
             checksums[sample_id] = _checksum(part)
             parts.append(part)
         rank = group.ranks.index(self._groups.position)

@@ -173,9 +173,7 @@ class ContextParallelMambaMixer(MambaMixer):
         projected = sequence_to_heads(projected, self.shape, layout, peers)
         seq_idx = None
         if packed_seq_params is not None:
-            numbers, padding = (
-                torch.from_numpy(array).to(projected.device, non_blocking=True) for array in sequences_of(layout)
-            )
+            numbers, padding = sequences_of(layout, projected.device)
             seq_idx = numbers.expand(projected.shape[1], -1)
             # Padding lies behind its sequence and reaches no real token; but in a product nan would.
             projected = projected.masked_fill(padding[:, None, None], 0)

@@ -15,8 +15,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
-from megatron_cp.attention.comm import Peers, permute_rows
-from megatron_cp.attention.sharding import Layout, read_offsets, regroup_order
+from megatron_cp.attention.comm import Peers
+from megatron_cp.attention.sharding import Layout, read_offsets
+from megatron_cp.attention.tables import KEPT, on_device, regroup_rows
 from megatron_cp.models.mamba_shape import MambaShape, MambaShare
 
 
@@ -41,15 +42,16 @@ def token_layout(packed: PackedSeqParams | None, rows: int, size: int) -> Layout
     return layout
 
 
-@functools.lru_cache(maxsize=256)
-def sequences_of(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+@functools.lru_cache(maxsize=KEPT)
+@torch.inference_mode(False)
+def sequences_of(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of each token of a pack, in order: the number of its sequence (int32 [t]), and whether it is padding (bool)."""
     numbers = np.repeat(np.arange(len(layout.padded), dtype=np.int32), layout.padded)
     padding = np.ones(len(numbers), dtype=bool)
     starts = np.cumsum([0, *layout.padded])
     for start, length in zip(starts, layout.lengths, strict=False):
         padding[start : start + length] = False
-    return numbers, padding
+    return on_device(numbers, device), on_device(padding, device)
 
 
 def sequence_to_heads(x: Tensor, shape: MambaShape, layout: Layout, peers: Peers) -> Tensor:
@@ -63,14 +65,14 @@ def sequence_to_heads(x: Tensor, shape: MambaShape, layout: Layout, peers: Peers
     blocks = [share_of_projections(x, shape, share).flatten() for share in shares]
     received = _exchange(blocks, [blocks[peers.rank].numel()] * peers.size, peers)
     width = sum(shares[peers.rank].shape.projected)
-    return permute_rows(received.view(-1, x.shape[1], width), regroup_order(layout, peers.size))
+    return regroup_rows(received.view(-1, x.shape[1], width), layout, peers.size)
 
 
 def heads_to_sequence(y: Tensor, shape: MambaShape, layout: Layout, peers: Peers) -> Tensor:
     """[s, b, inner of this rank's share] -> [s_local, b, inner of all heads]: the way back. Differentiable."""
     if peers.size == 1:
         return y
-    blocks = permute_rows(y, regroup_order(layout, peers.size), inverse=True).chunk(peers.size)
+    blocks = regroup_rows(y, layout, peers.size, inverse=True).chunk(peers.size)
     tokens = blocks[0].shape[:2]
     widths = [shape.share(rank, peers.size).shape.inner for rank in range(peers.size)]
     sizes = [tokens.numel() * width for width in widths]

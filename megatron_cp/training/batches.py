@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from megatron_cp.data.batches import Batch, BatchIterator, slice_for_context_parallel
@@ -33,7 +34,7 @@ class Step:
     lengths: Sequence[int]
     plan: StepPlan | None = None
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Real tokens of the global batch, masked ones too."""
         return sum(self.lengths)

@@ -7,27 +7,23 @@ embeddings, softmax and activations are left out, as is usual: they are not matr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Sequence
+
+import numpy as np
 
 from megatron_cp.config import ModelConfig
 from megatron_cp.models.hybrid_pattern import layers_of
 from megatron_cp.models.mamba_shape import CONV_WIDTH, MambaShape
 
 
-def training_flops(model: ModelConfig, vocab_size: int, lengths: Iterable[int]) -> float:
+def training_flops(model: ModelConfig, vocab_size: int, lengths: Sequence[int]) -> float:
     """Operations of forward and backward over documents of these lengths (tokens), summed over all ranks.
 
     ``vocab_size`` is the output layer's rows. Attention counts each query's own visible keys: its document's past
     under a causal mask, the whole document otherwise, no more than the layer's sliding window.
     """
-    per_token, per_pair = flops_per_token(model, vocab_size), flops_per_pair(model)
-
-    @cache
-    def of_sample(length: int) -> int:
-        return length * per_token + pairs_of_sample(model, length) * per_pair
-
-    return 3.0 * sum(map(of_sample, lengths))
+    pairs = sum(pairs_of_samples(model, lengths).tolist())  # these and their operations may be too many for int64
+    return 3.0 * (sum(lengths) * flops_per_token(model, vocab_size) + pairs * flops_per_pair(model))
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
@@ -43,12 +39,13 @@ def flops_per_pair(model: ModelConfig) -> int:
     return model.num_attention_heads * 2 * sum(head_dims(model))
 
 
-def pairs_of_sample(model: ModelConfig, length: int) -> int:
-    """Pairs of a query and a key that it sees in one document, summed over the layers with attention."""
+def pairs_of_samples(model: ModelConfig, lengths: Sequence[int]) -> np.ndarray:
+    """Pairs of a query and a key that it sees in each document, summed over the layers with attention: int64 [n]."""
     causal, window = model.attention_mask_type == "causal", tuple(model.window_size or (-1, -1))
     windows = [layer_has_window(model, number) for number, kind in layers_with_parts(model) if "*" in kind]
     windowed, whole = windows.count(True), windows.count(False)
-    return whole * attended_pairs(length, causal) + windowed * attended_pairs(length, causal, window)
+    tokens = np.asarray(lengths, dtype=np.int64)
+    return whole * attended_pairs(tokens, causal) + windowed * attended_pairs(tokens, causal, window)
 
 
 def layers_with_parts(model: ModelConfig) -> list[tuple[int, str]]:
@@ -112,14 +109,15 @@ def _mamba_flops(model: ModelConfig) -> int:
     return 2 * (projections + CONV_WIDTH * sum(shape.convolved)) + recurrence
 
 
-def attended_pairs(length: int, causal: bool, window: tuple[int, ...] = (-1, -1)) -> int:
-    """Pairs of a query and a key that it sees in one document; ``window`` is (left, right), -1 for no limit."""
+def attended_pairs(lengths: np.ndarray, causal: bool, window: tuple[int, ...] = (-1, -1)) -> np.ndarray:
+    """Pairs of a query and a key that it sees in each document; ``window`` is (left, right), -1 for no limit."""
+
+    def on_a_side(limit: int) -> np.ndarray:
+        reach = lengths - 1 if limit < 0 else np.minimum(limit, lengths - 1)
+        return lengths * reach - reach * (reach + 1) // 2
+
     left, right = window
-    left = length - 1 if left < 0 else min(left, length - 1)
-    right = 0 if causal else (length - 1 if right < 0 else min(right, length - 1))
-    past = length * left - left * (left + 1) // 2
-    future = length * right - right * (right + 1) // 2
-    return length + past + future
+    return lengths + on_a_side(left) + on_a_side(0 if causal else right)
 
 
 _PER_TOKEN = {"*": _projection_flops, "-": _mlp_flops, "M": _mamba_flops}

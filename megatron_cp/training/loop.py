@@ -104,7 +104,8 @@ def _train(
         spike = spikes.is_spike(result.loss)
         if spike:
             logger.info("loss spike at iteration %d: %.6f, usually %.6f", iteration, result.loss, spikes.usual)
-        reporter.step(_metrics(run, step, result, seconds, vocab_rows, spike), interval)
+        if reporter.writes:
+            reporter.step(_metrics(run, step, result, seconds, vocab_rows, spike), interval)
         if step.plan is not None:
             reporter.schedule(iteration, step.plan)
         if (

@@ -68,7 +68,12 @@ def wants_live_line(config: RunConfig) -> bool:
 
 
 class Reporter:
-    """What a run tells while it runs. This one writes nothing: it is that of every rank but the first."""
+    """What a run tells while it runs. This one writes nothing: it is that of every rank but the first.
+
+    writes: whether anybody reads what it is told; what takes work to find out need not be told otherwise.
+    """
+
+    writes = False
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -102,6 +107,8 @@ class WritingReporter(Reporter):
         start: iterations that are done already; what an earlier attempt wrote about later ones is dropped.
         world_size: ranks of the run.
     """
+
+    writes = True
 
     def __init__(self, config: RunConfig, folder: Path, start: int, world_size: int) -> None:
         super().__init__(config)

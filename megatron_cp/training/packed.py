@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.iterator import DynamicBatches, SampleSource, StepPlan
 from megatron_cp.dynamic_cp.packing import Sample
@@ -24,9 +26,9 @@ class OneLength:
     def __init__(self, dataset: Any, length: int) -> None:
         self._dataset, self._length = dataset, length
 
-    def length(self, index: int) -> int:
-        """Tokens of a sample."""
-        return self._length
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens of samples."""
+        return np.full(len(indices), self._length)
 
     def __getitem__(self, index: int) -> Sample:
         return self._dataset[index]

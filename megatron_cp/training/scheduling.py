@@ -13,7 +13,7 @@ from megatron_cp.dynamic_cp.fixed import schedule_fixed_cp
 from megatron_cp.dynamic_cp.scheduler import schedule
 from megatron_cp.dynamic_cp.types import Schedule
 from megatron_cp.parallel.layout import RankLayout
-from megatron_cp.training.flops import flops_per_pair, flops_per_token, head_dims, layers_with_parts, pairs_of_sample
+from megatron_cp.training.flops import flops_per_pair, flops_per_token, head_dims, layers_with_parts, pairs_of_samples
 
 
 def keeps_step(model: ModelConfig) -> bool:
@@ -102,8 +102,8 @@ def _keys_seen(model: ModelConfig, longest: int, per_token: int) -> tuple[float,
     """
     per_pair = flops_per_pair(model)
     ss = st = tt = sp = tp = 0.0
-    for length in (max(1, max(2, longest) >> halvings) for halvings in range(8)):
-        pairs = pairs_of_sample(model, length)
+    lengths = [max(1, max(2, longest) >> halvings) for halvings in range(8)]
+    for length, pairs in zip(lengths, pairs_of_samples(model, lengths).tolist(), strict=True):
         whole = pairs * per_pair + length * per_token
         square, token, target = length * length / whole, length / whole, pairs / whole
         ss, st, tt = ss + square * square, st + square * token, tt + token * token

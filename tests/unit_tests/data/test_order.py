@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_cp.data.order import shuffled
+from megatron_cp.data.order import shuffled, shuffled_all
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 63, 1000, 4097])
@@ -13,6 +13,17 @@ def test_every_epoch_is_a_permutation_of_its_own(count: int) -> None:
     if count >= 16:
         assert epochs[0] != epochs[1] != epochs[2] != list(range(count))
         assert [shuffled(i, count, seed=8, epoch=0) for i in range(count)] != epochs[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 17, 1000, 4097, 2**32 + 1, 2**40 - 1])
+@pytest.mark.parametrize("seed", [0, 1234, -1, 2**63 + 5, 2**64 - 1])
+def test_many_at_once_are_those_one_by_one(count: int, seed: int) -> None:
+    rng = np.random.default_rng(count)
+    positions, epochs = rng.integers(0, count, 200), rng.integers(0, 50, 200)
+    epochs[:20] = 2**31 + np.arange(20)
+    expected = [shuffled(i, count, seed, e) for i, e in zip(positions.tolist(), epochs.tolist(), strict=True)]
+    found = shuffled_all(positions, count, seed, epochs)
+    assert found.dtype == np.int64 and found.tolist() == expected
 
 
 def test_the_order_stays_what_it_is() -> None:

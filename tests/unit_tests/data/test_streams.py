@@ -73,7 +73,7 @@ def test_documents(packed: RunConfig, corpus: Callable[..., str], tmp_path: Path
     sources = {path.read_bytes() for path in (tmp_path / "corpus-source").iterdir()}
     for part, count in ((train, 32), (valid, 8)):
         epoch = [part[i] for i in range(count)]
-        assert [part.length(i) for i in range(count)] == [len(sample["tokens"]) for sample in epoch]
+        assert part.lengths(np.arange(count)).tolist() == [len(sample["tokens"]) for sample in epoch]
         texts = [text_of(sample) for sample in epoch]
         assert len({text[:-1] for text in texts}) == count and {text[:-1] for text in texts} <= sources
         assert all(sample["labels"][-1] == TOKENIZER.eod and sample["loss_mask"].all() for sample in epoch)
@@ -101,7 +101,7 @@ def test_a_blend_has_its_shares_of_tokens(packed: RunConfig, corpus: Callable[..
     train = stream(packed, [0.75, prefixes[0], 0.25, prefixes[1]], 2000)
     tokens = [0, 0]
     for i in range(2000):
-        tokens[int((train[i]["tokens"] > ord("m")).any())] += train.length(i)
+        tokens[int((train[i]["tokens"] > ord("m")).any())] += len(train[i]["tokens"])
     assert tokens[0] / sum(tokens) == pytest.approx(0.75, abs=0.02)
     assert order(stream(packed, [0.75, prefixes[0], 0.25, prefixes[1]], 300), 300) == order(train, 300)
     # Without weights every file gives what it has: all samples once, give or take the end of an epoch.
@@ -121,7 +121,7 @@ def test_a_source_too_small_for_a_period_gets_a_turn_or_a_raised_weight() -> Non
         assert [nth for source, nth in dealt if source == number] == list(range(sum(s == number for s, _ in dealt)))
     assert [i for i, (source, _) in enumerate(dealt) if source == 1] == [period - 1, 2 * period - 1]
     sources = [MockVarlenDataset(np.full(length, 3), 9, 0) for length in (1, 1, 10**5, 2 * 10**5)]
-    assert Stream(sources, None, 0, 10).length(0) == 3
+    assert Stream(sources, None, 0, 10).lengths(np.arange(3)).tolist() == [3] * 3
     with pytest.raises(DataError, match="raise its weight"):
         Stream(sources, [1e-9, 1e-9, 1.0, 2.0], 0, 10)
 
@@ -184,9 +184,9 @@ def test_mock_documents(packed: RunConfig, tmp_path: Path) -> None:
     packed.dataset.mock_num_samples, packed.dataset.mock_masked_fraction = 500, 0.3
     train, valid = stream(packed, None, 1000, 10)
     assert packed.dataset.kind == "mock_documents"
-    lengths = [train.length(i) for i in range(500)]
+    lengths = train.lengths(np.arange(500)).tolist()
     assert max(lengths) == 200 and min(lengths) < 10 and len(set(lengths)) > 50
-    assert sorted(lengths) == sorted(train.length(i) for i in range(500, 1000))
+    assert sorted(lengths) == sorted(train.lengths(np.arange(500, 1000)))
     for i in range(5):
         sample = train[i]
         assert {key: len(value) for key, value in sample.items()} == dict.fromkeys(sample, lengths[i])
@@ -195,7 +195,18 @@ def test_mock_documents(packed: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("3\n1, 250\n")
     packed.dataset.mock_lengths, packed.dataset.mock_num_samples = str(tmp_path / "lengths.txt"), 4
     train = stream(packed, None, 4)
-    assert sorted(train.length(i) for i in range(4)) == [1, 3, 3, 200]
+    assert sorted(train.lengths(np.arange(4))) == [1, 3, 3, 200]
+
+
+@pytest.mark.parametrize("weights", [None, [5.0, 1.0, 2.0]])
+@pytest.mark.parametrize("sizes", [(40,), (30, 1, 700)])
+def test_lengths_of_many_are_those_of_the_samples(sizes: tuple[int, ...], weights: list[float] | None) -> None:
+    """Those told at once are found in another way than the samples that are read."""
+    rng = np.random.default_rng(0)
+    sources = [MockVarlenDataset(rng.integers(1, 10**4, size), 9, seed=size) for size in sizes]
+    samples = Stream(sources, weights and weights[: len(sizes)], 2**40, 10)
+    indices = np.array([*range(200), *range(65_500, 65_600), 10**9, 7])  # of many epochs, and across a blend's period
+    assert samples.lengths(indices).tolist() == [len(samples[i]["tokens"]) for i in indices.tolist()]
 
 
 def test_a_stream_reads_nothing_to_tell_lengths() -> None:
@@ -204,7 +215,7 @@ def test_a_stream_reads_nothing_to_tell_lengths() -> None:
             raise AssertionError("read")
 
     samples = Stream([Source([3, 4, 5], 9, seed=0)], None, 1, 7)
-    assert sorted(samples.length(i) for i in range(3)) == [3, 4, 5]
+    assert sorted(samples.lengths(np.arange(3))) == [3, 4, 5]
 
 
 BAD_LINES = [

@@ -27,11 +27,16 @@ def documents(tmp_path: Path) -> str:
 
 def test_documents_become_samples_and_long_ones_are_split(documents: str) -> None:
     data = DocumentDataset(documents, max_length=4)
-    assert [data.length(i) for i in range(len(data))] == [4, 1, 4, 4, 1]
+    assert data.lengths(np.arange(len(data))).tolist() == [4, 1, 4, 4, 1]
     for index in range(len(data)):
         sample = data[index]
-        assert len(sample["tokens"]) == len(sample["loss_mask"]) == data.length(index)
+        assert len(sample["tokens"]) == len(sample["loss_mask"]) == data.lengths(np.array([index]))
         assert torch.equal(sample["labels"], sample["tokens"] + 1), "each token predicts its document's next one"
+    for outside in (-1, len(data)):
+        with pytest.raises(IndexError, match=f"sample {outside} of 5"):
+            data[outside]
+        with pytest.raises(IndexError, match=f"sample {outside} of 5"):
+            data.lengths(np.array([0, outside]))
     assert data[2]["tokens"].tolist() == [30, 31, 32, 33] and data[4]["tokens"].tolist() == [38]
 
 
@@ -77,7 +82,7 @@ def test_the_stored_index_says_what_counting_in_memory_does(
     data = DocumentDataset(prefix, max_length, part=part)
     expected = in_memory(totals, max_length, part)
     assert [data[i]["tokens"].tolist() for i in range(len(data))] == expected
-    assert [data.length(i) for i in range(len(data))] == [len(tokens) for tokens in expected]
+    assert data.lengths(np.arange(len(data))).tolist() == [len(tokens) for tokens in expected]
     assert data.num_tokens == sum(map(len, expected))
     first, last = (round(share * len(totals)) for share in part)
     longest = max(totals[first:last])
@@ -115,7 +120,7 @@ def test_a_damaged_index_is_named(documents: str) -> None:
 
 def test_mock_samples_depend_on_seed_and_index_alone() -> None:
     data = MockVarlenDataset([3, 7, 1], 50, seed=1, masked_fraction=0.5)
-    assert [data.length(i) for i in range(3)] == [3, 7, 1]
+    assert data.lengths(np.arange(3)).tolist() == [3, 7, 1]
     assert torch.equal(data[1]["tokens"], data[1]["tokens"]) and data[1]["tokens"].max() < 50
     other = MockVarlenDataset([3, 7, 1], 50, seed=2)
     assert not torch.equal(data[1]["tokens"], other[1]["tokens"]) and other[1]["loss_mask"].all()

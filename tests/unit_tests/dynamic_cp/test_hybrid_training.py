@@ -33,8 +33,8 @@ def test_packed_training_equals_one_rank(name: str) -> None:
 def without_resets() -> Losses:
     from megatron_cp.models import mamba
 
-    def one_sequence(layout: Any) -> Any:
-        numbers, padding = original(layout)
+    def one_sequence(layout: Any, device: Any) -> Any:
+        numbers, padding = original(layout, device)
         return numbers * 0, padding
 
     original, mamba.sequences_of = mamba.sequences_of, one_sequence

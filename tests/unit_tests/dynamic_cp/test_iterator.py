@@ -27,9 +27,9 @@ class Counting(MockVarlenDataset):
         super().__init__(LENGTHS, 100, seed=1)
         self.asked: set[int] = set()
 
-    def length(self, index: int) -> int:
-        self.asked.add(index)
-        return super().length(index)
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        self.asked |= set(indices.tolist())
+        return super().lengths(indices)
 
 
 def batches(source: MockVarlenDataset, num_steps: int | None) -> DynamicBatches:

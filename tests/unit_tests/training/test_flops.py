@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_cp.config import ModelConfig, RunConfig
@@ -27,7 +28,7 @@ def test_attended_pairs_are_those_of_the_mask(length: int, window: tuple[int, in
         for q in range(length)
         for k in range(length)
     )
-    assert attended_pairs(length, causal, window) == expected
+    assert attended_pairs(np.array([length, 1]), causal, window).tolist() == [expected, 1]
 
 
 def test_a_dense_model_by_hand() -> None:
@@ -47,6 +48,13 @@ def test_documents_of_a_pack_do_not_attend_to_each_other() -> None:
     assert apart == training_flops(tiny, 16, [4]) + training_flops(tiny, 16, [8])
     # 12 tokens see 78 keys; 4 and 8 tokens see 10 + 36.
     assert together - apart == 3 * (78 - 46) * 2 * (4 + 4) * 2
+
+
+def test_the_operations_of_the_largest_models_are_counted_exactly() -> None:
+    """They are beyond 64 bits."""
+    large = model(num_layers=126, hidden_size=16384, num_attention_heads=128, num_query_groups=8)
+    one = training_flops(large, 128256, [2**22])
+    assert one > 2**64 and training_flops(large, 128256, [2**22] * 1024) == 1024 * one
 
 
 @pytest.mark.parametrize(("every", "windowed"), [(None, 4), (2, 2), (4, 3), ([0, 1, 0, 0], 1)])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -140,11 +141,11 @@ def change_samples(how: Callable[[dict], dict]) -> None:
 
 
 def too_long() -> None:
-    MockVarlenDataset.length = lambda self, index: 129  # type: ignore[method-assign]
+    MockVarlenDataset.lengths = lambda self, indices: np.full(len(indices), 129)  # type: ignore[method-assign]
 
 
 def empty() -> None:
-    MockVarlenDataset.length = lambda self, index: 0  # type: ignore[method-assign]
+    MockVarlenDataset.lengths = lambda self, indices: np.zeros_like(indices)  # type: ignore[method-assign]
 
 
 def fewer_labels() -> None:
@@ -167,8 +168,8 @@ def unreadable() -> None:
 
 
 def other_lengths() -> None:
-    original = MockVarlenDataset.length
-    MockVarlenDataset.length = lambda self, index: min(90, original(self, index))  # type: ignore[method-assign]
+    original = MockVarlenDataset.lengths
+    MockVarlenDataset.lengths = lambda self, indices: np.minimum(90, original(self, indices))  # type: ignore[method-assign]
     change_samples(lambda sample: {key: value[:90] for key, value in sample.items()})
 
 
