@@ -49,7 +49,7 @@ class ModelConfig:
     # Layers.
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     layernorm_epsilon: float = 1e-5
-    activation_func: Literal["silu", "gelu", "relu"] = "silu"
+    activation_func: Literal["silu", "gelu", "relu", "squared_relu", "quick_gelu"] = "silu"
     gated_linear_unit: bool = True
     add_bias_linear: bool = False
     add_qkv_bias: bool = False

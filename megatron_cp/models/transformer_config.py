@@ -8,13 +8,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_cp.config import RunConfig
 from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding
 from megatron_cp.models.layer_specs import use_transformer_engine
 
-_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "squared_relu": squared_relu,
+    "quick_gelu": quick_gelu,
+}
 # Names that both sides use for different things: translated below or used by us alone.
 _NOT_COPIED = {
     "activation_func",

@@ -56,6 +56,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 MODELS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "tied embeddings, pp2 cp2": (TIED, 4, PP2 | CP2),
     "no attention, cp4": ({"model__hybrid_layer_pattern": "M-M-"}, 4, CP4),
+    "squared relu, hcp": ({"model__activation_func": "squared_relu", "model__gated_linear_unit": False}, 4, CP4 | HCP),
     "no positions, hcp": ({"model__position_embedding_type": "none"}, 4, CP4 | HCP),
     "a group a head, cp4": ({"model__mamba_num_groups": 16}, 4, CP4),
     "one group, cp4": ({"model__mamba_num_groups": 1}, 4, CP4),
