@@ -93,7 +93,12 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     }
     if model.multi_latent_attention:
         values |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent, "rope_type": "rope"}
-    return config_class(**values)
+    built = config_class(**values)
+    if model.position_embedding_type == "yarn":
+        # No fields of megatron-core's: its attention takes the concentration factor from a configuration that has them.
+        for name in ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"):
+            setattr(built, name, getattr(model, name))
+    return built
 
 
 def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:

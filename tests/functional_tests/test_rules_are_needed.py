@@ -91,6 +91,7 @@ ERROR = {
     "K30": "non-negative",
     "K34": "apply_rope_fusion is not available",
     "K31": "97 is not divisible by 2",
+    "K55": "'<=' not supported",
 }
 # Runs, and is right about what it runs, which is not what was asked for.
 IGNORED = {

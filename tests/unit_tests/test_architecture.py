@@ -46,6 +46,7 @@ PURE = [
     "megatron_cp.models.fusions",
     "megatron_cp.models.hybrid_pattern",
     "megatron_cp.models.mamba_shape",
+    "megatron_cp.models.yarn",
     "megatron_cp.cli",
     "megatron_cp.doctor",
     "megatron_cp.schedule_cli",
