@@ -19,13 +19,23 @@ class _Reading(NamedTuple):
     switch: str
 
 
+def _rotates(config: RunConfig) -> bool:
+    """Latent attention does, whatever the position embeddings."""
+    return config.model.position_embedding_type in ("rope", "yarn") or config.model.multi_latent_attention
+
+
 _READINGS = (
     _Reading(
         "model",
-        ("rotary_base", "rotary_percent", "rotary_interleaved", "rope_scaling", "rope_scaling_factor",
-         "seq_len_interpolation_factor"),
-        # Latent attention rotates whatever the position embeddings. What it leaves out of these is an error already.
-        lambda config: config.model.position_embedding_type in ("rope", "yarn") or config.model.multi_latent_attention,
+        ("rotary_base", "rotary_percent", "rotary_interleaved"),
+        _rotates,
+        "model.position_embedding_type=rope or yarn",
+    ),
+    _Reading(
+        "model",
+        ("rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor"),
+        # What latent attention and YaRN leave out of these is an error already.
+        _rotates,
         "model.position_embedding_type=rope",
     ),
     _Reading(
