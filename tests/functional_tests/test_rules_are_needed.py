@@ -83,6 +83,7 @@ ERROR = {
     "K17": "must match the size of tensor",
     "K18": "is invalid for input of size",
     "K19": "Error",  # multi-token prediction of hybrid models is not built
+    "K55": "'<=' not supported",
     "K23": "q_layernorm",
     "K25": "KeyError",
     "K29": "invalid tensor size",
@@ -91,7 +92,6 @@ ERROR = {
     "K30": "non-negative",
     "K34": "apply_rope_fusion is not available",
     "K31": "97 is not divisible by 2",
-    "K55": "'<=' not supported",
 }
 # Runs, and is right about what it runs, which is not what was asked for.
 IGNORED = {
