@@ -38,18 +38,25 @@ class ModelConfig:
     share_embeddings_and_output_weights: bool = False
 
     # Positions.
-    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
     rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
     seq_len_interpolation_factor: float | None = None
+    yarn_rotary_scaling_factor: float | None = None  # how many times longer than the original length; needed by yarn
+    yarn_original_max_position_embeddings: int | None = None  # what the model was trained on before; needed by yarn
+    yarn_beta_fast: float = 32.0  # turns within the original length from which on a dimension keeps its frequency
+    yarn_beta_slow: float = 1.0  # ... and up to which it is slowed down by the whole factor
+    yarn_mscale: float | None = None  # of the concentration factor, with the next; None: 0.1 ln(scaling factor) + 1
+    yarn_mscale_all_dim: float | None = None
+    yarn_correction_range_round_to_int: bool = True
 
     # Layers.
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     layernorm_epsilon: float = 1e-5
-    activation_func: Literal["silu", "gelu", "relu"] = "silu"
+    activation_func: Literal["silu", "gelu", "relu", "squared_relu", "quick_gelu"] = "silu"
     gated_linear_unit: bool = True
     add_bias_linear: bool = False
     add_qkv_bias: bool = False

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_cp.config import ModelConfig
 from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.models.yarn import concentration
 
 # The only Llama 3 scaling that megatron-core knows; its factor is free.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -125,7 +126,6 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
     found = _Problems()
     plain = {
         "architecture": "gpt",
-        "position_embedding_type": "rope",
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
         "normalization": "RMSNorm",
@@ -140,6 +140,8 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
     }
     for name, value in plain.items():
         found.unless(getattr(model, name) == value, f"model.{name}", getattr(model, name), f"{value} is needed")
+    kind = model.position_embedding_type
+    found.unless(kind in ("rope", "yarn"), "model.position_embedding_type", kind, "rope or yarn is needed")
     family = _family_of(model)
     if family is None:
         features = ("add_qkv_bias", "qk_layernorm", "window_size", "num_moe_experts", "moe_router_pre_softmax")
@@ -243,7 +245,10 @@ def _read_positions(values: Mapping[str, Any], model: ModelConfig, found: _Probl
     share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
     found.unless(share == 1.0, "partial_rotary_factor", share, "1 is needed")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    found.unless(kind in ("default", "linear", "llama3"), "rope_type", kind, "default, linear or llama3 is needed")
+    known = kind in ("default", "linear", "llama3", "yarn")
+    found.unless(known, "rope_type", kind, "default, linear, llama3 or yarn is needed")
+    if kind == "yarn":
+        _read_yarn(rope, model, found)
     if kind not in ("linear", "llama3"):
         return
     found.unless(
@@ -259,7 +264,48 @@ def _read_positions(values: Mapping[str, Any], model: ModelConfig, found: _Probl
         found.unless(given == value, f"rope_scaling.{name}", given, f"megatron-core has {value} built in")
 
 
+def _read_yarn(rope: Mapping[str, Any], model: ModelConfig, found: _Problems) -> None:
+    """What is left out has the values that Hugging Face's library takes."""
+    factor: Any = rope.get("factor")
+    attention_factor: Any = rope.get("attention_factor")
+    original = rope.get("original_max_position_embeddings") or model.max_position_embeddings
+    fast, slow = rope.get("beta_fast") or 32.0, rope.get("beta_slow") or 1.0
+    numbers = {"factor": factor, "beta_fast": fast, "beta_slow": slow}
+    numbers |= {} if attention_factor is None else {"attention_factor": attention_factor}
+    for name, value in numbers.items():
+        found.unless(_is_positive(value), f"rope_scaling.{name}", value, "a number above 0 is needed")
+    name, message = "rope_scaling.original_max_position_embeddings", "a whole number of at least 1 is needed"
+    found.unless(_is_count(original), name, original, message)
+    if not all(map(_is_positive, numbers.values())):
+        return
+    # An attention factor becomes a multiple of the scaling factor's logarithm, and that of 1 is 0.
+    stretches = factor > 1 or (factor == 1 and attention_factor in (None, 1))
+    found.unless(stretches, "rope_scaling.factor", factor, "a number above 1 is needed")
+    model.position_embedding_type = "yarn"
+    model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings = float(factor), original
+    model.yarn_beta_fast, model.yarn_beta_slow = float(fast), float(slow)
+    model.yarn_correction_range_round_to_int = bool(rope.get("truncate", True))
+    if attention_factor and factor > 1:
+        model.yarn_mscale, model.yarn_mscale_all_dim = (attention_factor - 1) / (0.1 * math.log(factor)), 0.0
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        model.yarn_mscale, model.yarn_mscale_all_dim = float(rope["mscale"]), float(rope["mscale_all_dim"])
+
+
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    if model.position_embedding_type == "yarn":
+        scaling = {
+            "rope_type": "yarn",
+            "factor": model.yarn_rotary_scaling_factor,
+            "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+            "beta_fast": model.yarn_beta_fast,
+            "beta_slow": model.yarn_beta_slow,
+            "truncate": model.yarn_correction_range_round_to_int,
+        }
+        if model.yarn_mscale and model.yarn_mscale_all_dim:
+            return scaling | {"mscale": model.yarn_mscale, "mscale_all_dim": model.yarn_mscale_all_dim}
+        # Hugging Face's library reads no zeros.
+        default = model.yarn_mscale is None or model.yarn_mscale_all_dim is None
+        return scaling | ({} if default else {"attention_factor": concentration(model)})
     if model.rope_scaling:
         return {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3_ROPE}
     if model.seq_len_interpolation_factor is not None:

@@ -8,13 +8,14 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config import ModelConfig, RunConfig
 from megatron_cp.models.fusions import fuses_gradient_sum
 from megatron_cp.models.initial_weights import draw_part, seed_of
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.layer_specs import gpt_block_spec, use_transformer_engine
 from megatron_cp.models.mtp import mtp_block_spec
 from megatron_cp.models.transformer_config import padded_vocab_size
+from megatron_cp.models.yarn import kept_shares
 
 if TYPE_CHECKING:
     from megatron_cp.models.hybrid import HybridLanguageModel
@@ -41,6 +42,7 @@ def _build_chunk(
     vp_stage: int | None,
 ) -> LanguageModel | HybridLanguageModel:
     model = config.model
+    with_yarn = model.position_embedding_type == "yarn"
     stage, stages = groups.pp.rank(), groups.pp.size()
     last_vp_stage = (model.virtual_pipeline_model_parallel_size or 1) - 1
     is_last = stage == stages - 1 and (vp_stage is None or vp_stage == last_vp_stage)
@@ -51,7 +53,7 @@ def _build_chunk(
         "post_process": is_last,
         "parallel_output": True,
         "share_embeddings_and_output_weights": model.share_embeddings_and_output_weights,
-        "position_embedding_type": model.position_embedding_type,
+        "position_embedding_type": "rope" if with_yarn else model.position_embedding_type,
         "rotary_percent": model.rotary_percent,
         "rotary_base": int(model.rotary_base),
         "seq_len_interpolation_factor": model.seq_len_interpolation_factor,
@@ -76,6 +78,8 @@ def _build_chunk(
             rope_scaling_factor=model.rope_scaling_factor,
             **common,
         )
+    if with_yarn:
+        _lengthen_positions(chunk.rotary_pos_emb, model)
     chunk.cross_entropy_chunk_size = model.cross_entropy_chunk_size
     if core_config.use_cpu_initialization and core_config.perform_initialization:
         _seed_vocabulary_weights(chunk, core_config, groups, config.rng.seed)
@@ -84,6 +88,16 @@ def _build_chunk(
     if torch.cuda.is_available():
         chunk.cuda(torch.cuda.current_device())
     return chunk
+
+
+def _lengthen_positions(embedding: Any, model: ModelConfig) -> None:
+    """YaRN is the ordinary rotary embedding with other frequencies.
+
+    Upstream's own module asks the MPU for its group in GPT models, and slices a table of the original length by it.
+    """
+    plain = embedding.inv_freq
+    kept = plain.new_tensor(kept_shares(model, 2 * len(plain)))
+    embedding.inv_freq = plain / model.yarn_rotary_scaling_factor * (1 - kept) + plain * kept
 
 
 def _let_products_sum_gradients(chunk: torch.nn.Module) -> None:

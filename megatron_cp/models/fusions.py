@@ -9,12 +9,16 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_cp.config import RunConfig
+from megatron_cp.models.yarn import concentration
 
 
 def rotary_gap(config: RunConfig) -> str | None:
     """Why a model cannot have the fused rotary embedding; None if it can."""
     if config.model.multi_latent_attention:
         return "latent attention's is for YaRN only"
+    if config.model.position_embedding_type == "yarn":
+        factor = concentration(config.model)
+        return None if factor == 1 else f"it leaves out YaRN's concentration factor, {factor:.4g} here"
     if config.model.position_embedding_type != "rope":
         return f"there is none with model.position_embedding_type={config.model.position_embedding_type}"
     return None

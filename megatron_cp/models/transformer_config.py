@@ -8,13 +8,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_cp.config import RunConfig
 from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding
 from megatron_cp.models.layer_specs import use_transformer_engine
 
-_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "squared_relu": squared_relu,
+    "quick_gelu": quick_gelu,
+}
 # Names that both sides use for different things: translated below or used by us alone.
 _NOT_COPIED = {
     "activation_func",
@@ -86,7 +93,12 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     }
     if model.multi_latent_attention:
         values |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent, "rope_type": "rope"}
-    return config_class(**values)
+    built = config_class(**values)
+    if model.position_embedding_type == "yarn":
+        # No fields of megatron-core's: its attention takes the concentration factor from a configuration that has them.
+        for name in ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"):
+            setattr(built, name, getattr(model, name))
+    return built
 
 
 def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:

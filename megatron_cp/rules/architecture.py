@@ -106,7 +106,7 @@ def head_dim_is_even(c: Context) -> Iterator[Finding]:
     field = "model.qk_pos_emb_head_dim" if latent else "model.kv_channels"
     size = value_at(c.config, field) or 0
     rotated = math.floor(size * model.rotary_percent)
-    if (latent or model.position_embedding_type == "rope") and rotated % 2:
+    if (latent or model.position_embedding_type in ("rope", "yarn")) and rotated % 2:
         yield Finding(
             field,
             f"rotary embeddings turn {rotated} dimensions of a head, an odd number",
@@ -117,6 +117,42 @@ def head_dim_is_even(c: Context) -> Iterator[Finding]:
             "model.rotary_interleaved",
             "rotary_interleaved does not work with multi_latent_attention.",
             "model.rotary_interleaved=false",
+        )
+
+
+@rule(
+    "K55",
+    "YaRN is told what it lengthens, and no other scaling is beside it.",
+    "Which frequencies it changes, and how far, follows from the scaling factor and the original length. megatron-core "
+    "leaves the other ways to stretch positions out, silently.",
+    broken("model.position_embedding_type=yarn"),
+)
+def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if model.position_embedding_type != "yarn":
+        return
+    factor, original = model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings
+    needed = {
+        "model.yarn_rotary_scaling_factor": (factor, "4.0 for sequences of 4 times the original length"),
+        "model.yarn_original_max_position_embeddings": (original, "4096 for a model that was trained on 4096 tokens"),
+    }
+    for field, (value, example) in needed.items():
+        if value is None:
+            yield Finding(field, "is needed with position_embedding_type=yarn", f"{field}={example}")
+    if model.yarn_beta_fast <= model.yarn_beta_slow:
+        message = f"must be above yarn_beta_slow ({model.yarn_beta_slow}), got {model.yarn_beta_fast}"
+        yield Finding("model.yarn_beta_fast", message, "model.yarn_beta_fast=32.0 model.yarn_beta_slow=1.0")
+    for name in ("rope_scaling", "seq_len_interpolation_factor"):
+        if getattr(model, name):
+            message = "stretches the positions as well, which yarn does already"
+            yield Finding(f"model.{name}", message, default_of(f"model.{name}"))
+    length = c.config.dataset.seq_length
+    if factor is not None and original is not None and factor * original < length:
+        yield Finding(
+            "model.yarn_rotary_scaling_factor",
+            f"{factor} times the original {original} positions are fewer than the sequence length ({length})",
+            f"model.yarn_rotary_scaling_factor={math.ceil(length / max(1, original))}.0",
+            "warning",
         )
 
 

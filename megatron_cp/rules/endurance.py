@@ -53,6 +53,8 @@ def intervals_are_positive(c: Context) -> Iterator[Finding]:
         "model.softmax_scale": config.model.softmax_scale,
         "model.seq_len_interpolation_factor": config.model.seq_len_interpolation_factor,
         "model.rope_scaling_factor": config.model.rope_scaling_factor,
+        "model.yarn_beta_fast": config.model.yarn_beta_fast,
+        "model.yarn_beta_slow": config.model.yarn_beta_slow,
         "mixed_precision.loss_scale": config.mixed_precision.loss_scale,
         "mixed_precision.initial_loss_scale": config.mixed_precision.initial_loss_scale,
         "mixed_precision.min_loss_scale": config.mixed_precision.min_loss_scale,
@@ -60,6 +62,8 @@ def intervals_are_positive(c: Context) -> Iterator[Finding]:
     fixes = {
         "dist.distributed_timeout_minutes": 10,
         "model.rope_scaling_factor": 8.0,
+        "model.yarn_beta_fast": 32.0,
+        "model.yarn_beta_slow": 1.0,
         "mixed_precision.initial_loss_scale": 2.0**32,
         "mixed_precision.min_loss_scale": 1.0,
     }

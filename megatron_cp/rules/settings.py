@@ -23,6 +23,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.init_method_std": _ANY,
     "model.layernorm_epsilon": _ANY,
     "model.rotary_base": (1, math.inf),
+    "model.yarn_rotary_scaling_factor": (1, math.inf),
+    "model.yarn_original_max_position_embeddings": (1, math.inf),
     "model.mtp_loss_scaling_factor": _ANY,
     "model.moe_aux_loss_coeff": _ANY,
     "model.dynamic_context_parallel_calibration_iters": _ANY,

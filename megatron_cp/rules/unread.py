@@ -19,13 +19,23 @@ class _Reading(NamedTuple):
     switch: str
 
 
+def _rotates(config: RunConfig) -> bool:
+    """Latent attention does, whatever the position embeddings."""
+    return config.model.position_embedding_type in ("rope", "yarn") or config.model.multi_latent_attention
+
+
 _READINGS = (
     _Reading(
         "model",
-        ("rotary_base", "rotary_percent", "rotary_interleaved", "rope_scaling", "rope_scaling_factor",
-         "seq_len_interpolation_factor"),
-        # Latent attention rotates whatever the position embeddings. What it leaves out of these is an error already.
-        lambda config: config.model.position_embedding_type == "rope" or config.model.multi_latent_attention,
+        ("rotary_base", "rotary_percent", "rotary_interleaved"),
+        _rotates,
+        "model.position_embedding_type=rope or yarn",
+    ),
+    _Reading(
+        "model",
+        ("rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor"),
+        # What latent attention and YaRN leave out of these is an error already.
+        _rotates,
         "model.position_embedding_type=rope",
     ),
     _Reading(
@@ -33,6 +43,25 @@ _READINGS = (
         ("rope_scaling_factor",),
         lambda config: config.model.rope_scaling or config.model.multi_latent_attention,
         "model.rope_scaling=true",
+    ),
+    _Reading(
+        "model",
+        ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",
+         "yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int"),
+        lambda config: config.model.position_embedding_type == "yarn",
+        "model.position_embedding_type=yarn",
+    ),
+    _Reading(
+        "model",
+        ("yarn_mscale",),
+        lambda config: config.model.yarn_mscale_all_dim is not None,
+        "model.yarn_mscale_all_dim",
+    ),
+    _Reading(
+        "model",
+        ("yarn_mscale_all_dim",),
+        lambda config: config.model.yarn_mscale is not None,
+        "model.yarn_mscale",
     ),
     _Reading(
         "model",

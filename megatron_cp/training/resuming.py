@@ -66,6 +66,13 @@ _FUNCTION = (
     "rope_scaling",
     "rope_scaling_factor",
     "seq_len_interpolation_factor",
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
     "attention_mask_type",
     "softmax_scale",
     "window_size",
@@ -247,10 +254,14 @@ def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetu
         model["hybrid_layer_pattern"] = layers_of(model.get("hybrid_layer_pattern")) or None
         if model["position_embedding_type"] != "learned_absolute":  # no weights
             model["max_position_embeddings"] = None
+    # With YaRN the same weights are turned by other frequencies.
+    turned = {saved["position_embedding_type"], now["position_embedding_type"]} == {"rope", "yarn"}
+    weights = [name for name in _WEIGHTS if not (turned and name == "position_embedding_type")]
+    function = [*(["position_embedding_type"] if turned else []), *_FUNCTION]
     saved["vocab_size"] = saved["vocab_size"] or now["vocab_size"]  # None: the tokenizer's, before it was recorded
     other_weights, other_function = (
         _differences({"model": saved}, {"model": now}, [f"model.{name}" for name in names])
-        for names in (_WEIGHTS, () if finetune else _FUNCTION)
+        for names in (weights, [] if finetune else function)
     )
     other_weights += _other_padding(saved, now)
     if other_weights or other_function:

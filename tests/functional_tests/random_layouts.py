@@ -176,6 +176,11 @@ FEATURES = [
     _fixed(model__rotary_percent=0.5),
     _fixed(model__rotary_interleaved=True),
     _fixed(model__position_embedding_type="none"),
+    _fixed(
+        model__position_embedding_type="yarn",
+        model__yarn_rotary_scaling_factor=16.0,
+        model__yarn_original_max_position_embeddings=8,
+    ),
     _fixed(model__recompute_granularity="selective"),
     _fixed(model__cross_entropy_chunk_size=7),
     _fixed(model__recompute_granularity="full", model__recompute_method="uniform", model__recompute_num_layers=1),

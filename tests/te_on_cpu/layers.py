@@ -34,7 +34,7 @@ from tests.unit_tests.attention.test_core_attention import make_config
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
 from tests.unit_tests.training.test_checkpoint import resume, save_after
-from tests.unit_tests.training.test_model_variants import BALANCED, CLASSIC, FULL, MLA, MOE
+from tests.unit_tests.training.test_model_variants import BALANCED, CLASSIC, FULL, MLA, MOE, YARN
 
 Overrides = dict[str, Any]
 Losses = list[tuple[float, float]]
@@ -69,6 +69,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "bidirectional, hierarchy": ({"model__attention_mask_type": "no_mask"}, 4, CP4 | HCP),
     "full recomputation, ring": (FULL, 2, CP2),
     "interleaved rotary, ring": ({"model__rotary_interleaved": True, "model__rotary_percent": 0.5}, 2, CP2),
+    "yarn, hierarchy": (YARN, 4, CP4 | HCP),
     "no fused kernels, ring": (PLAIN_KERNELS, 2, CP2),
     "loss in pieces, tp2 sp cp2": ({"model__cross_entropy_chunk_size": 5}, 4, TP2 | SP | CP2),
     "its own scale, ring": ({"model__softmax_scale": 0.3}, 2, CP2),

@@ -43,6 +43,7 @@ PURE = [
     "megatron_cp.attention.heads",
     "megatron_cp.attention.select",
     "megatron_cp.attention.te_support",
+    "megatron_cp.models.yarn",
     "megatron_cp.models.fusions",
     "megatron_cp.models.hybrid_pattern",
     "megatron_cp.models.mamba_shape",

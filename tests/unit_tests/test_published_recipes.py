@@ -1,10 +1,11 @@
 """The Llama recipes against the numbers that were published for the models and for the training recipes."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
+from megatron_cp.convert.families import model_from_hf
 from megatron_cp.recipes import list_recipes, load_recipe
 from megatron_cp.rules import Environment, check
 
@@ -101,6 +102,24 @@ def test_number_of_parameters_is_the_published_one(name):
     layer = attention + 3 * m.hidden_size * m.ffn_hidden_size + 2 * m.hidden_size
     embeddings = m.vocab_size * m.hidden_size * (1 if m.share_embeddings_and_output_weights else 2)
     assert round((m.num_layers * layer + embeddings + m.hidden_size) / 1e9, 2) == PARAMETERS[name]
+
+
+def test_qwen_is_the_published_one_lengthened_as_its_model_card_says():
+    """Its config.json, and what the card adds to that for 128K tokens."""
+    m = load_recipe("qwen3_8b_128k_yarn_hcp_config").model
+    _, published = model_from_hf(
+        {
+            "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
+            "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "vocab_size": 151936, "rope_theta": 1000000, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+            "max_position_embeddings": 131072, "initializer_range": 0.02,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        }
+    )  # fmt: skip
+    layout = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "cp_comm_type")
+    layout += ("hierarchical_context_parallel_sizes", "sequence_parallel", "expert_tensor_parallel_size", "seq_length")
+    layout += ("cross_entropy_chunk_size",)
+    assert m == replace(published, **{name: getattr(m, name) for name in layout})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

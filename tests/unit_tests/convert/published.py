@@ -29,6 +29,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 # Each family, with and without what its settings choose.
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
@@ -40,6 +41,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
     },
     "llama linear rope": {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "qwen3 yarn": {"model_type": "qwen3", "head_dim": 32, "rope_scaling": YARN},
+    "qwen3 yarn, every setting": {
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "rope_scaling": YARN
+        | {"beta_fast": 8.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.0, "truncate": False},
+    },
+    "llama yarn, its own concentration": {"model_type": "llama", "rope_scaling": YARN | {"attention_factor": 0.8}},
     "llama wide heads": {"model_type": "llama", "head_dim": 16, "num_key_value_heads": 8},
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "mistral window": {"model_type": "mistral", "sliding_window": 9},

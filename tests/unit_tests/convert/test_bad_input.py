@@ -54,8 +54,8 @@ BROKEN = {
     "bias": (lambda f: change(f, attention_bias=True), "attention_bias=True: there is no counterpart"),
     "quantized": (lambda f: change(f, quantization_config={"quant_method": "fp8"}), "quantization_config"),
     "rope": (
-        lambda f: change(f, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
-        "rope_type=yarn",
+        lambda f: change(f, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}),
+        "rope_type=dynamic",
     ),
     "llama 3 rope": (
         lambda f: change(

@@ -125,6 +125,7 @@ LAYOUTS = [
     ("llama tied, scaled rope", HIERARCHICAL),
     ("llama tied, scaled rope", TENSOR_PIPELINE),
     ("mistral window", DECENTRALIZED),
+    ("qwen3 yarn", HIERARCHICAL),
     ("qwen2", TENSOR_PIPELINE),
     ("mixtral", EXPERTS),
 ]

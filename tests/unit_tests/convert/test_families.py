@@ -11,11 +11,30 @@ from megatron_cp.errors import ConfigError
 
 LLAMA = RunConfig(model=ModelConfig(vocab_size=256, max_position_embeddings=64, num_query_groups=2)).finalize().model
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 512}
+YARN: dict[str, Any] = {
+    "position_embedding_type": "yarn",
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 16,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "tied": ("llama", {"share_embeddings_and_output_weights": True}),
     "llama 3": ("llama", {"rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_base": 5e5}),
     "linear": ("llama", {"seq_len_interpolation_factor": 4.0}),
+    "yarn": ("llama", YARN),
+    "yarn, every setting": (
+        "qwen3",
+        YARN
+        | {
+            "qk_layernorm": True,
+            "yarn_beta_fast": 16.0,
+            "yarn_beta_slow": 2.0,
+            "yarn_mscale": 0.7,
+            "yarn_mscale_all_dim": 1.0,
+            "yarn_correction_range_round_to_int": False,
+        },
+    ),
+    "yarn, not concentrated": ("llama", YARN | {"yarn_mscale": 0.0, "yarn_mscale_all_dim": 0.0}),
     "window": ("mistral", {"window_size": [4095, 0]}),
     "bias": ("qwen2", {"add_qkv_bias": True}),
     "norm": ("qwen3", {"qk_layernorm": True, "kv_channels": 64}),
@@ -139,6 +158,12 @@ def test_experts_in_some_layers_only_and_a_weight_of_one_are_refused(setting: st
         ("rope_scaling", {"rope_type": "linear", "factor": "eight"}),
         ("rope_scaling", {"rope_type": "llama3"}),
         ("rope_scaling", "linear"),
+        ("rope_scaling", {"rope_type": "yarn"}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 0.5}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16.5}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "beta_slow": "few"}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "attention_factor": -1.0}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.2}),
         ("rope_parameters", {"full_attention": {"rope_theta": 5e5}}),
     ],
 )

@@ -9,6 +9,8 @@ import pytest
 from megatron_cp.models.fusions import fused_loss, fuses_gradient_sum, fuses_rotary_embedding
 from tests.training_runs import tiny_config
 
+YARN = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
+
 
 def chosen(its_layers: bool, **model: Any) -> tuple[bool, bool, str | None]:
     config = tiny_config(**{f"model__{name}": value for name, value in model.items()})
@@ -24,6 +26,8 @@ def chosen(its_layers: bool, **model: Any) -> tuple[bool, bool, str | None]:
     [
         ({}, (True, True, "te"), (False, False, None)),
         ({"multi_latent_attention": True}, (False, True, "te"), (False, False, None)),
+        (YARN, (False, True, "te"), (False, False, None)),
+        (YARN | {"yarn_mscale": 0.0, "yarn_mscale_all_dim": 0.0}, (True, True, "te"), (False, False, None)),
         ({"position_embedding_type": "none"}, (False, True, "te"), (False, False, None)),
         ({"deterministic_mode": True}, (True, True, None), (False, False, None)),
         (

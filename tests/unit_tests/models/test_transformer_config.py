@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_cp.config import ModelConfig
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.training.scheduling import model_cost
 from tests.training_runs import tiny_config
 
+ACTIVATIONS = get_args(get_type_hints(ModelConfig)["activation_func"])
+
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("function", ["silu", "gelu", "relu"])
+@pytest.mark.parametrize("function", ACTIVATIONS)
 def test_only_swiglu_is_fused(function: str, gated: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core's other fused functions refuse some of these, and approximate gelu where a CPU does not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -23,6 +26,21 @@ def test_only_swiglu_is_fused(function: str, gated: bool, bias: bool, monkeypatc
     config: Any = transformer_config(tiny_config(**{f"model__{name}": value for name, value in model.items()}))
     assert config.bias_activation_fusion == (function == "silu" and gated)
     assert config.activation_func is {"silu": F.silu, "gelu": F.gelu}.get(function, config.activation_func)
+
+
+def test_activations_are_what_their_names_say() -> None:
+    x = torch.linspace(-4, 4, 33, dtype=torch.float64)
+    formulas = {
+        "silu": x * torch.sigmoid(x),
+        "gelu": x * (1 + torch.erf(x / 2**0.5)) / 2,
+        "relu": x.clamp(min=0),
+        "squared_relu": x.clamp(min=0) ** 2,
+        "quick_gelu": x * torch.sigmoid(1.702 * x),
+    }
+    assert formulas.keys() == set(ACTIVATIONS)
+    for name, expected in formulas.items():
+        function: Any = transformer_config(tiny_config(model__activation_func=name)).activation_func
+        torch.testing.assert_close(function(x), expected)
 
 
 def test_where_weights_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

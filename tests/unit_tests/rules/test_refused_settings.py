@@ -16,6 +16,11 @@ LATENT = ("model.multi_latent_attention=true",)
 INDEXED = ("dataset.data_path=corpus",)
 NULL = ("tokenizer.tokenizer_type=NullTokenizer", "tokenizer.vocab_size=512")
 TWO_TENSOR_RANKS = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
+YARN = (
+    "model.position_embedding_type=yarn",
+    "model.yarn_original_max_position_embeddings=4096",
+    "model.yarn_rotary_scaling_factor=4.0",
+)
 LONG = ("model.dynamic_context_parallel=true", "train.micro_batch_size=1", "dataset.mock_lengths=long")
 SINKHORN = ("model.moe_router_load_balancing_type=sinkhorn", *EXPERTS, *ONE_RANK)
 
@@ -57,6 +62,14 @@ REFUSED = [
     ([*LATENT, "model.add_qkv_bias=true"], "K19", "model.add_qkv_bias=false"),
     ([*LATENT, "model.position_embedding_type=none"], "K19", "model.position_embedding_type=rope"),
     ([*LATENT, "model.position_embedding_type=learned_absolute"], "K19", "model.position_embedding_type=rope"),
+    ([*LATENT, *YARN], "K19", "model.position_embedding_type=rope"),
+    ([*YARN[:2]], "K55", YARN[2]),
+    ([*YARN[::2]], "K55", YARN[1]),
+    ([*YARN, "model.rope_scaling=true"], "K55", "model.rope_scaling=false"),
+    ([*YARN, "model.seq_len_interpolation_factor=2.0"], "K55", "model.seq_len_interpolation_factor=null"),
+    ([*YARN, "model.yarn_beta_fast=1.0"], "K55", "model.yarn_beta_fast=32.0"),
+    ([*YARN, "model.yarn_beta_slow=0.0"], "K51", "model.yarn_beta_slow=1.0"),
+    ([*YARN, "model.kv_channels=15"], "K17", "model.kv_channels=16"),
     (["dataset.reset_position_ids=true"], "E9", "dataset.reset_position_ids=false"),
     ([*LATENT, "dataset.reset_position_ids=true"], "E9", "dataset.reset_position_ids=false"),
     (["model.position_embedding_type=none", "dataset.reset_position_ids=true"], "E9",
@@ -417,6 +430,25 @@ LATENT = ("model.multi_latent_attention=true", "model.q_lora_rank=32", "model.nu
 def test_fused_kernels_are_refused_where_they_are_not_there(overrides, on_cpu, on_gpu):
     assert errors(*overrides) == on_cpu
     assert errors(*overrides, environment="gpu") == on_gpu
+
+
+def test_a_scaling_factor_below_one_shortens():
+    assert set(errors(*YARN, "model.yarn_rotary_scaling_factor=0.5")) == {"K30"}
+
+
+def test_yarn_for_fewer_positions_than_the_sequence_has_is_said():
+    few = [*YARN[:1], "model.yarn_original_max_position_embeddings=100", "model.yarn_rotary_scaling_factor=2.0"]
+    (found,) = check(load_recipe(EXAMPLE_RECIPE, few), 4, environment="cpu")
+    assert (found.rule, found.severity, found.fix) == ("K55", "warning", "model.yarn_rotary_scaling_factor=3.0")
+    assert check(load_recipe(EXAMPLE_RECIPE, [*few, found.fix]), 4, environment="cpu") == []
+
+
+def test_concentrated_yarn_has_no_fused_rotary_embedding():
+    """Transformer Engine's kernel leaves the factor out, of packs silently."""
+    plain = ["model.yarn_mscale=0.0", "model.yarn_mscale_all_dim=0.0"]
+    asked = "model.apply_rope_fusion=true"
+    assert errors(*YARN, asked, environment="gpu") == {"K34": "model.apply_rope_fusion=null"}
+    assert errors(*YARN, environment="gpu") == errors(*YARN, *plain, asked, environment="gpu") == {}
 
 
 def test_latent_attention_has_no_fused_rotary_embedding():

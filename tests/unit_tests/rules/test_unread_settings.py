@@ -16,6 +16,7 @@ FLAT = ("model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=nul
 LATENT = "model.multi_latent_attention=true"
 HYBRID = "model.architecture=hybrid model.hybrid_layer_pattern=M*M* model.num_layers=4"
 PACKS = "model.sequence_packing_scheduler=dp_balanced"
+YARN = "model.position_embedding_type=yarn"
 EXPERTS = "model.num_moe_experts=4"
 
 # What is set, what goes with it in both cases, and what has it read.
@@ -26,6 +27,12 @@ UNREAD = [
                       "seq_len_interpolation_factor=4.0")],
     ("model.rotary_base=500000.0", "model.position_embedding_type=learned_absolute",
      "model.position_embedding_type=rope"),
+    *[(f"model.{setting}", "", YARN)
+      for setting in ("yarn_rotary_scaling_factor=8.0", "yarn_original_max_position_embeddings=512",
+                      "yarn_beta_fast=16.0", "yarn_beta_slow=2.0", "yarn_correction_range_round_to_int=false")],
+    ("model.yarn_mscale=0.7", "", f"{YARN} model.yarn_mscale_all_dim=1.0"),
+    ("model.yarn_mscale=0.7", YARN, "model.yarn_mscale_all_dim=1.0"),
+    ("model.yarn_mscale_all_dim=0.7", YARN, "model.yarn_mscale=1.0"),
     *[(f"model.{name}=48", "model.num_query_groups=null", LATENT)
       for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")],
     ("model.num_query_groups=2", LATENT, "model.multi_latent_attention=false"),

@@ -83,6 +83,19 @@ def test_weights_may_begin_a_model_that_computes_something_else(cli: Any, tmp_pa
     assert cli("model.rotary_base=500000", begin, f"checkpoint.save={tmp_path}/longer")[0] == 0
 
 
+def test_the_weights_of_rotary_positions_may_begin_a_model_with_yarn(cli: Any, tmp_path: Path) -> None:
+    yarn = ["model.position_embedding_type=yarn", "model.yarn_original_max_position_embeddings=64"]
+    yarn += ["model.yarn_rotary_scaling_factor=8.0"]
+    assert cli()[0] == 0
+    code, text = cli(*yarn)
+    assert code == 2 and "model.position_embedding_type is 'yarn' here and 'rope' in the checkpoint" in text, text
+    begin = [f"checkpoint.pretrained_checkpoint={tmp_path}/run", f"checkpoint.save={tmp_path}/longer"]
+    assert text.rstrip().endswith(f"or begin a new run with its weights: {begin[0]}."), text
+    assert cli(*yarn, *begin)[0] == 0
+    code, text = cli(*yarn, "model.yarn_beta_fast=16.0", begin[1])
+    assert code == 2 and "model.yarn_beta_fast is 16.0 here and 32.0 in the checkpoint" in text, text
+
+
 def test_a_checkpoint_that_is_gone_ends_with_two(cli: Any, tmp_path: Path) -> None:
     assert cli()[0] == 0
     (tmp_path / "run" / "iter_0000001").rename(tmp_path / "run" / "elsewhere")

@@ -12,6 +12,7 @@ from tests.training_runs import train_losses, worst_difference
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, LAYOUTS, PP2, SP, TP2, VPP2
 from tests.unit_tests.training.test_checkpoint import resume, save_after
+from tests.unit_tests.training.test_model_variants import YARN
 
 STEPS = 6
 FULL = {"model__recompute_granularity": "full", "model__recompute_method": "uniform", "model__recompute_num_layers": 1}
@@ -56,6 +57,8 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 MODELS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "tied embeddings, pp2 cp2": (TIED, 4, PP2 | CP2),
     "no attention, cp4": ({"model__hybrid_layer_pattern": "M-M-"}, 4, CP4),
+    "squared relu, hcp": ({"model__activation_func": "squared_relu", "model__gated_linear_unit": False}, 4, CP4 | HCP),
+    "yarn, hcp": (YARN, 4, CP4 | HCP),
     "no positions, hcp": ({"model__position_embedding_type": "none"}, 4, CP4 | HCP),
     "a group a head, cp4": ({"model__mamba_num_groups": 16}, 4, CP4),
     "one group, cp4": ({"model__mamba_num_groups": 1}, 4, CP4),

@@ -36,6 +36,11 @@ CLASSIC = {
     "model__add_qkv_bias": True,
     "model__position_embedding_type": "learned_absolute",
 }
+YARN = {
+    "model__position_embedding_type": "yarn",
+    "model__yarn_rotary_scaling_factor": 16.0,
+    "model__yarn_original_max_position_embeddings": 8,
+}
 FULL = {"model__recompute_granularity": "full", "model__recompute_method": "uniform", "model__recompute_num_layers": 1}
 
 # A weight at which the balance is a tenth of the gradient.
@@ -59,6 +64,13 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "sliding window, hcp": ({"model__window_size": [8, 0]}, 4, CP4 | HCP),
     "learnable softmax offset, p2p": ({"model__softmax_type": "learnable"}, 4, TP2 | CP2),
     "llama 3 rope scaling, hcp": ({"model__rope_scaling": True, "model__rotary_base": 500000.0}, 4, CP4 | HCP),
+    "yarn, hcp": (YARN, 4, CP4 | HCP),
+    "yarn, hcp, decentralized": (YARN, 4, CP4 | HCP | {"dist__use_decentralized_pg": True}),
+    "yarn, tp2 cp2": (YARN, 4, TP2 | CP2),
+    "yarn and multi-token prediction, pp2 cp2": (YARN | {"model__mtp_num_layers": 1}, 4, PP2 | CP2),
+    "squared relu, hcp": ({"model__activation_func": "squared_relu", "model__gated_linear_unit": False}, 4, CP4 | HCP),
+    "quick gelu, tp2 cp2": ({"model__activation_func": "quick_gelu"}, 4, TP2 | CP2),
+    "squared relu of experts, cp2": (MOE | {"model__activation_func": "squared_relu"}, 2, CP2),
     "latent attention, hcp": (MLA, 4, CP4 | HCP),
     "mixture of experts, cp2": (MOE, 2, CP2),
     "mixture of experts, ep2 cp2": (MOE, 4, CP2 | {"model__expert_model_parallel_size": 2}),
@@ -101,6 +113,10 @@ SLOW = (
     "classic GPT, pp2 cp2",
     "mqa, p2p",
     "mixture of experts, cp2",
+    "yarn, tp2 cp2",
+    "yarn and multi-token prediction, pp2 cp2",
+    "quick gelu, tp2 cp2",
+    "squared relu of experts, cp2",
     "balanced experts, tp2 sp",
     "balanced experts, pp2",
     "balanced experts, dp2",

@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.training_runs import worst_difference
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts import CP2, CP4, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.test_model_variants import CLASSIC, FULL, MLA, MOE
+from tests.unit_tests.training.test_model_variants import CLASSIC, FULL, MLA, MOE, YARN
 
 TOLERANCE = 2e-6
 MTP = {"model__mtp_num_layers": 2, "model__mtp_loss_scaling_factor": 0.5}
@@ -50,6 +50,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         DYNAMIC | CP2 | DECENTRALIZED | per_rank(32) | {"dist__dynamic_groups_at_start": True},
     ),
     "4 ranks, default limit": (4, {}, DYNAMIC | CP4),
+    "yarn, 4 ranks, decentralized": (4, YARN, DYNAMIC | CP2 | DECENTRALIZED | per_rank(32)),
     "6 ranks": (6, {}, DYNAMIC | per_rank(32)),
     "6 ranks, groups of 2 and more": (
         6,

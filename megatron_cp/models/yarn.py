@@ -1,0 +1,40 @@
+"""YaRN: rotary embeddings for longer sequences than those that a model was trained on. Pure: no torch.
+
+Dimensions that turn often within the original length tell near tokens apart and keep their frequency; those that turn
+hardly once are slowed down by the scaling factor; between them the change is gradual. Queries and keys are also
+multiplied by a concentration factor, which makes the attention of many tokens sharper (https://arxiv.org/abs/2309.00071).
+"""
+
+from __future__ import annotations
+
+import math
+
+from megatron_cp.config import ModelConfig
+
+
+def kept_shares(model: ModelConfig, dims: int) -> list[float]:
+    """How much of its frequency each of the ``dims // 2`` pairs of rotated dimensions keeps: from 1, all, to 0."""
+    low, high = (_pair_that_turns(model, turns, dims) for turns in (model.yarn_beta_fast, model.yarn_beta_slow))
+    if model.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    width = high - low or 0.001
+    return [1 - min(max((pair - low) / width, 0.0), 1.0) for pair in range(dims // 2)]
+
+
+def concentration(model: ModelConfig) -> float:
+    """What queries and keys are multiplied by."""
+    if model.yarn_mscale is None or model.yarn_mscale_all_dim is None:
+        return _sharper(model, 1.0)
+    return _sharper(model, model.yarn_mscale) / _sharper(model, model.yarn_mscale_all_dim)
+
+
+def _pair_that_turns(model: ModelConfig, turns: float, dims: int) -> float:
+    """The pair of dimensions, counted with fractions, that turns so often within the original length."""
+    assert model.yarn_original_max_position_embeddings is not None  # rule K55
+    wave_length = model.yarn_original_max_position_embeddings / (turns * 2 * math.pi)
+    return dims * math.log(wave_length) / (2 * math.log(int(model.rotary_base)))
+
+
+def _sharper(model: ModelConfig, weight: float) -> float:
+    return 0.1 * weight * math.log(max(model.yarn_rotary_scaling_factor or 1.0, 1.0)) + 1.0
