@@ -142,6 +142,9 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
     if model.yarn_beta_fast <= model.yarn_beta_slow:
         message = f"must be above yarn_beta_slow ({model.yarn_beta_slow}), got {model.yarn_beta_fast}"
         yield Finding("model.yarn_beta_fast", message, "model.yarn_beta_fast=32.0 model.yarn_beta_slow=1.0")
+    if 1 <= model.rotary_base < 2:  # rule K30 knows of less
+        message = f"must be at least 2 for yarn, which asks how often its powers turn, got {model.rotary_base}"
+        yield Finding("model.rotary_base", message, default_of("model.rotary_base"))
     for name in ("rope_scaling", "seq_len_interpolation_factor"):
         if getattr(model, name):
             message = "stretches the positions as well, which yarn does already"

@@ -83,6 +83,8 @@ REFUSED = [
     (["train.manual_gc=true", "train.manual_gc_interval=-1"], "K30", "train.manual_gc_interval=0"),
     (["model.window_size=[8,0]", "model.window_attn_skip_freq=[1,0,1,0]", "model.mtp_num_layers=5"], "K12",
      "model.mtp_num_layers=4"),
+    (["model.position_embedding_type=yarn", "model.yarn_rotary_scaling_factor=4.0",
+      "model.yarn_original_max_position_embeddings=256", "model.rotary_base=1.5"], "K55", "model.rotary_base=10000.0"),
     (["model.seq_len_interpolation_factor=0"], "K51", "model.seq_len_interpolation_factor=null"),
     (["model.softmax_scale=0.0"], "K51", "model.softmax_scale=null"),
     (["model.softmax_scale=-1"], "K51", "model.softmax_scale=null"),
