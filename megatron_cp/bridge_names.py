@@ -96,7 +96,10 @@ _NAMES = {
     "model.params_dtype": _DTYPE,
     "model.pipeline_dtype": _DTYPE,
     "model.autocast_dtype": _DTYPE,
-    "model.pipeline_model_parallel_layout": _absent("all stages have equally many layers"),
+    "model.pipeline_model_parallel_layout": _absent(
+        "the first and the last stage may have numbers of layers of their own",
+        "model.num_layers_in_first_pipeline_stage=N, model.num_layers_in_last_pipeline_stage=N",
+    ),
     "model.overlap_p2p_comm": _absent("pipeline messages are not overlapped"),
     "model.deallocate_pipeline_outputs": _absent("stages keep what they sent until its backward pass"),
     "model.fp8": _NO_FP8,

@@ -105,6 +105,8 @@ class ModelConfig:
     sequence_parallel: bool = False
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
+    num_layers_in_first_pipeline_stage: int | None = None  # the stages between divide what is left
+    num_layers_in_last_pipeline_stage: int | None = None
     microbatch_group_size_per_vp_stage: int | None = None
 
     # Context parallelism.
