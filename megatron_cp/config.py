@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+# What is counted in iterations or in samples: NAME_iters and NAME_samples.
+TRAINING_LENGTHS, SCHEDULE_LENGTHS = ("train",), ("lr_warmup", "lr_decay", "lr_wsd_decay")
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
@@ -110,6 +112,8 @@ class ModelConfig:
     sequence_parallel: bool = False
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
+    num_layers_in_first_pipeline_stage: int | None = None  # the stages between divide what is left
+    num_layers_in_last_pipeline_stage: int | None = None
     microbatch_group_size_per_vp_stage: int | None = None
 
     # Context parallelism.
@@ -156,6 +160,7 @@ class ModelConfig:
 @dataclass
 class TrainConfig:
     train_iters: int = 100
+    train_samples: int | None = None  # instead: whole global batches of them
     skip_train: bool = False  # measure the losses of held-out data, and change nothing
     global_batch_size: int = 8  # samples an optimizer step, over all ranks
     micro_batch_size: int = 1
@@ -201,6 +206,10 @@ class SchedulerConfig:
     lr_decay_iters: int | None = None
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     lr_wsd_decay_iters: int | None = None
+    # Instead of iterations, as train.train_samples: whole global batches.
+    lr_warmup_samples: int = 0
+    lr_decay_samples: int | None = None
+    lr_wsd_decay_samples: int | None = None
     start_weight_decay: float | None = None
     end_weight_decay: float | None = None
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
@@ -382,6 +391,7 @@ class RunConfig:
             model.max_seqlen_per_dp_cp_rank = self._tokens_per_rank()
         if data.kind is None:
             data.kind = _kind_of_data(data.data_path, packed=model.sequence_packing_scheduler is not None)
+        self._count_in_iterations()
         if self.scheduler.lr_decay_iters is None:
             self.scheduler.lr_decay_iters = self.train.train_iters
         if self.checkpoint.save is None:
@@ -389,6 +399,19 @@ class RunConfig:
         if self.checkpoint.load is None:
             self.checkpoint.load = self.checkpoint.save
         return self
+
+    def _count_in_iterations(self) -> None:
+        """Turn lengths in samples into iterations. What is given in both stays, and rule K56 refuses it."""
+        batch = self.train.global_batch_size
+        section: TrainConfig | SchedulerConfig
+        for section, names in ((self.train, TRAINING_LENGTHS), (self.scheduler, SCHEDULE_LENGTHS)):
+            defaults = type(section)()
+            for name in names if batch >= 1 else ():
+                iterations, samples = f"{name}_iters", f"{name}_samples"
+                unset, given = getattr(defaults, samples), getattr(section, samples)
+                if given != unset and getattr(section, iterations) == getattr(defaults, iterations):
+                    setattr(section, iterations, given // batch)
+                    setattr(section, samples, unset)
 
     def _tokens_per_rank(self) -> int:
         """What a rank holds of the longest sample on context_parallel_size ranks, padded: one fits, in any case."""

@@ -19,6 +19,8 @@ _LAYOUT = (
     "sequence_parallel",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
     "cp_comm_type",
     "hierarchical_context_parallel_sizes",
     "dynamic_context_parallel",

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_cp import bridge_names
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.schema import build, hints, nearest, nearest_first, section_names
@@ -85,6 +86,7 @@ def load_recipe(
         plain: Any = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise _problem("K3", "", f"cannot resolve the configuration: {_one_line(error)}") from error
+    problems = bridge_names.settle(plain)
     config: RunConfig = build(RunConfig, plain, problems)
     if problems:
         raise ConfigError(problems)

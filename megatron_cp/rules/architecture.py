@@ -25,6 +25,11 @@ _NOT_READ_BY_LATENT_ATTENTION = (
     "softmax_scale", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "add_qkv_bias",
     "position_embedding_type",
 )  # fmt: skip
+# What gives the stages of other models their layers.
+_STAGES = (
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+)  # fmt: skip
 
 
 @rule(
@@ -193,10 +198,11 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
     for field, asked in not_built_in_hybrids.items():
         if asked and model.architecture == "hybrid":
             yield Finding(field, "is not built into hybrid models by this version", "model.architecture=gpt")
-    for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
-        if getattr(model, name) and model.architecture == "hybrid":
+    for name in _STAGES if model.architecture == "hybrid" else []:
+        if getattr(model, name):
             message = "does not move the layers of a hybrid model, which its pattern gives to the stages"
-            yield Finding(f"model.{name}", message, f"model.{name}=false, and | between the stages of the pattern")
+            fix = f"{default_of(f'model.{name}')}, and | between the stages of the pattern"
+            yield Finding(f"model.{name}", message, fix)
     for name in _NOT_READ_BY_LATENT_ATTENTION if model.multi_latent_attention else []:
         field = f"model.{name}"
         if getattr(model, name) != value_at(RunConfig(), field):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.rules.rule import Context, Finding, broken, rule
+from megatron_cp.config import SCHEDULE_LENGTHS, TRAINING_LENGTHS, RunConfig
+from megatron_cp.rules.rule import Context, Finding, broken, default_of, rule, value_at
 
 
 @rule(
@@ -87,6 +88,22 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
             "both override and use-checkpoint are set",
             "scheduler.override_opt_param_scheduler=false, or scheduler.use_checkpoint_opt_param_scheduler=false",
         )
+
+
+@rule(
+    "K56",
+    "A length is given in iterations or in samples, not in both.",
+    "Samples become iterations, of whole global batches, where those are not given; one of two would be ignored.",
+    broken("scheduler.lr_decay_iters=50", "scheduler.lr_decay_samples=400"),
+)
+def one_length(c: Context) -> Iterator[Finding]:
+    for section, names in (("train", TRAINING_LENGTHS), ("scheduler", SCHEDULE_LENGTHS)):
+        for name in names:
+            iterations, samples = f"{section}.{name}_iters", f"{section}.{name}_samples"
+            if value_at(c.config, samples) != value_at(RunConfig(), samples):
+                given = f"{iterations}={value_at(c.config, iterations)}"
+                none = f"{iterations}=null" if section == "train" else default_of(iterations)
+                yield Finding(samples, f"cannot be given together with {given}", f"{none}, or {default_of(samples)}")
 
 
 @rule(

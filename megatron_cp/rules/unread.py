@@ -90,7 +90,7 @@ _READINGS = (
     _Reading(
         "model",
         ("moe_router_topk", "moe_router_pre_softmax", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
-         "moe_token_dispatcher_type", "moe_grouped_gemm"),
+         "moe_token_dispatcher_type", "moe_grouped_gemm", "expert_tensor_parallel_size"),
         lambda config: config.model.num_moe_experts is not None,
         "model.num_moe_experts",
     ),
@@ -102,9 +102,90 @@ _READINGS = (
     ),
     _Reading(
         "model",
-        ("min_dynamic_context_parallel_size",),
+        ("min_dynamic_context_parallel_size", "dynamic_context_parallel_calibration_iters"),
         lambda config: config.model.dynamic_context_parallel,
         "model.dynamic_context_parallel=true",
+    ),
+    _Reading(
+        "model",
+        ("microbatch_group_size_per_vp_stage",),
+        lambda config: config.model.virtual_pipeline_model_parallel_size is not None,
+        "model.virtual_pipeline_model_parallel_size",
+    ),
+    _Reading(
+        "dist",
+        ("dynamic_groups_at_start",),
+        lambda config: config.runs_packs,
+        "model.sequence_packing_scheduler or dist.eval_context_parallel_size",
+    ),
+    _Reading(
+        "train",
+        ("manual_gc_interval",),
+        lambda config: config.train.manual_gc,
+        "train.manual_gc=true",
+    ),
+    _Reading(
+        "validation",
+        ("eval_global_batch_size", "eval_micro_batch_size"),
+        lambda config: config.validation.eval_iters != 0,
+        "validation.eval_iters",
+    ),
+    _Reading(
+        "scheduler",
+        ("lr_wsd_decay_iters", "lr_wsd_decay_style"),
+        lambda config: config.scheduler.lr_decay_style == "WSD",
+        "scheduler.lr_decay_style=WSD",
+    ),
+    # Their own start and end replace it; a zero is a value, too.
+    _Reading(
+        "optimizer",
+        ("weight_decay",),
+        lambda config: None in (config.scheduler.start_weight_decay, config.scheduler.end_weight_decay),
+        "scheduler.start_weight_decay=null or scheduler.end_weight_decay=null",
+    ),
+    _Reading(
+        "optimizer",
+        ("sgd_momentum",),
+        lambda config: config.optimizer.optimizer == "sgd",
+        "optimizer.optimizer=sgd",
+    ),
+    _Reading(
+        "optimizer",
+        ("adam_beta1", "adam_beta2", "adam_eps"),
+        lambda config: config.optimizer.optimizer == "adam",
+        "optimizer.optimizer=adam",
+    ),
+    _Reading(
+        "profiling",
+        ("profile_step_start", "profile_step_end"),
+        lambda config: config.profiling.use_pytorch_profiler or config.profiling.use_nsys_profiler,
+        "profiling.use_pytorch_profiler=true or profiling.use_nsys_profiler=true",
+    ),
+    _Reading(
+        "profiling",
+        ("profile_ranks",),
+        lambda config: (
+            config.profiling.use_pytorch_profiler or config.profiling.use_nsys_profiler or config.profiling.nvtx_ranges
+        ),
+        "profiling.use_pytorch_profiler=true or profiling.use_nsys_profiler=true or profiling.nvtx_ranges=true",
+    ),
+    _Reading(
+        "profiling",
+        ("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack"),
+        lambda config: config.profiling.use_pytorch_profiler,
+        "profiling.use_pytorch_profiler=true",
+    ),
+    _Reading(
+        "dataset",
+        ("mock_masked_fraction", "mock_num_samples"),
+        lambda config: config.dataset.kind in ("mock", "mock_documents"),
+        "dataset.data_path=null",
+    ),
+    _Reading(
+        "dataset",
+        ("text_key", "prompt_key", "response_key"),
+        lambda config: config.dataset.kind == "jsonl",
+        "dataset.kind=jsonl",
     ),
     # Not by the kind of data: a recipe's mock_lengths are there for who has no documents yet.
     _Reading(

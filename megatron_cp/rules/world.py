@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_cp.config import RunConfig
 from megatron_cp.parallel.layout import MOST_RANKS, layout_of
-from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, rule
+from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, nearest_multiples, rule
 
 _SIZES = {
     "model": (
@@ -17,6 +17,8 @@ _SIZES = {
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "num_layers",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
         "hidden_size",
         "ffn_hidden_size",
         "num_attention_heads",
@@ -42,6 +44,7 @@ _SIZES = {
     "dataset": ("seq_length",),
 }
 _MOST = 2**31 - 1
+_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 def oversized(config: RunConfig, world_size: int) -> list[Finding]:
@@ -295,14 +298,19 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
 @rule(
     "A15",
     "The layers divide over the pipeline stages.",
-    "Every stage, and every virtual stage, holds as many layers; the embedding and the loss may count as one each.",
+    "Every stage, and every virtual stage, holds as many layers; the embedding and the loss may count as one each, or "
+    "the first and the last stage have numbers of their own, and those between divide the rest.",
     broken("model.pipeline_model_parallel_size=3", world_size=12),
 )
 def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
     model = c.config.model
+    ends = {f"model.{name}": getattr(model, name) for name in _ENDS if getattr(model, name) is not None}
     counted = model.account_for_embedding_in_pipeline_split + model.account_for_loss_in_pipeline_split
     if model.architecture == "hybrid":
-        counted = 0  # its pattern has layers only (and K19 refuses the flags)
+        counted = 0  # its pattern has layers only (and K19 refuses the settings)
+    elif ends:
+        yield from _uneven_stages(c, ends, bool(counted))
+        return
     layers = model.num_layers + counted
     virtual = max(1, model.virtual_pipeline_model_parallel_size or 1) if c.pp > 1 else 1
     stages = c.pp * virtual
@@ -314,6 +322,40 @@ def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
             + (f" times virtual_pipeline_model_parallel_size={virtual}" if virtual > 1 else "")
             + (f"; {counted} of the {layers} for embedding and loss" if counted else ""),
             f"nearest valid numbers of layers: {listed([n - counted for n in valid])}",
+        )
+
+
+def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[Finding]:
+    """``ends`` are the layers of the first stage, the last one or both, by the names of their settings."""
+    field, layers = next(iter(ends)), c.config.model.num_layers
+    between, left = c.pp - len(ends), layers - sum(ends.values())
+    virtual = max(1, c.config.model.virtual_pipeline_model_parallel_size or 1)
+    if min(ends.values()) < 1:
+        return  # rule A1 has said so
+    if c.pp == 1:
+        yield Finding(field, "needs pipeline stages", f"{field}=null, or model.pipeline_model_parallel_size=2 or more")
+    elif counted:
+        flags = [f"model.account_for_{what}_in_pipeline_split" for what in ("embedding", "loss")]
+        message = f"cannot be set at the same time with {' or '.join(flags)}"
+        yield Finding(field, message, f"{field}=null, or {' '.join(f'{flag}=false' for flag in flags)}")
+    elif not between and virtual > 1:
+        # megatron-core divides by the number of stages between, to number the layers.
+        yield Finding(field, "with two interleaved stages one of the two numbers says both", f"{field}=null")
+    elif not between and left:
+        valid = f"{field}={layers - (sum(ends.values()) - ends[field])}"
+        yield Finding(field, f"two stages of {' and '.join(map(str, ends.values()))} layers are not {layers}", valid)
+    elif any(number % virtual for number in ends.values()):
+        field = next(name for name, number in ends.items() if number % virtual)
+        message = f"must be divisible by virtual_pipeline_model_parallel_size={virtual}"
+        yield Finding(field, message, f"{field}={nearest_multiples(ends[field], virtual)}")
+    elif between and (left < 1 or left % (between * virtual)):
+        rest, multiple = sum(ends.values()), between * virtual
+        valid_rests = sorted({max(left // multiple, 1) * multiple, max(left // multiple + 1, 1) * multiple})
+        yield Finding(
+            "model.num_layers",
+            f"num_layers={layers} leaves {left} for the {between} other pipeline stages"
+            + (f" of {virtual} virtual ones each" if virtual > 1 else ""),
+            f"nearest valid numbers of layers: {listed([rest + number for number in valid_rests])}",
         )
 
 

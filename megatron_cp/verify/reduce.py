@@ -136,11 +136,17 @@ def _stages(config: RunConfig) -> int:
     return model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
 
 
+def _is_uneven(config: RunConfig) -> bool:
+    m = config.model
+    return m.num_layers_in_first_pipeline_stage is not None or m.num_layers_in_last_pipeline_stage is not None
+
+
 def _num_layers(configs: Sequence[RunConfig]) -> int:
-    """The fewest layers that all layouts divide, at least two a model and one a virtual stage."""
+    """The fewest layers that all layouts divide, at least two a model and one a virtual stage; all, where numbers of
+    layers or single ones are named."""
     model = configs[0].model
     per_layer = isinstance(model.window_attn_skip_freq, list) or model.hybrid_layer_pattern is not None
-    if per_layer or any(isinstance(config.model.cp_comm_type, list) for config in configs):
+    if per_layer or any(isinstance(config.model.cp_comm_type, list) or _is_uneven(config) for config in configs):
         return model.num_layers
     least = max(2, (model.window_attn_skip_freq or 0) if not isinstance(model.window_attn_skip_freq, list) else 0)
 

@@ -112,6 +112,7 @@ IGNORED = {
     "K50": "only the loop saves, and keeps multiples of both",
     "K51": "only the loop saves, and takes 0 for never",
     "K53": "only the loop saves, into the current folder",
+    "K56": "the samples are not read: the schedule has the length in iterations",
     "K36": "the last token is looked for, which is none of the data's: all tokens have a loss, as without the setting",
     "K54": "the path is not looked at: the run learns random tokens",
     "K32": "mock data has every part whatever the split",

@@ -20,7 +20,7 @@ ORDER = [
     {"attention"},
     {"parallel"},
     {"recipes"},
-    {"schema", "one_rank"},
+    {"schema", "one_rank", "bridge_names"},
     {"config"},
     {"launcher", "run_lines"},
     {"errors"},
@@ -30,6 +30,7 @@ LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 # Rooms beside the way: rules use pure modules only, and only those above them use rules.
 PURE = [
     "megatron_cp",
+    "megatron_cp.bridge_names",
     "megatron_cp.config",
     "megatron_cp.one_rank",
     "megatron_cp.recipes",

@@ -1,13 +1,17 @@
 """The examples in docs/recipes.md work as they stand there."""
 
+import ast
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from megatron_cp import cli
+from megatron_cp.config import RunConfig
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
+from megatron_cp.rules.rule import value_at
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 
@@ -62,3 +66,47 @@ def test_the_python_example(folder, capsys):
 def test_the_settings_and_flags_that_the_page_names_exist():
     for group, choice in re.findall(r"`(parallel|model|optimizer)=(\w+)`", PAGE):
         load_recipe("llama_tiny_pretrain_config", [f"{group}={choice}"])
+
+
+# Where megatron-core's package defines the defaults of a section; Bridge's own classes alone know what is not there.
+CLASSES = {
+    "model": ("core/transformer/transformer_config.py", "TransformerConfig"),
+    "train": ("training/config/training_config.py", "TrainingConfig"),
+    "validation": ("training/config/training_config.py", "ValidationConfig"),
+    "logger": ("training/config/training_config.py", "LoggerConfig"),
+    "scheduler": ("training/config/training_config.py", "SchedulerConfig"),
+    "optimizer": ("core/optimizer/optimizer_config.py", "OptimizerConfig"),
+    "ddp": ("core/distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
+}
+BRIDGES_OWN = {"model.position_embedding_type", "model.share_embeddings_and_output_weights"}
+
+
+def defaults_of_their_class(section: str) -> dict[str, str]:
+    """Read, not imported: megatron.training takes long."""
+    (folder,) = find_spec("megatron").submodule_search_locations
+    file, name = CLASSES[section]
+    (found,) = [
+        node
+        for node in ast.parse((Path(folder) / file).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    fields = [node for node in found.body if isinstance(node, ast.AnnAssign) and node.value is not None]
+    texts = {field.target.id: ast.unparse(field.value).strip("'").removeprefix("F.") for field in fields}
+    return texts | {
+        field.target.id: str(keyword.value.value)
+        for field in fields
+        if isinstance(field.value, ast.Call)
+        for keyword in field.value.keywords
+        if keyword.arg == "default" and isinstance(keyword.value, ast.Constant)
+    }
+
+
+def test_the_defaults_that_differ():
+    rows = re.findall(r"^\| (`[a-z_.`, 0-9]+`) \| `([^`]*)`[^|]*\| `([^`]*)` \|", PAGE, flags=re.MULTILINE)
+    assert len(rows) == 20
+    for settings, here, theirs in rows:
+        for setting in re.findall("`([^`]*)`", settings):
+            section, _, name = setting.partition(".")
+            assert str(value_at(RunConfig(), setting)).lower() == here.lower(), setting
+            if setting not in BRIDGES_OWN:
+                assert defaults_of_their_class(section)[name].lower() == theirs.lower(), setting

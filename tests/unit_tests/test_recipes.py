@@ -10,6 +10,7 @@ import yaml
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError
 from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
+from megatron_cp.rules import check
 
 TINY = "llama_tiny_pretrain_config"
 
@@ -282,6 +283,39 @@ def test_a_short_run_of_a_long_recipe_ends_its_warmup():
     assert (warmup(), warmup("train.train_iters=2"), warmup("train.train_iters=1")) == (2000, 1, 0)
     longer = ["train.train_iters=2", "scheduler.lr_decay_iters=3000"]
     assert (warmup(*longer), warmup(*longer, "scheduler.lr_warmup_fraction=0.1")) == (2000, 300)
+
+
+def test_lengths_in_samples_are_whole_global_batches(tmp_path):
+    own = [
+        *("train.train_iters=null", "train.global_batch_size=16", "train.train_samples=1000"),
+        *("scheduler.lr_warmup_iters=0", "scheduler.lr_warmup_samples=100", "scheduler.lr_decay_samples=900"),
+        *("scheduler.lr_decay_style=WSD", "scheduler.lr_wsd_decay_samples=161"),
+    ]
+    config = load_recipe(TINY, own)
+    schedule = config.scheduler
+    assert config.train.train_iters == 62
+    assert (schedule.lr_warmup_iters, schedule.lr_decay_iters, schedule.lr_wsd_decay_iters) == (6, 56, 10)
+    assert load_recipe(TINY, [*own[:3], "scheduler.lr_decay_iters=null"]).scheduler.lr_decay_iters == 62
+    assert check(config, 4, environment="cpu") == []
+    assert config.finalize() is config and config.train.train_iters == 62
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert load_recipe(file) == config
+    text = problem("train.train_iters=null")
+    assert "train.train_iters: expected int, got None" in text
+
+
+@pytest.mark.parametrize(
+    "length", ["train.train", "scheduler.lr_warmup", "scheduler.lr_decay", "scheduler.lr_wsd_decay"]
+)
+def test_a_length_in_samples_and_iterations_is_refused(length):
+    config = load_recipe(TINY, [f"{length}_iters=5", f"{length}_samples=160", "scheduler.lr_decay_style=WSD"])
+    (found,) = [violation for violation in check(config, 4, environment="cpu") if violation.rule == "K56"]
+    assert found.field == f"{length}_samples" and f"together with {length}_iters=5" in found.message
+    ours, theirs = found.fix.split(", or ")
+    for fix in (ours, theirs):
+        mended = load_recipe(TINY, [f"{length}_iters=5", f"{length}_samples=160", "scheduler.lr_decay_style=WSD", fix])
+        assert not [violation for violation in check(mended, 4, environment="cpu") if violation.rule == "K56"]
 
 
 def test_a_wheel_brings_every_file():

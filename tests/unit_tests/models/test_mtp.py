@@ -213,10 +213,15 @@ EMBEDDING_AND_LOSS = LOSS | {"model__account_for_embedding_in_pipeline_split": T
 
 @pytest.mark.parametrize(
     ("layers", "layout", "tied"),
-    [(1, LOSS, False), (3, VPP2 | LOSS, True), (2, VPP2 | EMBEDDING_AND_LOSS, False)],
+    [
+        (1, LOSS, False),
+        (3, VPP2 | LOSS, True),
+        (2, VPP2 | EMBEDDING_AND_LOSS, False),
+        (4, {"model__num_layers_in_last_pipeline_stage": 1}, True),
+    ],
     ids=str,
 )
-def test_the_last_stage_may_have_no_other_layer(layers: int, layout: dict[str, Any], tied: bool) -> None:
+def test_the_last_stage_may_have_fewer_other_layers_or_none(layers: int, layout: dict[str, Any], tied: bool) -> None:
     model = MTP1 | {"model__num_layers": layers} | (TIED if tied else {})
     results = run_ranks(train, 2, model | PP2 | layout)
     assert all(result == results[0] for result in results), "ranks report different losses"

@@ -43,12 +43,38 @@ UNREAD = [
     ("model.mtp_loss_scaling_factor=0.3", "", "model.mtp_num_layers=1"),
     *[(f"model.{setting}", "", EXPERTS)
       for setting in ("moe_router_topk=3", "moe_router_pre_softmax=true", "moe_router_load_balancing_type=seq_aux_loss",
-                      "moe_aux_loss_coeff=0.01", "moe_token_dispatcher_type=allgather")],
+                      "moe_aux_loss_coeff=0.01", "moe_token_dispatcher_type=allgather",
+                      "expert_tensor_parallel_size=2")],
     ("model.max_seqlen_per_dp_cp_rank=512", "", PACKS),
     ("model.max_seqlen_per_dp_cp_rank=512", "model.context_parallel_size=2", "dist.eval_context_parallel_size=4"),
     ("model.min_dynamic_context_parallel_size=2", "", "model.dynamic_context_parallel=true"),
     ("model.min_dynamic_context_parallel_size=2", PACKS,
      "model.sequence_packing_scheduler=null model.dynamic_context_parallel=true"),
+    ("model.dynamic_context_parallel_calibration_iters=3", "", "model.dynamic_context_parallel=true"),
+    ("model.microbatch_group_size_per_vp_stage=4", "", "model.virtual_pipeline_model_parallel_size=2"),
+    ("dist.dynamic_groups_at_start=true", "", PACKS),
+    ("dist.dynamic_groups_at_start=true", "model.context_parallel_size=2", "dist.eval_context_parallel_size=4"),
+    ("train.manual_gc_interval=10", "", "train.manual_gc=true"),
+    ("validation.eval_global_batch_size=16", "validation.eval_iters=0", "validation.eval_iters=1"),
+    ("validation.eval_micro_batch_size=2", "validation.eval_iters=0", "validation.eval_iters=1"),
+    ("scheduler.lr_wsd_decay_iters=5", "", "scheduler.lr_decay_style=WSD"),
+    ("scheduler.lr_wsd_decay_style=linear", "", "scheduler.lr_decay_style=WSD"),
+    *[("optimizer.weight_decay=0.3", "scheduler.start_weight_decay=0.0 scheduler.end_weight_decay=0.0",
+       f"scheduler.{name}=null") for name in ("start_weight_decay", "end_weight_decay")],
+    ("optimizer.sgd_momentum=0.5", "", "optimizer.optimizer=sgd"),
+    *[(f"optimizer.{setting}", "optimizer.optimizer=sgd", "optimizer.optimizer=adam")
+      for setting in ("adam_beta1=0.8", "adam_beta2=0.9", "adam_eps=1e-6")],
+    *[(f"profiling.{setting}", "", f"profiling.{switch}=true")
+      for setting in ("profile_step_start=3", "profile_step_end=20", "profile_ranks=[1]")
+      for switch in ("use_pytorch_profiler", "use_nsys_profiler")],
+    ("profiling.profile_ranks=[1]", "", "profiling.nvtx_ranges=true"),
+    *[(f"profiling.pytorch_profiler_collect_{what}=true", "", "profiling.use_pytorch_profiler=true")
+      for what in ("shapes", "callstack")],
+    ("dataset.mock_masked_fraction=0.5", "dataset.data_path=a", "dataset.data_path=null"),
+    ("dataset.mock_num_samples=5", "dataset.data_path=a", "dataset.data_path=null"),
+    ("dataset.mock_masked_fraction=0.5", f"{PACKS} dataset.data_path=a", "dataset.data_path=null"),
+    *[(f"dataset.{name}=question", "", f"{PACKS} dataset.kind=jsonl dataset.data_path=a.jsonl")
+      for name in ("text_key", "prompt_key", "response_key")],
     ("dataset.mock_lengths=chat", "", PACKS),
     ("dataset.too_long=refuse", "", PACKS),
 ]  # fmt: skip

@@ -85,6 +85,14 @@ def test_resuming_under_another_layout(tmp_path: Path, before: tuple, after: tup
     assert worst_loss < 2e-6 and worst_norm < 2e-6, (worst_loss, worst_norm)
 
 
+def test_resuming_with_other_numbers_of_layers_in_a_stage(tmp_path: Path) -> None:
+    model, first = {"model__num_layers": 6}, "model__num_layers_in_first_pipeline_stage"
+    undisturbed = run_ranks(train_losses, 1, model, 6)[0]
+    run_ranks(save_after, 2, model | PP2 | VPP2 | {first: 2}, str(tmp_path), 3)
+    rest = run_ranks(resume, 2, model | PP2 | {first: 5}, str(tmp_path), 3)[0]
+    assert max(worst_difference(rest, undisturbed[3:])) < 2e-6
+
+
 def test_weights_are_saved_whole_where_their_gathering_is_overlapped(tmp_path: Path) -> None:
     """After a step each rank has its own shards of the new weights, until the next forward pass."""
     undisturbed = run_ranks(train_losses, 4, CP2, 3)[0]

@@ -8,7 +8,7 @@ import pytest
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config, train_losses, worst_difference
 from tests.unit_tests.models.hybrids import HYBRID
-from tests.unit_tests.training.layouts import LAYOUTS
+from tests.unit_tests.training.layouts import LAYOUTS, PP2, VPP2
 from tests.unit_tests.training.test_model_variants import CLASSIC, MOE
 
 STEPS, MORE = 6, 20
@@ -37,6 +37,23 @@ def of_layout(name: str, decentralized: bool, steps: int) -> list[tuple[float, f
 def test_layout_trains_like_one_rank(name: str, steps: int) -> None:
     worst_loss, worst_norm = worst_difference(of_layout(name, False, steps), one_rank()[:steps])
     assert worst_loss < TOLERANCE and worst_norm < TOLERANCE, (worst_loss, worst_norm)
+
+
+PP = "model__pipeline_model_parallel_size"
+FIRST, LAST = "model__num_layers_in_first_pipeline_stage", "model__num_layers_in_last_pipeline_stage"
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "layout"),
+    [(4, 2, PP2 | {FIRST: 1}), (6, 2, PP2 | VPP2 | {FIRST: 2}), (5, 3, {PP: 3, FIRST: 1, LAST: 1})],
+    ids=["1 and 3", "2 and 4, interleaved", "1, 3 and 1"],
+)
+def test_stages_of_unevenly_many_layers_train_like_one_rank(layers: int, ranks: int, layout: dict[str, Any]) -> None:
+    model = {"model__num_layers": layers}
+    reference = run_ranks(train_losses, 1, model, STEPS)[0]
+    results = run_ranks(train_losses, ranks, model | layout, STEPS)
+    assert all(result == results[0] for result in results), "ranks report different losses"
+    assert max(worst_difference(results[0], reference)) < TOLERANCE
 
 
 # One of each kind of group; the others are slow.

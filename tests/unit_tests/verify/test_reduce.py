@@ -61,6 +61,17 @@ def test_what_a_layer_each_says_keeps_all_layers():
     assert small.model.num_layers == 4 and small.model.cp_comm_type == kinds
 
 
+def test_stages_of_unevenly_many_layers_keep_them():
+    stages = [
+        "model.num_layers=6",
+        "model.pipeline_model_parallel_size=2",
+        "model.num_layers_in_first_pipeline_stage=1",
+    ]
+    (small,) = comparable([load_recipe("llama_tiny_pretrain_config", stages)], 8, 3)
+    assert (small.model.num_layers, small.model.num_layers_in_first_pipeline_stage) == (6, 1) and not errors(small, 8)
+    assert not errors(on_one_rank(small), 1)
+
+
 def test_stages_and_microbatches_suffice():
     overrides = [
         "model.num_layers=32", "model.pipeline_model_parallel_size=4", "model.virtual_pipeline_model_parallel_size=2",
