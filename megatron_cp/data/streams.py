@@ -116,6 +116,7 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
                         prompt_lengths=prompts[path],
                         vocab_size=tokenizer.vocab_size,
                         path_to_cache=config.path_to_cache,
+                        name=path,
                     )
                     for path in part.paths
                 ]

@@ -69,6 +69,7 @@ class DocumentDataset:
         vocab_size: token ids must be below it.
         path_to_cache: folder of the index of documents, which is made if it is not there; by default ``cache`` beside
             the files.
+        name: what messages call the files, where these were made from another one; by default ``prefix``.
 
     Documents of fewer than two tokens have nothing to predict and are left out.
 
@@ -87,33 +88,39 @@ class DocumentDataset:
         prompt_lengths: np.ndarray | None = None,
         vocab_size: int | None = None,
         path_to_cache: str | None = None,
+        name: str | None = None,
     ) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         if too_long not in ("split", "refuse"):
             raise DataError(f"dataset.too_long={too_long}: must be split or refuse.")
         files = open_indexed(prefix)
-        self._path, self._vocab_size, self._max_length = files.prefix, vocab_size, max_length
+        self._path, self._vocab_size, self._max_length = name or files.prefix, vocab_size, max_length
         self._index = open_documents(files, max_length, path_to_cache)
         self._data = IndexedDataset(files.prefix)
         total = files.num_boundaries - 1
         if prompt_lengths is not None and len(prompt_lengths) != total:
-            raise DataError(f"{files.prefix}: has {total} documents but {len(prompt_lengths)} prompt lengths.")
+            raise DataError(f"{self._path}: has {total} documents but {len(prompt_lengths)} prompt lengths.")
         self._prompts = prompt_lengths
         first, last = (round(share * total) for share in part)
         if too_long == "refuse":
             worst, targets = self._index.longest(first, last)
             if targets > max_length:
                 raise DataError(
-                    f"{files.prefix}: document {worst} has {targets + 1} tokens, more than {max_length} + 1. "
+                    f"{self._path}: document {worst} has {targets + 1} tokens, more than {max_length} + 1. "
                     "Raise dataset.seq_length, or cut documents with dataset.too_long=split."
                 )
         self._before = int(self._index.samples[first])
         self._num_samples = int(self._index.samples[last]) - self._before
         self._num_tokens = int(self._index.targets[last]) - int(self._index.targets[first])
         if not len(self):
-            where = "no document" if part == (0.0, 1.0) else f"none of the documents {first} to {last} of {total}"
-            raise DataError(f"{files.prefix}: {where} has two tokens or more, so there is nothing to predict.")
+            if first == last and total:
+                raise DataError(
+                    f"{self._path}: has none of its {total} documents in this part. Give the part a larger share, or "
+                    "ask for no samples of it (validation.eval_iters=0)."
+                )
+            where = "no document" if part == (0.0, 1.0) else f"none of the documents {first} to {last - 1} of {total}"
+            raise DataError(f"{self._path}: {where} has two tokens or more, so there is nothing to predict.")
 
     def __len__(self) -> int:
         return self._num_samples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron_cp.config import RunConfig
@@ -141,19 +142,29 @@ def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
 @rule(
     "A5",
     "tp divides the key/value heads, or the other way round.",
-    "A rank holds whole key/value heads, or shares one with its neighbours.",
+    "A rank holds whole key/value heads, or shares one with its neighbours, of which each computes an equal part of "
+    "its dimensions.",
     broken(
         "model.num_attention_heads=12", "model.num_query_groups=3", "model.tensor_model_parallel_size=2", world_size=8
     ),
 )
 def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
-    groups = c.config.model.kv_heads
+    model, groups = c.config.model, c.config.model.kv_heads
+    dim = model.kv_channels or 0
     if groups >= 1 and groups % c.tp and c.tp % groups:
-        fitting = [t for t in divisors(c.config.model.num_attention_heads) if groups % t == 0 or t % groups == 0]
+        fitting = [t for t in divisors(model.num_attention_heads) if groups % t == 0 or t % groups == 0]
         yield Finding(
             "model.num_query_groups",
             f"num_query_groups ({groups}) must be a multiple or divisor of tensor_model_parallel_size ({c.tp})",
             f"tensor parallel sizes that fit: {listed(fitting)}",
+        )
+    elif 1 <= groups < c.tp and model.num_attention_heads % c.tp == 0 and 2 * groups * dim % c.tp:
+        step = math.lcm(2, c.tp // math.gcd(2 * groups, c.tp))  # even, for rotary embeddings
+        yield Finding(
+            "model.kv_channels",
+            f"{groups} key and value heads of {dim} dimensions do not divide by tensor_model_parallel_size ({c.tp}), "
+            "whose ranks share them",
+            f"nearest valid: {nearest_multiples(dim, step)}",
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,15 +261,19 @@ def test_a_document_too_long_is_refused_by_choice(packed: RunConfig, corpus: Cal
     with pytest.raises(DataError, match=r"document \d+ has \d+ tokens, more than 50 \+ 1. Raise dataset.seq_length"):
         stream(packed, corpus(), 5)
     packed.dataset.kind = None
-    with pytest.raises(DataError, match=r"document 1 has 61 tokens"):
+    with pytest.raises(DataError, match=r"data.jsonl: document 1 has 61 tokens"):
         stream(packed, lines({"text": "short"}, {"text": "x" * 60}), 5)
 
 
-def test_a_part_without_documents(packed: RunConfig, corpus: Callable[..., str]) -> None:
+def test_a_part_without_documents(packed: RunConfig, corpus: Callable[..., str], lines: Any) -> None:
     prefix = corpus()
     packed.dataset.split = "9999,1,0"
-    with pytest.raises(DataError, match=r"the valid part of dataset.split=9999,1,0: .*nothing to predict"):
-        stream(packed, prefix, 10, 10)
+    for kind, path, total in ("documents", prefix, 40), ("jsonl", lines({"text": "short"}, {"text": "x"}), 2):
+        packed.dataset.kind = kind
+        named = f"the valid part of dataset.split=9999,1,0: {path}: has none of its {total} documents in this part"
+        with pytest.raises(DataError, match=rf"{re.escape(named)}\. Give the part a larger share"):
+            stream(packed, path, 10, 10)
+    packed.dataset.kind = "documents"
     packed.dataset.split = "1,0,0"
     with pytest.raises(DataError, match="no share for valid"):
         stream(packed, prefix, 10, 10)

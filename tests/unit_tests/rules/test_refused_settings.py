@@ -47,6 +47,8 @@ REFUSED = [
     (["dist.eval_context_parallel_size=-2"], "H6", "dist.eval_context_parallel_size=null"),
     (["dist.distributed_timeout_minutes=1e300"], "K51", "dist.distributed_timeout_minutes=10"),
     ([f"model.num_attention_heads={10**11}", "model.kv_channels=16"], "A1", "model.num_attention_heads=8"),
+    (["model.num_attention_heads=6", "model.num_query_groups=1", "model.tensor_model_parallel_size=3", "parallel=none",
+      "model.hidden_size=96", "model.ffn_hidden_size=96", "model.kv_channels=16"], "A5", "model.kv_channels=18"),
     ([*EXPERTS, "model.moe_router_topk=1"], "K15", "model.moe_router_pre_softmax=true"),
     ([*SINKHORN, "model.moe_aux_loss_coeff=0.01"], "K15", "model.moe_aux_loss_coeff=0.0"),
     ([*TWO_TENSOR_RANKS, "model.ffn_hidden_size=97"], "K31", "model.ffn_hidden_size=98"),
