@@ -86,6 +86,8 @@ class ModelConfig:
     moe_router_topk: int = 2
     moe_router_pre_softmax: bool = False  # over all experts, before the choice; topk 1 has no other way
     moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None  # of all shared experts together
+    moe_shared_expert_gate: bool = False
     moe_aux_loss_coeff: float = 0.0
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] = (
         "aux_loss"

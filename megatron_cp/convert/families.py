@@ -138,6 +138,8 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
         "window_attn_skip_freq": None,
         "multi_latent_attention": False,
     }
+    if model.num_moe_experts is not None:
+        plain |= {"moe_shared_expert_intermediate_size": None}
     for name, value in plain.items():
         found.unless(getattr(model, name) == value, f"model.{name}", getattr(model, name), f"{value} is needed")
     family = _family_of(model)

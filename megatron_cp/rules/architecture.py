@@ -240,3 +240,10 @@ def feed_forward_divides(c: Context) -> Iterator[Finding]:
         yield Finding(
             field, f"{width} is not divisible by {parts} ({size})", f"nearest valid: {nearest_multiples(width, size)}"
         )
+    shared = model.moe_shared_expert_intermediate_size
+    if model.num_moe_experts is not None and shared is not None and shared % c.tp:
+        yield Finding(
+            "model.moe_shared_expert_intermediate_size",
+            f"{shared} is not divisible by tensor_model_parallel_size ({c.tp})",
+            f"nearest valid: {nearest_multiples(shared, c.tp)}",
+        )

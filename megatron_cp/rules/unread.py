@@ -61,9 +61,15 @@ _READINGS = (
     _Reading(
         "model",
         ("moe_router_topk", "moe_router_pre_softmax", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
-         "moe_token_dispatcher_type", "moe_grouped_gemm"),
+         "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_shared_expert_intermediate_size"),
         lambda config: config.model.num_moe_experts is not None,
         "model.num_moe_experts",
+    ),
+    _Reading(
+        "model",
+        ("moe_shared_expert_gate",),
+        lambda config: config.model.moe_shared_expert_intermediate_size is not None,
+        "model.moe_shared_expert_intermediate_size",
     ),
     _Reading(
         "model",

@@ -33,6 +33,7 @@ _SIZES = {
         "v_head_dim",
         "num_moe_experts",
         "moe_ffn_hidden_size",
+        "moe_shared_expert_intermediate_size",
         "mtp_num_layers",
         "cross_entropy_chunk_size",
         "min_dynamic_context_parallel_size",

@@ -97,8 +97,9 @@ def _mlp_flops(model: ModelConfig) -> int:
     matrices = 3 if model.gated_linear_unit else 2
     if not model.num_moe_experts:
         return 2 * matrices * model.hidden_size * ffn
-    routed = model.moe_router_topk * (model.moe_ffn_hidden_size or ffn)
-    return 2 * matrices * model.hidden_size * routed + 2 * model.hidden_size * model.num_moe_experts
+    met = model.moe_router_topk * (model.moe_ffn_hidden_size or ffn) + (model.moe_shared_expert_intermediate_size or 0)
+    gate = bool(model.moe_shared_expert_intermediate_size) and model.moe_shared_expert_gate
+    return 2 * model.hidden_size * (matrices * met + model.num_moe_experts + gate)
 
 
 def _mamba_flops(model: ModelConfig) -> int:

@@ -53,6 +53,8 @@ _WEIGHTS = (
     "mtp_num_layers",
     "num_moe_experts",
     "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
     "mamba_state_dim",
     "mamba_head_dim",
     "mamba_num_groups",

@@ -203,6 +203,8 @@ def _shrink(model: ModelConfig, tp: int, num_layers: int) -> None:
     model.ffn_hidden_size = math.lcm(FFN, tp)
     if model.num_moe_experts is not None:
         model.moe_ffn_hidden_size = math.lcm(FFN, tp)
+        if model.moe_shared_expert_intermediate_size is not None:
+            model.moe_shared_expert_intermediate_size = math.lcm(FFN, tp)
     if model.multi_latent_attention:
         model.q_lora_rank = None if model.q_lora_rank is None else 16
         model.kv_lora_rank = 16

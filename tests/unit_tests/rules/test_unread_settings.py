@@ -36,7 +36,9 @@ UNREAD = [
     ("model.mtp_loss_scaling_factor=0.3", "", "model.mtp_num_layers=1"),
     *[(f"model.{setting}", "", EXPERTS)
       for setting in ("moe_router_topk=3", "moe_router_pre_softmax=true", "moe_router_load_balancing_type=seq_aux_loss",
-                      "moe_aux_loss_coeff=0.01", "moe_token_dispatcher_type=allgather")],
+                      "moe_aux_loss_coeff=0.01", "moe_token_dispatcher_type=allgather",
+                      "moe_shared_expert_intermediate_size=64")],
+    ("model.moe_shared_expert_gate=true", EXPERTS, "model.moe_shared_expert_intermediate_size=64"),
     ("model.max_seqlen_per_dp_cp_rank=512", "", PACKS),
     ("model.max_seqlen_per_dp_cp_rank=512", "model.context_parallel_size=2", "dist.eval_context_parallel_size=4"),
     ("model.min_dynamic_context_parallel_size=2", "", "model.dynamic_context_parallel=true"),

@@ -18,6 +18,9 @@ MOE = {
     "model__moe_router_load_balancing_type": "none",
     "model__moe_aux_loss_coeff": 0.0,
 }
+EP2 = {"model__expert_model_parallel_size": 2}
+ETP1 = {"model__expert_tensor_parallel_size": 1}
+SHARED = MOE | {"model__moe_shared_expert_intermediate_size": 32, "model__moe_shared_expert_gate": True}
 MLA = {
     "model__multi_latent_attention": True,
     "model__qk_layernorm": True,
@@ -61,15 +64,19 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "llama 3 rope scaling, hcp": ({"model__rope_scaling": True, "model__rotary_base": 500000.0}, 4, CP4 | HCP),
     "latent attention, hcp": (MLA, 4, CP4 | HCP),
     "mixture of experts, cp2": (MOE, 2, CP2),
-    "mixture of experts, ep2 cp2": (MOE, 4, CP2 | {"model__expert_model_parallel_size": 2}),
+    "mixture of experts, ep2 cp2": (MOE, 4, CP2 | EP2),
     "one expert a token, cp2": (MOE | {"model__moe_router_topk": 1, "model__moe_router_pre_softmax": True}, 2, CP2),
     "balanced experts, cp2": (BALANCED, 2, CP2),
     "balanced experts, tp2 sp": (BALANCED, 2, TP2 | SP),
     "balanced experts, pp2": (BALANCED, 2, PP2),
     "balanced experts, dp2": (BALANCED, 2, {}),
-    "balanced experts, ep2 cp2": (BALANCED, 4, CP2 | {"model__expert_model_parallel_size": 2}),
+    "balanced experts, ep2 cp2": (BALANCED, 4, CP2 | EP2),
     "balanced experts, tp2 sp cp2": (BALANCED, 4, TP2 | SP | CP2),
     "balanced experts, full recomputation, cp2": (BALANCED, 2, CP2 | FULL),
+    "shared experts, hcp": (SHARED, 4, CP4 | HCP),
+    "shared experts, ep2 cp2": (SHARED, 4, CP2 | EP2),
+    "shared experts, tp2 sp, whole experts": (SHARED, 2, TP2 | SP | ETP1),
+    "shared experts, latent attention, pp2 vpp2": (SHARED | MLA, 2, PP2 | VPP2),
     "experts balanced in each sequence, cp2": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, CP2),
     "experts balanced in each sequence, tp2 sp": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, TP2 | SP),
     "experts balanced in each sequence, dp2": (BY_SEQUENCE, 2, {}),
@@ -106,6 +113,8 @@ SLOW = (
     "balanced experts, dp2",
     "balanced experts, ep2 cp2",
     "balanced experts, full recomputation, cp2",
+    "shared experts, hcp",
+    "shared experts, latent attention, pp2 vpp2",
     "experts balanced in each sequence, tp2 sp",
     "experts balanced in each sequence, dp2",
     "experts balanced over the batch, tp2 sp",
