@@ -84,11 +84,15 @@ class ModelConfig:
     # Mixture of experts.
     num_moe_experts: int | None = None
     moe_router_topk: int = 2
-    moe_router_pre_softmax: bool = False  # over all experts, before the choice; topk 1 has no other way
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_pre_softmax: bool = False  # over all experts, before the choice; topk 1 has no other softmax
+    moe_router_topk_scaling_factor: float | None = None
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None  # of scores and weighted sums; None: the model's
     moe_ffn_hidden_size: int | None = None
     moe_shared_expert_intermediate_size: int | None = None  # of all shared experts together
     moe_shared_expert_gate: bool = False
     moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float | None = None
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] = (
         "aux_loss"
     )

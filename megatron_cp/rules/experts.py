@@ -30,7 +30,8 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
             f"model.moe_router_topk={max(1, min(model.num_moe_experts, model.moe_router_topk))}",
         )
     sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
-    if model.moe_router_topk == 1 and not model.moe_router_pre_softmax and not sinkhorn:
+    softmax = model.moe_router_score_function == "softmax" and not sinkhorn
+    if model.moe_router_topk == 1 and softmax and not model.moe_router_pre_softmax:
         yield Finding(
             "model.moe_router_pre_softmax",
             "a softmax over the one expert that moe_router_topk=1 chooses is always 1, and the router learns nothing",

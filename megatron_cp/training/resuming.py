@@ -74,7 +74,9 @@ _FUNCTION = (
     "window_attn_skip_freq",
     "layernorm_epsilon",
     "moe_router_topk",
+    "moe_router_score_function",
     "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
 )
 # Whose state the optimizer's is.
 _OPTIMIZER = ("optimizer.optimizer", "optimizer.use_distributed_optimizer")

@@ -43,6 +43,8 @@ REFUSED = [
     (["dist.distributed_timeout_minutes=1e300"], "K51", "dist.distributed_timeout_minutes=10"),
     ([f"model.num_attention_heads={10**11}", "model.kv_channels=16"], "A1", "model.num_attention_heads=8"),
     ([*EXPERTS, "model.moe_router_topk=1"], "K15", "model.moe_router_pre_softmax=true"),
+    ([*EXPERTS, "model.moe_router_topk_scaling_factor=0.0"], "K30", "model.moe_router_topk_scaling_factor=null"),
+    ([*EXPERTS, "model.moe_z_loss_coeff=-1.0"], "K30", "model.moe_z_loss_coeff=null"),
     ([*SINKHORN, "model.moe_aux_loss_coeff=0.01"], "K15", "model.moe_aux_loss_coeff=0.0"),
     ([*TWO_TENSOR_RANKS, "model.ffn_hidden_size=97"], "K31", "model.ffn_hidden_size=98"),
     ([*TWO_TENSOR_RANKS, *EXPERTS, "model.moe_ffn_hidden_size=33"], "K31", "model.moe_ffn_hidden_size=34"),
@@ -169,6 +171,7 @@ def test_an_evaluation_of_nothing_is_said():
 
 def test_one_expert_of_several_is_a_matter_of_experts_alone():
     assert errors("model.moe_router_topk=1") == {}
+    assert errors("model.moe_router_topk=1", *EXPERTS, "model.moe_router_score_function=sigmoid") == {}
     assert errors("model.moe_router_topk=1", *SINKHORN, world_size=1) == {}
 
 

@@ -37,7 +37,12 @@ UNREAD = [
     *[(f"model.{setting}", "", EXPERTS)
       for setting in ("moe_router_topk=3", "moe_router_pre_softmax=true", "moe_router_load_balancing_type=seq_aux_loss",
                       "moe_aux_loss_coeff=0.01", "moe_token_dispatcher_type=allgather",
-                      "moe_shared_expert_intermediate_size=64")],
+                      "moe_shared_expert_intermediate_size=64", "moe_router_score_function=sigmoid",
+                      "moe_router_topk_scaling_factor=2.5", "moe_router_dtype=fp32", "moe_z_loss_coeff=0.001")],
+    ("model.moe_router_pre_softmax=true", EXPERTS + " model.moe_router_score_function=sigmoid",
+     "model.moe_router_score_function=softmax"),
+    ("model.moe_router_topk_scaling_factor=2.5", EXPERTS + " model.moe_router_load_balancing_type=sinkhorn",
+     "model.moe_router_load_balancing_type=none"),
     ("model.moe_shared_expert_gate=true", EXPERTS, "model.moe_shared_expert_intermediate_size=64"),
     ("model.max_seqlen_per_dp_cp_rank=512", "", PACKS),
     ("model.max_seqlen_per_dp_cp_rank=512", "model.context_parallel_size=2", "dist.eval_context_parallel_size=4"),

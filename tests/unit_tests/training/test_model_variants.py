@@ -21,6 +21,13 @@ MOE = {
 EP2 = {"model__expert_model_parallel_size": 2}
 ETP1 = {"model__expert_tensor_parallel_size": 1}
 SHARED = MOE | {"model__moe_shared_expert_intermediate_size": 32, "model__moe_shared_expert_gate": True}
+# A z-loss at which it is a fifth of the gradient.
+SIGMOID = MOE | {
+    "model__moe_router_score_function": "sigmoid",
+    "model__moe_router_topk_scaling_factor": 2.5,
+    "model__moe_router_dtype": "fp64",
+    "model__moe_z_loss_coeff": 0.1,
+}
 MLA = {
     "model__multi_latent_attention": True,
     "model__qk_layernorm": True,
@@ -77,6 +84,11 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "shared experts, ep2 cp2": (SHARED, 4, CP2 | EP2),
     "shared experts, tp2 sp, whole experts": (SHARED, 2, TP2 | SP | ETP1),
     "shared experts, latent attention, pp2 vpp2": (SHARED | MLA, 2, PP2 | VPP2),
+    "sigmoid router with a z-loss, hcp": (SIGMOID, 4, CP4 | HCP),
+    "sigmoid router with a z-loss, ep2 cp2": (SIGMOID, 4, CP2 | EP2),
+    "sigmoid router with a z-loss, tp2 sp, whole experts": (SIGMOID, 2, TP2 | SP | ETP1),
+    "sigmoid router with a z-loss, larger microbatches, pp2": (SIGMOID, 2, PP2 | {"train__micro_batch_size": 2}),
+    "sigmoid router with a z-loss, full recomputation, dp2": (SIGMOID, 2, FULL),
     "experts balanced in each sequence, cp2": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, CP2),
     "experts balanced in each sequence, tp2 sp": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, TP2 | SP),
     "experts balanced in each sequence, dp2": (BY_SEQUENCE, 2, {}),
@@ -114,6 +126,9 @@ SLOW = (
     "balanced experts, ep2 cp2",
     "balanced experts, full recomputation, cp2",
     "shared experts, hcp",
+    "sigmoid router with a z-loss, hcp",
+    "sigmoid router with a z-loss, tp2 sp, whole experts",
+    "sigmoid router with a z-loss, full recomputation, dp2",
     "shared experts, latent attention, pp2 vpp2",
     "experts balanced in each sequence, tp2 sp",
     "experts balanced in each sequence, dp2",
@@ -167,3 +182,6 @@ def test_the_balance_of_experts_counts() -> None:
     for balanced in (BALANCED, BY_SEQUENCE, OVER_THE_BATCH):
         _, norm = worst_difference(run_ranks(train_losses, 1, balanced, 2)[0], alone)
         assert norm > 0.05, norm
+    sigmoid = run_ranks(train_losses, 1, SIGMOID | {"model__moe_z_loss_coeff": None}, 2)[0]
+    _, norm = worst_difference(run_ranks(train_losses, 1, SIGMOID, 2)[0], sigmoid)
+    assert norm > 0.05, norm

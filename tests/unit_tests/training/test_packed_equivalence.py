@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.training_runs import worst_difference
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts import CP2, CP4, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.test_model_variants import CLASSIC, EP2, FULL, MLA, MOE, SHARED
+from tests.unit_tests.training.test_model_variants import CLASSIC, EP2, FULL, MLA, MOE, SHARED, SIGMOID
 
 TOLERANCE = 2e-6
 MTP = {"model__mtp_num_layers": 2, "model__mtp_loss_scaling_factor": 0.5}
@@ -83,6 +83,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "experts": (4, MOE, DYNAMIC | per_rank(32)),
     "experts, ep2": (4, MOE, DYNAMIC | per_rank(32) | EP2),
     "shared experts, ep2": (4, SHARED, DYNAMIC | per_rank(32) | EP2),
+    "sigmoid router with a z-loss": (4, SIGMOID, DYNAMIC | per_rank(32)),
+    "sigmoid router with a z-loss, ep2": (4, SIGMOID, DYNAMIC | per_rank(32) | EP2),
     "experts, tp2 sp, decentralized": (
         2,
         MOE,
