@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.config import ModelConfig
 from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 
@@ -23,6 +24,7 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
                 "model.moe_ffn_hidden_size=null",
             )
         return
+    yield from _expert_layers(model)
     if not 1 <= model.moe_router_topk <= model.num_moe_experts:
         yield Finding(
             "model.moe_router_topk",
@@ -54,6 +56,21 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.moe_grouped_gemm", "grouped matrix products need Transformer Engine", "model.moe_grouped_gemm=false"
         )
+
+
+def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
+    field, every = "model.moe_layer_freq", model.moe_layer_freq
+    if isinstance(every, int):
+        if every < 1:
+            message = f"puts experts into one layer of n, n at least 1, got {every}"
+            yield Finding(field, message, f"{field}=1 for experts in all layers")
+    elif len(every) != model.num_layers:
+        yield Finding(field, f"has {len(every)} entries for {model.num_layers} layers", "one a layer")
+    elif not set(every) <= {0, 1}:
+        message = f"says 1 for a layer with experts and 0 for one without, got {every}"
+        yield Finding(field, message, f"{field}=[{','.join(str(int(bool(each))) for each in every)}]")
+    elif not any(every):
+        yield Finding(field, "leaves no layer with experts", f"{field}=1, or model.num_moe_experts=null")
 
 
 @rule(

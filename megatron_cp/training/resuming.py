@@ -52,6 +52,7 @@ _WEIGHTS = (
     "v_head_dim",
     "mtp_num_layers",
     "num_moe_experts",
+    "moe_layer_freq",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",

@@ -142,6 +142,8 @@ def _num_layers(configs: Sequence[RunConfig]) -> int:
     per_layer = isinstance(model.window_attn_skip_freq, list) or model.hybrid_layer_pattern is not None
     if per_layer or any(isinstance(config.model.cp_comm_type, list) for config in configs):
         return model.num_layers
+    if isinstance(model.moe_layer_freq, list):
+        return model.num_layers
     least = max(2, (model.window_attn_skip_freq or 0) if not isinstance(model.window_attn_skip_freq, list) else 0)
 
     def fits(layers: int, config: RunConfig) -> bool:

@@ -59,6 +59,7 @@ NO_COUNTERPART: dict[str, dict[str, Any]] = {
     "rope_scaling": {"rope_scaling": True, "seq_len_interpolation_factor": 4.0},
     "moe_shared_expert_intermediate_size": EXPERTS
     | {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True},
+    "moe_layer_freq": EXPERTS | {"moe_layer_freq": 2},
     "moe_router_score_function": EXPERTS | {"moe_router_score_function": "sigmoid"},
     "moe_router_topk_scaling_factor": EXPERTS | {"moe_router_topk_scaling_factor": 2.5},
     "moe_router_load_balancing_type": EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"},

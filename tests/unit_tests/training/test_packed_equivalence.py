@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.training_runs import worst_difference
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts import CP2, CP4, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.test_model_variants import CLASSIC, EP2, FULL, MLA, MOE, SHARED, SIGMOID
+from tests.unit_tests.training.test_model_variants import CLASSIC, EP2, FULL, MIXED_LAYERS, MLA, MOE, SHARED, SIGMOID
 
 TOLERANCE = 2e-6
 MTP = {"model__mtp_num_layers": 2, "model__mtp_loss_scaling_factor": 0.5}
@@ -85,6 +85,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "shared experts, ep2": (4, SHARED, DYNAMIC | per_rank(32) | EP2),
     "sigmoid router with a z-loss": (4, SIGMOID, DYNAMIC | per_rank(32)),
     "sigmoid router with a z-loss, ep2": (4, SIGMOID, DYNAMIC | per_rank(32) | EP2),
+    "experts in the last layers, pp2": (4, MIXED_LAYERS, DYNAMIC | PP2 | per_rank(64)),
+    "two tokens further, experts in the last layers, ep2": (4, MIXED_LAYERS | MTP, DYNAMIC | per_rank(32) | EP2),
     "experts, tp2 sp, decentralized": (
         2,
         MOE,

@@ -30,9 +30,10 @@ def counted(overrides: dict[str, Any]) -> tuple[int, int]:
         (TIED, TP2),
         (TIED, PP2),
         (EXPERTS, EP2),
+        (EXPERTS | {"model__moe_layer_freq": [0, 0, 1, 1]}, PP2),
         (EXPERTS | SHARED, TP2 | EP2 | {"model__expert_tensor_parallel_size": 1}),
     ],
-    ids=["norms tp2", "tied pp2", "experts ep2", "shared experts tp2 ep2 etp1"],
+    ids=["norms tp2", "tied pp2", "experts ep2", "experts in some layers pp2", "shared experts tp2 ep2 etp1"],
 )
 def test_every_parameter_counts_once(model: dict[str, Any], layout: dict[str, Any]) -> None:
     ((announced, held),) = run_ranks(counted, 1, model)

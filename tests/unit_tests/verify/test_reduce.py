@@ -212,6 +212,8 @@ PIECES = [
     {"model__cross_entropy_loss_fusion": True, "model__cross_entropy_fusion_impl": "native"},
     {"model__moe_grouped_gemm": True},
     {"model__num_moe_experts": 4, "model__moe_shared_expert_intermediate_size": 512},
+    {"model__num_moe_experts": 4, "model__num_layers": 8, "model__moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1]},
+    {"model__num_moe_experts": 4, "model__num_layers": 8, "model__moe_layer_freq": 3},
     {"model__qk_layernorm": True, "model__q_lora_rank": None},
     {"model__rotary_percent": 0.6, "model__kv_channels": 20},
     {"model__rotary_percent": 0.3, "model__qk_pos_emb_head_dim": 16},
