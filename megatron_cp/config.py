@@ -85,6 +85,8 @@ class ModelConfig:
     num_moe_experts: int | None = None
     moe_layer_freq: int | list[int] = 1  # one layer of n has experts, from the first on, or a list of 0/1, one a layer
     moe_router_topk: int = 2
+    moe_router_num_groups: int | None = None  # of experts; a token's lie in moe_router_group_topk of them
+    moe_router_group_topk: int | None = None
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     moe_router_pre_softmax: bool = False  # over all experts, before the choice; topk 1 has no other softmax
     moe_router_topk_scaling_factor: float | None = None

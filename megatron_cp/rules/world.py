@@ -34,6 +34,8 @@ _SIZES = {
         "num_moe_experts",
         "moe_ffn_hidden_size",
         "moe_shared_expert_intermediate_size",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
         "mtp_num_layers",
         "cross_entropy_chunk_size",
         "min_dynamic_context_parallel_size",

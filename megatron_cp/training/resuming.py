@@ -75,6 +75,8 @@ _FUNCTION = (
     "window_attn_skip_freq",
     "layernorm_epsilon",
     "moe_router_topk",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
     "moe_router_score_function",
     "moe_router_pre_softmax",
     "moe_router_topk_scaling_factor",

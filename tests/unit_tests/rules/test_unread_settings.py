@@ -37,8 +37,10 @@ UNREAD = [
     *[(f"model.{setting}", "", EXPERTS)
       for setting in ("moe_router_topk=3", "moe_router_pre_softmax=true", "moe_router_load_balancing_type=seq_aux_loss",
                       "moe_aux_loss_coeff=0.01", "moe_token_dispatcher_type=allgather",
-                      "moe_shared_expert_intermediate_size=64", "moe_layer_freq=2", "moe_router_score_function=sigmoid",
+                      "moe_shared_expert_intermediate_size=64", "moe_layer_freq=2",
+                      "moe_router_group_topk=1", "moe_router_score_function=sigmoid",
                       "moe_router_topk_scaling_factor=2.5", "moe_router_dtype=fp32", "moe_z_loss_coeff=0.001")],
+    ("model.moe_router_num_groups=2", EXPERTS, "model.moe_router_group_topk=1"),
     ("model.moe_router_pre_softmax=true", EXPERTS + " model.moe_router_score_function=sigmoid",
      "model.moe_router_score_function=softmax"),
     ("model.moe_router_topk_scaling_factor=2.5", EXPERTS + " model.moe_router_load_balancing_type=sinkhorn",

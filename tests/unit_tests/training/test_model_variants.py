@@ -22,6 +22,7 @@ EP2 = {"model__expert_model_parallel_size": 2}
 ETP1 = {"model__expert_tensor_parallel_size": 1}
 SHARED = MOE | {"model__moe_shared_expert_intermediate_size": 32, "model__moe_shared_expert_gate": True}
 # DeepSeek's first layers are dense; a pipeline stage may have no experts, or none but experts.
+GROUPED = MOE | {"model__num_moe_experts": 8, "model__moe_router_num_groups": 4, "model__moe_router_group_topk": 2}
 MIXED_LAYERS = SHARED | {"model__moe_layer_freq": [0, 0, 1, 1]}
 EVERY_OTHER = MOE | {"model__moe_layer_freq": 2}
 # A z-loss at which it is a fifth of the gradient.
@@ -97,6 +98,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "experts in the last layers, tp2 sp, whole experts": (MIXED_LAYERS, 2, TP2 | SP | ETP1),
     "experts in every other layer, pp2 vpp2": (EVERY_OTHER, 2, PP2 | VPP2),
     "experts in every other layer, latent attention, ep2 cp2": (EVERY_OTHER | MLA, 4, CP2 | EP2),
+    "experts of two groups of four, ep2 cp2": (GROUPED | {"model__moe_router_topk": 4}, 4, CP2 | EP2),
     "experts balanced in each sequence, cp2": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, CP2),
     "experts balanced in each sequence, tp2 sp": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, TP2 | SP),
     "experts balanced in each sequence, dp2": (BY_SEQUENCE, 2, {}),
@@ -134,6 +136,7 @@ SLOW = (
     "balanced experts, ep2 cp2",
     "balanced experts, full recomputation, cp2",
     "shared experts, hcp",
+    "experts of two groups of four, ep2 cp2",
     "experts in the last layers, hcp",
     "experts in the last layers, tp2 sp, whole experts",
     "experts in every other layer, pp2 vpp2",
