@@ -21,8 +21,13 @@ MOE = {
 EP2 = {"model__expert_model_parallel_size": 2}
 ETP1 = {"model__expert_tensor_parallel_size": 1}
 SHARED = MOE | {"model__moe_shared_expert_intermediate_size": 32, "model__moe_shared_expert_gate": True}
+GROUPED = MOE | {
+    "model__num_moe_experts": 8,
+    "model__moe_router_topk": 4,
+    "model__moe_router_num_groups": 4,
+    "model__moe_router_group_topk": 2,
+}
 # DeepSeek's first layers are dense; a pipeline stage may have no experts, or none but experts.
-GROUPED = MOE | {"model__num_moe_experts": 8, "model__moe_router_num_groups": 4, "model__moe_router_group_topk": 2}
 MIXED_LAYERS = SHARED | {"model__moe_layer_freq": [0, 0, 1, 1]}
 EVERY_OTHER = MOE | {"model__moe_layer_freq": 2}
 # A z-loss at which it is a fifth of the gradient.
@@ -98,7 +103,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "experts in the last layers, tp2 sp, whole experts": (MIXED_LAYERS, 2, TP2 | SP | ETP1),
     "experts in every other layer, pp2 vpp2": (EVERY_OTHER, 2, PP2 | VPP2),
     "experts in every other layer, latent attention, ep2 cp2": (EVERY_OTHER | MLA, 4, CP2 | EP2),
-    "experts of two groups of four, ep2 cp2": (GROUPED | {"model__moe_router_topk": 4}, 4, CP2 | EP2),
+    "experts of two groups of four, ep2 cp2": (GROUPED, 4, CP2 | EP2),
     "experts balanced in each sequence, cp2": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, CP2),
     "experts balanced in each sequence, tp2 sp": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, TP2 | SP),
     "experts balanced in each sequence, dp2": (BY_SEQUENCE, 2, {}),
@@ -191,12 +196,15 @@ def test_bf16_stays_close_to_float32() -> None:
         assert 1e-6 < worst_loss < 5e-3, worst_loss
 
 
-def test_the_balance_of_experts_counts() -> None:
-    """Guards the comparisons above: a balancing loss that did nothing would pass them."""
+def test_what_routers_are_told_counts() -> None:
+    """Guards the comparisons above: a balancing loss or a choice of groups that did nothing would pass them."""
     alone = run_ranks(train_losses, 1, MOE, 2)[0]
     for balanced in (BALANCED, BY_SEQUENCE, OVER_THE_BATCH):
         _, norm = worst_difference(run_ranks(train_losses, 1, balanced, 2)[0], alone)
         assert norm > 0.05, norm
+    anywhere = run_ranks(train_losses, 1, GROUPED | {"model__moe_router_group_topk": None}, 2)[0]
+    _, norm = worst_difference(run_ranks(train_losses, 1, GROUPED, 2)[0], anywhere)
+    assert norm > 0.01, norm
     sigmoid = run_ranks(train_losses, 1, SIGMOID | {"model__moe_z_loss_coeff": None}, 2)[0]
     _, norm = worst_difference(run_ranks(train_losses, 1, SIGMOID, 2)[0], sigmoid)
     assert norm > 0.05, norm
