@@ -90,6 +90,8 @@ class ModelConfig:
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     moe_router_pre_softmax: bool = False  # over all experts, before the choice; topk 1 has no other softmax
     moe_router_topk_scaling_factor: float | None = None
+    moe_router_enable_expert_bias: bool = False  # balances without a loss, in what is chosen only
+    moe_router_bias_update_rate: float = 1e-3
     moe_router_dtype: Literal["fp32", "fp64"] | None = None  # of scores and weighted sums; None: the model's
     moe_ffn_hidden_size: int | None = None
     moe_shared_expert_intermediate_size: int | None = None  # of all shared experts together

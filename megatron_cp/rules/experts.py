@@ -40,6 +40,12 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
             "a softmax over the one expert that moe_router_topk=1 chooses is always 1, and the router learns nothing",
             "model.moe_router_pre_softmax=true",
         )
+    if model.moe_router_enable_expert_bias and (sinkhorn or softmax):
+        yield Finding(
+            "model.moe_router_enable_expert_bias",
+            "Expert bias for aux-loss-free routing only supports 'sigmoid' scores, and no sinkhorn",
+            "model.moe_router_enable_expert_bias=false",
+        )
     if sinkhorn and model.moe_aux_loss_coeff:
         yield Finding(
             "model.moe_aux_loss_coeff", "Sinkhorn routing does not support aux loss.", "model.moe_aux_loss_coeff=0.0"

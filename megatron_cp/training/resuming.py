@@ -56,6 +56,7 @@ _WEIGHTS = (
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
+    "moe_router_enable_expert_bias",
     "mamba_state_dim",
     "mamba_head_dim",
     "mamba_num_groups",

@@ -61,6 +61,8 @@ NO_COUNTERPART: dict[str, dict[str, Any]] = {
     | {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True},
     "moe_layer_freq": EXPERTS | {"moe_layer_freq": 2},
     "moe_router_group_topk": EXPERTS | {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "moe_router_enable_expert_bias": EXPERTS
+    | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     "moe_router_score_function": EXPERTS | {"moe_router_score_function": "sigmoid"},
     "moe_router_topk_scaling_factor": EXPERTS | {"moe_router_topk_scaling_factor": 2.5},
     "moe_router_load_balancing_type": EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"},

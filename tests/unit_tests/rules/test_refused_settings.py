@@ -43,6 +43,7 @@ REFUSED = [
     (["dist.distributed_timeout_minutes=1e300"], "K51", "dist.distributed_timeout_minutes=10"),
     ([f"model.num_attention_heads={10**11}", "model.kv_channels=16"], "A1", "model.num_attention_heads=8"),
     ([*EXPERTS, "model.moe_router_topk=1"], "K15", "model.moe_router_pre_softmax=true"),
+    ([*EXPERTS, "model.moe_router_enable_expert_bias=true"], "K15", "model.moe_router_enable_expert_bias=false"),
     ([*EXPERTS, "model.moe_router_group_topk=1"], "K15", "model.moe_router_group_topk=null"),
     ([*EXPERTS, "model.moe_router_group_topk=1", "model.moe_router_num_groups=3"], "K15",
      "model.moe_router_num_groups=2"),

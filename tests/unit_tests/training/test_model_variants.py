@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cp.models.router import expert_biases
 from megatron_cp.training.step import train_step
 from megatron_cp.verify.reduce import ADAM_EPS
 from tests.ranks import run_ranks
@@ -37,6 +38,8 @@ SIGMOID = MOE | {
     "model__moe_router_dtype": "fp64",
     "model__moe_z_loss_coeff": 0.1,
 }
+# A rate at which the choice changes from step to step.
+BIASED = SIGMOID | {"model__moe_router_enable_expert_bias": True, "model__moe_router_bias_update_rate": 0.1}
 MLA = {
     "model__multi_latent_attention": True,
     "model__qk_layernorm": True,
@@ -103,6 +106,10 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "experts in the last layers, tp2 sp, whole experts": (MIXED_LAYERS, 2, TP2 | SP | ETP1),
     "experts in every other layer, pp2 vpp2": (EVERY_OTHER, 2, PP2 | VPP2),
     "experts in every other layer, latent attention, ep2 cp2": (EVERY_OTHER | MLA, 4, CP2 | EP2),
+    "balanced by a bias, hcp": (BIASED, 4, CP4 | HCP),
+    "balanced by a bias, ep2 cp2": (BIASED, 4, CP2 | EP2),
+    "balanced by a bias, tp2 sp, whole experts": (BIASED, 2, TP2 | SP | ETP1),
+    "balanced by a bias, full recomputation, pp2 vpp2": (BIASED | MIXED_LAYERS, 2, PP2 | VPP2 | FULL),
     "experts of two groups of four, ep2 cp2": (GROUPED, 4, CP2 | EP2),
     "experts balanced in each sequence, cp2": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, CP2),
     "experts balanced in each sequence, tp2 sp": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, TP2 | SP),
@@ -141,6 +148,8 @@ SLOW = (
     "balanced experts, ep2 cp2",
     "balanced experts, full recomputation, cp2",
     "shared experts, hcp",
+    "balanced by a bias, hcp",
+    "balanced by a bias, tp2 sp, whole experts",
     "experts of two groups of four, ep2 cp2",
     "experts in the last layers, hcp",
     "experts in the last layers, tp2 sp, whole experts",
@@ -205,6 +214,28 @@ def test_what_routers_are_told_counts() -> None:
     anywhere = run_ranks(train_losses, 1, GROUPED | {"model__moe_router_group_topk": None}, 2)[0]
     _, norm = worst_difference(run_ranks(train_losses, 1, GROUPED, 2)[0], anywhere)
     assert norm > 0.01, norm
+    biased, unbiased = (run_ranks(train_losses, 1, model, 3)[0] for model in (BIASED, SIGMOID))
+    assert worst_difference(biased[2:], unbiased[2:])[1] > 0.01
     sigmoid = run_ranks(train_losses, 1, SIGMOID | {"model__moe_z_loss_coeff": None}, 2)[0]
     _, norm = worst_difference(run_ranks(train_losses, 1, SIGMOID, 2)[0], sigmoid)
     assert norm > 0.05, norm
+
+
+def biases_before_and_after() -> list[torch.Tensor]:
+    """Of one router: at the start, after a step, and after one that is left out."""
+    run, batches = start(tiny_config(**BIASED))
+    bias, found = expert_biases(run.model)[0], []
+    for counts in (None, True, False):
+        if counts is not None:
+            microbatches = next(batches).microbatches
+            for microbatch in microbatches:
+                microbatch["loss_mask"] *= counts
+            assert train_step(run, microbatches).skipped is not counts
+        found.append(bias.clone())
+    run.close()
+    return found
+
+
+def test_a_step_that_is_left_out_moves_no_bias() -> None:
+    ((start_value, stepped, left_out),) = run_ranks(biases_before_and_after, 1)
+    assert not stepped.equal(start_value) and left_out.equal(stepped)

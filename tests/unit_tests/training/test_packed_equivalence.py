@@ -22,7 +22,17 @@ from tests.ranks import run_ranks
 from tests.training_runs import worst_difference
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts import CP2, CP4, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.test_model_variants import CLASSIC, EP2, FULL, MIXED_LAYERS, MLA, MOE, SHARED, SIGMOID
+from tests.unit_tests.training.test_model_variants import (
+    BIASED,
+    CLASSIC,
+    EP2,
+    FULL,
+    MIXED_LAYERS,
+    MLA,
+    MOE,
+    SHARED,
+    SIGMOID,
+)
 
 TOLERANCE = 2e-6
 MTP = {"model__mtp_num_layers": 2, "model__mtp_loss_scaling_factor": 0.5}
@@ -85,6 +95,9 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "shared experts, ep2": (4, SHARED, DYNAMIC | per_rank(32) | EP2),
     "sigmoid router with a z-loss": (4, SIGMOID, DYNAMIC | per_rank(32)),
     "sigmoid router with a z-loss, ep2": (4, SIGMOID, DYNAMIC | per_rank(32) | EP2),
+    "balanced by a bias": (4, BIASED, DYNAMIC | per_rank(32)),
+    "balanced by a bias, tp2 sp": (4, BIASED, DYNAMIC | TP2 | SP | per_rank(64)),
+    "balanced by a bias, ep2": (4, BIASED, DYNAMIC | per_rank(32) | EP2),
     "experts in the last layers, pp2": (4, MIXED_LAYERS, DYNAMIC | PP2 | per_rank(64)),
     "two tokens further, experts in the last layers, ep2": (4, MIXED_LAYERS | MTP, DYNAMIC | per_rank(32) | EP2),
     "experts, tp2 sp, decentralized": (
