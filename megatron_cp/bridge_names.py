@@ -50,7 +50,6 @@ _NO_FP8 = _absent("there is no FP8 or FP4 training", "bf16: mixed_precision=bf16
 _NO_GRAPHS = _absent("there are no CUDA graphs")
 _NO_FSDP = _absent("there is no FSDP", "optimizer.use_distributed_optimizer=true shards the optimizer's state")
 _NO_TP_OVERLAP = _absent("tensor-parallel messages are not overlapped with computation")
-_NO_SHARED_EXPERT = _absent("there are no shared experts")
 _DTYPE = _Meaning("follows from mixed_precision", "mixed_precision=bf16_mixed, fp16_mixed or fp32", (None,))
 _PRECISION_OF = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 _PACKING = _absent(
@@ -121,17 +120,11 @@ _NAMES = {
     "model.tp_comm_overlap_cfg": _UNREAD,
     "model.fine_grained_activation_offloading": _absent("there is recomputation", "model.recompute_granularity=full"),
     "model.offload_modules": _UNREAD,
-    "model.moe_layer_freq": _always(1),
-    "model.moe_shared_expert_intermediate_size": _NO_SHARED_EXPERT,
-    "model.moe_shared_expert_overlap": _NO_SHARED_EXPERT,
+    "model.moe_shared_expert_overlap": _absent("shared experts are not overlapped with messages"),
     "model.moe_router_force_load_balancing": _absent("tokens go where the router sends them"),
-    "model.moe_router_score_function": _always("softmax"),
-    "model.moe_router_enable_expert_bias": _absent("experts are balanced by a loss", "model.moe_aux_loss_coeff=0.01"),
-    "model.moe_router_dtype": _absent("the router multiplies in the model's precision"),
     "model.moe_router_fusion": _absent("the router's kernels are not fused"),
     "model.moe_permute_fusion": _absent("the dispatcher's kernels are not fused"),
     "model.moe_router_padding_for_fp8": _NO_FP8,
-    "model.moe_z_loss_coeff": _absent("there is no z-loss"),
     "model.moe_expert_capacity_factor": _absent("experts compute all tokens that they are sent"),
     "model.moe_enable_deepep": _absent("dispatchers are alltoall and allgather"),
     "model.moe_flex_dispatcher_backend": _UNREAD,

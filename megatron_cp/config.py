@@ -92,10 +92,21 @@ class ModelConfig:
 
     # Mixture of experts.
     num_moe_experts: int | None = None
+    moe_layer_freq: int | list[int] = 1  # one layer of n has experts, from the first on, or a list of 0/1, one a layer
     moe_router_topk: int = 2
-    moe_router_pre_softmax: bool = False  # over all experts, before the choice; topk 1 has no other way
+    moe_router_num_groups: int | None = None  # of experts; a token's lie in moe_router_group_topk of them
+    moe_router_group_topk: int | None = None
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_pre_softmax: bool = False  # over all experts, before the choice; topk 1 has no other softmax
+    moe_router_topk_scaling_factor: float | None = None
+    moe_router_enable_expert_bias: bool = False  # balances without a loss, in what is chosen only
+    moe_router_bias_update_rate: float = 1e-3
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None  # of scores and weighted sums; None: the model's
     moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None  # of all shared experts together
+    moe_shared_expert_gate: bool = False
     moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float | None = None
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] = (
         "aux_loss"
     )
@@ -150,6 +161,24 @@ class ModelConfig:
         """Key/value heads that attention meets: latent attention makes keys and values for every head."""
         groups = None if self.multi_latent_attention else self.num_query_groups
         return groups or self.num_attention_heads
+
+    @property
+    def expert_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has experts instead of one MLP."""
+        if self.num_moe_experts is None:
+            return (False,) * self.num_layers
+        if isinstance(self.moe_layer_freq, list):
+            return tuple(bool(each) for each in self.moe_layer_freq)
+        return tuple(index % max(1, self.moe_layer_freq) == 0 for index in range(self.num_layers))
+
+    @property
+    def mixes_experts(self) -> bool:
+        """Whether some layers have experts and others an MLP."""
+        if self.num_moe_experts is None:
+            return False
+        if isinstance(self.moe_layer_freq, list):
+            return len(set(self.moe_layer_freq)) > 1
+        return self.moe_layer_freq > 1 and self.num_layers > 1
 
     @property
     def transports(self) -> tuple[str, ...]:

@@ -26,9 +26,10 @@ def _distributed_optimizer_loads_torch_adam() -> None:
     """optimizer/distrib_optimizer.py:838, :1024, :1223, where neither Transformer Engine nor apex is installed.
 
     With torch's own Adam, loading a checkpoint into a fresh distributed optimizer fails: the assertion at 838 wants a
-    ``step`` before any step was taken; the copy at 1223 has no ``step`` to read and writes in place to leaves that
-    require gradients; and 1024 makes all parameters share one ``step`` tensor, so that Adam then counts one step per
-    parameter. Test: tests/unit_tests/training/test_checkpoint.py.
+    ``step`` before any step was taken, and also of an optimizer without parameters, which a pipeline stage without
+    experts has; the copy at 1223 has no ``step`` to read and writes in place to leaves that require gradients; and 1024
+    makes all parameters share one ``step`` tensor, so that Adam then counts one step per parameter. Tests:
+    tests/unit_tests/training/test_checkpoint.py, test_resharding.py.
     """
     from megatron.core.optimizer import distrib_optimizer
 
@@ -42,6 +43,10 @@ def _distributed_optimizer_loads_torch_adam() -> None:
 
     @functools.wraps(original_state_dict)
     def state_dict(self: Any) -> dict:
+        if not any(group["params"] for group in self.optimizer.param_groups):
+            groups = self.optimizer.state_dict()["param_groups"]
+            plain = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+            return {"optimizer": {"param_groups": [{**group, "step": 0.0} for group in plain]}}
         if len(self.optimizer.state) == 0:
             allocate_adam_state(self.optimizer)
         return original_state_dict(self)

@@ -138,6 +138,10 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
         "window_attn_skip_freq": None,
         "multi_latent_attention": False,
     }
+    if model.num_moe_experts is not None:
+        plain |= {"moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"}
+        plain |= {"moe_router_topk_scaling_factor": None, "moe_layer_freq": 1, "moe_router_group_topk": None}
+        plain |= {"moe_router_enable_expert_bias": False}
     for name, value in plain.items():
         found.unless(getattr(model, name) == value, f"model.{name}", getattr(model, name), f"{value} is needed")
     kind = model.position_embedding_type

@@ -91,7 +91,7 @@ def build_hybrid(config: RunConfig, core_config: TransformerConfig, **common: An
 
 def hybrid_stack_spec(config: RunConfig) -> ModuleSpec:
     """The spec of the stack: attention and MLP are the halves of a GPT layer."""
-    whole, norm = gpt_layer_spec(config)
+    whole, norm = gpt_layer_spec(config, experts=False)
     halves = {
         "attention_layer": {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp},
         "mlp_layer": {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp},

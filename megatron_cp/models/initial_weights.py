@@ -80,6 +80,23 @@ def _draw_experts(layer: Any, seed: int, name: str) -> None:
         own = seed_of(seed, f"{name} expert {index}")
         draw_part(first, own, config.init_method, config.params_dtype, group, 0, gated)
         draw_part(second, seed_of(own, "second"), config.output_layer_init_method, config.params_dtype, group, 1)
+    if layer.mlp.use_shared_expert:
+        _draw_shared_expert(layer, seed, name)
+
+
+def _draw_shared_expert(layer: Any, seed: int, name: str) -> None:
+    """From seeds of its own: megatron-core draws it after the experts, of which a rank may have only some."""
+    config, group, shared = layer.config, layer.pg_collection.tp, layer.mlp.shared_experts
+    gated = 2 if config.gated_linear_unit else 1
+    matrices: list[tuple[str, Tensor, Draw, dist.ProcessGroup | None, int, int]] = [
+        ("first", shared.linear_fc1.weight, config.init_method, group, 0, gated),
+        ("second", shared.linear_fc2.weight, config.output_layer_init_method, group, 1, 1),
+    ]
+    if shared.gate_weight is not None:
+        matrices.append(("gate", shared.gate_weight, config.init_method, None, 0, 1))
+    for part, weight, method, ranks, dim, stride in matrices:
+        own = seed_of(seed, f"{name} shared expert {part}")
+        draw_part(weight, own, method, config.params_dtype, ranks, dim, stride)
 
 
 def _experts(experts: Any) -> Iterator[tuple[Tensor, Tensor]]:

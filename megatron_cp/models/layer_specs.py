@@ -100,17 +100,17 @@ def use_transformer_engine(config: RunConfig) -> bool:
     return choose_backend(config, version, True, packed_sizes, flash)[0] == "te"
 
 
-def gpt_layer_spec(config: RunConfig) -> tuple[ModuleSpec, Any]:
-    """The spec of one layer of a GPT/Llama-like model, attention and MLP, and the class of its norms."""
+def gpt_layer_spec(config: RunConfig, experts: bool) -> tuple[ModuleSpec, Any]:
+    """The spec of one layer of a GPT/Llama-like model, attention and MLP or experts, and the class of its norms."""
     with_te = use_transformer_engine(config)
     layer = (get_gpt_layer_with_transformer_engine_spec if with_te else get_gpt_layer_local_spec)(
-        num_experts=config.model.num_moe_experts,
+        num_experts=config.model.num_moe_experts if experts else None,
         moe_grouped_gemm=config.model.moe_grouped_gemm,
         qk_layernorm=config.model.qk_layernorm,
         multi_latent_attention=config.model.multi_latent_attention,
         **({} if with_te else {"normalization": config.model.normalization}),
     )
-    if config.model.num_moe_experts:
+    if experts:
         layer.submodules.mlp.keywords["submodules"].router = PackRouter
     attention = layer.submodules.self_attention
     attention.params["attn_mask_type"] = AttnMaskType[config.model.attention_mask_type]
@@ -124,7 +124,7 @@ def gpt_layer_spec(config: RunConfig) -> tuple[ModuleSpec, Any]:
     else:
         attention.submodules.core_attention = ContextParallelAttention
         norm = TorchNorm
-        layer.submodules.sharded_state_dict_keys_map = _saved_names(config)
+        layer.submodules.sharded_state_dict_keys_map = _saved_names(config, experts)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if getattr(attention.submodules, name, IdentityOp) not in (None, IdentityOp):
@@ -137,13 +137,13 @@ def gpt_layer_spec(config: RunConfig) -> tuple[ModuleSpec, Any]:
     return seeded, norm
 
 
-def _saved_names(config: RunConfig) -> dict[str, str]:
+def _saved_names(config: RunConfig, experts: bool) -> dict[str, str]:
     """How checkpoints call the norms of layers without Transformer Engine: as those of its layers are saved, which are
     parts of the matrices that follow. Upstream's local specs say it of dense layers only, not of experts or latent
     attention, so that a run could not go on with the other kind of layers."""
     model = config.model
     names = {}
-    if model.num_moe_experts is None:
+    if not experts:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     if not model.multi_latent_attention:
         names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
@@ -156,12 +156,17 @@ def _saved_names(config: RunConfig) -> dict[str, str]:
 def gpt_block_spec(
     config: RunConfig, core_config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None
 ) -> tuple[TransformerBlockSubmodules, ModuleSpec]:
-    """The spec of this rank's (virtual) pipeline stage of a GPT/Llama-like model, and that of one layer: a stage that
-    holds the embedding or the loss alone has none."""
-    layer, norm = gpt_layer_spec(config)
-    if config.model.multi_latent_attention and config.model.q_lora_rank is None:
-        # The one projection that upstream builds without its group, so that it would ask the global state.
-        attention = layer.submodules.self_attention.submodules
-        attention.linear_q_proj = ModuleSpec(attention.linear_q_proj, params={"tp_group": groups.tp})
+    """The spec of this rank's (virtual) pipeline stage of a GPT/Llama-like model, and that of the model's last layer,
+    which multi-token prediction repeats: a stage that holds the embedding or the loss alone has none."""
+    model = config.model
+    specs = {experts: gpt_layer_spec(config, experts) for experts in set(model.expert_layers)}
+    layers = [specs[experts][0] for experts in model.expert_layers]
+    last, norm = specs[model.expert_layers[-1]]
+    if model.multi_latent_attention and model.q_lora_rank is None:
+        for layer, _ in specs.values():
+            # The one projection that upstream builds without its group, so that it would ask the global state.
+            attention = layer.submodules.self_attention.submodules
+            attention.linear_q_proj = ModuleSpec(attention.linear_q_proj, params={"tp_group": groups.tp})
+    first = get_transformer_layer_offset(core_config, vp_stage, groups.pp.rank())
     count = get_num_layers_to_build(core_config, vp_stage, groups.pp.rank())
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm), layer
+    return TransformerBlockSubmodules(layer_specs=layers[first : first + count], layer_norm=norm), last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ class PackRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
         self._real_tokens = None if padding_mask is None else (~padding_mask).sum()
         return super().routing(logits, padding_mask=padding_mask)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Upstream combines ``[tokens, experts]`` with a mask ``[tokens]``."""
+        super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
 
     def attach_and_log_load_balancing_loss(
         self,
@@ -52,6 +57,12 @@ class PackRouter(TopKRouter):
             needs_dp_avg=needs_dp_avg,
             valid_token_count=valid_token_count,
         )
+
+
+def expert_biases(chunks: Iterable[torch.nn.Module]) -> list[Tensor]:
+    """Of all routers in these parts of a model: megatron-core moves them with the gradients, before any step."""
+    routers = (module for chunk in chunks for module in chunk.modules() if isinstance(module, PackRouter))
+    return [router.expert_bias for router in routers if router.expert_bias is not None]
 
 
 def routers_of(layer: Any) -> list[PackRouter]:

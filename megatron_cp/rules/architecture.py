@@ -276,12 +276,13 @@ def feed_forward_divides(c: Context) -> Iterator[Finding]:
     model = c.config.model
     if model.architecture == "hybrid" and "-" not in (model.hybrid_layer_pattern or ""):
         return  # Mamba and attention only
-    field, width, parts, size = "model.ffn_hidden_size", model.ffn_hidden_size, "tensor_model_parallel_size", c.tp
+    dense, experts = ("tensor_model_parallel_size", c.tp), ("expert_tensor_parallel_size", c.etp)
+    split = [("ffn_hidden_size", *dense)] if model.num_moe_experts is None or model.mixes_experts else []
     if model.num_moe_experts is not None:
-        parts, size = "expert_tensor_parallel_size", c.etp
-        if model.moe_ffn_hidden_size is not None:
-            field, width = "model.moe_ffn_hidden_size", model.moe_ffn_hidden_size
-    if width is not None and width % size:
-        yield Finding(
-            field, f"{width} is not divisible by {parts} ({size})", f"nearest valid: {nearest_multiples(width, size)}"
-        )
+        of_experts = "ffn_hidden_size" if model.moe_ffn_hidden_size is None else "moe_ffn_hidden_size"
+        split += [(of_experts, *experts), ("moe_shared_expert_intermediate_size", *dense)]
+    for name, parts, size in split:
+        width = getattr(model, name)
+        if width is not None and width % size:
+            message = f"{width} is not divisible by {parts} ({size})"
+            yield Finding(f"model.{name}", message, f"nearest valid: {nearest_multiples(width, size)}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.rules.rule import Context, Finding, broken, rule
+from megatron_cp.config import ModelConfig
+from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, rule
 
 
 @rule(
@@ -23,18 +24,27 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
                 "model.moe_ffn_hidden_size=null",
             )
         return
+    yield from _expert_layers(model)
     if not 1 <= model.moe_router_topk <= model.num_moe_experts:
         yield Finding(
             "model.moe_router_topk",
             f"must be between 1 and num_moe_experts ({model.num_moe_experts}), got {model.moe_router_topk}",
             f"model.moe_router_topk={max(1, min(model.num_moe_experts, model.moe_router_topk))}",
         )
+    yield from _expert_groups(model)
     sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
-    if model.moe_router_topk == 1 and not model.moe_router_pre_softmax and not sinkhorn:
+    softmax = model.moe_router_score_function == "softmax" and not sinkhorn
+    if model.moe_router_topk == 1 and softmax and not model.moe_router_pre_softmax:
         yield Finding(
             "model.moe_router_pre_softmax",
             "a softmax over the one expert that moe_router_topk=1 chooses is always 1, and the router learns nothing",
             "model.moe_router_pre_softmax=true",
+        )
+    if model.moe_router_enable_expert_bias and (sinkhorn or softmax):
+        yield Finding(
+            "model.moe_router_enable_expert_bias",
+            "Expert bias for aux-loss-free routing only supports 'sigmoid' scores, and no sinkhorn",
+            "model.moe_router_enable_expert_bias=false",
         )
     if sinkhorn and model.moe_aux_loss_coeff:
         yield Finding(
@@ -53,6 +63,46 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.moe_grouped_gemm", "grouped matrix products need Transformer Engine", "model.moe_grouped_gemm=false"
         )
+
+
+def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
+    field, experts = "model.moe_router_group_topk", model.num_moe_experts or 0
+    groups, chosen, topk = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
+    if chosen is None or chosen < 1 or (groups is not None and groups < 1):
+        return  # not asked for, or rule A1 has said so
+    if groups is None:
+        message = "When using group limited routing, moe_router_num_groups must be specified."
+        yield Finding(field, message, f"{field}=null, or model.moe_router_num_groups={experts}")
+    elif experts % groups:
+        yield Finding(
+            "model.moe_router_num_groups",
+            f"num_moe_experts ({experts}) should be divisible by moe_router_num_groups ({groups})",
+            f"numbers of groups that fit: {listed(divisors(experts))}",
+        )
+    elif not chosen <= min(groups, topk):
+        message = f"{chosen} groups cannot be chosen of {groups} for {topk} experts of a token"
+        yield Finding(field, message, f"{field}={min(groups, topk)}")
+    elif topk > chosen * (experts // groups):
+        # megatron-core would choose experts of other groups, or fail.
+        message = (
+            f"the {chosen * (experts // groups)} experts of {chosen} groups are fewer than moe_router_topk ({topk})"
+        )
+        yield Finding(field, message, f"{field}={-(-topk * groups // experts)}")
+
+
+def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
+    field, every = "model.moe_layer_freq", model.moe_layer_freq
+    if isinstance(every, int):
+        if every < 1:
+            message = f"puts experts into one layer of n, n at least 1, got {every}"
+            yield Finding(field, message, f"{field}=1 for experts in all layers")
+    elif len(every) != model.num_layers:
+        yield Finding(field, f"has {len(every)} entries for {model.num_layers} layers", "one a layer")
+    elif not set(every) <= {0, 1}:
+        message = f"says 1 for a layer with experts and 0 for one without, got {every}"
+        yield Finding(field, message, f"{field}=[{','.join(str(int(bool(each))) for each in every)}]")
+    elif not any(every):
+        yield Finding(field, "leaves no layer with experts", f"{field}=1, or model.num_moe_experts=null")
 
 
 @rule(

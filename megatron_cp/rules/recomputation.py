@@ -87,7 +87,7 @@ def _modules(c: Context) -> Iterator[Finding]:
     allowed = {"core_attn": True, "mlp": experts or not model.add_bias_linear, "layernorm": c.backend == "te"}
     allowed |= {"moe": experts, "mla_up_proj": model.multi_latent_attention and not on_cpu}
     for name in model.recompute_modules or []:
-        if name == "mlp" and experts:
+        if name == "mlp" and experts and not model.mixes_experts:
             yield Finding(field, "mlp has no effect: every layer has experts instead", f"{field}=[moe]", "warning")
         elif name == "mlp" and model.add_bias_linear:
             message = "mlp with add_bias_linear=true is recomputed without end, until no memory is left"

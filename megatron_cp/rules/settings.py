@@ -27,6 +27,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.yarn_original_max_position_embeddings": (1, math.inf),
     "model.mtp_loss_scaling_factor": _ANY,
     "model.moe_aux_loss_coeff": _ANY,
+    "model.moe_z_loss_coeff": _ANY,
+    "model.moe_router_bias_update_rate": _ANY,
+    "model.moe_router_topk_scaling_factor": (1e-30, math.inf),  # megatron-core takes 0 for none
     "model.dynamic_context_parallel_calibration_iters": _ANY,
     "train.manual_gc_interval": _ANY,
     "mixed_precision.loss_scale_window": (1, math.inf),

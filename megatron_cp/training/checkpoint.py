@@ -36,7 +36,7 @@ from megatron_cp.training.checkpoint_files import (
 from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.metrics import logger
 from megatron_cp.training.nonfinite import parameters_are_finite
-from megatron_cp.training.optimizer_state import shaped_as_now
+from megatron_cp.training.optimizer_state import shaped_as_now, with_common_steps
 from megatron_cp.training.resuming import FORGOTTEN, FORMAT, check_fits, other_data, read_common, wants_optimizer
 from megatron_cp.training.roll_call import completing
 from megatron_cp.training.setup import Progress, Run
@@ -265,10 +265,14 @@ def _load_optimizer(run: Run, state: Any, common: dict[str, Any]) -> None:
         for group in run.optimizer.param_groups
     ]
     _set_learning_rates(run, common["scheduler"])
-    groups = [optimizer.param_groups for optimizer in run.optimizer.chained_optimizers]
-    run.optimizer.load_state_dict(shaped_as_now(state, common["optimizer"], groups))
+    run.optimizer.load_state_dict(shaped_as_now(state, common["optimizer"], _parameter_groups(run)))
     for group, settings in zip(run.optimizer.param_groups, configured, strict=True):
         group.update(settings)
+
+
+def _parameter_groups(run: Run) -> list[list[dict[str, Any]]]:
+    """Of each of the run's optimizers."""
+    return [optimizer.param_groups for optimizer in run.optimizer.chained_optimizers]
 
 
 def _load_scheduler(run: Run, common: dict[str, Any]) -> None:
@@ -304,7 +308,8 @@ def _sharded_state(run: Run, is_loading: bool, optimizer: bool = True, rng: bool
     }
     state: dict[str, Any] = dict(chunks)
     if optimizer and (is_loading or run.config.checkpoint.save_optim):
-        state["optimizer"] = run.optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
+        saved = run.optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
+        state["optimizer"] = saved if is_loading else with_common_steps(saved, _parameter_groups(run))
     if not is_loading:
         state["scheduler"] = run.scheduler.state_dict() | {name: getattr(run.scheduler, name) for name in FORGOTTEN}
     if rng and (is_loading or run.config.checkpoint.save_rng):

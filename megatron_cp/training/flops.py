@@ -49,10 +49,10 @@ def pairs_of_samples(model: ModelConfig, lengths: Sequence[int]) -> np.ndarray:
 
 
 def layers_with_parts(model: ModelConfig) -> list[tuple[int, str]]:
-    """Number and parts of each layer: attention ``*``, MLP or experts ``-``, Mamba ``M``."""
+    """Number and parts of each layer: attention ``*``, MLP ``-``, experts ``E``, Mamba ``M``."""
     hybrid = model.architecture == "hybrid"
-    main = list(layers_of(model.hybrid_layer_pattern)) if hybrid else ["*-"] * model.num_layers
-    ahead = ["*-"] * (model.mtp_num_layers or 0)  # megatron-core numbers these from 1 again
+    main = list(layers_of(model.hybrid_layer_pattern)) if hybrid else ["*E" if e else "*-" for e in model.expert_layers]
+    ahead = main[-1:] * (model.mtp_num_layers or 0)  # megatron-core numbers these from 1 again
     return [*enumerate(main, start=1), *enumerate(ahead, start=1)]
 
 
@@ -93,12 +93,21 @@ def _projection_flops(model: ModelConfig) -> int:
 
 
 def _mlp_flops(model: ModelConfig) -> int:
-    ffn = model.ffn_hidden_size or 4 * model.hidden_size
     matrices = 3 if model.gated_linear_unit else 2
-    if not model.num_moe_experts:
-        return 2 * matrices * model.hidden_size * ffn
-    routed = model.moe_router_topk * (model.moe_ffn_hidden_size or ffn)
-    return 2 * matrices * model.hidden_size * routed + 2 * model.hidden_size * model.num_moe_experts
+    return 2 * matrices * model.hidden_size * _ffn(model)
+
+
+def _expert_flops(model: ModelConfig) -> int:
+    """The router, the experts that a token is sent to, and the shared ones with their gate."""
+    matrices = 3 if model.gated_linear_unit else 2
+    shared = model.moe_shared_expert_intermediate_size or 0
+    met = model.moe_router_topk * (model.moe_ffn_hidden_size or _ffn(model)) + shared
+    scores = (model.num_moe_experts or 0) + (shared > 0 and model.moe_shared_expert_gate)
+    return 2 * model.hidden_size * (matrices * met + scores)
+
+
+def _ffn(model: ModelConfig) -> int:
+    return model.ffn_hidden_size or 4 * model.hidden_size
 
 
 def _mamba_flops(model: ModelConfig) -> int:
@@ -120,4 +129,4 @@ def attended_pairs(lengths: np.ndarray, causal: bool, window: tuple[int, ...] = 
     return lengths + on_a_side(left) + on_a_side(0 if causal else right)
 
 
-_PER_TOKEN = {"*": _projection_flops, "-": _mlp_flops, "M": _mamba_flops}
+_PER_TOKEN = {"*": _projection_flops, "-": _mlp_flops, "E": _expert_flops, "M": _mamba_flops}

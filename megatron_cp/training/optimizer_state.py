@@ -13,6 +13,31 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 _BY_LAYOUT = "is_expert_parallel"
 
 
+def with_common_steps(state: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> dict[Any, Any]:
+    """A state to be saved in which an optimizer without parameters has counted the steps of the others, in place.
+
+    A pipeline stage without experts has such a one where other stages' experts are spread over ranks. What is no tensor
+    is saved by rank 0, whose stage may be the one.
+
+    Args:
+        state: of these optimizers, as ``sharded_state_dict`` returns it.
+        groups: the parameter groups of each of them.
+    """
+    states = [state[index] for index in range(len(groups))] if 0 in state else [state]
+    inner = [each.get("optimizer", each) for each in states]
+    counting = [any(group["params"] for group in own) for own in groups]
+    if all(counting) or not any(counting):
+        return state
+    counted = inner[counting.index(True)]
+    steps = [group["step"] for group in counted["param_groups"] if "step" in group]
+    for each in (each for each, counts in zip(inner, counting, strict=True) if not counts):
+        for group in each["param_groups"] if steps else []:
+            group["step"] = steps[0]
+        if "common_step" in counted.get("state", {}):
+            each.setdefault("state", {})["common_step"] = counted["state"]["common_step"]
+    return state
+
+
 def shaped_as_now(loaded: dict[Any, Any], saved: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> dict[Any, Any]:
     """A loaded state as these optimizers' ``load_state_dict`` takes it.
 
@@ -27,7 +52,8 @@ def shaped_as_now(loaded: dict[Any, Any], saved: dict[Any, Any], groups: list[li
     if len(groups) == 1:
         tensors = {name: value for name, value in loaded.items() if not isinstance(name, int)}
         return _completed(tensors, before, groups[0])
-    return {index: _completed(loaded[index], before, own) for index, own in enumerate(groups)}
+    # Nothing is loaded for an optimizer without parameters.
+    return {index: _completed(loaded.get(index, {}), before, own) for index, own in enumerate(groups)}
 
 
 def _completed(tensors: dict[str, Any], before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:

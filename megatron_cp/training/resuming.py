@@ -52,7 +52,11 @@ _WEIGHTS = (
     "v_head_dim",
     "mtp_num_layers",
     "num_moe_experts",
+    "moe_layer_freq",
     "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_enable_expert_bias",
     "mamba_state_dim",
     "mamba_head_dim",
     "mamba_num_groups",
@@ -79,7 +83,11 @@ _FUNCTION = (
     "window_attn_skip_freq",
     "layernorm_epsilon",
     "moe_router_topk",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_score_function",
     "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
 )
 # Whose state the optimizer's is.
 _OPTIMIZER = ("optimizer.optimizer", "optimizer.use_distributed_optimizer")

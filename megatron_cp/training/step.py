@@ -21,6 +21,7 @@ from megatron_cp.data.batches import Batch
 from megatron_cp.dynamic_cp.packing import PackedMicrobatch
 from megatron_cp.errors import RuntimeFault
 from megatron_cp.models.mtp import depth_weights, unmasked_tokens
+from megatron_cp.models.router import expert_biases
 from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.parallel.pipeline import PipelineCommunicator
 from megatron_cp.training.batches import Microbatch, Steps
@@ -42,6 +43,14 @@ class StepResult:
 
 def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepResult:
     """Forward, backward, gradient reduction, optimizer and schedule for one global batch, this rank's microbatches."""
+    biases = [(bias, bias.clone()) for bias in expert_biases(run.model)]
+    result = _train_step(run, microbatches)
+    for bias, before in biases if result.skipped else []:
+        bias.copy_(before)
+    return result
+
+
+def _train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepResult:
     with run.phases("optimizer"):
         for chunk in run.model:
             chunk.zero_grad_buffer()

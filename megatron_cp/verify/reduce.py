@@ -148,6 +148,8 @@ def _num_layers(configs: Sequence[RunConfig]) -> int:
     per_layer = isinstance(model.window_attn_skip_freq, list) or model.hybrid_layer_pattern is not None
     if per_layer or any(isinstance(config.model.cp_comm_type, list) or _is_uneven(config) for config in configs):
         return model.num_layers
+    if isinstance(model.moe_layer_freq, list):
+        return model.num_layers
     least = max(2, (model.window_attn_skip_freq or 0) if not isinstance(model.window_attn_skip_freq, list) else 0)
 
     def fits(layers: int, config: RunConfig) -> bool:
@@ -209,6 +211,8 @@ def _shrink(model: ModelConfig, tp: int, num_layers: int) -> None:
     model.ffn_hidden_size = math.lcm(FFN, tp)
     if model.num_moe_experts is not None:
         model.moe_ffn_hidden_size = math.lcm(FFN, tp)
+        if model.moe_shared_expert_intermediate_size is not None:
+            model.moe_shared_expert_intermediate_size = math.lcm(FFN, tp)
     if model.multi_latent_attention:
         model.q_lora_rank = None if model.q_lora_rank is None else 16
         model.kv_lora_rank = 16

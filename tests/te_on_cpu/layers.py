@@ -34,14 +34,13 @@ from tests.unit_tests.attention.test_core_attention import make_config
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
 from tests.unit_tests.training.test_checkpoint import resume, save_after
-from tests.unit_tests.training.test_model_variants import BALANCED, CLASSIC, FULL, MLA, MOE, YARN
+from tests.unit_tests.training.test_model_variants import BALANCED, CLASSIC, EP2, FULL, MIXED_LAYERS, MLA, MOE, YARN
 
 Overrides = dict[str, Any]
 Losses = list[tuple[float, float]]
 STEPS = 4
 NATIVE, TE = ({"model__attention_backend": backend} for backend in ("native", "te"))
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
-EP2 = {"model__expert_model_parallel_size": 2}
 GROUPED = {"model__moe_grouped_gemm": True}
 LEARNED = {"model__softmax_type": "learnable"}
 WINDOW = {"model__window_size": [8, 0]}
@@ -82,6 +81,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "experts, tp2 sp": (BALANCED, 2, TP2 | SP),
     "grouped experts, ep2 cp2": (MOE | GROUPED, 4, CP2 | EP2),
     "grouped experts, tp2 sp": (BALANCED | GROUPED, 2, TP2 | SP),
+    "shared experts in the last layers, pp2 ep2": (MIXED_LAYERS | GROUPED, 4, PP2 | EP2),
     "two tokens further, pp2 cp2": ({"model__mtp_num_layers": 2}, 4, PP2 | CP2),
     "hybrid, tp2 sp cp2": (HYBRID, 4, TP2 | SP | CP2),
 }
@@ -189,7 +189,7 @@ def test_the_loss_is_that_of_its_kernels() -> None:
         assert gradients.abs().max() > 0.1
 
 
-MODELS = {"dense": {}, "experts": MOE, "grouped": MOE | GROUPED, "latent": MLA, "hybrid": HYBRID}
+MODELS = {"dense": {}, "experts": MOE, "grouped": MOE | GROUPED, "some": MIXED_LAYERS, "latent": MLA, "hybrid": HYBRID}
 WAYS = {"ours to te": (NATIVE, TE), "te to ours": (TE, NATIVE)}
 
 

@@ -76,6 +76,14 @@ NO_COUNTERPART: dict[str, dict[str, Any]] = {
     "multi_latent_attention": {"multi_latent_attention": True},
     "window_size": {"window_size": [7, 3]},
     "rope_scaling": {"rope_scaling": True, "seq_len_interpolation_factor": 4.0},
+    "moe_shared_expert_intermediate_size": EXPERTS
+    | {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True},
+    "moe_layer_freq": EXPERTS | {"moe_layer_freq": 2},
+    "moe_router_group_topk": EXPERTS | {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "moe_router_enable_expert_bias": EXPERTS
+    | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "moe_router_score_function": EXPERTS | {"moe_router_score_function": "sigmoid"},
+    "moe_router_topk_scaling_factor": EXPERTS | {"moe_router_topk_scaling_factor": 2.5},
     "moe_router_load_balancing_type": EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"},
     "add_qkv_bias": {"add_qkv_bias": True, "qk_layernorm": True},
     "moe_router_pre_softmax": EXPERTS | {"moe_router_pre_softmax": True},

@@ -33,6 +33,14 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {ATTENTION_NORM, MLP_NORM, "self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"},
     ),
     "experts": (EXPERTS, {ATTENTION_NORM, "pre_mlp_layernorm.weight"}),
+    "experts in some layers": (
+        EXPERTS | {"model__moe_layer_freq": [0, 1, 1, 0]},
+        {
+            *(f"{layer}.{ATTENTION_NORM}" for layer in range(4)),
+            *(f"{layer}.{MLP_NORM}" for layer in (0, 3)),
+            *(f"{layer}.pre_mlp_layernorm.weight" for layer in (1, 2)),
+        },
+    ),
     "latent": (LATENT, {"input_layernorm.weight", MLP_NORM}),
     "latent, normalized": (
         LATENT | {"model__qk_layernorm": True},
@@ -65,7 +73,7 @@ def written_before(folder: str) -> None:
     experts = tiny_config(**EXPERTS)
     with pytest.MonkeyPatch.context() as patch:
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": MLP_NORM[:-6]}
-        patch.setattr(layer_specs, "_saved_names", lambda config: names)
+        patch.setattr(layer_specs, "_saved_names", lambda *_: names)
         run, _ = start(experts)
         save_checkpoint(run, folder, {})
         run.close()

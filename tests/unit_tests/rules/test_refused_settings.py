@@ -50,9 +50,27 @@ REFUSED = [
     (["model.num_attention_heads=6", "model.num_query_groups=1", "model.tensor_model_parallel_size=3", "parallel=none",
       "model.hidden_size=96", "model.ffn_hidden_size=96", "model.kv_channels=16"], "A5", "model.kv_channels=18"),
     ([*EXPERTS, "model.moe_router_topk=1"], "K15", "model.moe_router_pre_softmax=true"),
+    ([*EXPERTS, "model.moe_router_enable_expert_bias=true"], "K15", "model.moe_router_enable_expert_bias=false"),
+    ([*EXPERTS, "model.moe_router_group_topk=1"], "K15", "model.moe_router_group_topk=null"),
+    ([*EXPERTS, "model.moe_router_group_topk=1", "model.moe_router_num_groups=3"], "K15",
+     "model.moe_router_num_groups=2"),
+    ([*EXPERTS, "model.moe_router_group_topk=3", "model.moe_router_num_groups=4"], "K15",
+     "model.moe_router_group_topk=2"),
+    ([*EXPERTS, "model.moe_router_group_topk=1", "model.moe_router_num_groups=4"], "K15",
+     "model.moe_router_group_topk=2"),
+    ([*EXPERTS, "model.moe_layer_freq=0"], "K15", "model.moe_layer_freq=1"),
+    ([*EXPERTS, "model.moe_layer_freq=[0,0,0,0]"], "K15", "model.num_moe_experts=null"),
+    ([*EXPERTS, "model.moe_layer_freq=[0,1,1,2]"], "K15", "model.moe_layer_freq=[0,1,1,1]"),
+    ([*TWO_TENSOR_RANKS, *EXPERTS, "model.moe_layer_freq=2", "model.ffn_hidden_size=97",
+      "model.moe_ffn_hidden_size=32"], "K31", "model.ffn_hidden_size=98"),
+    ([*EXPERTS, "model.moe_router_topk_scaling_factor=0.0"], "K30", "model.moe_router_topk_scaling_factor=null"),
+    ([*EXPERTS, "model.moe_z_loss_coeff=-1.0"], "K30", "model.moe_z_loss_coeff=null"),
     ([*SINKHORN, "model.moe_aux_loss_coeff=0.01"], "K15", "model.moe_aux_loss_coeff=0.0"),
     ([*TWO_TENSOR_RANKS, "model.ffn_hidden_size=97"], "K31", "model.ffn_hidden_size=98"),
     ([*TWO_TENSOR_RANKS, *EXPERTS, "model.moe_ffn_hidden_size=33"], "K31", "model.moe_ffn_hidden_size=34"),
+    ([*TWO_TENSOR_RANKS, *EXPERTS, "model.moe_shared_expert_intermediate_size=33"], "K31",
+     "model.moe_shared_expert_intermediate_size=34"),
+    ([*EXPERTS, "model.moe_shared_expert_intermediate_size=0"], "A1", "model.moe_shared_expert_intermediate_size=1"),
     ([*TWO_TENSOR_RANKS, *EXPERTS, "model.ffn_hidden_size=33"], "K31", "model.ffn_hidden_size=32"),
     ([*LATENT, "model.qk_pos_emb_head_dim=15"], "K17", "model.qk_pos_emb_head_dim=16"),
     ([*LATENT, "model.qk_pos_emb_head_dim=30", "model.rotary_percent=0.5"], "K17", "model.qk_pos_emb_head_dim=32"),
@@ -183,6 +201,7 @@ def test_an_evaluation_of_nothing_is_said():
 
 def test_one_expert_of_several_is_a_matter_of_experts_alone():
     assert errors("model.moe_router_topk=1") == {}
+    assert errors("model.moe_router_topk=1", *EXPERTS, "model.moe_router_score_function=sigmoid") == {}
     assert errors("model.moe_router_topk=1", *SINKHORN, world_size=1) == {}
 
 

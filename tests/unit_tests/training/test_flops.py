@@ -78,6 +78,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "model__v_head_dim": 12,
     },
     "experts": {"model__num_moe_experts": 4, "model__moe_router_topk": 2, "model__moe_ffn_hidden_size": 48},
+    "experts in every other layer": {
+        "model__num_moe_experts": 4,
+        "model__moe_layer_freq": 2,
+        "model__moe_ffn_hidden_size": 48,
+    },
+    "shared experts": {"model__num_moe_experts": 4, "model__moe_shared_expert_intermediate_size": 40},
+    "gated shared experts": {
+        "model__num_moe_experts": 4,
+        "model__moe_shared_expert_intermediate_size": 40,
+        "model__moe_shared_expert_gate": True,
+    },
 }
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cp.models.router import expert_biases
 from megatron_cp.training.step import train_step
 from megatron_cp.verify.reduce import ADAM_EPS
 from tests.ranks import run_ranks
@@ -18,6 +19,27 @@ MOE = {
     "model__moe_router_load_balancing_type": "none",
     "model__moe_aux_loss_coeff": 0.0,
 }
+EP2 = {"model__expert_model_parallel_size": 2}
+ETP1 = {"model__expert_tensor_parallel_size": 1}
+SHARED = MOE | {"model__moe_shared_expert_intermediate_size": 32, "model__moe_shared_expert_gate": True}
+GROUPED = MOE | {
+    "model__num_moe_experts": 8,
+    "model__moe_router_topk": 4,
+    "model__moe_router_num_groups": 4,
+    "model__moe_router_group_topk": 2,
+}
+# DeepSeek's first layers are dense; a pipeline stage may have no experts, or none but experts.
+MIXED_LAYERS = SHARED | {"model__moe_layer_freq": [0, 0, 1, 1]}
+EVERY_OTHER = MOE | {"model__moe_layer_freq": 2}
+# A z-loss at which it is a fifth of the gradient.
+SIGMOID = MOE | {
+    "model__moe_router_score_function": "sigmoid",
+    "model__moe_router_topk_scaling_factor": 2.5,
+    "model__moe_router_dtype": "fp64",
+    "model__moe_z_loss_coeff": 0.1,
+}
+# A rate at which the choice changes from step to step.
+BIASED = SIGMOID | {"model__moe_router_enable_expert_bias": True, "model__moe_router_bias_update_rate": 0.1}
 MLA = {
     "model__multi_latent_attention": True,
     "model__qk_layernorm": True,
@@ -73,15 +95,34 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "squared relu of experts, cp2": (MOE | {"model__activation_func": "squared_relu"}, 2, CP2),
     "latent attention, hcp": (MLA, 4, CP4 | HCP),
     "mixture of experts, cp2": (MOE, 2, CP2),
-    "mixture of experts, ep2 cp2": (MOE, 4, CP2 | {"model__expert_model_parallel_size": 2}),
+    "mixture of experts, ep2 cp2": (MOE, 4, CP2 | EP2),
     "one expert a token, cp2": (MOE | {"model__moe_router_topk": 1, "model__moe_router_pre_softmax": True}, 2, CP2),
     "balanced experts, cp2": (BALANCED, 2, CP2),
     "balanced experts, tp2 sp": (BALANCED, 2, TP2 | SP),
     "balanced experts, pp2": (BALANCED, 2, PP2),
     "balanced experts, dp2": (BALANCED, 2, {}),
-    "balanced experts, ep2 cp2": (BALANCED, 4, CP2 | {"model__expert_model_parallel_size": 2}),
+    "balanced experts, ep2 cp2": (BALANCED, 4, CP2 | EP2),
     "balanced experts, tp2 sp cp2": (BALANCED, 4, TP2 | SP | CP2),
     "balanced experts, full recomputation, cp2": (BALANCED, 2, CP2 | FULL),
+    "shared experts, hcp": (SHARED, 4, CP4 | HCP),
+    "shared experts, ep2 cp2": (SHARED, 4, CP2 | EP2),
+    "shared experts, tp2 sp, whole experts": (SHARED, 2, TP2 | SP | ETP1),
+    "shared experts, latent attention, pp2 vpp2": (SHARED | MLA, 2, PP2 | VPP2),
+    "sigmoid router with a z-loss, hcp": (SIGMOID, 4, CP4 | HCP),
+    "sigmoid router with a z-loss, ep2 cp2": (SIGMOID, 4, CP2 | EP2),
+    "sigmoid router with a z-loss, tp2 sp, whole experts": (SIGMOID, 2, TP2 | SP | ETP1),
+    "sigmoid router with a z-loss, larger microbatches, pp2": (SIGMOID, 2, PP2 | {"train__micro_batch_size": 2}),
+    "sigmoid router with a z-loss, full recomputation, dp2": (SIGMOID, 2, FULL),
+    "experts in the last layers, hcp": (MIXED_LAYERS, 4, CP4 | HCP),
+    "experts in the last layers, pp2 ep2 cp2": (MIXED_LAYERS, 4, PP2 | CP2 | EP2),
+    "experts in the last layers, tp2 sp, whole experts": (MIXED_LAYERS, 2, TP2 | SP | ETP1),
+    "experts in every other layer, pp2 vpp2": (EVERY_OTHER, 2, PP2 | VPP2),
+    "experts in every other layer, latent attention, ep2 cp2": (EVERY_OTHER | MLA, 4, CP2 | EP2),
+    "balanced by a bias, hcp": (BIASED, 4, CP4 | HCP),
+    "balanced by a bias, ep2 cp2": (BIASED, 4, CP2 | EP2),
+    "balanced by a bias, tp2 sp, whole experts": (BIASED, 2, TP2 | SP | ETP1),
+    "balanced by a bias, full recomputation, pp2 vpp2": (BIASED | MIXED_LAYERS, 2, PP2 | VPP2 | FULL),
+    "experts of two groups of four, ep2 cp2": (GROUPED, 4, CP2 | EP2),
     "experts balanced in each sequence, cp2": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, CP2),
     "experts balanced in each sequence, tp2 sp": (BY_SEQUENCE | {"train__micro_batch_size": 2}, 2, TP2 | SP),
     "experts balanced in each sequence, dp2": (BY_SEQUENCE, 2, {}),
@@ -122,6 +163,18 @@ SLOW = (
     "balanced experts, dp2",
     "balanced experts, ep2 cp2",
     "balanced experts, full recomputation, cp2",
+    "shared experts, hcp",
+    "balanced by a bias, hcp",
+    "balanced by a bias, tp2 sp, whole experts",
+    "experts of two groups of four, ep2 cp2",
+    "experts in the last layers, hcp",
+    "experts in the last layers, tp2 sp, whole experts",
+    "experts in every other layer, pp2 vpp2",
+    "experts in every other layer, latent attention, ep2 cp2",
+    "sigmoid router with a z-loss, hcp",
+    "sigmoid router with a z-loss, tp2 sp, whole experts",
+    "sigmoid router with a z-loss, full recomputation, dp2",
+    "shared experts, latent attention, pp2 vpp2",
     "experts balanced in each sequence, tp2 sp",
     "experts balanced in each sequence, dp2",
     "experts balanced over the batch, tp2 sp",
@@ -168,9 +221,37 @@ def test_bf16_stays_close_to_float32() -> None:
         assert 1e-6 < worst_loss < 5e-3, worst_loss
 
 
-def test_the_balance_of_experts_counts() -> None:
-    """Guards the comparisons above: a balancing loss that did nothing would pass them."""
+def test_what_routers_are_told_counts() -> None:
+    """Guards the comparisons above: a balancing loss or a choice of groups that did nothing would pass them."""
     alone = run_ranks(train_losses, 1, MOE, 2)[0]
     for balanced in (BALANCED, BY_SEQUENCE, OVER_THE_BATCH):
         _, norm = worst_difference(run_ranks(train_losses, 1, balanced, 2)[0], alone)
         assert norm > 0.05, norm
+    anywhere = run_ranks(train_losses, 1, GROUPED | {"model__moe_router_group_topk": None}, 2)[0]
+    _, norm = worst_difference(run_ranks(train_losses, 1, GROUPED, 2)[0], anywhere)
+    assert norm > 0.01, norm
+    biased, unbiased = (run_ranks(train_losses, 1, model, 3)[0] for model in (BIASED, SIGMOID))
+    assert worst_difference(biased[2:], unbiased[2:])[1] > 0.01
+    sigmoid = run_ranks(train_losses, 1, SIGMOID | {"model__moe_z_loss_coeff": None}, 2)[0]
+    _, norm = worst_difference(run_ranks(train_losses, 1, SIGMOID, 2)[0], sigmoid)
+    assert norm > 0.05, norm
+
+
+def biases_before_and_after() -> list[torch.Tensor]:
+    """Of one router: at the start, after a step, and after one that is left out."""
+    run, batches = start(tiny_config(**BIASED))
+    bias, found = expert_biases(run.model)[0], []
+    for counts in (None, True, False):
+        if counts is not None:
+            microbatches = next(batches).microbatches
+            for microbatch in microbatches:
+                microbatch["loss_mask"] *= counts
+            assert train_step(run, microbatches).skipped is not counts
+        found.append(bias.clone())
+    run.close()
+    return found
+
+
+def test_a_step_that_is_left_out_moves_no_bias() -> None:
+    ((start_value, stepped, left_out),) = run_ranks(biases_before_and_after, 1)
+    assert not stepped.equal(start_value) and left_out.equal(stepped)

@@ -22,7 +22,18 @@ from tests.ranks import run_ranks
 from tests.training_runs import worst_difference
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts import CP2, CP4, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.test_model_variants import CLASSIC, FULL, MLA, MOE, YARN
+from tests.unit_tests.training.test_model_variants import (
+    BIASED,
+    CLASSIC,
+    EP2,
+    FULL,
+    MIXED_LAYERS,
+    MLA,
+    MOE,
+    SHARED,
+    SIGMOID,
+    YARN,
+)
 
 TOLERANCE = 2e-6
 MTP = {"model__mtp_num_layers": 2, "model__mtp_loss_scaling_factor": 0.5}
@@ -82,7 +93,15 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "two tokens further": (4, MTP, DYNAMIC | CP2 | per_rank(32)),
     "two tokens further, tp2 sp": (4, MTP, DYNAMIC | TP2 | SP | per_rank(64)),
     "experts": (4, MOE, DYNAMIC | per_rank(32)),
-    "experts, ep2": (4, MOE, DYNAMIC | per_rank(32) | {"model__expert_model_parallel_size": 2}),
+    "experts, ep2": (4, MOE, DYNAMIC | per_rank(32) | EP2),
+    "shared experts, ep2": (4, SHARED, DYNAMIC | per_rank(32) | EP2),
+    "sigmoid router with a z-loss": (4, SIGMOID, DYNAMIC | per_rank(32)),
+    "sigmoid router with a z-loss, ep2": (4, SIGMOID, DYNAMIC | per_rank(32) | EP2),
+    "balanced by a bias": (4, BIASED, DYNAMIC | per_rank(32)),
+    "balanced by a bias, tp2 sp": (4, BIASED, DYNAMIC | TP2 | SP | per_rank(64)),
+    "balanced by a bias, ep2": (4, BIASED, DYNAMIC | per_rank(32) | EP2),
+    "experts in the last layers, pp2": (4, MIXED_LAYERS, DYNAMIC | PP2 | per_rank(64)),
+    "two tokens further, experts in the last layers, ep2": (4, MIXED_LAYERS | MTP, DYNAMIC | per_rank(32) | EP2),
     "experts, tp2 sp, decentralized": (
         2,
         MOE,

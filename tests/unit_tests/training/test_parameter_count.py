@@ -10,6 +10,7 @@ from tests.training_runs import start, tiny_config
 
 TIED = {"model__share_embeddings_and_output_weights": True}
 EXPERTS = {"model__num_moe_experts": 4}
+SHARED = {"model__moe_shared_expert_intermediate_size": 32, "model__moe_shared_expert_gate": True}
 TP2 = {"model__tensor_model_parallel_size": 2, "model__sequence_parallel": True}
 PP2 = {"model__pipeline_model_parallel_size": 2}
 EP2 = {"model__expert_model_parallel_size": 2}
@@ -25,8 +26,14 @@ def counted(overrides: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [(TIED, TP2), (TIED, PP2), (EXPERTS, EP2), (EXPERTS, TP2 | EP2 | {"model__expert_tensor_parallel_size": 1})],
-    ids=["norms tp2", "tied pp2", "experts ep2", "experts tp2 ep2 etp1"],
+    [
+        (TIED, TP2),
+        (TIED, PP2),
+        (EXPERTS, EP2),
+        (EXPERTS | {"model__moe_layer_freq": [0, 0, 1, 1]}, PP2),
+        (EXPERTS | SHARED, TP2 | EP2 | {"model__expert_tensor_parallel_size": 1}),
+    ],
+    ids=["norms tp2", "tied pp2", "experts ep2", "experts in some layers pp2", "shared experts tp2 ep2 etp1"],
 )
 def test_every_parameter_counts_once(model: dict[str, Any], layout: dict[str, Any]) -> None:
     ((announced, held),) = run_ranks(counted, 1, model)

@@ -27,6 +27,13 @@ EXPERTS = {
     "model__moe_ffn_hidden_size": 16,
     "model__moe_router_load_balancing_type": "none",  # a balancing loss depends on who shares a microbatch
 }
+SHARED = EXPERTS | {"model__moe_shared_expert_intermediate_size": 32, "model__moe_shared_expert_gate": True}
+MIXED = SHARED | {"model__moe_layer_freq": [0, 0, 1, 1]}
+BIASED = EXPERTS | {
+    "model__moe_router_score_function": "sigmoid",
+    "model__moe_router_enable_expert_bias": True,
+    "model__moe_router_bias_update_rate": 0.1,
+}
 EP2 = {"model__expert_model_parallel_size": 2}
 ETP1 = TP2 | SP | {"model__expert_tensor_parallel_size": 1}
 PLAIN = {"optimizer__use_distributed_optimizer": False}
@@ -53,6 +60,16 @@ slow = pytest.mark.slow
         pytest.param(EXPERTS, (4, EP2 | ETP1), (2, PP2), id="experts, spread in tp to pp", marks=slow),
         pytest.param(EXPERTS, (1, {}), (2, ETP1), id="experts, whole in tp", marks=slow),
         pytest.param(EXPERTS, (4, PP2 | VPP2 | EP2), (2, ETP1), id="experts, spread to whole", marks=slow),
+        pytest.param(SHARED, (2, EP2), (2, ETP1), id="shared experts, spread to whole in tp"),
+        pytest.param(BIASED, (2, EP2), (2, ETP1), id="biased experts, spread to whole in tp"),
+        pytest.param(MIXED, (4, PP2 | EP2), (4, PP2 | EP2), id="experts in some layers, a stage without"),
+        pytest.param(MIXED, (4, PP2 | EP2), (2, ETP1), id="experts in some layers, a stage without to tp", marks=slow),
+        pytest.param(MIXED, (2, PP2), (2, EP2), id="experts in some layers, whole to spread", marks=slow),
+        pytest.param(MIXED, (1, {}), (4, PP2 | EP2), id="experts in some layers, to a stage without", marks=slow),
+        pytest.param(
+            MIXED | PLAIN, (4, PP2 | EP2), (4, PP2 | EP2), id="experts in some layers, plain, same", marks=slow
+        ),
+        pytest.param(MIXED | PLAIN, (4, PP2 | EP2), (1, {}), id="experts in some layers, plain", marks=slow),
         pytest.param(EXPERTS | PLAIN, (2, {}), (2, CP2 | EP2), id="experts, plain, to spread", marks=slow),
         pytest.param(EXPERTS | PLAIN, (2, EP2), (1, {}), id="experts, plain, to one rank", marks=slow),
     ],
