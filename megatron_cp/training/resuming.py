@@ -349,11 +349,12 @@ def _check_schedule(config: RunConfig, common: dict[str, Any], folder: Path) -> 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any], names: Sequence[str]) -> list[str]:
     """Which settings ("section.field") a checkpoint has otherwise, in words."""
-    found = []
+    found, defaults = [], RunConfig()
     for name in names:
         section, field = name.split(".")
         here = now[section][field]
-        there = saved[section].get(field, here)  # unknown to the version that wrote it
+        # A version that did not know a setting did what its default does.
+        there = saved[section].get(field, getattr(getattr(defaults, section), field))
         if here != there:
             found.append(f"{name} is {here!r} here and {there!r} in the checkpoint")
     return found

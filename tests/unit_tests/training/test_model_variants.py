@@ -30,6 +30,7 @@ GROUPED = MOE | {
 }
 # DeepSeek's first layers are dense; a pipeline stage may have no experts, or none but experts.
 MIXED_LAYERS = SHARED | {"model__moe_layer_freq": [0, 0, 1, 1]}
+FIRST_STAGE = {"model__num_layers_in_first_pipeline_stage": 1}
 EVERY_OTHER = MOE | {"model__moe_layer_freq": 2}
 # A z-loss at which it is a fifth of the gradient.
 SIGMOID = MOE | {
@@ -117,6 +118,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "experts in the last layers, pp2 ep2 cp2": (MIXED_LAYERS, 4, PP2 | CP2 | EP2),
     "experts in the last layers, tp2 sp, whole experts": (MIXED_LAYERS, 2, TP2 | SP | ETP1),
     "experts in every other layer, pp2 vpp2": (EVERY_OTHER, 2, PP2 | VPP2),
+    "experts in the last layers, pp2 of 1 and 3 layers, ep2": (MIXED_LAYERS, 4, PP2 | EP2 | FIRST_STAGE),
     "experts in every other layer, latent attention, ep2 cp2": (EVERY_OTHER | MLA, 4, CP2 | EP2),
     "balanced by a bias, hcp": (BIASED, 4, CP4 | HCP),
     "balanced by a bias, ep2 cp2": (BIASED, 4, CP2 | EP2),

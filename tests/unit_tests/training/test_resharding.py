@@ -1,6 +1,7 @@
 """Going on under another layout: the same samples in the same order, the same loss within float32's noise."""
 
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,17 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 def test_another_programs_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="was written by another program"):
         check_fits(tiny_config(), {"iteration": 3}, tmp_path, finetune=True)
+
+
+def test_a_setting_that_an_older_version_did_not_know_was_at_its_default(tmp_path: Path) -> None:
+    before = asdict(tiny_config(**EXPERTS))
+    del before["model"]["moe_shared_expert_intermediate_size"]
+    common = {"format": 1, "iteration": 3, "config": before}
+    check_fits(tiny_config(**EXPERTS), common, tmp_path, finetune=True)
+    with pytest.raises(ConfigError, match="intermediate_size is 64 here and None in the checkpoint"):
+        check_fits(
+            tiny_config(**EXPERTS, model__moe_shared_expert_intermediate_size=64), common, tmp_path, finetune=True
+        )
 
 
 def test_bytes_that_changed_are_noticed(tmp_path: Path) -> None:
