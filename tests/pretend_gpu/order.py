@@ -49,7 +49,7 @@ def check(ranks: list[Events]) -> None:
     assert carry(ranks) == carry(ranks, one_stream=True) >= most > 30
 
 
-QUICK = {"cp4 a layer each", "tp2 sp cp2", "pp2 vpp2 cp2", "experts, spread", "hybrid", "dynamic hybrid"}
+QUICK = {"cp4 a layer each", "pp2 vpp2 cp2", "experts, spread", "hybrid", "dynamic hybrid"}
 QUICK |= {"dynamic, gathered", "dynamic, pp2 vpp2", "pp3 vpp2"}
 
 

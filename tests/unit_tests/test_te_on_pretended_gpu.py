@@ -13,9 +13,10 @@ from tests.unit_tests.test_te_on_cpu import PACKAGE
 EQUIVALENCE = "tests/unit_tests/attention/test_te_equivalence.py"
 WITH_TE = {
     "where the host waits": (STEPS, "-k", "hierarchy or gathered or hybrid or question"),
-    "the tests for GPUs": (EQUIVALENCE, *GPU),
+    "the tests for GPUs": (EQUIVALENCE, *GPU, "-k", "not cp2-te"),
 }
 MORE_WITH_TE = {
+    "more of the tests for GPUs": (EQUIVALENCE, *GPU, "-k", "cp2-te"),
     "the order of messages": (ORDER,),
     "layers": ("tests/te_on_cpu/layers.py",),
 }

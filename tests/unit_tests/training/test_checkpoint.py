@@ -71,9 +71,9 @@ def test_resuming_continues_exactly(tmp_path: Path, world_size: int, overrides: 
     [
         ((4, CP4 | HCP), (1, {})),
         ((1, {}), (4, CP4 | HCP)),
-        ((2, CP2), (4, TP2 | CP2)),
+        pytest.param((2, CP2), (4, TP2 | CP2), marks=pytest.mark.slow),
         ((4, PP2 | VPP2 | CP2), (2, TP2)),
-        ((4, LAYOUTS["dp2 cp2"][1]), (4, PP2 | CP2)),
+        pytest.param((4, LAYOUTS["dp2 cp2"][1]), (4, PP2 | CP2), marks=pytest.mark.slow),
     ],
     ids=["hcp to one", "one to hcp", "cp2 to tp2 cp2", "pp2 vpp2 cp2 to tp2", "dp2 cp2 to pp2 cp2"],
 )

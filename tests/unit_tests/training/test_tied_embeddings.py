@@ -51,7 +51,7 @@ def two_steps(overrides: dict[str, Any], folder: str, after: int) -> Losses:
 @pytest.mark.parametrize(
     ("layout", "other_size", "other"),
     [
-        pytest.param(PP2 | CP2, 1, {}, id="pp2 cp2, then one rank"),
+        pytest.param(PP2 | CP2, 1, {}, id="pp2 cp2, then one rank", marks=pytest.mark.slow),
         pytest.param(PP2 | VPP2 | CP2, 4, TP2 | PP2, id="pp2 vpp2 cp2, then tp2 pp2"),
     ],
 )
