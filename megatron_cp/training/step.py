@@ -43,10 +43,14 @@ class StepResult:
 
 def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepResult:
     """Forward, backward, gradient reduction, optimizer and schedule for one global batch, this rank's microbatches."""
-    biases = [(bias, bias.clone()) for bias in expert_biases(run.model)]
+    if not run.config.model.moe_router_enable_expert_bias:
+        return _train_step(run, microbatches)
+    biases = expert_biases(run.model)
+    before = [bias.clone() for bias in biases]
     result = _train_step(run, microbatches)
-    for bias, before in biases if result.skipped else []:
-        bias.copy_(before)
+    if result.skipped:
+        for bias, value in zip(biases, before, strict=True):
+            bias.copy_(value)
     return result
 
 
