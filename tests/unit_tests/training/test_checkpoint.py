@@ -12,7 +12,7 @@ from megatron_cp.training.checkpoint_files import existing_folder, latest_iterat
 from megatron_cp.training.step import train_step
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config, train_losses, worst_difference
-from tests.unit_tests.training.layouts import CP2, CP4, HCP, LAYOUTS, PP2, TP2, VPP2
+from tests.unit_tests.training.layouts import CP2, CP4, HCP, LAYOUTS, PP2, SIX_LAYERS, TP2, VPP2
 
 Losses = list[tuple[float, float]]
 OVERLAPPED = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True}
@@ -86,7 +86,7 @@ def test_resuming_under_another_layout(tmp_path: Path, before: tuple, after: tup
 
 
 def test_resuming_with_other_numbers_of_layers_in_a_stage(tmp_path: Path) -> None:
-    model, first = {"model__num_layers": 6}, "model__num_layers_in_first_pipeline_stage"
+    model, first = SIX_LAYERS, "model__num_layers_in_first_pipeline_stage"
     undisturbed = run_ranks(train_losses, 1, model, 6)[0]
     run_ranks(save_after, 2, model | PP2 | VPP2 | {first: 2}, str(tmp_path), 3)
     rest = run_ranks(resume, 2, model | PP2 | {first: 5}, str(tmp_path), 3)[0]

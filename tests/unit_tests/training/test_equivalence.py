@@ -8,7 +8,7 @@ import pytest
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config, train_losses, worst_difference
 from tests.unit_tests.models.hybrids import HYBRID
-from tests.unit_tests.training.layouts import LAYOUTS, PP2, VPP2
+from tests.unit_tests.training.layouts import LAYOUTS, PP2, SIX_LAYERS, VPP2
 from tests.unit_tests.training.test_model_variants import CLASSIC, MOE
 
 STEPS, MORE = 6, 20
@@ -44,12 +44,17 @@ FIRST, LAST = "model__num_layers_in_first_pipeline_stage", "model__num_layers_in
 
 
 @pytest.mark.parametrize(
-    ("layers", "ranks", "layout"),
-    [(4, 2, PP2 | {FIRST: 1}), (6, 2, PP2 | VPP2 | {FIRST: 2}), (5, 3, {PP: 3, FIRST: 1, LAST: 1})],
+    ("model", "ranks", "layout"),
+    [
+        ({}, 2, PP2 | {FIRST: 1}),
+        (SIX_LAYERS, 2, PP2 | VPP2 | {FIRST: 2}),
+        ({"model__num_layers": 5}, 3, {PP: 3, FIRST: 1, LAST: 1}),
+    ],
     ids=["1 and 3", "2 and 4, interleaved", "1, 3 and 1"],
 )
-def test_stages_of_unevenly_many_layers_train_like_one_rank(layers: int, ranks: int, layout: dict[str, Any]) -> None:
-    model = {"model__num_layers": layers}
+def test_stages_of_unevenly_many_layers_train_like_one_rank(
+    model: dict[str, Any], ranks: int, layout: dict[str, Any]
+) -> None:
     reference = run_ranks(train_losses, 1, model, STEPS)[0]
     results = run_ranks(train_losses, ranks, model | layout, STEPS)
     assert all(result == results[0] for result in results), "ranks report different losses"
