@@ -175,6 +175,11 @@ def on_cuda(
     return [x.cpu() for x in (output, dquery, dkey.finish()[back], dvalue.finish()[back])]
 
 
+def compare_on_cuda(mask: Mask, dtype: torch.dtype, tolerance: float, ranks: int) -> None:
+    inputs, dout = draw(72, dtype=dtype)
+    check(on_cuda(mask, dtype, 72, ranks), expected(inputs, dout, mask), tolerance)
+
+
 def twice_on_cuda(mask: Mask) -> bool:
     """Whether two backward passes give the same bits, and PyTorch's setting is as it was."""
     passes = [on_cuda(mask, torch.bfloat16, 1024, deterministic=True) for _ in range(2)]
@@ -182,16 +187,15 @@ def twice_on_cuda(mask: Mask) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
 
 
-# In a rank of its own: CUDA must not start in the process that forks the other tests' ranks.
+# All in a rank of its own, what it is compared with too: where there is a GPU, a process's first backward pass starts
+# autograd's threads and CUDA, also on the CPU, and none that it forks afterwards could take one.
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("mask", [Mask(), Mask(None, 0), Mask(9, 0), Mask(5, 7), Mask(20, 0), Mask(20, None)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_cuda_kernels(mask, dtype, tolerance, ranks):
-    (got,) = run_ranks(on_cuda, 1, mask, dtype, 72, ranks)
-    inputs, dout = draw(72, dtype=dtype)
-    check(got, expected(inputs, dout, mask), tolerance)
+    run_ranks(compare_on_cuda, 1, mask, dtype, tolerance, ranks)
 
 
 @pytest.mark.gpu
