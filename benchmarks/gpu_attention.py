@@ -5,9 +5,11 @@
     python benchmarks/gpu_attention.py --sizes 512 --heads 8/2 --dims 64 --matmul 512  # what a CPU can do, to try it
 
 Causal, forward and forward plus backward, in bf16 on a GPU and float32 on a CPU, the ways taking turns in every round.
-``sdpa`` is PyTorch's own, ``te`` Transformer Engine's, where it is installed. Rates count causal attention's operations
-(2 a pair and channel forward for each of two products, 2.5 times that backward) over half the square, and stand beside
-the rate of large matrix products in the same run.
+``sdpa`` is PyTorch's own with the kernel that it chooses, ``cudnn`` with cuDNN's, ``te`` Transformer Engine's, where it
+is installed; one that fails is left out, its error on standard error. On a GPU the kernels' time is taken and not the
+host's: they are launched while the device is kept waiting, as in training, where the host is ahead of it. Rates count
+causal attention's operations (2 a pair and channel forward for each of two products, 2.5 times that backward) over half
+the square, and stand beside the rate of large matrix products in the same run.
 
 A ring of c ranks is run without its communication: this device does what one rank would launch, on blocks of the same
 sizes, with the merging of partial results; a visitor is there when it is asked for. Printed is c times the slowest
@@ -22,16 +24,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_pretrain import matmul_rate, wait
+from benchmarks.gpu_pretrain import matmul_rate, told, wait
 from megatron_cp.attention import comm
 from megatron_cp.attention.comm import Arrival, Peers
 from megatron_cp.attention.context import AttentionCall
@@ -42,6 +46,9 @@ from megatron_cp.parallel.device import device
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Ways = dict[str, tuple[Attention, Inputs]]
+
+PAUSE = 40_000_000  # clock cycles of the device, some 20 ms: longer than the host takes to launch a pass
 
 
 def inputs(rows: int, heads: int, kv_heads: int, dim: int) -> Inputs:
@@ -67,7 +74,10 @@ def ring_of_one(rank: int, size: int) -> Attention:
     return attention
 
 
-def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def sdpa(query: Tensor, key: Tensor, value: Tensor, kernel: SDPBackend | None = None) -> Tensor:
+    if kernel is not None:
+        with sdpa_kernel(kernel):
+            return sdpa(query, key, value)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.permute(2, 0, 1, 3)
@@ -91,6 +101,8 @@ def seconds_of(attention: Attention, given: Inputs) -> tuple[float, float]:
     """Seconds forward, and forward plus backward, of one run."""
     for x in given:
         x.grad = None
+    if torch.cuda.is_available():
+        return _device_seconds_of(attention, given)
     wait()
     began = time.perf_counter()
     out = attention(*given)
@@ -104,7 +116,38 @@ def seconds_of(attention: Attention, given: Inputs) -> tuple[float, float]:
     return forward, forward + time.perf_counter() - began
 
 
-def measure(ways: dict[str, tuple[Attention, Inputs]], repeats: int) -> dict[str, tuple[list[float], list[float]]]:
+def _device_seconds_of(attention: Attention, given: Inputs) -> tuple[float, float]:
+    borders = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+    wait()
+    torch.cuda._sleep(PAUSE)
+    borders[0].record()
+    out = attention(*given)
+    borders[1].record()
+    dout = torch.ones_like(out)
+    borders[2].record()
+    out.backward(dout)
+    borders[3].record()
+    wait()
+    forward, backward = (borders[i].elapsed_time(borders[i + 1]) / 1e3 for i in (0, 2))
+    return forward, forward + backward
+
+
+def those_that_work(ways: Ways) -> Ways:
+    """The first, whose error is the case's, and of the others those that can compute it; each runs once and is warm."""
+    first, works = next(iter(ways)), {}
+    for name, way in ways.items():
+        try:
+            seconds_of(*way)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            if name == first:
+                raise
+            print(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", file=sys.stderr)
+        else:
+            works[name] = way
+    return works
+
+
+def measure(ways: Ways, repeats: int) -> dict[str, tuple[list[float], list[float]]]:
     """Seconds of each way in each round, forward and both; one round before is not counted."""
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
     for index in range(repeats + 1):
@@ -123,21 +166,24 @@ def ratio(times: list[float], others: list[float], factor: float = 1.0) -> str:
 def case(size: int, heads: int, kv_heads: int, dim: int, rings: list[int], repeats: int, peak: float) -> None:
     """The rows of one shape."""
     whole = inputs(size, heads, kv_heads, dim)
-    ways: dict[str, tuple[Attention, Inputs]] = {"ours": (ring_of_one(0, 1), whole), "sdpa": (sdpa, whole)}
+    ways: Ways = {"ours": (ring_of_one(0, 1), whole), "sdpa": (sdpa, whole)}
+    if torch.cuda.is_available():
+        ways["cudnn"] = (partial(sdpa, kernel=SDPBackend.CUDNN_ATTENTION), whole)
     engine = transformer_engine(heads, kv_heads, dim)
     if engine is not None:
         ways["te"] = (engine, whole)
+    ways = those_that_work(ways)
     for count in rings:
         shard = inputs(size // count, heads, kv_heads, dim)
         ways |= {f"ring {count}, rank {rank}": (ring_of_one(rank, count), shard) for rank in {0, count - 1}}
     found = measure(ways, repeats)
     pairs = size * size / 2 * heads * dim * 4
     name = f"| {size} | {heads}/{kv_heads} | {dim} |"
-    for way in ("ours", "sdpa", "te"):
+    for way in ("ours", "sdpa", "cudnn", "te"):
         if way in found:
             forward, both = found[way]
             rates = [pairs / statistics.median(forward) / peak, 3.5 * pairs / statistics.median(both) / peak]
-            over = ratio(both, found["sdpa" if engine is None else "te"][1])
+            over = ratio(both, found[next(other for other in ("te", "sdpa", "ours") if other in found)][1])
             print(f"{name} {way} | {100 * rates[0]:.0f} % | {100 * rates[1]:.0f} % | {over} |", flush=True)
     for count in rings:
         ranks = [found[f"ring {count}, rank {rank}"] for rank in {0, count - 1}]
@@ -165,12 +211,18 @@ def main() -> None:
     def arrived(pair: tuple[Tensor, Tensor], distance: int, peers: Peers, tag: int) -> Arrival[tuple[Tensor, Tensor]]:
         return Arrival(pair, [])
 
+    failed = False
     with mock.patch.object(comm, "hop", arrived):
         for dim in options.dims:
             for heads in options.heads:
                 count, kv_count = (int(part) for part in heads.split("/"))
                 for size in options.sizes:
-                    case(size, count, kv_count, dim, options.rings, options.repeats, peak)
+                    try:
+                        case(size, count, kv_count, dim, options.rings, options.repeats, peak)
+                    except Exception as error:  # the other shapes are measured all the same
+                        print(f"| {size} | {heads} | {dim} | {told(error)} | | | |", flush=True)
+                        failed = True
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

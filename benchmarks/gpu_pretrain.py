@@ -8,7 +8,8 @@
 Utilization is that of the rate measured in the same run for large bf16 matrix products, not of a data sheet's:
 operations are counted as in ``megatron_cp/training/flops.py`` (causal attention, no recomputation). ``8b`` has the
 8B model's widths and four of its layers. Each case is a step of the recipe, with its optimizer; printed are the median
-over steps and, in brackets, the slowest and fastest. A case that does not fit in memory says so.
+over steps and, in brackets, the slowest and fastest. A case that does not fit in memory, or fails, says so in its row,
+and the others are measured all the same; the exit code is then 1 for one that failed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import product
@@ -125,10 +128,8 @@ def measure(model: str, size: int, attention: str, recompute: str, peak: float, 
     try:
         flops, *seconds = steps_of(config_of(model, size, attention, recompute, options))
         seconds = seconds[options.warm_up :]
-    except torch.OutOfMemoryError:
-        return f"{name} does not fit in memory | | |"
-    except ConfigError as error:
-        return f"{name} {error.violations[0].message} | | |"
+    except Exception as error:
+        return f"{name} {told(error)} | | |"
     finally:
         gc.collect()
         if torch.cuda.is_available():
@@ -137,6 +138,17 @@ def measure(model: str, size: int, attention: str, recompute: str, peak: float, 
     used = [f"{100 * flops / each / peak:.1f}" for each in (median, max(seconds), min(seconds))]
     memory = f"{torch.cuda.max_memory_allocated() / 1e9:.1f}" if torch.cuda.is_available() else ""
     return f"{name} {tokens / median:.0f} | {used[0]} [{used[1]} {used[2]}] | {memory} |"
+
+
+def told(error: Exception) -> str:
+    """What a row says of its case's error, the traceback of one that nobody expects going to standard error."""
+    if isinstance(error, ConfigError):
+        return error.violations[0].message
+    # Extensions make a plain RuntimeError of torch's own.
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+        return "does not fit in memory"
+    traceback.print_exception(error)
+    return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def main() -> None:
@@ -159,11 +171,14 @@ def main() -> None:
     print(f"{where}, torch {torch.__version__}: {peak / 1e12:.3g} TFLOP/s in matrix products of {options.matmul}\n")
     print("| model | tokens | attention | recompute | tokens/s | utilization, % | memory, GB |")
     print("|---|---|---|---|---|---|---|")
+    rows = []
     for model, size, attention, recompute in product(
         options.models, options.sizes, options.attention, options.recompute
     ):
-        print(measure(model, int(size), attention, recompute, peak, options), flush=True)
+        rows.append(measure(model, int(size), attention, recompute, peak, options))
+        print(rows[-1], flush=True)
     stop_distributed()
+    sys.exit(any("| failed: " in row for row in rows))
 
 
 if __name__ == "__main__":

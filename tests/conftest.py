@@ -6,6 +6,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Asking whether there is a GPU must not start CUDA here: a forked rank could not start it again.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+# A GPU's fused functions are compiled in each rank, and there by itself: not by one process more a core, each of which
+# imports torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 if os.environ.get("MEGATRON_CP_PRETEND_GPU"):
     from tests import pretend_gpu

@@ -16,7 +16,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,8 +83,11 @@ def run_ranks(
     the tracebacks of all failing ranks; ranks that still run ``timeout`` seconds after the start, or ``grace`` seconds
     after one failed, are killed.
     """
-    if torch.cuda.is_initialized():
-        raise RuntimeError("CUDA runs in the test process, and no forked rank could use it: use it in ranks only")
+    if torch.cuda.is_initialized() or _autograd_runs_for_a_gpu():
+        raise RuntimeError(
+            "CUDA runs in the test process, and no forked rank could use it: use it in ranks only. Where there is a "
+            "GPU a backward pass starts it, also one of host tensors"
+        )
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         pids: dict[int, int] = {}
         sys.stdout.flush()
@@ -117,6 +122,15 @@ def run_ranks(
         if problems:
             raise RanksFailed("\n".join(problems))
         return results
+
+
+def _autograd_runs_for_a_gpu() -> bool:
+    """Whether this process has threads of autograd's for a GPU; torch does not tell."""
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread that has ended
+            if name.read_text().startswith("pt_autograd"):
+                return True
+    return False
 
 
 def _stacks(folder: str, rank: int) -> str:

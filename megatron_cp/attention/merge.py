@@ -27,15 +27,17 @@ class OutputAccumulator:
         self._lse: Tensor | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge one block's ``out`` [b, h, rows, d] and finite ``lse`` [b, h, rows]."""
+        """Merge one block's ``out`` [b, h, rows, d] and finite ``lse`` [b, h, rows]; the first that covers all rows is
+        taken as it is, in the kernel's dtype."""
         s, b, h, _ = self._query.shape
         dtype = accumulation_dtype(self._query.dtype)
         if self._out is None and out.shape[2] == s:
-            self._out, self._lse = out.to(dtype), lse
+            self._out, self._lse = out, lse
             return
         if self._out is None or self._lse is None:
             self._out = out.new_zeros((s, b, h, self._value_dim), dtype=dtype).permute(1, 2, 0, 3)
             self._lse = lse.new_full((b, s, h), -torch.inf).transpose(1, 2)
+        self._out = self._out.to(dtype)
         merge_(self._out[:, :, rows], self._lse[:, :, rows], out.to(dtype), lse)
 
     def finish(self, softmax_offset: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -51,7 +53,7 @@ class OutputAccumulator:
         out, lse = self._out, self._lse
         if softmax_offset is not None:
             total = torch.logaddexp(lse, softmax_offset.to(lse.dtype)[:, None])
-            out = out * (lse - total).exp().unsqueeze(-1)
+            out = out.to(lse.dtype) * (lse - total).exp().unsqueeze(-1)
             lse = total
         return out.permute(2, 0, 1, 3).to(self._query.dtype).contiguous(), lse
 
@@ -64,30 +66,35 @@ class Gradient:
         self._sum: Tensor | None = None
 
     def add(self, rows: slice, part: Tensor) -> None:
-        """Add ``part`` [b, h, rows, d], a fresh tensor; the first one that covers all rows is taken as it is."""
+        """Add ``part`` [b, h, rows, d], a fresh tensor; the first one that covers all rows is taken as it is, in the
+        kernel's dtype."""
         s, b, h, d = self._like.shape
         dtype = accumulation_dtype(self._like.dtype)
         if self._sum is None and part.shape[2] == s:
-            self._sum = part.to(dtype)
+            self._sum = part
             return
         if self._sum is None:
             self._sum = part.new_zeros((s, b, h, d), dtype=dtype).permute(1, 2, 0, 3)
+        self._sum = self._sum.to(dtype)
         self._sum[:, :, rows] += part
 
     def add_all(self, others: Tensor) -> None:
         """Add what another rank has summed, [s, b, h, d]; its memory may be kept."""
         part = others.permute(1, 2, 0, 3)
-        self._sum = part if self._sum is None else self._sum.add_(part)
+        self._sum = part if self._sum is None else self._sum.to(part.dtype).add_(part)
 
     def total(self) -> Tensor:
         """[s, b, h, d] in the accumulation dtype, contiguous."""
-        if self._sum is None:
-            return self._like.new_zeros(self._like.shape, dtype=accumulation_dtype(self._like.dtype))
-        return self._sum.permute(2, 0, 1, 3).contiguous()
+        return self._whole(accumulation_dtype(self._like.dtype))
 
     def finish(self) -> Tensor:
-        """[s, b, h, d] in the tensor's own dtype."""
-        return self.total().to(self._like.dtype)
+        """[s, b, h, d] in the tensor's own dtype, contiguous."""
+        return self._whole(self._like.dtype)
+
+    def _whole(self, dtype: torch.dtype) -> Tensor:
+        if self._sum is None:
+            return self._like.new_zeros(self._like.shape, dtype=dtype)
+        return self._sum.permute(2, 0, 1, 3).to(dtype).contiguous()
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:

@@ -25,6 +25,7 @@ from tests.pretend_gpu.placement import Kernels, Placement
 VARIABLE = "MEGATRON_CP_PRETEND_GPU"
 GPUS = 8
 _index = 0
+_backward_in: int | None = None  # the process that took the first backward pass: itself, or one that it was forked from
 _nccl: set[str] = set()  # names of the groups that were asked of NCCL
 
 
@@ -66,7 +67,7 @@ def _stand_ins() -> dict[str, Any]:
         "_lazy_call": lambda function, **kwargs: function(),
         "default_generators": (torch.default_generator,) * GPUS,
         "is_available": lambda: True,
-        "is_initialized": lambda: False,
+        "is_initialized": lambda: _backward_in == os.getpid(),
         "device_count": lambda: GPUS,
         "current_device": lambda: _index,
         "set_device": _set_device,
@@ -155,11 +156,19 @@ def load() -> None:
 
 
 def _in_backward_passes_too() -> None:
-    """torch calls what it intercepts with no mode active; a backward pass is such a call, and runs Python."""
+    """torch calls what it intercepts with no mode active; a backward pass is such a call, and runs Python.
+
+    Where there is a GPU a process's first one starts CUDA and a thread for it, also if all tensors are the host's, and
+    is refused to a process that was forked from one with such threads.
+    """
     run = torch.autograd.graph._engine_run_backward
 
     @functools.wraps(run)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
+        global _backward_in
+        if _backward_in not in (None, os.getpid()):
+            raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+        _backward_in = os.getpid()
         with contextlib.nullcontext() if torch._C._len_torch_function_stack() else Placement():
             return run(*args, **kwargs)
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import weakref
+from typing import Any
 
 import pytest
+import torch
 
+from benchmarks import gpu_attention, gpu_pretrain
 from benchmarks.gpu_pretrain import MODELS, RECOMPUTE, config_of
 from megatron_cp.rules import check
+from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -18,3 +24,47 @@ def test_gpu_pretrain_breaks_no_rule_on_one_gpu(model: str) -> None:
             for size in (4096, 131072):
                 config = config_of(model, size, attention, recompute, options)
                 assert [v for v in check(config, 1, environment="gpu") if v.severity == "error"] == []
+
+
+def rows_of_a_table_with_errors(errors: list[Exception | None]) -> list[str]:
+    """The rows of as many cases, one of which fails in its first step with each of the errors."""
+    options = argparse.Namespace(tokens=64, steps=1, warm_up=0, chunk=64, overrides=["model.num_layers=1"])
+    original, models, rows = gpu_pretrain.train_step, [], []
+    coming = iter(errors)
+
+    def train_step(run: Any, microbatches: Any) -> Any:
+        models.append(weakref.ref(run.model[0]))
+        error = next(coming)
+        if error is not None:
+            raise type(error)(*error.args)  # one that nobody else keeps, and all that its traceback holds
+        return original(run, microbatches)
+
+    gpu_pretrain.train_step = train_step
+    for _ in errors:
+        rows.append(gpu_pretrain.measure("tiny", 64, "native", "none", 1e12, options))
+        gc.collect()
+        assert models[-1]() is None, "the next case has less memory"
+    return rows
+
+
+def test_a_case_that_fails_costs_no_other_case_its_row() -> None:
+    errors = [RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), ValueError("no kernel\nfor this"), None]
+    (rows,) = run_ranks(rows_of_a_table_with_errors, 1, errors)
+    assert "| does not fit in memory |" in rows[0] and "| failed: ValueError: no kernel |" in rows[1]
+    assert float(rows[2].split("|")[5]) > 0
+
+
+def test_attention_that_cannot_compute_a_shape_is_left_out_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def missing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("No available kernel.\nAborting execution.")
+
+    given = gpu_attention.inputs(8, 2, 1, 8)
+    ways = {
+        "ours": (gpu_attention.ring_of_one(0, 1), given),
+        "te": (missing, given),
+        "sdpa": (gpu_attention.sdpa, given),
+    }
+    assert list(gpu_attention.those_that_work(ways)) == ["ours", "sdpa"]
+    assert "te: RuntimeError: No available kernel." in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="No available kernel"):
+        gpu_attention.those_that_work({"ours": (missing, given)})

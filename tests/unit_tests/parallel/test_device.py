@@ -29,3 +29,13 @@ def test_restarted_ranks_do_not_read_what_dead_ones_wrote(monkeypatch: pytest.Mo
     for restart in ("0", "1", "2"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         assert run_ranks(start_again, 2, launcher.port) == [False, False]
+
+
+def compile_threads() -> int:
+    from torch._inductor import config
+
+    return int(config.compile_threads)
+
+
+def test_ranks_compile_without_a_process_for_each_core() -> None:
+    assert run_ranks(compile_threads, 1) == [1]
