@@ -207,21 +207,12 @@ def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
     if c.packs:
         return  # a pack takes any number of samples
     if validation.eval_iters and (validation.eval_global_batch_size or validation.eval_micro_batch_size):
-        batch, micro = _evaluation_batch(c)
+        batch, micro = c.config.evaluation_batch
         message = (
             f"eval_global_batch_size ({batch}) must be divisible by eval_micro_batch_size * eval_data_parallel_size "
             f"({micro} * {c.dp} = {micro * c.dp})"
         )
         yield from _batch_finding(c, "validation.eval_global_batch_size", message, batch, micro)
-
-
-def _evaluation_batch(c: Context) -> tuple[int, int]:
-    """Global and micro batch size of evaluation; the training's where it has none of its own."""
-    validation, train = c.config.validation, c.config.train
-    return (
-        validation.eval_global_batch_size or train.global_batch_size,
-        validation.eval_micro_batch_size or train.micro_batch_size,
-    )
 
 
 @rule(
@@ -418,7 +409,7 @@ def interleaved_microbatches(c: Context) -> Iterator[Finding]:
         return
     yield from _interleaving(c, "train.global_batch_size", train.global_batch_size, train.micro_batch_size)
     if c.config.validation.eval_iters and not c.packs:
-        yield from _interleaving(c, "validation.eval_global_batch_size", *_evaluation_batch(c))
+        yield from _interleaving(c, "validation.eval_global_batch_size", *c.config.evaluation_batch)
 
 
 def _interleaving(c: Context, field: str, global_batch: int, micro_batch: int) -> Iterator[Finding]:
