@@ -28,7 +28,7 @@ from megatron_cp.attention.te_support import choose_backend
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.dynamic_cp.groups import configured_blocks
-from megatron_cp.models.initial_weights import draw_layer, seed_of
+from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
 from megatron_cp.models.router import PackRouter, routers_of
 from megatron_cp.parallel.layout import layout_of
 
@@ -72,8 +72,7 @@ class SeededTransformerLayer(TransformerLayer):
             number += config.num_layers
         elif kwargs.get("add_layer_offset", True):
             number += get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(initialization_seed, f"layer {number}"))
+        with drawing_from(seed_of(initialization_seed, f"layer {number}")):
             super().__init__(
                 config, *args, layer_number=layer_number, pg_collection=pg_collection, vp_stage=vp_stage, **kwargs
             )
