@@ -78,7 +78,7 @@ def _selected(
 ) -> tuple[str, list[int] | None, str]:
     """What :func:`select_transport` returns, and raises, for this configuration."""
     model = config.model
-    node = gpus_per_node or environment.gpus_per_node or launcher.number("LOCAL_WORLD_SIZE") or world_size
+    node = gpus_per_node or environment.gpus_per_node or launcher.local_world_size() or world_size
     with_a2a = dataclasses.replace(
         model, cp_comm_type=_in_place_of_auto(model.cp_comm_type, "a2a"), hierarchical_context_parallel_sizes=None
     )
