@@ -395,9 +395,7 @@ class RunConfig:
     mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
     env_vars: dict[str, str] = field(default_factory=dict)
     recipe: str = "unnamed"  # set by the recipe loader; names the default run folder
-    recipe_world_size: int | None = (
-        None  # ranks that the recipe is written for; a run may use any that its layout divides
-    )
+    recipe_world_size: int | None = None  # ranks that the recipe is for; a run may use any that its layout divides
 
     def finalize(self) -> RunConfig:
         """Fill every value that the others decide, in place; returns self. Idempotent; checks nothing."""
@@ -465,6 +463,13 @@ class RunConfig:
     def runs_packs(self) -> bool:
         """Whether anything runs packs, evaluation in groups of its own among them."""
         return self.model.sequence_packing_scheduler is not None or self.dist.eval_context_parallel_size is not None
+
+    @property
+    def evaluation_batch(self) -> tuple[int, int]:
+        """Samples of evaluation's global and micro batches: training's where it has none of its own."""
+        own, train = self.validation, self.train
+        batch, micro = own.eval_global_batch_size, own.eval_micro_batch_size
+        return batch or train.global_batch_size, micro or train.micro_batch_size
 
     @property
     def fewest_ranks(self) -> int:

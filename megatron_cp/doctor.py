@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_cp.attention.te_support import MINIMUM, choose_backend, parse_version
+from megatron_cp.attention.te_support import MINIMUM, parse_version
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, format_violations
 from megatron_cp.models.fusions import kernels_in_use
@@ -24,7 +24,7 @@ from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.environment import installed_version
 from megatron_cp.rules.nvml import Driver, read_driver
-from megatron_cp.rules.resolve import packed_sizes, ranks_to_check
+from megatron_cp.rules.resolve import backend_in, packed_sizes, ranks_to_check
 
 MEGATRON_CORE = "0.19.2"
 ITS_ATTENTION = "Transformer Engine's"
@@ -156,9 +156,7 @@ def attention_of(config: RunConfig, environment: Environment, world_size: int) -
     """The attention that a finalized configuration gets in this environment, and why."""
     wanted, on_gpu = config.model.attention_backend, environment.device == "gpu"
     version = environment.transformer_engine
-    backend, gaps = choose_backend(
-        config, version, on_gpu, packed_sizes(config, world_size), environment.flash_attn is not None
-    )
+    backend, gaps = backend_in(environment, config, packed_sizes(config, world_size))
     if wanted == "native":
         why = ["model.attention_backend=native asks for it"]
     elif not on_gpu:

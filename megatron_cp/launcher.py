@@ -28,9 +28,10 @@ def rank() -> int:
     """This process's rank; 0 without a launcher.
 
     Raises:
-        ConfigError: it is no number, or none of the ranks that were started.
+        ConfigError: it is no number, or none of the ranks that were started; or what is said of its node is none.
     """
     rank, ranks = number("RANK") or 0, world_size()
+    local_rank(), local_world_size()  # here, before ranks wait for each other
     if ranks is not None and rank >= ranks:
         message = f"the variable must be below WORLD_SIZE, which is {ranks}: ranks count from 0"
         raise ConfigError(
@@ -42,6 +43,16 @@ def rank() -> int:
 def world_size() -> int | None:
     """The number of ranks that were started; None without a launcher."""
     return number("WORLD_SIZE")
+
+
+def local_rank() -> int | None:
+    """This process's rank among those of its node; None without a launcher."""
+    return number("LOCAL_RANK")
+
+
+def local_world_size() -> int | None:
+    """The number of ranks on this node; None without a launcher."""
+    return number("LOCAL_WORLD_SIZE")
 
 
 def is_first_rank() -> bool:

@@ -13,7 +13,6 @@ import numpy as np
 
 from megatron_cp.data.cache import build_cached, cache_key, cache_root, map_array
 from megatron_cp.data.indexed import IndexedFiles, check_lengths, chunks, document_lengths
-from megatron_cp.errors import DataError
 
 _FORMAT = 1  # of the stored arrays; another number makes them anew
 _TARGETS, _SAMPLES = "targets.npy", "samples.npy"
@@ -45,16 +44,14 @@ class DocumentIndex:
 
 
 def open_documents(files: IndexedFiles, max_length: int, path_to_cache: str | None = None) -> DocumentIndex:
-    """The index of documents that are cut into samples of at most ``max_length`` targets.
+    """The index of documents that are cut into samples of at most ``max_length`` targets, one or more.
 
     It is made if it is not there, in a folder in ``path_to_cache`` (by default ``cache`` beside the files) whose name
     changes with the files and ``max_length``.
 
     Raises:
-        DataError: ``max_length`` is below 1, the files are corrupt, or the folder cannot be written or read.
+        DataError: the files are corrupt, or the folder cannot be written or read.
     """
-    if max_length < 1:
-        raise DataError(f"dataset.seq_length={max_length}: must be at least 1.")
     name = cache_key(_FORMAT, str(Path(files.prefix).absolute()), files.stamp, max_length)
     folder = cache_root(path_to_cache, files.prefix) / f"documents-{name}"
     build_cached(lambda aside: _store(files, max_length, aside), folder)

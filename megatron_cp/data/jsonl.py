@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from megatron_cp.config import DatasetConfig
 from megatron_cp.data.cache import build_cached, cache_key, cache_root, map_array
 from megatron_cp.data.tokenizers import Tokenizer
+from megatron_cp.data.tokenizing import encode, indexed_writer
 from megatron_cp.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -74,46 +75,44 @@ def map_prompt_lengths(prefix: str) -> np.ndarray:
 
 
 def _tokenize(file: Path, tokenizer: Tokenizer, keys: Keys, prefix: str) -> None:
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     prompt_lengths: list[int] = []
     empty = 0
-    for number, (prompt, text) in enumerate(_read(file, keys), 1):
-        ids = tokenizer.tokenize(prompt) if prompt else []
-        prompt_length = len(ids)
-        ids += tokenizer.tokenize(text) if text.strip() else []
-        if len(ids) > prompt_length:
-            ids.append(tokenizer.eod)
-            builder.add_document(np.array(ids, dtype=dtype), [len(ids)])
-            prompt_lengths.append(prompt_length)
-        else:
-            empty += 1
-        if number % _REPORT_EVERY == 0:
-            logger.info("%s: %d lines tokenized", file, number)
-    if not prompt_lengths:
-        raise DataError(f"{file}: no text inside.")
-    builder.finalize(f"{prefix}.idx")
+    samples = (sample for sample, _ in read_lines(file, lambda value: _sample(value, keys)) if sample is not None)
+    with indexed_writer(prefix, tokenizer.vocab_size, source=str(file)) as writer:
+        for number, (prompt, text) in enumerate(samples, 1):
+            ids, prompt_length = encode(tokenizer, text, prompt)
+            if ids:
+                writer.add_document(ids, [len(ids)])
+                prompt_lengths.append(prompt_length)
+            else:
+                empty += 1
+            if number % _REPORT_EVERY == 0:
+                logger.info("%s: %d lines tokenized", file, number)
     np.save(prefix + _PROMPTS, np.array(prompt_lengths, dtype=np.int32))
     left_out = f", {empty} lines without text left out" if empty else ""
     logger.info("%s: %d documents tokenized%s", file, len(prompt_lengths), left_out)
 
 
-def _read(file: Path, keys: Keys) -> Iterator[tuple[str, str]]:
-    """(prompt, text or response) of each line that is not blank."""
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
+def read_lines[T](file: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[tuple[T | None, int]]:
+    """What ``parse`` makes of the object that each line holds, None for a blank one, and the line's bytes.
+
+    Raises:
+        DataError: the file cannot be read, or a line holds no object, or one for which ``parse`` raises ValueError.
+    """
+    try:
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
                 try:
-                    yield _parse(line, keys)
+                    value = parse(_object(line)) if line.strip() else None
                 except ValueError as error:
                     raise DataError(f"{file}:{number}: {error}") from error
+                yield value, len(line)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
 
 
-def _parse(line: bytes, keys: Keys) -> tuple[str, str]:
-    """Raises ValueError saying why a line is no sample."""
-    value = read_object(line)
+def _sample(value: dict[str, Any], keys: Keys) -> tuple[str, str]:
+    """(prompt, text or response). Raises ValueError saying why an object is no sample."""
     has_text = keys.text in value
     has_pair = keys.prompt in value and keys.response in value
     if has_text == has_pair:
@@ -126,7 +125,7 @@ def _parse(line: bytes, keys: Keys) -> tuple[str, str]:
     return prompt, text_under(text, value)
 
 
-def read_object(line: bytes) -> dict[str, Any]:
+def _object(line: bytes) -> dict[str, Any]:
     """The object that a line of JSON holds. Raises ValueError saying why it holds none."""
     try:
         value = json.loads(line.decode("utf-8"))

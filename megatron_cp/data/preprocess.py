@@ -1,7 +1,7 @@
-"""Text into Megatron ``.bin``/``.idx`` files, through megatron-core's own IndexedDatasetBuilder.
+"""Text into Megatron ``.bin``/``.idx`` files.
 
 A text file is one document; each line of a ``.jsonl`` or ``.json`` file is one document, under one key. Every document
-ends with the tokenizer's end-of-document token. The files are written aside and renamed at the end.
+ends with the tokenizer's end-of-document token.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.config import TokenizerConfig
-from megatron_cp.data.jsonl import read_object, text_under
+from megatron_cp.data.jsonl import read_lines, text_under
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_cp.data.tokenizing import encode, indexed_writer
 from megatron_cp.errors import DataError
 
 DEFAULT_SUFFIXES = (".txt", ".jsonl")
@@ -69,30 +70,23 @@ def read_documents(file: Path, json_key: str = "text") -> Iterator[tuple[str, in
     Raises:
         DataError: text that is not UTF-8, or a line that is not a JSON object with a string under ``json_key``.
     """
+    if file.suffix in (".jsonl", ".json"):  # what Megatron's own tool is fed: JSON lines under either name
+        for text, num_bytes in read_lines(file, lambda value: _json_text(value, json_key)):
+            yield text or "", num_bytes
+        return
     try:
-        if file.suffix in (".jsonl", ".json"):  # what Megatron's own tool is fed: JSON lines under either name
-            with open(file, "rb") as stream:
-                for number, line in enumerate(stream, 1):
-                    yield _json_text(file, number, line, json_key), len(line)
-        else:
-            raw = file.read_bytes()
-            yield raw.decode("utf-8"), len(raw)
+        raw = file.read_bytes()
+        yield raw.decode("utf-8"), len(raw)
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: is not UTF-8 text (byte {error.start}): {error.reason}.") from error
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
 
 
-def _json_text(file: Path, number: int, line: bytes, json_key: str) -> str:
-    if not line.strip():
-        return ""
-    try:
-        value = read_object(line)
-        if json_key not in value:
-            raise ValueError(f"no key {json_key!r}; it has {sorted(value)}. Name one with --json-key.")
-        return text_under(json_key, value)
-    except ValueError as error:
-        raise DataError(f"{file}:{number}: {error}") from error
+def _json_text(value: dict[str, Any], json_key: str) -> str:
+    if json_key not in value:
+        raise ValueError(f"no key {json_key!r}; it has {sorted(value)}. Name one with --json-key.")
+    return text_under(json_key, value)
 
 
 class Progress:
@@ -173,39 +167,26 @@ def preprocess(
         raise DataError(f"output_prefix={str(output_prefix)!r}: must end in a name, to which .bin and .idx are added.")
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     progress = progress or Progress()
-
-    # Takes seconds, so the inputs are checked first.
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    aside = {ending: f"{prefix}{ending}.tmp-{os.getpid()}" for ending in (".bin", ".idx")}
     documents = tokens = empty = text_bytes = 0
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
     progress.start(sum(file.stat().st_size for file in files))
+    source = f"{files[0]}{' and the other files' if len(files) > 1 else ''}"
     try:
-        builder = IndexedDatasetBuilder(aside[".bin"], dtype=dtype)
-        for ids, lengths, num_bytes in _tokenized(files, json_key, tokenizer, tokenizer_config, dtype, workers):
-            start = 0
-            for length in lengths:
-                if length:
-                    builder.add_document(ids[start : start + length], [length])
-                    documents += 1
-                else:
-                    empty += 1
-                start += length
-            tokens += start
-            text_bytes += num_bytes
-            progress.advance(num_bytes)
-        if not documents:
-            raise DataError(f"{files[0]}{' and the other files' if len(files) > 1 else ''}: no text inside.")
-        builder.finalize(aside[".idx"])
-        # Without its index a .bin is nothing: an interruption between the renames leaves no pair that looks whole.
-        Path(prefix + ".idx").unlink(missing_ok=True)
-        for ending in (".bin", ".idx"):
-            os.replace(aside[ending], prefix + ending)
+        with indexed_writer(prefix, tokenizer.vocab_size, source) as writer:
+            chunks = _tokenized(files, json_key, tokenizer, tokenizer_config, writer.dtype, workers)
+            for ids, lengths, num_bytes in chunks:
+                start = 0
+                for length in lengths:
+                    if length:
+                        writer.add_document(ids[start : start + length], [length])
+                        documents += 1
+                    else:
+                        empty += 1
+                    start += length
+                tokens += start
+                text_bytes += num_bytes
+                progress.advance(num_bytes)
     finally:
         progress.stop()
-        for path in aside.values():
-            Path(path).unlink(missing_ok=True)
     return Summary(prefix, documents, tokens, empty, text_bytes)
 
 
@@ -259,9 +240,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], dtype: type[np.integer])
     ids: list[int] = []
     lengths: list[int] = []
     for text in texts:
-        document = tokenizer.tokenize(text) if text.strip() else []
-        if document:
-            document.append(tokenizer.eod)
+        document, _ = encode(tokenizer, text)
         ids += document
         lengths.append(len(document))
     return np.array(ids, dtype=dtype), lengths

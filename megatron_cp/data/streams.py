@@ -147,8 +147,6 @@ def _prefix(path: str, config: DatasetConfig, tokenizer: Tokenizer) -> str:
 
 def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDataset:
     count, longest, named = config.mock_num_samples, config.seq_length, config.mock_lengths
-    if count < 1:
-        raise DataError(f"dataset.mock_num_samples={count}: must be 1 or more.")
     try:
         if named in DISTRIBUTIONS:
             lengths = sample_lengths(named, count, longest, seed)

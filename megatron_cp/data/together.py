@@ -6,7 +6,6 @@ on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -17,6 +16,7 @@ import torch.distributed as dist
 # Not as dist.is_initialized, which datasets.py hides from megatron-core while other ranks wait to hear from this one.
 from torch.distributed import is_initialized
 
+from megatron_cp import launcher
 from megatron_cp.errors import DataError
 from megatron_cp.parallel.agree import everyones
 
@@ -47,7 +47,7 @@ def once_per_node[T](work: Callable[[], T]) -> T:
     """
     rank = dist.get_rank() if is_initialized() else 0
     values = _outcomes(work, rank == 0)
-    values += _outcomes(work, rank != 0 and int(os.environ.get("LOCAL_RANK", rank)) == 0)
+    values += _outcomes(work, rank != 0 and launcher.local_rank() == 0)
     if any(value != values[0] for value in values):
         raise DataError(f"the nodes do not have the same data: one finds {values[0]}, another one not. Copy it anew.")
     return values[0]

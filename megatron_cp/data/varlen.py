@@ -8,6 +8,7 @@ reading the tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class MockVarlenDataset:
 
     Args:
         lengths: tokens of each sample, each at least 1.
-        masked_fraction: share of a sample's loss mask that is zero on average, a run of tokens at its start.
+        masked_fraction: share of a sample's loss mask that is zero on average, a run of tokens at its start; below 1.
     """
 
     def __init__(
@@ -33,8 +34,6 @@ class MockVarlenDataset:
         self._lengths = np.asarray(lengths, dtype=np.int64)
         if self._lengths.size == 0 or int(self._lengths.min()) < 1:
             raise DataError("mock samples need lengths of 1 or more, and at least one of them")
-        if not 0.0 <= masked_fraction < 1.0:
-            raise DataError(f"dataset.mock_masked_fraction={masked_fraction}: must be in [0, 1).")
         self._vocab_size, self._seed, self._masked = vocab_size, seed, masked_fraction
 
     def __len__(self) -> int:
@@ -82,7 +81,7 @@ class DocumentDataset:
         self,
         prefix: str,
         max_length: int,
-        too_long: str = "split",
+        too_long: Literal["split", "refuse"] = "split",
         *,
         part: tuple[float, float] = (0.0, 1.0),
         prompt_lengths: np.ndarray | None = None,
@@ -92,8 +91,6 @@ class DocumentDataset:
     ) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-        if too_long not in ("split", "refuse"):
-            raise DataError(f"dataset.too_long={too_long}: must be split or refuse.")
         files = open_indexed(prefix)
         self._path, self._vocab_size, self._max_length = name or files.prefix, vocab_size, max_length
         self._index = open_documents(files, max_length, path_to_cache)

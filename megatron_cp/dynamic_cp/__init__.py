@@ -1,4 +1,14 @@
-"""Dynamic context parallelism: a CP size for every packed microbatch. See docs/dynamic_cp.md."""
+"""Dynamic context parallelism: a CP size for every packed microbatch. See docs/dynamic_cp.md.
+
+Pure, and what the rest may import:
+
+- what a schedule is, and what it costs: ``types``, ``groups``, ``cost``, ``calibration``;
+- making one: ``scheduler`` and ``fixed``, for which alone ``problem``, ``jobs``, ``plan``, ``binning``, ``gaps`` and
+  ``greedy`` are there;
+- looking at one: ``simulate``, ``report``, ``timeline``, ``recorded``, and ``distributions`` of lengths to try.
+
+With torch, running one: ``iterator``, ``packing``, ``domain``, ``active_group``.
+"""
 
 from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.dynamic_cp.cost import PRESETS, CostModel

@@ -96,8 +96,6 @@ class DynamicBatches:
         longest: int | None = None,
         num_steps: int | None = None,
     ) -> None:
-        if global_batch_size < 1:
-            raise ValueError(f"train.global_batch_size={global_batch_size}: must be at least 1")
         self._source = source
         self._size = global_batch_size
         self._scheduler = scheduler

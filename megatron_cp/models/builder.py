@@ -12,7 +12,7 @@ from megatron_cp.config import ModelConfig, RunConfig
 from megatron_cp.models.fusions import fuses_gradient_sum
 from megatron_cp.models.initial_weights import draw_part, seed_of
 from megatron_cp.models.language_model import LanguageModel
-from megatron_cp.models.layer_specs import gpt_block_spec, use_transformer_engine
+from megatron_cp.models.layer_specs import gpt_block_spec, its_layers
 from megatron_cp.models.mtp import mtp_block_spec
 from megatron_cp.models.transformer_config import padded_vocab_size
 from megatron_cp.models.yarn import kept_shares
@@ -69,7 +69,7 @@ def _build_chunk(
         block, layer = gpt_block_spec(config, core_config, groups, vp_stage)
         mtp = None
         if is_last and model.mtp_num_layers:
-            mtp = mtp_block_spec(config, layer, block.layer_norm, use_transformer_engine(config))
+            mtp = mtp_block_spec(config, layer, block.layer_norm, its_layers(core_config))
         chunk = LanguageModel(
             config=core_config,
             transformer_layer_spec=block,
@@ -83,7 +83,7 @@ def _build_chunk(
     chunk.cross_entropy_chunk_size = model.cross_entropy_chunk_size
     if core_config.use_cpu_initialization and core_config.perform_initialization:
         _seed_vocabulary_weights(chunk, core_config, groups, config.rng.seed)
-    if fuses_gradient_sum(config, use_transformer_engine(config)):
+    if fuses_gradient_sum(config, its_layers(core_config)):
         _let_products_sum_gradients(chunk)
     if torch.cuda.is_available():
         chunk.cuda(torch.cuda.current_device())

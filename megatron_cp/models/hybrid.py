@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_cp.config import RunConfig
 from megatron_cp.models.chunked_loss import LossesInPieces
 from megatron_cp.models.hybrid_pattern import with_stages
-from megatron_cp.models.layer_specs import gpt_layer_spec, use_transformer_engine
+from megatron_cp.models.layer_specs import gpt_layer_spec, its_layers
 from megatron_cp.models.mamba import ContextParallelMambaMixer, SeededMambaLayer
 from megatron_cp.models.tied_weights import TiedWithoutGlobalState
 
@@ -83,15 +83,15 @@ def build_hybrid(config: RunConfig, core_config: TransformerConfig, **common: An
     stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
     return HybridLanguageModel(
         config=core_config,
-        hybrid_stack_spec=hybrid_stack_spec(config),
+        hybrid_stack_spec=hybrid_stack_spec(config, core_config),
         hybrid_layer_pattern=with_stages(model.hybrid_layer_pattern or "", stages),
         **common,
     )
 
 
-def hybrid_stack_spec(config: RunConfig) -> ModuleSpec:
+def hybrid_stack_spec(config: RunConfig, core_config: TransformerConfig) -> ModuleSpec:
     """The spec of the stack: attention and MLP are the halves of a GPT layer."""
-    whole, norm = gpt_layer_spec(config, experts=False)
+    whole, norm = gpt_layer_spec(config, core_config, experts=False)
     halves = {
         "attention_layer": {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp},
         "mlp_layer": {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp},
@@ -102,7 +102,7 @@ def hybrid_stack_spec(config: RunConfig) -> ModuleSpec:
     }
     layers["mamba_layer"] = ModuleSpec(
         module=SeededMambaLayer,
-        submodules=_mamba_submodules(use_transformer_engine(config), norm),
+        submodules=_mamba_submodules(its_layers(core_config), norm),
         params={"initialization_seed": config.rng.seed},
     )
     return ModuleSpec(module=HybridLayers, submodules=HybridStackSubmodules(**layers), params={"final_norm": norm})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ _LATENT = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv
 def seed_of(seed: int, name: str) -> int:
     """A seed for one named part of the model: 32 bits, all that PyTorch's CPU generator takes of a number."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest())
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Draw on the host from a stream of its own; the stream outside goes on as if nothing had been drawn."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def draw_part(
@@ -44,8 +53,7 @@ def draw_part(
     rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
     shape = list(weight.shape)
     shape[dim] *= size
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with drawing_from(seed):
         _initialize_affine_weight_cpu(
             weight,
             *shape,

@@ -28,7 +28,7 @@ from megatron_cp.attention.te_support import choose_backend
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.dynamic_cp.groups import configured_blocks
-from megatron_cp.models.initial_weights import draw_layer, seed_of
+from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
 from megatron_cp.models.router import PackRouter, routers_of
 from megatron_cp.parallel.layout import layout_of
 
@@ -72,8 +72,7 @@ class SeededTransformerLayer(TransformerLayer):
             number += config.num_layers
         elif kwargs.get("add_layer_offset", True):
             number += get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(initialization_seed, f"layer {number}"))
+        with drawing_from(seed_of(initialization_seed, f"layer {number}")):
             super().__init__(
                 config, *args, layer_number=layer_number, pg_collection=pg_collection, vp_stage=vp_stage, **kwargs
             )
@@ -86,8 +85,8 @@ class SeededTransformerLayer(TransformerLayer):
 
 
 def use_transformer_engine(config: RunConfig) -> bool:
-    """Whether the layers are Transformer Engine's: on a GPU where it is installed and can do what is asked, unless the
-    recipe says otherwise."""
+    """Whether the layers are to be Transformer Engine's: on a GPU where it is installed and can do what is asked,
+    unless the recipe says otherwise. Asked once a model: :func:`its_layers` tells the answer."""
     if not torch.cuda.is_available():
         return False
     from megatron_cp.attention.transformer_engine import have_transformer_engine
@@ -100,9 +99,14 @@ def use_transformer_engine(config: RunConfig) -> bool:
     return choose_backend(config, version, True, packed_sizes, flash)[0] == "te"
 
 
-def gpt_layer_spec(config: RunConfig, experts: bool) -> tuple[ModuleSpec, Any]:
+def its_layers(core_config: TransformerConfig) -> bool:
+    """Whether a model's layers are Transformer Engine's."""
+    return core_config.transformer_impl == "transformer_engine"
+
+
+def gpt_layer_spec(config: RunConfig, core_config: TransformerConfig, experts: bool) -> tuple[ModuleSpec, Any]:
     """The spec of one layer of a GPT/Llama-like model, attention and MLP or experts, and the class of its norms."""
-    with_te = use_transformer_engine(config)
+    with_te = its_layers(core_config)
     layer = (get_gpt_layer_with_transformer_engine_spec if with_te else get_gpt_layer_local_spec)(
         num_experts=config.model.num_moe_experts if experts else None,
         moe_grouped_gemm=config.model.moe_grouped_gemm,
@@ -159,7 +163,7 @@ def gpt_block_spec(
     """The spec of this rank's (virtual) pipeline stage of a GPT/Llama-like model, and that of the model's last layer,
     which multi-token prediction repeats: a stage that holds the embedding or the loss alone has none."""
     model = config.model
-    specs = {experts: gpt_layer_spec(config, experts) for experts in set(model.expert_layers)}
+    specs = {experts: gpt_layer_spec(config, core_config, experts) for experts in set(model.expert_layers)}
     layers = [specs[experts][0] for experts in model.expert_layers]
     last, norm = specs[model.expert_layers[-1]]
     if model.multi_latent_attention and model.q_lora_rank is None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.merge import accumulation_dtype
 from megatron_cp.dynamic_cp.active_group import active_group
-from megatron_cp.models.initial_weights import seed_of
+from megatron_cp.models.initial_weights import drawing_from, seed_of
 from megatron_cp.models.mamba_exchange import (
     for_scan,
     heads_to_sequence,
@@ -217,8 +217,7 @@ class SeededMambaLayer(MambaLayer):
         pg_collection: ProcessGroupCollection,
         **kwargs: Any,
     ) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(initialization_seed, f"layer {layer_number}"))
+        with drawing_from(seed_of(initialization_seed, f"layer {layer_number}")):
             super().__init__(config, *args, layer_number=layer_number, pg_collection=pg_collection, **kwargs)
         self.pg_collection = pg_collection
 

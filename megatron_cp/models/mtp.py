@@ -33,7 +33,7 @@ from torch import Tensor
 
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.active_group import active_group
-from megatron_cp.models.initial_weights import seed_of
+from megatron_cp.models.initial_weights import drawing_from, seed_of
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
@@ -52,8 +52,7 @@ class PredictionLayer(MultiTokenPredictionLayer):
             # Upstream numbers these layers from 1 and would give them the first layers' transports.
             config = copy.copy(config)
             config.cp_comm_type = config.cp_comm_type[-1]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(initialization_seed, f"mtp {layer_number}"))
+        with drawing_from(seed_of(initialization_seed, f"mtp {layer_number}")):
             super().__init__(config, *args, layer_number=layer_number, pg_collection=pg_collection, **kwargs)
         self.pg_collection = pg_collection
 

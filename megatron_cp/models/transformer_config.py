@@ -75,6 +75,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
+        "transformer_impl": "transformer_engine" if its_layers else "local",  # what the layer specs go by
         "use_cpu_initialization": model.use_cpu_initialization or not on_gpu,
         "bias_dropout_fusion": on_gpu,
         # SwiGLU only: the other fused functions refuse some models, or approximate what a CPU computes exactly.

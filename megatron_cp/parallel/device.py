@@ -15,6 +15,7 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.rendezvous import rendezvous
 
+from megatron_cp import launcher
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import RuntimeFault
 from megatron_cp.parallel import staged
@@ -32,13 +33,13 @@ def device() -> torch.device:
 def start_distributed(config: RunConfig) -> None:
     """Start torch.distributed from the launcher's environment, unless it already runs; one rank needs no launcher."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device((launcher.local_rank() or 0) % torch.cuda.device_count())
     if dist.is_initialized():
         return
     backend = config.dist.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     timeout = timedelta(minutes=config.dist.distributed_timeout_minutes)
     if torch.cuda.is_available():
-        check_gpus(backend, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count())
+        check_gpus(backend, launcher.local_world_size() or 1, torch.cuda.device_count())
     if backend == staged.NAME:
         staged.register()
         if os.environ.get("RANK", "0") == "0":

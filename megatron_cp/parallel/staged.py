@@ -74,7 +74,29 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(-1).view(torch.uint8)
 
 
-class StagedWork(Work):
+class Together(Work):
+    """Several operations as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class StagedWork(Together):
     """What is under way; ``wait`` may be called any number of times."""
 
     def __init__(
@@ -84,9 +106,8 @@ class StagedWork(Work):
         divide_by: int = 1,
         kept: Sequence[Tensor] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(works)
         self._kept = kept  # what gloo reads until then
-        self._works = list(works)
         self._all_works = tuple(works)
         self._arriving = list(arriving)  # host memory, and the tensor that it is for
         self._received = [tensor for _, tensor in arriving]
@@ -99,26 +120,14 @@ class StagedWork(Work):
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         while self._works:
-            work = self._works[0]
-            if timeout:
-                work.wait(timeout)
-            else:
-                work.wait()
+            self._works[0].wait(timeout)
             self._works.pop(0)  # gloo would wait for ever if it were asked again about a receive
         self._kept = ()
         self._deliver()
         return True
 
     def is_completed(self) -> bool:
-        if not all(work.is_completed() for work in self._works):
-            return False
-        return self.wait()
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def synchronize(self) -> None:
-        self.wait()
+        return super().is_completed() and self.wait()
 
     def result(self) -> list[Tensor]:
         return self._received
@@ -141,31 +150,6 @@ class StagedWork(Work):
                 host.div_(self._divide_by)
             to_device(host, tensor)
         self._arriving = []
-
-
-class Together(Work):
-    """Several operations as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        super().__init__()
-        self._works = list(works)
-
-    def wait(self, timeout: timedelta = timedelta()) -> bool:
-        for work in self._works:
-            if timeout:
-                work.wait(timeout)
-            else:
-                work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def synchronize(self) -> None:
-        self.wait()
 
 
 class StagedGroup(dist.ProcessGroup):

@@ -27,6 +27,7 @@ from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the t
     recomputation,
     sequence,
     settings,
+    stages,
     world,
 )
 from megatron_cp.rules.environment import Environment

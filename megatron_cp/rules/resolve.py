@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from megatron_cp import launcher
 from megatron_cp.attention.select import select_transport
-from megatron_cp.attention.te_support import choose_backend, has_window
+from megatron_cp.attention.te_support import Gap, choose_backend, has_window
 from megatron_cp.config import RunConfig
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.environment import Environment
@@ -34,6 +35,12 @@ def packed_sizes(config: RunConfig, world_size: int) -> set[int]:
         return {len(block) for block in configured_blocks(config, layout_of(config, world_size))}
     except ValueError:  # the rules say why
         return set()
+
+
+def backend_in(environment: Environment, config: RunConfig, packed: Collection[int]) -> tuple[str, list[Gap]]:
+    """What :func:`choose_backend` comes to in an environment; ``packed`` are its ``packed_sizes``."""
+    on_gpu, flash = environment.device == "gpu", environment.flash_attn is not None
+    return choose_backend(config, environment.transformer_engine, on_gpu, packed, flash)
 
 
 def resolve_auto(
@@ -71,13 +78,11 @@ def _selected(
 ) -> tuple[str, list[int] | None, str]:
     """What :func:`select_transport` returns, and raises, for this configuration."""
     model = config.model
-    node = gpus_per_node or environment.gpus_per_node or launcher.number("LOCAL_WORLD_SIZE") or world_size
-    on_gpu = environment.device == "gpu"
+    node = gpus_per_node or environment.gpus_per_node or launcher.local_world_size() or world_size
     with_a2a = dataclasses.replace(
         model, cp_comm_type=_in_place_of_auto(model.cp_comm_type, "a2a"), hierarchical_context_parallel_sizes=None
     )
     packed = packed_sizes(dataclasses.replace(config, model=with_a2a), world_size)
-    flash = environment.flash_attn is not None
     return select_transport(
         model.num_attention_heads,
         model.kv_heads,
@@ -87,7 +92,7 @@ def _selected(
         seq_length=model.seq_length,
         window=has_window(config),
         softmax_offset=model.softmax_type != "vanilla",
-        transformer_engine=choose_backend(config, environment.transformer_engine, on_gpu, packed, flash)[0] == "te",
+        transformer_engine=backend_in(environment, config, packed)[0] == "te",
         packed_sizes=packed,
     )
 

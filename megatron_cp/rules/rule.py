@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from megatron_cp.attention.te_support import Gap, choose_backend
+from megatron_cp.attention.te_support import Gap
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import Violation
 from megatron_cp.rules.environment import Environment
-from megatron_cp.rules.resolve import packed_sizes
+from megatron_cp.rules.resolve import backend_in, packed_sizes
 
 Severity = Literal["error", "warning"]
 
@@ -148,14 +148,7 @@ class Context:
 
     @cached_property
     def _choice(self) -> tuple[str, list[Gap]]:
-        environment = self.environment
-        return choose_backend(
-            self.config,
-            environment.transformer_engine,
-            environment.device == "gpu",
-            self.packed_sizes,
-            environment.flash_attn is not None,
-        )
+        return backend_in(self.environment, self.config, self.packed_sizes)
 
     @property
     def backend(self) -> str:

@@ -67,10 +67,8 @@ class StaticSteps:
     """
 
     def __init__(self, run: Run, dataset: Any, consumed_samples: int, training: bool) -> None:
-        config, held_out = run.config, run.config.validation
-        micro, size = config.train.micro_batch_size, config.train.global_batch_size
-        if not training:
-            micro, size = held_out.eval_micro_batch_size or micro, held_out.eval_global_batch_size or size
+        config, train = run.config, run.config.train
+        size, micro = (train.global_batch_size, train.micro_batch_size) if training else config.evaluation_batch
         self._run = run
         self._batches = BatchIterator(
             dataset,

@@ -94,7 +94,14 @@ def stored_names(folder: str | Path) -> set[str]:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Rename, then name it the latest: a crash between the two leaves the older checkpoint the latest, and valid."""
+    """Rename, then name it the latest: a crash between the two leaves the older checkpoint the latest, and valid.
+
+    Raises:
+        OSError: what was written is damaged, or a file cannot be renamed.
+    """
+    problems = damage(partial)
+    if problems:
+        raise OSError(f"what was written is not what should be there: {'; '.join(problems[:4])}")
     for path in partial.iterdir():
         _to_disk(path)
     _to_disk(partial)

@@ -108,11 +108,7 @@ def _train(
             reporter.step(_metrics(run, step, result, seconds, vocab_rows, spike), interval)
         if step.plan is not None:
             reporter.schedule(iteration, step.plan)
-        if (
-            config.train.manual_gc
-            and config.train.manual_gc_interval
-            and iteration % config.train.manual_gc_interval == 0
-        ):
+        if config.train.manual_gc and _due(iteration, config.train.manual_gc_interval):
             gc.collect()
         minutes, limit = (time.monotonic() - started) / 60, config.train.exit_duration_in_mins
         stop, out_of_time, writing = agreed_maximum(
@@ -153,7 +149,7 @@ def _exit_code(stop: int, iteration: int) -> int:
 
 
 def _due(iteration: int, interval: int | None) -> bool:
-    return bool(interval) and iteration % interval == 0  # type: ignore[operator]
+    return bool(interval and iteration % interval == 0)
 
 
 def _advance(run: Run, step: Step, result: StepResult) -> None:

@@ -49,7 +49,7 @@ def of_evaluation(config: RunConfig) -> RunConfig:
     )
     found = replace(config, model=model).finalize()
     assert model.max_seqlen_per_dp_cp_rank is not None
-    samples = config.validation.eval_micro_batch_size or config.train.micro_batch_size
+    _, samples = config.evaluation_batch
     least = training.max_seqlen_per_dp_cp_rank or samples * model.max_seqlen_per_dp_cp_rank
     model.max_seqlen_per_dp_cp_rank = max(least, model.max_seqlen_per_dp_cp_rank)
     return found
@@ -65,9 +65,7 @@ class PackedSteps:
     def __init__(self, run: Run, source: SampleSource, consumed_samples: int, training: bool) -> None:
         config, model = run.config if training else of_evaluation(run.config), run.config.model
         assert run.dynamic_groups is not None
-        size = config.train.global_batch_size
-        if not training:
-            size = config.validation.eval_global_batch_size or size
+        size = config.train.global_batch_size if training else config.evaluation_batch[0]
         # More may be asked for; they are then not made ahead.
         num_steps = config.train.train_iters - run.progress.iteration if training else config.validation.eval_iters
         self._run = run

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import partial
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_cp import launcher
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.domain import DynamicGroups
 from megatron_cp.dynamic_cp.groups import all_to_all_size, configured_blocks, group_line
@@ -51,5 +51,5 @@ def neighbours_in_a_node(config: RunConfig) -> int:
     model = config.model
     if model.hierarchical_context_parallel_sizes:
         return model.hierarchical_context_parallel_sizes[0]
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.cuda.device_count() or 8
+    node = launcher.local_world_size() or torch.cuda.device_count() or 8
     return max(1, node // model.tensor_model_parallel_size)

@@ -141,8 +141,8 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
 
 
 def _datasets(config: RunConfig, tokenizer: Tokenizer, start: Start | None) -> Datasets:
-    train, held_out = config.train, config.validation
-    eval_samples = held_out.eval_iters * (held_out.eval_global_batch_size or train.global_batch_size)
+    train = config.train
+    eval_samples = config.validation.eval_iters * config.evaluation_batch[0]
     test_samples = eval_samples if has_test_part(config.dataset) else 0
     train_samples = 0 if train.skip_train else train.train_iters * train.global_batch_size
     if not train.skip_train and start is not None and not start.finetune:

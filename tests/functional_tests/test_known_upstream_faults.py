@@ -20,7 +20,6 @@ import torch
 
 from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.errors import DataError
 from megatron_cp.rules import check
 from megatron_cp.training.batches import open_steps
 from megatron_cp.training.setup import setup
@@ -77,17 +76,6 @@ def test_masks_and_restarted_positions_that_nobody_would_read_are_refused() -> N
     assert refusals(**CP4, dataset__reset_attention_mask=True) == {"E8"}
     assert refusals(**CP4, dataset__reset_position_ids=True) == {"E9"}
     assert refusals(dataset__reset_attention_mask=True) == {"E8"}
-
-
-def test_inter_document_masks_are_refused_by_the_data_too(tmp_path: Any) -> None:
-    overrides = {
-        "dataset__kind": "indexed",
-        "dataset__data_path": str(tmp_path / "corpus"),
-        "dataset__reset_attention_mask": True,
-    }
-    config = tiny_config(**overrides)
-    with pytest.raises(DataError, match=r"reset_attention_mask=true needs a \[s, s\] mask"):
-        build_datasets(config, build_tokenizer(config.tokenizer), 4)
 
 
 def mask_in_the_model() -> str:

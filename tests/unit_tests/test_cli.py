@@ -18,7 +18,7 @@ TINY = "llama_tiny_pretrain_config"
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
-    for name in ("WORLD_SIZE", "RANK"):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -150,6 +150,12 @@ def test_a_launcher_that_says_nonsense(run, started, monkeypatch, text):
     for command in (["train"], ["verify"]):
         code, _, err = run(*command, "--recipe", TINY)
         assert code == 2 and f"K35: RANK: the variable must be a number, got '{text[:40]}'" in err and not started
+    monkeypatch.setenv("RANK", "0")
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        with monkeypatch.context() as local:
+            local.setenv(name, text)
+            code, _, err = run("train", "--recipe", TINY)
+        assert code == 2 and f"K35: {name}: the variable must be a number, got '{text[:40]}'" in err and not started
     code, _, err = run("validate", "--recipe", "nope")
     assert code == 2 and "unknown recipe 'nope'" in err
 

@@ -28,10 +28,9 @@ def mixer_of(overrides: dict[str, Any]) -> tuple[Any, Any]:
 
     config = tiny_config(**HYBRID | {"model__context_parallel_size": dist.get_world_size()} | overrides)
     groups = build_process_groups(config)
-    spec = hybrid_stack_spec(config).submodules.mamba_layer
-    layer = spec.module(
-        transformer_config(config), spec.submodules, layer_number=1, pg_collection=groups, **spec.params
-    )
+    core_config = transformer_config(config)
+    spec = hybrid_stack_spec(config, core_config).submodules.mamba_layer
+    layer = spec.module(core_config, spec.submodules, layer_number=1, pg_collection=groups, **spec.params)
     return layer.mixer.double(), groups
 
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_cp.config import ModelConfig
+from megatron_cp.models import transformer_config as module
+from megatron_cp.models.layer_specs import its_layers
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.training.scheduling import model_cost
 from tests.training_runs import tiny_config
@@ -67,3 +69,10 @@ def test_latent_attention_has_keys_for_every_head() -> None:
     assert transformer_config(tiny_config(**latent)).num_query_groups == 8
     every = latent | {"model__num_query_groups": 8}
     assert model_cost(tiny_config(**latent)) == model_cost(tiny_config(**every))
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+def test_the_answer_whose_layers_they_are_is_handed_down(theirs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core's own default is Transformer Engine, installed or not."""
+    monkeypatch.setattr(module, "use_transformer_engine", lambda config: theirs)
+    assert its_layers(transformer_config(tiny_config(model__apply_rope_fusion=False))) is theirs

@@ -3,14 +3,19 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from megatron_cp.errors import ConfigError
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
 from megatron_cp.training import loop
+from megatron_cp.training.train import run
+from tests.training_runs import tiny_config
 
 
 def files(folder: Path) -> list[str]:
@@ -51,6 +56,26 @@ def test_configuration_errors_end_with_two_before_anything_is_written(
     code, text = cli(*arguments)
     assert code == 2 and message in text, (code, text)
     assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"dataset__mock_num_samples": 0},
+        {"dataset__mock_masked_fraction": 1.0},
+        {"dataset__seq_length": 0},
+        {"dataset__too_long": "drop"},
+        {"dataset__reset_attention_mask": True},
+        {"train__global_batch_size": 0},
+    ],
+    ids=lambda overrides: next(iter(overrides)),
+)
+def test_a_run_that_python_starts_is_checked_before_it_has_groups(overrides: dict[str, Any]) -> None:
+    """What builds data and batches takes these settings as they are."""
+    (field,) = (name.replace("__", ".") for name in overrides)
+    with pytest.raises(ConfigError, match=re.escape(field)):
+        run(tiny_config(**overrides))
+    assert not dist.is_initialized()
 
 
 def test_another_models_checkpoint_ends_with_two(cli: Any, tmp_path: Path) -> None:

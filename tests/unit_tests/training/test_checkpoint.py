@@ -1,5 +1,7 @@
 """Resuming: exactly where the layout is the same, within float32's noise where it is not."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,13 @@ import torch
 
 from megatron_cp.errors import ConfigError, RuntimeFault
 from megatron_cp.training.checkpoint import load_checkpoint
-from megatron_cp.training.checkpoint_files import existing_folder, latest_iteration
+from megatron_cp.training.checkpoint_files import (
+    checkpoint_folder,
+    create_partial,
+    existing_folder,
+    latest_iteration,
+    put_in_place,
+)
 from megatron_cp.training.step import train_step
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config, train_losses, worst_difference
@@ -206,6 +214,26 @@ def test_a_failed_save_is_reported_by_every_rank_and_leaves_the_previous_one(tmp
     assert all("rank 0: OSError: [Errno 28] No space left" in message for message in messages), messages
     assert latest_iteration(tmp_path) == 1
     assert not (tmp_path / "iter_0000002").exists()
+
+
+def put_half_a_file_in_place(folder: str) -> str:
+    run, _ = start(tiny_config())
+    run.progress.iteration = 1
+    save_checkpoint(run, folder, {})
+    final = checkpoint_folder(folder, 2)
+    partial = create_partial(final)
+    shutil.copytree(checkpoint_folder(folder, 1), partial, dirs_exist_ok=True)
+    largest = max(partial.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    with pytest.raises(OSError) as raised:
+        put_in_place(partial, final)
+    return str(raised.value)
+
+
+def test_what_was_not_written_whole_gets_no_place(tmp_path: Path) -> None:
+    (message,) = run_ranks(put_half_a_file_in_place, 1, str(tmp_path))
+    assert "what was written is not what should be there: " in message and "bytes where" in message
+    assert latest_iteration(tmp_path) == 1 and not (tmp_path / "iter_0000002").exists()
 
 
 def keep_two(folder: str) -> None:
