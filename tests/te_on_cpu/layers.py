@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "two tokens further, pp2 cp2": ({"model__mtp_num_layers": 2}, 4, PP2 | CP2),
     "hybrid, tp2 sp cp2": (HYBRID, 4, TP2 | SP | CP2),
     "hybrid with experts, tp2 sp cp2": (HYBRID_EXPERTS, 4, TP2 | SP | CP2),
-    "hybrid with grouped experts, pp2 ep2": (HYBRID_EXPERTS | GROUPED, 4, PP2 | EP2),
+    "hybrid with grouped experts, ep2 cp2": (HYBRID_EXPERTS | GROUPED, 4, CP2 | EP2),
 }
 
 
