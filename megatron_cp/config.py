@@ -22,7 +22,7 @@ CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 class ModelConfig:
     """Architecture, parallel layout and memory/precision choices of the model."""
 
-    # What is built: "gpt" (GPT/Llama-like) or "hybrid" (Mamba-2, attention and MLP layers by hybrid_layer_pattern).
+    # What is built: "gpt" (GPT/Llama-like) or "hybrid" (Mamba-2, attention, MLPs and experts by hybrid_layer_pattern).
     architecture: Literal["gpt", "hybrid"] = "gpt"
     hybrid_layer_pattern: str | None = None
 
@@ -92,7 +92,8 @@ class ModelConfig:
 
     # Mixture of experts.
     num_moe_experts: int | None = None
-    moe_layer_freq: int | list[int] = 1  # one layer of n has experts, from the first on, or a list of 0/1, one a layer
+    # GPT: one layer of n has experts, from the first on, or a list of 0/1, one a layer. Hybrids: the pattern's E.
+    moe_layer_freq: int | list[int] = 1
     moe_router_topk: int = 2
     moe_router_num_groups: int | None = None  # of experts; a token's lie in moe_router_group_topk of them
     moe_router_group_topk: int | None = None
@@ -163,22 +164,21 @@ class ModelConfig:
         return groups or self.num_attention_heads
 
     @property
-    def expert_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has experts instead of one MLP."""
+    def layer_parts(self) -> tuple[str, ...]:
+        """What each layer is made of: attention ``*``, an MLP ``-``, experts ``E``, Mamba ``M``."""
+        if self.architecture == "hybrid":
+            return tuple((self.hybrid_layer_pattern or "").replace("|", ""))
         if self.num_moe_experts is None:
-            return (False,) * self.num_layers
-        if isinstance(self.moe_layer_freq, list):
-            return tuple(bool(each) for each in self.moe_layer_freq)
-        return tuple(index % max(1, self.moe_layer_freq) == 0 for index in range(self.num_layers))
+            return ("*-",) * self.num_layers
+        every = self.moe_layer_freq
+        if not isinstance(every, list):
+            every = [index % max(1, every) == 0 for index in range(self.num_layers)]
+        return tuple("*E" if experts else "*-" for experts in every)
 
     @property
-    def mixes_experts(self) -> bool:
-        """Whether some layers have experts and others an MLP."""
-        if self.num_moe_experts is None:
-            return False
-        if isinstance(self.moe_layer_freq, list):
-            return len(set(self.moe_layer_freq)) > 1
-        return self.moe_layer_freq > 1 and self.num_layers > 1
+    def expert_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return tuple("E" in parts for parts in self.layer_parts)
 
     @property
     def transports(self) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""Hybrid models: megatron-core's stack of Mamba-2, attention and MLP layers, with our attention and our mixer in it."""
+"""Hybrid models: megatron-core's stack of Mamba-2, attention, MLP and expert layers, with our attention, mixer and
+router in it."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from megatron_cp.models.chunked_loss import LossesInPieces
 from megatron_cp.models.hybrid_pattern import with_stages
 from megatron_cp.models.layer_specs import gpt_layer_spec, its_layers
 from megatron_cp.models.mamba import ContextParallelMambaMixer, SeededMambaLayer
+from megatron_cp.models.router import padding_in_layers
 from megatron_cp.models.tied_weights import TiedWithoutGlobalState
 
 
@@ -66,7 +68,10 @@ class HybridLanguageModel(LossesInPieces, TiedWithoutGlobalState, HybridModel):
     def _set_attention_backend(self) -> None:
         """Nothing, as in :class:`megatron_cp.models.language_model.LanguageModel`."""
 
-    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def forward(
+        self, *args: Any, labels: Tensor | None = None, padding_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        kwargs["padding_mask"] = padding_in_layers(padding_mask, self.config, self.pg_collection)
         if labels is None or not self.post_process or self.cross_entropy_chunk_size is None:
             return super().forward(*args, labels=labels, **kwargs)
         self.post_process = False  # so that upstream ends with the hidden states
@@ -90,22 +95,28 @@ def build_hybrid(config: RunConfig, core_config: TransformerConfig, **common: An
 
 
 def hybrid_stack_spec(config: RunConfig, core_config: TransformerConfig) -> ModuleSpec:
-    """The spec of the stack: attention and MLP are the halves of a GPT layer."""
-    whole, norm = gpt_layer_spec(config, core_config, experts=False)
-    halves = {
-        "attention_layer": {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp},
-        "mlp_layer": {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp},
-    }
+    """The spec of the stack: attention, MLP and experts are the halves of GPT layers."""
+    dense, norm = gpt_layer_spec(config, core_config, experts=False)
     layers: dict[str, Any] = {
-        name: ModuleSpec(module=whole.module, params=whole.params, submodules=replace(whole.submodules, **left_out))
-        for name, left_out in halves.items()
+        "attention_layer": _without(dense, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp),
+        "mlp_layer": _without_attention(dense),
     }
+    if any(config.model.expert_layers):
+        layers["moe_layer"] = _without_attention(gpt_layer_spec(config, core_config, experts=True)[0])
     layers["mamba_layer"] = ModuleSpec(
         module=SeededMambaLayer,
         submodules=_mamba_submodules(its_layers(core_config), norm),
         params={"initialization_seed": config.rng.seed},
     )
     return ModuleSpec(module=HybridLayers, submodules=HybridStackSubmodules(**layers), params={"final_norm": norm})
+
+
+def _without_attention(layer: ModuleSpec) -> ModuleSpec:
+    return _without(layer, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp)
+
+
+def _without(layer: ModuleSpec, **left_out: Any) -> ModuleSpec:
+    return ModuleSpec(module=layer.module, params=layer.params, submodules=replace(layer.submodules, **left_out))
 
 
 def _mamba_submodules(with_te: bool, norm: Any) -> MambaLayerSubmodules:

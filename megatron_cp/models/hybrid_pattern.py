@@ -1,11 +1,11 @@
-"""The layer pattern of a hybrid model: M is Mamba, * attention, - an MLP; | may part pipeline stages. Pure.
+"""The layer pattern of a hybrid model: M is Mamba, * attention, - an MLP, E experts; | may part pipeline stages. Pure.
 
 megatron-core's syntax, of which the letters above are built here.
 """
 
 from __future__ import annotations
 
-LETTERS = "M*-"
+LETTERS = "M*-E"
 
 
 def layers_of(pattern: str | None) -> str:

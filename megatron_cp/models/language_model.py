@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.models.chunked_loss import LossesInPieces
 from megatron_cp.models.mtp import shift_left
+from megatron_cp.models.router import padding_in_layers
 from megatron_cp.models.tied_weights import TiedWithoutGlobalState
 
 
@@ -35,13 +36,9 @@ class LanguageModel(LossesInPieces, TiedWithoutGlobalState, GPTModel):
         does not read them, computes, and writes 1 (Transformer Engine's default) where there was none."""
 
     def _preprocess(self, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> tuple:
-        """megatron-core's, but for the padding mask: upstream slices it for sequence parallelism on the first stage
-        only, over the MPU's group."""
-        if padding_mask is not None and self.config.sequence_parallel:
-            tp = self.pg_collection.tp
-            padding_mask = padding_mask.chunk(tp.size(), dim=1)[tp.rank()]
+        """megatron-core's, but for the padding mask."""
         *prepared, _ = super()._preprocess(*args, **kwargs)
-        return (*prepared, padding_mask)
+        return (*prepared, padding_in_layers(padding_mask, self.config, self.pg_collection))
 
     def _postprocess(
         self,

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
@@ -63,6 +65,19 @@ def expert_biases(chunks: Iterable[torch.nn.Module]) -> list[Tensor]:
     """Of all routers in these parts of a model: megatron-core moves them with the gradients, before any step."""
     routers = (module for chunk in chunks for module in chunk.modules() if isinstance(module, PackRouter))
     return [router.expert_bias for router in routers if router.expert_bias is not None]
+
+
+def padding_in_layers(
+    padding_mask: Tensor | None, config: TransformerConfig, groups: ProcessGroupCollection
+) -> Tensor | None:
+    """The part of a microbatch's ``[b, s_local]`` mask that routers need: of the tokens that a layer has on this rank,
+    a slice under sequence parallelism.
+
+    Upstream's GPT model slices on the first pipeline stage only, over the MPU's group, and its hybrid model nowhere.
+    """
+    if padding_mask is None or not config.sequence_parallel:
+        return padding_mask
+    return padding_mask.chunk(groups.tp.size(), dim=1)[groups.tp.rank()]
 
 
 def routers_of(layer: Any) -> list[PackRouter]:

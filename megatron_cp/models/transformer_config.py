@@ -92,7 +92,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         "attention_softmax_in_fp32": True,
         "is_hybrid_model": model.architecture == "hybrid",
         # Any other value than 1 makes megatron-core save each layer under a name of its own.
-        "moe_layer_freq": [int(each) for each in model.expert_layers] if model.mixes_experts else 1,
+        "moe_layer_freq": [int(each) for each in model.expert_layers] if len(set(model.expert_layers)) > 1 else 1,
     }
     if model.multi_latent_attention:
         values |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent, "rope_type": "rope"}

@@ -76,7 +76,8 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
 @rule(
     "K14",
     "A hybrid model has a layer pattern with one letter a layer.",
-    "M is Mamba, * attention, - an MLP; the pattern is the model. | may part the pipeline stages, all of them.",
+    "M is Mamba, * attention, - an MLP, E experts; the pattern is the model. | may part the pipeline stages, all of "
+    "them.",
     broken("model.architecture=hybrid"),
 )
 def hybrid_pattern(c: Context) -> Iterator[Finding]:
@@ -86,7 +87,7 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
         if pattern is not None:
             yield Finding(field, "is set, but model.architecture is gpt", "model.architecture=hybrid")
     elif not layers or set(layers) - set(LETTERS):
-        yield Finding(field, "must be letters among M, * and -", "model.hybrid_layer_pattern=M*-M*-")
+        yield Finding(field, "must be letters among M, *, - and E", "model.hybrid_layer_pattern=M*-M*-")
     elif len(layers) != model.num_layers:
         message = f"has {len(layers)} letters for {model.num_layers} layers"
         yield Finding(field, message, f"model.num_layers={len(layers)}")
@@ -191,7 +192,6 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
     model = c.config.model
     not_built_in_hybrids = {
         "model.mtp_num_layers": bool(model.mtp_num_layers),
-        "model.num_moe_experts": model.num_moe_experts is not None,
         "model.multi_latent_attention": model.multi_latent_attention,
         "model.rope_scaling": model.rope_scaling,
     }
@@ -203,6 +203,9 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
             message = "does not move the layers of a hybrid model, which its pattern gives to the stages"
             fix = f"{default_of(f'model.{name}')}, and | between the stages of the pattern"
             yield Finding(f"model.{name}", message, fix)
+    if model.architecture == "hybrid" and model.moe_layer_freq != 1:
+        message = "does not say which layers of a hybrid model have experts: E in its pattern does"
+        yield Finding("model.moe_layer_freq", message, "model.moe_layer_freq=1, and E in model.hybrid_layer_pattern")
     for name in _NOT_READ_BY_LATENT_ATTENTION if model.multi_latent_attention else []:
         field = f"model.{name}"
         if getattr(model, name) != value_at(RunConfig(), field):
@@ -274,11 +277,10 @@ def latent_values_in_packs(c: Context) -> Iterator[Finding]:
 )
 def feed_forward_divides(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    if model.architecture == "hybrid" and "-" not in (model.hybrid_layer_pattern or ""):
-        return  # Mamba and attention only
+    parts = "".join(model.layer_parts)
     dense, experts = ("tensor_model_parallel_size", c.tp), ("expert_tensor_parallel_size", c.etp)
-    split = [("ffn_hidden_size", *dense)] if model.num_moe_experts is None or model.mixes_experts else []
-    if model.num_moe_experts is not None:
+    split = [("ffn_hidden_size", *dense)] if "-" in parts else []
+    if "E" in parts:
         of_experts = "ffn_hidden_size" if model.moe_ffn_hidden_size is None else "moe_ffn_hidden_size"
         split += [(of_experts, *experts), ("moe_shared_expert_intermediate_size", *dense)]
     for name, parts, size in split:

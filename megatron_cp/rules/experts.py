@@ -23,6 +23,9 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
                 "moe_ffn_hidden_size is set but num_moe_experts is None",
                 "model.moe_ffn_hidden_size=null",
             )
+        if any(model.expert_layers):
+            message = "is null, and the E in model.hybrid_layer_pattern are layers with experts"
+            yield Finding("model.num_moe_experts", message, "model.num_moe_experts=8, or - instead of E")
         return
     yield from _expert_layers(model)
     if not 1 <= model.moe_router_topk <= model.num_moe_experts:
@@ -92,7 +95,13 @@ def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
 
 def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
     field, every = "model.moe_layer_freq", model.moe_layer_freq
-    if isinstance(every, int):
+    if model.architecture == "hybrid":
+        if not any(model.expert_layers):
+            message = (
+                f"has no layer with experts (E), of which model.num_moe_experts={model.num_moe_experts} is the number"
+            )
+            yield Finding("model.hybrid_layer_pattern", message, "E in the pattern, or model.num_moe_experts=null")
+    elif isinstance(every, int):
         if every < 1:
             message = f"puts experts into one layer of n, n at least 1, got {every}"
             yield Finding(field, message, f"{field}=1 for experts in all layers")

@@ -83,12 +83,13 @@ def _distributed(c: Context) -> Iterator[Finding]:
 
 def _modules(c: Context) -> Iterator[Finding]:
     model, field = c.config.model, "model.recompute_modules"
-    on_cpu, experts = c.environment.device == "cpu", bool(model.num_moe_experts)
-    allowed = {"core_attn": True, "mlp": experts or not model.add_bias_linear, "layernorm": c.backend == "te"}
-    allowed |= {"moe": experts, "mla_up_proj": model.multi_latent_attention and not on_cpu}
+    on_cpu, parts = c.environment.device == "cpu", "".join(model.layer_parts)
+    allowed = {"core_attn": True, "mlp": not model.add_bias_linear, "layernorm": c.backend == "te"}
+    allowed |= {"moe": "E" in parts, "mla_up_proj": model.multi_latent_attention and not on_cpu}
     for name in model.recompute_modules or []:
-        if name == "mlp" and experts and not model.mixes_experts:
-            yield Finding(field, "mlp has no effect: every layer has experts instead", f"{field}=[moe]", "warning")
+        if name == "mlp" and "-" not in parts:
+            fix = f"{field}=[moe]" if "E" in parts else f"{field}=[core_attn]"
+            yield Finding(field, "mlp has no effect: no layer has one", fix, "warning")
         elif name == "mlp" and model.add_bias_linear:
             message = "mlp with add_bias_linear=true is recomputed without end, until no memory is left"
             yield Finding(field, message, _WHOLE_LAYERS)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_cp.config import ModelConfig
-from megatron_cp.models.hybrid_pattern import layers_of
 from megatron_cp.models.mamba_shape import CONV_WIDTH, MambaShape
 
 
@@ -50,8 +49,7 @@ def pairs_of_samples(model: ModelConfig, lengths: Sequence[int]) -> np.ndarray:
 
 def layers_with_parts(model: ModelConfig) -> list[tuple[int, str]]:
     """Number and parts of each layer: attention ``*``, MLP ``-``, experts ``E``, Mamba ``M``."""
-    hybrid = model.architecture == "hybrid"
-    main = list(layers_of(model.hybrid_layer_pattern)) if hybrid else ["*E" if e else "*-" for e in model.expert_layers]
+    main = model.layer_parts
     ahead = main[-1:] * (model.mtp_num_layers or 0)  # megatron-core numbers these from 1 again
     return [*enumerate(main, start=1), *enumerate(ahead, start=1)]
 

@@ -80,5 +80,5 @@ def _keep_first_gradients(run: Run, result: Measurement) -> None:
     run.core_config.finalize_model_grads_func = finalize_and_keep
 
 
-def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return parameter.main_grad  # type: ignore[attr-defined]
+def _gradient(saved: torch.Tensor) -> torch.Tensor | None:
+    return saved.main_grad if isinstance(saved, torch.nn.Parameter) else None  # type: ignore[attr-defined]

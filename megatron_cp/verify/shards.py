@@ -18,15 +18,17 @@ from megatron_cp.parallel.agree import everyones
 from megatron_cp.training.setup import Run
 
 
-def parameter_parts(run: Run, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> Iterator[ShardedTensor]:
-    """This rank's part of every parameter, holding (a view of) ``of(parameter)`` instead of the parameter."""
+def parameter_parts(run: Run, of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[ShardedTensor]:
+    """This rank's part of every parameter, and of what else a model saves (experts' biases), holding (a view of)
+    ``of(parameter)`` instead; without those of which it is None."""
     metadata = {"dp_cp_group": run.groups.dp_cp, "non_homogeneous_layers": True}
     for chunk in run.model:
         for entry in nested_values(chunk.module.sharded_state_dict(metadata=metadata)):
+            if not isinstance(entry, ShardedTensor | ShardedTensorFactory) or (values := of(entry.data)) is None:
+                continue
             if isinstance(entry, ShardedTensorFactory):  # several parts of one parameter, such as gate and up
-                yield from nested_values(replace(entry, data=of(entry.data)).build())
-            elif isinstance(entry, ShardedTensor):
-                values = of(entry.data)
+                yield from nested_values(replace(entry, data=values).build())
+            else:
                 yield replace(entry, data=values, dtype=values.dtype)
 
 

@@ -78,13 +78,14 @@ def _transports(draw: Any, cp: int, layers: int) -> Overrides:
 
 
 def _experts(draw: Any, values: Overrides) -> Overrides:
+    hybrid = "model__hybrid_layer_pattern" in values
     return {
         "model__num_moe_experts": 4,
         "model__moe_ffn_hidden_size": 16 * values["model__tensor_model_parallel_size"],
         "model__moe_router_load_balancing_type": "none",
         "model__moe_token_dispatcher_type": draw(st.sampled_from(["alltoall", "allgather"])),
         "model__expert_model_parallel_size": draw(st.sampled_from([1, 2])),
-        "model__moe_layer_freq": draw(st.sampled_from([1, 2])),
+        "model__moe_layer_freq": 1 if hybrid else draw(st.sampled_from([1, 2])),
         "model__moe_shared_expert_intermediate_size": draw(
             st.sampled_from([None, 16 * values["model__tensor_model_parallel_size"]])
         ),
@@ -132,11 +133,13 @@ def _mtp(draw: Any, values: Overrides) -> Overrides:
 
 def _hybrid(draw: Any, values: Overrides) -> Overrides:
     groups = values["model__tensor_model_parallel_size"] * draw(st.sampled_from([1, 2]))
+    letters = "MM*-EE" if "model__num_moe_experts" in values else "MM*-"
     return {
         "model__architecture": "hybrid",
         "model__hybrid_layer_pattern": "".join(
-            draw(st.sampled_from("MM*-")) for _ in range(values["model__num_layers"])
+            draw(st.sampled_from(letters)) for _ in range(values["model__num_layers"])
         ),
+        "model__moe_layer_freq": 1,
         "model__mamba_num_groups": groups,
         "model__mamba_num_heads": groups * draw(st.sampled_from([2, 3, 4])),
         "model__mamba_head_dim": 8,

@@ -24,7 +24,7 @@ from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, tr
 from tests.pretend_gpu import placement
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config
-from tests.unit_tests.models.hybrids import HYBRID
+from tests.unit_tests.models.hybrids import HYBRID, HYBRID_EXPERTS
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
 from tests.unit_tests.training.test_model_variants import MLA, MOE
 
@@ -54,6 +54,7 @@ DENSE: dict[str, Case] = {
     "experts, spread": (2, SPREAD, {"synchronize an event": 8}),
     "latent": (2, CP2 | MLA, {}),
     "hybrid": (2, CP2 | HYBRID, {}),
+    "hybrid with experts": (2, CP2 | HYBRID_EXPERTS, {"synchronize an event": 8}),
     "multi-token prediction": (2, CP2 | MTP, DEPTHS),
 }
 PACKED: dict[str, Case] = {

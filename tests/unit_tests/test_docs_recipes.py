@@ -57,6 +57,13 @@ def test_the_command_with_everything(folder, capsys):
     load_recipe("my_run.yaml", re.findall(r'`"(dataset.split=[^`]*)"`', PAGE))
 
 
+def test_the_hybrid_with_experts(capsys):
+    (command,) = [block for block in blocks("") if "hybrid_layer_pattern" in block]
+    _, words = command.replace("\\\n", " ").split("run_recipe.py")
+    assert cli.main(["train", *words.split(), "--dry-run", "--environment", "cpu"]) == 0
+    assert "every rule holds" in capsys.readouterr().out
+
+
 def test_the_python_example(folder, capsys):
     (code,) = blocks("python")
     exec(code)

@@ -1,4 +1,6 @@
-"""The hybrid model of the tests that train one: overrides for ``tests.training_runs.tiny_config``."""
+"""The hybrid models of the tests that train one: overrides for ``tests.training_runs.tiny_config``."""
+
+from tests.unit_tests.training.test_model_variants import BIASED
 
 # 16 Mamba heads in two groups: four ranks share a group by two, and three ranks cannot share evenly.
 HYBRID = {
@@ -8,3 +10,13 @@ HYBRID = {
     "model__mamba_head_dim": 8,
     "model__mamba_num_groups": 2,
 }
+# Two layers of sigmoid-routed experts beside a shared one, whose biases move the choice, and a z-loss.
+HYBRID_EXPERTS = (
+    HYBRID
+    | BIASED
+    | {
+        "model__hybrid_layer_pattern": "ME*E",
+        "model__moe_shared_expert_intermediate_size": 32,
+        "model__moe_shared_expert_gate": True,
+    }
+)

@@ -9,6 +9,7 @@ from megatron_cp.models import layer_specs
 from megatron_cp.training.checkpoint import load_checkpoint
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config
+from tests.unit_tests.models.hybrids import HYBRID
 
 LATENT = {
     "model__multi_latent_attention": True,
@@ -39,6 +40,17 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
             *(f"{layer}.{ATTENTION_NORM}" for layer in range(4)),
             *(f"{layer}.{MLP_NORM}" for layer in (0, 3)),
             *(f"{layer}.pre_mlp_layernorm.weight" for layer in (1, 2)),
+        },
+    ),
+    # As upstream's own hybrid spec saves them (models/hybrid/hybrid_layer_specs.py:119-215): every layer is one part.
+    "hybrid with experts": (
+        HYBRID | EXPERTS | {"model__hybrid_layer_pattern": "ME*-"},
+        {
+            "0.mixer.norm.weight",
+            "0.mixer.in_proj.layer_norm_weight",
+            "1.pre_mlp_layernorm.weight",
+            f"2.{ATTENTION_NORM}",
+            f"3.{MLP_NORM}",
         },
     ),
     "latent": (LATENT, {"input_layernorm.weight", MLP_NORM}),

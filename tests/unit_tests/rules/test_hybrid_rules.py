@@ -16,12 +16,18 @@ MODEL = {
     "model.context_parallel_size": "4",
 }
 
+EXPERTS = ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=48", "model.hybrid_layer_pattern=MEM*EME")
+TP2 = ("model.context_parallel_size=2", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
 
-def errors(*overrides: str, world_size: int = 4) -> list[Violation]:
+
+def findings(*overrides: str, world_size: int = 4) -> list[Violation]:
     settings = MODEL | dict(text.split("=", 1) for text in overrides)
     config = load_recipe("mamba_hybrid_tiny_pretrain_config", [f"{name}={value}" for name, value in settings.items()])
-    found = check(config, world_size)
-    return [violation for violation in found if violation.severity == "error"]
+    return check(config, world_size)
+
+
+def errors(*overrides: str, world_size: int = 4) -> list[Violation]:
+    return [violation for violation in findings(*overrides, world_size=world_size) if violation.severity == "error"]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +43,18 @@ def errors(*overrides: str, world_size: int = 4) -> list[Violation]:
         ),
         ("model.dynamic_context_parallel=true",),
         ("model.sequence_packing_scheduler=dp_balanced",),
+        EXPERTS,
+        (*EXPERTS, "model.expert_model_parallel_size=4", "model.dynamic_context_parallel=true"),
+        # No MLP whose size must divide, and experts that are not split.
+        (
+            *EXPERTS,
+            "model.context_parallel_size=2",
+            "model.tensor_model_parallel_size=2",
+            "model.sequence_parallel=true",
+            "model.expert_tensor_parallel_size=1",
+            "model.moe_ffn_hidden_size=97",
+            "model.ffn_hidden_size=97",
+        ),
     ],
 )
 def test_allowed(overrides: tuple[str, ...]) -> None:
@@ -68,9 +86,16 @@ def test_allowed(overrides: tuple[str, ...]) -> None:
         (["model.mamba_head_dim=48"], "D12", "d_inner must be evenly divisible by headdim: 256 by 48", "1, 2, 4"),
         (["model.mamba_state_dim=0"], "D12", "at least 1, got 0", ""),
         (["model.hybrid_layer_pattern=M-M*-M"], "K14", "has 6 letters for 7 layers", "model.num_layers=6"),
-        (["model.hybrid_layer_pattern=M-M*-ME"], "K14", "letters among M, * and -", "M*-"),
+        (["model.hybrid_layer_pattern=M-M*-MG"], "K14", "letters among M, *, - and E", "M*-"),
         (["model.mtp_num_layers=1"], "K19", "is not built into hybrid models", ""),
-        (["model.num_moe_experts=4"], "K19", "is not built into hybrid models", ""),
+        (["model.num_moe_experts=4"], "K15", "has no layer with experts (E), of which", "E in the pattern"),
+        (["model.hybrid_layer_pattern=M-M*-ME"], "K15", "the E in model.hybrid_layer_pattern", "or - instead of E"),
+        ([*EXPERTS, "model.moe_layer_freq=2"], "K19", "E in its pattern does", "and E in model.hybrid_layer_pattern"),
+        (["model.moe_layer_freq=2"], "K19", "E in its pattern does", "model.moe_layer_freq=1"),
+        ([*EXPERTS, *TP2, "model.moe_ffn_hidden_size=97"], "K31", "97 is not divisible by expert_tensor", "96 or 98"),
+        (["model.ffn_hidden_size=97", *TP2], "K31", "97 is not divisible by tensor_model_parallel_size", "96 or 98"),
+        ([*EXPERTS, "model.expert_model_parallel_size=3"], "A18", "num_moe_experts (4) should be divisible", "1, 2, 4"),
+        ([*EXPERTS, *TP2, "model.sequence_parallel=false"], "K15", "enabling sequence parallelism", "parallel=true"),
     ],
 )  # fmt: skip
 def test_refused(overrides: list[str], rule: str, message: str, fix: str) -> None:
@@ -99,3 +124,26 @@ def test_stages_of_a_pattern() -> None:
         with_stages("M*M-", 3)
     with pytest.raises(ValueError, match="marks 2 pipeline stages, and 4"):
         with_stages("M*|M-", 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "module", "severity", "message"),
+    [
+        (EXPERTS, "mlp", "warning", "no layer has one"),
+        (("model.hybrid_layer_pattern=MMM*MMM",), "mlp", "warning", "no layer has one"),
+        ((), "moe", "error", "Invalid choices for recompute_modules: moe"),
+    ],
+    ids=["experts alone", "neither", "no experts"],
+)
+def test_only_layers_of_the_pattern_are_recomputed(
+    overrides: tuple[str, ...], module: str, severity: str, message: str
+) -> None:
+    found = findings(*overrides, "model.recompute_granularity=selective", f"model.recompute_modules=[{module}]")
+    ((said, text),) = [(each.severity, each.message) for each in found if each.rule == "K7"]
+    assert said == severity and message in text
+
+
+def test_settings_of_experts_are_read_with_experts_alone() -> None:
+    given = ("model.moe_aux_loss_coeff=0.01", "model.moe_router_score_function=sigmoid")
+    assert [each.severity for each in findings(*given) if each.rule == "K19"] == ["warning", "warning"]
+    assert findings(*given, *EXPERTS) == []

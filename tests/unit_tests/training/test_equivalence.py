@@ -7,7 +7,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config, train_losses, worst_difference
-from tests.unit_tests.models.hybrids import HYBRID
+from tests.unit_tests.models.hybrids import HYBRID_EXPERTS
 from tests.unit_tests.training.layouts import LAYOUTS, PP2, SIX_LAYERS, VPP2
 from tests.unit_tests.training.test_model_variants import CLASSIC, MOE
 
@@ -87,7 +87,9 @@ def first_weights(overrides: dict[str, Any], seed: int = 7) -> dict[str, list[fl
     return found
 
 
-@pytest.mark.parametrize("model", [MOE | {"model__mtp_num_layers": 1}, HYBRID], ids=["experts and mtp", "hybrid"])
+@pytest.mark.parametrize(
+    "model", [MOE | {"model__mtp_num_layers": 1}, HYBRID_EXPERTS], ids=["experts and mtp", "hybrid"]
+)
 def test_another_seed_is_another_model(model: dict[str, Any]) -> None:
     """In every weight that is drawn; PyTorch's CPU generator forgets what a seed has beyond 32 bits."""
     one, same, other = (run_ranks(first_weights, 1, model, seed)[0] for seed in (7, 7, 8))

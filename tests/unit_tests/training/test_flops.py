@@ -115,6 +115,16 @@ def test_each_token_meets_each_weight_once_forward_and_twice_backward(name: str)
     assert training_flops(built, 256, [1]) == 3 * (2 * elements + attention)
 
 
+def test_a_hybrids_halves_are_a_layer() -> None:
+    shape: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 12}
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 6, "moe_shared_expert_intermediate_size": 10}
+    for settings, whole, halves in (({}, 1, "*-"), (experts, 1, "*|E"), (experts | {"moe_layer_freq": 2}, 2, "*E*-")):
+        gpt = model(**shape, **settings, num_layers=whole)
+        pattern = {"architecture": "hybrid", "hybrid_layer_pattern": halves, "moe_layer_freq": 1}
+        hybrid = model(**shape, **settings | pattern, num_layers=2 * whole)
+        assert training_flops(hybrid, 16, [5, 9]) == training_flops(gpt, 16, [5, 9])
+
+
 def test_multi_token_prediction_and_mamba_by_hand() -> None:
     shape: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 12}
     one, two = (training_flops(model(**shape, num_layers=n), 16, [5]) for n in (1, 2))

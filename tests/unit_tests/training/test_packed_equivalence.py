@@ -20,12 +20,13 @@ from tests.packed_runs import (
 )
 from tests.ranks import run_ranks
 from tests.training_runs import worst_difference
-from tests.unit_tests.models.hybrids import HYBRID
+from tests.unit_tests.models.hybrids import HYBRID, HYBRID_EXPERTS
 from tests.unit_tests.training.layouts import CP2, CP4, PP2, SP, TP2, VPP2
 from tests.unit_tests.training.test_model_variants import (
     BIASED,
     CLASSIC,
     EP2,
+    ETP1,
     FULL,
     MIXED_LAYERS,
     MLA,
@@ -90,6 +91,17 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "latent attention, full recomputation": (4, MLA, DYNAMIC | CP2 | FULL | per_rank(32)),
     "hybrid": (4, HYBRID, DYNAMIC | per_rank(32)),
     "hybrid, pp2": (4, HYBRID, DYNAMIC | PP2 | per_rank(64)),
+    "hybrid with experts": (4, HYBRID_EXPERTS, DYNAMIC | per_rank(32)),
+    "hybrid with experts, ep2, decentralized": (4, HYBRID_EXPERTS, DYNAMIC | CP2 | EP2 | DECENTRALIZED | per_rank(32)),
+    "hybrid with experts, ep2, whole in tp2 sp": (4, HYBRID_EXPERTS, DYNAMIC | TP2 | SP | EP2 | ETP1 | per_rank(64)),
+    "hybrid with experts, ep2 cp2, whole in tp2 sp": (
+        8,
+        HYBRID_EXPERTS,
+        DYNAMIC | CP2 | TP2 | SP | EP2 | ETP1 | per_rank(32),
+    ),
+    "hybrid with experts, pp2 vpp2 ep2": (4, HYBRID_EXPERTS, DYNAMIC | PP2 | VPP2 | EP2 | per_rank(64)),
+    "hybrid with experts, full recomputation, ep2": (4, HYBRID_EXPERTS, DYNAMIC | EP2 | FULL | per_rank(32)),
+    "hybrid with experts, dp_balanced cp2 ep2": (4, HYBRID_EXPERTS, BALANCED | CP2 | EP2),
     "two tokens further": (4, MTP, DYNAMIC | CP2 | per_rank(32)),
     "two tokens further, tp2 sp": (4, MTP, DYNAMIC | TP2 | SP | per_rank(64)),
     "experts": (4, MOE, DYNAMIC | per_rank(32)),
@@ -140,6 +152,7 @@ FAST = (
     "pp2 vpp2",
     "4 ranks, dp_balanced cp2",
     "experts, tp2 sp, decentralized",
+    "hybrid with experts, ep2, whole in tp2 sp",
 )
 
 _reference: dict[str, Losses] = {}
@@ -224,6 +237,17 @@ def test_the_balance_of_experts_is_that_of_packs_of_many_sizes(name: str, depths
     assert len(sizes) > 1, "a schedule with one CP size only would prove little"
 
 
+@pytest.mark.usefixtures("five_steps")
+@slow
+@pytest.mark.parametrize("name", DYNAMIC_EXPERTS)
+def test_the_balance_of_a_hybrids_experts_is_that_of_its_packs(name: str, lengths: str) -> None:
+    """Their padding is sliced by us: upstream's hybrid model gives every tensor-parallel rank the whole mask."""
+    ranks, layout = DYNAMIC_EXPERTS[name]
+    model = HYBRID | MOE | {"model__hybrid_layer_pattern": "ME*E"} | AUX_LOSS
+    sizes = check_balance(ranks, model, DYNAMIC | layout, lengths)
+    assert len(sizes) > 1, "a schedule with one CP size only would prove little"
+
+
 def check_balance(ranks: int, model: dict[str, Any], layout: dict[str, Any], lengths: str) -> set[int]:
     """The auxiliary loss is a matter of the pack, so one rank takes the same packs. Returns the groups' sizes."""
     overrides = model | layout | {"model__dynamic_context_parallel_calibration_iters": 0}
@@ -233,6 +257,6 @@ def check_balance(ranks: int, model: dict[str, Any], layout: dict[str, Any], len
     alone = run_ranks(one_by_one, 1, lengths, model, packs)[0]
     worst = worst_difference(losses, alone)
     assert max(worst) < TOLERANCE, worst
-    unbalanced = run_ranks(one_by_one, 1, lengths, MOE, packs)[0]
+    unbalanced = run_ranks(one_by_one, 1, lengths, model | {"model__moe_aux_loss_coeff": 0.0}, packs)[0]
     assert max(worst_difference(unbalanced, alone)) > 1e-3, "the auxiliary loss does nothing here"
     return {size for step in sizes for size in step}

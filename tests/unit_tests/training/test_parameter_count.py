@@ -7,6 +7,7 @@ import pytest
 from megatron_cp.training.train import count_parameters
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config
+from tests.unit_tests.models.hybrids import HYBRID_EXPERTS
 
 TIED = {"model__share_embeddings_and_output_weights": True}
 EXPERTS = {"model__num_moe_experts": 4}
@@ -31,9 +32,17 @@ def counted(overrides: dict[str, Any]) -> tuple[int, int]:
         (TIED, PP2),
         (EXPERTS, EP2),
         (EXPERTS | {"model__moe_layer_freq": [0, 0, 1, 1]}, PP2),
+        (HYBRID_EXPERTS, PP2),
         (EXPERTS | SHARED, TP2 | EP2 | {"model__expert_tensor_parallel_size": 1}),
     ],
-    ids=["norms tp2", "tied pp2", "experts ep2", "experts in some layers pp2", "shared experts tp2 ep2 etp1"],
+    ids=[
+        "norms tp2",
+        "tied pp2",
+        "experts ep2",
+        "experts in some layers pp2",
+        "hybrid pp2",
+        "shared experts tp2 ep2 etp1",
+    ],
 )
 def test_every_parameter_counts_once(model: dict[str, Any], layout: dict[str, Any]) -> None:
     ((announced, held),) = run_ranks(counted, 1, model)

@@ -69,6 +69,14 @@ HYBRID: dict[str, Any] = LLAMA | {
     "hybrid_layer_pattern": "M-M-M-M*-M-M-" * 4,
     "num_layers": 52,
 }
+# Three parts of four of its layers' operations are those of experts.
+HYBRID_EXPERTS = HYBRID | {
+    "hybrid_layer_pattern": "MEMEMEM*EMEME" * 4,
+    "num_moe_experts": 64,
+    "moe_router_topk": 6,
+    "moe_ffn_hidden_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+}
 
 
 def cost_and_work(length: int, **shape: Any) -> tuple[CostModel, float, float]:
@@ -95,6 +103,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param(LLAMA, id="8B"),
         pytest.param(HYBRID, id="hybrid"),
+        pytest.param(HYBRID_EXPERTS, id="hybrid with experts"),
         pytest.param(LATENT, id="latent"),
         pytest.param(LLAMA | {"num_layers": 2, "mtp_num_layers": 2}, id="multi-token prediction"),
         pytest.param(LLAMA | {"attention_mask_type": "no_mask"}, id="bidirectional"),

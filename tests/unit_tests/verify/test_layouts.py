@@ -10,9 +10,9 @@ from megatron_cp.verify.reduce import comparable
 from megatron_cp.verify.report import diagnose
 from tests.ranks import run_ranks
 from tests.training_runs import tiny_config
-from tests.unit_tests.models.hybrids import HYBRID
+from tests.unit_tests.models.hybrids import HYBRID, HYBRID_EXPERTS
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.test_model_variants import CLASSIC, MLA, MOE
+from tests.unit_tests.training.test_model_variants import CLASSIC, EP2, ETP1, MLA, MOE
 
 TIED = {"model__share_embeddings_and_output_weights": True}
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
@@ -50,6 +50,11 @@ def compare(overrides: dict[str, Any]) -> tuple[bool, list[str], int]:
         HYBRID | CP4 | HCP,
         UNCOMPRESSED | CP4 | HCP | DECENTRALIZED,
         HYBRID | DYNAMIC,
+        HYBRID_EXPERTS | CP2 | EP2 | PP2,
+        pytest.param(
+            HYBRID_EXPERTS | DYNAMIC | TP2 | SP | EP2 | ETP1 | {"model__max_seqlen_per_dp_cp_rank": 16},
+            marks=pytest.mark.slow,
+        ),
         MTP | PP2 | VPP2 | CP2 | TIED,
     ],
     ids=str,

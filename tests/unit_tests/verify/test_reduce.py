@@ -13,6 +13,7 @@ from megatron_cp.rules import check
 from megatron_cp.verify.reduce import PACKED_TOKENS, comparable
 from tests.functional_tests.random_layouts import configurations
 from tests.training_runs import tiny_config
+from tests.unit_tests.models.hybrids import HYBRID
 
 KEPT = (
     "num_attention_heads",
@@ -225,6 +226,10 @@ PIECES = [
     {"model__num_moe_experts": 4, "model__moe_shared_expert_intermediate_size": 512},
     {"model__num_moe_experts": 4, "model__num_layers": 8, "model__moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1]},
     {"model__num_moe_experts": 4, "model__num_layers": 8, "model__moe_layer_freq": 3},
+    {"model__num_moe_experts": 4, "model__moe_layer_freq": 1} | HYBRID | {"model__hybrid_layer_pattern": "ME*E"},
+    {"model__num_moe_experts": 4, "model__expert_model_parallel_size": 2}
+    | HYBRID
+    | {"model__num_layers": 6, "model__hybrid_layer_pattern": "M*-E|EE"},
     {"model__qk_layernorm": True, "model__q_lora_rank": None},
     {"model__rotary_percent": 0.6, "model__kv_channels": 20},
     {"model__rotary_percent": 0.3, "model__qk_pos_emb_head_dim": 16},
