@@ -84,7 +84,7 @@ def _distributed(c: Context) -> Iterator[Finding]:
 def _modules(c: Context) -> Iterator[Finding]:
     model, field = c.config.model, "model.recompute_modules"
     on_cpu, experts = c.environment.device == "cpu", bool(model.num_moe_experts)
-    allowed = {"core_attn": True, "mlp": experts or not model.add_bias_linear, "layernorm": c.backend == "te"}
+    allowed = {"core_attn": True, "mlp": experts or not model.add_bias_linear, "layernorm": c.its_layers}
     allowed |= {"moe": experts, "mla_up_proj": model.multi_latent_attention and not on_cpu}
     for name in model.recompute_modules or []:
         if name == "mlp" and experts and not model.mixes_experts:
