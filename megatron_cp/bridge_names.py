@@ -79,9 +79,6 @@ _NAMES = {
     "model.head_dim": _called("model.kv_channels"),
     "model.hybrid_override_pattern": _called("model.hybrid_layer_pattern"),
     "model.hybrid_context_parallel": _called("model.dynamic_context_parallel")._replace(accepted=(None, False)),
-    "model.transformer_impl": _always(
-        "transformer_engine", fix="leave it out; model.attention_backend=native does without Transformer Engine"
-    ),
     "model.attention_softmax_in_fp32": _always(True),
     "model.bias_dropout_fusion": _always(True),
     "model.persist_layer_norm": _UNREAD,  # by apex's norms alone
@@ -232,7 +229,7 @@ _BACKENDS = {
     "flash": _TE.format("NVTE_FUSED_ATTN"),
     "fused": _TE.format("NVTE_FLASH_ATTN"),
     "unfused": "model.attention_backend=native: Transformer Engine's unfused attention has no context parallelism",
-    "local": "model.attention_backend=native: our own attention, without Transformer Engine",
+    "local": "model.attention_backend=native: our own attention; model.transformer_impl=local: none of its layers",
 }
 
 

@@ -73,6 +73,7 @@ class ModelConfig:
     window_size: list[int] | None = None  # [left, right]
     window_attn_skip_freq: int | list[int] | None = None  # every n-th layer, or a list of 0/1, one a layer
     attention_backend: Literal["auto", "te", "native"] = "auto"
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"  # the layers around attention
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int = 32

@@ -24,10 +24,9 @@ from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.environment import installed_version
 from megatron_cp.rules.nvml import Driver, read_driver
-from megatron_cp.rules.resolve import backend_in, packed_sizes, ranks_to_check
+from megatron_cp.rules.resolve import backend_in, its_layers_in, packed_sizes, ranks_to_check
 
 MEGATRON_CORE = "0.19.2"
-ITS_ATTENTION = "Transformer Engine's"
 _EXTRA = "uv pip install 'megatron-cp[gpu]' (in a clone: -e '.[gpu]')"
 _SECONDS_TO_IMPORT = 300
 
@@ -159,6 +158,8 @@ def attention_of(config: RunConfig, environment: Environment, world_size: int) -
     backend, gaps = backend_in(environment, config, packed_sizes(config, world_size))
     if wanted == "native":
         why = ["model.attention_backend=native asks for it"]
+    elif config.model.transformer_impl == "local":
+        why = ["model.transformer_impl=local does without Transformer Engine"]
     elif not on_gpu:
         why = ["there is no GPU, and Transformer Engine's attention needs one"]
     elif version is None:
@@ -168,7 +169,7 @@ def attention_of(config: RunConfig, environment: Environment, world_size: int) -
         why += [f"Transformer Engine {version}, {gap.field}: {gap.message}" for gap in gaps]
     else:
         why = [f"Transformer Engine {version} computes all that the recipe asks for"]
-    return ITS_ATTENTION if backend == "te" else "our own", why
+    return "Transformer Engine's" if backend == "te" else "our own", why
 
 
 def _findings_for(config: RunConfig, found: Survey) -> Iterator[Finding]:
@@ -271,7 +272,9 @@ def main(argv: Sequence[str]) -> int:
         backend = config.dist.distributed_backend or ("nccl" if found.environment.device == "gpu" else "gloo")
         print(f"{config.recipe} on {world_size} ranks")
         print(_line("attention", f"{attention}: {why[0]}"), *(_line("", reason) for reason in why[1:]), sep="\n")
-        fused = kernels_in_use(config, its_layers=attention == ITS_ATTENTION)
+        its_layers = its_layers_in(found.environment, config)
+        print(_line("layers", "Transformer Engine's" if its_layers else "megatron-core's own"))
+        fused = kernels_in_use(config, its_layers)
         print(_line("fused kernels", ", ".join(fused) or "none of Transformer Engine's"))
         print(_line("communication", backend), *([_line("", choice)] if choice else []), sep="\n")
         to_do += _findings_for(config, found)

@@ -40,6 +40,7 @@ _LAYOUT = (
     "cross_entropy_chunk_size",
     "deterministic_mode",
     "attention_backend",
+    "transformer_impl",
 )
 
 

@@ -1,7 +1,7 @@
 """What Transformer Engine's attention can compute under context parallelism, by version. Pure: no torch.
 
 One table for everybody: the rules refuse a configuration that asks for more of it, and ``attention_backend=auto``
-falls back to our own attention. The facts are those of Transformer Engine's own checks in
+falls back to our own attention, in Transformer Engine's layers. The facts are those of its own checks in
 ``attention/dot_product_attention/context_parallel.py`` and ``utils.py`` and, for windows, in
 ``common/fused_attn/fused_attn.cpp``. ``tests/te_on_cpu/support.py`` tries them against the Python part of a version:
 each minor version from 2.10 to 2.20 was tried.
@@ -160,6 +160,19 @@ def _head_gaps(config: RunConfig, transport: str, packed_sizes: Collection[int])
         yield Gap("D1" if transport == "a2a" else "D2", "model.num_query_groups", message)
 
 
+def has_its_layers(config: RunConfig, version: str | None, on_gpu: bool) -> bool:
+    """Whether the layers around attention are Transformer Engine's: wherever it is installed on a GPU, whosever the
+    attention is, unless ``model.transformer_impl`` leaves it out.
+
+    ``version`` is the installed Transformer Engine's, None where there is none. Runs in float32 have them only if they
+    ask for them: its matrix products are TF32 there.
+    """
+    wanted = config.model.transformer_impl
+    if wanted == "local" or not on_gpu or version is None or parse_version(version) < parse_version(MINIMUM):
+        return False
+    return wanted == "transformer_engine" or config.model.attention_backend == "te" or not config.mixed_precision.fp32
+
+
 def choose_backend(
     config: RunConfig, version: str | None, on_gpu: bool, packed_sizes: Collection[int], flash: bool = False
 ) -> tuple[Literal["te", "native"], list[Gap]]:
@@ -171,7 +184,7 @@ def choose_backend(
     attention.
     """
     wanted = config.model.attention_backend
-    if wanted == "native" or not on_gpu or version is None:
+    if wanted == "native" or not on_gpu or version is None or config.model.transformer_impl == "local":
         return "native", []
     found = list(gaps(config, version, packed_sizes, flash))
     if wanted == "auto" and config.mixed_precision.fp32 and not any(gap.rule == "E13" for gap in found):

@@ -142,7 +142,7 @@ def undivided(config: RunConfig, dtype: str) -> RunConfig:
     """The configuration of the same model on one rank, finalized; ``dtype`` as torch calls it."""
     config = on_one_rank(config)
     config.model.use_cpu_initialization, config.model.moe_grouped_gemm = True, False
-    config.model.attention_backend = "native"  # the weights are called as our own layers call them
+    config.model.transformer_impl = "local"  # the weights are called as our own layers call them
     config.checkpoint = CheckpointConfig(save_optim=False, save_rng=False)
     config.mixed_precision = MixedPrecisionConfig(
         fp32=dtype == "float32", bf16=dtype == "bfloat16", fp16=dtype == "float16"

@@ -24,7 +24,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_cp.attention.core_attention import ContextParallelAttention
-from megatron_cp.attention.te_support import choose_backend
+from megatron_cp.attention.te_support import choose_backend, has_its_layers
+from megatron_cp.attention.transformer_engine import have_transformer_engine, te_attention_class
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.dynamic_cp.groups import configured_blocks
@@ -84,24 +85,29 @@ class SeededTransformerLayer(TransformerLayer):
             return super().forward(*args, **kwargs)
 
 
-def use_transformer_engine(config: RunConfig) -> bool:
-    """Whether the layers are to be Transformer Engine's: on a GPU where it is installed and can do what is asked,
-    unless the recipe says otherwise. Asked once a model: :func:`its_layers` tells the answer."""
-    if not torch.cuda.is_available():
-        return False
-    from megatron_cp.attention.transformer_engine import have_transformer_engine
-
-    version = metadata.version("transformer-engine") if have_transformer_engine() else None
-    packed_sizes: set[int] = set()
-    if dist.is_initialized():
-        packed_sizes = {len(block) for block in configured_blocks(config, layout_of(config, dist.get_world_size()))}
-    flash = any(metadata.distributions(name="flash-attn"))
-    return choose_backend(config, version, True, packed_sizes, flash)[0] == "te"
+def use_its_layers(config: RunConfig) -> bool:
+    """Whether the layers around attention are to be Transformer Engine's. Asked once a model: :func:`its_layers` tells
+    the answer."""
+    return has_its_layers(config, _its_version(), torch.cuda.is_available())
 
 
 def its_layers(core_config: TransformerConfig) -> bool:
     """Whether a model's layers are Transformer Engine's."""
     return core_config.transformer_impl == "transformer_engine"
+
+
+def _attention_class(config: RunConfig) -> type:
+    """Transformer Engine's attention where it can do what is asked, unless the recipe says otherwise; else ours."""
+    packed_sizes: set[int] = set()
+    if dist.is_initialized():
+        packed_sizes = {len(block) for block in configured_blocks(config, layout_of(config, dist.get_world_size()))}
+    flash = any(metadata.distributions(name="flash-attn"))
+    backend, _ = choose_backend(config, _its_version(), torch.cuda.is_available(), packed_sizes, flash)
+    return te_attention_class() if backend == "te" else ContextParallelAttention
+
+
+def _its_version() -> str | None:
+    return metadata.version("transformer-engine") if have_transformer_engine() else None
 
 
 def gpt_layer_spec(config: RunConfig, core_config: TransformerConfig, experts: bool) -> tuple[ModuleSpec, Any]:
@@ -118,15 +124,12 @@ def gpt_layer_spec(config: RunConfig, core_config: TransformerConfig, experts: b
         layer.submodules.mlp.keywords["submodules"].router = PackRouter
     attention = layer.submodules.self_attention
     attention.params["attn_mask_type"] = AttnMaskType[config.model.attention_mask_type]
+    attention.submodules.core_attention = _attention_class(config)
     if with_te:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        from megatron_cp.attention.transformer_engine import te_attention_class
-
-        attention.submodules.core_attention = te_attention_class()
         norm: Any = TENorm
     else:
-        attention.submodules.core_attention = ContextParallelAttention
         norm = TorchNorm
         layer.submodules.sharded_state_dict_keys_map = _saved_names(config, experts)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_cp.config import RunConfig
 from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding
-from megatron_cp.models.layer_specs import use_transformer_engine
+from megatron_cp.models.layer_specs import use_its_layers
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -59,7 +59,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     if model.num_moe_experts is None:
         del values["moe_router_topk"]  # megatron-core asks for pre-softmax where it is 1, experts or not
     dtype = params_dtype(config)
-    on_gpu, its_layers = torch.cuda.is_available(), use_transformer_engine(config)
+    on_gpu, its_layers = torch.cuda.is_available(), use_its_layers(config)
     loss = fused_loss(config, its_layers)
     parallel = model.context_parallel_size > 1
     # Microbatches may be sliced where the model is not.

@@ -221,7 +221,7 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
 )
 def latent_queries_are_normalized(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    if model.multi_latent_attention and model.qk_layernorm and model.q_lora_rank is None and c.backend == "native":
+    if model.multi_latent_attention and model.qk_layernorm and model.q_lora_rank is None and not c.its_layers:
         yield Finding(
             "model.q_lora_rank",
             "q_layernorm is non-trivial, but q_lora_rank is None, meaning it will not be used",
@@ -240,7 +240,7 @@ def latent_queries_are_normalized(c: Context) -> Iterator[Finding]:
     ),
 )
 def latent_keys_under_tensor_parallelism(c: Context) -> Iterator[Finding]:
-    if c.config.model.multi_latent_attention and c.tp > 1 and c.backend == "native":
+    if c.config.model.multi_latent_attention and c.tp > 1 and not c.its_layers:
         yield Finding(
             "model.tensor_model_parallel_size",
             "multi-latent attention in megatron-core's own layers has wrong gradients under tensor parallelism",

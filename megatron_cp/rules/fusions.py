@@ -18,7 +18,7 @@ from megatron_cp.rules.rule import Context, Finding, broken, rule
 def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
     precision = c.config.mixed_precision
     half = precision.bf16 or precision.fp16 or (c.environment.device == "gpu" and not precision.fp32)
-    if fused_loss(c.config, c.backend == "te") == "native" and not half:
+    if fused_loss(c.config, c.its_layers) == "native" and not half:
         yield Finding(
             "model.cross_entropy_loss_fusion",
             "the fused cross-entropy rounds gradients to bf16, and this run is in fp32",
@@ -34,7 +34,7 @@ def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
 )
 def fused_kernels_are_there(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    loss = fused_loss(c.config, c.backend == "te")
+    loss = fused_loss(c.config, c.its_layers)
     kernels = {
         "model.apply_rope_fusion": (bool(model.apply_rope_fusion), "null"),
         "model.gradient_accumulation_fusion": (bool(model.gradient_accumulation_fusion), "null"),
@@ -45,7 +45,7 @@ def fused_kernels_are_there(c: Context) -> Iterator[Finding]:
     for field, (asked, without) in kernels.items():
         if asked and not there:
             yield Finding(field, f"asks for a kernel of Transformer Engine, and {missing}", f"{field}={without}")
-    if model.gradient_accumulation_fusion and there and c.backend != "te":
+    if model.gradient_accumulation_fusion and there and not c.its_layers:
         message = "is done by Transformer Engine's layers, and this model's are others"
         yield Finding("model.gradient_accumulation_fusion", message, "model.gradient_accumulation_fusion=null")
     gap = rotary_gap(c.config)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from megatron_cp import launcher
 from megatron_cp.attention.select import select_transport
-from megatron_cp.attention.te_support import Gap, choose_backend, has_window
+from megatron_cp.attention.te_support import Gap, choose_backend, has_its_layers, has_window
 from megatron_cp.config import RunConfig
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.environment import Environment
@@ -41,6 +41,11 @@ def backend_in(environment: Environment, config: RunConfig, packed: Collection[i
     """What :func:`choose_backend` comes to in an environment; ``packed`` are its ``packed_sizes``."""
     on_gpu, flash = environment.device == "gpu", environment.flash_attn is not None
     return choose_backend(config, environment.transformer_engine, on_gpu, packed, flash)
+
+
+def its_layers_in(environment: Environment, config: RunConfig) -> bool:
+    """What :func:`has_its_layers` says in an environment."""
+    return has_its_layers(config, environment.transformer_engine, environment.device == "gpu")
 
 
 def resolve_auto(

@@ -12,7 +12,7 @@ from megatron_cp.attention.te_support import Gap
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import Violation
 from megatron_cp.rules.environment import Environment
-from megatron_cp.rules.resolve import backend_in, packed_sizes
+from megatron_cp.rules.resolve import backend_in, its_layers_in, packed_sizes
 
 Severity = Literal["error", "warning"]
 
@@ -154,6 +154,11 @@ class Context:
     def backend(self) -> str:
         """Whose attention runs: "te" or "native"."""
         return self._choice[0]
+
+    @property
+    def its_layers(self) -> bool:
+        """Whether the layers around attention are Transformer Engine's."""
+        return its_layers_in(self.environment, self.config)
 
     def te_findings(self, rule_id: str) -> Iterator[Finding]:
         """What Transformer Engine lacks under a rule: an error where it is asked for by name, else a notice."""

@@ -67,16 +67,23 @@ def backend_fits_device(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K8",
-    "attention_backend=te finds Transformer Engine and a GPU.",
-    "Asking for it by name must not end in something else; auto takes what is there.",
+    "attention_backend=te and transformer_impl=transformer_engine find Transformer Engine and a GPU.",
+    "Asking for it by name must not end in something else; auto takes what is there. Its layers are named in every "
+    "recipe of Megatron-Bridge's: without a GPU that is a notice.",
     broken("model.attention_backend=te"),
 )
 def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
-    if c.config.model.attention_backend == "te" and c.backend != "te":
-        missing = "there is no GPU" if c.environment.device == "cpu" else "Transformer Engine is not installed"
+    model, on_gpu = c.config.model, c.environment.device == "gpu"
+    missing = "Transformer Engine is not installed, or too old" if on_gpu else "there is no GPU"
+    if model.attention_backend == "te" and c.backend != "te":
+        if model.transformer_impl == "local":
+            missing = "model.transformer_impl=local leaves it out"
         yield Finding(
             "model.attention_backend", f"asks for Transformer Engine, but {missing}", "model.attention_backend=auto"
         )
+    if model.transformer_impl == "transformer_engine" and not c.its_layers:
+        message = f"asks for Transformer Engine's layers, but {missing}: megatron-core's own take their place"
+        yield Finding("model.transformer_impl", message, "model.transformer_impl=auto", None if on_gpu else "warning")
 
 
 @rule(

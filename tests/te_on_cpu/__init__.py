@@ -19,11 +19,13 @@ Tests run with the version that ``scripts/setup.sh`` installs. Another one from 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import importlib.util
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -112,18 +114,17 @@ class _WithPlaceholders:
 
 
 def _choose_as_for_bf16() -> None:
-    """Let ``attention_backend`` come to what it would come to in bf16."""
+    """Let ``attention_backend`` and ``transformer_impl`` come to what they would come to in bf16."""
     from megatron_cp.config import MixedPrecisionConfig
     from megatron_cp.models import layer_specs
 
-    original = layer_specs.choose_backend
-
-    def choose_backend(config: Any, *args: Any, **kwargs: Any) -> Any:
+    def as_for_bf16(choose: Callable[..., Any], config: Any, *args: Any) -> Any:
         config = copy.copy(config)
         config.mixed_precision = MixedPrecisionConfig(bf16=True)
-        return original(config, *args, **kwargs)
+        return choose(config, *args)
 
-    layer_specs.choose_backend = choose_backend
+    for name in ("choose_backend", "has_its_layers"):
+        setattr(layer_specs, name, functools.partial(as_for_bf16, getattr(layer_specs, name)))
 
 
 class _Unused(ModuleType):

@@ -39,7 +39,8 @@ from tests.unit_tests.training.test_model_variants import BALANCED, CLASSIC, EP2
 Overrides = dict[str, Any]
 Losses = list[tuple[float, float]]
 STEPS = 4
-NATIVE, TE = ({"model__attention_backend": backend} for backend in ("native", "te"))
+NATIVE, TE = {"model__transformer_impl": "local"}, {"model__attention_backend": "te"}
+OUR_ATTENTION = {"model__attention_backend": "native"}
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
 GROUPED = {"model__moe_grouped_gemm": True}
 LEARNED = {"model__softmax_type": "learnable"}
@@ -146,6 +147,31 @@ def test_layers_train_as_ours_do_on_one_rank(case: str) -> None:
         assert max(differences) < 2e-6, (ranks, differences)
 
 
+# Transformer Engine's attention can do none of the first four.
+AROUND_OURS: dict[str, tuple[Overrides, int, Overrides]] = {
+    "window, ring": (WINDOW, 2, CP2),
+    "learnable offset, tp2 sp cp2": (LEARNED, 4, TP2 | SP | CP2),
+    "window, hierarchy": (WINDOW, 4, CP4 | HCP | DECENTRALIZED),
+    "fewer key/value heads than ranks": ({"model__num_query_groups": 1}, 4, CP4 | over("a2a")),
+    "latent attention, tp2 sp cp2": (MLA, 4, TP2 | SP | CP2),
+    "recomputed attention, pp2 vpp2": ({"model__recompute_granularity": "selective"}, 2, PP2 | VPP2),
+    "hybrid, tp2 sp cp2": (HYBRID, 4, TP2 | SP | CP2),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=() if index < 2 else pytest.mark.slow) for index, name in enumerate(AROUND_OURS)],
+)
+def test_layers_train_the_same_around_our_attention(case: str) -> None:
+    model, size, layout = AROUND_OURS[case]
+    wanted: Overrides = OUR_ATTENTION if list(AROUND_OURS).index(case) > 3 else {}  # else auto comes to it
+    for losses, calls in run_ranks(trained, size, wanted | model | layout):
+        assert not calls["fused_attn_fwd"] and calls["gradients summed"]
+        assert bool(calls["fused_rope_forward"]) == rotates(model)
+        assert max(worst_difference(losses, on_one_rank(json.dumps(model)))) < 2e-6
+
+
 def rotates(model: Overrides) -> bool:
     """Whether its queries and keys are rotated by a kernel."""
     rope = model.get("model__position_embedding_type", "rope") == "rope"
@@ -166,6 +192,14 @@ def test_dynamic_packs_train_as_ours_do_one_by_one(tmp_path: Path) -> None:
     results = run_ranks(in_packs, 4, lengths, DYNAMIC | CP2)
     for losses, calls in results:
         assert min(calls["fused_attn_fwd"], calls["fused_rope_forward"], calls["gradients summed"]) > 0
+        assert max(worst_difference(losses, alone)) < 2e-6
+
+
+def test_dynamic_packs_on_a_hierarchy_have_its_layers_around_our_attention(tmp_path: Path) -> None:
+    lengths = lengths_file(tmp_path)
+    alone = run_ranks(one_by_one, 1, lengths, NATIVE)[0]
+    for losses, calls in run_ranks(in_packs, 4, lengths, DYNAMIC | CP4 | HCP):
+        assert not calls["fused_attn_fwd"] and min(calls["fused_rope_forward"], calls["gradients summed"]) > 0
         assert max(worst_difference(losses, alone)) < 2e-6
 
 

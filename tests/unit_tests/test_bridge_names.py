@@ -24,7 +24,6 @@ BRIDGE = {
     "model": {
         "pipeline_model_parallel_layout": None,
         "pipeline_dtype": None,
-        "transformer_impl": "transformer_engine",
         "cuda_graph_impl": "none",
         "cuda_graph_scope": "full",
         "cuda_graph_warmup_steps": 3,

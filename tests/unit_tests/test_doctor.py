@@ -96,6 +96,11 @@ def test_what_to_install(run, found, code, said):
     [
         (GPU_MACHINE, [], "Transformer Engine's: Transformer Engine 2.17.1 computes all that the recipe asks for"),
         (GPU_MACHINE, ["model.attention_backend=native"], "our own: model.attention_backend=native asks for it"),
+        (
+            GPU_MACHINE,
+            ["model.transformer_impl=local"],
+            "our own: model.transformer_impl=local does without Transformer Engine",
+        ),
         (machine(transformer_engine=None), [], "our own: Transformer Engine is not installed"),
         (
             GPU_MACHINE,
@@ -109,7 +114,10 @@ def test_what_to_install(run, found, code, said):
 def test_which_attention_and_why(run, found, overrides, attention):
     code, out, err = run(found, "--recipe", TINY, *overrides)
     assert f"  attention          {attention}" in out and code == 0, err
-    assert ("  fused kernels      none of Transformer Engine's" in out) == attention.startswith("our own")
+    # Also around our attention, wherever it is installed: but products in float32 are TF32 there.
+    its_layers = found is GPU_MACHINE and not {"mixed_precision=fp32", "model.transformer_impl=local"} & {*overrides}
+    assert f"  layers             {"Transformer Engine's" if its_layers else "megatron-core's own"}\n" in out
+    assert ("  fused kernels      none of Transformer Engine's" in out) == (not its_layers)
 
 
 def test_a_recipe_that_cannot_run_here_ends_with_two(run):

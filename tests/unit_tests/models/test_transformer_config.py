@@ -74,5 +74,5 @@ def test_latent_attention_has_keys_for_every_head() -> None:
 @pytest.mark.parametrize("theirs", [True, False])
 def test_the_answer_whose_layers_they_are_is_handed_down(theirs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core's own default is Transformer Engine, installed or not."""
-    monkeypatch.setattr(module, "use_transformer_engine", lambda config: theirs)
+    monkeypatch.setattr(module, "use_its_layers", lambda config: theirs)
     assert its_layers(transformer_config(tiny_config(model__apply_rope_fusion=False))) is theirs

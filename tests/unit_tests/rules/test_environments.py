@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_cp.attention.te_support import choose_backend
+from megatron_cp.attention.te_support import choose_backend, has_its_layers
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.environment import PRESETS
@@ -165,6 +165,41 @@ class TestTransformerEngine:
     def test_it_must_be_there_when_asked_for(self):
         assert ("K8", "error") in self.rules("model.attention_backend=te", environment="cpu")
         assert ("K8", "error") in self.rules("model.attention_backend=te", environment=Environment(device="gpu"))
+        assert ("K8", "error") in self.rules("model.attention_backend=te", "model.transformer_impl=local")
+
+    def test_its_layers_must_be_there_when_asked_for_where_there_is_a_gpu(self):
+        wanted, old = "model.transformer_impl=transformer_engine", Environment(device="gpu", transformer_engine="2.9.0")
+        assert self.rules(wanted) == set()
+        assert self.rules(wanted, environment="cpu") == {("K8", "warning")}  # as every recipe of Bridge's says
+        assert ("K8", "error") in self.rules(wanted, environment=Environment(device="gpu"))
+        assert ("K8", "error") in self.rules(wanted, environment=old)
+
+    @pytest.mark.parametrize(
+        ("overrides", "its"),
+        [
+            ((), True),
+            (("model.attention_backend=native",), True),
+            (WINDOW, True),  # its attention cannot
+            (("model.transformer_impl=local",), False),
+            (("mixed_precision=fp32",), False),
+            (("mixed_precision=fp32", "model.transformer_impl=transformer_engine"), True),
+            (("mixed_precision=fp32", "model.attention_backend=te", "parallel=none"), True),
+        ],
+    )
+    def test_its_layers_are_there_whosever_the_attention_is(self, overrides, its):
+        config = load_recipe(EXAMPLE_RECIPE, list(overrides))
+        assert has_its_layers(config, "2.17.1", on_gpu=True) is its
+        assert not has_its_layers(config, "2.9.0", on_gpu=True) and not has_its_layers(config, None, on_gpu=True)
+        assert not has_its_layers(config, "2.17.1", on_gpu=False)
+        assert choose_backend(config, "2.17.1", True, ())[0] == "native" or its
+
+    def test_what_only_its_layers_have_can_be_had_around_our_attention(self):
+        experts = ("model.num_moe_experts=4", "model.moe_grouped_gemm=true")
+        latent = ("model.multi_latent_attention=true", "model.q_lora_rank=32", "model.tensor_model_parallel_size=2")
+        for wanted, rule in ((experts, "K15"), (latent, "K24")):
+            wanted += ("model.attention_backend=native", "parallel=none")
+            assert rule not in {each for each, _ in self.rules(*wanted)}
+            assert (rule, "error") in self.rules(*wanted, "model.transformer_impl=local")
 
 
 class TestAuto:

@@ -433,7 +433,7 @@ LATENT = ("model.multi_latent_attention=true", "model.q_lora_rank=32", "model.nu
         (("model.apply_rope_fusion=true",), {"K34": "model.apply_rope_fusion=null"}, {}),
         (("model.apply_rope_fusion=true", *NATIVE), {"K34": "model.apply_rope_fusion=null"}, {}),
         (
-            ("model.gradient_accumulation_fusion=true", *NATIVE),
+            ("model.gradient_accumulation_fusion=true", "model.transformer_impl=local"),
             {"K34": "model.gradient_accumulation_fusion=null"},
             {"K34": "model.gradient_accumulation_fusion=null"},
         ),
