@@ -75,7 +75,7 @@ ERROR = {
     "K9": "Only Adam",
     "K10": "Error",
     "K11": "dataset.data_path is not set",
-    "K12": "not enough values to unpack",
+    "K12": "window_size must be two integers",
     "K13": "gradients are not finite",
     "K14": "range\\(\\) arg 3 must not be zero",
     "K15": "selected index k out of range",
