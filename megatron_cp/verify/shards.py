@@ -22,7 +22,11 @@ def parameter_parts(run: Run, of: Callable[[torch.nn.Parameter], torch.Tensor]) 
     """This rank's part of every parameter, holding (a view of) ``of(parameter)`` instead of the parameter."""
     metadata = {"dp_cp_group": run.groups.dp_cp, "non_homogeneous_layers": True}
     for chunk in run.model:
+        # A checkpoint has them too, such as the biases of routers, but nothing has a gradient for them.
+        buffers = {id(buffer) for buffer in chunk.module.buffers()}
         for entry in nested_values(chunk.module.sharded_state_dict(metadata=metadata)):
+            if id(getattr(entry, "data", None)) in buffers:
+                continue
             if isinstance(entry, ShardedTensorFactory):  # several parts of one parameter, such as gate and up
                 yield from nested_values(replace(entry, data=of(entry.data)).build())
             elif isinstance(entry, ShardedTensor):
