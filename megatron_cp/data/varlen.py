@@ -103,8 +103,9 @@ class DocumentDataset:
         if too_long == "refuse":
             worst, targets = self._index.longest(first, last)
             if targets > max_length:
+                counted = " (from 0, lines without text not counted)" if prompt_lengths is not None else ""
                 raise DataError(
-                    f"{self._path}: document {worst} has {targets + 1} tokens, more than {max_length} + 1. "
+                    f"{self._path}: document {worst}{counted} has {targets + 1} tokens, more than {max_length} + 1. "
                     "Raise dataset.seq_length, or cut documents with dataset.too_long=split."
                 )
         self._before = int(self._index.samples[first])

@@ -22,7 +22,7 @@ from megatron_cp.parallel.layout import layout_of
 from megatron_cp.run_lines import METRICS, SCHEDULES
 from megatron_cp.training.phases import Interval
 from megatron_cp.training.scheduling import what_keeps_step
-from megatron_cp.training.sinks import JsonLines, open_charts
+from megatron_cp.training.sinks import JsonLines, open_charts, writing_into
 
 logger = logging.getLogger("megatron_cp")
 
@@ -112,6 +112,7 @@ class WritingReporter(Reporter):
 
     def __init__(self, config: RunConfig, folder: Path, start: int, world_size: int) -> None:
         super().__init__(config)
+        self._folder = folder
         trains = start < self._total and not config.train.skip_train
         resume_after = start if trains else None
         self._lines = JsonLines(folder / METRICS, resume_after)
@@ -150,7 +151,8 @@ class WritingReporter(Reporter):
 
     def schedule(self, iteration: int, plan: StepPlan) -> None:
         assert self._schedules is not None
-        self._schedules.write(iteration, record(plan, **self._of_every_schedule))
+        with writing_into(self._folder):
+            self._schedules.write(iteration, record(plan, **self._of_every_schedule))
 
     def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
         logger.info("%s loss at iteration %d: %.6f", name, iteration, loss)
@@ -158,17 +160,20 @@ class WritingReporter(Reporter):
         self._write(iteration, values if seconds is None else values | {"evaluation_time_s": seconds})
 
     def saved(self, iteration: int, seconds: float) -> None:
-        for chart in self._charts:
-            chart.write(iteration, {"checkpoint_time_s": seconds})
+        with writing_into(self._folder):
+            for chart in self._charts:
+                chart.write(iteration, {"checkpoint_time_s": seconds})
 
     def close(self) -> None:
         for each in (self._progress, self._lines, *self._charts, self._schedules):
             if each is not None:
-                each.close()
+                with writing_into(self._folder):  # what was left to write
+                    each.close()
 
     def _write(self, iteration: int, values: Mapping[str, object]) -> None:
-        for sink in (self._lines, *self._charts):
-            sink.write(iteration, values)
+        with writing_into(self._folder):
+            for sink in (self._lines, *self._charts):
+                sink.write(iteration, values)
 
     def _seconds_left(self, iteration: int) -> float:
         """At the pace of the last steps, evaluation and checkpoints included."""

@@ -42,6 +42,7 @@ class Phases:
     def __init__(self, on_gpu: bool | None = None) -> None:
         self._on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
         self._running: list[Phase] = ["other"]
+        self._broken: Phase | None = None
         self._seconds: dict[Phase, float] = defaultdict(float)
         self._borders: list[tuple[Phase, Any]] = []  # events: which phase ended there
         self._last: Any = self._now()
@@ -49,8 +50,8 @@ class Phases:
 
     @property
     def current(self) -> Phase:
-        """The phase that runs now."""
-        return self._running[-1]
+        """The phase that runs now; after an error the one in which it came, until another begins."""
+        return self._broken or self._running[-1]
 
     @contextlib.contextmanager
     def __call__(self, name: Phase) -> Iterator[None]:
@@ -58,12 +59,16 @@ class Phases:
             yield
             return
         self._border()
+        self._broken = None
         self._running.append(name)
         if self.nvtx:
             torch.cuda.nvtx.range_push(name)
         try:
             with torch.profiler.record_function(name):
                 yield
+        except BaseException:
+            self._broken = self._broken or name  # who reports the error does so from outside of the phase
+            raise
         finally:
             if self.nvtx:
                 torch.cuda.nvtx.range_pop()

@@ -7,17 +7,35 @@ import logging
 import math
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megatron_cp.config import RunConfig
+from megatron_cp.errors import RuntimeFault
 from megatron_cp.run_lines import keep_lines_until
 
 logger = logging.getLogger(__name__)
 
 Values = Mapping[str, Any]
+
+
+@contextmanager
+def writing_into(folder: Path) -> Iterator[None]:
+    """Errors of writing name the run's folder: a full disk's own words do not.
+
+    Raises:
+        RuntimeFault: instead of an ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeFault(
+            f"the run folder {folder} cannot be written: {error.strerror or error}. Mend that (a full disk: make room) "
+            "and start the run again to go on from the last checkpoint."
+        ) from error
 
 
 class Sink(Protocol):

@@ -32,6 +32,7 @@ from megatron_cp.training.resuming import Start, find_start
 from megatron_cp.training.roll_call import RollCall
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.signals import SignalWatch, sigterm_waits
+from megatron_cp.training.sinks import writing_into
 
 
 def run(config: RunConfig) -> int:
@@ -158,7 +159,10 @@ def _write_config(config: RunConfig, folder: Path) -> None:
         # As used: a longer run from this file has the same schedule, which its own length no longer cuts.
         if config.scheduler.lr_warmup_fraction is None:
             settings["scheduler"]["lr_warmup_iters"] = config.warmup_iters()
-        (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+        aside = folder / ".config.yaml"
+        with writing_into(folder):
+            aside.write_text(yaml.safe_dump(settings, sort_keys=False))
+            os.replace(aside, folder / "config.yaml")  # that of an earlier start stays whole until then
 
 
 def _announce(ready: Run, vocab_size: int) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_cp.errors import ConfigError
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
-from megatron_cp.training import loop
+from megatron_cp.training import loop, sinks
 from megatron_cp.training.train import run
 from tests.training_runs import tiny_config
 
@@ -28,6 +28,22 @@ def test_a_good_run_ends_with_zero_and_can_be_repeated(cli: Any, tmp_path: Path)
     assert {"run/config.yaml", "run/metrics.jsonl", "run/latest_checkpointed_iteration.txt"} <= set(files(tmp_path))
     code, text = cli()
     assert code == 0 and "nothing to do: already at iteration 1" in text, text
+
+
+@pytest.mark.parametrize("written", [".config.yaml", "metrics.jsonl"])
+def test_a_full_disk_names_the_run_folder_and_keeps_the_configuration(cli: Any, tmp_path: Path, written: str) -> None:
+    def write_into_what_is_full() -> None:
+        sinks.keep_lines_until = lambda *args: None  # would read /dev/full to its end
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("an earlier start's")
+    (run / written).symlink_to("/dev/full")
+    code, text = cli(before=write_into_what_is_full)
+    assert (
+        code == 1 and f"megatron-cp: the run folder {run} cannot be written: No space left on device. Mend" in text
+    ), text
+    assert ((run / "config.yaml").read_text() == "an earlier start's") == (written == ".config.yaml")
 
 
 @pytest.mark.parametrize(

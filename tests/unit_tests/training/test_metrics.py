@@ -79,10 +79,16 @@ def test_phases_add_up_and_inner_ones_are_taken_from_outer_ones(on_gpu: bool, mo
     assert {name: value for name, value in phases.read().items() if value} == pytest.approx({"other": 6})
 
 
-def test_a_phase_that_fails_ends() -> None:
-    phases = Phases()
+def test_a_phase_that_fails_ends_and_is_remembered_for_whoever_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Clock(monkeypatch)
+    phases = Phases(on_gpu=False)
     with pytest.raises(ValueError, match="inside"), phases("data"), phases("schedule"):
         raise ValueError("inside")
+    assert phases.current == "schedule"
+    work(5)
+    assert {name: value for name, value in phases.read().items() if value} == pytest.approx({"other": 5})
+    with phases("optimizer"):
+        assert phases.current == "optimizer"
     assert phases.current == "other"
 
 
