@@ -172,6 +172,8 @@ def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
 
 def _batch_finding(c: Context, field: str, message: str, global_batch: int, micro_batch: int) -> Iterator[Finding]:
     multiple = max(1, micro_batch) * c.dp
+    if global_batch < 1:
+        return  # rule A1 has said so
     if c.divisible and not c.packed and (global_batch % multiple or global_batch < multiple):
         below = global_batch // multiple * multiple
         yield Finding(

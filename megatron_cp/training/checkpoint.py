@@ -29,6 +29,7 @@ from megatron_cp.training.checkpoint_files import (
     damage,
     existing_folder,
     keep_most_recent,
+    latest_iteration,
     put_in_place,
     saved_iterations,
     stored_names,
@@ -92,10 +93,10 @@ class CheckpointSaver:
                 chunk.start_param_sync(force_sync=True)
         run, iteration = self._run, self._run.progress.iteration
         final = checkpoint_folder(self._root, iteration)
-        failed = f"checkpoint {final} could not be written"
         if not parameters_are_finite(run):
             message = "parameters are not finite; the previous checkpoint stays the latest"
-            raise RuntimeFault(f"{failed}: {message}", on_all_ranks=True)
+            raise RuntimeFault(f"checkpoint {final} could not be written: {message}", on_all_ranks=True)
+        failed = self._failed(final)
         partial = self._on_rank_0(failed, lambda: create_partial(final))
         self._pending = pending = _Pending(iteration, final, partial, Writer(run.groups.dp_cp), started)
         with self._cleaned_up(partial), _reported_on_all_ranks(failed):
@@ -124,7 +125,7 @@ class CheckpointSaver:
         if pending is None:
             return None
         waited = time.perf_counter()
-        failed = f"checkpoint {pending.final} could not be written"
+        failed = self._failed(pending.final)
         with self._cleaned_up(pending.partial):
             with _reported_on_all_ranks(failed):
                 written = pending.writer.finish()
@@ -150,6 +151,11 @@ class CheckpointSaver:
             keep_most_recent(self._root, pending.iteration, wanted.most_recent_k, wanted.save_retain_interval)
         except OSError as error:  # the new one is safe all the same
             logger.warning("an old checkpoint could not be deleted: %s", error)
+
+    def _failed(self, final: Path) -> str:
+        latest = latest_iteration(self._root)
+        valid = "there is none before it" if latest is None else f"that of iteration {latest} stays the latest"
+        return f"checkpoint {final} could not be written; {valid}"
 
     @contextlib.contextmanager
     def _cleaned_up(self, partial: Path) -> Any:

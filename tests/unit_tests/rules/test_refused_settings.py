@@ -306,6 +306,10 @@ def test_a_node_has_ranks(ranks):
     assert (found.rule, found.field) == ("A1", "--gpus-per-node") and str(ranks) in found.message
 
 
+def test_a_batch_of_less_than_one_sample_is_told_once():
+    assert list(errors("train.global_batch_size=-8")) == ["A1"]
+
+
 def test_divisors_are_found_without_counting_to_the_number():
     assert [divisors(number) for number in (0, 1, 12, 36)] == [
         [],
