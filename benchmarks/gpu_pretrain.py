@@ -4,6 +4,7 @@
     python benchmarks/gpu_pretrain.py --models 1b,8b --sizes 8192,32768 --recompute none,full
     python benchmarks/gpu_pretrain.py --models tiny --sizes 256 --matmul 512  # what a CPU can do, to try the script
     python benchmarks/gpu_pretrain.py model.apply_rope_fusion=false           # without one of the fused kernels
+    python benchmarks/gpu_pretrain.py --attention native model.transformer_impl=local  # nothing of Transformer Engine
 
 Utilization is that of the rate measured in the same run for large bf16 matrix products, not of a data sheet's:
 operations are counted as in ``megatron_cp/training/flops.py`` (causal attention, no recomputation). ``8b`` has the
@@ -20,8 +21,8 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from itertools import product
 
 import torch
@@ -34,10 +35,10 @@ from megatron_cp.models.transformer_config import padded_vocab_size
 from megatron_cp.parallel.device import device, start_distributed, stop_distributed
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
-from megatron_cp.training.batches import open_steps
+from megatron_cp.training.batches import Microbatch, Steps, open_steps
 from megatron_cp.training.flops import training_flops
 from megatron_cp.training.metrics import start_logging
-from megatron_cp.training.setup import setup
+from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
 
 MODELS = {
@@ -91,8 +92,9 @@ def config_of(model: str, size: int, attention: str, recompute: str, options: ar
     return load_recipe(recipe, settings)
 
 
-def steps_of(config: RunConfig) -> Iterator[float]:
-    """Yields the operations of a step, then the seconds of each step; the first ones, which warm up, among them.
+@contextmanager
+def running(config: RunConfig) -> Iterator[tuple[Run, Steps, int]]:
+    """A run that is ready, its global batches, and the rows of its embedding.
 
     Raises:
         ConfigError: this machine cannot run the case.
@@ -107,17 +109,26 @@ def steps_of(config: RunConfig) -> Iterator[float]:
     assert dataset is not None
     run = setup(config, tokenizer.vocab_size)
     try:
-        rows = padded_vocab_size(config, tokenizer.vocab_size)
-        yield training_flops(config.model, rows, [config.dataset.seq_length] * config.train.global_batch_size)
         with closing(open_steps(run, dataset, 0, training=True)) as steps:
-            for _ in range(config.train.train_iters):
-                wait()
-                began = time.perf_counter()
-                train_step(run, next(steps).microbatches)
-                wait()
-                yield time.perf_counter() - began
+            yield run, steps, padded_vocab_size(config, tokenizer.vocab_size)
     finally:
         run.close()
+
+
+def steps_of(config: RunConfig) -> Iterator[float]:
+    """Yields the operations of a step, then the seconds of each step; the first ones, which warm up, among them."""
+    with running(config) as (run, steps, rows):
+        yield training_flops(config.model, rows, [config.dataset.seq_length] * config.train.global_batch_size)
+        for _ in range(config.train.train_iters):
+            yield seconds_of_step(run, next(steps).microbatches)
+
+
+def seconds_of_step(run: Run, microbatches: Sequence[Microbatch]) -> float:
+    wait()
+    began = time.perf_counter()
+    train_step(run, microbatches)
+    wait()
+    return time.perf_counter() - began
 
 
 def measure(model: str, size: int, attention: str, recompute: str, peak: float, options: argparse.Namespace) -> str:

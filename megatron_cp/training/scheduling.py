@@ -66,11 +66,15 @@ def sync_ranks(layout: RankLayout) -> int:
     return together if domain % together == 0 else domain
 
 
+def device_name() -> str:
+    """Which of :data:`DEVICES` this machine's is taken for."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return next((key for key in DEVICES if key in name), "H100")
+
+
 def model_cost(config: RunConfig) -> CostModel:
     """The cost model of a configuration on this machine, before anything was measured."""
-    model = config.model
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    device = next((rates for key, rates in DEVICES.items() if key in name), DEVICES["H100"])
+    model, device = config.model, DEVICES[device_name()]
     layers = layers_with_parts(model)
     attending = sum("*" in parts for _, parts in layers)
     per_token = flops_per_token(model, model.vocab_size or 32768)

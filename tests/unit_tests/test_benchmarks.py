@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_attention, gpu_pretrain
+from benchmarks import device_rates, gpu_attention, gpu_pretrain
 from benchmarks.gpu_pretrain import MODELS, RECOMPUTE, config_of
+from megatron_cp.dynamic_cp.calibration import Calibrator
+from megatron_cp.dynamic_cp.cost import DEVICES, ModelShape, cost_model
 from megatron_cp.rules import check
 from tests.ranks import run_ranks
 
@@ -68,3 +72,32 @@ def test_attention_that_cannot_compute_a_shape_is_left_out_of_it(capsys: pytest.
     assert "te: RuntimeError: No available kernel." in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="No available kernel"):
         gpu_attention.those_that_work({"ours": (missing, given)})
+
+
+def test_the_rates_of_a_device_are_found_in_its_times() -> None:
+    shape = ModelShape(layers=4, attention_heads=32, kv_heads=8, head_dim=128, active_parameters=1.4e9)
+    device = replace(DEVICES["H200"], attention_flops=520e12, matmul_flops=610e12, launch_seconds=0.2e-3)
+    prior, true = cost_model(shape, DEVICES["H200"]), cost_model(shape, device)
+    calibrator = Calibrator(prior, bound=device_rates.BOUND)
+    for size in (512, 1024, 2048, 4096, 8192, 16384, 32768):
+        for noise in (0.99, 1.0, 1.01):
+            calibrator.observe([([size], 1)], noise * true.seconds([size], 1))
+    found = device_rates.rates(DEVICES["H200"], prior, calibrator.fit(), shape.layers)
+    assert found.attention_flops == pytest.approx(520e12, rel=0.02)
+    assert found.matmul_flops == pytest.approx(610e12, rel=0.02)
+    assert found.launch_seconds == pytest.approx(0.2e-3, rel=0.1)
+    assert found.intra_bytes == device.intra_bytes and found.call_seconds == 0
+
+
+def times_of_two_sizes() -> list[tuple[list[float], int]]:
+    options = argparse.Namespace(
+        model="tiny", attention="auto", recompute="none", microbatches=3, steps=2, warm_up=1, chunk=64, overrides=[]
+    )
+    return [
+        (seconds, layers) for seconds, _, layers in (device_rates.seconds_a_microbatch(n, options) for n in (32, 64))
+    ]
+
+
+def test_a_microbatch_is_timed_without_the_optimizer() -> None:
+    for seconds, layers in run_ranks(times_of_two_sizes, 1)[0]:
+        assert len(seconds) == 2 and layers == 4 and all(math.isfinite(each) for each in seconds)

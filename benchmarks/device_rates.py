@@ -1,0 +1,94 @@
+"""What a device sustains in training, as a ``Device`` of ``megatron_cp/dynamic_cp/cost.py``: the presets' numbers.
+
+    python benchmarks/device_rates.py                                                # a GPU: the 8B model's widths
+    python benchmarks/device_rates.py --model tiny --sizes 64,256,1024 --chunk 1024  # what a CPU can do, to try it
+
+Steps of one rank over samples of each size are timed with few and with many microbatches of one sample each, taking
+turns; the difference, which has no optimizer in it, is what the microbatches cost. The cost model that dynamic context
+parallelism would begin with is fitted to these times (``Calibrator``), and what its terms came to is printed as rates:
+FLOP/s of attention and of everything else, and seconds of a microbatch and layer whatever it holds. What needs several
+devices, bytes a second and the latency of an exchange, stays as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gpu_pretrain import MODELS, RECOMPUTE, config_of, running, seconds_of_step
+from megatron_cp.dynamic_cp.calibration import Calibrator, Fit
+from megatron_cp.dynamic_cp.cost import DEVICES, CostModel, Device
+from megatron_cp.parallel.device import stop_distributed
+from megatron_cp.training.flops import layers_with_parts
+from megatron_cp.training.metrics import start_logging
+from megatron_cp.training.scheduling import device_name, model_cost
+
+FEW = 1
+BOUND = 100.0  # times and parts of what the presets say that a rate may be, beside the whole's speed
+
+
+def seconds_a_microbatch(size: int, options: argparse.Namespace) -> tuple[list[float], CostModel, int]:
+    """What a sample of ``size`` tokens costs in each round, what the model costs by the presets, and its layers."""
+    many = argparse.Namespace(**vars(options) | {"tokens": size * options.microbatches})
+    config = config_of(options.model, size, options.attention, options.recompute, many)
+    found = []
+    with running(config) as (run, steps, _):
+        for _ in range(options.warm_up + options.steps):
+            batch = next(steps).microbatches
+            few, all_of_them = (seconds_of_step(run, part) for part in (batch[:FEW], batch))
+            found.append((all_of_them - few) / (len(batch) - FEW))
+    return found[options.warm_up :], model_cost(run.config), len(layers_with_parts(config.model))
+
+
+def rates(before: Device, prior: CostModel, fit: Fit, layers: int) -> Device:
+    """The device that the fitted cost model is of, where ``prior`` was derived from ``before``."""
+    return replace(
+        before,
+        attention_flops=before.attention_flops * prior.quadratic / fit.cost.quadratic,
+        matmul_flops=before.matmul_flops * prior.linear / fit.cost.linear,
+        launch_seconds=fit.cost.per_microbatch / layers,
+        call_seconds=before.call_seconds * fit.cost.per_sample / prior.per_sample if prior.per_sample else 0.0,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every case")
+    parser.add_argument("--model", choices=MODELS, default="8b")
+    parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")])
+    parser.add_argument("--attention", choices=["auto", "te", "native"], default="auto")
+    parser.add_argument("--recompute", choices=RECOMPUTE, default="none")
+    parser.add_argument("--microbatches", type=int, default=4, help="of a step that has many")
+    parser.add_argument("--chunk", type=int, default=8192, help="model.cross_entropy_chunk_size")
+    parser.add_argument("--steps", type=int, default=5, help="measured pairs of steps of each size")
+    parser.add_argument("--warm-up", type=int, default=2, help="pairs of steps before them")
+    options = parser.parse_args()
+    start_logging(1, False)  # only warnings
+    before = DEVICES[device_name()]
+    calibrator, prior, layers = None, None, 0
+    print("| tokens | seconds a microbatch |\n|---|---|")
+    for size in options.sizes or [512, 1024, 2048, 4096, 8192, 16384, 32768]:
+        seconds, prior, layers = seconds_a_microbatch(size, options)
+        calibrator = calibrator or Calibrator(prior, bound=BOUND)
+        for each in seconds:
+            calibrator.observe([([size], 1)], each)
+        print(f"| {size} | {statistics.median(seconds):.4g} [{min(seconds):.4g} {max(seconds):.4g}] |", flush=True)
+    assert calibrator is not None and prior is not None
+    fit = calibrator.fit()
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"\n{where}, torch {torch.__version__}: {100 * fit.residual:.1f} % off in the median")
+    if fit.at_bound:
+        print(f"no good fit: these wanted to be further from the presets than they may: {', '.join(fit.at_bound)}")
+    print(rates(before, prior, fit, layers))
+    stop_distributed()
+
+
+if __name__ == "__main__":
+    main()
