@@ -57,7 +57,7 @@ ERROR = {
     "C4": "needs hierarchical_context_parallel_sizes",
     "C5": "multiply to 8, not to the context parallel size 4",
     "C6": "needs hierarchical_context_parallel_sizes=\\[a2a, p2p\\]",
-    "C7": "can only specify one unknown dimension",
+    "C7": r"hierarchical\[0\] must be an integer of at least 1",
     "D7": "6 heads in 8 groups do not divide",
     "D12": "5 heads in 8 groups do not divide",
     "D1": "query has 6 heads on this rank, which do not divide",
