@@ -177,6 +177,17 @@ class ModelConfig:
         return tuple("*E" if experts else "*-" for experts in every)
 
     @property
+    def parts(self) -> frozenset[str]:
+        """The letters in ``layer_parts``, without a list of layers, of which there may be absurdly many."""
+        if self.architecture == "hybrid":
+            return frozenset(self.layer_parts)
+        if self.num_moe_experts is None:
+            return frozenset("*-")
+        every = self.moe_layer_freq
+        chosen = set(map(bool, every)) if isinstance(every, list) else {True, every <= 1 or self.num_layers <= 1}
+        return frozenset({"*"} | {"E" if experts else "-" for experts in chosen})
+
+    @property
     def expert_layers(self) -> tuple[bool, ...]:
         """Whether each layer has experts."""
         return tuple("E" in parts for parts in self.layer_parts)

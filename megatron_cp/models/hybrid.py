@@ -101,7 +101,7 @@ def hybrid_stack_spec(config: RunConfig, core_config: TransformerConfig) -> Modu
         "attention_layer": _without(dense, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp),
         "mlp_layer": _without_attention(dense),
     }
-    if any(config.model.expert_layers):
+    if "E" in config.model.parts:
         layers["moe_layer"] = _without_attention(gpt_layer_spec(config, core_config, experts=True)[0])
     layers["mamba_layer"] = ModuleSpec(
         module=SeededMambaLayer,

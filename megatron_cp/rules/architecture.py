@@ -277,14 +277,13 @@ def latent_values_in_packs(c: Context) -> Iterator[Finding]:
 )
 def feed_forward_divides(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    parts = "".join(model.layer_parts)
     dense, experts = ("tensor_model_parallel_size", c.tp), ("expert_tensor_parallel_size", c.etp)
-    split = [("ffn_hidden_size", *dense)] if "-" in parts else []
-    if "E" in parts:
+    split = [("ffn_hidden_size", *dense)] if "-" in model.parts else []
+    if "E" in model.parts:
         of_experts = "ffn_hidden_size" if model.moe_ffn_hidden_size is None else "moe_ffn_hidden_size"
         split += [(of_experts, *experts), ("moe_shared_expert_intermediate_size", *dense)]
-    for name, parts, size in split:
+    for name, ranks, size in split:
         width = getattr(model, name)
         if width is not None and width % size:
-            message = f"{width} is not divisible by {parts} ({size})"
+            message = f"{width} is not divisible by {ranks} ({size})"
             yield Finding(f"model.{name}", message, f"nearest valid: {nearest_multiples(width, size)}")

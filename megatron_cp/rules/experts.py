@@ -23,7 +23,7 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
                 "moe_ffn_hidden_size is set but num_moe_experts is None",
                 "model.moe_ffn_hidden_size=null",
             )
-        if any(model.expert_layers):
+        if "E" in model.parts:
             message = "is null, and the E in model.hybrid_layer_pattern are layers with experts"
             yield Finding("model.num_moe_experts", message, "model.num_moe_experts=8, or - instead of E")
         return
@@ -96,7 +96,7 @@ def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
 def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
     field, every = "model.moe_layer_freq", model.moe_layer_freq
     if model.architecture == "hybrid":
-        if not any(model.expert_layers):
+        if "E" not in model.parts:
             message = (
                 f"has no layer with experts (E), of which model.num_moe_experts={model.num_moe_experts} is the number"
             )

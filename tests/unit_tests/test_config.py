@@ -3,6 +3,8 @@
 import pytest
 
 from megatron_cp.config import ModelConfig, RunConfig
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import check
 
 
 def test_finalize_fills_what_the_rest_decides_and_may_be_repeated():
@@ -54,3 +56,28 @@ def test_evaluation_has_the_batches_of_training_where_it_has_none_of_its_own():
     assert config.evaluation_batch == (12, 2)
     config.validation.eval_global_batch_size, config.validation.eval_micro_batch_size = 8, None
     assert config.evaluation_batch == (8, 3)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ModelConfig(num_layers=3),
+        ModelConfig(num_layers=3, num_moe_experts=4),
+        ModelConfig(num_layers=3, num_moe_experts=4, moe_layer_freq=2),
+        ModelConfig(num_layers=1, num_moe_experts=4, moe_layer_freq=2),
+        ModelConfig(num_layers=2, num_moe_experts=4, moe_layer_freq=[0, 1]),
+        ModelConfig(num_layers=2, num_moe_experts=4, moe_layer_freq=[0, 0]),
+        ModelConfig(architecture="hybrid", hybrid_layer_pattern="M*|ME"),
+        ModelConfig(architecture="hybrid"),
+    ],
+    ids=str,
+)
+def test_the_parts_that_layers_have(model: ModelConfig) -> None:
+    assert model.parts == frozenset("".join(model.layer_parts))
+
+
+@pytest.mark.timeout(20)
+def test_absurdly_many_layers_are_checked_like_others() -> None:
+    many = ["model.num_layers=2000000000", "model.num_moe_experts=4", "model.recompute_granularity=selective"]
+    config = load_recipe("llama_tiny_pretrain_config", [*many, "model.recompute_modules=[mlp]"])
+    assert {violation.rule for violation in check(config, 4, environment="cpu")} == {"K7"}
