@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_cp.config import DatasetConfig, RunConfig
+from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.errors import ConfigError
 from megatron_cp.models.hybrid_pattern import layers_of
 from megatron_cp.models.transformer_config import padded
@@ -262,6 +262,8 @@ def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetu
         model["hybrid_layer_pattern"] = layers_of(model.get("hybrid_layer_pattern")) or None
         if model["position_embedding_type"] != "learned_absolute":  # no weights
             model["max_position_embeddings"] = None
+    if _parts_of_layers(saved) == _parts_of_layers(now):
+        saved["moe_layer_freq"] = now["moe_layer_freq"]  # one number and a list can say the same
     # With YaRN the same weights are turned by other frequencies.
     turned = {saved["position_embedding_type"], now["position_embedding_type"]} == {"rope", "yarn"}
     weights = [name for name in _WEIGHTS if not (turned and name == "position_embedding_type")]
@@ -279,6 +281,11 @@ def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetu
             "checkpoint's values (its config.yaml has them), or another checkpoint.load and checkpoint.save"
             f"{'' if other_weights else begin}."
         )
+
+
+def _parts_of_layers(model: dict[str, Any]) -> tuple[str, ...]:
+    names = ("architecture", "hybrid_layer_pattern", "num_layers", "num_moe_experts", "moe_layer_freq")
+    return ModelConfig(**{name: model[name] for name in names if name in model}).layer_parts
 
 
 def _other_padding(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -171,3 +171,14 @@ def test_bytes_that_changed_are_noticed(tmp_path: Path) -> None:
     shard.write_bytes(bytes(content))
     with pytest.raises(RanksFailed, match=r"checkpoint .*iter_0000001 (could not be loaded|cannot be read)"):
         run_ranks(resume, 1, {}, str(tmp_path), 1)
+
+
+def test_layers_of_experts_may_be_said_in_two_ways(tmp_path: Path) -> None:
+    ones, alternating = {"model__moe_layer_freq": [1] * 4}, {"model__moe_layer_freq": [1, 0, 1, 0]}
+    for saved, now in ((EXPERTS, ones), (EXPERTS | ones, {}), (EXPERTS | alternating, {"model__moe_layer_freq": 2})):
+        common = {"format": 1, "config": asdict(tiny_config(**saved))}
+        check_fits(tiny_config(**EXPERTS | now), common, tmp_path, finetune=True)
+    with pytest.raises(ConfigError, match=r"model.moe_layer_freq is 1 here and \[1, 0, 1, 0\] in the checkpoint"):
+        check_fits(
+            tiny_config(**EXPERTS), common | {"config": asdict(tiny_config(**EXPERTS | alternating))}, tmp_path, True
+        )
