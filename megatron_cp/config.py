@@ -188,11 +188,6 @@ class ModelConfig:
         return frozenset({"*"} | {"E" if experts else "-" for experts in chosen})
 
     @property
-    def expert_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
-        return tuple("E" in parts for parts in self.layer_parts)
-
-    @property
     def transports(self) -> tuple[str, ...]:
         """The entries of ``cp_comm_type``, each once, in the order of the layers."""
         return tuple(dict.fromkeys([self.cp_comm_type] if isinstance(self.cp_comm_type, str) else self.cp_comm_type))

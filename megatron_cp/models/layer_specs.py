@@ -97,12 +97,13 @@ def its_layers(core_config: TransformerConfig) -> bool:
 
 
 def _attention_class(config: RunConfig) -> type:
-    """Transformer Engine's attention where it can do what is asked, unless the recipe says otherwise; else ours."""
+    """What its layers hold: Transformer Engine's attention where it can do what is asked, unless the recipe says
+    otherwise; else ours."""
     packed_sizes: set[int] = set()
     if dist.is_initialized():
         packed_sizes = {len(block) for block in configured_blocks(config, layout_of(config, dist.get_world_size()))}
     flash = any(metadata.distributions(name="flash-attn"))
-    backend, _ = choose_backend(config, _its_version(), torch.cuda.is_available(), packed_sizes, flash)
+    backend, _ = choose_backend(config, _its_version(), True, packed_sizes, flash)
     return te_attention_class() if backend == "te" else ContextParallelAttention
 
 
@@ -124,7 +125,7 @@ def gpt_layer_spec(config: RunConfig, core_config: TransformerConfig, experts: b
         layer.submodules.mlp.keywords["submodules"].router = PackRouter
     attention = layer.submodules.self_attention
     attention.params["attn_mask_type"] = AttnMaskType[config.model.attention_mask_type]
-    attention.submodules.core_attention = _attention_class(config)
+    attention.submodules.core_attention = _attention_class(config) if with_te else ContextParallelAttention
     if with_te:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -166,9 +167,9 @@ def gpt_block_spec(
     """The spec of this rank's (virtual) pipeline stage of a GPT/Llama-like model, and that of the model's last layer,
     which multi-token prediction repeats: a stage that holds the embedding or the loss alone has none."""
     model = config.model
-    specs = {experts: gpt_layer_spec(config, core_config, experts) for experts in set(model.expert_layers)}
-    layers = [specs[experts][0] for experts in model.expert_layers]
-    last, norm = specs[model.expert_layers[-1]]
+    specs = {parts: gpt_layer_spec(config, core_config, experts="E" in parts) for parts in set(model.layer_parts)}
+    layers = [specs[parts][0] for parts in model.layer_parts]
+    last, norm = specs[model.layer_parts[-1]]
     if model.multi_latent_attention and model.q_lora_rank is None:
         for layer, _ in specs.values():
             # The one projection that upstream builds without its group, so that it would ask the global state.

@@ -61,6 +61,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     dtype = params_dtype(config)
     on_gpu, its_layers = torch.cuda.is_available(), use_its_layers(config)
     loss = fused_loss(config, its_layers)
+    with_experts = [int("E" in parts) for parts in model.layer_parts]
     parallel = model.context_parallel_size > 1
     # Microbatches may be sliced where the model is not.
     grouped = parallel or model.dynamic_context_parallel or config.dist.eval_context_parallel_size is not None
@@ -92,7 +93,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         "attention_softmax_in_fp32": True,
         "is_hybrid_model": model.architecture == "hybrid",
         # Any other value than 1 makes megatron-core save each layer under a name of its own.
-        "moe_layer_freq": [int(each) for each in model.expert_layers] if len(set(model.expert_layers)) > 1 else 1,
+        "moe_layer_freq": with_experts if len(set(with_experts)) > 1 else 1,
     }
     if model.multi_latent_attention:
         values |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent, "rope_type": "rope"}
