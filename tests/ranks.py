@@ -25,6 +25,9 @@ import torch
 import torch._dynamo  # imported here so that no forked rank pays for it
 import torch.distributed as dist
 
+FAILED = "failed"
+"""The file in the folder of a test's ranks that says that one of them has failed."""
+
 
 class RanksFailed(AssertionError):
     """At least one forked rank raised, died or ran out of time; the message holds every rank's report."""
@@ -67,10 +70,21 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, 
     with open(os.path.join(folder, f"rank{rank}.tmp"), "wb") as file:
         pickle.dump(payload, file)
     os.rename(os.path.join(folder, f"rank{rank}.tmp"), os.path.join(folder, f"rank{rank}"))
+    if code == 0:
+        _wait_for_the_others(folder, world_size, timeout)
     if code == 0 and dist.is_initialized():
         # Leaving gloo's threads alive aborts about one exit in five.
         dist.destroy_process_group()
     return code
+
+
+def _wait_for_the_others(folder: str, world_size: int, timeout: float) -> None:
+    """Until every rank has reported, or one failed: a rank that leaves closes its connections, and another that still
+    builds a group with it would fail (gloo: "Connection closed by peer")."""
+    reports = [os.path.join(folder, f"rank{rank}") for rank in range(world_size)] if world_size > 1 else []
+    failed, deadline = os.path.join(folder, FAILED), time.monotonic() + timeout
+    while not all(map(os.path.exists, reports)) and not os.path.exists(failed) and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def run_ranks(
@@ -105,7 +119,7 @@ def run_ranks(
                     finally:  # also where a test closed them: a rank that goes on is a second pytest
                         os._exit(code)
             pids[pid] = rank
-        statuses = _wait(pids, time.monotonic() + timeout, grace)
+        statuses = _wait(pids, folder, time.monotonic() + timeout, grace)
         results, problems = [], []
         for rank in range(world_size):
             path = os.path.join(folder, f"rank{rank}")
@@ -143,7 +157,7 @@ def _stacks(folder: str, rank: int) -> str:
     return f"\n{text}" if text else ""
 
 
-def _wait(pids: dict[int, int], deadline: float, grace: float) -> dict[int, str]:
+def _wait(pids: dict[int, int], folder: str, deadline: float, grace: float) -> dict[int, str]:
     """Wait for all children; after a failure or the deadline, the others get a moment and are then killed."""
     alive, statuses = dict(pids), {}
     while alive:
@@ -154,6 +168,7 @@ def _wait(pids: dict[int, int], deadline: float, grace: float) -> dict[int, str]
                 code = os.waitstatus_to_exitcode(status)
                 statuses[rank] = f"exit {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
                 if code != 0:
+                    Path(folder, FAILED).touch()
                     # A dead peer makes the rest fail or hang in a collective: give them a moment to report.
                     deadline = min(deadline, time.monotonic() + grace)
         if alive and time.monotonic() > deadline:

@@ -1,0 +1,39 @@
+"""The ranks of a test: they leave together, and one that fails keeps nobody."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RanksFailed, run_ranks
+
+
+def is_the_other_there() -> bool:
+    pids = torch.zeros(2, dtype=torch.int64)
+    pids[dist.get_rank()] = os.getpid()
+    dist.all_reduce(pids)
+    if dist.get_rank() == 0:
+        time.sleep(0.3)  # rank 1 has finished long ago; it would be waited for within milliseconds of its end
+    try:
+        os.kill(int(pids[1]), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_rank_that_has_finished_stays_until_all_have() -> None:
+    assert run_ranks(is_the_other_there, 2) == [True, True]
+
+
+def one_ends() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+
+
+def test_a_rank_that_dies_without_a_report_is_named_and_keeps_nobody() -> None:
+    started = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"^--- rank 1 of 2: died without a report \(exit 3\)$"):
+        run_ranks(one_ends, 2, grace=60.0)
+    assert time.monotonic() - started < 30
