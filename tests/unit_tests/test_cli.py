@@ -253,7 +253,9 @@ def test_an_environment_from_a_file(run, tmp_path):
 def shell(*command: str) -> tuple[subprocess.CompletedProcess, float]:
     environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
     before = os.times()
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
     after = os.times()
     return result, after.children_user + after.children_system - before.children_user - before.children_system
 
@@ -296,7 +298,7 @@ def test_the_script_is_the_train_command():
 def test_a_reader_that_leaves_early_is_no_error():
     process = subprocess.run(
         f"{sys.executable} -m megatron_cp train --recipe {TINY} --print-config | head -1",
-        shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        shell=True, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert process.stdout == "model:\n" and "Traceback" not in process.stderr
 
@@ -313,7 +315,7 @@ def test_a_reader_that_leaves_early_is_no_error():
 def test_an_output_that_cannot_be_written_is_no_traceback(command, code, said):
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m megatron_cp {command}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (code, said)
 

@@ -41,4 +41,4 @@ def test_megatron_core_is_prepared(imports: str) -> None:
 
 def test_importing_the_package_is_cheap() -> None:
     code = "import megatron_cp, sys; assert 'torch' not in sys.modules and 'megatron.core' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=180)

@@ -322,7 +322,7 @@ def test_a_rank_that_waits_for_a_long_build_hears_of_it(config: RunConfig, corpu
     """In one collective it would run into dist.distributed_timeout_minutes."""
     config.dataset.data_path = corpus()
     first, second = run_ranks(_times_heard, 2, config, timeout=30)
-    assert first == second >= 8
+    assert first == second > 4  # that many where nothing is said meanwhile
 
 
 def _message(config: RunConfig) -> str:

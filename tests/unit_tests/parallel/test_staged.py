@@ -188,12 +188,14 @@ def waits(folder: str, device: str) -> float:
     rank, size = dist.get_rank(), dist.get_world_size()
     mine, into = own(rank, device), torch.full((size * 3, 4), -1.0, device=device)
     dist.barrier()  # CUDA takes its time to start
+    store = dist.distributed_c10d._get_default_store()
     if rank == size - 1:
-        time.sleep(0.5)
+        store.wait(["rank 0 has looked"])
     work = dist.all_gather_into_tensor(into, mine, async_op=True)
     mine.fill_(-2.0)
     if rank == 0:
         assert not work.is_completed() and into.eq(-1).all()
+        store.set("rank 0 has looked", "")
     while not work.is_completed():
         time.sleep(0.01)
     same(into, torch.cat([own(r, device) for r in range(size)]))
@@ -201,12 +203,13 @@ def waits(folder: str, device: str) -> float:
     assert work.get_future().wait()[0] is into
     # A rank that does not come: an error in time, not a wait for ever.
     late = dist.new_group(timeout=timedelta(seconds=1.0))
-    begin = time.monotonic()
     if rank == 0:
-        time.sleep(2.5)
+        store.wait([f"rank {other} waits no longer" for other in range(1, size)])
         return 0.0
+    begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
         dist.all_reduce(torch.ones(1, device=device), group=late)
+    store.set(f"rank {rank} waits no longer", "")
     return time.monotonic() - begin
 
 
@@ -224,7 +227,7 @@ def test_it_does_what_torch_says(check: Any, device: str, tmp_path: Any, monkeyp
 @pytest.mark.parametrize("device", DEVICES)
 def test_waiting(device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = run_staged(waits, 3, tmp_path, monkeypatch, device)
-    assert all(0.8 < s < 2.4 for s in seconds[1:])
+    assert all(0.8 < s < 30 for s in seconds[1:])
 
 
 def train_staged(folder: str, overrides: dict[str, Any], steps: int, device: str) -> list[tuple[float, float]]:

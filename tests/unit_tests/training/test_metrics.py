@@ -101,17 +101,17 @@ def test_many_events_are_read_before_anybody_asks() -> None:
 
 
 def test_phases_cost_next_to_nothing() -> None:
-    phases, begin = Phases(), time.perf_counter()
+    phases, begin = Phases(), time.process_time()
     for _ in range(2000):
         with phases("data"):
             pass
-    assert (time.perf_counter() - begin) / 2000 < 200e-6  # five of them a step: below a millisecond
+    assert (time.process_time() - begin) / 2000 < 200e-6  # five of them a step: below a millisecond
 
 
 def interval_of_two_ranks() -> Interval:
     phases = Phases()
     with phases("data"):
-        time.sleep(0.05 * (1 + torch.distributed.get_rank()))
+        time.sleep(0.2 * (1 + torch.distributed.get_rank()))
     if torch.distributed.get_rank() == 1:
         held = torch.ones(30_000_000)  # 120 MB
         assert held.sum() == 30_000_000
@@ -122,7 +122,7 @@ def test_an_interval_is_the_mean_of_the_ranks_and_the_memory_of_the_fullest() ->
     before = peak_memory_bytes(torch.device("cpu"))
     a, b = run_ranks(interval_of_two_ranks, 2)
     assert a == b
-    assert 0.075 / 5 <= a.seconds["data"] < 2 * 0.075 / 5
+    assert 0.3 / 5 <= a.seconds["data"] < 2 * 0.3 / 5
     assert "schedule" not in a.seconds
     assert 100_000_000 < a.peak_memory_bytes < before + 400_000_000
 
