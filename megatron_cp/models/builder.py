@@ -78,7 +78,7 @@ def _build_chunk(
             rope_scaling_factor=model.rope_scaling_factor,
             **common,
         )
-    if with_yarn:
+    if with_yarn and not model.multi_latent_attention:  # which has positions of its own in every layer
         _lengthen_positions(chunk.rotary_pos_emb, model)
     chunk.cross_entropy_chunk_size = model.cross_entropy_chunk_size
     if core_config.use_cpu_initialization and core_config.perform_initialization:

@@ -15,7 +15,7 @@ from megatron_cp.models.yarn import concentration
 def rotary_gap(config: RunConfig) -> str | None:
     """Why a model cannot have the fused rotary embedding; None if it can."""
     if config.model.multi_latent_attention:
-        return "latent attention's is for YaRN only"
+        return "latent attention's is for YaRN only, and slices a table of the original length instead of its own"
     if config.model.position_embedding_type == "yarn":
         factor = concentration(config.model)
         return None if factor == 1 else f"it leaves out YaRN's concentration factor, {factor:.4g} here"

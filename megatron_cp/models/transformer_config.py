@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config import ModelConfig, RunConfig
 from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding
 from megatron_cp.models.layer_specs import use_its_layers
 
@@ -97,12 +97,31 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     }
     if model.multi_latent_attention:
         values |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent, "rope_type": "rope"}
+        if model.position_embedding_type == "yarn":
+            values |= _latent_yarn(model)
     built = config_class(**values)
-    if model.position_embedding_type == "yarn":
+    if model.position_embedding_type == "yarn" and not model.multi_latent_attention:
         # No fields of megatron-core's: its attention takes the concentration factor from a configuration that has them.
         for name in ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"):
             setattr(built, name, getattr(model, name))
     return built
+
+
+def _latent_yarn(model: ModelConfig) -> dict[str, Any]:
+    """YaRN as megatron-core's latent attention is told of it: each of its layers has positions of its own.
+
+    There ``mscale_all_dim`` also sharpens the scores, by the square of its part of the concentration factor.
+    """
+    both = model.yarn_mscale is not None and model.yarn_mscale_all_dim is not None
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": model.yarn_rotary_scaling_factor,
+        "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+        "beta_fast": model.yarn_beta_fast,
+        "beta_slow": model.yarn_beta_slow,
+        "mscale": model.yarn_mscale if both else 1.0,
+        "mscale_all_dim": model.yarn_mscale_all_dim if both else 0.0,
+    }
 
 
 def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:

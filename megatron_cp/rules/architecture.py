@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config import ModelConfig, RunConfig
 from megatron_cp.models.hybrid_pattern import LETTERS, layers_of, with_stages
 from megatron_cp.rules.rule import (
     Context,
@@ -23,8 +23,8 @@ from megatron_cp.rules.unread import unread
 # megatron-core's latent attention makes its own projections, scale and rotary embedding, without asking for these.
 _NOT_READ_BY_LATENT_ATTENTION = (
     "softmax_scale", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "add_qkv_bias",
-    "position_embedding_type",
 )  # fmt: skip
+_NOT_READ_BY_ITS_YARN = ("rotary_percent", "yarn_correction_range_round_to_int")
 # What gives the stages of other models their layers.
 _STAGES = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
@@ -145,6 +145,11 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
     for field, (value, example) in needed.items():
         if value is None:
             yield Finding(field, "is needed with position_embedding_type=yarn", f"{field}={example}")
+    if model.multi_latent_attention and original and original % (2 * c.cp):
+        message = f"megatron-core's latent attention slices so many positions: {original} are not a multiple of "
+        message += f"2 * context_parallel_size = {2 * c.cp}"
+        field = "model.yarn_original_max_position_embeddings"
+        yield Finding(field, message, f"{field}={nearest_multiples(original, 2 * c.cp)}")
     if model.yarn_beta_fast <= model.yarn_beta_slow:
         message = f"must be above yarn_beta_slow ({model.yarn_beta_slow}), got {model.yarn_beta_fast}"
         yield Finding("model.yarn_beta_fast", message, "model.yarn_beta_fast=32.0 model.yarn_beta_slow=1.0")
@@ -206,11 +211,21 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
     if model.architecture == "hybrid" and model.moe_layer_freq != 1:
         message = "does not say which layers of a hybrid model have experts: E in its pattern does"
         yield Finding("model.moe_layer_freq", message, "model.moe_layer_freq=1, and E in model.hybrid_layer_pattern")
-    for name in _NOT_READ_BY_LATENT_ATTENTION if model.multi_latent_attention else []:
+    if model.multi_latent_attention:
+        yield from _not_read_by_latent_attention(model)
+    yield from unread(c.config)
+
+
+def _not_read_by_latent_attention(model: ModelConfig) -> Iterator[Finding]:
+    kind = model.position_embedding_type
+    for name in _NOT_READ_BY_LATENT_ATTENTION + (_NOT_READ_BY_ITS_YARN if kind == "yarn" else ()):
         field = f"model.{name}"
         if getattr(model, name) != value_at(RunConfig(), field):
-            yield Finding(field, "does not reach multi-latent attention, which goes on without it", default_of(field))
-    yield from unread(c.config)
+            which = "multi-latent attention with YaRN" if name in _NOT_READ_BY_ITS_YARN else "multi-latent attention"
+            yield Finding(field, f"does not reach {which}, which goes on without it", default_of(field))
+    if kind not in ("rope", "yarn"):
+        message = "does not reach multi-latent attention, which has rotary embeddings of its own"
+        yield Finding("model.position_embedding_type", message, "model.position_embedding_type=rope, or yarn")
 
 
 @rule(

@@ -82,7 +82,11 @@ REFUSED = [
     ([*LATENT, "model.add_qkv_bias=true"], "K19", "model.add_qkv_bias=false"),
     ([*LATENT, "model.position_embedding_type=none"], "K19", "model.position_embedding_type=rope"),
     ([*LATENT, "model.position_embedding_type=learned_absolute"], "K19", "model.position_embedding_type=rope"),
-    ([*LATENT, *YARN], "K19", "model.position_embedding_type=rope"),
+    ([*LATENT, *YARN, "model.rotary_percent=0.5"], "K19", "model.rotary_percent=1.0"),
+    ([*LATENT, *YARN, "model.yarn_correction_range_round_to_int=false"], "K19",
+     "model.yarn_correction_range_round_to_int=true"),
+    ([*LATENT, *YARN, "model.yarn_original_max_position_embeddings=4098"], "K55",
+     "model.yarn_original_max_position_embeddings=4096"),
     ([*YARN[:2]], "K55", YARN[2]),
     ([*YARN[::2]], "K55", YARN[1]),
     ([*YARN, "model.rope_scaling=true"], "K55", "model.rope_scaling=false"),
@@ -482,6 +486,9 @@ def test_latent_attention_has_no_fused_rotary_embedding():
     found = errors(*LATENT, "model.apply_rope_fusion=true", environment="gpu")
     assert found == {"K34": "model.apply_rope_fusion=null"}
     assert errors(*LATENT, environment="gpu") == {}
+    # Upstream's for YaRN reads rows of another table, where sequences are shorter than the original ones.
+    assert errors(*LATENT, *YARN, "model.apply_rope_fusion=true", environment="gpu") == found
+    assert errors(*LATENT, *YARN, environment="gpu") == {}
 
 
 def test_whose_fused_loss_has_no_effect_without_one():

@@ -64,6 +64,7 @@ YARN = {
     "model__yarn_rotary_scaling_factor": 16.0,
     "model__yarn_original_max_position_embeddings": 8,
 }
+SHARPER = {"model__yarn_mscale": 0.7, "model__yarn_mscale_all_dim": 1.0}
 FULL = {"model__recompute_granularity": "full", "model__recompute_method": "uniform", "model__recompute_num_layers": 1}
 
 # A weight at which the balance is a tenth of the gradient.
@@ -95,6 +96,12 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "quick gelu, tp2 cp2": ({"model__activation_func": "quick_gelu"}, 4, TP2 | CP2),
     "squared relu of experts, cp2": (MOE | {"model__activation_func": "squared_relu"}, 2, CP2),
     "latent attention, hcp": (MLA, 4, CP4 | HCP),
+    "latent attention with yarn, hcp": (MLA | YARN | SHARPER, 4, CP4 | HCP),
+    "latent attention with yarn and multi-token prediction, pp2 cp2": (
+        MLA | YARN | {"model__mtp_num_layers": 1},
+        4,
+        PP2 | CP2,
+    ),
     "mixture of experts, cp2": (MOE, 2, CP2),
     "mixture of experts, ep2 cp2": (MOE, 4, CP2 | EP2),
     "one expert a token, cp2": (MOE | {"model__moe_router_topk": 1, "model__moe_router_pre_softmax": True}, 2, CP2),
@@ -158,6 +165,7 @@ SLOW = (
     "mixture of experts, cp2",
     "yarn, tp2 cp2",
     "yarn, hcp, decentralized",
+    "latent attention with yarn and multi-token prediction, pp2 cp2",
     "yarn and multi-token prediction, pp2 cp2",
     "quick gelu, tp2 cp2",
     "squared relu of experts, cp2",

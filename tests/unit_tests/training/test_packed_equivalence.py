@@ -32,6 +32,7 @@ from tests.unit_tests.training.test_model_variants import (
     MLA,
     MOE,
     SHARED,
+    SHARPER,
     SIGMOID,
     YARN,
 )
@@ -88,6 +89,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "selective recomputation": (4, {}, DYNAMIC | per_rank(32) | {"model__recompute_granularity": "selective"}),
     "learned positions": (4, CLASSIC, DYNAMIC | per_rank(32)),
     "latent attention": (4, MLA, DYNAMIC | CP2 | per_rank(32)),
+    "latent attention with yarn": (4, MLA | YARN | SHARPER, DYNAMIC | CP2 | per_rank(32)),
     "latent attention, full recomputation": (4, MLA, DYNAMIC | CP2 | FULL | per_rank(32)),
     "hybrid": (4, HYBRID, DYNAMIC | per_rank(32)),
     "hybrid, pp2": (4, HYBRID, DYNAMIC | PP2 | per_rank(64)),
