@@ -55,8 +55,9 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, 
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
     torch.set_num_threads(1)
+    on_its_own = bool(os.environ.get("MEGATRON_CP_TEST_NO_INIT"))
     try:
-        if not os.environ.get("MEGATRON_CP_TEST_NO_INIT"):
+        if not on_its_own:
             dist.init_process_group(
                 os.environ.get("MEGATRON_CP_TEST_BACKEND", "gloo"),
                 store=dist.FileStore(os.path.join(folder, "store"), world_size),
@@ -70,7 +71,7 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, 
     with open(os.path.join(folder, f"rank{rank}.tmp"), "wb") as file:
         pickle.dump(payload, file)
     os.rename(os.path.join(folder, f"rank{rank}.tmp"), os.path.join(folder, f"rank{rank}"))
-    if code == 0:
+    if code == 0 and not on_its_own:
         _wait_for_the_others(folder, world_size, timeout)
     if code == 0 and dist.is_initialized():
         # Leaving gloo's threads alive aborts about one exit in five.
@@ -93,9 +94,9 @@ def run_ranks(
     """Run ``fn(*args)`` on ``world_size`` forked gloo ranks and return their results in rank order.
 
     The default process group is initialized (unless the environment variable ``MEGATRON_CP_TEST_NO_INIT`` is set,
-    for tests that start torch.distributed themselves). Results must be picklable. Raises :class:`RanksFailed` with
-    the tracebacks of all failing ranks; ranks that still run ``timeout`` seconds after the start, or ``grace`` seconds
-    after one failed, are killed.
+    for tests that start torch.distributed themselves and whose ranks leave when they like). Results must be picklable.
+    Raises :class:`RanksFailed` with the tracebacks of all failing ranks; ranks that still run ``timeout`` seconds after
+    the start, or ``grace`` seconds after one failed, are killed.
     """
     if torch.cuda.is_initialized() or _autograd_runs_for_a_gpu():
         raise RuntimeError(
