@@ -30,6 +30,7 @@ from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.dynamic_cp.groups import configured_blocks
 from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
+from megatron_cp.models.latent_attention import leave_queries_plain
 from megatron_cp.models.router import PackRouter, routers_of
 from megatron_cp.parallel.layout import layout_of
 
@@ -156,7 +157,8 @@ def _saved_names(config: RunConfig, experts: bool) -> dict[str, str]:
     if not model.multi_latent_attention:
         names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
     elif model.qk_layernorm:
-        names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
+        if model.q_lora_rank is not None:
+            names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
         names["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
     return names
 
@@ -172,9 +174,7 @@ def gpt_block_spec(
     last, norm = specs[model.layer_parts[-1]]
     if model.multi_latent_attention and model.q_lora_rank is None:
         for layer, _ in specs.values():
-            # The one projection that upstream builds without its group, so that it would ask the global state.
-            attention = layer.submodules.self_attention.submodules
-            attention.linear_q_proj = ModuleSpec(attention.linear_q_proj, params={"tp_group": groups.tp})
+            leave_queries_plain(layer.submodules.self_attention, groups.tp)
     first = get_transformer_layer_offset(core_config, vp_stage, groups.pp.rank())
     count = get_num_layers_to_build(core_config, vp_stage, groups.pp.rank())
     return TransformerBlockSubmodules(layer_specs=layers[first : first + count], layer_norm=norm), last

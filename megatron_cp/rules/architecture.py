@@ -229,22 +229,6 @@ def _not_read_by_latent_attention(model: ModelConfig) -> Iterator[Finding]:
 
 
 @rule(
-    "K23",
-    "Multi-latent attention with qk_layernorm compresses its queries.",
-    "The normalization is that of the compressed queries; without q_lora_rank megatron-core's own layers refuse it.",
-    broken("model.multi_latent_attention=true", "model.qk_layernorm=true"),
-)
-def latent_queries_are_normalized(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    if model.multi_latent_attention and model.qk_layernorm and model.q_lora_rank is None and not c.its_layers:
-        yield Finding(
-            "model.q_lora_rank",
-            "q_layernorm is non-trivial, but q_lora_rank is None, meaning it will not be used",
-            "model.q_lora_rank=RANK, or model.qk_layernorm=false",
-        )
-
-
-@rule(
     "K24",
     "Multi-latent attention under tensor parallelism needs Transformer Engine's layers.",
     "megatron-core's own layers split the compressed keys' projection over the ranks and gather its output without "

@@ -114,8 +114,6 @@ def _leave_transformer_engine(model: ModelConfig) -> None:
     model.gradient_accumulation_fusion = None
     if model.cross_entropy_fusion_impl != "te":  # megatron-core's rounds to bf16; Transformer Engine's does not
         model.cross_entropy_loss_fusion = model.cross_entropy_fusion_impl = None
-    if model.multi_latent_attention and model.qk_layernorm and model.q_lora_rank is None:
-        model.q_lora_rank = model.kv_lora_rank  # other layers have both norms of compressed vectors, or none
     if model.recompute_granularity == "selective" and "layernorm" in (model.recompute_modules or []):
         model.recompute_modules = [name for name in model.recompute_modules or [] if name != "layernorm"]
         if not model.recompute_modules:

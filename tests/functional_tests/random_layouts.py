@@ -96,9 +96,12 @@ def _latent(draw: Any, values: Overrides) -> Overrides:
     heads = values["model__num_attention_heads"]
     dims: Overrides = {"kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
     dims["q_lora_rank"] = draw(st.sampled_from([16, None]))
-    return {"model__multi_latent_attention": True, "model__num_query_groups": heads} | {
-        f"model__{name}": size for name, size in dims.items()
-    }
+    latent: Overrides = {"model__multi_latent_attention": True, "model__num_query_groups": heads}
+    latent["model__qk_layernorm"] = draw(st.booleans())
+    if draw(st.booleans()):
+        latent["model__position_embedding_type"] = "yarn"
+        latent |= {"model__yarn_rotary_scaling_factor": 4.0, "model__yarn_original_max_position_embeddings": 32}
+    return latent | {f"model__{name}": size for name, size in dims.items()}
 
 
 def _classic(draw: Any, values: Overrides) -> Overrides:

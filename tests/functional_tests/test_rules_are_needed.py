@@ -84,7 +84,6 @@ ERROR = {
     "K18": "is invalid for input of size",
     "K19": "Error",  # multi-token prediction of hybrid models is not built
     "K55": "'<=' not supported",
-    "K23": "q_layernorm",
     "K25": "KeyError",
     "K29": "invalid tensor size",
     "K26": "lognorml: cannot be read",

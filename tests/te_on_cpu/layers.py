@@ -79,6 +79,11 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "offset of one, all-to-all": ({"model__softmax_type": "off-by-one"}, 2, CP2 | over("a2a")),
     "latent attention, hierarchy": (MLA, 4, CP4 | HCP),
     "latent attention, tp2 sp": (MLA, 2, TP2 | SP),
+    "latent attention, plain queries and yarn, hierarchy": (
+        MLA | YARN | {"model__q_lora_rank": None},
+        4,
+        CP4 | HCP | DECENTRALIZED,
+    ),
     "experts, tp2 sp": (BALANCED, 2, TP2 | SP),
     "grouped experts, ep2 cp2": (MOE | GROUPED, 4, CP2 | EP2),
     "grouped experts, tp2 sp": (BALANCED | GROUPED, 2, TP2 | SP),

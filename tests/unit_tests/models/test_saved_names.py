@@ -58,6 +58,10 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
         LATENT | {"model__qk_layernorm": True},
         {"input_layernorm.weight", QUERY, KEY_VALUE, MLP_NORM},
     ),
+    "latent, normalized, plain queries": (
+        LATENT | {"model__qk_layernorm": True, "model__q_lora_rank": None},
+        {"input_layernorm.weight", KEY_VALUE, MLP_NORM},
+    ),
     "latent, normalized, experts": (
         LATENT | EXPERTS | {"model__qk_layernorm": True},
         {"input_layernorm.weight", QUERY, KEY_VALUE, "pre_mlp_layernorm.weight"},

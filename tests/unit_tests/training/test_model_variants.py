@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "latent attention, hcp": (MLA, 4, CP4 | HCP),
     "latent attention with yarn, hcp": (MLA | YARN | SHARPER, 4, CP4 | HCP),
     "latent attention with yarn and multi-token prediction, pp2 cp2": (
-        MLA | YARN | {"model__mtp_num_layers": 1},
+        MLA | YARN | {"model__mtp_num_layers": 1, "model__q_lora_rank": None},
         4,
         PP2 | CP2,
     ),

@@ -23,7 +23,7 @@ DYNAMIC = {
     "model__max_seqlen_per_dp_cp_rank": 8,  # a quarter of the longest
 }
 # Queries that are not compressed have a projection that upstream builds without its process group.
-UNCOMPRESSED = MLA | {"model__q_lora_rank": None, "model__qk_layernorm": False}
+UNCOMPRESSED = MLA | {"model__q_lora_rank": None}
 BIAS = {"model__moe_router_score_function": "sigmoid", "model__moe_router_enable_expert_bias": True}
 MTP = {"model__mtp_num_layers": 2, "model__mtp_loss_scaling_factor": 0.5}
 
