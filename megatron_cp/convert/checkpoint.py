@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_cp.config import CheckpointConfig, MixedPrecisionConfig, RunConfig
 from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.models.builder import build_model
+from megatron_cp.models.router import PackRouter
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.one_rank import on_one_rank
 from megatron_cp.parallel.device import seed_everything, stop_distributed
@@ -48,9 +49,11 @@ class WholeModel:
     groups: ProcessGroupCollection
     module: Any
 
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """By name; a tied output layer is the embedding and has none."""
-        return {name.removeprefix("module."): parameter for name, parameter in self.module.named_parameters()}
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """By name, with the biases of routers; a tied output layer is the embedding and has none."""
+        biases = {name: each for name, each in self.module.named_buffers() if name.endswith("router.expert_bias")}
+        named = dict(self.module.named_parameters()) | biases
+        return {name.removeprefix("module."): tensor for name, tensor in named.items()}
 
     def save(self, root: Path, iteration: int) -> Path:
         """Save the weights as a checkpoint that a run can begin with; returns its folder.
@@ -163,6 +166,8 @@ def whole_model(config: RunConfig) -> Iterator[WholeModel]:
         (module,) = build_model(config, core_config, groups, config.model.vocab_size)
         if core_config.fp16 or core_config.bf16:
             module = Float16Module(core_config, module)
+            for router in (each for each in module.modules() if isinstance(each, PackRouter)):
+                router._maintain_float32_expert_bias()
         yield WholeModel(config, groups, module)
         destroy_process_groups(groups)
     finally:

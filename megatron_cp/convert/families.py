@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_cp.config import ModelConfig
-from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.convert import deepseek
+from megatron_cp.convert.problems import Problems, is_count, is_positive
 from megatron_cp.models.yarn import concentration
 
 # The only Llama 3 scaling that megatron-core knows; its factor is free.
@@ -47,7 +48,7 @@ class Family:
     """One ``model_type`` of Hugging Face's.
 
     Which of these features its models have, always or where the settings say so: biases of the query, key and value
-    projections, normalized queries and keys, a sliding window, experts.
+    projections, normalized queries and keys, a sliding window, experts, latent attention.
     """
 
     model_type: str
@@ -56,10 +57,12 @@ class Family:
     qk_norm: bool = False
     window: bool = False
     experts: Experts | None = None
+    latent: bool = False
 
 
 _MIXTRAL = Experts("block_sparse_moe", "w1", "w3", "w2", "num_local_experts", "intermediate_size")
 _QWEN3 = Experts("mlp", "gate_proj", "up_proj", "down_proj", "num_experts", "moe_intermediate_size")
+_DEEPSEEK = Experts("mlp", "gate_proj", "up_proj", "down_proj", "n_routed_experts", "moe_intermediate_size")
 
 FAMILIES = {
     family.model_type: family
@@ -70,6 +73,8 @@ FAMILIES = {
         Family("qwen3", "Qwen3ForCausalLM", qk_norm=True),
         Family("mixtral", "MixtralForCausalLM", window=True, experts=_MIXTRAL),
         Family("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, experts=_QWEN3),
+        Family(deepseek.V2, "DeepseekV2ForCausalLM", qk_norm=True, experts=_DEEPSEEK, latent=True),
+        Family(deepseek.V3, "DeepseekV3ForCausalLM", qk_norm=True, experts=_DEEPSEEK, latent=True),
     )
 }
 
@@ -85,7 +90,7 @@ def model_from_hf(values: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     """
     family = FAMILIES[values["model_type"]]
     _check_types(family, values)
-    found = _Problems()
+    found = Problems()
     found.unless(values["hidden_act"] in ("silu", "swish"), "hidden_act", values["hidden_act"], "silu is needed")
     for name in ("attention_bias", "mlp_bias", "quantization_config", "compression_config"):
         found.unless(not values.get(name), name, values.get(name), "there is no counterpart")
@@ -108,7 +113,9 @@ def model_from_hf(values: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     )
     _read_positions(values, model, found)
     _read_window(family, values, model, found)
-    if family.experts is not None:
+    if family.latent:
+        deepseek.read(family.model_type, values, model, found)
+    elif family.experts is not None:
         _read_experts(family, values, model, found)
     found.tell()
     return family, model
@@ -123,7 +130,7 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
     Raises:
         ConfigError: no family computes that; lists all that stands in the way.
     """
-    found = _Problems()
+    found = Problems()
     plain = {
         "architecture": "gpt",
         "rotary_percent": 1.0,
@@ -136,9 +143,10 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
         "softmax_scale": None,
         "softmax_type": "vanilla",
         "window_attn_skip_freq": None,
-        "multi_latent_attention": False,
     }
-    if model.num_moe_experts is not None:
+    if model.multi_latent_attention:
+        plain |= deepseek.needed(model)
+    elif model.num_moe_experts is not None:
         plain |= {"moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"}
         plain |= {"moe_router_topk_scaling_factor": None, "moe_layer_freq": 1, "moe_router_group_topk": None}
         plain |= {"moe_router_enable_expert_bias": False}
@@ -148,7 +156,8 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
     found.unless(kind in ("rope", "yarn"), "model.position_embedding_type", kind, "rope or yarn is needed")
     family = _family_of(model)
     if family is None:
-        features = ("add_qkv_bias", "qk_layernorm", "window_size", "num_moe_experts", "moe_router_pre_softmax")
+        features = ["add_qkv_bias", "qk_layernorm", "window_size", "num_moe_experts", "moe_router_pre_softmax"]
+        features.append("multi_latent_attention")
         has = ", ".join(f"{name}={getattr(model, name)}" for name in features)
         found.unless(False, "model", None, f"no family has all of {has}")
     both = model.rope_scaling and model.seq_len_interpolation_factor is not None
@@ -162,6 +171,7 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
     )
     window = model.window_size
     found.unless(window is None or (window[0] >= 0 and window[1] == 0), "model.window_size", window, "[n, 0] is needed")
+    latent = deepseek.write(family.model_type, model, found) if family is not None and family.latent else {}
     found.tell()
     assert family is not None
     values: dict[str, Any] = {
@@ -183,6 +193,9 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
         "rope_scaling": _rope_scaling(model),
         "attention_dropout": 0.0,
     }
+    if family.latent:
+        del values["head_dim"]
+        return family, values | latent | {"attention_bias": False}
     if family.model_type not in ("qwen2", "mistral", "mixtral"):
         values["attention_bias"] = False
     if family.window:
@@ -201,30 +214,27 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
 
 def _check_types(family: Family, values: Mapping[str, Any]) -> None:
     """What the rest computes with: not every version of Hugging Face's library looks."""
-    found = _Problems("the value that the model was published with")
+    found = Problems("the value that the model was published with")
     counts = [*_COUNTS, *(name for name in _MAYBE_COUNTS if values.get(name) is not None)]
-    if family.experts is not None:
+    if family.latent:
+        counts += [*deepseek.COUNTS, *(name for name in deepseek.MAYBE_COUNTS if values.get(name) is not None)]
+    elif family.experts is not None:
         counts += [family.experts.count, family.experts.width, "num_experts_per_tok"]
     for name in counts:
-        found.unless(_is_count(values.get(name)), name, values.get(name), "a whole number of at least 1 is needed")
+        found.unless(is_count(values.get(name)), name, values.get(name), "a whole number of at least 1 is needed")
     for name in ("rms_norm_eps", "initializer_range"):
-        found.unless(_is_positive(values.get(name)), name, values.get(name), "a number above 0 is needed")
+        found.unless(is_positive(values.get(name)), name, values.get(name), "a number above 0 is needed")
     found.tell()
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
 def _family_of(model: ModelConfig) -> Family | None:
+    sigmoid = model.moe_router_score_function == "sigmoid"
     for family in FAMILIES.values():
         fits = (
             family.qkv_bias == model.add_qkv_bias
             and family.qk_norm == model.qk_layernorm
+            and family.latent == model.multi_latent_attention
+            and (not family.latent or (family.model_type == deepseek.V3) == sigmoid)
             and (family.experts is not None) == (model.num_moe_experts is not None)
             and (family.window or model.window_size is None)
             # A softmax over all experts whose chosen part is not normalized again: Mixtral's always is.
@@ -235,7 +245,7 @@ def _family_of(model: ModelConfig) -> Family | None:
     return None
 
 
-def _read_positions(values: Mapping[str, Any], model: ModelConfig, found: _Problems) -> None:
+def _read_positions(values: Mapping[str, Any], model: ModelConfig, found: Problems) -> None:
     rope: dict[str, Any] = {"rope_theta": values.get("rope_theta")}
     for name in ("rope_scaling", "rope_parameters"):
         given = values.get(name) or {}
@@ -243,7 +253,7 @@ def _read_positions(values: Mapping[str, Any], model: ModelConfig, found: _Probl
         found.unless(plain, name, given, "one set of them for all layers is needed")
         rope |= given if plain else {}
     base = model.rotary_base if rope["rope_theta"] is None else rope["rope_theta"]
-    whole = _is_positive(base) and base == int(base)
+    whole = is_positive(base) and base == int(base)
     found.unless(whole, "rope_theta", base, "megatron-core takes whole numbers above 0")
     model.rotary_base = float(base) if whole else model.rotary_base
     share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
@@ -256,9 +266,9 @@ def _read_positions(values: Mapping[str, Any], model: ModelConfig, found: _Probl
     if kind not in ("linear", "llama3"):
         return
     found.unless(
-        _is_positive(rope.get("factor")), "rope_scaling.factor", rope.get("factor"), "a number above 0 is needed"
+        is_positive(rope.get("factor")), "rope_scaling.factor", rope.get("factor"), "a number above 0 is needed"
     )
-    factor = float(rope["factor"]) if _is_positive(rope.get("factor")) else 1.0
+    factor = float(rope["factor"]) if is_positive(rope.get("factor")) else 1.0
     if kind == "linear":
         model.seq_len_interpolation_factor = factor
         return
@@ -268,7 +278,7 @@ def _read_positions(values: Mapping[str, Any], model: ModelConfig, found: _Probl
         found.unless(given == value, f"rope_scaling.{name}", given, f"megatron-core has {value} built in")
 
 
-def _read_yarn(rope: Mapping[str, Any], model: ModelConfig, found: _Problems) -> None:
+def _read_yarn(rope: Mapping[str, Any], model: ModelConfig, found: Problems) -> None:
     """What is left out has the values that Hugging Face's library takes."""
     factor: Any = rope.get("factor")
     attention_factor: Any = rope.get("attention_factor")
@@ -277,10 +287,10 @@ def _read_yarn(rope: Mapping[str, Any], model: ModelConfig, found: _Problems) ->
     numbers = {"factor": factor, "beta_fast": fast, "beta_slow": slow}
     numbers |= {} if attention_factor is None else {"attention_factor": attention_factor}
     for name, value in numbers.items():
-        found.unless(_is_positive(value), f"rope_scaling.{name}", value, "a number above 0 is needed")
+        found.unless(is_positive(value), f"rope_scaling.{name}", value, "a number above 0 is needed")
     name, message = "rope_scaling.original_max_position_embeddings", "a whole number of at least 1 is needed"
-    found.unless(_is_count(original), name, original, message)
-    if not all(map(_is_positive, numbers.values())):
+    found.unless(is_count(original), name, original, message)
+    if not all(map(is_positive, numbers.values())):
         return
     # An attention factor becomes a multiple of the scaling factor's logarithm, and that of 1 is 0.
     stretches = factor > 1 or (factor == 1 and attention_factor in (None, 1))
@@ -317,11 +327,11 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
     return None
 
 
-def _read_window(family: Family, values: Mapping[str, Any], model: ModelConfig, found: _Problems) -> None:
+def _read_window(family: Family, values: Mapping[str, Any], model: ModelConfig, found: Problems) -> None:
     window: Any = values.get("sliding_window")
     if family.window:
-        found.unless(window is None or _is_count(window), "sliding_window", window, "at least 1, or null, is needed")
-        model.window_size = [window - 1, 0] if _is_count(window) else None  # here the token itself does not count
+        found.unless(window is None or is_count(window), "sliding_window", window, "at least 1, or null, is needed")
+        model.window_size = [window - 1, 0] if is_count(window) else None  # here the token itself does not count
         return
     layers = values.get("layer_types")
     some = bool(values.get("use_sliding_window")) and values.get("max_window_layers", 0) < model.num_layers
@@ -329,7 +339,7 @@ def _read_window(family: Family, values: Mapping[str, Any], model: ModelConfig, 
     found.unless(not windows, "use_sliding_window", True, "windows in some layers only have no counterpart")
 
 
-def _read_experts(family: Family, values: Mapping[str, Any], model: ModelConfig, found: _Problems) -> None:
+def _read_experts(family: Family, values: Mapping[str, Any], model: ModelConfig, found: Problems) -> None:
     assert family.experts is not None
     model.num_moe_experts = values[family.experts.count]
     model.moe_ffn_hidden_size = values[family.experts.width]
@@ -346,19 +356,3 @@ def _read_experts(family: Family, values: Mapping[str, Any], model: ModelConfig,
     found.unless(step == 1, "decoder_sparse_step", step, "experts in every layer are needed")
     dense = values.get("mlp_only_layers")
     found.unless(not dense, "mlp_only_layers", dense, "experts in every layer are needed")
-
-
-class _Problems:
-    """All that stands in the way, told at once."""
-
-    def __init__(self, fix: str = "none here: another model, or code of your own for what it computes") -> None:
-        self._fix = fix
-        self._found: list[Violation] = []
-
-    def unless(self, holds: bool, field: str, value: Any, message: str) -> None:
-        if not holds:
-            self._found.append(Violation("", "error", field, message, self._fix, value))
-
-    def tell(self) -> None:
-        if self._found:
-            raise ConfigError(self._found)

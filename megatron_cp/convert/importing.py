@@ -15,7 +15,7 @@ from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig, TokenizerC
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, undivided, whole_model
 from megatron_cp.convert.families import Family, model_from_hf
 from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_companions, new_folder, read_config
-from megatron_cp.convert.weights import EMBEDDING, OUTPUT, is_spare, part_of
+from megatron_cp.convert.weights import EMBEDDING, KEPT_IN_FLOAT32, OUTPUT, further_ahead, is_spare, part_of
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import ConfigError, DataError, shown
 from megatron_cp.rules import Environment, check_or_raise
@@ -38,7 +38,9 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
     values = read_config(source)
     family, model = model_from_hf(values)
     published = PublishedWeights(source)
-    own = published.dtype(name for name in published.names() if not is_spare(name, model))
+    ahead = further_ahead(published.names())
+    weights = (name for name in published.names() - ahead if not is_spare(name, model))
+    own = published.dtype(name for name in weights if not name.endswith(KEPT_IN_FLOAT32))
     dtype = dtype or own
     _check_rules(model)
     with new_folder(root) as partial:
@@ -47,7 +49,7 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
             tokenizer.tokenizer_model = str(root / TOKENIZER)
         config = undivided(RunConfig(model=model, tokenizer=tokenizer, recipe=root.name), dtype)
         with whole_model(config) as whole:
-            parameters = _fill(whole, published, family)
+            parameters = _fill(whole, published, family, ahead)
             check_finite(whole.parameters(), own, dtype)
             iteration = whole.save(partial, 0).name
         title = f"{source.resolve().name}, imported ({family.architecture})"
@@ -57,6 +59,8 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
         f"imported {parameters / 1e6:.1f}M parameters of {source} ({family.architecture}, {dtype}): {root / iteration}",
         f"begin with them: megatron-cp train --recipe {recipe} checkpoint.save=FOLDER dataset.data_path=PREFIX",
     ]
+    if ahead:
+        said.append(f"without its layers for multi-token prediction ({len(ahead)} tensors)")
     return "\n".join([*said, *([f"without a tokenizer: {without}"] if without else [])])
 
 
@@ -68,7 +72,7 @@ def _check_rules(model: ModelConfig) -> None:
     check_or_raise(config.finalize(), 1, None, Environment.of("cpu"))
 
 
-def _fill(whole: WholeModel, published: PublishedWeights, family: Family) -> int:
+def _fill(whole: WholeModel, published: PublishedWeights, family: Family, ahead: set[str]) -> int:
     """Give every parameter its value; returns how many numbers that are.
 
     Raises:
@@ -83,7 +87,7 @@ def _fill(whole: WholeModel, published: PublishedWeights, family: Family) -> int
             part.published, part.split(parameters[parameter].detach().to("meta"), model), strict=True
         )
     }
-    there = published.names()
+    there = published.names() - ahead
     _check_tied(model, published)
     problems = [f"{name} is missing" for name in sorted(expected.keys() - there)]
     problems += [f"{name} has no place" for name in sorted(there - expected.keys()) if not is_spare(name, model)]

@@ -17,6 +17,8 @@ from megatron_cp.config import ModelConfig
 from megatron_cp.convert.families import Family
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+# Of any model: rounded, another expert would be chosen.
+KEPT_IN_FLOAT32 = "mlp.gate.e_score_correction_bias"
 _OUTSIDE = {
     "embedding.word_embeddings.weight": EMBEDDING,
     "decoder.final_layernorm.weight": "model.norm.weight",
@@ -36,6 +38,22 @@ _IN_A_LAYER = {
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+}
+# Of latent attention, and of experts beside others.
+_IN_A_LATENT_LAYER = _IN_A_LAYER | {
+    "self_attention.linear_q_proj.weight": ("self_attn.q_proj.weight",),
+    "self_attention.linear_q_down_proj.weight": ("self_attn.q_a_proj.weight",),
+    "self_attention.q_layernorm.weight": ("self_attn.q_a_layernorm.weight",),
+    "self_attention.linear_q_up_proj.weight": ("self_attn.q_b_proj.weight",),
+    "self_attention.linear_kv_down_proj.weight": ("self_attn.kv_a_proj_with_mqa.weight",),
+    "self_attention.kv_layernorm.weight": ("self_attn.kv_a_layernorm.weight",),
+    "self_attention.linear_kv_up_proj.weight": ("self_attn.kv_b_proj.weight",),
+    "mlp.router.expert_bias": (KEPT_IN_FLOAT32,),
+    "mlp.shared_experts.linear_fc1.weight": (
+        "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+    ),
+    "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight",),
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
@@ -79,8 +97,9 @@ def part_of(name: str, family: Family) -> Part:
 
 
 def _in_a_layer(name: str, family: Family) -> tuple[str, ...]:
-    if family.experts is None or name in _IN_A_LAYER:
-        return _IN_A_LAYER[name]
+    usual = _IN_A_LATENT_LAYER if family.latent else _IN_A_LAYER
+    if family.experts is None or name in usual:
+        return usual[name]
     experts = family.experts
     if name == "mlp.router.weight":
         return (f"{experts.module}.gate.weight",)
@@ -88,6 +107,13 @@ def _in_a_layer(name: str, family: Family) -> tuple[str, ...]:
     assert expert, name
     matrices = (experts.gate, experts.up) if expert[2] == "1" else (experts.down,)
     return tuple(f"{experts.module}.experts.{expert[1]}.{matrix}.weight" for matrix in matrices)
+
+
+def further_ahead(names: set[str]) -> set[str]:
+    """Of published tensors those of layers for multi-token prediction, which families have after their last layer."""
+    marks = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
+    prefixes = tuple(found[1] for found in map(marks.fullmatch, names) if found)
+    return {name for name in names if name.startswith(prefixes)} if prefixes else set()
 
 
 def is_spare(published: str, model: ModelConfig) -> bool:

@@ -30,6 +30,19 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LATENT = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 # Each family, with and without what its settings choose.
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
@@ -63,6 +76,39 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "norm_topk_prob": True,
     },
+    "deepseek 2, plain queries": {
+        **LATENT,
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "rope_scaling": YARN | {"beta_fast": 2.0, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek 2, groups of experts": {
+        **LATENT,
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 16.0,
+        "first_k_dense_replace": 0,
+    },
+    "deepseek 3": {
+        **LATENT,
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 2,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "deepseek 3, no groups": {
+        **LATENT,
+        "model_type": "deepseek_v3",
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": None,
+    },
     "qwen3 experts, not normalized": {
         "model_type": "qwen3_moe",
         "num_experts": 4,
@@ -84,6 +130,9 @@ def publish(folder: Path, variant: str, **changes: Any) -> None:
             parameter.data += 0.3 * torch.randn_like(parameter)
         elif "norm" not in name and "experts" in name:
             parameter.data.normal_(std=0.15)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.normal_(std=0.1)
     model.save_pretrained(folder)
 
 

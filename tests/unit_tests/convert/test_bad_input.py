@@ -48,7 +48,10 @@ BROKEN = {
     "no config": (lambda f: os.remove(f / "hf/config.json"), "config.json cannot be read: No such file"),
     "no json": (lambda f: cut(f / "hf/config.json", 40), "config.json is not valid JSON"),
     "no object": (lambda f: (f / "hf/config.json").write_text("[]"), "holds no JSON object"),
-    "family": (lambda f: change(f, model_type="gemma2"), "model_type 'gemma2' has no counterpart; known are llama"),
+    "family": (
+        lambda f: change(f, model_type="gemma2"),
+        "model_type 'gemma2' has no counterpart; known are deep",
+    ),
     "no family": (lambda f: change(f, model_type=None), "model_type None has no counterpart"),
     "activation": (lambda f: change(f, hidden_act="gelu"), "hidden_act=gelu"),
     "bias": (lambda f: change(f, attention_bias=True), "attention_bias=True: there is no counterpart"),

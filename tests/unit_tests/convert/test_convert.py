@@ -128,6 +128,7 @@ LAYOUTS = [
     ("qwen3 yarn", HIERARCHICAL),
     ("qwen2", TENSOR_PIPELINE),
     ("mixtral", EXPERTS),
+    ("deepseek 3", HIERARCHICAL),
 ]
 
 

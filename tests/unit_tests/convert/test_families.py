@@ -16,6 +16,27 @@ YARN: dict[str, Any] = {
     "yarn_rotary_scaling_factor": 4.0,
     "yarn_original_max_position_embeddings": 16,
 }
+LATENT = EXPERTS | {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "layernorm_epsilon": 1e-6,
+    "num_query_groups": None,
+    "kv_channels": None,
+    "kv_lora_rank": 48,
+    "qk_head_dim": 24,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 40,
+    "moe_router_dtype": "fp32",
+    "moe_shared_expert_intermediate_size": 512,
+}
+DEEPSEEK2 = LATENT | {"moe_router_pre_softmax": True}
+DEEPSEEK3 = LATENT | {
+    "q_lora_rank": 56,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_layer_freq": [0, 1],
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "tied": ("llama", {"share_embeddings_and_output_weights": True}),
@@ -46,6 +67,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         EXPERTS | {"qk_layernorm": True, "moe_router_pre_softmax": True, "moe_router_topk": 1},
     ),
+    "latent": ("deepseek_v2", DEEPSEEK2),
+    "latent, yarn, shared experts": (
+        "deepseek_v2",
+        DEEPSEEK2
+        | YARN
+        | {"yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.8, "moe_shared_expert_intermediate_size": 1024},
+    ),
+    "latent, groups": (
+        "deepseek_v2",
+        DEEPSEEK2 | {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "num_moe_experts": 8},
+    ),
+    "latent, sigmoid": ("deepseek_v3", DEEPSEEK3),
+    "latent, sigmoid, yarn, groups": (
+        "deepseek_v3",
+        DEEPSEEK3
+        | YARN
+        | {"num_moe_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    ),
+    "latent, sigmoid, one expert": ("deepseek_v3", DEEPSEEK3 | {"moe_router_topk": 1}),
 }
 
 
@@ -73,7 +113,23 @@ NO_COUNTERPART: dict[str, dict[str, Any]] = {
     "softmax_scale": {"softmax_scale": 0.2},
     "softmax_type": {"softmax_type": "learnable"},
     "window_attn_skip_freq": {"window_size": [7, 0], "window_attn_skip_freq": 2},
-    "multi_latent_attention": {"multi_latent_attention": True},
+    "multi_latent_attention": {"multi_latent_attention": True, "qk_layernorm": True, "layernorm_epsilon": 1e-6},
+    "qk_layernorm": DEEPSEEK2 | {"qk_layernorm": False},
+    "layernorm_epsilon": DEEPSEEK2 | {"layernorm_epsilon": 1e-5},
+    "rope_scaling=True": DEEPSEEK2 | {"rope_scaling": True},
+    "seq_len_interpolation_factor": DEEPSEEK2 | {"seq_len_interpolation_factor": 4.0},
+    "window_size=": DEEPSEEK2 | {"window_size": [7, 0]},
+    "moe_shared_expert_gate": DEEPSEEK2 | {"moe_shared_expert_gate": True, "moe_shared_expert_intermediate_size": 512},
+    "moe_shared_expert_intermediate_size=0": DEEPSEEK2 | {"moe_shared_expert_intermediate_size": None},
+    "moe_shared_expert_intermediate_size=500": DEEPSEEK2 | {"moe_shared_expert_intermediate_size": 500},
+    "moe_router_pre_softmax=False": DEEPSEEK2 | {"moe_router_pre_softmax": False},
+    "moe_router_enable_expert_bias=False": DEEPSEEK3 | {"moe_router_enable_expert_bias": False},
+    "moe_layer_freq=": DEEPSEEK2 | {"moe_layer_freq": [1, 0]},
+    "yarn_mscale": DEEPSEEK2 | YARN | {"yarn_mscale": 0.0, "yarn_mscale_all_dim": 1.0},
+    "1 of a token's experts": DEEPSEEK2
+    | {"num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 1},
+    "2 of a token's experts": DEEPSEEK3
+    | {"num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
     "window_size": {"window_size": [7, 3]},
     "rope_scaling": {"rope_scaling": True, "seq_len_interpolation_factor": 4.0},
     "moe_shared_expert_intermediate_size": EXPERTS
@@ -107,8 +163,7 @@ def test_every_setting_of_the_model_is_thought_of() -> None:
         *("max_position_embeddings", "layernorm_epsilon"),
     }
     # Of models that are refused as a whole; multi-token prediction is left out, which the command says.
-    elsewhere = {"hybrid_layer_pattern", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"}
-    elsewhere |= {"v_head_dim", "mtp_num_layers", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups"}
+    elsewhere = {"hybrid_layer_pattern", "mtp_num_layers", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups"}
     elsewhere |= {"mamba_num_heads"}
     assert set(_WEIGHTS) | set(_FUNCTION) <= of_the_refused | of_the_converted | shape | elsewhere
 
@@ -122,7 +177,7 @@ def test_a_published_vocabulary_is_not_padded(rows: int, unit: int) -> None:
     assert rows % unit == 0
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if not family.latent])
 def test_windows_in_some_layers_only_are_refused_or_not_used(model_type: str) -> None:
     model = replace(LLAMA, **next(changes for family, changes in MODELS.values() if family == model_type))
     _, values = hf_from_model(model, rows=256)
@@ -196,6 +251,39 @@ def test_wrong_values_of_some_families_are_told(name: str, setting: str, value: 
     _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
     with pytest.raises(ConfigError, match=f"{setting}.*needed"):
         model_from_hf(values | {setting: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("latent", "kv_lora_rank", None),
+        ("latent", "q_lora_rank", 0),
+        ("latent", "qk_rope_head_dim", 16.0),
+        ("latent", "n_routed_experts", 0),
+        ("latent", "n_shared_experts", -1),
+        ("latent", "num_experts_per_tok", 5),
+        ("latent", "num_key_value_heads", 2),
+        ("latent", "rms_norm_eps", 1e-5),
+        ("latent", "first_k_dense_replace", 2),
+        ("latent", "first_k_dense_replace", None),
+        ("latent", "moe_layer_freq", 2),
+        ("latent", "routed_scaling_factor", 0),
+        ("latent", "norm_topk_prob", True),
+        ("latent", "topk_method", "noaux_tc"),
+        ("latent", "rope_scaling", {"rope_type": "linear", "factor": 4.0}),
+        ("latent", "rope_scaling.attention_factor", {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.1}),
+        ("latent", "rope_scaling.truncate", {"rope_type": "yarn", "factor": 4.0, "truncate": False}),
+        ("latent", "rope_scaling.mscale", {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 1.0}),
+        ("latent, groups", "topk_group", 1),
+        ("latent, sigmoid", "norm_topk_prob", False),
+        ("latent, sigmoid", "rope_interleave", False),
+        ("latent, sigmoid, yarn, groups", "topk_group", 4),
+    ],
+)
+def test_what_deepseeks_families_do_otherwise_is_refused(name: str, setting: str, value: Any) -> None:
+    _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
+    with pytest.raises(ConfigError, match=rf"{setting}.*needed"):
+        model_from_hf(values | {setting.partition(".")[0]: value})
 
 
 def test_mixtrals_weights_always_sum_to_one() -> None:

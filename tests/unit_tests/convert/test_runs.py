@@ -24,6 +24,7 @@ from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config
 from tests.unit_tests.convert.published import SHAPE, publish, published_losses
+from tests.unit_tests.training.test_model_variants import BIASED, MLA
 
 TRAINED: dict[str, dict[str, Any]] = {
     "llama, tp 2, pp 2, with two more tokens predicted": {
@@ -46,6 +47,18 @@ TRAINED: dict[str, dict[str, Any]] = {
         "model__num_moe_experts": 4,
         "model__moe_ffn_hidden_size": 48,
         "model__window_size": [9, 0],
+    },
+    "deepseek_v3, ep 2, hierarchical cp": MLA
+    | BIASED
+    | {
+        "model__context_parallel_size": 4,
+        "model__cp_comm_type": "a2a+p2p",
+        "model__hierarchical_context_parallel_sizes": [2, 2],
+        "model__expert_model_parallel_size": 2,
+        "model__moe_layer_freq": [0, 1, 1, 1],
+        "model__layernorm_epsilon": 1e-6,
+        "model__moe_z_loss_coeff": None,
+        "model__moe_shared_expert_intermediate_size": 96,
     },
 }
 
@@ -123,6 +136,27 @@ def halves(folder: str) -> None:
 
 def test_half_precision_in_several_files(tmp_path: Path) -> None:
     run_ranks(halves, 1, str(tmp_path))
+
+
+def kept_in_float32(folder: str) -> None:
+    """Routers' biases of a bf16 model; what it has for multi-token prediction stays behind."""
+    path = Path(folder)
+    publish(path / "hf", "deepseek 3")
+    file = path / "hf/model.safetensors"
+    there = {name: t if name.endswith("bias") else t.bfloat16() for name, t in load_file(file).items()}
+    further = {f"model.layers.3.{name}.weight": torch.ones(64) for name in ("eh_proj", "enorm")}
+    save_file(there | further, file, metadata={"format": "pt"})
+    said = import_model(path / "hf", path / "mcore")
+    assert "bfloat16" in said and "without its layers for multi-token prediction (2 tensors)" in said, said
+    export_model(path / "mcore", path / "out")
+    back = load_file(path / "out/model.safetensors")
+    assert back.keys() == there.keys()
+    assert all(back[name].dtype == tensor.dtype and torch.equal(back[name], tensor) for name, tensor in there.items())
+    assert {tensor.dtype for tensor in there.values()} == {torch.bfloat16, torch.float32}
+
+
+def test_biases_of_routers_keep_their_precision(tmp_path: Path) -> None:
+    run_ranks(kept_in_float32, 1, str(tmp_path))
 
 
 def with_tokenizer(folder: str) -> None:
