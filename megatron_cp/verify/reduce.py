@@ -141,12 +141,12 @@ def _is_uneven(config: RunConfig) -> bool:
 
 def _num_layers(configs: Sequence[RunConfig]) -> int:
     """The fewest layers that all layouts divide, at least two a model and one a virtual stage; all, where numbers of
-    layers or single ones are named."""
+    layers or single ones are named otherwise than by a first one with experts."""
     model = configs[0].model
     per_layer = isinstance(model.window_attn_skip_freq, list) or model.hybrid_layer_pattern is not None
     if per_layer or any(isinstance(config.model.cp_comm_type, list) or _is_uneven(config) for config in configs):
         return model.num_layers
-    if isinstance(model.moe_layer_freq, list):
+    if isinstance(model.moe_layer_freq, list) and not _has_experts_after_the_first(model, configs):
         return model.num_layers
     least = max(2, (model.window_attn_skip_freq or 0) if not isinstance(model.window_attn_skip_freq, list) else 0)
 
@@ -159,6 +159,13 @@ def _num_layers(configs: Sequence[RunConfig]) -> int:
         if all(fits(layers, config) for config in configs):
             return layers
     return model.num_layers
+
+
+def _has_experts_after_the_first(model: ModelConfig, configs: Sequence[RunConfig]) -> bool:
+    """Whether a layer of either kind stands for all: experts in every layer but some first ones, on one stage."""
+    experts = model.moe_layer_freq
+    assert isinstance(experts, list)
+    return 0 < sum(experts) < len(experts) and sorted(experts) == experts and all(_stages(c) == 1 for c in configs)
 
 
 def _seq_length(configs: Sequence[RunConfig]) -> int:
@@ -204,6 +211,8 @@ def _shrink(model: ModelConfig, tp: int, num_layers: int) -> None:
     if model.architecture == "hybrid":
         model.mamba_num_heads = MambaShape.of(model).heads
         model.mamba_head_dim = model.mamba_state_dim = 8
+    if isinstance(model.moe_layer_freq, list) and len(model.moe_layer_freq) > num_layers:
+        model.moe_layer_freq = [0] + [1] * (num_layers - 1)
     model.num_layers = num_layers
     model.hidden_size, model.kv_channels = HIDDEN, HEAD_DIM
     model.ffn_hidden_size = math.lcm(FFN, tp)

@@ -62,6 +62,17 @@ def test_what_a_layer_each_says_keeps_all_layers():
     assert small.model.num_layers == 4 and small.model.cp_comm_type == kinds
 
 
+@pytest.mark.parametrize(
+    ("experts", "stages", "kept"),
+    [([0, 0, 0, 1, 1, 1], 1, [0, 1]), ([0, 0, 0, 1, 1, 1], 2, [0, 0, 0, 1, 1, 1]), ([0, 1, 0, 1], 1, [0, 1, 0, 1])],
+)
+def test_a_layer_of_either_kind_stands_for_all_where_experts_follow_the_first(experts, stages, kept):
+    settings = [f"model.num_layers={len(experts)}", f"model.moe_layer_freq={experts}", "model.num_moe_experts=4"]
+    settings += [f"model.pipeline_model_parallel_size={stages}"]
+    (small,) = comparable([load_recipe("llama_tiny_pretrain_config", settings)], 8, 3)
+    assert small.model.moe_layer_freq == kept and small.model.num_layers == len(kept) and not errors(small, 8)
+
+
 def test_stages_of_unevenly_many_layers_keep_them():
     stages = [
         "model.num_layers=6",
