@@ -26,15 +26,15 @@ COUNTS = (
 MAYBE_COUNTS = ("q_lora_rank",)
 # Of the norms inside latent attention: those of the layers have a setting, these have it built in.
 _EPSILON = 1e-6
-# How many of a group's scores are summed to choose the groups; here as many as a token has experts in each.
+# How many of a group's best scores are summed to choose the groups; here as many as a token has experts in each.
 _SCORES_OF_A_GROUP = {V2: 1, V3: 2}
-# The shape of the vocabulary's and the usual attention's, which latent attention has none of.
-_USUAL = {"num_query_groups": None, "kv_channels": None, "qk_layernorm": True, "multi_latent_attention": True}
+# Latent attention has neither groups of queries nor one width of its heads.
+_ALWAYS = {"multi_latent_attention": True, "qk_layernorm": True, "num_query_groups": None, "kv_channels": None}
 
 
 def read(family: str, values: Mapping[str, Any], model: ModelConfig, found: Problems) -> None:
     """Complete a model's settings from a published ``config.json`` whose numbers are of their types."""
-    for name, value in _USUAL.items():
+    for name, value in _ALWAYS.items():
         setattr(model, name, value)
     heads = values["num_attention_heads"]
     alike = values.get("num_key_value_heads") in (None, heads)

@@ -29,8 +29,8 @@ from megatron_cp.attention.transformer_engine import have_transformer_engine, te
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.dynamic_cp.groups import configured_blocks
+from megatron_cp.models import latent_attention
 from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
-from megatron_cp.models.latent_attention import leave_queries_plain
 from megatron_cp.models.router import PackRouter, routers_of
 from megatron_cp.parallel.layout import layout_of
 
@@ -172,9 +172,8 @@ def gpt_block_spec(
     specs = {parts: gpt_layer_spec(config, core_config, experts="E" in parts) for parts in set(model.layer_parts)}
     layers = [specs[parts][0] for parts in model.layer_parts]
     last, norm = specs[model.layer_parts[-1]]
-    if model.multi_latent_attention and model.q_lora_rank is None:
-        for layer, _ in specs.values():
-            leave_queries_plain(layer.submodules.self_attention, groups.tp)
+    for layer, _ in specs.values() if model.multi_latent_attention else []:
+        latent_attention.mend(layer.submodules.self_attention, groups.tp)
     first = get_transformer_layer_offset(core_config, vp_stage, groups.pp.rank())
     count = get_num_layers_to_build(core_config, vp_stage, groups.pp.rank())
     return TransformerBlockSubmodules(layer_specs=layers[first : first + count], layer_norm=norm), last

@@ -230,21 +230,26 @@ def _not_read_by_latent_attention(model: ModelConfig) -> Iterator[Finding]:
 
 @rule(
     "K24",
-    "Multi-latent attention under tensor parallelism needs Transformer Engine's layers.",
-    "megatron-core's own layers split the compressed keys' projection over the ranks and gather its output without "
-    "summing the gradients of the shared rotary key over the ranks' heads: training runs, and its weights are wrong. "
-    "Transformer Engine's layers keep that projection whole.",
+    "Tensor parallelism divides the compressed vectors of latent attention.",
+    "megatron-core's own layers divide the projections that make them over the ranks; Transformer Engine's keep them "
+    "whole.",
     broken(
-        "model.multi_latent_attention=true", "model.q_lora_rank=32", "model.tensor_model_parallel_size=2", world_size=8
+        "model.multi_latent_attention=true", "model.kv_lora_rank=31", "model.tensor_model_parallel_size=2", world_size=8
     ),
-)
-def latent_keys_under_tensor_parallelism(c: Context) -> Iterator[Finding]:
-    if c.config.model.multi_latent_attention and c.tp > 1 and not c.its_layers:
-        yield Finding(
-            "model.tensor_model_parallel_size",
-            "multi-latent attention in megatron-core's own layers has wrong gradients under tensor parallelism",
-            "model.tensor_model_parallel_size=1, with a larger model.context_parallel_size instead",
-        )
+)  # fmt: skip
+def compressed_vectors_are_divided(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if not model.multi_latent_attention or c.its_layers:
+        return
+    if model.q_lora_rank and model.q_lora_rank % c.tp:
+        message = f"tensor_model_parallel_size ({c.tp}) does not divide {model.q_lora_rank}"
+        yield Finding("model.q_lora_rank", message, f"model.q_lora_rank={nearest_multiples(model.q_lora_rank, c.tp)}")
+    shared = model.qk_pos_emb_head_dim
+    if (model.kv_lora_rank + shared) % c.tp:
+        message = f"tensor_model_parallel_size ({c.tp}) does not divide {model.kv_lora_rank}, with "
+        message += f"qk_pos_emb_head_dim {model.kv_lora_rank + shared}"
+        fitting = (model.kv_lora_rank + shared) // c.tp * c.tp - shared
+        yield Finding("model.kv_lora_rank", message, f"model.kv_lora_rank={max(fitting, -shared % c.tp or c.tp)}")
 
 
 @rule(

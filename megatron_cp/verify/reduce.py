@@ -37,7 +37,6 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
         ConfigError: the layouts are of different models, or of one that cannot be compared.
     """
     _check_same_model(layouts)
-    _check_computable(layouts)
     configs = [copy.deepcopy(config) for config in layouts]
     vocab_size = configs[0].model.vocab_size or configs[0].tokenizer.vocab_size or VOCAB if full else VOCAB
     length = None if full else _seq_length(configs)
@@ -95,16 +94,6 @@ def _check_same_model(layouts: Sequence[RunConfig]) -> None:
                 for name in different
             ]
         )
-
-
-def _check_computable(layouts: Sequence[RunConfig]) -> None:
-    if any(c.model.multi_latent_attention and c.model.tensor_model_parallel_size > 1 for c in layouts):
-        message = (
-            "cannot be verified with multi-latent attention: the comparison is in float32, where Transformer Engine's "
-            "layers are not used, and megatron-core's own have wrong gradients there"
-        )
-        fix = "model.tensor_model_parallel_size=1 verifies the rest of the layout"
-        raise ConfigError([Violation("", "error", "model.tensor_model_parallel_size", message, fix)])
 
 
 def _leave_transformer_engine(model: ModelConfig) -> None:
@@ -221,8 +210,8 @@ def _shrink(model: ModelConfig, tp: int, num_layers: int) -> None:
         if model.moe_shared_expert_intermediate_size is not None:
             model.moe_shared_expert_intermediate_size = math.lcm(FFN, tp)
     if model.multi_latent_attention:
-        model.q_lora_rank = None if model.q_lora_rank is None else 16
-        model.kv_lora_rank = 16
+        model.q_lora_rank = None if model.q_lora_rank is None else math.lcm(16, tp)
+        model.kv_lora_rank = math.lcm(24, tp) - 8  # with the rotated dimensions a multiple
         model.qk_head_dim = model.qk_pos_emb_head_dim = model.v_head_dim = 8
     rotated_of = model.qk_pos_emb_head_dim if model.multi_latent_attention else HEAD_DIM
     pairs = int(rotated_of * model.rotary_percent) // 2  # as good as the share that rotary embeddings turn

@@ -79,6 +79,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "offset of one, all-to-all": ({"model__softmax_type": "off-by-one"}, 2, CP2 | over("a2a")),
     "latent attention, hierarchy": (MLA, 4, CP4 | HCP),
     "latent attention, tp2 sp": (MLA, 2, TP2 | SP),
+    "latent attention, tp2": (MLA, 2, TP2),
     "latent attention, plain queries and yarn, hierarchy": (
         MLA | YARN | {"model__q_lora_rank": None},
         4,

@@ -72,6 +72,10 @@ REFUSED = [
      "model.moe_shared_expert_intermediate_size=34"),
     ([*EXPERTS, "model.moe_shared_expert_intermediate_size=0"], "A1", "model.moe_shared_expert_intermediate_size=1"),
     ([*TWO_TENSOR_RANKS, *EXPERTS, "model.ffn_hidden_size=33"], "K31", "model.ffn_hidden_size=32"),
+    ([*TWO_TENSOR_RANKS, *LATENT, "model.q_lora_rank=33"], "K24", "model.q_lora_rank=32"),
+    ([*TWO_TENSOR_RANKS, *LATENT, "model.kv_lora_rank=33", "model.qk_pos_emb_head_dim=16"], "K24",
+     "model.kv_lora_rank=32"),
+    ([*TWO_TENSOR_RANKS, *LATENT, "model.kv_lora_rank=1"], "K24", "model.kv_lora_rank=2"),
     ([*LATENT, "model.qk_pos_emb_head_dim=15"], "K17", "model.qk_pos_emb_head_dim=16"),
     ([*LATENT, "model.qk_pos_emb_head_dim=30", "model.rotary_percent=0.5"], "K17", "model.qk_pos_emb_head_dim=32"),
     ([*LATENT, "model.rotary_interleaved=true"], "K17", "model.rotary_interleaved=false"),
@@ -431,7 +435,6 @@ def test_the_levels_proposed_fit_the_heads(cp, heads, fix):
 
 K21 = "model.cross_entropy_loss_fusion=false, or mixed_precision=bf16_mixed"
 NATIVE = ("model.attention_backend=native",)
-LATENT = ("model.multi_latent_attention=true", "model.q_lora_rank=32", "model.num_query_groups=null")
 
 
 @pytest.mark.parametrize(

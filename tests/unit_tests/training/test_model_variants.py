@@ -97,6 +97,13 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "squared relu of experts, cp2": (MOE | {"model__activation_func": "squared_relu"}, 2, CP2),
     "latent attention, hcp": (MLA, 4, CP4 | HCP),
     "latent attention with yarn, hcp": (MLA | YARN | SHARPER, 4, CP4 | HCP),
+    "latent attention, tp2 cp2": (MLA, 4, TP2 | CP2),
+    "latent attention with plain queries, tp2 sp cp2, decentralized": (
+        MLA | {"model__q_lora_rank": None},
+        4,
+        TP2 | SP | CP2 | {"dist__use_decentralized_pg": True},
+    ),
+    "latent attention with yarn, tp2 sp": (MLA | YARN, 2, TP2 | SP),
     "latent attention with yarn and multi-token prediction, pp2 cp2": (
         MLA | YARN | {"model__mtp_num_layers": 1, "model__q_lora_rank": None},
         4,

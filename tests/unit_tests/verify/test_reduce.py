@@ -209,12 +209,16 @@ def test_mock_lengths_that_have_no_room_are_the_usual_ones():
         assert reduced.dataset.mock_lengths == expected
 
 
-def test_latent_attention_under_tensor_parallelism_is_refused_for_what_it_is():
-    overrides = [*ONE_LEVEL, *LATENT, "model.tensor_model_parallel_size=2"]
-    config = load_recipe("llama_tiny_pretrain_config", overrides)
-    assert not errors(config, 8, "gpu")
-    with pytest.raises(ConfigError, match="cannot be verified with multi-latent attention: the comparison is in float"):
-        comparable([config], 8, 3)
+@pytest.mark.parametrize("tp", [1, 2, 3, 8])
+def test_latent_attention_is_reduced_to_what_tensor_parallelism_divides(tp):
+    heads = ["model.num_attention_heads=24", "model.kv_lora_rank=32", "model.q_lora_rank=48", "model.vocab_size=768"]
+    config = load_recipe(
+        "llama_tiny_pretrain_config",
+        ["parallel=none", *LATENT, *heads, "model.hidden_size=192", f"model.tensor_model_parallel_size={tp}"],
+    )
+    (small,) = comparable([config], tp, 3)
+    assert not errors(small, tp, "cpu")
+    assert small.model.kv_lora_rank <= 24 * tp and small.model.q_lora_rank <= 16 * tp
 
 
 # Beside what random layouts draw: what only some precision, device, size or kind of data allows.
