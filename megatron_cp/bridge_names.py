@@ -88,6 +88,7 @@ _NAMES = {
     "model.cache_mla_latents": _absent("there is no inference"),
     "model.mla_down_proj_fusion": _absent("the down-projections are products of their own"),
     "model.hybrid_override_pattern": _called("model.hybrid_layer_pattern"),
+    "model.mtp_hybrid_override_pattern": _called("model.hybrid_layer_pattern", "model.hybrid_layer_pattern=OWN/AHEAD"),
     "model.hybrid_context_parallel": _called("model.dynamic_context_parallel")._replace(accepted=(None, False)),
     "model.attention_softmax_in_fp32": _always(True),
     "model.bias_dropout_fusion": _always(True),

@@ -168,7 +168,7 @@ class ModelConfig:
     def layer_parts(self) -> tuple[str, ...]:
         """What each layer is made of: attention ``*``, an MLP ``-``, experts ``E``, Mamba ``M``."""
         if self.architecture == "hybrid":
-            return tuple((self.hybrid_layer_pattern or "").replace("|", ""))
+            return tuple((self.hybrid_layer_pattern or "").split("/")[0].replace("|", ""))
         if self.num_moe_experts is None:
             return ("*-",) * self.num_layers
         every = self.moe_layer_freq
@@ -178,9 +178,9 @@ class ModelConfig:
 
     @property
     def parts(self) -> frozenset[str]:
-        """The letters in ``layer_parts``, without a list of layers, of which there may be absurdly many."""
+        """The letters of all layers, without a list of layers, of which there may be absurdly many."""
         if self.architecture == "hybrid":
-            return frozenset(self.layer_parts)
+            return frozenset(self.hybrid_layer_pattern or "") - set("|/")
         if self.num_moe_experts is None:
             return frozenset("*-")
         every = self.moe_layer_freq

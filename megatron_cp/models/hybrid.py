@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -24,6 +25,7 @@ from megatron_cp.models.chunked_loss import LossesInPieces
 from megatron_cp.models.hybrid_pattern import with_stages
 from megatron_cp.models.layer_specs import gpt_layer_spec, its_layers
 from megatron_cp.models.mamba import ContextParallelMambaMixer, SeededMambaLayer
+from megatron_cp.models.mtp import FurtherTokens, mtp_block_spec
 from megatron_cp.models.router import padding_in_layers
 from megatron_cp.models.tied_weights import TiedWithoutGlobalState
 
@@ -54,10 +56,11 @@ class HybridLayers(HybridStack):
             return super().forward(*args, **kwargs)
 
 
-class HybridLanguageModel(LossesInPieces, TiedWithoutGlobalState, HybridModel):
-    """megatron-core's model, whose tied output layer on a last stage can be saved without the MPU's global state."""
+class HybridLanguageModel(FurtherTokens, LossesInPieces, TiedWithoutGlobalState, HybridModel):
+    """megatron-core's model, which ends as :class:`megatron_cp.models.language_model.LanguageModel` does."""
 
     post_process: bool
+    mtp_process: bool
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -69,27 +72,57 @@ class HybridLanguageModel(LossesInPieces, TiedWithoutGlobalState, HybridModel):
         """Nothing, as in :class:`megatron_cp.models.language_model.LanguageModel`."""
 
     def forward(
-        self, *args: Any, labels: Tensor | None = None, padding_mask: Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
-        kwargs["padding_mask"] = padding_in_layers(padding_mask, self.config, self.pg_collection)
-        if labels is None or not self.post_process or self.cross_entropy_chunk_size is None:
-            return super().forward(*args, labels=labels, **kwargs)
-        self.post_process = False  # so that upstream ends with the hidden states
+        """Hidden states ``[s, b, h]``; on the last stage see :meth:`FurtherTokens.ending`."""
+        to_layers = {"packed_seq_params": packed_seq_params}
+        to_layers["padding_mask"] = padding_in_layers(padding_mask, self.config, self.pg_collection)
+        last, predicts = self.post_process, self.mtp_process
+        self.post_process = self.mtp_process = False  # so that upstream ends with the hidden states
         try:
-            hidden_states = super().forward(*args, **kwargs)
+            hidden_states = super().forward(input_ids, position_ids, attention_mask, decoder_input, **to_layers)
         finally:
-            self.post_process = True
-        return self.losses_of(hidden_states, labels)
+            self.post_process, self.mtp_process = last, predicts
+        if not last:
+            return hidden_states
+        return self.ending(
+            hidden_states,
+            labels,
+            loss_mask,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            rotary_pos_emb=self._rotary_positions(hidden_states, packed_seq_params),
+            **to_layers,
+        )
+
+    def _rotary_positions(self, hidden_states: Tensor, packed: PackedSeqParams | None) -> Tensor | None:
+        """What the layers were given, for those of multi-token prediction."""
+        if not (self.mtp_process and hasattr(self, "rotary_pos_emb")):
+            return None
+        length = self.rotary_pos_emb.get_rotary_seq_len(None, self.decoder, hidden_states, self.config, packed)
+        return self.rotary_pos_emb(length, packed_seq=packed is not None)
 
 
 def build_hybrid(config: RunConfig, core_config: TransformerConfig, **common: Any) -> HybridLanguageModel:
     """This rank's chunk; ``common`` are the arguments that megatron-core's language models share."""
     model = config.model
     stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
+    pattern = with_stages(model.hybrid_layer_pattern or "", stages)
+    if not common["post_process"]:  # upstream asks the global state who predicts further tokens
+        pattern = pattern.split("/")[0]
     return HybridLanguageModel(
         config=core_config,
         hybrid_stack_spec=hybrid_stack_spec(config, core_config),
-        hybrid_layer_pattern=with_stages(model.hybrid_layer_pattern or "", stages),
+        hybrid_layer_pattern=pattern,
         **common,
     )
 
@@ -108,6 +141,8 @@ def hybrid_stack_spec(config: RunConfig, core_config: TransformerConfig) -> Modu
         submodules=_mamba_submodules(its_layers(core_config), norm),
         params={"initialization_seed": config.rng.seed},
     )
+    if config.model.mtp_num_layers:
+        layers["mtp_block_spec"] = mtp_block_spec(config, None, norm, its_layers(core_config))
     return ModuleSpec(module=HybridLayers, submodules=HybridStackSubmodules(**layers), params={"final_norm": norm})
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -37,7 +38,10 @@ from megatron_cp.models.initial_weights import drawing_from, seed_of
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """One depth, whose weights depend on the seed and its number, and whose tokens follow the padded sequences."""
+    """One depth, whose weights depend on the seed and its number, and whose tokens follow the padded sequences.
+
+    Of a hybrid model it has layers by a pattern of its own.
+    """
 
     def __init__(
         self,
@@ -46,14 +50,25 @@ class PredictionLayer(MultiTokenPredictionLayer):
         initialization_seed: int,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection,
+        hybrid_submodules: Any = None,
         **kwargs: Any,
     ) -> None:
+        if hybrid_submodules is not None:
+            # Its layers are numbered from 1, as the model's own and those of each other depth.
+            hybrid_submodules = _drawn_from(hybrid_submodules, seed_of(initialization_seed, f"mtp {layer_number}"))
         if isinstance(config.cp_comm_type, list):
             # Upstream numbers these layers from 1 and would give them the first layers' transports.
             config = copy.copy(config)
             config.cp_comm_type = config.cp_comm_type[-1]
         with drawing_from(seed_of(initialization_seed, f"mtp {layer_number}")):
-            super().__init__(config, *args, layer_number=layer_number, pg_collection=pg_collection, **kwargs)
+            super().__init__(
+                config,
+                *args,
+                layer_number=layer_number,
+                pg_collection=pg_collection,
+                hybrid_submodules=hybrid_submodules,
+                **kwargs,
+            )
         self.pg_collection = pg_collection
 
     def _get_embeddings(
@@ -73,11 +88,70 @@ class PredictionLayer(MultiTokenPredictionLayer):
         # Not shifted: padding lies where it lies, and a sequence's last positions are as real as on one rank.
         return input_ids, position_ids, padding_mask, embeddings, hidden_states
 
+    def _checkpointed_forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.mtp_layer_pattern is None:
+            return super()._checkpointed_forward(*args, **kwargs)
+        return self._proj_and_transformer_layer(*args, **kwargs)  # a hybrid model's stack recomputes its layers itself
+
+
+def _drawn_from(layers: Any, seed: int) -> Any:
+    """The specs of a hybrid stack, whose layers draw their initial weights from another seed."""
+    specs = {field.name: getattr(layers, field.name) for field in fields(layers)}
+    seeded = {
+        name: replace(spec, params=spec.params | {"initialization_seed": seed})
+        for name, spec in specs.items()
+        if "initialization_seed" in getattr(spec, "params", ())
+    }
+    return replace(layers, **seeded)
+
+
+class FurtherTokens:
+    """For megatron-core's language models: the losses of hidden states, of further tokens too."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.mtp_process and not self.pre_process and self.share_embeddings_and_output_weights:
+            # The embedding's copy on this stage is the output layer's weight. Upstream also allocates the layer's own,
+            # which nobody uses, reduces or expects in a checkpoint.
+            self.output_layer.weight = None
+
+    def ending(
+        self: Any,
+        hidden_states: Tensor,
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        packed_seq_params: PackedSeqParams | None,
+        **to_layers: Any,
+    ) -> Tensor:
+        """What a last stage returns of its hidden states: logits ``[b, s_local, v]``, or with labels per-token losses.
+
+        They are ``[b, s_local]``; with multi-token prediction, while training, ``[1 + depths, b, s_local]``: the main
+        loss without any mask, and each depth's under its own (shifted) ``loss_mask``.
+        """
+        if labels is None:
+            logits, _ = self.output_layer(hidden_states, weight=self.output_weight())
+            return logits.transpose(0, 1).contiguous()
+        if not (self.mtp_process and self.training):
+            return self.losses_of(hidden_states, labels)
+        states = self.mtp(
+            hidden_states=hidden_states, packed_seq_params=packed_seq_params, embedding=self.embedding, **to_layers
+        )
+        main, *depths = states.chunk(1 + self.config.mtp_num_layers)
+        losses = [self.losses_of(main, labels)]
+        mask = torch.ones_like(labels, dtype=losses[0].dtype) if loss_mask is None else loss_mask
+        for depth in depths:
+            with active_group(self.pg_collection, packed_seq_params):
+                labels = shift_left(labels, self.pg_collection.cp, packed_seq_params)
+                mask = shift_left(mask, self.pg_collection.cp, packed_seq_params)
+            losses.append(self.losses_of(depth, labels) * mask)
+        return torch.stack(losses)
+
 
 def mtp_block_spec(
-    config: RunConfig, model_layer: ModuleSpec, norm: Any, transformer_engine: bool
+    config: RunConfig, model_layer: ModuleSpec | None, norm: Any, transformer_engine: bool
 ) -> MultiTokenPredictionBlockSubmodules:
-    """The spec of all depths, each with a layer and norms like the model's own."""
+    """The spec of all depths, each with norms like the model's own and a layer like ``model_layer``, or by the pattern
+    of a hybrid model."""
     layer = get_mtp_layer_spec(model_layer, transformer_engine)
     submodules = layer.submodules
     submodules.enorm = submodules.hnorm = submodules.layer_norm = norm

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_cp.config import ModelConfig, RunConfig
-from megatron_cp.models.hybrid_pattern import LETTERS, layers_of, with_stages
+from megatron_cp.models.hybrid_pattern import LETTERS, ahead_of, layers_of, with_stages
 from megatron_cp.rules.rule import (
     Context,
     Finding,
@@ -47,16 +47,18 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
     elif window is not None and model.attention_mask_type == "causal" and window[1] > 0:
         message = f"causal attention sees nothing ahead; the right part of {window} has no effect"
         yield Finding("model.window_size", message, f"[{window[0]}, 0]", severity="warning")
-    ahead = model.mtp_num_layers or 0  # megatron-core numbers these from 1 again, and looks them up in the same list
+    # megatron-core numbers the layers of multi-token prediction from 1 again, and looks them up in the same list.
+    ahead = max(map(len, ahead_of(model.hybrid_layer_pattern)), default=model.mtp_num_layers or 0)
     if isinstance(every, list) and len(every) != model.num_layers:
         yield Finding(
             "model.window_attn_skip_freq", f"has {len(every)} entries for {model.num_layers} layers", "one a layer"
         )
     elif isinstance(every, list) and window is not None and len(every) < ahead:
+        fewer = "fewer behind each /" if model.architecture == "hybrid" else f"model.mtp_num_layers={len(every)}"
         yield Finding(
             "model.window_attn_skip_freq",
             f"has {len(every)} entries for {ahead} layers of multi-token prediction, which take them from the first on",
-            f"model.mtp_num_layers={len(every)}, or a number instead of the list",
+            f"{fewer}, or a number instead of the list",
         )
     elif isinstance(every, int) and every < 1:
         yield Finding(
@@ -77,7 +79,7 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
     "K14",
     "A hybrid model has a layer pattern with one letter a layer.",
     "M is Mamba, * attention, - an MLP, E experts; the pattern is the model. | may part the pipeline stages, all of "
-    "them.",
+    "them. Behind it each depth of multi-token prediction has the same pattern, after a /.",
     broken("model.architecture=hybrid"),
 )
 def hybrid_pattern(c: Context) -> Iterator[Finding]:
@@ -91,12 +93,30 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
     elif len(layers) != model.num_layers:
         message = f"has {len(layers)} letters for {model.num_layers} layers"
         yield Finding(field, message, f"model.num_layers={len(layers)}")
-    elif "|" in (pattern or ""):
+    elif ahead_of(pattern) or model.mtp_num_layers:
+        yield from _patterns_ahead(model)
+    if model.architecture == "hybrid" and "|" in (pattern or "").split("/")[0]:
         stages = c.pp * max(1, model.virtual_pipeline_model_parallel_size or 1)
         try:
             with_stages(pattern or "", stages)
         except ValueError as error:
             yield Finding(field, str(error), f"{stages - 1} times | between layers, or none")
+
+
+def _patterns_ahead(model: ModelConfig) -> Iterator[Finding]:
+    field, ahead, depths = "model.hybrid_layer_pattern", ahead_of(model.hybrid_layer_pattern), model.mtp_num_layers or 0
+    own = (model.hybrid_layer_pattern or "").split("/")[0]
+    if not ahead:
+        message = f"has no layers for the {depths} depths of multi-token prediction (model.mtp_num_layers)"
+        yield Finding(field, message, f"{field}={own}{'/*-' * min(depths, 8)}")
+    elif not ahead[0] or set(ahead[0]) - set(LETTERS) or len(set(ahead)) > 1:
+        message = f"each depth of multi-token prediction has the same layers, letters among M, *, - and E; got {ahead}"
+        yield Finding(field, message, f"{field}={own}{'/*-' * len(ahead)}")
+    elif len(ahead) != depths:
+        message = (
+            f"is {depths or 'null'}, and model.hybrid_layer_pattern has layers for {len(ahead)} depths, after each /"
+        )
+        yield Finding("model.mtp_num_layers", message, f"model.mtp_num_layers={len(ahead)}")
 
 
 @rule(
@@ -191,12 +211,11 @@ def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
     "Every setting given is built.",
     "A setting that is accepted and then ignored gives another model than the configuration says. One that nothing "
     "reads while another is off, such as rope_scaling_factor without rope_scaling, is warned of.",
-    broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.mtp_num_layers=1"),
+    broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.multi_latent_attention=true"),
 )
 def everything_is_built(c: Context) -> Iterator[Finding]:
     model = c.config.model
     not_built_in_hybrids = {
-        "model.mtp_num_layers": bool(model.mtp_num_layers),
         "model.multi_latent_attention": model.multi_latent_attention,
         "model.rope_scaling": model.rope_scaling,
     }

@@ -29,7 +29,7 @@ def prediction_is_causal(c: Context) -> Iterator[Finding]:
     "I14",
     "The layers of multi-token prediction are recomputed one by one.",
     "megatron-core asserts it for the uniform method, without a message for users, and leaves them out of the block "
-    "method.",
+    "method. Those of hybrid models are recomputed as the model's own.",
     broken(
         "model.mtp_num_layers=1", "model.recompute_granularity=full", "model.recompute_method=uniform",
         "model.recompute_num_layers=2",
@@ -37,7 +37,7 @@ def prediction_is_causal(c: Context) -> Iterator[Finding]:
 )  # fmt: skip
 def prediction_is_recomputed(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    if not model.mtp_num_layers or model.recompute_granularity != "full":
+    if not model.mtp_num_layers or model.architecture == "hybrid" or model.recompute_granularity != "full":
         return
     if model.recompute_method == "uniform" and model.recompute_num_layers not in (None, 1):
         yield Finding(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_cp.config import ModelConfig
+from megatron_cp.models.hybrid_pattern import ahead_of
 from megatron_cp.models.mamba_shape import CONV_WIDTH, MambaShape
 
 
@@ -49,9 +50,13 @@ def pairs_of_samples(model: ModelConfig, lengths: Sequence[int]) -> np.ndarray:
 
 def layers_with_parts(model: ModelConfig) -> list[tuple[int, str]]:
     """Number and parts of each layer: attention ``*``, MLP ``-``, experts ``E``, Mamba ``M``."""
-    main = model.layer_parts
-    ahead = main[-1:] * (model.mtp_num_layers or 0)  # megatron-core numbers these from 1 again
-    return [*enumerate(main, start=1), *enumerate(ahead, start=1)]
+    main = [*enumerate(model.layer_parts, start=1)]
+    if model.architecture == "hybrid":  # megatron-core numbers the layers of multi-token prediction from 1 again
+        return [
+            *main,
+            *(layer for depth in ahead_of(model.hybrid_layer_pattern) for layer in enumerate(depth, start=1)),
+        ]
+    return [*main, *((depth + 1, main[-1][1]) for depth in range(model.mtp_num_layers or 0))]
 
 
 def layer_has_window(model: ModelConfig, layer_number: int) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.errors import ConfigError
-from megatron_cp.models.hybrid_pattern import layers_of
+from megatron_cp.models.hybrid_pattern import without_stages
 from megatron_cp.models.transformer_config import padded
 from megatron_cp.training.checkpoint_files import checkpoint_folder, existing_folder, latest_iteration
 from megatron_cp.training.optimizer import schedule_of
@@ -259,7 +259,7 @@ def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetu
     saved, now = dict(common["config"]["model"]), asdict(config.model)
     for model in (saved, now):
         # Where its pipeline stages begin makes no other model.
-        model["hybrid_layer_pattern"] = layers_of(model.get("hybrid_layer_pattern")) or None
+        model["hybrid_layer_pattern"] = without_stages(model.get("hybrid_layer_pattern")) or None
         if model["position_embedding_type"] != "learned_absolute":  # no weights
             model["max_position_embeddings"] = None
     if _parts_of_layers(saved) == _parts_of_layers(now):

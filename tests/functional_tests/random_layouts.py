@@ -131,17 +131,27 @@ def _packed(draw: Any, values: Overrides) -> Overrides:
 
 
 def _mtp(draw: Any, values: Overrides) -> Overrides:
-    return {"model__mtp_num_layers": draw(st.sampled_from([1, 2])), "model__mtp_loss_scaling_factor": 0.5}
+    depths = draw(st.sampled_from([1, 2]))
+    mtp: Overrides = {"model__mtp_num_layers": depths, "model__mtp_loss_scaling_factor": 0.5}
+    return mtp | _ahead(draw, values.get("model__hybrid_layer_pattern"), depths)
+
+
+def _ahead(draw: Any, pattern: str | None, depths: int | None) -> Overrides:
+    """The layers of a hybrid model's depths."""
+    if not pattern or not depths:
+        return {}
+    own = "".join(draw(st.sampled_from("M*-")) for _ in range(draw(st.integers(1, 2))))
+    return {"model__hybrid_layer_pattern": pattern.split("/")[0] + f"/{own}" * depths}
 
 
 def _hybrid(draw: Any, values: Overrides) -> Overrides:
     groups = values["model__tensor_model_parallel_size"] * draw(st.sampled_from([1, 2]))
     letters = "MM*-EE" if "model__num_moe_experts" in values else "MM*-"
+    pattern = "".join(draw(st.sampled_from(letters)) for _ in range(values["model__num_layers"]))
     return {
         "model__architecture": "hybrid",
-        "model__hybrid_layer_pattern": "".join(
-            draw(st.sampled_from(letters)) for _ in range(values["model__num_layers"])
-        ),
+        "model__hybrid_layer_pattern": pattern,
+        **_ahead(draw, pattern, values.get("model__mtp_num_layers")),
         "model__moe_layer_freq": 1,
         "model__mamba_num_groups": groups,
         "model__mamba_num_heads": groups * draw(st.sampled_from([2, 3, 4])),

@@ -76,7 +76,7 @@ ERROR = {
     "K11": "dataset.data_path is not set",
     "K12": "window_size must be two integers",
     "K13": "gradients are not finite",
-    "K14": "range\\(\\) arg 3 must not be zero",
+    "K14": "a hybrid model needs layers",
     "K15": "selected index k out of range",
     "K16": "dropout probability has to be between 0 and 1",
     "K17": "must match the size of tensor",

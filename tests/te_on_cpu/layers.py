@@ -31,7 +31,7 @@ from tests.te_on_cpu import extension
 from tests.training_runs import train_losses, worst_difference
 from tests.unit_tests.attention.harness import make_groups
 from tests.unit_tests.attention.test_core_attention import make_config
-from tests.unit_tests.models.hybrids import HYBRID, HYBRID_EXPERTS
+from tests.unit_tests.models.hybrids import FURTHER, HYBRID, HYBRID_EXPERTS
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
 from tests.unit_tests.training.test_checkpoint import resume, save_after
 from tests.unit_tests.training.test_model_variants import BALANCED, CLASSIC, EP2, FULL, MIXED_LAYERS, MLA, MOE, YARN
@@ -91,6 +91,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "shared experts in the last layers, pp2 ep2": (MIXED_LAYERS | GROUPED, 4, PP2 | EP2),
     "two tokens further, pp2 cp2": ({"model__mtp_num_layers": 2}, 4, PP2 | CP2),
     "hybrid, tp2 sp cp2": (HYBRID, 4, TP2 | SP | CP2),
+    "hybrid, two tokens further, tp2 sp cp2": (FURTHER, 4, TP2 | SP | CP2),
     "hybrid with experts, tp2 sp cp2": (HYBRID_EXPERTS, 4, TP2 | SP | CP2),
     "hybrid with grouped experts, ep2 cp2": (HYBRID_EXPERTS | GROUPED, 4, CP2 | EP2),
 }
@@ -238,6 +239,7 @@ MODELS = {
     "some": MIXED_LAYERS,
     "latent": MLA,
     "hybrid": HYBRID,
+    "hybrid further": FURTHER,
     "hybrid with experts": HYBRID_EXPERTS,
 }
 WAYS = {"ours to te": (NATIVE, TE), "te to ours": (TE, NATIVE)}

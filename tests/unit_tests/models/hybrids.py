@@ -10,6 +10,8 @@ HYBRID = {
     "model__mamba_head_dim": 8,
     "model__mamba_num_groups": 2,
 }
+# Two depths of multi-token prediction, each with an attention and a Mamba layer.
+FURTHER = HYBRID | {"model__hybrid_layer_pattern": "M*M-/*M/*M", "model__mtp_num_layers": 2}
 # Two layers of sigmoid-routed experts beside a shared one, whose biases move the choice, and a z-loss.
 HYBRID_EXPERTS = (
     HYBRID

@@ -1,5 +1,6 @@
 """What megatron-core's hybrid model leaves out, and its GPT model has."""
 
+import re
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config, train_losses
-from tests.unit_tests.models.hybrids import HYBRID
+from tests.unit_tests.models.hybrids import FURTHER, HYBRID
 from tests.unit_tests.training.layouts import SP, TP2
 
 DROPOUT = {"model__hidden_dropout": 0.3}
@@ -38,6 +39,52 @@ def test_rotary_embeddings_rotate(model: str, interleaved: bool) -> None:
     scores = query @ key.T
     torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1], rtol=1e-5, atol=1e-5)  # distances alone
     assert (scores[0] - scores[0, 0]).abs().max() > 0.1
+
+
+GPT = {"model__num_layers": 2, "model__mtp_num_layers": 2}
+OF_HALVES = GPT | {"model__architecture": "hybrid", "model__num_layers": 4, "model__hybrid_layer_pattern": "*-*-/*-/*-"}
+HALVES = {"input_layernorm": 0, "self_attention": 0, "pre_mlp_layernorm": 1, "mlp": 1}
+
+
+def name_in_hybrid(name: str) -> str:
+    """A GPT model's parameter's, in the hybrid model of attention and MLP layers in turn."""
+    half = re.compile(r"(?:layers\.(\d+)|mtp_model_layer)\.(" + "|".join(HALVES) + r")\b")
+
+    def renamed(found: re.Match[str]) -> str:
+        layer, part = found.groups()
+        before = "layers." if layer else "mtp_model_layer.layers."
+        return f"{before}{2 * int(layer or 0) + HALVES[part]}.{part}"
+
+    return half.sub(renamed, name).replace("decoder.final_layernorm", "decoder.final_norm")
+
+
+def first_step(overrides: dict[str, Any], weights: dict[str, torch.Tensor] | None) -> Any:
+    """Losses and gradient norm of a step, from the weights given; and the weights it began with."""
+    run, batches = start(tiny_config(**overrides))
+    parameters = dict(run.model[0].module.named_parameters())
+    for name, weight in (weights or {}).items():
+        parameters[name].data.copy_(weight)
+    run.optimizer.reload_model_params()
+    begun = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    result = train_step(run, next(batches).microbatches)
+    run.close()
+    return torch.tensor([result.loss, *result.mtp_losses, result.grad_norm], dtype=torch.float64), begun
+
+
+def test_a_hybrid_of_halves_predicts_further_tokens_as_a_gpt_does() -> None:
+    ((of_gpt, weights),) = run_ranks(first_step, 1, GPT, None)
+    renamed = {name_in_hybrid(name): weight for name, weight in weights.items()}
+    ((of_hybrid, begun),) = run_ranks(first_step, 1, OF_HALVES, renamed)
+    assert begun.keys() == renamed.keys() and len(of_gpt) == 4
+    torch.testing.assert_close(of_hybrid, of_gpt, rtol=1e-6, atol=0)
+
+
+def test_depths_of_a_hybrid_begin_with_weights_of_their_own() -> None:
+    ((_, weights),) = run_ranks(first_step, 1, FURTHER, None)
+    drawn = {name: weight for name, weight in weights.items() if weight.dim() > 1 and "layers" in name}
+    assert sum("mtp" in name for name in drawn) == 2 * (1 + 2 + 3)  # joined states; attention; Mamba
+    for name, weight in drawn.items():
+        assert not any(weight.equal(other) for also, other in drawn.items() if also != name), name
 
 
 def dropped(overrides: dict[str, Any]) -> list[list[bool]]:

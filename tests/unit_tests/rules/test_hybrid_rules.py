@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_cp.errors import Violation
-from megatron_cp.models.hybrid_pattern import layers_of, with_stages
+from megatron_cp.models.hybrid_pattern import ahead_of, layers_of, with_stages
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
 
@@ -17,6 +17,7 @@ MODEL = {
 }
 
 EXPERTS = ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=48", "model.hybrid_layer_pattern=MEM*EME")
+ONE_DEPTH = ("model.mtp_num_layers=1",)
 TP2 = ("model.context_parallel_size=2", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
 
 
@@ -43,6 +44,13 @@ def errors(*overrides: str, world_size: int = 4) -> list[Violation]:
         ),
         ("model.dynamic_context_parallel=true",),
         ("model.sequence_packing_scheduler=dp_balanced",),
+        ("model.hybrid_layer_pattern=M-M*-M-/*M/*M", "model.mtp_num_layers=2", "model.dynamic_context_parallel=true"),
+        (
+            "model.hybrid_layer_pattern=M-M*|-M-/*M",
+            "model.mtp_num_layers=1",
+            "model.context_parallel_size=2",
+            "model.pipeline_model_parallel_size=2",
+        ),
         EXPERTS,
         (*EXPERTS, "model.expert_model_parallel_size=4", "model.dynamic_context_parallel=true"),
         # No MLP whose size must divide, and experts that are not split.
@@ -87,7 +95,18 @@ def test_allowed(overrides: tuple[str, ...]) -> None:
         (["model.mamba_state_dim=0"], "D12", "at least 1, got 0", ""),
         (["model.hybrid_layer_pattern=M-M*-M"], "K14", "has 6 letters for 7 layers", "model.num_layers=6"),
         (["model.hybrid_layer_pattern=M-M*-MG"], "K14", "letters among M, *, - and E", "M*-"),
-        (["model.mtp_num_layers=1"], "K19", "is not built into hybrid models", ""),
+        (["model.mtp_num_layers=2"], "K14", "has no layers for the 2 depths", "hybrid_layer_pattern=M-M*-M-/*-/*-"),
+        (["model.hybrid_layer_pattern=M-M*-M-/*-"], "K14", "is null, and", "model.mtp_num_layers=1"),
+        (["model.hybrid_layer_pattern=M-M*-M-/M/M", *ONE_DEPTH], "K14", "layers for 2 dep", "model.mtp_num_layers=2"),
+        (["model.hybrid_layer_pattern=M-M*-M-/M/*", "model.mtp_num_layers=2"], "K14", "the same layers", "M-/*-/*-"),
+        (["model.hybrid_layer_pattern=M-M*-M-/M|*", *ONE_DEPTH], "K14", "letters among", "=M-M*-M-/*-"),
+        (["model.hybrid_layer_pattern=M-M*-M-/", *ONE_DEPTH], "K14", "letters among", "=M-M*-M-/*-"),
+        (["model.hybrid_layer_pattern=M-M*-M-/E", *ONE_DEPTH], "K15", "the E in model.hybrid_layer_pattern", "instead"),
+        (["model.hybrid_layer_pattern=M-M*-M-/***", *ONE_DEPTH, "model.window_size=[4,0]", "model.num_layers=7",
+          "model.window_attn_skip_freq=[1,1]"], "K12", "has 2 entries for 7 layers", "one a layer"),
+        (["model.hybrid_layer_pattern=M*/***", *ONE_DEPTH, "model.window_size=[4,0]", "model.num_layers=2",
+          "model.window_attn_skip_freq=[1,1]"], "K12", "has 2 entries for 3 layers of mul", "fewer behind each /"),
+        (["model.multi_latent_attention=true"], "K19", "is not built into hybrid models", ""),
         (["model.num_moe_experts=4"], "K15", "has no layer with experts (E), of which", "E in the pattern"),
         (["model.hybrid_layer_pattern=M-M*-ME"], "K15", "the E in model.hybrid_layer_pattern", "or - instead of E"),
         ([*EXPERTS, "model.moe_layer_freq=2"], "K19", "E in its pattern does", "and E in model.hybrid_layer_pattern"),
@@ -124,6 +143,8 @@ def test_stages_of_a_pattern() -> None:
         with_stages("M*M-", 3)
     with pytest.raises(ValueError, match="marks 2 pipeline stages, and 4"):
         with_stages("M*|M-", 4)
+    assert with_stages("M*M-/*M/*M", 2) == "M*|M-/*M/*M" and with_stages("M|*M-/*", 1) == "M*M-/*"
+    assert layers_of("M|*M-/*M/*M") == "M*M-" and ahead_of("M|*M-/*M/*M") == ["*M", "*M"] and not ahead_of("M*")
 
 
 @pytest.mark.parametrize(

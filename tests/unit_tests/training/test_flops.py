@@ -123,6 +123,9 @@ def test_a_hybrids_halves_are_a_layer() -> None:
         pattern = {"architecture": "hybrid", "hybrid_layer_pattern": halves, "moe_layer_freq": 1}
         hybrid = model(**shape, **settings | pattern, num_layers=2 * whole)
         assert training_flops(hybrid, 16, [5, 9]) == training_flops(gpt, 16, [5, 9])
+        gpt.mtp_num_layers = hybrid.mtp_num_layers = 2
+        hybrid.hybrid_layer_pattern += f"/{halves[-2:].replace('|', '*')}" * 2
+        assert training_flops(hybrid, 16, [5, 9]) == training_flops(gpt, 16, [5, 9])
 
 
 def test_multi_token_prediction_and_mamba_by_hand() -> None:

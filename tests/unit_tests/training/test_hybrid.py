@@ -9,12 +9,13 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.training_runs import train_losses, worst_difference
-from tests.unit_tests.models.hybrids import HYBRID
+from tests.unit_tests.models.hybrids import FURTHER, HYBRID
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, LAYOUTS, PP2, SP, TP2, VPP2
 from tests.unit_tests.training.test_checkpoint import resume, save_after
 from tests.unit_tests.training.test_model_variants import YARN
 
 STEPS = 6
+slow = pytest.mark.slow
 FULL = {"model__recompute_granularity": "full", "model__recompute_method": "uniform", "model__recompute_num_layers": 1}
 TIED = {"model__share_embeddings_and_output_weights": True}
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
@@ -55,6 +56,15 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
     **LAYOUTS,
 }
 MODELS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "two tokens further, hcp": (FURTHER, 4, CP4 | HCP | DECENTRALIZED),
+    "two tokens further, tp2 sp cp2": (FURTHER, 4, TP2 | SP | CP2),
+    "two tokens further, tied embeddings, pp2 vpp2 cp2": (FURTHER | TIED, 4, PP2 | VPP2 | CP2),
+    "two tokens further, full recomputation, pp2 cp2, decentralized": (FURTHER | FULL, 4, PP2 | CP2 | DECENTRALIZED),
+    "two tokens further, transports of all kinds": (
+        FURTHER | {"model__window_size": [9, 0], "model__window_attn_skip_freq": 2},
+        4,
+        CP4 | {"model__cp_comm_type": ["p2p", "all_gather", "p2p", "a2a"]},
+    ),
     "tied embeddings, pp2 cp2": (TIED, 4, PP2 | CP2),
     "no attention, cp4": ({"model__hybrid_layer_pattern": "M-M-"}, 4, CP4),
     "squared relu, hcp": ({"model__activation_func": "squared_relu", "model__gated_linear_unit": False}, 4, CP4 | HCP),
@@ -77,20 +87,21 @@ def test_layout_trains_like_one_rank(name: str) -> None:
     check(*QUICK[name])
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("name", MORE)
 def test_any_layout_trains_like_one_rank(name: str) -> None:
     check(*MORE[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name.startswith("two tokens further, t") else pytest.param(name, marks=slow) for name in MODELS]
+)
 def test_model_trains_like_one_rank(name: str) -> None:
     model, world_size, layout = MODELS[name]
     check(world_size, layout, model)
 
 
-@pytest.mark.slow
+@slow
 def test_bf16_stays_close_to_float32() -> None:
     half = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
     results = run_ranks(train_losses, 4, HYBRID | CP4 | HCP | half, STEPS)[0]
@@ -114,18 +125,23 @@ RESUMED = {
     "one to tp2 sp cp2": ((1, {}), (4, TP2 | SP | CP2)),
     "pp2 vpp2 as marked to tp2": ((2, PP2 | VPP2 | {"model__hybrid_layer_pattern": "M|*|M|-"}), (2, TP2)),
     "dp2 cp2 to pp2 cp2, tied": ((4, CP2 | TIED), (4, PP2 | CP2 | TIED | DECENTRALIZED)),
+    "tp2 to pp2 cp2, two tokens further": ((2, TP2 | FURTHER), (4, PP2 | CP2 | FURTHER)),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "tp2 to cp2" else pytest.mark.slow) for name in RESUMED]
+    "name",
+    [
+        name if name in ("tp2 to cp2", "tp2 to pp2 cp2, two tokens further") else pytest.param(name, marks=slow)
+        for name in RESUMED
+    ],
 )
 def test_resuming_under_another_layout(tmp_path: Path, name: str) -> None:
     (before_size, before), (after_size, after) = RESUMED[name]
-    tied = json.dumps(TIED) if "tied" in name else "{}"
+    model = json.dumps(TIED if "tied" in name else FURTHER if "further" in name else {})
     run_ranks(save_after, before_size, HYBRID | before, str(tmp_path), 3)
     rest = run_ranks(resume, after_size, HYBRID | after, str(tmp_path), 3)[0]
-    worst_loss, worst_norm = worst_difference(rest, one_rank(tied)[3:])
+    worst_loss, worst_norm = worst_difference(rest, one_rank(model)[3:])
     assert worst_loss < 2e-6 and worst_norm < 2e-6, (worst_loss, worst_norm)
 
 

@@ -20,7 +20,7 @@ from tests.packed_runs import (
 )
 from tests.ranks import run_ranks
 from tests.training_runs import worst_difference
-from tests.unit_tests.models.hybrids import HYBRID, HYBRID_EXPERTS
+from tests.unit_tests.models.hybrids import FURTHER, HYBRID, HYBRID_EXPERTS
 from tests.unit_tests.training.layouts import CP2, CP4, PP2, SP, TP2, VPP2
 from tests.unit_tests.training.test_model_variants import (
     BIASED,
@@ -92,6 +92,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "latent attention with yarn": (4, MLA | YARN | SHARPER, DYNAMIC | CP2 | per_rank(32)),
     "latent attention, full recomputation": (4, MLA, DYNAMIC | CP2 | FULL | per_rank(32)),
     "hybrid": (4, HYBRID, DYNAMIC | per_rank(32)),
+    "hybrid, two tokens further, tp2 sp": (4, FURTHER, DYNAMIC | TP2 | SP | per_rank(64)),
+    "hybrid, two tokens further, pp2 vpp2": (4, FURTHER, DYNAMIC | PP2 | VPP2 | per_rank(64)),
     "hybrid, pp2": (4, HYBRID, DYNAMIC | PP2 | per_rank(64)),
     "hybrid with experts": (4, HYBRID_EXPERTS, DYNAMIC | per_rank(32)),
     "hybrid with experts, ep2, decentralized": (4, HYBRID_EXPERTS, DYNAMIC | CP2 | EP2 | DECENTRALIZED | per_rank(32)),

@@ -18,9 +18,13 @@ COMMON = (
     "scheduler.lr_warmup_iters=1",
 )
 DYNAMIC = ("--recipe", "llama_tiny_dynamic_cp_pretrain_config", *COMMON)
-OTHERS = ("mamba_hybrid_tiny_dynamic_cp_pretrain_config", "llama_tiny_mtp_dynamic_cp_pretrain_config")
+OTHERS = (
+    "mamba_hybrid_tiny_dynamic_cp_pretrain_config",
+    "mamba_hybrid_tiny_mtp_dynamic_cp_pretrain_config",
+    "llama_tiny_mtp_dynamic_cp_pretrain_config",
+)
 # What the fixture's settings for other tests would change in these models.
-SHAPES = {"mamba_hybrid_tiny_dynamic_cp_pretrain_config": ["model.num_layers=4"]}
+SHAPES = {name: ["model.num_layers=4"] for name in OTHERS if "hybrid" in name}
 slow = pytest.mark.slow
 
 
