@@ -105,6 +105,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "hybrid with experts, pp2 vpp2 ep2": (4, HYBRID_EXPERTS, DYNAMIC | PP2 | VPP2 | EP2 | per_rank(64)),
     "hybrid with experts, full recomputation, ep2": (4, HYBRID_EXPERTS, DYNAMIC | EP2 | FULL | per_rank(32)),
+    "hybrid with experts, one token further, ep2": (
+        4,
+        HYBRID_EXPERTS | {"model__hybrid_layer_pattern": "ME*E/*E", "model__mtp_num_layers": 1},
+        DYNAMIC | EP2 | per_rank(32),
+    ),
     "hybrid with experts, dp_balanced cp2 ep2": (4, HYBRID_EXPERTS, BALANCED | CP2 | EP2),
     "two tokens further": (4, MTP, DYNAMIC | CP2 | per_rank(32)),
     "two tokens further, tp2 sp": (4, MTP, DYNAMIC | TP2 | SP | per_rank(64)),
