@@ -14,6 +14,7 @@ from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, copy_companio
 from megatron_cp.convert.weights import part_of
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import DataError
+from megatron_cp.models.hybrid_pattern import layers_of
 
 
 def export_model(root: Path, target: Path, iteration: int | None = None, dtype: str | None = None) -> str:
@@ -35,6 +36,7 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
     config = undivided(trained, dtype)
     config.model.vocab_size = config.model.make_vocab_size_divisible_by = rows
     config.model.mtp_num_layers = None
+    config.model.hybrid_layer_pattern = layers_of(trained.model.hybrid_layer_pattern) or None
     with whole_model(config) as whole:
         whole.load(found.folder)
         tensors = _published(whole, family)

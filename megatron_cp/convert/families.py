@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_cp.config import ModelConfig
-from megatron_cp.convert import deepseek
+from megatron_cp.convert import deepseek, nemotron_h
 from megatron_cp.convert.problems import Problems, is_count, is_positive
 from megatron_cp.models.yarn import concentration
 
@@ -32,8 +32,8 @@ _VOCABULARY_UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
 
 @dataclass(frozen=True)
 class Experts:
-    """What a family calls its experts: the module, the two halves of the first matrix and the second matrix, and the
-    settings of how many there are and how wide."""
+    """What a family calls its experts: the module, the two halves of the first matrix (the gate's is "" where there is
+    none) and the second matrix, and the settings of how many there are and how wide."""
 
     module: str
     gate: str
@@ -48,7 +48,7 @@ class Family:
     """One ``model_type`` of Hugging Face's.
 
     Which of these features its models have, always or where the settings say so: biases of the query, key and value
-    projections, normalized queries and keys, a sliding window, experts, latent attention.
+    projections, normalized queries and keys, a sliding window, experts, latent attention; or Mamba layers among others.
     """
 
     model_type: str
@@ -58,10 +58,12 @@ class Family:
     window: bool = False
     experts: Experts | None = None
     latent: bool = False
+    hybrid: bool = False
 
 
 _MIXTRAL = Experts("block_sparse_moe", "w1", "w3", "w2", "num_local_experts", "intermediate_size")
 _QWEN3 = Experts("mlp", "gate_proj", "up_proj", "down_proj", "num_experts", "moe_intermediate_size")
+_NEMOTRON = Experts("mixer", "", "up_proj", "down_proj", "n_routed_experts", "moe_intermediate_size")
 _DEEPSEEK = Experts("mlp", "gate_proj", "up_proj", "down_proj", "n_routed_experts", "moe_intermediate_size")
 
 FAMILIES = {
@@ -75,6 +77,7 @@ FAMILIES = {
         Family("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, experts=_QWEN3),
         Family(deepseek.V2, "DeepseekV2ForCausalLM", qk_norm=True, experts=_DEEPSEEK, latent=True),
         Family(deepseek.V3, "DeepseekV3ForCausalLM", qk_norm=True, experts=_DEEPSEEK, latent=True),
+        Family(nemotron_h.MODEL_TYPE, "NemotronHForCausalLM", experts=_NEMOTRON, hybrid=True),
     )
 }
 
@@ -89,6 +92,10 @@ def model_from_hf(values: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
         ConfigError: it computes something that this package's models do not; lists all of it.
     """
     family = FAMILIES[values["model_type"]]
+    if family.hybrid:
+        model = nemotron_h.read(values)
+        model.make_vocab_size_divisible_by = _padding_unit(values)
+        return family, model
     _check_types(family, values)
     found = Problems()
     found.unless(values["hidden_act"] in ("silu", "swish"), "hidden_act", values["hidden_act"], "silu is needed")
@@ -104,7 +111,7 @@ def model_from_hf(values: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
         kv_channels=values.get("head_dim") or values["hidden_size"] // heads,
         max_position_embeddings=values["max_position_embeddings"],
         vocab_size=values["vocab_size"],
-        make_vocab_size_divisible_by=next(n for n in _VOCABULARY_UNITS if values["vocab_size"] % n == 0),
+        make_vocab_size_divisible_by=_padding_unit(values),
         share_embeddings_and_output_weights=bool(values["tie_word_embeddings"]),
         layernorm_epsilon=values["rms_norm_eps"],
         init_method_std=values["initializer_range"],
@@ -130,9 +137,12 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
     Raises:
         ConfigError: no family computes that; lists all that stands in the way.
     """
+    if model.architecture == "hybrid":
+        hybrid = FAMILIES[nemotron_h.MODEL_TYPE]
+        named = {"architectures": [hybrid.architecture], "model_type": hybrid.model_type}
+        return hybrid, named | nemotron_h.write(model, rows)
     found = Problems()
     plain = {
-        "architecture": "gpt",
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
         "normalization": "RMSNorm",
@@ -227,9 +237,13 @@ def _check_types(family: Family, values: Mapping[str, Any]) -> None:
     found.tell()
 
 
+def _padding_unit(values: Mapping[str, Any]) -> int:
+    return next(n for n in _VOCABULARY_UNITS if values["vocab_size"] % n == 0)
+
+
 def _family_of(model: ModelConfig) -> Family | None:
     sigmoid = model.moe_router_score_function == "sigmoid"
-    for family in FAMILIES.values():
+    for family in (each for each in FAMILIES.values() if not each.hybrid):
         fits = (
             family.qkv_bias == model.add_qkv_bias
             and family.qk_norm == model.qk_layernorm

@@ -18,7 +18,7 @@ from megatron_cp.convert.families import Family
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 # Of any model: rounded, another expert would be chosen.
-KEPT_IN_FLOAT32 = "mlp.gate.e_score_correction_bias"
+KEPT_IN_FLOAT32 = "gate.e_score_correction_bias"
 _OUTSIDE = {
     "embedding.word_embeddings.weight": EMBEDDING,
     "decoder.final_layernorm.weight": "model.norm.weight",
@@ -48,12 +48,31 @@ _IN_A_LATENT_LAYER = _IN_A_LAYER | {
     "self_attention.linear_kv_down_proj.weight": ("self_attn.kv_a_proj_with_mqa.weight",),
     "self_attention.kv_layernorm.weight": ("self_attn.kv_a_layernorm.weight",),
     "self_attention.linear_kv_up_proj.weight": ("self_attn.kv_b_proj.weight",),
-    "mlp.router.expert_bias": (KEPT_IN_FLOAT32,),
+    "mlp.router.expert_bias": (f"mlp.{KEPT_IN_FLOAT32}",),
     "mlp.shared_experts.linear_fc1.weight": (
         "mlp.shared_experts.gate_proj.weight",
         "mlp.shared_experts.up_proj.weight",
     ),
     "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight",),
+}
+_OUTSIDE_HYBRIDS = {
+    "embedding.word_embeddings.weight": "backbone.embeddings.weight",
+    "decoder.final_norm.weight": "backbone.norm_f.weight",
+    "output_layer.weight": OUTPUT,
+}
+# Of one kind each: Mamba, attention, an MLP or experts. The input projection has z, x, B, C and dt on both sides.
+_IN_A_HYBRID_LAYER = {
+    **dict.fromkeys(("norm.weight", "input_layernorm.weight", "pre_mlp_layernorm.weight"), ("norm.weight",)),
+    **{f"mixer.{name}": (f"mixer.{name}",) for name in ("dt_bias", "A_log", "D", "norm.weight")},
+    **{f"mixer.{name}.weight": (f"mixer.{name}.weight",) for name in ("in_proj", "out_proj")},
+    **{f"mixer.conv1d_{name}": (f"mixer.conv1d.{name}",) for name in ("weight", "bias")},
+    "self_attention.linear_qkv.weight": ("mixer.q_proj.weight", "mixer.k_proj.weight", "mixer.v_proj.weight"),
+    "self_attention.linear_proj.weight": ("mixer.o_proj.weight",),
+    "mlp.linear_fc1.weight": ("mixer.up_proj.weight",),
+    "mlp.linear_fc2.weight": ("mixer.down_proj.weight",),
+    "mlp.router.expert_bias": (f"mixer.{KEPT_IN_FLOAT32}",),
+    "mlp.shared_experts.linear_fc1.weight": ("mixer.shared_experts.up_proj.weight",),
+    "mlp.shared_experts.linear_fc2.weight": ("mixer.shared_experts.down_proj.weight",),
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
@@ -85,19 +104,21 @@ class Part:
 
 def part_of(name: str, family: Family) -> Part:
     """What makes up the parameter that a whole, undivided model calls ``name``."""
-    if name in _OUTSIDE:
-        return Part((_OUTSIDE[name],), "same")
+    outside = _OUTSIDE_HYBRIDS if family.hybrid else _OUTSIDE
+    if name in outside:
+        return Part((outside[name],), "same")
     layer = _LAYER.fullmatch(name)
     assert layer, name
     published = _in_a_layer(layer[2], family)
     how: Literal["same", "stacked", "by group"] = "same"
     if len(published) > 1:
         how = "by group" if "linear_qkv" in name else "stacked"
-    return Part(tuple(f"model.layers.{layer[1]}.{inner}" for inner in published), how)
+    layers = "backbone.layers" if family.hybrid else "model.layers"
+    return Part(tuple(f"{layers}.{layer[1]}.{inner}" for inner in published), how)
 
 
 def _in_a_layer(name: str, family: Family) -> tuple[str, ...]:
-    usual = _IN_A_LATENT_LAYER if family.latent else _IN_A_LAYER
+    usual = _IN_A_HYBRID_LAYER if family.hybrid else _IN_A_LATENT_LAYER if family.latent else _IN_A_LAYER
     if family.experts is None or name in usual:
         return usual[name]
     experts = family.experts
@@ -106,14 +127,14 @@ def _in_a_layer(name: str, family: Family) -> tuple[str, ...]:
     expert = _EXPERT.fullmatch(name)
     assert expert, name
     matrices = (experts.gate, experts.up) if expert[2] == "1" else (experts.down,)
-    return tuple(f"{experts.module}.experts.{expert[1]}.{matrix}.weight" for matrix in matrices)
+    return tuple(f"{experts.module}.experts.{expert[1]}.{matrix}.weight" for matrix in matrices if matrix)
 
 
 def further_ahead(names: set[str]) -> set[str]:
-    """Of published tensors those of layers for multi-token prediction, which families have after their last layer."""
+    """Of published tensors those of layers for multi-token prediction, after the last layer or apart from all."""
     marks = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
     prefixes = tuple(found[1] for found in map(marks.fullmatch, names) if found)
-    return {name for name in names if name.startswith(prefixes)} if prefixes else set()
+    return {name for name in names if name.startswith((*prefixes, "mtp."))}
 
 
 def is_spare(published: str, model: ModelConfig) -> bool:

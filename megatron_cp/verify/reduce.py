@@ -14,6 +14,7 @@ from dataclasses import asdict
 from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.dynamic_cp.distributions import LEAST_LONGEST
 from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.models.hybrid_pattern import ahead_of, layers_of
 from megatron_cp.models.mamba_shape import MambaShape
 from megatron_cp.one_rank import on_one_rank
 
@@ -132,7 +133,7 @@ def _num_layers(configs: Sequence[RunConfig]) -> int:
     """The fewest layers that all layouts divide, at least two a model and one a virtual stage; all, where numbers of
     layers or single ones are named otherwise than by a first one with experts."""
     model = configs[0].model
-    per_layer = isinstance(model.window_attn_skip_freq, list) or model.hybrid_layer_pattern is not None
+    per_layer = isinstance(model.window_attn_skip_freq, list) or any("|" in _pattern(config) for config in configs)
     if per_layer or any(isinstance(config.model.cp_comm_type, list) or _is_uneven(config) for config in configs):
         return model.num_layers
     if isinstance(model.moe_layer_freq, list) and not _has_experts_after_the_first(model, configs):
@@ -145,9 +146,20 @@ def _num_layers(configs: Sequence[RunConfig]) -> int:
         return counted % _stages(config) == 0 and counted >= _stages(config)
 
     for layers in range(min(least, model.num_layers), model.num_layers):
-        if all(fits(layers, config) for config in configs):
+        if all(fits(layers, config) for config in configs) and _of_every_kind(_pattern(configs[0]), layers) is not None:
             return layers
     return model.num_layers
+
+
+def _pattern(config: RunConfig) -> str:
+    return config.model.hybrid_layer_pattern or ""
+
+
+def _of_every_kind(pattern: str, layers: int) -> str | None:
+    """The first so many layers in a row of a hybrid model that have all its kinds among them; "" of other models."""
+    own = layers_of(pattern)
+    rows = (own[first : first + layers] for first in range(max(1, len(own) - layers + 1)))
+    return next((row for row in rows if set(row) == set(own)), None)
 
 
 def _has_experts_after_the_first(model: ModelConfig, configs: Sequence[RunConfig]) -> bool:
@@ -198,6 +210,9 @@ def _shrink_packs(model: ModelConfig, before: int, length: int) -> None:
 
 def _shrink(model: ModelConfig, tp: int, num_layers: int) -> None:
     if model.architecture == "hybrid":
+        if num_layers < model.num_layers:
+            row = _of_every_kind(model.hybrid_layer_pattern or "", num_layers) or ""
+            model.hybrid_layer_pattern = "/".join([row, *ahead_of(model.hybrid_layer_pattern)])
         model.mamba_num_heads = MambaShape.of(model).heads
         model.mamba_head_dim = model.mamba_state_dim = 8
     if isinstance(model.moe_layer_freq, list) and len(model.moe_layer_freq) > num_layers:

@@ -242,10 +242,13 @@ MODELS = {
     "hybrid further": FURTHER,
     "hybrid with experts": HYBRID_EXPERTS,
 }
+IN_OTHERS = ("experts", "some", "hybrid")
 WAYS = {"ours to te": (NATIVE, TE), "te to ours": (TE, NATIVE)}
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(MODELS[n], id=n, marks=pytest.mark.slow if n in IN_OTHERS else ()) for n in MODELS]
+)
 @pytest.mark.parametrize(
     ("before", "after"),
     [pytest.param(*way, marks=() if way[0] is NATIVE else pytest.mark.slow) for way in WAYS.values()],

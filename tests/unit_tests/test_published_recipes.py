@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, NemotronHConfig, NemotronHForCausalLM
 
 from megatron_cp.convert.families import model_from_hf
 from megatron_cp.recipes import list_recipes, load_recipe
@@ -151,6 +151,40 @@ def test_deepseek_is_the_published_one():
     assert round(sum(weight.numel() for weight in theirs.parameters()) / 1e9, 1) == 15.7
 
 
+NEMOTRON = {
+    "model_type": "nemotron_h", "vocab_size": 131072, "num_key_value_heads": 8, "head_dim": 128, "ssm_state_size": 128,
+    "n_groups": 8, "mamba_num_heads": 128, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
+}  # fmt: skip
+NEMOTRONS = {
+    "nemotron_nano_9b_v2_128k_dynamic_cp_pretrain_config": (8.89, NEMOTRON | {
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "hidden_size": 4480,
+        "intermediate_size": 15680, "num_attention_heads": 40, "mamba_head_dim": 80, "max_position_embeddings": 131072,
+    }),
+    "nemotron_3_nano_128k_dynamic_cp_pretrain_config": (31.58, NEMOTRON | {
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "hidden_size": 2688,
+        "intermediate_size": 1856, "num_attention_heads": 32, "num_key_value_heads": 2, "mamba_num_heads": 64,
+        "mamba_head_dim": 64, "max_position_embeddings": 262144, "n_routed_experts": 128, "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEMOTRONS)
+def test_nemotrons_are_the_published_ones(name):
+    """Their config.json, and the parameters of their reports in billions."""
+    m = load_recipe(name).model
+    parameters, published = NEMOTRONS[name]
+    theirs = NemotronHConfig(**published)
+    _, expected = model_from_hf(theirs.to_dict())
+    chosen = (*LAYOUT_OF_A_MODEL, "expert_model_parallel_size", "moe_router_load_balancing_type", "moe_grouped_gemm")
+    chosen += ("dynamic_context_parallel", "sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank")
+    assert m == replace(expected, **{name: getattr(m, name) for name in chosen})
+    with torch.device("meta"):
+        built = NemotronHForCausalLM(theirs)
+    assert round(sum(weight.numel() for weight in built.parameters()) / 1e9, 2) == parameters
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_and_schedule_are_bridges(name):
     c = load_recipe(name)
@@ -223,6 +257,8 @@ def test_every_recipe_can_be_made_small_enough_for_a_cpu(name):
         "model.sequence_parallel=false",
         "dataset.seq_length=256",
     ]
+    if NEMOTRONS.get(name):
+        overrides.append(f"model.hybrid_layer_pattern={'ME*E' if 'nemotron_3' in name else 'M-*M'}")
     config = load_recipe(name, overrides)
     violations = check(config, config.model.context_parallel_size, environment=Environment())
     assert [v for v in violations if v.severity == "error"] == []

@@ -43,6 +43,16 @@ LATENT = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "ssm_state_size": 8,
+    "mamba_head_dim": 8,
+    "mamba_num_heads": 16,
+    "n_groups": 4,
+    "time_step_min": 1e-30,  # clamped to from below there, not here
+}
 # Each family, with and without what its settings choose.
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
@@ -108,6 +118,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "q_lora_rank": None,
+    },
+    "nemotron h": NEMOTRON,
+    "nemotron 3": {
+        **NEMOTRON,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "mamba_num_heads": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "routed_scaling_factor": 2.5,
     },
     "qwen3 experts, not normalized": {
         "model_type": "qwen3_moe",

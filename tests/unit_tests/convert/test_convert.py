@@ -129,6 +129,9 @@ LAYOUTS = [
     ("qwen2", TENSOR_PIPELINE),
     ("mixtral", EXPERTS),
     ("deepseek 3", HIERARCHICAL),
+    ("nemotron h", TENSOR_PIPELINE),
+    ("nemotron 3", HIERARCHICAL),
+    ("nemotron 3", EXPERTS),
 ]
 
 

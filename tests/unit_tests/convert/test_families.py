@@ -37,6 +37,29 @@ DEEPSEEK3 = LATENT | {
     "moe_router_topk_scaling_factor": 2.5,
     "moe_layer_freq": [0, 1],
 }
+HYBRID: dict[str, Any] = {
+    "architecture": "hybrid",
+    "hybrid_layer_pattern": "M-*M",
+    "num_layers": 4,
+    "position_embedding_type": "none",
+    "activation_func": "squared_relu",
+    "gated_linear_unit": False,
+    "mamba_state_dim": 16,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 2,
+    "mamba_num_heads": 12,
+}
+HYBRID_EXPERTS = HYBRID | {
+    "hybrid_layer_pattern": "ME*E",
+    "num_moe_experts": 8,
+    "moe_ffn_hidden_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "moe_router_dtype": "fp32",
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "tied": ("llama", {"share_embeddings_and_output_weights": True}),
@@ -86,6 +109,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_moe_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
     ),
     "latent, sigmoid, one expert": ("deepseek_v3", DEEPSEEK3 | {"moe_router_topk": 1}),
+    "hybrid": ("nemotron_h", HYBRID),
+    "hybrid with experts": ("nemotron_h", HYBRID_EXPERTS),
+    "hybrid with groups of experts": (
+        "nemotron_h",
+        HYBRID_EXPERTS | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    ),
+    "hybrid with one expert": ("nemotron_h", HYBRID_EXPERTS | {"moe_router_topk": 1}),
 }
 
 
@@ -101,7 +131,6 @@ def test_settings_go_out_and_come_back(name: str) -> None:
 
 
 NO_COUNTERPART: dict[str, dict[str, Any]] = {
-    "architecture": {"architecture": "hybrid"},
     "position_embedding_type": {"position_embedding_type": "learned_absolute"},
     "rotary_percent": {"rotary_percent": 0.5},
     "rotary_interleaved": {"rotary_interleaved": True},
@@ -130,6 +159,14 @@ NO_COUNTERPART: dict[str, dict[str, Any]] = {
     | {"num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 1},
     "2 of a token's experts": DEEPSEEK3
     | {"num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    "gated_linear_unit=True": HYBRID | {"gated_linear_unit": True},
+    "activation_func=silu": HYBRID | {"activation_func": "silu"},
+    "position_embedding_type=rope": HYBRID | {"position_embedding_type": "rope"},
+    "layernorm_epsilon=1e-06": HYBRID | {"layernorm_epsilon": 1e-6},
+    "share_embeddings_and_output_weights": HYBRID | {"share_embeddings_and_output_weights": True},
+    "a shared expert is needed": HYBRID_EXPERTS | {"moe_shared_expert_intermediate_size": None},
+    "moe_router_score_function=softmax": HYBRID_EXPERTS
+    | {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False},
     "window_size": {"window_size": [7, 3]},
     "rope_scaling": {"rope_scaling": True, "seq_len_interpolation_factor": 4.0},
     "moe_shared_expert_intermediate_size": EXPERTS
@@ -162,10 +199,30 @@ def test_every_setting_of_the_model_is_thought_of() -> None:
         *("vocab_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
         *("max_position_embeddings", "layernorm_epsilon"),
     }
-    # Of models that are refused as a whole; multi-token prediction is left out, which the command says.
-    elsewhere = {"hybrid_layer_pattern", "mtp_num_layers", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups"}
-    elsewhere |= {"mamba_num_heads"}
-    assert set(_WEIGHTS) | set(_FUNCTION) <= of_the_refused | of_the_converted | shape | elsewhere
+    left_out = {"mtp_num_layers"}  # which the command says
+    assert set(_WEIGHTS) | set(_FUNCTION) <= of_the_refused | of_the_converted | shape | set(HYBRID) | left_out
+
+
+def test_every_setting_of_a_hybrid_model_is_thought_of() -> None:
+    """Of other models it would be converted; here it must be refused, converted, or have no meaning."""
+    from megatron_cp.training.resuming import _FUNCTION, _WEIGHTS
+
+    _, values = hf_from_model(replace(LLAMA, **HYBRID_EXPERTS), rows=256)
+    usual = ModelConfig()
+    unread = {
+        *(name for name in (*_WEIGHTS, *_FUNCTION) if name.startswith(("yarn_", "rope_", "rotary_"))),  # no positions
+        *("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),  # no latent attention
+        *("seq_len_interpolation_factor", "moe_layer_freq", "mtp_num_layers"),
+    }
+    converted = {"max_position_embeddings", "num_layers", "vocab_size", *HYBRID_EXPERTS}
+    for name in {*_WEIGHTS, *_FUNCTION} - unread - converted:
+        value = getattr(usual, name)
+        other = not value if isinstance(value, bool) else 3 if value is None or isinstance(value, int) else "another"
+        try:
+            changed = hf_from_model(replace(LLAMA, **HYBRID_EXPERTS | {name: other}), rows=256)[1]
+        except ConfigError:
+            continue
+        assert changed != values, name
 
 
 @pytest.mark.parametrize(
@@ -177,7 +234,9 @@ def test_a_published_vocabulary_is_not_padded(rows: int, unit: int) -> None:
     assert rows % unit == 0
 
 
-@pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if not family.latent])
+@pytest.mark.parametrize(
+    "model_type", [name for name, family in FAMILIES.items() if not family.latent and not family.hybrid]
+)
 def test_windows_in_some_layers_only_are_refused_or_not_used(model_type: str) -> None:
     model = replace(LLAMA, **next(changes for family, changes in MODELS.values() if family == model_type))
     _, values = hf_from_model(model, rows=256)
@@ -284,6 +343,45 @@ def test_what_deepseeks_families_do_otherwise_is_refused(name: str, setting: str
     _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
     with pytest.raises(ConfigError, match=rf"{setting}.*needed"):
         model_from_hf(values | {setting.partition(".")[0]: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("hidden_size", 0),
+        ("n_groups", None),
+        ("initializer_range", -1.0),
+        ("layers_block_type", None),
+        ("layers_block_type", []),
+        ("layers_block_type", ["linear_attention", "convolution"]),
+        ("conv_kernel", 3),
+        ("use_conv_bias", False),
+        ("mlp_hidden_act", "silu"),
+        ("layer_norm_epsilon", 1e-6),
+        ("use_bias", True),
+        ("mlp_bias", True),
+        ("tie_word_embeddings", True),
+        ("sliding_window", 64),
+        ("moe_latent_size", 16),
+        ("time_step_limit", [0.0, 0.5]),
+        ("quantization_config", {"bits": 8}),
+        ("num_experts_per_tok", 9),
+        ("n_routed_experts", 0),
+        ("norm_topk_prob", False),
+        ("routed_scaling_factor", 0),
+        ("n_shared_experts", 2),
+    ],
+)
+def test_what_nemotrons_family_does_otherwise_is_refused(setting: str, value: Any) -> None:
+    _, values = hf_from_model(replace(LLAMA, **HYBRID_EXPERTS), rows=256)
+    with pytest.raises(ConfigError, match=rf"{setting}.*(needed|no counterpart)"):
+        model_from_hf(values | {setting: value})
+
+
+def test_groups_of_nemotrons_experts_are_chosen_by_two() -> None:
+    _, values = hf_from_model(replace(LLAMA, **MODELS["hybrid with groups of experts"][1]), rows=256)
+    with pytest.raises(ConfigError, match=r"topk_group.*2 of the 4 experts in each group"):
+        model_from_hf(values | {"topk_group": 4})
 
 
 def test_mixtrals_weights_always_sum_to_one() -> None:

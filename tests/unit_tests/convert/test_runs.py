@@ -24,6 +24,7 @@ from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config
 from tests.unit_tests.convert.published import SHAPE, publish, published_losses
+from tests.unit_tests.models.hybrids import FURTHER
 from tests.unit_tests.training.test_model_variants import BIASED, MLA
 
 TRAINED: dict[str, dict[str, Any]] = {
@@ -59,6 +60,17 @@ TRAINED: dict[str, dict[str, Any]] = {
         "model__layernorm_epsilon": 1e-6,
         "model__moe_z_loss_coeff": None,
         "model__moe_shared_expert_intermediate_size": 96,
+    },
+    "nemotron_h, tp 2 sp, stages as marked, with one more token predicted": FURTHER
+    | {
+        "model__tensor_model_parallel_size": 2,
+        "model__sequence_parallel": True,
+        "model__pipeline_model_parallel_size": 2,
+        "model__hybrid_layer_pattern": "M*M|-/*M",
+        "model__mtp_num_layers": 1,
+        "model__position_embedding_type": "none",
+        "model__activation_func": "squared_relu",
+        "model__gated_linear_unit": False,
     },
 }
 
@@ -138,13 +150,13 @@ def test_half_precision_in_several_files(tmp_path: Path) -> None:
     run_ranks(halves, 1, str(tmp_path))
 
 
-def kept_in_float32(folder: str) -> None:
+def kept_in_float32(folder: str, variant: str, ahead: str) -> None:
     """Routers' biases of a bf16 model; what it has for multi-token prediction stays behind."""
     path = Path(folder)
-    publish(path / "hf", "deepseek 3")
+    publish(path / "hf", variant)
     file = path / "hf/model.safetensors"
-    there = {name: t if name.endswith("bias") else t.bfloat16() for name, t in load_file(file).items()}
-    further = {f"model.layers.3.{name}.weight": torch.ones(64) for name in ("eh_proj", "enorm")}
+    there = {name: t if name.endswith("correction_bias") else t.bfloat16() for name, t in load_file(file).items()}
+    further = {f"{ahead}.{name}.weight": torch.ones(64) for name in ("eh_proj", "enorm")}
     save_file(there | further, file, metadata={"format": "pt"})
     said = import_model(path / "hf", path / "mcore")
     assert "bfloat16" in said and "without its layers for multi-token prediction (2 tensors)" in said, said
@@ -155,8 +167,9 @@ def kept_in_float32(folder: str) -> None:
     assert {tensor.dtype for tensor in there.values()} == {torch.bfloat16, torch.float32}
 
 
-def test_biases_of_routers_keep_their_precision(tmp_path: Path) -> None:
-    run_ranks(kept_in_float32, 1, str(tmp_path))
+@pytest.mark.parametrize(("variant", "ahead"), [("deepseek 3", "model.layers.3"), ("nemotron 3", "mtp.layers.0")])
+def test_biases_of_routers_keep_their_precision(tmp_path: Path, variant: str, ahead: str) -> None:
+    run_ranks(kept_in_float32, 1, str(tmp_path), variant, ahead)
 
 
 def with_tokenizer(folder: str) -> None:

@@ -32,6 +32,7 @@ KEPT = (
 
 
 ONE_LEVEL = ("model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null")
+NANO = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
 LATENT = ("model.multi_latent_attention=true",)
 FULL = ("model.recompute_granularity=full", "model.recompute_num_layers=4")
 
@@ -219,6 +220,28 @@ def test_latent_attention_is_reduced_to_what_tensor_parallelism_divides(tp):
     (small,) = comparable([config], tp, 3)
     assert not errors(small, tp, "cpu")
     assert small.model.kv_lora_rank <= 24 * tp and small.model.q_lora_rank <= 16 * tp
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "-M*"),
+        (["model.pipeline_model_parallel_size=2"], "M-M*"),
+        (["model.pipeline_model_parallel_size=7", "model.mtp_num_layers=1", f"model.hybrid_layer_pattern={NANO}/*-"],
+         "-M-M-M*/*-"),
+        (["model.mtp_num_layers=2", f"model.hybrid_layer_pattern={NANO}/E*/E*", "model.num_moe_experts=4"],
+         "-M*/E*/E*"),
+        ([f"model.hybrid_layer_pattern={NANO[:28]}|{NANO[28:]}", "model.pipeline_model_parallel_size=2"],
+         f"{NANO[:28]}|{NANO[28:]}"),
+    ],
+)  # fmt: skip
+def test_a_hybrid_keeps_the_first_few_layers_that_have_all_its_kinds(overrides, expected):
+    name = "nemotron_nano_9b_v2_128k_dynamic_cp_pretrain_config"
+    layout = ["model.tensor_model_parallel_size=1", "model.context_parallel_size=1", "model.sequence_parallel=false"]
+    config = load_recipe(name, [*layout, *overrides])
+    assert not errors(config, 14, "cpu")
+    (small,) = comparable([config], 14, 3)
+    assert small.model.hybrid_layer_pattern == expected and not errors(small, 14, "cpu")
 
 
 # Beside what random layouts draw: what only some precision, device, size or kind of data allows.
