@@ -24,7 +24,7 @@ from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, tr
 from tests.pretend_gpu import placement
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config
-from tests.unit_tests.models.hybrids import HYBRID, HYBRID_EXPERTS
+from tests.unit_tests.models.hybrids import FURTHER, HYBRID_EXPERTS
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
 from tests.unit_tests.training.test_model_variants import MLA, MOE
 
@@ -53,7 +53,7 @@ DENSE: dict[str, Case] = {
     "experts": (2, CP2 | MOE, {"synchronize an event": 16}),
     "experts, spread": (2, SPREAD, {"synchronize an event": 8}),
     "latent": (2, CP2 | MLA, {}),
-    "hybrid": (2, CP2 | HYBRID, {}),
+    "hybrid, two tokens further": (2, CP2 | FURTHER, DEPTHS),
     "hybrid with experts": (2, CP2 | HYBRID_EXPERTS, {"synchronize an event": 8}),
     "multi-token prediction": (2, CP2 | MTP, DEPTHS),
 }
@@ -62,7 +62,7 @@ PACKED: dict[str, Case] = {
     "static": (2, BALANCED | CP2, {}),
     "dynamic, multi-token prediction, all-to-all": (4, DYNAMIC | MTP | {"model__cp_comm_type": "a2a"}, DEPTHS),
     "dynamic, gathered": (4, DYNAMIC | {"model__cp_comm_type": "all_gather"}, {}),
-    "dynamic hybrid": (4, DYNAMIC | HYBRID, {}),
+    "dynamic hybrid, two tokens further": (4, DYNAMIC | FURTHER, DEPTHS),
     "dynamic, pp2 vpp2": (4, DYNAMIC | PP2 | VPP2 | {"model__max_seqlen_per_dp_cp_rank": 64}, {}),
 }
 
