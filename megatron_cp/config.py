@@ -90,6 +90,7 @@ class ModelConfig:
     # Multi-token prediction.
     mtp_num_layers: int | None = None
     mtp_loss_scaling_factor: float = 0.1
+    mtp_use_repeated_layer: bool = False  # one for all depths
 
     # Mixture of experts.
     num_moe_experts: int | None = None

@@ -151,12 +151,13 @@ def mtp_block_spec(
     config: RunConfig, model_layer: ModuleSpec | None, norm: Any, transformer_engine: bool
 ) -> MultiTokenPredictionBlockSubmodules:
     """The spec of all depths, each with norms like the model's own and a layer like ``model_layer``, or by the pattern
-    of a hybrid model."""
+    of a hybrid model; or of the one that all depths share."""
     layer = get_mtp_layer_spec(model_layer, transformer_engine)
     submodules = layer.submodules
     submodules.enorm = submodules.hnorm = submodules.layer_norm = norm
     layer = ModuleSpec(module=PredictionLayer, submodules=submodules, params={"initialization_seed": config.rng.seed})
-    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * (config.model.mtp_num_layers or 0))
+    layers = 1 if config.model.mtp_use_repeated_layer else config.model.mtp_num_layers or 0
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * layers)
 
 
 @torch.no_grad()

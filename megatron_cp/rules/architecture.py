@@ -48,7 +48,8 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
         message = f"causal attention sees nothing ahead; the right part of {window} has no effect"
         yield Finding("model.window_size", message, f"[{window[0]}, 0]", severity="warning")
     # megatron-core numbers the layers of multi-token prediction from 1 again, and looks them up in the same list.
-    ahead = max(map(len, ahead_of(model.hybrid_layer_pattern)), default=model.mtp_num_layers or 0)
+    depths = min(model.mtp_num_layers or 0, 1) if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
+    ahead = max(map(len, ahead_of(model.hybrid_layer_pattern)), default=depths)
     if isinstance(every, list) and len(every) != model.num_layers:
         yield Finding(
             "model.window_attn_skip_freq", f"has {len(every)} entries for {model.num_layers} layers", "one a layer"

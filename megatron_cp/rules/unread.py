@@ -83,7 +83,7 @@ _READINGS = (
     ),
     _Reading(
         "model",
-        ("mtp_loss_scaling_factor",),
+        ("mtp_loss_scaling_factor", "mtp_use_repeated_layer"),
         lambda config: bool(config.model.mtp_num_layers),
         "model.mtp_num_layers",
     ),

@@ -56,7 +56,8 @@ def layers_with_parts(model: ModelConfig) -> list[tuple[int, str]]:
             *main,
             *(layer for depth in ahead_of(model.hybrid_layer_pattern) for layer in enumerate(depth, start=1)),
         ]
-    return [*main, *((depth + 1, main[-1][1]) for depth in range(model.mtp_num_layers or 0))]
+    numbers = (1 if model.mtp_use_repeated_layer else depth + 1 for depth in range(model.mtp_num_layers or 0))
+    return [*main, *((number, main[-1][1]) for number in numbers)]
 
 
 def layer_has_window(model: ModelConfig, layer_number: int) -> bool:

@@ -51,6 +51,7 @@ _WEIGHTS = (
     "qk_pos_emb_head_dim",
     "v_head_dim",
     "mtp_num_layers",
+    "mtp_use_repeated_layer",
     "num_moe_experts",
     "moe_layer_freq",
     "moe_ffn_hidden_size",

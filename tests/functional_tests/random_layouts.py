@@ -133,6 +133,7 @@ def _packed(draw: Any, values: Overrides) -> Overrides:
 def _mtp(draw: Any, values: Overrides) -> Overrides:
     depths = draw(st.sampled_from([1, 2]))
     mtp: Overrides = {"model__mtp_num_layers": depths, "model__mtp_loss_scaling_factor": 0.5}
+    mtp["model__mtp_use_repeated_layer"] = draw(st.booleans())
     return mtp | _ahead(draw, values.get("model__hybrid_layer_pattern"), depths)
 
 

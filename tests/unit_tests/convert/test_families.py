@@ -199,7 +199,7 @@ def test_every_setting_of_the_model_is_thought_of() -> None:
         *("vocab_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
         *("max_position_embeddings", "layernorm_epsilon"),
     }
-    left_out = {"mtp_num_layers"}  # which the command says
+    left_out = {"mtp_num_layers", "mtp_use_repeated_layer"}  # which the command says
     assert set(_WEIGHTS) | set(_FUNCTION) <= of_the_refused | of_the_converted | shape | set(HYBRID) | left_out
 
 
@@ -212,7 +212,7 @@ def test_every_setting_of_a_hybrid_model_is_thought_of() -> None:
     unread = {
         *(name for name in (*_WEIGHTS, *_FUNCTION) if name.startswith(("yarn_", "rope_", "rotary_"))),  # no positions
         *("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),  # no latent attention
-        *("seq_len_interpolation_factor", "moe_layer_freq", "mtp_num_layers"),
+        *("seq_len_interpolation_factor", "moe_layer_freq", "mtp_num_layers", "mtp_use_repeated_layer"),
     }
     converted = {"max_position_embeddings", "num_layers", "vocab_size", *HYBRID_EXPERTS}
     for name in {*_WEIGHTS, *_FUNCTION} - unread - converted:

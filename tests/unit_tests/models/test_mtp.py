@@ -236,6 +236,47 @@ def test_the_depths_learn_and_matter() -> None:
     assert abs(small[0][1] - one_rank(2)[0][1]) > 1e-2 and small[-1][0] != one_rank(2)[-1][0]
 
 
+ONE_LAYER = MTP2 | {"model__mtp_use_repeated_layer": True}
+
+
+def first_step(overrides: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses of the first step, where all depths' layers have the weights of the first; and its gradients, summed."""
+    run, batches = start(tiny_config(**overrides, optimizer__use_distributed_optimizer=False))
+    mtp = run.model[0].module.mtp
+    for layer in mtp.layers:
+        layer.load_state_dict(mtp.layers[0].state_dict())
+    run.optimizer.reload_model_params()
+    result = step.train_step(run, next(batches).microbatches)
+    per_layer = zip(*(layer.parameters() for layer in mtp.layers), strict=True)
+    gradients = [sum(parameter.main_grad for parameter in each) for each in per_layer]
+    run.close()
+    return [result.loss, *result.mtp_losses], gradients
+
+
+def test_a_repeated_layer_is_as_many_with_its_weights() -> None:
+    ((losses, gradients),) = run_ranks(first_step, 1, ONE_LAYER | {"optimizer__clip_grad": 0.0})
+    ((expected, summed),) = run_ranks(first_step, 1, MTP2 | {"optimizer__clip_grad": 0.0})
+    assert losses == expected and len(gradients) == len(summed) > 8
+    for gradient, other in zip(gradients, summed, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-6 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, {"ddp__overlap_grad_reduce": True, "ddp__bucket_size": 5000, "train__micro_batch_size": 2} | FULL),
+        pytest.param(4, TP2 | SP | PP2 | TIED | DECENTRALIZED, marks=pytest.mark.slow),
+        pytest.param(4, CP4 | HCP, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_repeated_layer_trains_as_on_one_rank(size: int, layout: dict[str, Any]) -> None:
+    tied = TIED if TIED.items() <= layout.items() else {}
+    results = run_ranks(train, size, ONE_LAYER | layout)
+    assert all(result == results[0] for result in results), "ranks report different losses"
+    assert worst_difference(results[0], run_ranks(train, 1, ONE_LAYER | tied)[0]) < TOLERANCE
+
+
 def transports() -> list[str]:
     run, _ = start(tiny_config(**MTP2, **CP4, **MIXED))
     mtp = run.model[0].module.mtp

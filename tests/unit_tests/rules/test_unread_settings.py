@@ -41,6 +41,7 @@ UNREAD = [
       for setting in ("mamba_state_dim=16", "mamba_head_dim=32", "mamba_num_heads=16")],
     ("model.mamba_num_groups=4", "", HYBRID),
     ("model.mtp_loss_scaling_factor=0.3", "", "model.mtp_num_layers=1"),
+    ("model.mtp_use_repeated_layer=true", "", "model.mtp_num_layers=1"),
     *[(f"model.{setting}", "", EXPERTS)
       for setting in ("moe_router_topk=3", "moe_router_pre_softmax=true", "moe_router_load_balancing_type=seq_aux_loss",
                       "moe_aux_loss_coeff=0.01", "moe_token_dispatcher_type=allgather",

@@ -137,6 +137,13 @@ def test_multi_token_prediction_and_mamba_by_hand() -> None:
     )  # a layer, an output product, joining two states
 
     mamba = {"mamba_state_dim": 4, "mamba_head_dim": 4, "mamba_num_groups": 1}
+    window = {"window_size": [1, 0], "window_attn_skip_freq": 2, "num_layers": 1}  # in odd layers
+    by_two, by_one = (
+        training_flops(model(**shape, **window, mtp_num_layers=2, mtp_use_repeated_layer=one), 16, [5])
+        for one in (False, True)
+    )
+    assert by_two - by_one == 3 * (15 - 9) * 4 * 8  # the second depth sees five tokens' past, or the last two
+
     pure = model(**shape, **mamba, num_layers=1, architecture="hybrid", hybrid_layer_pattern="M")
     # 16 inner channels in 4 heads; z, x, B, C and dt enter; a convolution of width 4 over x, B and C.
     weights = 8 * (16 + 16 + 4 + 4 + 4) + 16 * 8 + 4 * (16 + 4 + 4)

@@ -59,6 +59,7 @@ MODELS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "two tokens further, hcp": (FURTHER, 4, CP4 | HCP | DECENTRALIZED),
     "two tokens further, tp2 sp cp2": (FURTHER, 4, TP2 | SP | CP2),
     "two tokens further, tied embeddings, pp2 vpp2 cp2": (FURTHER | TIED, 4, PP2 | VPP2 | CP2 | DECENTRALIZED),
+    "two tokens further, by one layer, pp2 cp2": (FURTHER | {"model__mtp_use_repeated_layer": True}, 4, PP2 | CP2),
     "two tokens further, full recomputation by two, pp2 cp2": (
         FURTHER | FULL | {"model__recompute_num_layers": 2},
         4,
