@@ -106,6 +106,7 @@ class ModelConfig:
     moe_router_bias_update_rate: float = 1e-3
     moe_router_dtype: Literal["fp32", "fp64"] | None = None  # of scores and weighted sums; None: the model's
     moe_ffn_hidden_size: int | None = None
+    moe_latent_size: int | None = None  # dimensions that experts work in, where they are not the model's
     moe_shared_expert_intermediate_size: int | None = None  # of all shared experts together
     moe_shared_expert_gate: bool = False
     moe_aux_loss_coeff: float = 0.0

@@ -160,6 +160,8 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
         plain |= {"moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"}
         plain |= {"moe_router_topk_scaling_factor": None, "moe_layer_freq": 1, "moe_router_group_topk": None}
         plain |= {"moe_router_enable_expert_bias": False}
+    if model.num_moe_experts is not None:
+        plain |= {"moe_latent_size": None}
     for name, value in plain.items():
         found.unless(getattr(model, name) == value, f"model.{name}", getattr(model, name), f"{value} is needed")
     kind = model.position_embedding_type

@@ -47,7 +47,6 @@ _GIVEN: dict[str, Any] = {
     "tie_word_embeddings": False,
     "sliding_window": None,
     "residual_in_fp32": False,
-    "moe_latent_size": None,
 }
 # The same of a model here; experts beside it.
 _NEEDED: dict[str, Any] = {
@@ -119,6 +118,9 @@ def _read_router(values: Mapping[str, Any], model: ModelConfig, found: Problems)
     for name, value in _NEEDED_OF_EXPERTS.items():
         setattr(model, name, value)
     model.moe_router_dtype = "fp32"
+    latent: Any = values.get("moe_latent_size")
+    found.unless(latent is None or is_count(latent), "moe_latent_size", latent, "at least 1, or null, is needed")
+    model.moe_latent_size = latent
     experts, chosen = values["n_routed_experts"], values["num_experts_per_tok"]
     found.unless(chosen <= experts, "num_experts_per_tok", chosen, f"at most the {experts} experts are needed")
     # One expert's weight is not normalized here, where it would always be 1.
@@ -177,6 +179,7 @@ def _written_router(model: ModelConfig, found: Problems) -> dict[str, Any]:
     found.unless(fits, "model.moe_router_group_topk", of_them, message)
     return {
         "moe_intermediate_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
+        "moe_latent_size": model.moe_latent_size,
         "n_shared_experts": 1,
         "norm_topk_prob": model.moe_router_topk > 1,
         "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,

@@ -71,6 +71,7 @@ _IN_A_HYBRID_LAYER = {
     "mlp.linear_fc1.weight": ("mixer.up_proj.weight",),
     "mlp.linear_fc2.weight": ("mixer.down_proj.weight",),
     "mlp.router.expert_bias": (f"mixer.{KEPT_IN_FLOAT32}",),
+    **{f"mlp.{name}.weight": (f"mixer.{name}.weight",) for name in ("fc1_latent_proj", "fc2_latent_proj")},
     "mlp.shared_experts.linear_fc1.weight": ("mixer.shared_experts.up_proj.weight",),
     "mlp.shared_experts.linear_fc2.weight": ("mixer.shared_experts.down_proj.weight",),
 }

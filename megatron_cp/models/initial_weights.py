@@ -90,6 +90,10 @@ def _draw_experts(layer: Any, seed: int, name: str) -> None:
         draw_part(second, seed_of(own, "second"), config.output_layer_init_method, config.params_dtype, group, 1)
     if layer.mlp.use_shared_expert:
         _draw_shared_expert(layer, seed, name)
+    if config.moe_latent_size is not None:
+        for part, method in (("fc1", config.init_method), ("fc2", config.output_layer_init_method)):
+            weight = getattr(layer.mlp, f"{part}_latent_proj").weight
+            draw_part(weight, seed_of(seed, f"{name} latent {part}"), method, config.params_dtype, None)
 
 
 def _draw_shared_expert(layer: Any, seed: int, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -31,6 +32,7 @@ from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.dynamic_cp.groups import configured_blocks
 from megatron_cp.models import latent_attention
 from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
+from megatron_cp.models.latent_experts import LatentMoELayer
 from megatron_cp.models.router import PackRouter, routers_of
 from megatron_cp.parallel.layout import layout_of
 
@@ -124,6 +126,8 @@ def gpt_layer_spec(config: RunConfig, core_config: TransformerConfig, experts: b
     )
     if experts:
         layer.submodules.mlp.keywords["submodules"].router = PackRouter
+        if config.model.moe_latent_size is not None:
+            layer.submodules.mlp = partial(LatentMoELayer, **layer.submodules.mlp.keywords)
     attention = layer.submodules.self_attention
     attention.params["attn_mask_type"] = AttnMaskType[config.model.attention_mask_type]
     attention.submodules.core_attention = _attention_class(config) if with_te else ContextParallelAttention

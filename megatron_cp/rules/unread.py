@@ -91,7 +91,7 @@ _READINGS = (
         "model",
         ("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
          "moe_router_dtype", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
-         "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_shared_expert_intermediate_size",
+         "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_latent_size", "moe_shared_expert_intermediate_size",
          "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
          "expert_tensor_parallel_size"),
         lambda config: config.model.num_moe_experts is not None,

@@ -36,6 +36,7 @@ _SIZES = {
         "v_head_dim",
         "num_moe_experts",
         "moe_ffn_hidden_size",
+        "moe_latent_size",
         "moe_shared_expert_intermediate_size",
         "moe_router_num_groups",
         "moe_router_group_topk",

@@ -103,11 +103,13 @@ def _mlp_flops(model: ModelConfig) -> int:
 
 def _expert_flops(model: ModelConfig) -> int:
     """The router, the experts that a token is sent to, and the shared ones with their gate."""
-    matrices = 3 if model.gated_linear_unit else 2
+    matrices, latent = 3 if model.gated_linear_unit else 2, model.moe_latent_size or 0
     shared = model.moe_shared_expert_intermediate_size or 0
-    met = model.moe_router_topk * (model.moe_ffn_hidden_size or _ffn(model)) + shared
     scores = (model.num_moe_experts or 0) + (shared > 0 and model.moe_shared_expert_gate)
-    return 2 * model.hidden_size * (matrices * met + scores)
+    met = model.moe_router_topk * (model.moe_ffn_hidden_size or _ffn(model))
+    # Into fewer dimensions and back, where experts work in those.
+    outside = 2 * model.hidden_size * (matrices * shared + scores + 2 * latent)
+    return outside + 2 * (latent or model.hidden_size) * matrices * met
 
 
 def _ffn(model: ModelConfig) -> int:

@@ -55,6 +55,7 @@ _WEIGHTS = (
     "num_moe_experts",
     "moe_layer_freq",
     "moe_ffn_hidden_size",
+    "moe_latent_size",
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
     "moe_router_enable_expert_bias",

@@ -222,6 +222,7 @@ def _shrink(model: ModelConfig, tp: int, num_layers: int) -> None:
     model.ffn_hidden_size = math.lcm(FFN, tp)
     if model.num_moe_experts is not None:
         model.moe_ffn_hidden_size = math.lcm(FFN, tp)
+        model.moe_latent_size = None if model.moe_latent_size is None else HIDDEN // 2
         if model.moe_shared_expert_intermediate_size is not None:
             model.moe_shared_expert_intermediate_size = math.lcm(FFN, tp)
     if model.multi_latent_attention:

@@ -84,6 +84,7 @@ def _experts(draw: Any, values: Overrides) -> Overrides:
         "model__moe_ffn_hidden_size": 16 * values["model__tensor_model_parallel_size"],
         "model__moe_router_load_balancing_type": "none",
         "model__moe_token_dispatcher_type": draw(st.sampled_from(["alltoall", "allgather"])),
+        "model__moe_latent_size": draw(st.sampled_from([None, None, 24])),
         "model__expert_model_parallel_size": draw(st.sampled_from([1, 2])),
         "model__moe_layer_freq": 1 if hybrid else draw(st.sampled_from([1, 2])),
         "model__moe_shared_expert_intermediate_size": draw(

@@ -93,7 +93,11 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "hybrid, tp2 sp cp2": (HYBRID, 4, TP2 | SP | CP2),
     "hybrid, two tokens further, tp2 sp cp2": (FURTHER, 4, TP2 | SP | CP2),
     "hybrid with experts, tp2 sp cp2": (HYBRID_EXPERTS, 4, TP2 | SP | CP2),
-    "hybrid with grouped experts, ep2 cp2": (HYBRID_EXPERTS | GROUPED, 4, CP2 | EP2),
+    "hybrid with grouped experts in fewer dimensions, ep2 cp2": (
+        HYBRID_EXPERTS | GROUPED | {"model__moe_latent_size": 24},
+        4,
+        CP2 | EP2 | DECENTRALIZED,
+    ),
 }
 
 

@@ -132,6 +132,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 48,
         "routed_scaling_factor": 2.5,
     },
+    "nemotron 3, experts in fewer dimensions": {
+        **NEMOTRON,
+        "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_latent_size": 24,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+    },
     "qwen3 experts, not normalized": {
         "model_type": "qwen3_moe",
         "num_experts": 4,

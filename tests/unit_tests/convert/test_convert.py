@@ -131,7 +131,7 @@ LAYOUTS = [
     ("deepseek 3", HIERARCHICAL),
     ("nemotron h", TENSOR_PIPELINE),
     ("nemotron 3", HIERARCHICAL),
-    ("nemotron 3", EXPERTS),
+    ("nemotron 3, experts in fewer dimensions", EXPERTS),
 ]
 
 

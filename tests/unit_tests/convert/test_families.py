@@ -115,6 +115,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         HYBRID_EXPERTS | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
     ),
+    "hybrid with experts in fewer dimensions": ("nemotron_h", HYBRID_EXPERTS | {"moe_latent_size": 48}),
     "hybrid with one expert": ("nemotron_h", HYBRID_EXPERTS | {"moe_router_topk": 1}),
 }
 
@@ -179,6 +180,8 @@ NO_COUNTERPART: dict[str, dict[str, Any]] = {
     "moe_router_topk_scaling_factor": EXPERTS | {"moe_router_topk_scaling_factor": 2.5},
     "moe_router_load_balancing_type": EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"},
     "add_qkv_bias": {"add_qkv_bias": True, "qk_layernorm": True},
+    "moe_latent_size": EXPERTS | {"moe_latent_size": 48},
+    "moe_latent_size=4": DEEPSEEK2 | {"moe_latent_size": 48},
     "moe_router_pre_softmax": EXPERTS | {"moe_router_pre_softmax": True},
 }
 
@@ -362,7 +365,7 @@ def test_what_deepseeks_families_do_otherwise_is_refused(name: str, setting: str
         ("mlp_bias", True),
         ("tie_word_embeddings", True),
         ("sliding_window", 64),
-        ("moe_latent_size", 16),
+        ("moe_latent_size", 0),
         ("time_step_limit", [0.0, 0.5]),
         ("quantization_config", {"bits": 8}),
         ("num_experts_per_tok", 9),

@@ -84,6 +84,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "model__moe_ffn_hidden_size": 48,
     },
     "shared experts": {"model__num_moe_experts": 4, "model__moe_shared_expert_intermediate_size": 40},
+    "experts in fewer dimensions": {
+        "model__num_moe_experts": 4,
+        "model__moe_latent_size": 24,
+        "model__moe_shared_expert_intermediate_size": 40,
+    },
     "gated shared experts": {
         "model__num_moe_experts": 4,
         "model__moe_shared_expert_intermediate_size": 40,

@@ -28,6 +28,7 @@ GROUPED = MOE | {
     "model__moe_router_num_groups": 4,
     "model__moe_router_group_topk": 2,
 }
+LATENT_EXPERTS = SHARED | {"model__moe_latent_size": 24}
 # DeepSeek's first layers are dense; a pipeline stage may have no experts, or none but experts.
 MIXED_LAYERS = SHARED | {"model__moe_layer_freq": [0, 0, 1, 1]}
 FIRST_STAGE = {"model__num_layers_in_first_pipeline_stage": 1}
@@ -98,6 +99,16 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "latent attention, hcp": (MLA, 4, CP4 | HCP),
     "latent attention with yarn, hcp": (MLA | YARN | SHARPER, 4, CP4 | HCP),
     "latent attention, tp2 cp2": (MLA, 4, TP2 | CP2),
+    "experts in fewer dimensions, tp2 sp ep2 of whole experts, decentralized": (
+        LATENT_EXPERTS,
+        4,
+        TP2 | SP | CP2 | EP2 | ETP1 | {"dist__use_decentralized_pg": True},
+    ),
+    "experts in fewer dimensions, recomputed, pp2 ep2": (
+        LATENT_EXPERTS,
+        4,
+        PP2 | EP2 | {"model__recompute_granularity": "selective", "model__recompute_modules": ["moe"]},
+    ),
     "latent attention with plain queries, tp2 sp cp2, decentralized": (
         MLA | {"model__q_lora_rank": None},
         4,

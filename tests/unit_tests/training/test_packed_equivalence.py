@@ -105,9 +105,10 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "hybrid with experts, pp2 vpp2 ep2": (4, HYBRID_EXPERTS, DYNAMIC | PP2 | VPP2 | EP2 | per_rank(64)),
     "hybrid with experts, full recomputation, ep2": (4, HYBRID_EXPERTS, DYNAMIC | EP2 | FULL | per_rank(32)),
-    "hybrid with experts, one token further, ep2": (
+    "hybrid with experts in fewer dimensions, one token further, ep2": (
         4,
-        HYBRID_EXPERTS | {"model__hybrid_layer_pattern": "ME*E/*E", "model__mtp_num_layers": 1},
+        HYBRID_EXPERTS
+        | {"model__hybrid_layer_pattern": "ME*E/*E", "model__mtp_num_layers": 1, "model__moe_latent_size": 24},
         DYNAMIC | EP2 | per_rank(32),
     ),
     "hybrid with experts, dp_balanced cp2 ep2": (4, HYBRID_EXPERTS, BALANCED | CP2 | EP2),

@@ -33,7 +33,7 @@ def counted(overrides: dict[str, Any]) -> tuple[int, int]:
         (EXPERTS, EP2),
         (EXPERTS | {"model__moe_layer_freq": [0, 0, 1, 1]}, PP2),
         (HYBRID_EXPERTS, PP2),
-        (EXPERTS | SHARED, TP2 | EP2 | {"model__expert_tensor_parallel_size": 1}),
+        (EXPERTS | SHARED | {"model__moe_latent_size": 24}, TP2 | EP2 | {"model__expert_tensor_parallel_size": 1}),
     ],
     ids=[
         "norms tp2",
