@@ -50,7 +50,7 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
     parameters = sum(tensor.numel() for tensor in tensors.values())
     said = [f"exported {parameters / 1e6:.1f}M parameters of {found.folder} ({family.architecture}, {dtype}): {target}"]
     if trained.model.mtp_num_layers:
-        said.append("without its layers for multi-token prediction, which this family does not have")
+        said.append("without its layers for multi-token prediction, which are not converted")
     if without:
         said.append(f"without a tokenizer: {without}")
     return "\n".join(said)

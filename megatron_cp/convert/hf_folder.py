@@ -94,14 +94,14 @@ class PublishedWeights:
     def names(self) -> set[str]:
         return set(self._file_of)
 
-    def dtype(self, names: Iterable[str]) -> str:
-        """As torch calls it: the tensors' own, or float32, which holds all of them, where they have several."""
+    def dtype(self, names: Iterable[str]) -> tuple[str, bool]:
+        """As torch calls it: the tensors' own, or float32, which holds all of them; and whether they are alike."""
         given = {self._file_of[name].get_slice(name).get_dtype() for name in names}
         other = sorted(given - _DTYPES.keys())
         if other or not given:
             has = f"weights of {', '.join(other)}" if other else "no weights"
             raise ConfigError(f"{self._folder}: {has}; {', '.join(_DTYPES)} are needed")
-        return _DTYPES[given.pop()] if len(given) == 1 else "float32"
+        return (_DTYPES[given.pop()], True) if len(given) == 1 else ("float32", False)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of[name].get_slice(name).get_shape())

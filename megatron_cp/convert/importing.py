@@ -40,7 +40,8 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
     published = PublishedWeights(source)
     ahead = further_ahead(published.names())
     weights = (name for name in published.names() - ahead if not is_spare(name, model))
-    own = published.dtype(name for name in weights if not name.endswith(KEPT_IN_FLOAT32))
+    own, alike = published.dtype(name for name in weights if not name.endswith(KEPT_IN_FLOAT32))
+    several = dtype is None and not alike
     dtype = dtype or own
     _check_rules(model)
     with new_folder(root) as partial:
@@ -59,6 +60,8 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
         f"imported {parameters / 1e6:.1f}M parameters of {source} ({family.architecture}, {dtype}): {root / iteration}",
         f"begin with them: megatron-cp train --recipe {recipe} checkpoint.save=FOLDER dataset.data_path=PREFIX",
     ]
+    if several:
+        said.append("its weights are of several dtypes, which float32 holds; --torch-dtype gives them one of yours")
     if ahead:
         said.append(f"without its layers for multi-token prediction ({len(ahead)} tensors)")
     return "\n".join([*said, *([f"without a tokenizer: {without}"] if without else [])])

@@ -35,6 +35,7 @@ from torch import Tensor
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.models.initial_weights import drawing_from, seed_of
+from megatron_cp.models.router import routers_in
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
@@ -70,6 +71,11 @@ class PredictionLayer(MultiTokenPredictionLayer):
                 **kwargs,
             )
         self.pg_collection = pg_collection
+        for router in routers_in([self]):
+            # Upstream's hybrid stack does not say so. A router's losses are then counted once for each use of a layer
+            # that all depths share, and kept under its layer's number in the depth, for which there may be no place.
+            router.is_mtp_layer = True
+            router.set_layer_number(layer_number)
 
     def _get_embeddings(
         self,

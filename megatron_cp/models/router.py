@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -63,8 +63,12 @@ class PackRouter(TopKRouter):
 
 def expert_biases(chunks: Iterable[torch.nn.Module]) -> list[Tensor]:
     """Of all routers in these parts of a model: megatron-core moves them with the gradients, before any step."""
-    routers = (module for chunk in chunks for module in chunk.modules() if isinstance(module, PackRouter))
-    return [router.expert_bias for router in routers if router.expert_bias is not None]
+    return [router.expert_bias for router in routers_in(chunks) if router.expert_bias is not None]
+
+
+def routers_in(parts: Iterable[torch.nn.Module]) -> Iterator[PackRouter]:
+    """All of these parts of a model."""
+    return (module for part in parts for module in part.modules() if isinstance(module, PackRouter))
 
 
 def padding_in_layers(

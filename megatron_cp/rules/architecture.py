@@ -49,7 +49,8 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
         yield Finding("model.window_size", message, f"[{window[0]}, 0]", severity="warning")
     # megatron-core numbers the layers of multi-token prediction from 1 again, and looks them up in the same list.
     depths = min(model.mtp_num_layers or 0, 1) if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
-    ahead = max(map(len, ahead_of(model.hybrid_layer_pattern)), default=depths)
+    # In a hybrid model attention alone does.
+    ahead = max((layers.rfind("*") + 1 for layers in ahead_of(model.hybrid_layer_pattern)), default=depths)
     if isinstance(every, list) and len(every) != model.num_layers:
         yield Finding(
             "model.window_attn_skip_freq", f"has {len(every)} entries for {model.num_layers} layers", "one a layer"
@@ -96,7 +97,7 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
         yield Finding(field, message, f"model.num_layers={len(layers)}")
     elif ahead_of(pattern) or model.mtp_num_layers:
         yield from _patterns_ahead(model)
-    if model.architecture == "hybrid" and "|" in (pattern or "").split("/")[0]:
+    if model.architecture == "hybrid" and layers and "|" in (pattern or "").split("/")[0]:
         stages = c.pp * max(1, model.virtual_pipeline_model_parallel_size or 1)
         try:
             with_stages(pattern or "", stages)

@@ -221,7 +221,9 @@ def of_several_dtypes(folder: str) -> None:
     file = path / "hf/model.safetensors"
     tensors = {name: t if "norm" in name else t.bfloat16() for name, t in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
-    assert "float32" in import_model(path / "hf", path / "mcore")
+    said = import_model(path / "hf", path / "mcore")
+    assert "float32): " in said and "several dtypes" in said and "--torch-dtype" in said
+    assert "several dtypes" not in import_model(path / "hf", path / "as asked", dtype="float32")
     export_model(path / "mcore", path / "out")
     back = load_file(path / "out/model.safetensors")
     assert all(torch.equal(back[name], tensor.float()) for name, tensor in tensors.items())

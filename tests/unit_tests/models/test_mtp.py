@@ -261,6 +261,29 @@ def test_a_repeated_layer_is_as_many_with_its_weights() -> None:
         torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-6 * float(other.abs().max()))
 
 
+def test_a_repeated_layer_of_a_hybrid_has_its_routers_losses_once() -> None:
+    """As megatron-core's GPT has: the mean over its uses, where layers of their own have the sum. (Of the z-loss it has
+    the sum: the router divides what it logs, and not what it trains with.)"""
+    overrides = MTP2 | {
+        "model__architecture": "hybrid",
+        "model__num_layers": 1,
+        "model__hybrid_layer_pattern": "*/---E/---E",  # deep in a depth: upstream has no place for the fourth layer
+        "model__num_moe_experts": 4,
+        "model__moe_ffn_hidden_size": 48,
+        "model__moe_router_load_balancing_type": "aux_loss",
+        "optimizer__clip_grad": 0.0,
+    }
+    once = {"model__moe_aux_loss_coeff": 0.5, "model__mtp_use_repeated_layer": True}
+    ((losses, gradients),) = run_ranks(first_step, 1, overrides | once)
+    ((expected, summed),) = run_ranks(first_step, 1, overrides | {"model__moe_aux_loss_coeff": 0.25})
+    ((_, without),) = run_ranks(first_step, 1, overrides)
+    assert losses == expected
+    for gradient, other in zip(gradients, summed, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-6 * float(other.abs().max()))
+    matter = [float((a - b).norm() / b.norm()) for a, b in zip(gradients, without, strict=True)]
+    assert max(matter) > 0.1, "the routers' losses do nothing here"
+
+
 @pytest.mark.parametrize(
     ("size", "layout"),
     [

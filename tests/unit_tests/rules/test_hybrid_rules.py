@@ -128,6 +128,16 @@ def test_every_pipeline_stage_has_layers(pattern: str, rule: str) -> None:
     assert rule in {violation.rule for violation in errors(f"model.hybrid_layer_pattern={pattern}", *stages)}
 
 
+def test_attention_alone_has_windows() -> None:
+    listed = ("model.num_layers=2", "model.window_size=[4,0]", "model.window_attn_skip_freq=[1,1]", *ONE_DEPTH)
+    assert findings("model.hybrid_layer_pattern=M*/M*MM-", *listed) == []
+
+
+def test_a_pattern_without_layers_is_said_once() -> None:
+    found = [each.message for each in errors("model.hybrid_layer_pattern=|/M", *ONE_DEPTH) if each.rule == "K14"]
+    assert found == ["must be letters among M, *, - and E"]
+
+
 @pytest.mark.parametrize(("pattern", "rules"), [("M-M*-M", {"K19"}), ("M-M*-M-", {"K19", "A15"})])
 def test_stages_count_layers_only(pattern: str, rules: set[str]) -> None:
     stages = ("model.pipeline_model_parallel_size=2", "model.context_parallel_size=2")
