@@ -20,9 +20,8 @@ from megatron_cp.rules import check_or_raise
 from megatron_cp.training.batches import open_steps
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
-from tests.training_runs import tiny_config
+from tests.training_runs import Losses, losses_of, tiny_config
 
-Losses = list[tuple[float, float]]
 LONGEST, BATCH, STEPS = 128, 12, 10
 DYNAMIC = {"model__dynamic_context_parallel": True}
 BALANCED = {"model__sequence_packing_scheduler": "dp_balanced"}
@@ -67,7 +66,7 @@ def check_transports(run: Run) -> None:
 def packed_losses(
     lengths: str, overrides: dict[str, Any], environment: str = "cpu"
 ) -> tuple[Losses, list[dict[int, int]], set[int]]:
-    """(loss, gradient norm) and groups by CP size of each step, and how many microbatches this rank had in them."""
+    """Losses and groups by CP size of each step, and how many microbatches this rank had in them."""
     config = packed_config(lengths, overrides)
     check_or_raise(config, dist.get_world_size(), environment=environment)
     tokenizer = build_tokenizer(config.tokenizer)
@@ -80,7 +79,7 @@ def packed_losses(
             result = train_step(run, step.microbatches)
             run.progress.iteration += 1
             steps.observe()
-            losses.append((result.loss, result.grad_norm or 0.0))
+            losses.append(losses_of(result))
             sizes.append(step.plan.cp_sizes)
             counts.add(len(step.microbatches))
     check_transports(run)
@@ -121,6 +120,6 @@ def one_by_one(lengths: str, overrides: dict[str, Any], packs: Packs | None = No
         together = packs[step] if packs else [[i] for i in range(BATCH)]
         microbatches = [pack([samples[i] for i in ids], run.groups.cp, device=run.device) for ids in together]
         result = train_step(run, microbatches)
-        losses.append((result.loss, result.grad_norm or 0.0))
+        losses.append(losses_of(result))
     run.close()
     return losses

@@ -13,7 +13,7 @@ from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.training.batches import Steps, open_steps
 from megatron_cp.training.checkpoint import CheckpointSaver
 from megatron_cp.training.setup import Run, setup
-from megatron_cp.training.step import train_step
+from megatron_cp.training.step import StepResult, train_step
 
 VOCAB = 255  # not a multiple of anything: the padded rows must not matter
 
@@ -66,16 +66,23 @@ def save_checkpoint(run: Run, root: str | Path, data_state: dict[str, Any]) -> N
     saver.finish()
 
 
-def train_losses(overrides: dict[str, Any], steps: int) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each of ``steps`` optimizer steps; what every rank of a layout returns."""
+Losses = list[tuple[float, ...]]  # loss, gradient norm, and those of routers that are asked for, of each step
+
+
+def losses_of(result: StepResult) -> tuple[float, ...]:
+    return (result.loss, result.grad_norm or 0.0, *result.router_losses.values())
+
+
+def train_losses(overrides: dict[str, Any], steps: int) -> Losses:
+    """Of each of ``steps`` optimizer steps; what every rank of a layout returns."""
     run, batches = start(tiny_config(**overrides))
     results = [train_step(run, next(batches).microbatches) for _ in range(steps)]
     run.close()
-    return [(result.loss, result.grad_norm or 0.0) for result in results]
+    return [losses_of(result) for result in results]
 
 
-def worst_difference(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> tuple[float, float]:
-    """Largest relative difference of losses and of gradient norms."""
+def worst_difference(a: Losses, b: Losses) -> tuple[float, ...]:
+    """Largest relative difference of losses, of gradient norms and of each of the routers' losses."""
     x, y = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
     worst = ((x - y).abs() / y.abs()).max(dim=0).values
-    return float(worst[0]), float(worst[1])
+    return tuple(worst.tolist())

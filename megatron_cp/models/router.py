@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -30,6 +31,12 @@ class PackRouter(TopKRouter):
         self._real_tokens = None if padding_mask is None else (~padding_mask).sum()
         return super().routing(logits, padding_mask=padding_mask)
 
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        if self.idle:
+            return logits
+        get_moe_metrics_tracker().tokens = logits.shape[0] if padding_mask is None else self._real_tokens
+        return super().apply_z_loss(logits, padding_mask=padding_mask)
+
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Upstream combines ``[tokens, experts]`` with a mask ``[tokens]``."""
         super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
@@ -50,6 +57,7 @@ class PackRouter(TopKRouter):
             valid_token_count = self._real_tokens.to(torch.float32)
             dist.all_reduce(valid_token_count, group=reduce_group)
             valid_token_count = valid_token_count / reduce_group.size()
+        get_moe_metrics_tracker().tokens = activation.shape[0] if valid_token_count is None else valid_token_count
         return super().attach_and_log_load_balancing_loss(
             activation,
             aux_loss_coeff,

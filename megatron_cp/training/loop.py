@@ -185,6 +185,7 @@ def _metrics(run: Run, step: Step, result: StepResult, seconds: float, vocab_row
         skipped=result.skipped,
         loss_scale=float(run.optimizer.get_loss_scale()),
         mtp_losses=result.mtp_losses,
+        router_losses=result.router_losses,
         loss_spike=spike,
         **packing,
     )

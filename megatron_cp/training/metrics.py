@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from rich.console import Console
@@ -51,6 +51,7 @@ class StepMetrics:
     skipped: bool
     loss_scale: float = 1.0
     mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction; written as "mtp_1 loss" and so on
+    router_losses: dict[str, float] = field(default_factory=dict)  # of experts, by name, without their weights
     loss_spike: bool = False  # far above the usual loss
     schedule_time_s: float | None = None
     imbalance: float | None = None
@@ -58,7 +59,7 @@ class StepMetrics:
     cp_sizes: dict[int, int] | None = None
 
 
-_OPTIONAL = {field.name for field in fields(StepMetrics) if field.default is None}
+_OPTIONAL = {each.name for each in fields(StepMetrics) if each.default is None}
 
 
 def wants_live_line(config: RunConfig) -> bool:
@@ -133,7 +134,7 @@ class WritingReporter(Reporter):
     def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
         values = asdict(metrics)
         del values["iteration"]
-        values |= _named_mtp_losses(values.pop("mtp_losses"))
+        values |= _named_mtp_losses(values.pop("mtp_losses")) | values.pop("router_losses")
         values = {name: value for name, value in values.items() if value is not None or name not in _OPTIONAL}
         if interval is not None:
             values |= {"timers_s": interval.seconds, "peak_memory_bytes": interval.peak_memory_bytes}
@@ -230,6 +231,7 @@ def log_line(
     # Rates over the interval: work by time, not the mean of the steps' rates.
     tflops = sum(step.tflops_per_device * step.step_time_s for step in steps) / len(steps) / seconds
     tokens = sum(step.tokens_per_s * step.step_time_s for step in steps) / len(steps) / seconds
+    further = _named_mtp_losses(last.mtp_losses) | last.router_losses
     entries = [
         f"iteration {last.iteration:8d}/{total:8d}",
         f"consumed samples: {last.consumed_samples:12d}",
@@ -238,7 +240,7 @@ def log_line(
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {global_batch_size:5d}",
         f"lm loss: {sum(losses) / len(losses):.6E}",
-        *(f"{name}: {loss:.6E}" for name, loss in _named_mtp_losses(last.mtp_losses).items()),
+        *(f"{name}: {loss:.6E}" for name, loss in further.items()),
         f"loss scale: {last.loss_scale:.1f}",
         *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),
         f"number of skipped iterations: {sum(step.skipped for step in steps):3d}",

@@ -20,6 +20,7 @@ from megatron_cp.attention.probe import probe_attention
 from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.domain import DynamicGroups
 from megatron_cp.models.builder import build_model
+from megatron_cp.models.router_losses import RouterLosses
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.parallel.device import device, seed_everything
 from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
@@ -55,6 +56,7 @@ class Run:
     skipped_in_a_row: int = 0
     dynamic_groups: DynamicGroups | None = None  # of packed microbatches
     work_clock: WorkClock | None = None  # while somebody wants to know
+    router_losses: RouterLosses | None = None  # of a mixture of experts
 
     @property
     def is_last_stage(self) -> bool:
@@ -104,6 +106,7 @@ def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | N
     seed_everything(config, groups, per_slice=True)
     run = Run(config, core_config, groups, model, optimizer, scheduler, device())
     run.dynamic_groups = build_dynamic_groups(config, groups)
+    run.router_losses = RouterLosses(core_config, run.device) if core_config.num_moe_experts else None
     return run
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ class StepResult:
     grad_norm: float | None
     skipped: bool  # the parameters are as they were: inf or nan, or no token with a loss
     mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction, over its own unmasked tokens
+    router_losses: dict[str, float] = field(default_factory=dict)  # by megatron-core's names, without their weights
 
 
 def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepResult:
@@ -60,20 +61,24 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepResult:
             chunk.zero_grad_buffer()
         run.optimizer.zero_grad()
     randomness = random_state()
+    if run.router_losses is not None:
+        run.router_losses.clear()
     loss, tokens, mtp_losses = _forward_backward(run, microbatches, forward_only=False)
+    router_losses = {} if run.router_losses is None else run.router_losses.means(run.all_ranks)
     with run.phases("optimizer"):
         checked = run.config.ddp.check_for_nan_in_grad
         if not math.isfinite(loss) or (checked and not gradients_are_finite(run)):
             _skip_or_stop(run, loss, microbatches, randomness)
-            return StepResult(loss, tokens, None, True, mtp_losses)
+            return StepResult(loss, tokens, None, True, mtp_losses, router_losses)
         run.skipped_in_a_row = 0
         if not tokens:  # a router's losses would be divided by nothing, and momentum alone would move the parameters
             logger.info("iteration %d: no token has a loss. The step is left out", run.progress.iteration + 1)
-            return StepResult(loss, tokens, None, True, mtp_losses)
+            return StepResult(loss, tokens, None, True, mtp_losses, router_losses)
         success, grad_norm, _ = run.optimizer.step()
         if success:
             run.scheduler.step(increment=run.config.train.global_batch_size)
-    return StepResult(loss, tokens, None if grad_norm is None else float(grad_norm), not success, mtp_losses)
+    norm = None if grad_norm is None else float(grad_norm)
+    return StepResult(loss, tokens, norm, not success, mtp_losses, router_losses)
 
 
 def _skip_or_stop(run: Run, loss: float, microbatches: Sequence[Microbatch], randomness: dict[str, Any]) -> None:
