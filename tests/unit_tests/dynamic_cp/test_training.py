@@ -25,13 +25,12 @@ from megatron_cp.training.setup import setup
 from megatron_cp.training.step import train_step
 from tests.packed_runs import pack
 from tests.ranks import RanksFailed, run_ranks
-from tests.training_runs import VOCAB, tiny_config, worst_difference
+from tests.training_runs import VOCAB, Losses, losses_of, tiny_config, worst_difference
 from tests.unit_tests.training.layouts import CP2, PP2, SP, TP2, VPP2
 
 LENGTHS = [int(x) for x in np.random.default_rng(3).choice([5, 17, 40, 9, 3, 64, 100, 23, 1, 12], size=60)]
 BATCH = 12
 STEPS = 4
-Losses = list[tuple[float, float]]
 
 
 def train(
@@ -66,7 +65,7 @@ def train(
     for _ in range(STEPS - skip):
         plan = next(batches)
         result = train_step(run, batches.microbatches(plan))
-        losses.append((result.loss, result.grad_norm or 0.0))
+        losses.append(losses_of(result))
         sizes.append(plan.cp_sizes)
     batches.close()
     groups.destroy()

@@ -19,10 +19,9 @@ from megatron_cp.training.checkpoint_files import (
 )
 from megatron_cp.training.step import train_step
 from tests.ranks import RanksFailed, run_ranks
-from tests.training_runs import save_checkpoint, start, tiny_config, train_losses, worst_difference
+from tests.training_runs import Losses, losses_of, save_checkpoint, start, tiny_config, train_losses, worst_difference
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, LAYOUTS, PP2, SIX_LAYERS, TP2, VPP2
 
-Losses = list[tuple[float, float]]
 OVERLAPPED = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True}
 # Buckets that end within a layer, each with padding of its own.
 BUCKETS = {"ddp__overlap_grad_reduce": True, "ddp__bucket_size": 20_000}
@@ -36,7 +35,7 @@ def save_after(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
     run.progress.iteration = steps
     save_checkpoint(run, folder, {"train": batches.state_dict()})
     run.close()
-    return [(result.loss, result.grad_norm or 0.0) for result in results]
+    return [losses_of(result) for result in results]
 
 
 def resume(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
@@ -47,7 +46,7 @@ def resume(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
     assert run.progress.iteration == iteration
     results = [train_step(run, next(batches).microbatches) for _ in range(steps)]
     run.close()
-    return [(result.loss, result.grad_norm or 0.0) for result in results]
+    return [losses_of(result) for result in results]
 
 
 @pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.slow)])

@@ -16,7 +16,7 @@ from megatron_cp.training.setup import setup
 from megatron_cp.training.step import train_step
 from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, train_dataset
 from tests.ranks import RanksFailed, run_ranks
-from tests.training_runs import save_checkpoint, tiny_config, train_losses, worst_difference
+from tests.training_runs import losses_of, save_checkpoint, tiny_config, train_losses, worst_difference
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
 from tests.unit_tests.training.test_checkpoint import resume, save_after
 
@@ -102,7 +102,7 @@ def packed_steps(
             run.progress.iteration += 1
             run.progress.consumed_samples += len(step.lengths)
             walk.observe()
-            losses.append((result.loss, result.grad_norm or 0.0))
+            losses.append(losses_of(result))
             samples.append(step.plan.samples)
         state = walk.state_dict()
         save_checkpoint(run, folder, {"train": state})
