@@ -167,7 +167,16 @@ NEMOTRONS = {
         "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
     }),
+    "nemotron_3_super_128k_dynamic_cp_pretrain_config": (120.67, NEMOTRON | {
+        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*"
+        "EMEMEMEME", "hidden_size": 4096, "intermediate_size": 2688, "num_attention_heads": 32,
+        "num_key_value_heads": 2, "mamba_head_dim": 64, "max_position_embeddings": 262144, "n_routed_experts": 512,
+        "num_experts_per_tok": 22, "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376,
+        "moe_latent_size": 1024, "routed_scaling_factor": 5.0, "norm_topk_prob": True,
+    }),
 }  # fmt: skip
+# The layers that predict further tokens, which transformers does not build: two uses of one, attention and experts.
+FURTHER = {"nemotron_3_super_128k_dynamic_cp_pretrain_config": ("/*E/*E", 2, True)}
 
 
 @pytest.mark.parametrize("name", NEMOTRONS)
@@ -179,6 +188,9 @@ def test_nemotrons_are_the_published_ones(name):
     _, expected = model_from_hf(theirs.to_dict())
     chosen = (*LAYOUT_OF_A_MODEL, "expert_model_parallel_size", "moe_router_load_balancing_type", "moe_grouped_gemm")
     chosen += ("dynamic_context_parallel", "sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank")
+    chosen += ("pipeline_model_parallel_size",)
+    ahead, expected.mtp_num_layers, expected.mtp_use_repeated_layer = FURTHER.get(name, ("", None, False))
+    expected.hybrid_layer_pattern += ahead
     assert m == replace(expected, **{name: getattr(m, name) for name in chosen})
     with torch.device("meta"):
         built = NemotronHForCausalLM(theirs)
@@ -255,10 +267,12 @@ def test_every_recipe_can_be_made_small_enough_for_a_cpu(name):
         "model.account_for_embedding_in_pipeline_split=false",
         "model.account_for_loss_in_pipeline_split=false",
         "model.sequence_parallel=false",
+        "model.expert_model_parallel_size=1",
         "dataset.seq_length=256",
     ]
     if NEMOTRONS.get(name):
-        overrides.append(f"model.hybrid_layer_pattern={'ME*E' if 'nemotron_3' in name else 'M-*M'}")
+        pattern = ("ME*E" if "nemotron_3" in name else "M-*M") + FURTHER.get(name, ("",))[0]
+        overrides.append(f"model.hybrid_layer_pattern={pattern}")
     config = load_recipe(name, overrides)
     violations = check(config, config.model.context_parallel_size, environment=Environment())
     assert [v for v in violations if v.severity == "error"] == []
