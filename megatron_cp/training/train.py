@@ -26,6 +26,7 @@ from megatron_cp.recipes import settings_of
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.agreement import check_all_ranks_agree
 from megatron_cp.training.checkpoint import load_checkpoint
+from megatron_cp.training.folder_lock import only_run_in
 from megatron_cp.training.loop import Outcome, evaluate_all, train
 from megatron_cp.training.metrics import Reporter, WritingReporter, logger, start_logging, wants_live_line
 from megatron_cp.training.resuming import Start, find_start
@@ -60,6 +61,9 @@ def run(config: RunConfig) -> int:
     with ExitStack() as leaving:
         try:
             check_all_ranks_agree(config)
+            if _writes(config):
+                leaving.enter_context(only_run_in(Path(config.checkpoint.save or "")))
+                start = find_start(config)  # another run may have come further meanwhile
             return _run(config, tokenizer, vocab_size, start, roll).exit_code
         except DataError:
             raise  # told to all ranks already, each of which raises it
@@ -73,6 +77,11 @@ def run(config: RunConfig) -> int:
         finally:
             roll.close()
             stop_distributed(alone=alone)
+
+
+def _writes(config: RunConfig) -> bool:
+    """Whether the run has a folder that is its own; a measured one may be another's, which trains meanwhile."""
+    return bool(config.checkpoint.save) and not config.train.skip_train
 
 
 def check_save_folder(config: RunConfig) -> None:

@@ -1,0 +1,139 @@
+"""Two runs in one folder: the second waits for the first, goes on where it came to, or says whose the folder is."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_cp.training import folder_lock
+from megatron_cp.training.folder_lock import LOCK
+
+
+def impatient() -> None:
+    folder_lock.PATIENCE = 0.0
+
+
+class Other:
+    """A process that holds a folder until it is killed, or has done something."""
+
+    def __init__(self, folder: Path, last: Callable[[], object] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        held, tell = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            with (folder / LOCK).open("a+") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX)
+                file.write("process 7 on elsewhere")
+                file.flush()
+                os.write(tell, b".")
+                if last is None:
+                    signal.pause()
+                last()
+                os._exit(0)
+        assert os.read(held, 1) == b"."
+
+    def end(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def test_a_second_run_is_told_whose_the_folder_is(cli: Any, tmp_path: Path) -> None:
+    other = Other(tmp_path / "run")
+    try:
+        code, text = cli(before=impatient)
+    finally:
+        other.end()
+    assert code == 1 and f"another run writes into {tmp_path / 'run'} (process 7 on elsewhere). Let it end, or" in text
+    assert os.listdir(tmp_path / "run") == [LOCK], "it wrote into another's folder"
+    code, text = cli(before=impatient)
+    assert code == 0 and "another run" not in text, "the lock outlived the process that was killed"
+    assert (tmp_path / "run" / LOCK).read_text() == ""
+
+
+def test_a_second_run_goes_on_where_the_first_came_to(cli: Any, tmp_path: Path) -> None:
+    """The first one's checkpoint appears while the second waits."""
+    folder, first = tmp_path / "run", tmp_path / "first"
+    code, text = cli("train.train_iters=2", "scheduler.lr_decay_iters=20")
+    assert code == 0, text
+    folder.rename(first)
+    waits = tmp_path / "waits"
+
+    def before() -> None:
+        folder_lock.time = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: waits.touch())
+
+    def come_to_an_end() -> None:
+        while not waits.exists():
+            time.sleep(0.05)
+        subprocess.run(["cp", "-r", f"{first}/.", folder], check=True)
+
+    other = Other(folder, come_to_an_end)
+    code, text = cli("train.train_iters=4", "scheduler.lr_decay_iters=20", before=before)
+    other.end()
+    assert code == 0 and "Waiting 120 s for it to end" in text and "resumed from iteration 2" in text, text
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines if "lm_loss" in line] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_is_measured_while_another_run_writes(cli: Any, tmp_path: Path) -> None:
+    code, text = cli()
+    assert code == 0, text
+    other = Other(tmp_path / "run")
+    try:
+        code, text = cli("train.skip_train=true", "validation.eval_iters=1", before=impatient)
+    finally:
+        other.end()
+    assert code == 0 and "another run" not in text, text
+
+
+def test_without_locks_a_run_goes_on(cli: Any, tmp_path: Path) -> None:
+    def no_locks(*args: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def before() -> None:
+        fcntl.lockf = no_locks
+
+    code, text = cli(before=before)
+    assert code == 0 and "knows no locks: No locks available" in text and "saved checkpoint" in text, text
+
+
+def test_a_lock_that_cannot_be_written_says_so(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "run" / LOCK).mkdir(parents=True)
+    codes, text = cli(same_code=False)
+    assert codes == [1, 1] and f"the run folder {tmp_path / 'run'} cannot be written: Is a directory. Mend" in text, (
+        text
+    )
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM])
+def test_processes_forked_from_a_run_do_not_hold_its_folder(tmp_path: Path, kill: signal.Signals) -> None:
+    """Data loaders' workers and writers of checkpoints may outlive a rank that is killed for a moment."""
+    held, tell = os.pipe()
+    pid = os.fork()
+    if not pid:
+        file = (tmp_path / LOCK).open("a+")
+        folder_lock._take(file, tmp_path)
+        child = os.fork()
+        if not child:
+            time.sleep(30)
+            os._exit(0)
+        os.write(tell, str(child).encode())
+        signal.pause()
+    child = int(os.read(held, 20))
+    try:
+        os.kill(pid, kill)
+        os.waitpid(pid, 0)
+        with (tmp_path / LOCK).open("a+") as file:
+            assert folder_lock._take(file, tmp_path) == ""
+    finally:
+        os.kill(child, signal.SIGKILL)
