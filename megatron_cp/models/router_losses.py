@@ -7,6 +7,8 @@ counts the tokens that a value is of, so that one sum over all ranks is enough.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_logging import set_moe_metrics_tracker
@@ -33,8 +35,8 @@ class RouterLosses:
         balance = _BALANCES.get(config.moe_router_load_balancing_type)
         names = [balance] if balance and config.moe_aux_loss_coeff else []
         names += ["z_loss"] if config.moe_z_loss_coeff is not None else []
-        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
-        self._tokens = {name: value.clone() for name, value in self._sums.items()}
+        self._place = {name: place for place, name in enumerate(names)}
+        self._recorded = torch.zeros(2, len(names), dtype=torch.float64, device=device)  # sums, and their tokens
         self._layers = config.num_layers
         self._uses = config.mtp_num_layers if config.mtp_use_repeated_layer else 1
 
@@ -53,21 +55,23 @@ class RouterLosses:
         parts = 1 if reduce_group is None else reduce_group.size()
         if layer_number > self._layers:
             parts *= self._uses
-        self._sums[name] += value.detach() * (self.tokens * parts)
-        self._tokens[name] += self.tokens
+        place = self._place[name]
+        self._recorded[0, place] += value.detach() * (self.tokens * parts)
+        self._recorded[1, place] += self.tokens
 
     def clear(self) -> None:
         """Forget all that was recorded."""
-        for value in (*self._sums.values(), *self._tokens.values()):
-            value.zero_()
+        self._recorded.zero_()
 
-    def means(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """What was recorded on the ranks of ``group``, by name: 0 where nothing was. Collective."""
-        if not self._sums:
-            return {}
-        total = torch.stack([*self._sums.values(), *self._tokens.values()]).view(2, -1)
-        dist.all_reduce(total, group=group)
-        return {
-            name: value / count if count else 0.0
-            for name, value, count in zip(self._sums, *total.tolist(), strict=True)
-        }
+    def total(self, group: dist.ProcessGroup) -> Tensor:
+        """What was recorded on all ranks of ``group``, in one dimension, for :meth:`means`. Collective."""
+        total = self._recorded.flatten()
+        if self._place:
+            total = total.clone()
+            dist.all_reduce(total, group=group)
+        return total
+
+    def means(self, total: Sequence[float]) -> dict[str, float]:
+        """Each loss by its name: 0 where nothing was recorded."""
+        tokens = total[len(self._place) :]
+        return {name: total[place] / tokens[place] if tokens[place] else 0.0 for name, place in self._place.items()}

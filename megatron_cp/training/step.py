@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,16 +30,25 @@ from megatron_cp.training.nonfinite import MAX_SKIPPED_IN_A_ROW, gradients_are_f
 from megatron_cp.training.setup import Run
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did. Equal on all ranks."""
+class StepLosses(NamedTuple):
+    """What was computed of one global batch. Equal on all ranks."""
 
     loss: float  # mean over the unmasked tokens of the global batch
     tokens: int  # unmasked tokens of the global batch
-    grad_norm: float | None
-    skipped: bool  # the parameters are as they were: inf or nan, or no token with a loss
-    mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction, over its own unmasked tokens
-    router_losses: dict[str, float] = field(default_factory=dict)  # by megatron-core's names, without their weights
+    mtp_losses: tuple[float, ...]  # of each depth of multi-token prediction, over its own unmasked tokens
+    router_losses: dict[str, float]  # by megatron-core's names, without their weights
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did: its losses (:class:`StepLosses`) and what came of them. Equal on all ranks."""
+
+    loss: float
+    tokens: int
+    mtp_losses: tuple[float, ...]
+    router_losses: dict[str, float]
+    grad_norm: float | None = None
+    skipped: bool = True  # the parameters are as they were: inf or nan, or no token with a loss
 
 
 def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepResult:
@@ -61,24 +70,22 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepResult:
             chunk.zero_grad_buffer()
         run.optimizer.zero_grad()
     randomness = random_state()
-    if run.router_losses is not None:
-        run.router_losses.clear()
-    loss, tokens, mtp_losses = _forward_backward(run, microbatches, forward_only=False)
-    router_losses = {} if run.router_losses is None else run.router_losses.means(run.all_ranks)
+    losses = _forward_backward(run, microbatches, forward_only=False)
     with run.phases("optimizer"):
         checked = run.config.ddp.check_for_nan_in_grad
-        if not math.isfinite(loss) or (checked and not gradients_are_finite(run)):
-            _skip_or_stop(run, loss, microbatches, randomness)
-            return StepResult(loss, tokens, None, True, mtp_losses, router_losses)
+        if not math.isfinite(losses.loss) or (checked and not gradients_are_finite(run)):
+            _skip_or_stop(run, losses.loss, microbatches, randomness)
+            return StepResult(*losses)
         run.skipped_in_a_row = 0
-        if not tokens:  # a router's losses would be divided by nothing, and momentum alone would move the parameters
+        if (
+            not losses.tokens
+        ):  # a router's losses would be divided by nothing, and momentum alone would move the parameters
             logger.info("iteration %d: no token has a loss. The step is left out", run.progress.iteration + 1)
-            return StepResult(loss, tokens, None, True, mtp_losses, router_losses)
+            return StepResult(*losses)
         success, grad_norm, _ = run.optimizer.step()
         if success:
             run.scheduler.step(increment=run.config.train.global_batch_size)
-    norm = None if grad_norm is None else float(grad_norm)
-    return StepResult(loss, tokens, norm, not success, mtp_losses, router_losses)
+    return StepResult(*losses, grad_norm=None if grad_norm is None else float(grad_norm), skipped=not success)
 
 
 def _skip_or_stop(run: Run, loss: float, microbatches: Sequence[Microbatch], randomness: dict[str, Any]) -> None:
@@ -92,7 +99,7 @@ def _skip_or_stop(run: Run, loss: float, microbatches: Sequence[Microbatch], ran
         restore_random_state(randomness)
         for chunk in run.model:
             chunk.zero_grad_buffer()
-        return _forward_backward(run, microbatches, forward_only=False)[0]
+        return _forward_backward(run, microbatches, forward_only=False).loss
 
     where, damaged = origin(run, repeat)
     what = f"iteration {run.progress.iteration + 1}: " + (
@@ -122,18 +129,15 @@ def evaluate(run: Run, steps: Steps, count: int, asked_to_stop: Callable[[], boo
             stopped = asked_to_stop()
             if stopped:
                 break
-            loss, seen, _ = _forward_backward(run, next(steps).microbatches, forward_only=True)
-            total, tokens = total + loss * seen, tokens + seen
+            losses = _forward_backward(run, next(steps).microbatches, forward_only=True)
+            total, tokens = total + losses.loss * losses.tokens, tokens + losses.tokens
     for chunk in run.model:
         chunk.train()
     return None if stopped else total / max(tokens, 1)
 
 
-def _forward_backward(
-    run: Run, microbatches: Sequence[Microbatch], forward_only: bool
-) -> tuple[float, int, tuple[float, ...]]:
-    """Run the pipeline schedule; returns, on every rank, the mean loss per unmasked token, their number, and, while
-    training, the mean loss of each depth of multi-token prediction."""
+def _forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only: bool) -> StepLosses:
+    """Run the pipeline schedule; returns the same on every rank, without the losses of training alone otherwise."""
     model = run.config.model
     stages = model.virtual_pipeline_model_parallel_size
     with run.phases("data"):
@@ -142,6 +146,8 @@ def _forward_backward(
     communicator = PipelineCommunicator(
         run.groups.pp, run.core_config, [_passed_on(run, each) for each in microbatches]
     )
+    if run.router_losses is not None:
+        run.router_losses.clear()
     timed = run.work_clock(run.core_config) if run.work_clock and not forward_only else nullcontext()
     with run.phases("forward_backward"), timed:
         reports = schedule(
@@ -222,7 +228,7 @@ def _with_predictions(
     return total, tokens, report | {"mtp losses": sums.detach().double()}
 
 
-def _reduce_loss(run: Run, reports: list[Batch], depth_tokens: list[float]) -> tuple[float, int, tuple[float, ...]]:
+def _reduce_loss(run: Run, reports: list[Batch], depth_tokens: list[float]) -> StepLosses:
     depths = len(depth_tokens[1:])
     total = torch.zeros(2 + depths, dtype=torch.float64, device=run.device)
     for report in reports:
@@ -232,6 +238,10 @@ def _reduce_loss(run: Run, reports: list[Batch], depth_tokens: list[float]) -> t
     if run.groups.pp.size() > 1:
         source = dist.get_process_group_ranks(run.groups.pp)[-1]
         dist.broadcast(total, src=source, group=run.groups.pp)
-    loss_sum, tokens, *depth_sums = total.tolist()
+    routers = run.router_losses
+    # The host waits once for all of them.
+    numbers = (total if routers is None else torch.cat([total, routers.total(run.all_ranks)])).tolist()
+    (loss_sum, tokens, *depth_sums), of_routers = numbers[: len(total)], numbers[len(total) :]
     mtp_losses = tuple(each / max(count, 1.0) for each, count in zip(depth_sums, depth_tokens[1:], strict=True))
-    return loss_sum / max(tokens, 1.0), int(tokens), mtp_losses
+    router_losses = {} if routers is None else routers.means(of_routers)
+    return StepLosses(loss_sum / max(tokens, 1.0), int(tokens), mtp_losses, router_losses)
