@@ -2,6 +2,7 @@
 # Run the fast tests; --all adds the slow ones, --gpu runs those that need an NVIDIA GPU (one is enough). Other arguments go to pytest, for instance: scripts/test.sh -k ring -x, or -n 0 for no workers beside it
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+case " $* " in *" -h "* | *" --help "*) sed -n '2p' scripts/test.sh | cut -c3-; exit 0 ;; esac
 scripts/setup.sh
 
 arguments=()
@@ -14,7 +15,6 @@ for argument in "$@"; do
     case $argument in
         --all) which="" ;;
         --gpu) which="gpu" workers=() gpu=yes ;; # one GPU, one at a time
-        -h | --help) sed -n '2p' scripts/test.sh | cut -c3-; exit 0 ;;
         *) arguments+=("$argument") ;;
     esac
 done

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from megatron_cp.rules import RULES, Rule
 from megatron_cp.rules.elsewhere import ELSEWHERE, GUARDS, KINDS, SILENT_UPSTREAM
+from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.explain import EXAMPLE_RECIPE, example_command
 from megatron_cp.rules.rule import SECTIONS, order
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "constraints.md"
 
+_KEYS = ", ".join(f"`{field.name}`" for field in fields(Environment))
 _HEAD = f"""\
 # Constraints
 
@@ -19,9 +22,10 @@ _HEAD = f"""\
 
 A run starts only if every rule below holds. All violations are reported at once, errors before warnings, each with the
 setting, its value and a way to mend it. `megatron-cp validate --recipe R --world-size N` checks without starting
-anything (also for a machine you are not on: `--environment gpu`, `cpu` or a YAML file), and `megatron-cp train
---explain C9` tells about one rule. Where megatron-core or Megatron-Bridge words the same rule, the message has its
-wording.
+anything, also for a machine you are not on: `--environment gpu`, `cpu` or a YAML file with any of
+{_KEYS}.
+`megatron-cp train --explain C9` tells about one rule, and shows such a file where the example has one. Where
+megatron-core or Megatron-Bridge words the same rule, the message has its wording.
 
 Each example is an override of `{EXAMPLE_RECIPE}` (4 layers, 8 heads, 4 key/value heads, cp 4 as a2a 2 x p2p 2) that
 breaks the rule. "Silent" marks what upstream does not notice: training runs, and the model is wrong or the setting has

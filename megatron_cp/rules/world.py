@@ -116,11 +116,13 @@ def world_is_divisible(c: Context) -> Iterator[Finding]:
 def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
     size = c.etp * c.ep * c.pp
     if c.world_size % size:
+        fitting = [ep for ep in divisors(c.world_size) if c.world_size % (c.etp * ep * c.pp) == 0]
+        more = f"start {size} ranks or a multiple of it"
         yield Finding(
             "model.expert_model_parallel_size",
             f"world_size ({c.world_size}) is not divisible by expert_tensor_model_pipeline_parallel size ({size}) "
             f"= etp {c.etp} * ep {c.ep} * pp {c.pp}",
-            f"expert parallel sizes that fit: {listed(divisors(max(1, c.world_size // (c.etp * c.pp))))}",
+            f"expert parallel sizes that fit: {listed(fitting)}; or {more}" if fitting else more,
         )
 
 

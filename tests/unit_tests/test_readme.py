@@ -33,14 +33,12 @@ def test_recipes_that_are_named_exist() -> None:
 
 
 def test_the_gpu_command_keeps_every_rule_and_its_small_version_too() -> None:
-    (command,) = re.findall(r"^torchrun --nproc_per_node=4 .*\\\n.*$", README, flags=re.MULTILINE)
+    (command,) = re.findall(r"^torchrun --nproc_per_node=4 (?:.*\\\n)+.*$", README, flags=re.MULTILINE)
     words = shlex.split(command.replace("\\\n", " "))
     recipe, overrides = words[words.index("--recipe") + 1], words[words.index("--recipe") + 2 :]
-    # Two iterations of a recipe are too few for its warmup, and I9 says so.
-    assert [v.rule for v in check(load_recipe(recipe, overrides), 4, environment="gpu")] == ["I9"]
+    assert check(load_recipe(recipe, overrides), 4, environment="gpu") == []
     (small,) = re.findall(r"^  (model.num_layers=2 .*)$", README, flags=re.MULTILINE)
-    violations = check(load_recipe(recipe, [*overrides, *small.split()]), 4, environment="cpu")
-    assert [str(v) for v in violations if v.severity == "error"] == []
+    assert check(load_recipe(recipe, [*overrides, *small.split()]), 4, environment="cpu") == []
 
 
 def test_the_recipe_is_that_of_the_recipes_page() -> None:

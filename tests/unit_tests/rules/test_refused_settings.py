@@ -499,3 +499,16 @@ def test_whose_fused_loss_has_no_effect_without_one():
     for environment, told in (("cpu", True), ("gpu", False)):
         warnings = [v.rule for v in check(config, 4, environment=environment) if v.severity == "warning"]
         assert ("K34" in warnings) == told
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "fix"),
+    [
+        (4, ["model.num_moe_experts=6", "model.expert_model_parallel_size=3"],
+         "expert parallel sizes that fit: 1, 2, 4; or start 3 ranks or a multiple of it"),
+        (60, ["model.tensor_model_parallel_size=4", "model.pipeline_model_parallel_size=2"],
+         "start 8 ranks or a multiple of it"),
+    ],
+)  # fmt: skip
+def test_the_experts_grid_gets_sizes_that_fit_where_there_are_any(world_size, overrides, fix):
+    assert errors(*overrides, world_size=world_size)["A3"] == fix
