@@ -23,7 +23,7 @@ _BALANCES = {  # as megatron-core's logs call them
 
 
 class RouterLosses:
-    """Collects what this process's routers record from now on, in place of megatron-core's tracker.
+    """Collects what this process's routers record, in place of megatron-core's tracker.
 
     tokens: of each rank that has a part of what is recorded next, on the average; routers say so.
     """
@@ -31,7 +31,6 @@ class RouterLosses:
     tokens: Tensor | int = 1
 
     def __init__(self, config: TransformerConfig, device: torch.device) -> None:
-        set_moe_metrics_tracker(self)
         balance = _BALANCES.get(config.moe_router_load_balancing_type)
         names = [balance] if balance and config.moe_aux_loss_coeff else []
         names += ["z_loss"] if config.moe_z_loss_coeff is not None else []
@@ -59,8 +58,9 @@ class RouterLosses:
         self._recorded[0, place] += value.detach() * (self.tokens * parts)
         self._recorded[1, place] += self.tokens
 
-    def clear(self) -> None:
-        """Forget all that was recorded."""
+    def begin(self) -> None:
+        """Forget what was recorded, and record what comes."""
+        set_moe_metrics_tracker(self)
         self._recorded.zero_()
 
     def total(self, group: dist.ProcessGroup) -> Tensor:

@@ -87,6 +87,9 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # megatron-core's own output layer would ask for apex; the builder tells Transformer Engine's layers.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
+        # Otherwise Transformer Engine's layers write the first weight gradient of their lives over what is there: that
+        # of a layer's second use, where several depths of multi-token prediction share one.
+        "disable_parameter_transpose_cache": True,
         "variable_seq_lengths": config.runs_packs,
         # Batched point-to-point calls confuse the interleaved schedule's messages: silently wrong losses.
         "batch_p2p_comm": model.virtual_pipeline_model_parallel_size is None,
@@ -99,6 +102,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         values |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent, "rope_type": "rope"}
         if model.position_embedding_type == "yarn":
             values |= _latent_yarn(model)
+    values["moe_z_loss_coeff"] = model.moe_z_loss_coeff or None  # upstream would report 0 / 0
     built = config_class(**values)
     if model.position_embedding_type == "yarn" and not model.multi_latent_attention:
         # No fields of megatron-core's: its attention takes the concentration factor from a configuration that has them.

@@ -38,7 +38,15 @@ from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.metrics import logger
 from megatron_cp.training.nonfinite import parameters_are_finite
 from megatron_cp.training.optimizer_state import shaped_as_now, with_common_steps
-from megatron_cp.training.resuming import FORGOTTEN, FORMAT, check_fits, other_data, read_common, wants_optimizer
+from megatron_cp.training.resuming import (
+    FORGOTTEN,
+    FORMAT,
+    begins_further_tokens_anew,
+    check_fits,
+    other_data,
+    read_common,
+    wants_optimizer,
+)
 from megatron_cp.training.roll_call import completing
 from megatron_cp.training.setup import Progress, Run
 
@@ -208,12 +216,19 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     with_rng = wanted.load_rng and not finetune and same_layout and saved["save_rng"]
     state = _sharded_state(run, is_loading=True, optimizer=with_optimizer, rng=with_rng)
     chunks = list(zip(_chunk_names(run), run.model, strict=True))
+    ahead_anew = finetune and begins_further_tokens_anew(common["config"]["model"], asdict(run.config.model))
     with _reported_on_all_ranks(f"checkpoint {folder} could not be loaded"):
         for name, _ in chunks:
-            fit_to_checkpoint(state[name], folder)
+            fit_to_checkpoint(state[name], folder, ahead_anew)
         loaded = dist_checkpointing.load(state, str(folder))
+    if ahead_anew and run.config.model.mtp_num_layers:
+        logger.info("%s has no layers for multi-token prediction: they begin anew", folder)
     for name, chunk in chunks:
-        own = {key: value for key, value in chunk.module.state_dict().items() if key.endswith("_extra_state")}
+        own = {
+            key: value
+            for key, value in chunk.module.state_dict().items()
+            if key.endswith("_extra_state") or (ahead_anew and _is_ahead(key))
+        }
         chunk.module.load_state_dict(own | loaded[name])
     if with_optimizer:
         _load_optimizer(run, loaded["optimizer"], common)
@@ -233,11 +248,17 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     return common["data"]
 
 
-def fit_to_checkpoint(state: dict[str, Any], folder: Path) -> None:
+def _is_ahead(name: str) -> bool:
+    """Whether a parameter is of the layers for multi-token prediction."""
+    return "mtp" in name.split(".")
+
+
+def fit_to_checkpoint(state: dict[str, Any], folder: Path, ahead_anew: bool = False) -> None:
     """Take the modules' extra states that a checkpoint lacks out of a model's state that is to be loaded.
 
     Some of Transformer Engine's modules (norms, attention) have such a state, where the modules that compute the same
-    without it have none: numbers of float8 quantization, which begin anew.
+    without it have none: numbers of float8 quantization, which begin anew. So do all of the layers for multi-token
+    prediction with ``ahead_anew``.
 
     Raises:
         LookupError: it lacks weights.
@@ -245,7 +266,8 @@ def fit_to_checkpoint(state: dict[str, Any], folder: Path) -> None:
     saved = stored_names(folder)
     lacking = []
     for name, entry in list(state.items()):
-        if isinstance(entry, ShardedObject) and name.endswith("_extra_state") and entry.unique_key not in saved:
+        quantized = isinstance(entry, ShardedObject) and name.endswith("_extra_state")
+        if (ahead_anew and _is_ahead(name)) or (quantized and entry.unique_key not in saved):
             del state[name]
         elif isinstance(entry, ShardedTensor) and entry.key not in saved:
             lacking.append(entry.key)

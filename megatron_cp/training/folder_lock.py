@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import socket
 import time
@@ -30,18 +31,24 @@ _POLL = 0.5
 
 
 @contextmanager
-def only_run_in(folder: Path) -> Iterator[None]:
+def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
     """Hold the folder; collective. Another run that holds it has a while to end first.
 
+    Args:
+        longest_wait: seconds that a rank waits for another before it gives up.
+
     Raises:
-        RuntimeFault: another run still writes there; or, on rank 0, nothing can be written there.
+        RuntimeFault: on every rank: another run still writes there, or nothing can be written there.
     """
     file, problem = None, ""
-    if dist.get_rank() == 0:
-        with writing_into(folder):
-            file = (folder / LOCK).open("a+", encoding="utf-8")
-            problem = _take(file, folder)
     try:
+        if dist.get_rank() == 0:
+            try:
+                with writing_into(folder):
+                    file = (folder / LOCK).open("a+", encoding="utf-8")
+                    problem = _take(file, folder, min(PATIENCE, longest_wait / 2))
+            except RuntimeFault as fault:
+                problem = str(fault)
         problem = everyones(problem)[0]
         if problem:
             raise RuntimeFault(problem, on_all_ranks=True)
@@ -53,8 +60,8 @@ def only_run_in(folder: Path) -> Iterator[None]:
             file.close()
 
 
-def _take(file: IO[str], folder: Path) -> str:
-    """Take the lock; or why it is another's."""
+def _take(file: IO[str], folder: Path, patience: float) -> str:
+    """Take the lock; or why it is another's after ``patience`` seconds."""
     began, waited = time.monotonic(), False
     while True:
         try:
@@ -70,9 +77,9 @@ def _take(file: IO[str], folder: Path) -> str:
             return ""
         file.seek(0)
         who = file.read() or "it does not say which"
-        if time.monotonic() - began >= PATIENCE:
+        if time.monotonic() - began >= patience:
             return f"another run writes into {folder} ({who}). Let it end, or give this one another checkpoint.save."
         if not waited:
-            logger.info("another run writes into %s (%s). Waiting %d s for it to end", folder, who, PATIENCE)
+            logger.info("another run writes into %s (%s). Waiting %d s for it to end", folder, who, patience)
         waited = True
         time.sleep(_POLL)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.errors import ConfigError
-from megatron_cp.models.hybrid_pattern import without_stages
+from megatron_cp.models.hybrid_pattern import layers_of, without_stages
 from megatron_cp.models.transformer_config import padded
 from megatron_cp.training.checkpoint_files import checkpoint_folder, existing_folder, latest_iteration
 from megatron_cp.training.optimizer import schedule_of
@@ -264,6 +264,10 @@ def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetu
         model["hybrid_layer_pattern"] = without_stages(model.get("hybrid_layer_pattern")) or None
         if model["position_embedding_type"] != "learned_absolute":  # no weights
             model["max_position_embeddings"] = None
+    if finetune and begins_further_tokens_anew(saved, now):
+        for model in (saved, now):
+            model["hybrid_layer_pattern"] = layers_of(model["hybrid_layer_pattern"]) or None
+            model["mtp_num_layers"] = model["mtp_use_repeated_layer"] = None
     if _parts_of_layers(saved) == _parts_of_layers(now):
         saved["moe_layer_freq"] = now["moe_layer_freq"]  # one number and a list can say the same
     # With YaRN the same weights are turned by other frequencies.
@@ -283,6 +287,11 @@ def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetu
             "checkpoint's values (its config.yaml has them), or another checkpoint.load and checkpoint.save"
             f"{'' if other_weights else begin}."
         )
+
+
+def begins_further_tokens_anew(saved: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether one of two models predicts further tokens and the other does not: the rest of its weights is the same."""
+    return bool(saved.get("mtp_num_layers")) != bool(now["mtp_num_layers"])
 
 
 def _parts_of_layers(model: dict[str, Any]) -> tuple[str, ...]:

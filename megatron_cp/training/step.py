@@ -22,6 +22,7 @@ from megatron_cp.dynamic_cp.packing import PackedMicrobatch
 from megatron_cp.errors import RuntimeFault
 from megatron_cp.models.mtp import depth_weights, unmasked_tokens
 from megatron_cp.models.router import expert_biases
+from megatron_cp.models.router_losses import RouterLosses
 from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.parallel.pipeline import PipelineCommunicator
 from megatron_cp.training.batches import Microbatch, Steps
@@ -77,9 +78,8 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepResult:
             _skip_or_stop(run, losses.loss, microbatches, randomness)
             return StepResult(*losses)
         run.skipped_in_a_row = 0
-        if (
-            not losses.tokens
-        ):  # a router's losses would be divided by nothing, and momentum alone would move the parameters
+        if not losses.tokens:
+            # A router's losses would be divided by nothing, and momentum alone would move the parameters.
             logger.info("iteration %d: no token has a loss. The step is left out", run.progress.iteration + 1)
             return StepResult(*losses)
         success, grad_norm, _ = run.optimizer.step()
@@ -147,7 +147,7 @@ def _forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only
         run.groups.pp, run.core_config, [_passed_on(run, each) for each in microbatches]
     )
     if run.router_losses is not None:
-        run.router_losses.clear()
+        run.router_losses.begin()
     timed = run.work_clock(run.core_config) if run.work_clock and not forward_only else nullcontext()
     with run.phases("forward_backward"), timed:
         reports = schedule(
@@ -163,7 +163,7 @@ def _forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only
             p2p_communicator=communicator,
             pg_collection=run.groups,
         )
-        return _reduce_loss(run, reports, depth_tokens)
+        return _reduce_loss(run, reports, depth_tokens, None if forward_only else run.router_losses)
 
 
 def _passed_on(run: Run, microbatch: Microbatch) -> tuple[int, int, int]:
@@ -228,7 +228,7 @@ def _with_predictions(
     return total, tokens, report | {"mtp losses": sums.detach().double()}
 
 
-def _reduce_loss(run: Run, reports: list[Batch], depth_tokens: list[float]) -> StepLosses:
+def _reduce_loss(run: Run, reports: list[Batch], depth_tokens: list[float], routers: RouterLosses | None) -> StepLosses:
     depths = len(depth_tokens[1:])
     total = torch.zeros(2 + depths, dtype=torch.float64, device=run.device)
     for report in reports:
@@ -238,7 +238,6 @@ def _reduce_loss(run: Run, reports: list[Batch], depth_tokens: list[float]) -> S
     if run.groups.pp.size() > 1:
         source = dist.get_process_group_ranks(run.groups.pp)[-1]
         dist.broadcast(total, src=source, group=run.groups.pp)
-    routers = run.router_losses
     # The host waits once for all of them.
     numbers = (total if routers is None else torch.cat([total, routers.total(run.all_ranks)])).tolist()
     (loss_sum, tokens, *depth_sums), of_routers = numbers[: len(total)], numbers[len(total) :]

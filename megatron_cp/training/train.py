@@ -62,7 +62,8 @@ def run(config: RunConfig) -> int:
         try:
             check_all_ranks_agree(config)
             if _writes(config):
-                leaving.enter_context(only_run_in(Path(config.checkpoint.save or "")))
+                seconds = config.dist.distributed_timeout_minutes * 60
+                leaving.enter_context(only_run_in(Path(config.checkpoint.save or ""), seconds))
                 start = find_start(config)  # another run may have come further meanwhile
             return _run(config, tokenizer, vocab_size, start, roll).exit_code
         except DataError:

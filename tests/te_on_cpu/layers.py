@@ -89,7 +89,11 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "grouped experts, ep2 cp2": (MOE | GROUPED, 4, CP2 | EP2),
     "grouped experts, tp2 sp": (BALANCED | GROUPED, 2, TP2 | SP),
     "shared experts in the last layers, pp2 ep2": (MIXED_LAYERS | GROUPED, 4, PP2 | EP2),
-    "two tokens further, pp2 cp2": ({"model__mtp_num_layers": 2}, 4, PP2 | CP2),
+    "two tokens further by one layer, pp2 cp2": (
+        {"model__mtp_num_layers": 2, "model__mtp_use_repeated_layer": True, "model__mtp_loss_scaling_factor": 1.0},
+        4,
+        PP2 | CP2,
+    ),
     "hybrid, tp2 sp cp2": (HYBRID, 4, TP2 | SP | CP2),
     "hybrid, two tokens further, tp2 sp cp2": (FURTHER, 4, TP2 | SP | CP2),
     "hybrid with experts, tp2 sp cp2": (HYBRID_EXPERTS, 4, TP2 | SP | CP2),

@@ -29,7 +29,7 @@ from megatron_cp.training.checkpoint import load_checkpoint
 from megatron_cp.training.metrics import StepMetrics, WritingReporter, log_line
 from megatron_cp.training.setup import setup
 from tests.packed_runs import pack
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import VOCAB, save_checkpoint, start, tiny_config
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, MIXED, PP2, SP, TP2, VPP2, over
 
@@ -454,6 +454,64 @@ def test_resuming_under_another_layout(tmp_path: Path, before: Any, after: Any, 
     run_ranks(save_after, before[0], model | before[1], str(tmp_path))
     rest = run_ranks(resume, after[0], model | after[1], str(tmp_path))[0]
     assert worst_difference(rest, one_rank(2, tied=tied)[2:]) < TOLERANCE
+
+
+def begin_with(overrides: dict[str, Any], folder: str | None) -> Steps:
+    """Steps that begin with a checkpoint's weights, or with a model's first."""
+    run, batches = start(tiny_config(**overrides, scheduler__lr_warmup_iters=0))
+    if folder is not None:
+        load_checkpoint(run, folder, 2, finetune=True)
+    results = [step.train_step(run, next(batches).microbatches) for _ in range(STEPS - 1)]
+    run.close()
+    return [(result.loss, result.grad_norm or 0.0, *result.mtp_losses) for result in results]
+
+
+FURTHER = {
+    "model__architecture": "hybrid",
+    "model__num_layers": 2,
+    "model__hybrid_layer_pattern": "*-/*-/*-",
+    "model__mtp_num_layers": 2,
+    "model__mtp_use_repeated_layer": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "without", "layout"),
+    [
+        (MTP2, {"model__mtp_num_layers": None}, (4, PP2 | VPP2 | CP2)),
+        (
+            FURTHER,
+            {
+                "model__hybrid_layer_pattern": "*-",
+                "model__mtp_num_layers": None,
+                "model__mtp_use_repeated_layer": False,
+            },
+            (4, PP2 | TP2 | TIED | DECENTRALIZED),
+        ),
+    ],
+    ids=["gpt", "hybrid"],
+)
+def test_a_model_may_begin_with_the_weights_of_one_that_predicts_no_further_tokens(
+    tmp_path: Path, model: dict[str, Any], without: dict[str, Any], layout: tuple[int, dict[str, Any]]
+) -> None:
+    tied = TIED if TIED.items() <= layout[1].items() else {}
+    run_ranks(save_after, 1, model | without | tied, str(tmp_path / "without"))
+    begun = run_ranks(begin_with, 1, model | tied, str(tmp_path / "without"))[0]
+    plain = run_ranks(begin_with, 1, model | without | tied, str(tmp_path / "without"))[0]
+    assert begun[0][0] == plain[0][0] != run_ranks(begin_with, 1, model | tied, None)[0][0][0]
+    ranks, parallel = layout
+    assert (
+        worst_difference(run_ranks(begin_with, ranks, model | parallel, str(tmp_path / "without"))[0], begun)
+        < TOLERANCE
+    )
+    # And the other way round: further tokens are left out.
+    run_ranks(save_after, ranks, model | parallel, str(tmp_path / "with"))
+    left_out = run_ranks(begin_with, 1, model | without | tied, str(tmp_path / "with"))[0]
+    assert left_out[0][0] == pytest.approx(
+        run_ranks(begin_with, 1, model | tied, str(tmp_path / "with"))[0][0][0], 1e-6
+    )
+    with pytest.raises(RanksFailed, match="is of another model: model"):
+        run_ranks(resume, 1, model | tied, str(tmp_path / "without"))
 
 
 def test_each_depth_is_a_metric_of_its_own(tmp_path: Path) -> None:
