@@ -9,8 +9,8 @@ arguments=()
 which="not slow"
 gpu=""
 # A file's tests share what they computed, so each file stays with one worker. Ranks wait for each other a lot: two
-# workers on two cores take about two thirds of the time that one takes.
-workers=(-n logical --maxprocesses 8 --dist loadfile)
+# workers on two cores take about two thirds of the time that one takes. The order is that of tests/conftest.py.
+workers=(-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 for argument in "$@"; do
     case $argument in
         --all) which="" ;;

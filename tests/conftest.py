@@ -25,4 +25,14 @@ if os.environ.get("MEGATRON_CP_MAMBA_FOLDER"):
 
     mamba_on_cpu.load()
 
+import pytest
+
 import megatron_cp  # noqa: F401 - before any test module imports megatron.core
+
+# Few tests each, that take long: at the end of a run with several workers one of them would be left alone with these.
+_FIRST = ("test_te_on_cpu", "test_pretend_gpu", "test_te_on_pretended_gpu", "test_mamba_on_cpu", "test_quickstart")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in _FIRST)
