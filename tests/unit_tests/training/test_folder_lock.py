@@ -24,23 +24,34 @@ def impatient() -> None:
     folder_lock.PATIENCE = 0.0
 
 
+def forked(work: Callable[[], object]) -> int:
+    """A process that does this and nothing else, however it ends: not what pytest has left to do."""
+    pid = os.fork()
+    if not pid:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            work()
+        finally:
+            os._exit(0)
+    return pid
+
+
 class Other:
     """A process that holds a folder until it is killed, or has done something."""
 
     def __init__(self, folder: Path, last: Callable[[], object] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         held, tell = os.pipe()
-        self.pid = os.fork()
-        if not self.pid:
+
+        def hold() -> None:
             with (folder / LOCK).open("a+") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX)
                 file.write("process 7 on elsewhere")
                 file.flush()
                 os.write(tell, b".")
-                if last is None:
-                    signal.pause()
-                last()
-                os._exit(0)
+                (last or signal.pause)()
+
+        self.pid = forked(hold)
         assert os.read(held, 1) == b"."
 
     def end(self) -> None:
@@ -130,16 +141,14 @@ def test_a_run_gives_up_before_its_ranks_wait_in_vain_for_the_first(cli: Any, tm
 def test_processes_forked_from_a_run_do_not_hold_its_folder(tmp_path: Path, kill: signal.Signals) -> None:
     """Data loaders' workers and writers of checkpoints may outlive a rank that is killed for a moment."""
     held, tell = os.pipe()
-    pid = os.fork()
-    if not pid:
+
+    def run() -> None:
         file = (tmp_path / LOCK).open("a+")
         folder_lock._take(file, tmp_path, 0.0)
-        child = os.fork()
-        if not child:
-            time.sleep(30)
-            os._exit(0)
-        os.write(tell, str(child).encode())
+        os.write(tell, str(forked(lambda: time.sleep(30))).encode())
         signal.pause()
+
+    pid = forked(run)
     child = int(os.read(held, 20))
     try:
         os.kill(pid, kill)
