@@ -34,6 +34,11 @@ class LatentAttention(MLASelfAttention):
             # Upstream takes its gradients, by its name, for those of a norm of this rank's heads alone, and sums them.
             for parameter in self.q_layernorm.parameters():
                 parameter.average_gradients_across_tp_domain = True
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            projection: Any = getattr(self, name, None)
+            # Transformer Engine's are whole on each rank, and else ask the global state which of them saves it.
+            if getattr(projection, "_tp_group", self) is None:
+                projection._tp_group = self.tp_group
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         resolver = QKNormConfigResolver(self.config, submodules)

@@ -48,6 +48,11 @@ def shaped_as_now(loaded: dict[Any, Any], saved: dict[Any, Any], groups: list[li
     """
     before = [saved[index] for index in sorted(saved)] if 0 in saved else [saved]
     if len(before) == len(groups):
+        for state in [loaded[index] for index in range(len(groups))] if 0 in saved else [loaded]:
+            # Nothing is loaded for an optimizer without parameters.
+            state.get("optimizer", state).setdefault("state", {})
+            if "optimizer" in state:
+                state.setdefault("fp32_from_fp16_params", [])
         return loaded
     if len(groups) == 1:
         tensors = {name: value for name, value in loaded.items() if not isinstance(name, int)}

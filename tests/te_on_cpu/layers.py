@@ -271,6 +271,16 @@ def test_a_run_goes_on_with_the_other_layers(
     assert max(worst_difference(rest, undisturbed[2:])) < 2e-6
 
 
+@pytest.mark.parametrize("sp", [{}, pytest.param(SP, marks=pytest.mark.slow)], ids=["", "sp"])
+def test_latent_attention_is_saved_once_by_decentralized_groups(tmp_path: Path, sp: Overrides) -> None:
+    """Each tensor-parallel rank took itself for the one that saves what all have whole."""
+    layout = TE | MLA | TP2 | sp | DECENTRALIZED
+    undisturbed = run_ranks(train_losses, 1, NATIVE | MLA, 3)[0]
+    run_ranks(save_after, 2, layout, str(tmp_path), 1)
+    rest = run_ranks(resume, 2, layout, str(tmp_path), 2)[0]
+    assert max(worst_difference(rest, undisturbed[1:])) < 2e-6
+
+
 def attention_without_its_group() -> str:
     """What the probe says of upstream's class, which takes the hierarchy from global state where there is none."""
     from megatron_cp.attention.probe import probe_attention

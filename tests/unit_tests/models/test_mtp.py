@@ -440,6 +440,25 @@ def resume(overrides: dict[str, Any], folder: str) -> Steps:
     return [(result.loss, result.grad_norm or 0.0, *result.mtp_losses) for result in results]
 
 
+def evaluated(overrides: dict[str, Any]) -> list[float]:
+    """Losses on held-out samples after each of two steps."""
+    run, batches = start(tiny_config(**overrides, scheduler__lr_warmup_iters=0, optimizer__adam_eps=1e-3))
+    losses = []
+    for _ in range(2):
+        step.train_step(run, next(batches).microbatches)
+        losses.append(step.evaluate(run, batches, 1, lambda: False))
+    run.close()
+    return losses
+
+
+def test_an_evaluation_has_the_weights_of_its_step() -> None:
+    """The last stage's output layer has the embedding's copy, which no forward pass gathers without further tokens."""
+    model = MTP1 | TIED | {"model__num_layers": 2}
+    overlapped = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True}
+    several = run_ranks(evaluated, 4, model | PP2 | CP2 | overlapped)[0]
+    assert several == pytest.approx(run_ranks(evaluated, 1, model)[0], rel=2e-6)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "tied"),
     [

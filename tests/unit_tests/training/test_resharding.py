@@ -84,6 +84,15 @@ def test_another_layout_goes_on_with_the_same_losses(
     assert max(worst_difference(rest, undisturbed[3:])) < 2e-6
 
 
+def test_a_plain_optimizer_in_bf16_goes_on_where_a_stage_has_no_experts(tmp_path: Path) -> None:
+    """For an optimizer without parameters nothing is saved, and upstream looks for it."""
+    first = {"model__moe_layer_freq": [1, 1, 0, 0], "mixed_precision__fp32": False, "mixed_precision__bf16": True}
+    layout = MIXED | PLAIN | PP2 | EP2 | first
+    undisturbed = run_ranks(train_losses, 4, layout, 4)[0]
+    run_ranks(save_after, 4, layout, str(tmp_path), 2)
+    assert run_ranks(resume, 4, layout, str(tmp_path), 2)[0] == undisturbed[2:]
+
+
 def packed_steps(
     lengths: str, overrides: dict[str, Any], folder: str, load: int | None, steps: int
 ) -> tuple[list[tuple[float, float]], list[tuple[int, ...]], Any]:
