@@ -14,10 +14,11 @@ _BY_LAYOUT = "is_expert_parallel"
 
 
 def with_common_steps(state: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> dict[Any, Any]:
-    """A state to be saved in which an optimizer without parameters has counted the steps of the others, in place.
+    """A state to be saved in which optimizers and groups without parameters have counted the steps of the others, in
+    place.
 
-    A pipeline stage without experts has such a one where other stages' experts are spread over ranks. What is no tensor
-    is saved by rank 0, whose stage may be the one.
+    What is no tensor is saved by rank 0, whose pipeline stage may have no experts where other stages' are spread over
+    ranks, or nothing but an embedding, and so none of the parameters that do not decay.
 
     Args:
         state: of these optimizers, as ``sharded_state_dict`` returns it.
@@ -26,14 +27,16 @@ def with_common_steps(state: dict[Any, Any], groups: list[list[dict[str, Any]]])
     states = [state[index] for index in range(len(groups))] if 0 in state else [state]
     inner = [each.get("optimizer", each) for each in states]
     counting = [any(group["params"] for group in own) for own in groups]
-    if all(counting) or not any(counting):
+    if not any(counting):
         return state
     counted = inner[counting.index(True)]
     steps = [group["step"] for group in counted["param_groups"] if "step" in group]
-    for each in (each for each, counts in zip(inner, counting, strict=True) if not counts):
-        for group in each["param_groups"] if steps else []:
-            group["step"] = steps[0]
-        if "common_step" in counted.get("state", {}):
+    for each, own in zip(inner, groups, strict=True):
+        for saved, group in zip(each["param_groups"], own, strict=True) if steps else ():
+            if not group["params"]:
+                saved["step"] = steps[0]
+    if "common_step" in counted.get("state", {}):
+        for each in (each for each, counts in zip(inner, counting, strict=True) if not counts):
             each.setdefault("state", {})["common_step"] = counted["state"]["common_step"]
     return state
 

@@ -281,6 +281,15 @@ def test_latent_attention_is_saved_once_by_decentralized_groups(tmp_path: Path, 
     assert max(worst_difference(rest, undisturbed[1:])) < 2e-6
 
 
+def test_its_optimizer_counts_the_steps_of_groups_that_the_first_stage_lacks(tmp_path: Path) -> None:
+    """Transformer Engine's Adam counts them in the groups, which rank 0 saves: here it has an embedding alone."""
+    layout = TE | PP2 | {"model__num_layers": 1, "model__account_for_embedding_in_pipeline_split": True}
+    layout |= {"optimizer__use_distributed_optimizer": False}
+    undisturbed = run_ranks(train_losses, 2, layout, 4)[0]
+    run_ranks(save_after, 2, layout, str(tmp_path), 2)
+    assert run_ranks(resume, 2, layout, str(tmp_path), 2)[0] == undisturbed[2:]
+
+
 def attention_without_its_group() -> str:
     """What the probe says of upstream's class, which takes the hierarchy from global state where there is none."""
     from megatron_cp.attention.probe import probe_attention
