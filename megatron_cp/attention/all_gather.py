@@ -37,8 +37,8 @@ class _AllGather(torch.autograd.Function):
     ) -> Tensor:
         gathered = _gather(key, value, call, peers)
         result = OutputAccumulator(query, value.shape[-1])
-        tiles = plan_gathered(call.layout, peers.rank, call.mask, forward_tiles(query))
-        attend(query, gathered, tiles, call.scale, into=result)
+        work = plan_gathered(call.layout, peers.rank, call.mask, forward_tiles(query))
+        attend(query, gathered, work, call.scale, into=result)
         out, lse = result.finish(offset)
         ctx.save_for_backward(query, key, value, out, lse, offset)
         ctx.call, ctx.peers = call, peers
@@ -51,8 +51,8 @@ class _AllGather(torch.autograd.Function):
         (dout,), call, peers = douts, ctx.call, ctx.peers
         keys, values = _gather(key, value, call, peers)
         dquery, dkeys, dvalues = Gradient(query), Gradient(keys), Gradient(values)
-        tiles = plan_gathered(call.layout, peers.rank, call.mask, backward_tiles(query, call))
-        attend_backward(dout, query, (keys, values), out, lse, tiles, call, into=(dquery, dkeys, dvalues))
+        work = plan_gathered(call.layout, peers.rank, call.mask, backward_tiles(query, call))
+        attend_backward(dout, query, (keys, values), out, lse, work, call, into=(dquery, dkeys, dvalues))
         dkey, dvalue = _scatter(dkeys.total(), dvalues.total(), call, peers)
         doffset = softmax_offset_grad(offset, out, dout, lse, call.real_rows(peers.rank))
         return dquery.finish(), dkey.to(key.dtype), dvalue.to(value.dtype), doffset, None, None

@@ -1,4 +1,4 @@
-"""One tile's attention, forward and backward, with the log-sum-exp going out and coming in.
+"""A launch's attention, forward and backward, with the log-sum-exp going out and coming in.
 
 Everything else in this package is arithmetic on rows; here the work is done, by the best kernel PyTorch ships for the
 device and dtype, wrapped in the guards that kernel needs. A kernel takes [b, h, s, d] views (key and value may have
@@ -9,7 +9,7 @@ different keys can be merged and gradients taken tile by tile from the final out
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -19,22 +19,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_cp.attention.context import AttentionCall
-from megatron_cp.attention.merge import Gradient, OutputAccumulator
-from megatron_cp.attention.tiles import Kind, Tile, TileSize
+from megatron_cp.attention.launches import Launch, Window, together
+from megatron_cp.attention.merge import Gradient, OutputAccumulator, take
+from megatron_cp.attention.tiles import Kind, Plan, Tile, TileSize
 
 KeyValue = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def attend(query: Tensor, key_value: KeyValue, tiles: Sequence[Tile], scale: float, into: OutputAccumulator) -> None:
-    """Attention of [s, b, h, d] queries over [s', b, h', d] keys and values within ``tiles``, merged ``into``."""
+def attend(query: Tensor, key_value: KeyValue, plan: Plan, scale: float, into: OutputAccumulator) -> None:
+    """Attention of [s, b, h, d] queries over [s', b, h', d] keys and values within ``plan``, merged ``into``."""
     kernel = kernel_for(query)
     q, k, v = (_heads_first(x) for x in (query, *key_value))
-    if not any(tile.half for tile in tiles):
+    if not any(tile.half for tile in plan):
         q, k, v = (_full_precision(x) for x in (q, k, v))
-    for tile in tiles:
-        rows, columns = tile.q_rows, tile.k_rows
-        out, lse = kernel.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], tile, scale)
+    for launch in kernel.launches(plan, query.device):
+        rows, columns = launch.q_rows, launch.k_rows
+        out, lse = kernel.forward(take(q, rows), take(k, columns), take(v, columns), launch, scale)
         into.add(rows, out, lse)
 
 
@@ -44,24 +45,24 @@ def attend_backward(
     key_value: KeyValue,
     out: Tensor,
     lse: Tensor,
-    tiles: Sequence[Tile],
+    plan: Plan,
     call: AttentionCall,
     into: tuple[Gradient, Gradient, Gradient],
 ) -> None:
-    """Add the tiles' gradients ``into`` those of query, key and value.
+    """Add the gradients within ``plan`` ``into`` those of query, key and value.
 
     ``out`` and ``lse`` are the final ones, over all keys: they make the tiles' gradients sum to the whole's.
     """
     kernel = kernel_for(query)
     tensors = [_heads_first(x) for x in (dout, query, *key_value, out)]
-    if not any(tile.half for tile in tiles):
+    if not any(tile.half for tile in plan):
         tensors = [_full_precision(x) for x in tensors]
-    for tile in tiles:
-        rows, columns = tile.q_rows, tile.k_rows
-        parts = [x[:, :, at] for x, at in zip(tensors, (rows, rows, columns, columns, rows), strict=True)]
-        if not tile.half:
+    for launch in kernel.launches(plan, query.device):
+        rows, columns = launch.q_rows, launch.k_rows
+        parts = [take(x, at) for x, at in zip(tensors, (rows, rows, columns, columns, rows), strict=True)]
+        if not launch.tile.half:
             parts = [_full_precision(x) for x in parts]
-        grads = kernel.backward(parts, lse[:, :, rows], tile, call)
+        grads = kernel.backward(parts, take(lse, rows), launch, call)
         for total, at, grad in zip(into, (rows, columns, columns), grads, strict=True):
             total.add(at, grad)
 
@@ -105,7 +106,7 @@ def by_row(key_value: Sequence[Tensor]) -> KeyValue:
 
 
 class Kernel(Protocol):
-    """A device's way to compute a tile. Tensors are [b, h, s, d]; ``parts`` are dout, query, key, value and out."""
+    """A device's way to compute tiles. Tensors are [b, h, s, d]; ``parts`` are dout, query, key, value and out."""
 
     def forward_tiles(self, dtype: torch.dtype) -> TileSize: ...
 
@@ -113,9 +114,11 @@ class Kernel(Protocol):
 
     def prefers_heads_apart(self, dtype: torch.dtype) -> bool: ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]: ...
+    def launches(self, plan: Plan, device: torch.device) -> Iterable[Launch]: ...
 
-    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, call: AttentionCall) -> Gradients: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]: ...
+
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, launch: Launch, call: AttentionCall) -> Gradients: ...
 
 
 def kernel_for(query: Tensor) -> Kernel:
@@ -157,16 +160,19 @@ class CpuFlash:
         """It is some 2 % faster where a head's keys are neighbours; float64 is left as PyTorch's attention has it."""
         return dtype != torch.float64
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
-        dim_v = v.shape[-1]
+    def launches(self, plan: Plan, device: torch.device) -> Iterable[Launch]:
+        return map(Launch.of, plan)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
+        tile, dim_v = launch.tile, v.shape[-1]
         q, k, v = _equal_head_dims(q, k, v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, tile.kind is Kind.CAUSAL, attn_mask=_band_mask(tile, q), scale=scale
         )
         return out[..., :dim_v], lse
 
-    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, call: AttentionCall) -> Gradients:
-        dout, q, k, v, out = parts
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, launch: Launch, call: AttentionCall) -> Gradients:
+        tile, (dout, q, k, v, out) = launch.tile, parts
         dim_qk, dim_v = q.shape[-1], v.shape[-1]
         q, k, v = _equal_head_dims(q, k, v)
         dout, out = _pad_last(dout, v.shape[-1]), _pad_last(out, v.shape[-1])
@@ -195,30 +201,35 @@ class CudaFlash:
     def prefers_heads_apart(self, dtype: torch.dtype) -> bool:
         return False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    def launches(self, plan: Plan, device: torch.device) -> Iterable[Launch]:
+        """A pack's sequences together."""
+        return together(plan, _flash_window, device) if plan.packed else map(Launch.of, plan)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
         dim_v = v.shape[-1]
-        q, k, v = (x.transpose(1, 2) for x in _equal_head_dims(q, k, v, multiple=8))
-        left, right = _flash_window(tile)
+        q, k, v = (_flash_rows(x, launch) for x in _equal_head_dims(q, k, v, multiple=8))
+        left, right = _flash_window(launch.tile)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, tile.q_length, tile.k_length, 0.0, tile.kind is Kind.CAUSAL, False,
+            q, k, v, *_flash_lengths(launch), 0.0, (left, right) == (-1, 0), False,
             scale=scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        return out.transpose(1, 2)[..., :dim_v], lse
+        return _flash_back(out, launch)[..., :dim_v], lse if launch.q_lengths is None else lse.unsqueeze(0)
 
-    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, call: AttentionCall) -> Gradients:
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, launch: Launch, call: AttentionCall) -> Gradients:
         dout, q, k, v, out = parts
         dim_qk, dim_v = q.shape[-1], v.shape[-1]
-        q, k, v = (x.transpose(1, 2) for x in _equal_head_dims(q, k, v, multiple=8))
-        dout, out = (_pad_last(x, v.shape[-1]).transpose(1, 2) for x in (dout, out))
-        left, right = _flash_window(tile)
+        q, k, v = _equal_head_dims(q, k, v, multiple=8)
+        dout, out = (_pad_last(x, v.shape[-1]) for x in (dout, out))
+        dout, q, k, v, out = (_flash_rows(x, launch) for x in (dout, q, k, v, out))
+        lse = (lse if launch.q_lengths is None else lse.squeeze(0)).contiguous()
+        left, right = _flash_window(launch.tile)
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout there is not
         with _deterministic_algorithms(call.deterministic):
             grads = torch.ops.aten._flash_attention_backward(
-                dout, q, k, v, out, lse.contiguous(), None, None, tile.q_length, tile.k_length, 0.0,
-                tile.kind is Kind.CAUSAL, unused, unused,
+                dout, q, k, v, out, lse, *_flash_lengths(launch), 0.0, (left, right) == (-1, 0), unused, unused,
                 scale=call.scale, window_size_left=left, window_size_right=right,
             )  # fmt: skip
-        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        dq, dk, dv = (_flash_back(grad, launch) for grad in grads)
         return dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
 
 
@@ -236,7 +247,11 @@ class Matmul:
     def prefers_heads_apart(self, dtype: torch.dtype) -> bool:
         return False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    def launches(self, plan: Plan, device: torch.device) -> Iterable[Launch]:
+        return map(Launch.of, plan)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
+        tile = launch.tile
         outs, lses = [], []
         for row in range(0, tile.q_length, self.ROWS):
             scores = self._scores(q, k, tile, row, scale)
@@ -245,8 +260,8 @@ class Matmul:
             lses.append(lse)
         return torch.cat(outs, dim=3).flatten(1, 2), torch.cat(lses, dim=3).flatten(1, 2)
 
-    def backward(self, parts: Sequence[Tensor], lse: Tensor, tile: Tile, call: AttentionCall) -> Gradients:
-        dout, q, k, v, out = parts
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, launch: Launch, call: AttentionCall) -> Gradients:
+        tile, (dout, q, k, v, out) = launch.tile, parts
         kv_heads = k.shape[1]
         dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
         for row in range(0, tile.q_length, self.ROWS):
@@ -290,11 +305,34 @@ def _pad_last(x: Tensor, dim: int) -> Tensor:
     return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
 
 
-def _flash_window(tile: Tile) -> tuple[int, int]:
+def _flash_window(tile: Tile) -> Window:
     """FlashAttention counts a window from the diagonal that ends in the last row and column; -1 is no limit."""
+    if tile.kind is Kind.CAUSAL:
+        return -1, 0
     shift = tile.k_length - tile.q_length
     left = -1 if tile.low is None else shift - tile.low
     return left, -1 if tile.high is None else tile.high - shift
+
+
+def _flash_lengths(launch: Launch) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Where sequences end, if there are many, and the longest.
+
+    One row each is said to be two: with one, FlashAttention returns the denominators in another order.
+    """
+    q, k, tile = launch.q_lengths, launch.k_lengths, launch.tile
+    if q is None or k is None:
+        return None, None, tile.q_length, tile.k_length
+    return q.ends, k.ends, max(q.longest, 2), k.longest
+
+
+def _flash_rows(x: Tensor, launch: Launch) -> Tensor:
+    """[b, h, s, d] as FlashAttention takes it: [b, s, h, d], or [s, h, d] of many sequences."""
+    x = x.transpose(1, 2)
+    return x if launch.q_lengths is None else x.squeeze(0)
+
+
+def _flash_back(x: Tensor, launch: Launch) -> Tensor:
+    return (x if launch.q_lengths is None else x.unsqueeze(0)).transpose(1, 2)
 
 
 def _band_mask(tile: Tile, q: Tensor) -> Tensor | None:

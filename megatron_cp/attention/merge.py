@@ -8,6 +8,8 @@ union has ``lse = logaddexp(lse_1, lse_2)`` and ``out = out_1 + (out_2 - out_1) 
 import torch
 from torch import Tensor
 
+Rows = slice | Tensor  # consecutive rows, or an int64 index that names none twice
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which partial results of ``dtype`` are summed."""
@@ -26,19 +28,25 @@ class OutputAccumulator:
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
-    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge one block's ``out`` [b, h, rows, d] and finite ``lse`` [b, h, rows]; the first that covers all rows is
-        taken as it is, in the kernel's dtype."""
+    def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
+        """Merge one block's ``out`` [b, h, rows, d] and finite ``lse`` [b, h, rows]; the first stays in the kernel's
+        dtype, and as it is if it has all rows."""
         s, b, h, _ = self._query.shape
         dtype = accumulation_dtype(self._query.dtype)
-        if self._out is None and out.shape[2] == s:
-            self._out, self._lse = out, lse
-            return
         if self._out is None or self._lse is None:
-            self._out = out.new_zeros((s, b, h, self._value_dim), dtype=dtype).permute(1, 2, 0, 3)
-            self._lse = lse.new_full((b, s, h), -torch.inf).transpose(1, 2)
+            self._out, self._lse = out, lse
+            if out.shape[2] != s:
+                self._out = out.new_zeros((s, b, h, self._value_dim)).permute(1, 2, 0, 3)
+                self._lse = lse.new_full((b, s, h), -torch.inf).transpose(1, 2)
+                put(self._out, rows, out)
+                put(self._lse, rows, lse)
+            return
         self._out = self._out.to(dtype)
-        merge_(self._out[:, :, rows], self._lse[:, :, rows], out.to(dtype), lse)
+        merged, merged_lse = take(self._out, rows), take(self._lse, rows)
+        merge_(merged, merged_lse, out.to(dtype), lse)
+        if isinstance(rows, Tensor):
+            put(self._out, rows, merged)
+            put(self._lse, rows, merged_lse)
 
     def finish(self, softmax_offset: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output in the query's dtype, contiguous, and its log-sum-exp; with ``softmax_offset`` [h] included.
@@ -65,18 +73,21 @@ class Gradient:
         self._like = like
         self._sum: Tensor | None = None
 
-    def add(self, rows: slice, part: Tensor) -> None:
-        """Add ``part`` [b, h, rows, d], a fresh tensor; the first one that covers all rows is taken as it is, in the
-        kernel's dtype."""
+    def add(self, rows: Rows, part: Tensor) -> None:
+        """Add ``part`` [b, h, rows, d], a fresh tensor; the first stays in the kernel's dtype, and as it is if it has
+        all rows."""
         s, b, h, d = self._like.shape
-        dtype = accumulation_dtype(self._like.dtype)
-        if self._sum is None and part.shape[2] == s:
-            self._sum = part
-            return
         if self._sum is None:
-            self._sum = part.new_zeros((s, b, h, d), dtype=dtype).permute(1, 2, 0, 3)
-        self._sum = self._sum.to(dtype)
-        self._sum[:, :, rows] += part
+            self._sum = part
+            if part.shape[2] != s:
+                self._sum = part.new_zeros((s, b, h, d)).permute(1, 2, 0, 3)
+                put(self._sum, rows, part)
+            return
+        self._sum = self._sum.to(accumulation_dtype(self._like.dtype))
+        if isinstance(rows, slice):
+            self._sum[:, :, rows] += part
+        else:
+            put(self._sum, rows, take(self._sum, rows) + part)
 
     def add_all(self, others: Tensor) -> None:
         """Add what another rank has summed, [s, b, h, d]; its memory may be kept."""
@@ -95,6 +106,19 @@ class Gradient:
         if self._sum is None:
             return self._like.new_zeros(self._like.shape, dtype=dtype)
         return self._sum.permute(2, 0, 1, 3).to(dtype).contiguous()
+
+
+def take(x: Tensor, rows: Rows) -> Tensor:
+    """Rows of [b, h, s, ...]: a view of consecutive ones; of others a copy, in which a row's heads are neighbours."""
+    return x[:, :, rows] if isinstance(rows, slice) else x.movedim(2, 0).index_select(0, rows).movedim(0, 2)
+
+
+def put(x: Tensor, rows: Rows, values: Tensor) -> None:
+    """Write ``values`` over the rows of ``x`` [b, h, s, ...]."""
+    if isinstance(rows, slice):
+        x[:, :, rows] = values
+    else:
+        x.movedim(2, 0).index_copy_(0, rows, values.movedim(2, 0))
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:

@@ -40,8 +40,8 @@ class _Ring(torch.autograd.Function):
         result = OutputAccumulator(query, value.shape[-1])
         for stop, onward in zip(stops, _hops(stops), strict=True):
             arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
-            tiles = plan(call.layout, peers.rank, (peers.rank - stop) % peers.size, call.mask, forward_tiles(query))
-            attend(query, by_row(visitor), tiles, call.scale, into=result)
+            work = plan(call.layout, peers.rank, (peers.rank - stop) % peers.size, call.mask, forward_tiles(query))
+            attend(query, by_row(visitor), work, call.scale, into=result)
             if arriving is not None:
                 visitor = arriving.wait()
         out, lse = result.finish(offset)
@@ -61,8 +61,8 @@ class _Ring(torch.autograd.Function):
         for stop, onward in zip(stops, _hops(stops), strict=True):
             arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
             source = (peers.rank - stop) % peers.size
-            tiles = plan(call.layout, peers.rank, source, call.mask, backward_tiles(query, call))
-            attend_backward(dout, query, by_row(visitor), out, lse, tiles, call, into=(dquery, dkey, dvalue))
+            work = plan(call.layout, peers.rank, source, call.mask, backward_tiles(query, call))
+            attend_backward(dout, query, by_row(visitor), out, lse, work, call, into=(dquery, dkey, dvalue))
             if returning is not None:
                 for own, others in zip((dkey, dvalue), returning.wait(), strict=True):
                     own.add_all(others)

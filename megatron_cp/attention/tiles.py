@@ -17,6 +17,7 @@ import enum
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from numbers import Integral
 
 from megatron_cp.attention.sharding import Layout, Span
@@ -87,30 +88,64 @@ class TileSize:
     band: int = 0
     half_from: int | None = None
 
+    @property
+    def whole_diagonals(self) -> bool:
+        """Whether the kernel skips what a diagonal hides, wherever it runs: nothing is gained by cutting along it."""
+        return not self.causal and not self.band
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Disjoint tiles, made once for all layers: two plans are the same only if they are one object."""
+
+    tiles: tuple[Tile, ...]
+    packed: bool
+
+    def __iter__(self) -> Iterator[Tile]:
+        return iter(self.tiles)
+
 
 @functools.lru_cache(maxsize=4096)
-def plan(layout: Layout, q_rank: int, k_rank: int, mask: Mask, size: TileSize) -> tuple[Tile, ...]:
+def plan(layout: Layout, q_rank: int, k_rank: int, mask: Mask, size: TileSize) -> Plan:
     """The tiles between the queries of ``q_rank`` and the keys of ``k_rank``, rows counted in each rank's buffer."""
-    return tuple(cover(layout.spans(q_rank), layout.spans(k_rank), mask, size))
+    return Plan(tuple(cover(layout.spans(q_rank), layout.spans(k_rank), mask, size)), not layout.is_dense)
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_gathered(layout: Layout, q_rank: int, mask: Mask, size: TileSize) -> tuple[Tile, ...]:
+def plan_gathered(layout: Layout, q_rank: int, mask: Mask, size: TileSize) -> Plan:
     """The tiles between the queries of ``q_rank`` and the keys of all ranks, which lie as ``gathered_spans`` says."""
-    return tuple(cover(layout.spans(q_rank), layout.gathered_spans(), mask, size))
+    return Plan(tuple(cover(layout.spans(q_rank), layout.gathered_spans(), mask, size)), not layout.is_dense)
 
 
 def cover(q_spans: tuple[Span, ...], k_spans: tuple[Span, ...], mask: Mask, size: TileSize) -> list[Tile]:
     """Disjoint tiles that hold exactly the allowed pairs of two lists of spans, diagonal tiles last."""
     border = size.half_from or 0
-    by_sequence = _by_sequence(_divide(k_spans, border))
+    keys_of = _by_sequence(_divide(k_spans, border))
     tiles: list[Tile] = []
-    for q_span in _divide(q_spans, border):
-        for k_span in by_sequence.get(q_span.sequence, ()):
-            half = size.half_from is not None and max(q_span.position, k_span.position) >= border
-            tiles.extend(_cut(replace(_region(q_span, k_span, mask), half=half), size))
+    for sequence, queries in _by_sequence(_divide(q_spans, border)).items():
+        keys = keys_of.get(sequence, [])
+        if not border and size.whole_diagonals and mask == Mask(None, 0) and _are_the_same(queries, keys):
+            # Rows in the order of their positions: what positions hide, rows hide.
+            length = sum(span.length for span in queries)
+            tiles.append(Tile(queries[0].row, length, keys[0].row, length, Kind.CAUSAL, half=size.half_from == 0))
+            continue
+        for q_span in queries:
+            for k_span in keys:
+                half = size.half_from is not None and max(q_span.position, k_span.position) >= border
+                tiles.extend(_cut(replace(_region(q_span, k_span, mask), half=half), size))
     full = [tile for tile in tiles if tile.kind is Kind.FULL]
     return [*_join(full), *(tile for tile in tiles if tile.kind is not Kind.FULL)]
+
+
+def _are_the_same(queries: list[Span], keys: list[Span]) -> bool:
+    """Whether both are the same tokens, in rows that follow each other in the order of positions."""
+    return [(span.position, span.length) for span in queries] == [
+        (span.position, span.length) for span in keys
+    ] and all(
+        one.row + one.length == other.row and one.position < other.position
+        for spans in (queries, keys)
+        for one, other in pairwise(spans)
+    )
 
 
 def touches(layout: Layout, q_rank: int, k_rank: int, mask: Mask) -> bool:
@@ -194,6 +229,9 @@ def _cut(region: Tile, size: TileSize) -> Iterator[Tile]:
     elif low is None and high == 0 and rows == columns:
         yield from _halve_causal(replace(tile, kind=Kind.CAUSAL, high=None), 0 if tile.half else size.causal)
     elif low is None and high is not None and high > 0:
+        if size.whole_diagonals and rows + high == columns:
+            yield tile
+            return
         # All rows see the first columns; behind them the diagonal begins.
         yield from _cut(_part(tile, 0, rows, 0, high), size)
         yield from _cut(_part(tile, 0, rows, high, columns), size)

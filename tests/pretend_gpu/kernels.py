@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def _scores(q: Tensor, k: Tensor, scale: float | None, causal: bool, left: int | None, right: int | None) -> Tensor:
-    """[b, h, s, s'] in float32 of [b, s, h, d], the window counted from the diagonal that ends in the last corner."""
+def _scores(
+    q: Tensor, k: Tensor, scale: float | None, causal: bool, left: int | None, right: int | None, longest: int
+) -> Tensor:
+    """[b, h, s, s'] in float32 of [b, s, h, d], the window counted from the diagonal that ends in the last corner.
+
+    ``longest``: the most keys that a sequence of the launch has, by which FlashAttention judges the limits.
+    """
     heads = q.shape[2] // k.shape[2]
     q, k = (x.float().transpose(1, 2) for x in (q, k))
     scores = q @ k.repeat_interleave(heads, 1).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     rows, columns = scores.shape[-2:]
     distance = torch.arange(columns) - torch.arange(rows)[:, None] - (columns - rows)
     right = 0 if causal else right
-    left, right = (None if limit is None or not 0 <= limit < columns else limit for limit in (left, right))
+    left, right = (None if limit is None or not 0 <= limit < longest else limit for limit in (left, right))
     if left is not None and right is None:
-        right = columns  # as FlashAttention sets it, which binds where a tile is higher than wide
+        right = longest  # as FlashAttention sets it, which binds where a tile is higher than wide
     if right is not None:
         scores = scores.masked_fill(distance > right, -torch.inf)
     if left is not None:
@@ -35,32 +41,82 @@ def _check(*tensors: Tensor) -> None:
             raise RuntimeError(f"FlashAttention was given a head of {x.shape[-1]} elements, stride {x.stride(-1)}")
 
 
+def _check_lengths(
+    q: Tensor, k: Tensor, cum_q: Tensor, cum_k: Tensor, max_q: int, max_k: int
+) -> list[tuple[slice, slice]]:
+    """The rows of each sequence's queries and keys."""
+    ends = []
+    for x, cumulative, longest in ((q, cum_q, max_q), (k, cum_k, max_k)):
+        if x.ndim != 3 or cumulative.dtype != torch.int32 or not cumulative.is_contiguous():
+            raise RuntimeError("FlashAttention takes [rows, heads, dim] and int32 offsets of many sequences")
+        offsets = _numbers(cumulative)
+        if offsets[0] != 0 or offsets[-1] != len(x) or max(b - a for a, b in pairwise(offsets)) > longest:
+            raise RuntimeError(f"{len(x)} rows, the longest sequence of {longest}, do not fit {offsets}")
+        ends.append(offsets)
+    if len(ends[0]) != len(ends[1]):
+        raise RuntimeError("FlashAttention takes as many sequences of keys as of queries")
+    if max_q == 1:
+        raise RuntimeError("with one row each FlashAttention gives denominators by groups of heads")
+    return [(slice(*of_q), slice(*of_k)) for of_q, of_k in zip(*map(pairwise, ends), strict=True)]
+
+
+def _numbers(x: Tensor) -> list[int]:
+    """A kernel's own look at its arguments, for which the host does not wait."""
+    with torch._C.DisableTorchFunction():
+        return torch._C.TensorBase.tolist(x)
+
+
 def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int, dropout: float, causal: bool,
     debug: bool, *, scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None, **unused: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     _check(q, k, v)
-    scores = _scores(q, k, scale, causal, window_size_left, window_size_right)
+    state = torch.zeros(2, dtype=torch.uint64)
+    limits = (scale, causal, window_size_left, window_size_right, max_k)
+    if cum_q is None:
+        out, lse = _forward(q, k, v, *limits)
+    else:
+        sequences = _check_lengths(q, k, cum_q, cum_k, max_q, max_k)
+        each = [_forward(q[None, rows], k[None, columns], v[None, columns], *limits) for rows, columns in sequences]
+        out, lse = torch.cat([o[0] for o, _ in each]), torch.cat([x[0] for _, x in each], dim=1)
+    return out, lse, state, state.clone(), torch.empty(0, dtype=q.dtype)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *limits: Any) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, *limits)
     lse = scores.logsumexp(-1)
     probabilities = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     values = v.float().transpose(1, 2).repeat_interleave(q.shape[2] // v.shape[2], 1)
-    out = (probabilities @ values).transpose(1, 2).to(q.dtype).contiguous()
-    state = torch.zeros(2, dtype=torch.uint64)
-    return out, lse, state, state.clone(), torch.empty(0, dtype=q.dtype)
+    return (probabilities @ values).transpose(1, 2).to(q.dtype).contiguous(), lse
 
 
 def _flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_q: Any, cum_k: Any, max_q: int,
     max_k: int, dropout: float, causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float | None = None,
     window_size_left: int | None = None, window_size_right: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     _check(dout, q, k, v, out)
     if lse.dtype != torch.float32 or not lse.is_contiguous():
         raise RuntimeError("FlashAttention takes contiguous float32 denominators")
+    limits = (scale, causal, window_size_left, window_size_right, max_k)
+    if cum_q is None:
+        return _backward(dout, q, k, v, out, lse, *limits)
+    if lse.shape != (q.shape[1], len(q)):
+        raise RuntimeError("FlashAttention takes denominators [heads, rows] of many sequences")
+    each = []
+    for rows, columns in _check_lengths(q, k, cum_q, cum_k, max_q, max_k):
+        of_q, of_k = [x[None, rows] for x in (dout, q, out)], [x[None, columns] for x in (k, v)]
+        each.append(_backward(*of_q[:2], *of_k, of_q[2], lse[None, :, rows], *limits))
+    return tuple(torch.cat([grad[0] for grad in grads]) for grads in zip(*each, strict=True))
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *limits: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads, heads = k.shape[2], q.shape[2] // k.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = _scores(q, k, scale, causal, window_size_left, window_size_right)
+    scale = q.shape[-1] ** -0.5 if limits[0] is None else limits[0]
+    scores = _scores(q, k, scale, *limits[1:])
     probabilities = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     do, o, queries, keys, values = (x.float().transpose(1, 2) for x in (dout, out, q, k, v))
     keys, values = (x.repeat_interleave(heads, 1) for x in (keys, values))

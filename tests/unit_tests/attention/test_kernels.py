@@ -1,5 +1,7 @@
 """One tile's forward and backward against the written-out attention, and the guards around PyTorch's kernels."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from megatron_cp.attention import kernels
 from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.kernels import CpuFlash, CudaFlash, Matmul, attend, attend_backward
+from megatron_cp.attention.launches import Launch, by_launch
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.reference import reference_attention
 from megatron_cp.attention.sharding import Layout, partition_indices
@@ -120,14 +123,15 @@ def test_one_tile_in_half_precision_is_handed_on_as_the_kernel_made_it():
     assert torch.equal(gradient.total()[4:], 2 * out.float().permute(2, 0, 1, 3)[4:])
 
 
-def flash_sees(tile: Tile) -> np.ndarray:
-    """[rows, columns]: what FlashAttention's kernels let a tile see, as its own sources clamp and place the limits."""
+def flash_sees(tile: Tile, longest: int) -> np.ndarray:
+    """[rows, columns]: what FlashAttention's kernels let a tile see, as its own sources clamp and place the limits.
+
+    ``longest``: the most keys of a tile that is computed in the same launch, by which they are clamped.
+    """
     left, right = kernels._flash_window(tile)
-    if tile.kind is Kind.CAUSAL:
-        left, right = -1, 0
-    left, right = (-1 if limit >= tile.k_length else limit for limit in (left, right))
+    left, right = (-1 if limit >= longest else limit for limit in (left, right))
     if left >= 0 and right < 0:
-        right = tile.k_length
+        right = longest
     rows, columns = np.mgrid[: tile.q_length, : tile.k_length]
     diagonal = rows + tile.k_length - tile.q_length
     sees = np.ones(rows.shape, dtype=bool)
@@ -149,7 +153,8 @@ def wanted(tile: Tile) -> np.ndarray:
     return sees
 
 
-LAYOUTS = [*(Layout.dense(48, n) for n in (1, 2, 3, 4)), Layout.packed([0, 8, 40, 48], None, 2)]
+PACK = Layout.packed([0, 7, 36, 44, 45, 60], [0, 8, 40, 48, 52, 68], 2)
+LAYOUTS = [*(Layout.dense(48, n) for n in (1, 2, 3, 4)), Layout.packed([0, 8, 40, 48], None, 2), PACK]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -159,9 +164,12 @@ def test_flash_attention_sees_what_a_tile_allows(layout):
         for right in (None, 0, 1, 4, 9, 17):
             mask = Mask(left, right)
             for rank in range(layout.size):
-                tiles = [tile for k in range(layout.size) for tile in plan(layout, rank, k, mask, size)]
-                for tile in (*tiles, *plan_gathered(layout, rank, mask, size)):
-                    assert (flash_sees(tile) == wanted(tile)).all(), (mask, tile)
+                plans = [plan(layout, rank, k, mask, size) for k in range(layout.size)]
+                for tiles in (*plans, plan_gathered(layout, rank, mask, size)):
+                    for launch in by_launch(tiles, kernels._flash_window) if tiles.packed else ([t] for t in tiles):
+                        longest = max(tile.k_length for tile in launch)
+                        for tile in launch:
+                            assert (flash_sees(tile, longest) == wanted(tile)).all(), (mask, tile, longest)
 
 
 def on_cuda(
@@ -214,6 +222,68 @@ def test_cuda_kernels(mask, dtype, tolerance, ranks):
     run_ranks(compare_on_cuda, 1, mask, dtype, tolerance, ranks)
 
 
+def packs_on_cuda(mask: Mask, sequences: int, gathered: bool) -> tuple[float, int]:
+    """Each rank of two, one after the other, with the keys of both: the worst difference from what is written out in
+    float64, over the largest value, and the most launches forward and backward that a stop or a gather needed."""
+    rng = np.random.default_rng(7)
+    padded = 4 * rng.integers(1, 12, sequences)
+    layout = Layout(tuple(int(x) for x in padded - rng.integers(0, 4, sequences)), tuple(padded.tolist()), 2)
+    offsets = np.cumsum([0, *padded])
+    inputs, dout = draw(int(offsets[-1]), b=1, dtype=torch.bfloat16)
+    real = np.concatenate([np.arange(at, at + n) for at, n in zip(offsets, layout.lengths, strict=False)])
+    window = (-1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right)
+    want = [torch.zeros_like(x, dtype=torch.float64) for x in (dout, *inputs)]
+    for at, n in zip(offsets, layout.lengths, strict=False):
+        exact = [x[at : at + n].double().requires_grad_() for x in inputs]
+        out = reference_attention(*exact, causal=mask.right == 0, window_size=window, softmax_scale=0.3)
+        grads = torch.autograd.grad(out, exact, dout[at : at + n].double())
+        for whole, part in zip(want, (out.detach(), *grads), strict=True):
+            whole[at : at + n] = part
+    rubbish = [x.clone() for x in (*inputs, dout)]
+    for x in rubbish:  # what lies in the padding is nobody's business
+        x[np.setdiff1d(np.arange(len(x)), real)] = torch.nan
+    query, key, value, dout = (x.cuda() for x in rubbish)
+    call = AttentionCall(layout, mask, 0.3)
+    rows_of = [torch.from_numpy(partition_indices(offsets, rank, 2)).cuda() for rank in range(2)]
+    got = [torch.zeros_like(x) for x in (dout, query, key, value)]
+    launches = []
+    for rank, rows in enumerate(rows_of):
+        size = kernels.forward_tiles(query)
+        visits = [(rows_of[k], plan(layout, rank, k, mask, size)) for k in range(2)]
+        if gathered:
+            visits = [(torch.arange(len(key)).cuda(), plan_gathered(layout, rank, mask, size))]
+        result, mine = OutputAccumulator(query[rows], value.shape[-1]), Gradient(query[rows])
+        for columns, tiles in visits:
+            attend(query[rows], (key[columns], value[columns]), tiles, 0.3, into=result)
+        out, lse = result.finish(None)
+        for columns, tiles in visits:
+            dkey, dvalue = Gradient(key[columns]), Gradient(value[columns])
+            with mock.patch.object(CudaFlash, "backward", autospec=True, side_effect=CudaFlash.backward) as counted:
+                attend_backward(
+                    dout[rows], query[rows], (key[columns], value[columns]), out, lse, tiles, call, (mine, dkey, dvalue)
+                )
+            launches.append(counted.call_count)
+            got[2][columns] += dkey.finish()
+            got[3][columns] += dvalue.finish()
+        got[0][rows], got[1][rows] = out, mine.finish()
+    return max(float((g.cpu().double() - w).abs().max() / w.abs().max()) for g, w in zip(got, want, strict=True)), max(
+        launches
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("mask", [Mask(), Mask(None, 0), Mask(9, 0), Mask(5, 7), Mask(20, None)])
+def test_cuda_packs(mask, gathered):
+    """A launch for all of a pack's sequences, up to four of gathered keys; more with windows, which sequences' corners
+    cut into pieces of many shapes."""
+    differences, launches = zip(*(run_ranks(packs_on_cuda, 1, mask, n, gathered)[0] for n in (5, 40)), strict=True)
+    assert max(differences) <= 2e-2
+    if mask.left is None:
+        assert max(launches) <= (4 if gathered else 1)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_cuda_determinism():
@@ -235,6 +305,6 @@ def test_determinism_is_asked_for_strictly(monkeypatch):
     parts = [torch.zeros(1, 2, 8, 8) for _ in range(5)]
     for deterministic in (False, True):
         call = AttentionCall(layout, Mask(), 1.0, deterministic=deterministic)
-        CudaFlash().backward(parts, torch.zeros(1, 2, 8), tile, call)
+        CudaFlash().backward(parts, torch.zeros(1, 2, 8), Launch.of(tile), call)
     assert asked == [(False, False), (True, False)]
     assert not torch.are_deterministic_algorithms_enabled()

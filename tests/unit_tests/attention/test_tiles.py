@@ -50,7 +50,8 @@ def pairs_of(tile) -> np.ndarray:
     return np.stack([rows[inside] + tile.q_row, columns[inside] + tile.k_row], axis=1)
 
 
-def check_cover(tiles, expected):
+def check_cover(plan, expected):
+    tiles = list(plan)
     computed = np.concatenate([pairs_of(tile) for tile in tiles]) if tiles else np.zeros((0, 2), dtype=int)
     as_set = set(map(tuple, computed.tolist()))
     assert len(as_set) == len(computed), "a pair is computed twice"
@@ -69,6 +70,8 @@ def test_tiles_cover_the_allowed_pairs_once(pack, mask, size, data):
     assert touches(layout, q_rank, k_rank, mask) == bool(expected)
     if size.half_from is None:
         assert not any(tile.half for tile in tiles)
+    if size.whole_diagonals and size.half_from == 0:
+        assert all(tile.half for tile in tiles)
 
 
 @given(packs(), masks, sizes, st.none() | st.integers(1, 6))
@@ -127,6 +130,22 @@ def test_an_unmasked_stop_is_one_tile():
     for source, rows in ((0, (16, 8)), (3, (8, 16))):
         (tile,) = plan(layout, 1, source, causal, TileSize())
         assert tile.kind is Kind.FULL and (tile.q_length, tile.k_length) == rows
+
+
+def test_a_kernel_that_skips_what_is_hidden_gets_diagonals_whole():
+    layout, causal = Layout.packed([0, 24, 60], [0, 32, 72], 2), Mask(None, 0)
+
+    def tiles(found):
+        return [(t.kind, t.q_row, t.q_length, t.k_row, t.k_length) for t in found]
+
+    own = [
+        [(Kind.CAUSAL, row, rows, row, rows) for row, rows in part]
+        for part in ([(0, 8), (16, 16)], [(0, 16), (16, 20)])
+    ]
+    assert [tiles(plan(layout, rank, rank, causal, TileSize())) for rank in range(2)] == own
+    # Of all keys up to the queries' last, the diagonal ends in the last corner.
+    gathered = tiles(plan_gathered(layout, 1, causal, TileSize()))
+    assert gathered == [(Kind.BAND, 0, 16, 0, 24), (Kind.BAND, 16, 20, 32, 30)]
 
 
 def test_float32_work_is_kept_apart_from_half_precision():

@@ -1,0 +1,140 @@
+"""Tiles of many sequences in one launch: each tile once, and the same numbers as tile by tile."""
+
+from itertools import pairwise
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp.attention import kernels, launches
+from megatron_cp.attention.context import AttentionCall
+from megatron_cp.attention.kernels import Matmul, attend, attend_backward
+from megatron_cp.attention.launches import Launch, by_launch, together
+from megatron_cp.attention.merge import Gradient, OutputAccumulator
+from megatron_cp.attention.sharding import Layout
+from megatron_cp.attention.tiles import Kind, Mask, Tile, TileSize, plan, plan_gathered
+from tests.unit_tests.attention.test_sharding import packs
+from tests.unit_tests.attention.test_tiles import masks
+
+CPU = torch.device("cpu")
+CAUSAL = Mask(None, 0)
+window_of = kernels._flash_window
+
+
+@given(packs(), masks, st.data())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_each_tile_is_in_one_launch_whose_rows_rise(pack, mask, data):
+    cu_seqlens, padded, n = pack
+    layout = Layout.packed(cu_seqlens, padded, n)
+    q_rank, k_rank = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1))
+    for tiles in (plan(layout, q_rank, k_rank, mask, TileSize()), plan_gathered(layout, q_rank, mask, TileSize())):
+        grouped = by_launch(tiles, window_of)
+        assert sorted(map(repr, (tile for launch in grouped for tile in launch))) == sorted(map(repr, tiles))
+        for launch in grouped:
+            assert len({window_of(tile) for tile in launch}) == 1
+            for one, other in pairwise(launch):
+                assert one.q_rows.stop <= other.q_row and one.k_rows.stop <= other.k_row
+
+
+class OneByOne(Matmul):
+    """Many sequences in a launch, as a kernel that takes them would compute them."""
+
+    def launches(self, plan, device):
+        return together(plan, window_of, device)
+
+    def _each(self, launch):
+        left, right = window_of(launch.tile)
+        ends = (pairwise(x.ends.tolist()) for x in (launch.q_lengths, launch.k_lengths))
+        for (q, q_end), (k, k_end) in zip(*ends, strict=True):
+            rows, columns = q_end - q, k_end - k
+            low = None if left < 0 else columns - rows - left
+            high = None if right < 0 else columns - rows + right
+            yield slice(q, q_end), slice(k, k_end), Launch.of(Tile(0, rows, 0, columns, Kind.BAND, low, high))
+
+    def forward(self, q, k, v, launch, scale):
+        if launch.q_lengths is None:
+            return super().forward(q, k, v, launch, scale)
+        parts = [
+            super(OneByOne, self).forward(q[:, :, at], k[:, :, of], v[:, :, of], one, scale)
+            for at, of, one in self._each(launch)
+        ]
+        return tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+
+    def backward(self, parts, lse, launch, call):
+        if launch.q_lengths is None:
+            return super().backward(parts, lse, launch, call)
+        dout, q, k, v, out = parts
+        grads = []
+        for at, of, one in self._each(launch):
+            pieces = [dout[:, :, at], q[:, :, at], k[:, :, of], v[:, :, of], out[:, :, at]]
+            grads.append(super().backward(pieces, lse[:, :, at], one, call))
+        return tuple(torch.cat(each, dim=2) for each in zip(*grads, strict=True))
+
+
+def attention(kernel, layout, mask, visits, tensors):
+    """Output and gradients of a rank whose queries see the keys of ``visits``: of pairs of rows and tiles."""
+    query, key, value, dout = tensors
+    call = AttentionCall(layout, mask, 0.3)
+    with mock.patch.object(kernels, "kernel_for", lambda query: kernel):
+        result = OutputAccumulator(query, value.shape[-1])
+        for rows, tiles in visits:
+            attend(query, (key[rows], value[rows]), tiles, 0.3, into=result)
+        out, lse = result.finish(None)
+        dquery, dkey, dvalue = Gradient(query), torch.zeros_like(key), torch.zeros_like(value)
+        for rows, tiles in visits:
+            grads = dquery, Gradient(key[rows]), Gradient(value[rows])
+            attend_backward(dout, query, (key[rows], value[rows]), out, lse, tiles, call, into=grads)
+            dkey[rows] += grads[1].finish()
+            dvalue[rows] += grads[2].finish()
+    return out, dquery.finish(), dkey, dvalue
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, Mask(), Mask(6, 0), Mask(5, 7), Mask(4, None)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_together_as_one_by_one(mask, rank):
+    """With padding, so that rows are collected; and a stop's few rows are merged into those of the stop before."""
+    layout = Layout((7, 29, 8, 1, 15, 0, 3), (8, 32, 8, 4, 16, 4, 4), 2)
+    generator = torch.Generator().manual_seed(5)
+    rows = layout.rows
+    shapes = [(rows, 1, 4, 8), (2 * rows, 1, 2, 8), (2 * rows, 1, 2, 8), (rows, 1, 4, 8)]
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    size = TileSize()
+    ring = [(slice(k * rows, k * rows + rows), plan(layout, rank, k, mask, size)) for k in (rank, 1 - rank)]
+    for visits in (ring, [(slice(None), plan_gathered(layout, rank, mask, size))]):
+        one_by_one = attention(Matmul(), layout, mask, visits, tensors)
+        for got, want in zip(attention(OneByOne(), layout, mask, visits, tensors), one_by_one, strict=True):
+            assert (got - want).abs().max() < 1e-13 * want.abs().max()
+
+
+def test_a_stop_is_one_launch_however_many_sequences_there_are():
+    rng = np.random.default_rng(1)
+    for count in (3, 50):
+        padded = tuple((8 * rng.integers(1, 9, count)).tolist())
+        layout = Layout(tuple(int(n - rng.integers(0, 3)) for n in padded), padded, 4)
+        for rank in range(4):
+            for source in range(4):
+                assert len(together(plan(layout, rank, source, CAUSAL, TileSize()), window_of, CPU)) == 1
+            # Of gathered keys, a rank's second chunk sees those of its first; a row alone sees all that it is given.
+            assert len(together(plan_gathered(layout, rank, CAUSAL, TileSize()), window_of, CPU)) <= 4
+
+
+def test_rows_that_follow_each_other_are_not_collected():
+    tiles = plan(Layout((8, 24, 16), (8, 24, 16), 1), 0, 0, CAUSAL, TileSize())
+    (launch,) = together(tiles, window_of, CPU)
+    assert launch.q_rows == launch.k_rows == slice(0, 48)
+    assert launch.q_lengths.ends.tolist() == [0, 8, 32, 48] and launch.q_lengths.longest == 24
+
+
+def test_layers_share_what_was_sent(monkeypatch):
+    sent = []
+    monkeypatch.setattr(launches, "on_device", lambda table, device: sent.append(table) or torch.from_numpy(table))
+    layout = Layout((7, 5), (8, 8), 1)
+    for _layer in range(3):
+        tiles = plan(layout, 0, 0, CAUSAL, TileSize(half_from=0))
+        with torch.inference_mode():
+            (launch,) = together(tiles, window_of, CPU)
+    assert len(sent) == 4, "the rows and the ends, of queries and of keys"
+    assert not launch.q_rows.is_inference()
