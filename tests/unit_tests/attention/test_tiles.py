@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.attention.sharding import Layout
-from megatron_cp.attention.tiles import Kind, Mask, TileSize, plan, plan_gathered, ring_shifts, touches
+from megatron_cp.attention.sharding import Layout, Span
+from megatron_cp.attention.tiles import Kind, Mask, TileSize, cover, plan, plan_gathered, ring_shifts, touches
 from tests.unit_tests.attention.test_sharding import packs
 
 masks = st.builds(Mask, st.none() | st.integers(0, 50), st.none() | st.integers(0, 50))
@@ -143,6 +143,9 @@ def test_a_kernel_that_skips_what_is_hidden_gets_diagonals_whole():
         for part in ([(0, 8), (16, 16)], [(0, 16), (16, 20)])
     ]
     assert [tiles(plan(layout, rank, rank, causal, TileSize())) for rank in range(2)] == own
+    # With other rows between them, its chunks do not make one square.
+    apart = (Span(0, 4, 0, 0), Span(6, 4, 12, 0))
+    assert sum(len(pairs_of(tile)) for tile in cover(apart, apart, causal, TileSize())) == 8 * 9 // 2
     # Of all keys up to the queries' last, the diagonal ends in the last corner.
     gathered = tiles(plan_gathered(layout, 1, causal, TileSize()))
     assert gathered == [(Kind.BAND, 0, 16, 0, 24), (Kind.BAND, 16, 20, 32, 30)]
