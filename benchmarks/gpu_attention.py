@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_attention.py                                              # a GPU: 4K to 64K tokens
     python benchmarks/gpu_attention.py --sizes 4096 --heads 32/8 --dims 128 --rings 2,4,8
-    python benchmarks/gpu_attention.py --sizes 512 --heads 8/2 --dims 64 --matmul 512  # what a CPU can do, to try it
+    python benchmarks/gpu_attention.py --sizes 512 --heads 8/2 --dims 64 --matmul 512 --packs 8   # on a CPU, to try it
 
 Causal, forward and forward plus backward, in bf16 on a GPU and float32 on a CPU, the ways taking turns in every round.
 ``sdpa`` is PyTorch's own with the kernel that it chooses, ``cudnn`` with cuDNN's, ``te`` Transformer Engine's, where it
@@ -14,6 +14,10 @@ the square, and stand beside the rate of large matrix products in the same run.
 A ring of c ranks is run without its communication: this device does what one rank would launch, on blocks of the same
 sizes, with the merging of partial results; a visitor is there when it is asked for. Printed is c times the slowest
 rank's time over the time of the whole sequence in one call: what is above 1 is the price of the blocks.
+
+A pack holds as many sequences as it says, the longest four times the shortest. Beside our attention of it, on a GPU one
+launch, and Transformer Engine's, ``one by one`` is sdpa of each sequence; here the host's time counts too, for it is
+what many launches cost.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -61,14 +66,13 @@ def inputs(rows: int, heads: int, kv_heads: int, dim: int) -> Inputs:
     return query, key, value
 
 
-def ring_of_one(rank: int, size: int) -> Attention:
-    """What ``rank`` of a ring of ``size`` launches for its shard."""
+def ring_of_one(rank: int, size: int, pack: Layout | None = None) -> Attention:
+    """What ``rank`` of a ring of ``size`` launches for its shard of a sequence, or of a ``pack``."""
     peers = Peers(None, rank, size)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        attention_call = AttentionCall(
-            Layout.dense(query.shape[0] * size, size), Mask(right=0), 1 / math.sqrt(query.shape[-1]), False
-        )
+        layout = pack or Layout.dense(query.shape[0] * size, size)
+        attention_call = AttentionCall(layout, Mask(right=0), 1 / math.sqrt(query.shape[-1]), False)
         return ring_attention(query, key, value, None, attention_call, peers)
 
     return attention
@@ -83,8 +87,25 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, kernel: SDPBackend | None = 
     return out.permute(2, 0, 1, 3)
 
 
-def transformer_engine(heads: int, kv_heads: int, dim: int) -> Attention | None:
-    """Transformer Engine's attention, None where it is not installed or there is no GPU."""
+def one_by_one(lengths: Sequence[int]) -> Attention:
+    """sdpa of each sequence of a pack."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        sequences = zip(*(x.split(list(lengths)) for x in (query, key, value)), strict=True)
+        return torch.cat([sdpa(*sequence) for sequence in sequences])
+
+    return attention
+
+
+def uneven(size: int, count: int) -> tuple[int, ...]:
+    """Lengths of ``count`` sequences, ``size`` tokens in all, the longest about four times the shortest."""
+    shares = [1 + 3 * (7 * index % count) / max(1, count - 1) for index in range(count)]
+    ends = [round(size * end / sum(shares)) for end in accumulate(shares)]
+    return tuple(end - start for start, end in pairwise([0, *ends]))
+
+
+def transformer_engine(heads: int, kv_heads: int, dim: int, pack: Sequence[int] | None = None) -> Attention | None:
+    """Transformer Engine's attention, of a ``pack`` of such lengths; None where it is not there or there is no GPU."""
     if not torch.cuda.is_available():
         return None
     try:
@@ -92,16 +113,30 @@ def transformer_engine(heads: int, kv_heads: int, dim: int) -> Attention | None:
     except ImportError:
         return None
     module = DotProductAttention(
-        heads, dim, num_gqa_groups=kv_heads, attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal"
+        heads,
+        dim,
+        num_gqa_groups=kv_heads,
+        attention_dropout=0.0,
+        qkv_format="thd" if pack else "sbhd",
+        attn_mask_type="padding_causal" if pack else "causal",
     )
-    return lambda query, key, value: module(query, key, value)
+    if pack is None:
+        return lambda query, key, value: module(query, key, value)
+    ends = torch.tensor([0, *accumulate(pack)], dtype=torch.int32, device=device())
+    offsets = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": max(pack), "max_seqlen_kv": max(pack)}
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = module(query.squeeze(1), key.squeeze(1), value.squeeze(1), **offsets)
+        return out.unsqueeze(1)
+
+    return attention
 
 
-def seconds_of(attention: Attention, given: Inputs) -> tuple[float, float]:
-    """Seconds forward, and forward plus backward, of one run."""
+def seconds_of(attention: Attention, given: Inputs, with_host: bool = False) -> tuple[float, float]:
+    """Seconds forward, and forward plus backward, of one run: of a GPU, unless ``with_host``."""
     for x in given:
         x.grad = None
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not with_host:
         return _device_seconds_of(attention, given)
     wait()
     began = time.perf_counter()
@@ -147,12 +182,12 @@ def those_that_work(ways: Ways) -> Ways:
     return works
 
 
-def measure(ways: Ways, repeats: int) -> dict[str, tuple[list[float], list[float]]]:
+def measure(ways: Ways, repeats: int, with_host: bool = False) -> dict[str, tuple[list[float], list[float]]]:
     """Seconds of each way in each round, forward and both; one round before is not counted."""
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
     for index in range(repeats + 1):
         for name, (attention, given) in ways.items():
-            for total, seconds in zip(found[name], seconds_of(attention, given), strict=True):
+            for total, seconds in zip(found[name], seconds_of(attention, given, with_host), strict=True):
                 total.extend([seconds] if index else [])
     return found
 
@@ -177,19 +212,46 @@ def case(size: int, heads: int, kv_heads: int, dim: int, rings: list[int], repea
         shard = inputs(size // count, heads, kv_heads, dim)
         ways |= {f"ring {count}, rank {rank}": (ring_of_one(rank, count), shard) for rank in {0, count - 1}}
     found = measure(ways, repeats)
-    pairs = size * size / 2 * heads * dim * 4
     name = f"| {size} | {heads}/{kv_heads} | {dim} |"
-    for way in ("ours", "sdpa", "cudnn", "te"):
-        if way in found:
-            forward, both = found[way]
-            rates = [pairs / statistics.median(forward) / peak, 3.5 * pairs / statistics.median(both) / peak]
-            over = ratio(both, found[next(other for other in ("te", "sdpa", "ours") if other in found)][1])
-            print(f"{name} {way} | {100 * rates[0]:.0f} % | {100 * rates[1]:.0f} % | {over} |", flush=True)
+    told_rates(found, name, size * size / 2 * heads * dim * 4, peak, ("ours", "sdpa", "cudnn", "te"), ("te", "sdpa"))
     for count in rings:
         ranks = [found[f"ring {count}, rank {rank}"] for rank in {0, count - 1}]
         slowest = [[max(times) for times in zip(*part, strict=True)] for part in zip(*ranks, strict=True)]
         forward, both = (ratio(part, whole, count) for part, whole in zip(slowest, found["ours"], strict=True))
         print(f"{name} ring of {count} | {forward} | {both} | |", flush=True)
+
+
+def pack_case(size: int, count: int, heads: int, kv_heads: int, dim: int, repeats: int, peak: float) -> None:
+    """The rows of a pack of ``count`` sequences."""
+    lengths, given = uneven(size, count), inputs(size, heads, kv_heads, dim)
+    ways: Ways = {
+        "ours": (ring_of_one(0, 1, Layout(lengths, lengths, 1)), given),
+        "one by one": (one_by_one(lengths), given),
+    }
+    engine = transformer_engine(heads, kv_heads, dim, lengths)
+    if engine is not None:
+        ways["te"] = (engine, given)
+    found = measure(those_that_work(ways), repeats, with_host=True)
+    pairs = sum(length**2 for length in lengths) / 2 * heads * dim * 4
+    name = f"| {size} in {count} | {heads}/{kv_heads} | {dim} |"
+    told_rates(found, name, pairs, peak, ("ours", "one by one", "te"), ("te", "one by one"))
+
+
+def told_rates(
+    found: dict[str, tuple[list[float], list[float]]],
+    name: str,
+    pairs: float,
+    peak: float,
+    ways: Sequence[str],
+    beside: Sequence[str],
+) -> None:
+    """The rows of those ``ways`` that were measured, each over the first of ``beside`` that was."""
+    for way in ways:
+        if way in found:
+            forward, both = found[way]
+            rates = [pairs / statistics.median(forward) / peak, 3.5 * pairs / statistics.median(both) / peak]
+            over = ratio(both, found[next(other for other in (*beside, "ours") if other in found)][1])
+            print(f"{name} {way} | {100 * rates[0]:.0f} % | {100 * rates[1]:.0f} % | {over} |", flush=True)
 
 
 def main() -> None:
@@ -199,13 +261,14 @@ def main() -> None:
     parser.add_argument("--heads", type=lambda text: text.split(","), default=["32/32", "32/8"])
     parser.add_argument("--dims", **numbers, default=[64, 128])
     parser.add_argument("--rings", **numbers, default=[2, 4, 8])
+    parser.add_argument("--packs", **numbers, default=[8, 64], help="how many sequences a pack of each size has")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--matmul", type=int, default=8192, help="rows and columns of the matrices")
     options = parser.parse_args()
     peak = matmul_rate(options.matmul)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{where}, torch {torch.__version__}: {peak / 1e12:.3g} TFLOP/s in matrix products of {options.matmul}\n")
-    print("| tokens | heads | dim | way | forward | both | both, over te's (sdpa's without it) |")
+    print("| tokens | heads | dim | way | forward | both | both, over te's (sdpa's, or one by one, without it) |")
     print("|---|---|---|---|---|---|---|")
 
     def arrived(pair: tuple[Tensor, Tensor], distance: int, peers: Peers, tag: int) -> Arrival[tuple[Tensor, Tensor]]:
@@ -217,11 +280,14 @@ def main() -> None:
             for heads in options.heads:
                 count, kv_count = (int(part) for part in heads.split("/"))
                 for size in options.sizes:
-                    try:
-                        case(size, count, kv_count, dim, options.rings, options.repeats, peak)
-                    except Exception as error:  # the other shapes are measured all the same
-                        print(f"| {size} | {heads} | {dim} | {told(error)} | | | |", flush=True)
-                        failed = True
+                    cases = [partial(case, size, count, kv_count, dim, options.rings)]
+                    cases += [partial(pack_case, size, n, count, kv_count, dim) for n in options.packs]
+                    for one in cases:
+                        try:
+                            one(options.repeats, peak)
+                        except Exception as error:  # the other shapes are measured all the same
+                            print(f"| {size} | {heads} | {dim} | {told(error)} | | | |", flush=True)
+                            failed = True
     sys.exit(failed)
 
 

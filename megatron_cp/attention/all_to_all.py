@@ -134,7 +134,7 @@ class _Exchange:
             return whole
         total = like.new_zeros(shape, dtype=accumulation_dtype(like.dtype))
         for rank, run, part in self._places(parts):
-            total[run.rows, :, share(rank)] += part
+            total[run.rows, :, share(rank)].add_(part)
         return total.to(like.dtype)
 
     def _places(self, parts: list[list[Tensor]]) -> Iterator[tuple[int, RowRun, Tensor]]:

@@ -27,20 +27,25 @@ class OutputAccumulator:
         self._value_dim = value_dim
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
+        self._end = 0  # no row from here on has met a key
 
     def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
         """Merge one block's ``out`` [b, h, rows, d] and finite ``lse`` [b, h, rows]; the first stays in the kernel's
         dtype, and as it is if it has all rows."""
         s, b, h, _ = self._query.shape
-        dtype = accumulation_dtype(self._query.dtype)
+        start, end = (rows.start, rows.stop) if isinstance(rows, slice) else (0, s)
+        untouched, self._end = start >= self._end, max(end, self._end)
         if self._out is None or self._lse is None:
-            self._out, self._lse = out, lse
-            if out.shape[2] != s:
-                self._out = out.new_zeros((s, b, h, self._value_dim)).permute(1, 2, 0, 3)
-                self._lse = lse.new_full((b, s, h), -torch.inf).transpose(1, 2)
-                put(self._out, rows, out)
-                put(self._lse, rows, lse)
+            if out.shape[2] == s:
+                self._out, self._lse = out, lse
+                return
+            self._out = out.new_zeros((s, b, h, self._value_dim)).permute(1, 2, 0, 3)
+            self._lse = lse.new_full((b, s, h), -torch.inf).transpose(1, 2)
+        if untouched and out.dtype == self._out.dtype:
+            put(self._out, rows, out)
+            put(self._lse, rows, lse)
             return
+        dtype = accumulation_dtype(self._query.dtype)
         self._out = self._out.to(dtype)
         merged, merged_lse = take(self._out, rows), take(self._lse, rows)
         merge_(merged, merged_lse, out.to(dtype), lse)
@@ -85,7 +90,7 @@ class Gradient:
             return
         self._sum = self._sum.to(accumulation_dtype(self._like.dtype))
         if isinstance(rows, slice):
-            self._sum[:, :, rows] += part
+            self._sum[:, :, rows].add_(part)
         else:
             put(self._sum, rows, take(self._sum, rows) + part)
 

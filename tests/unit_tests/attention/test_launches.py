@@ -138,3 +138,22 @@ def test_layers_share_what_was_sent(monkeypatch):
             (launch,) = together(tiles, window_of, CPU)
     assert len(sent) == 4, "the rows and the ends, of queries and of keys"
     assert not launch.q_rows.is_inference()
+
+
+@pytest.mark.parametrize("first", [slice(0, 3), slice(4, 6), torch.tensor([5, 1])])
+def test_rows_are_written_where_nothing_is_and_merged_elsewhere(first):
+    """Blocks that come in any order and overlap: each row's is the attention over the keys of all its blocks."""
+    rows = [first, slice(2, 5), torch.tensor([0, 4, 6]), slice(6, 8), slice(7, 9), slice(9, 10), slice(0, 10)]
+    scores = torch.randn(len(rows), 1, 2, 10, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    values = torch.randn(len(rows), 10, 1, 2, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for count in range(1, len(rows) + 1):
+        result = OutputAccumulator(torch.zeros(10, 1, 2, 3, dtype=torch.float64), 3)
+        seen = torch.full((len(rows), 1, 2, 10), -torch.inf, dtype=torch.float64)
+        for block in range(count):
+            at = rows[block]
+            result.add(at, values[block].permute(1, 2, 0, 3)[:, :, at].clone(), scores[block][:, :, at].clone())
+            seen[block][:, :, at] = scores[block][:, :, at]
+        out, lse = result.finish(None)
+        assert torch.allclose(lse, seen.logsumexp(0), rtol=1e-14, atol=0)
+        want = torch.einsum("kbhs,ksbhd->sbhd", seen.softmax(0).nan_to_num(0.0), values)
+        assert torch.allclose(out, want, rtol=1e-13, atol=1e-14)
