@@ -5,8 +5,8 @@
     python benchmarks/gpu_attention.py --sizes 512 --heads 8/2 --dims 64 --matmul 512 --packs 8   # on a CPU, to try it
 
 Causal, forward and forward plus backward, in bf16 on a GPU and float32 on a CPU, the ways taking turns in every round.
-``sdpa`` is PyTorch's own with the kernel that it chooses, ``cudnn`` with cuDNN's, ``te`` Transformer Engine's, where it
-is installed; one that fails is left out, its error on standard error. On a GPU the kernels' time is taken and not the
+``sdpa`` is PyTorch's own with the kernel that it chooses, ``cudnn`` and ``flash`` with cuDNN's and FlashAttention-2,
+between which ours chooses, ``te`` Transformer Engine's, where it is installed; one that fails is left out, its error on standard error. On a GPU the kernels' time is taken and not the
 host's: they are launched while the device is kept waiting, as in training, where the host is ahead of it. Rates count
 causal attention's operations (2 a pair and channel forward for each of two products, 2.5 times that backward) over half
 the square, and stand beside the rate of large matrix products in the same run.
@@ -53,6 +53,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Ways = dict[str, tuple[Attention, Inputs]]
 
+KERNELS = ("ours", "sdpa", "cudnn", "flash")
 PAUSE = 40_000_000  # clock cycles of the device, some 20 ms: longer than the host takes to launch a pass
 
 
@@ -204,6 +205,7 @@ def case(size: int, heads: int, kv_heads: int, dim: int, rings: list[int], repea
     ways: Ways = {"ours": (ring_of_one(0, 1), whole), "sdpa": (sdpa, whole)}
     if torch.cuda.is_available():
         ways["cudnn"] = (partial(sdpa, kernel=SDPBackend.CUDNN_ATTENTION), whole)
+        ways["flash"] = (partial(sdpa, kernel=SDPBackend.FLASH_ATTENTION), whole)
     engine = transformer_engine(heads, kv_heads, dim)
     if engine is not None:
         ways["te"] = (engine, whole)
@@ -213,7 +215,7 @@ def case(size: int, heads: int, kv_heads: int, dim: int, rings: list[int], repea
         ways |= {f"ring {count}, rank {rank}": (ring_of_one(rank, count), shard) for rank in {0, count - 1}}
     found = measure(ways, repeats)
     name = f"| {size} | {heads}/{kv_heads} | {dim} |"
-    told_rates(found, name, size * size / 2 * heads * dim * 4, peak, ("ours", "sdpa", "cudnn", "te"), ("te", "sdpa"))
+    told_rates(found, name, size * size / 2 * heads * dim * 4, peak, (*KERNELS, "te"), ("te", "sdpa"))
     for count in rings:
         ranks = [found[f"ring {count}, rank {rank}"] for rank in {0, count - 1}]
         slowest = [[max(times) for times in zip(*part, strict=True)] for part in zip(*ranks, strict=True)]

@@ -9,6 +9,7 @@ different keys can be merged and gradients taken tile by tile from the final out
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from torch import Tensor
 from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.launches import Launch, Window, together
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, take
+from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Kind, Plan, Tile, TileSize
 
 KeyValue = tuple[Tensor, Tensor]
@@ -29,7 +31,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 def attend(query: Tensor, key_value: KeyValue, plan: Plan, scale: float, into: OutputAccumulator) -> None:
     """Attention of [s, b, h, d] queries over [s', b, h', d] keys and values within ``plan``, merged ``into``."""
-    kernel = kernel_for(query)
+    kernel = kernel_for(query, plan.packed)
     q, k, v = (_heads_first(x) for x in (query, *key_value))
     if not any(tile.half for tile in plan):
         q, k, v = (_full_precision(x) for x in (q, k, v))
@@ -53,7 +55,7 @@ def attend_backward(
 
     ``out`` and ``lse`` are the final ones, over all keys: they make the tiles' gradients sum to the whole's.
     """
-    kernel = kernel_for(query)
+    kernel = kernel_for(query, plan.packed)
     tensors = [_heads_first(x) for x in (dout, query, *key_value, out)]
     if not any(tile.half for tile in plan):
         tensors = [_full_precision(x) for x in tensors]
@@ -83,14 +85,14 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def forward_tiles(query: Tensor) -> TileSize:
+def forward_tiles(query: Tensor, layout: Layout) -> TileSize:
     """How the forward kernel for ``query`` wants its work cut."""
-    return kernel_for(query).forward_tiles(query.dtype)
+    return kernel_for(query, not layout.is_dense).forward_tiles(query.dtype)
 
 
 def backward_tiles(query: Tensor, call: AttentionCall) -> TileSize:
     """How the backward kernel for ``query`` wants its work cut."""
-    return kernel_for(query).backward_tiles(query.dtype, call)
+    return kernel_for(query, not call.layout.is_dense).backward_tiles(query.dtype, call)
 
 
 def by_head(x: Tensor) -> Tensor:
@@ -121,11 +123,14 @@ class Kernel(Protocol):
     def backward(self, parts: Sequence[Tensor], lse: Tensor, launch: Launch, call: AttentionCall) -> Gradients: ...
 
 
-def kernel_for(query: Tensor) -> Kernel:
-    """PyTorch's CPU flash kernel; on CUDA its flash kernel in half precision, and plain matmuls otherwise."""
+def kernel_for(query: Tensor, packed: bool = False) -> Kernel:
+    """PyTorch's CPU flash kernel; on CUDA in half precision cuDNN's where it is the faster one, and elsewhere PyTorch's
+    flash kernel; plain matmuls otherwise."""
     if query.device.type == "cpu":
         return CpuFlash()
-    return CudaFlash() if query.dtype in (torch.bfloat16, torch.float16) else Matmul()
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return Matmul()
+    return CudaFlash() if packed or not fast_cudnn(query.device) else Cudnn()
 
 
 class CpuFlash:
@@ -231,6 +236,71 @@ class CudaFlash:
             )  # fmt: skip
         dq, dk, dv = (_flash_back(grad, launch) for grad in grads)
         return dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
+
+
+class Cudnn(CudaFlash):
+    """cuDNN's attention, which Transformer Engine calls too, and FlashAttention for what it is not given.
+
+    That is: windows and the corners of uneven sequences, which PyTorch's call of it does not know; backward passes that
+    must be deterministic; and packs (:func:`kernel_for`), since PyTorch builds a graph for each shape, which takes tens
+    of milliseconds, and keeps it for good.
+    """
+
+    def forward_tiles(self, dtype: torch.dtype) -> TileSize:
+        """As FlashAttention, but a causal mask begins in a tile's first corner."""
+        return TileSize(causal=0, band=0, half_from=0, squares=True)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
+        if not _cudnn_takes(q, k, v, launch.tile):
+            return super().forward(q, k, v, launch, scale)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, launch.tile.kind is Kind.CAUSAL, scale=scale
+        )
+        return out, lse.squeeze(-1)
+
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, launch: Launch, call: AttentionCall) -> Gradients:
+        dout, q, k, v, out = parts
+        if call.deterministic or not _cudnn_takes(q, k, v, launch.tile):
+            return super().backward(parts, lse, launch, call)
+        # PyTorch finds the graph by q's, k's and v's shapes and strides: the others' must always be the same for these.
+        dout, out = (x.movedim(2, 0).contiguous().movedim(0, 2) for x in (dout, out))
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of a dropout there is not
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse.contiguous().unsqueeze(-1), unused, unused, None, None, None,
+            launch.tile.q_length, launch.tile.k_length, 0.0, launch.tile.kind is Kind.CAUSAL, scale=call.scale,
+        )  # fmt: skip
+
+
+@functools.cache
+def fast_cudnn(device: torch.device) -> bool:
+    """Whether PyTorch itself prefers cuDNN: on Hopper and on servers' Blackwell, newer than FlashAttention-2.
+
+    As for PyTorch's own attention, ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1`` in the environment means no. Before 9.15 cuDNN
+    had faults there.
+    """
+    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" or (torch.backends.cudnn.version() or 0) < 91500:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+# cuDNN works in blocks of up to this many rows and columns. In a block that is filled up, exp(0 - lse) of a very
+# negative log-sum-exp is infinite, and gradients are nan (github.com/pytorch/pytorch/issues/196678).
+CUDNN_BLOCK = 128
+
+
+def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> bool:
+    dims = q.shape[-1], v.shape[-1]
+    if tile.kind is Kind.BAND or tile.q_length % CUDNN_BLOCK or tile.k_length % CUDNN_BLOCK:
+        return False
+    if max(dims) > 128 and dims != (192, 128):  # others have no backward pass
+        return False
+    return _cudnn_can(q, k, v, tile.kind is Kind.CAUSAL)
+
+
+def _cudnn_can(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """PyTorch's own answer: head dims, alignment, settings such as ``torch.backends.cuda.enable_cudnn_sdp(False)``."""
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+    return torch.backends.cuda.can_use_cudnn_attention(parameters)
 
 
 class Matmul:

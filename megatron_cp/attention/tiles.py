@@ -81,12 +81,14 @@ class TileSize:
 
     ``causal``: CAUSAL tiles longer than this are split into halves and a FULL square between them (0: never; ``half``
     tiles never are). ``band``: the largest number of rows of a BAND tile (0: no limit, for kernels that know windows).
-    ``half_from``: tiles beyond this position in their sequence are ``half`` (None: no tile is).
+    ``half_from``: tiles beyond this position in their sequence are ``half`` (None: no tile is). ``squares``: of causal
+    masks it knows squares only, not a diagonal that ends in the last corner of a tile wider than high.
     """
 
     causal: int = 0
     band: int = 0
     half_from: int | None = None
+    squares: bool = False
 
     @property
     def whole_diagonals(self) -> bool:
@@ -229,7 +231,7 @@ def _cut(region: Tile, size: TileSize) -> Iterator[Tile]:
     elif low is None and high == 0 and rows == columns:
         yield from _halve_causal(replace(tile, kind=Kind.CAUSAL, high=None), 0 if tile.half else size.causal)
     elif low is None and high is not None and high > 0:
-        if size.whole_diagonals and rows + high == columns:
+        if size.whole_diagonals and not size.squares and rows + high == columns:
             yield tile
             return
         # All rows see the first columns; behind them the diagonal begins.

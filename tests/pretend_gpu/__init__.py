@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tests.pretend_gpu import messages, placement
-from tests.pretend_gpu.kernels import KERNELS
+from tests.pretend_gpu.kernels import KERNELS, cudnn_can
 from tests.pretend_gpu.placement import Kernels, Placement
 
 VARIABLE = "MEGATRON_CP_PRETEND_GPU"
@@ -142,6 +142,7 @@ def load() -> None:
     os.environ["MEGATRON_CP_TEST_BACKEND"] = "nccl"
     for name, stand_in in _stand_ins().items():
         setattr(torch.cuda, name, stand_in)
+    torch.backends.cuda.can_use_cudnn_attention = cudnn_can
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.nvtx = SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None)
     placement.answer_by_place()

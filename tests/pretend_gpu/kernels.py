@@ -126,7 +126,58 @@ def _backward(
     return tuple(x.transpose(1, 2).to(q.dtype).contiguous() for x in (dq, dk, dv))  # type: ignore[return-value]
 
 
+def cudnn_can(parameters: Any, debug: bool = False) -> bool:
+    """``torch.backends.cuda.can_use_cudnn_attention``, as far as our attention can ask for what cuDNN has not."""
+    q, v = parameters.query, parameters.value
+    return not (q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or v.shape[-1] % 8)
+
+
+_graphs: dict[Any, Any] = {}  # what the graph that PyTorch finds for a backward pass was built for
+
+
+def _check_cudnn(*tensors: Tensor) -> None:
+    for x in tensors:
+        if x.stride(-1) != 1 or x.shape[-1] % 8 or any(stride % 8 for stride in x.stride()[:-1]):
+            raise RuntimeError(f"cuDNN was given a tensor {tuple(x.shape)} with strides {x.stride()}")
+        if x.shape[2] % 128:
+            raise RuntimeError(f"cuDNN's attention may fill up {x.shape[2]} rows, and give nan")
+
+
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: None, with_lse: bool, dropout: float = 0.0, causal: bool = False,
+    debug: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    _check_cudnn(q, k, v)
+    if causal and q.shape[2] != k.shape[2]:
+        raise RuntimeError("cuDNN's causal mask begins in the first corner")
+    out, lse = _forward(*(x.transpose(1, 2) for x in (q, k, v)), scale, causal, None, None, k.shape[2])
+    state = torch.zeros((), dtype=torch.int64)
+    return _rows_apart(out.transpose(1, 2)), lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], state, state, None
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor, bias: None,
+    cum_q: None, cum_k: None, max_q: int, max_k: int, dropout: float, causal: bool, *, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    _check_cudnn(dout, q, k, v, out)
+    if lse.dtype != torch.float32 or not lse.is_contiguous() or lse.shape != (*q.shape[:3], 1):
+        raise RuntimeError(f"cuDNN takes contiguous float32 denominators [b, h, s, 1], not {tuple(lse.shape)}")
+    key = (causal, *((x.shape, x.stride()) for x in (q, k, v)))
+    if _graphs.setdefault(key, (dout.stride(), out.stride())) != (dout.stride(), out.stride()):
+        raise RuntimeError("PyTorch would take a graph that was built for other strides")
+    swapped = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+    grads = _backward(*swapped, lse.squeeze(-1), scale, causal, None, None, k.shape[2])
+    return tuple(_rows_apart(grad.transpose(1, 2)) for grad in grads)
+
+
+def _rows_apart(x: Tensor) -> Tensor:
+    """[b, h, s, d] as PyTorch lays out cuDNN's results, in the order of our queries' strides."""
+    return x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+
+
 KERNELS: dict[Any, Callable] = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: _cudnn_forward,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     torch.ops.aten._flash_attention_forward.default: _flash_forward,
     torch.ops.aten._flash_attention_backward.default: _flash_backward,
 }

@@ -1,5 +1,6 @@
 """One tile's forward and backward against the written-out attention, and the guards around PyTorch's kernels."""
 
+import contextlib
 from unittest import mock
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from megatron_cp.attention import kernels
 from megatron_cp.attention.context import AttentionCall
-from megatron_cp.attention.kernels import CpuFlash, CudaFlash, Matmul, attend, attend_backward
+from megatron_cp.attention.kernels import CpuFlash, CudaFlash, Cudnn, Matmul, attend, attend_backward, fast_cudnn
 from megatron_cp.attention.launches import Launch, by_launch
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.reference import reference_attention
@@ -20,7 +21,7 @@ KERNELS = {"cpu": CpuFlash(), "matmul": Matmul()}
 
 
 def run(kernel_name, monkeypatch, inputs, dout, mask, size, scale=0.3):
-    monkeypatch.setattr(kernels, "kernel_for", lambda query: KERNELS[kernel_name])
+    monkeypatch.setattr(kernels, "kernel_for", lambda query, packed: KERNELS[kernel_name])
     query, key, value = inputs
     layout = Layout.dense(len(query), 1)
     tiles = plan(layout, 0, 0, mask, size)
@@ -173,10 +174,10 @@ def test_flash_attention_sees_what_a_tile_allows(layout):
 
 
 def on_cuda(
-    mask: Mask, dtype: torch.dtype, s: int = 72, ranks: int = 1, deterministic: bool = False
+    mask: Mask, dtype: torch.dtype, s: int = 72, ranks: int = 1, deterministic: bool = False, **dims: int
 ) -> list[torch.Tensor]:
     """Output and gradients of what each of so many ranks computes, one rank after the other, over gathered keys."""
-    inputs, dout = draw(s, dtype=dtype)
+    inputs, dout = draw(s, dtype=dtype, **dims)
     query, key, value, dout = (x.cuda() for x in (*inputs, dout))
     layout = Layout.dense(len(query), ranks)
     call = AttentionCall(layout, mask, 0.3, deterministic=deterministic)
@@ -186,7 +187,7 @@ def on_cuda(
     key, value = key[order], value[order]
     dkey, dvalue = Gradient(key), Gradient(value)
     for rank, rows in enumerate(rows_of):
-        tiles = plan_gathered(layout, rank, mask, kernels.forward_tiles(query))
+        tiles = plan_gathered(layout, rank, mask, kernels.forward_tiles(query, layout))
         result = OutputAccumulator(query[rows], value.shape[-1])
         attend(query[rows], (key, value), tiles, 0.3, into=result)
         output[rows], lse = result.finish(None)
@@ -222,6 +223,75 @@ def test_cuda_kernels(mask, dtype, tolerance, ranks):
     run_ranks(compare_on_cuda, 1, mask, dtype, tolerance, ranks)
 
 
+def by_cudnn_on_cuda(
+    mask: Mask, ranks: int, deterministic: bool, dims: dict[str, int], below_zero: bool = False
+) -> tuple[float, int, int]:
+    """The worst difference, over the largest value, and how many tiles cuDNN and FlashAttention computed both ways.
+
+    With ``below_zero`` the scores of the first rows are so, by far: rows that fill up a block would be noticed.
+    """
+    inputs, dout = draw(768, dtype=torch.bfloat16, **{"b": 1, **dims})
+    if below_zero:
+        inputs[1][:100, ..., 0], inputs[0][..., 0] = -60.0, 8.0
+    flash = [mock.patch.object(CudaFlash, n, autospec=True, side_effect=getattr(CudaFlash, n)) for n in BOTH_WAYS]
+    every = [mock.patch.object(Cudnn, n, autospec=True, side_effect=getattr(Cudnn, n)) for n in BOTH_WAYS]
+    with contextlib.ExitStack() as stack, mock.patch(f"{__name__}.draw", lambda *_, **__: (inputs, dout)):
+        flash, every = [[stack.enter_context(each) for each in group] for group in (flash, every)]
+        got = on_cuda(mask, torch.bfloat16, 768, ranks, deterministic)
+    by_flash, by_any = (sum(each.call_count for each in group) for group in (flash, every))
+    want = expected(inputs, dout, mask)
+    worst = max(float((g.double() - w).abs().max() / w.abs().max()) for g, w in zip(got, want, strict=True))
+    return worst, by_any - by_flash, by_flash
+
+
+BOTH_WAYS = ("forward", "backward")
+LATENT = {"qk_dim": 192, "v_dim": 128, "heads": 2, "kv_heads": 2}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "ranks", "tiles", "dims"),
+    [
+        (Mask(None, 0), 1, (2, 0), {"qk_dim": 64, "v_dim": 64}),
+        (Mask(None, 0), 3, (26, 0), {"qk_dim": 64, "v_dim": 64}),  # a square a chunk, and what lies before it, if any
+        (Mask(), 3, (6, 0), {"qk_dim": 128, "v_dim": 128, "b": 2}),
+        (Mask(300, 0), 1, (0, 2), {"qk_dim": 64, "v_dim": 64}),
+        (Mask(None, 0), 3, (26, 0), LATENT),
+        (Mask(None, 0), 1, (0, 2), {"qk_dim": 160, "v_dim": 160}),
+    ],
+    ids=["one rank", "three ranks", "all see all", "window", "latent attention", "head dims of others"],
+)
+def test_cudnn(mask, ranks, tiles, dims, deterministic):
+    """Which of the two computes what, on GPUs where cuDNN is the faster one; of the backward pass the deterministic one
+    is FlashAttention's."""
+    ((worst, by_cudnn, by_flash),) = run_ranks(by_cudnn_on_cuda, 1, mask, ranks, deterministic, dims)
+    assert worst <= 2e-2
+    if not fast_cudnn(torch.device("cuda", 0)):
+        tiles = (0, sum(tiles))
+    if deterministic:
+        tiles = (tiles[0] // 2, tiles[0] // 2 + tiles[1])
+    assert (by_cudnn, by_flash) == tiles
+    # There dq is the small difference of large numbers, of which the output, rounded to bf16, leaves a few hundredths.
+    ((worst, *_),) = run_ranks(by_cudnn_on_cuda, 1, mask, ranks, deterministic, dims, True)
+    assert worst <= 1e-1
+
+
+@pytest.mark.parametrize(("capability", "fast"), [((9, 0), True), ((10, 3), True), ((8, 0), False), ((12, 0), False)])
+def test_cudnn_is_preferred_where_pytorch_prefers_it(capability, fast, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda", 0)
+    ask = fast_cudnn.__wrapped__
+    assert ask(device) == fast
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91400)
+    assert not ask(device)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert not ask(device)
+
+
 def packs_on_cuda(mask: Mask, sequences: int, gathered: bool) -> tuple[float, int]:
     """Each rank of two, one after the other, with the keys of both: the worst difference from what is written out in
     float64, over the largest value, and the most launches forward and backward that a stop or a gather needed."""
@@ -248,7 +318,7 @@ def packs_on_cuda(mask: Mask, sequences: int, gathered: bool) -> tuple[float, in
     got = [torch.zeros_like(x) for x in (dout, query, key, value)]
     launches = []
     for rank, rows in enumerate(rows_of):
-        size = kernels.forward_tiles(query)
+        size = kernels.forward_tiles(query, layout)
         visits = [(rows_of[k], plan(layout, rank, k, mask, size)) for k in range(2)]
         if gathered:
             visits = [(torch.arange(len(key)).cuda(), plan_gathered(layout, rank, mask, size))]

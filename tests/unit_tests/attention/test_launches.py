@@ -78,7 +78,7 @@ def attention(kernel, layout, mask, visits, tensors):
     """Output and gradients of a rank whose queries see the keys of ``visits``: of pairs of rows and tiles."""
     query, key, value, dout = tensors
     call = AttentionCall(layout, mask, 0.3)
-    with mock.patch.object(kernels, "kernel_for", lambda query: kernel):
+    with mock.patch.object(kernels, "kernel_for", lambda query, packed: kernel):
         result = OutputAccumulator(query, value.shape[-1])
         for rows, tiles in visits:
             attend(query, (key[rows], value[rows]), tiles, 0.3, into=result)

@@ -11,7 +11,11 @@ from tests.unit_tests.attention.test_sharding import packs
 
 masks = st.builds(Mask, st.none() | st.integers(0, 50), st.none() | st.integers(0, 50))
 sizes = st.builds(
-    TileSize, st.sampled_from([0, 1, 4, 16]), st.sampled_from([0, 4, 8, 32]), st.none() | st.integers(0, 20)
+    TileSize,
+    st.sampled_from([0, 1, 4, 16]),
+    st.sampled_from([0, 4, 8, 32]),
+    st.none() | st.integers(0, 20),
+    st.booleans(),
 )
 
 
@@ -72,6 +76,8 @@ def test_tiles_cover_the_allowed_pairs_once(pack, mask, size, data):
         assert not any(tile.half for tile in tiles)
     if size.whole_diagonals and size.half_from == 0:
         assert all(tile.half for tile in tiles)
+    if size.squares and mask == Mask(None, 0):
+        assert not any(tile.kind is Kind.BAND for tile in tiles)
 
 
 @given(packs(), masks, sizes, st.none() | st.integers(1, 6))
@@ -150,6 +156,9 @@ def test_a_kernel_that_skips_what_is_hidden_gets_diagonals_whole():
     # Of all keys up to the queries' last, the diagonal ends in the last corner.
     gathered = tiles(plan_gathered(layout, 1, causal, TileSize()))
     assert gathered == [(Kind.BAND, 0, 16, 0, 24), (Kind.BAND, 16, 20, 32, 30)]
+    # A kernel that knows squares only gets what lies before the diagonal apart.
+    own, before = tiles(plan_gathered(Layout.dense(32, 2), 0, causal, TileSize(squares=True))), (Kind.FULL, 8, 8, 0, 16)
+    assert before in own and {kind for kind, *_ in own} == {Kind.FULL, Kind.CAUSAL}
 
 
 def test_float32_work_is_kept_apart_from_half_precision():
