@@ -6,10 +6,11 @@
 
 Causal, forward and forward plus backward, in bf16 on a GPU and float32 on a CPU, the ways taking turns in every round.
 ``sdpa`` is PyTorch's own with the kernel that it chooses, ``cudnn`` and ``flash`` with cuDNN's and FlashAttention-2,
-between which ours chooses, ``te`` Transformer Engine's, where it is installed; one that fails is left out, its error on standard error. On a GPU the kernels' time is taken and not the
-host's: they are launched while the device is kept waiting, as in training, where the host is ahead of it. Rates count
-causal attention's operations (2 a pair and channel forward for each of two products, 2.5 times that backward) over half
-the square, and stand beside the rate of large matrix products in the same run.
+between which ours chooses, ``te`` Transformer Engine's, where it is installed; one that fails is left out, its error on
+standard error. On a GPU the kernels' time is taken and not the host's: they are launched while the device is kept
+waiting, as in training, where the host is ahead of it. Rates count causal attention's operations (2 a pair and channel
+forward for each of two products, 2.5 times that backward) over half the square, and stand beside the rate of large
+matrix products in the same run.
 
 A ring of c ranks is run without its communication: this device does what one rank would launch, on blocks of the same
 sizes, with the merging of partial results; a visitor is there when it is asked for. Printed is c times the slowest
