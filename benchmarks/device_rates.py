@@ -16,19 +16,21 @@ import argparse
 import statistics
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_pretrain import MODELS, RECOMPUTE, config_of, running, seconds_of_step
+from benchmarks.gpu_pretrain import MODELS, RECOMPUTE, config_of, running, seconds_of
 from megatron_cp.dynamic_cp.calibration import Calibrator, Fit
 from megatron_cp.dynamic_cp.cost import DEVICES, CostModel, Device
 from megatron_cp.parallel.device import stop_distributed
 from megatron_cp.training.flops import layers_with_parts
 from megatron_cp.training.metrics import start_logging
 from megatron_cp.training.scheduling import device_name, model_cost
+from megatron_cp.training.step import train_step
 
 FEW = 1
 BOUND = 100.0  # times and parts of what the presets say that a rate may be, beside the whole's speed
@@ -42,7 +44,7 @@ def seconds_a_microbatch(size: int, options: argparse.Namespace) -> tuple[list[f
     with running(config) as (run, steps, _):
         for _ in range(options.warm_up + options.steps):
             batch = next(steps).microbatches
-            few, all_of_them = (seconds_of_step(run, part) for part in (batch[:FEW], batch))
+            few, all_of_them = (seconds_of(partial(train_step, run, part)) for part in (batch[:FEW], batch))
             found.append((all_of_them - few) / (len(batch) - FEW))
     return found[options.warm_up :], model_cost(run.config), len(layers_with_parts(config.model))
 

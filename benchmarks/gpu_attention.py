@@ -41,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_pretrain import matmul_rate, told, wait
+from benchmarks.gpu_pretrain import told, told_rates_of_products, wait
 from megatron_cp.attention import comm
 from megatron_cp.attention.comm import Arrival, Peers
 from megatron_cp.attention.context import AttentionCall
@@ -267,10 +267,9 @@ def main() -> None:
     parser.add_argument("--packs", **numbers, default=[8, 64], help="how many sequences a pack of each size has")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--matmul", type=int, default=8192, help="rows and columns of the matrices")
+    parser.add_argument("--matmul-seconds", type=float, default=5.0, help="of products, before the rate that lasts")
     options = parser.parse_args()
-    peak = matmul_rate(options.matmul)
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"{where}, torch {torch.__version__}: {peak / 1e12:.3g} TFLOP/s in matrix products of {options.matmul}\n")
+    peak = told_rates_of_products(options.matmul, options.matmul_seconds)
     print("| tokens | heads | dim | way | forward | both | both, over te's (sdpa's, or one by one, without it) |")
     print("|---|---|---|---|---|---|---|")
 

@@ -1,16 +1,22 @@
 """Tokens/s and model-FLOPs utilization of training on one device, beside the matrix products that it can do.
 
     python benchmarks/gpu_pretrain.py                                         # a GPU: 1B, 4K to 128K tokens
-    python benchmarks/gpu_pretrain.py --models 1b,8b --sizes 8192,32768 --recompute none,full
+    python benchmarks/gpu_pretrain.py --sizes 8192,32768 --recompute none     # the two that matter most, some minutes
+    python benchmarks/gpu_pretrain.py --models 1b,8b --sizes 8192,32768 --recompute none,mlp,full
     python benchmarks/gpu_pretrain.py --models tiny --sizes 256 --matmul 512  # what a CPU can do, to try the script
     python benchmarks/gpu_pretrain.py model.apply_rope_fusion=false           # without one of the fused kernels
     python benchmarks/gpu_pretrain.py --attention native model.transformer_impl=local  # nothing of Transformer Engine
 
 Utilization is that of the rate measured in the same run for large bf16 matrix products, not of a data sheet's:
-operations are counted as in ``megatron_cp/training/flops.py`` (causal attention, no recomputation). ``8b`` has the
-8B model's widths and four of its layers. Each case is a step of the recipe, with its optimizer; printed are the median
-over steps and, in brackets, the slowest and fastest. A case that does not fit in memory, or fails, says so in its row,
-and the others are measured all the same; the exit code is then 1 for one that failed.
+operations are counted as in ``megatron_cp/training/flops.py`` (causal attention, no recomputation). A GPU slows down
+when it has been busy for a while, by its limit of power; training, which lasts, is compared with what the products
+reach then. Their first rate is printed too, and beside each utilization the operations a second that it stands for.
+
+``8b`` has the 8B model's widths and four of its layers. Each case is a step of the recipe, with its data and its
+optimizer; printed are the median over steps and, in brackets, the slowest and fastest. ``mlp`` computes MLPs again in
+the backward pass, which keeps a third of the activations for a fraction of the work of ``full``. A case that does not
+fit in memory, or fails, says so in its row, and the others are measured all the same; the exit code is then 1 for one
+that failed.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import product
 
@@ -35,7 +41,7 @@ from megatron_cp.models.transformer_config import padded_vocab_size
 from megatron_cp.parallel.device import device, start_distributed, stop_distributed
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
-from megatron_cp.training.batches import Microbatch, Steps, open_steps
+from megatron_cp.training.batches import Steps, open_steps
 from megatron_cp.training.flops import training_flops
 from megatron_cp.training.metrics import start_logging
 from megatron_cp.training.setup import Run, setup
@@ -48,9 +54,12 @@ MODELS = {
 }
 RECOMPUTE = {
     "none": [],
-    "selective": ["model.recompute_granularity=selective"],
+    "mlp": ["model.recompute_granularity=selective", "model.recompute_modules=[mlp]"],
     "full": ["model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"],
 }
+
+
+_WARM_UP, _COUNTED = 3, 20  # matrix products
 
 
 def wait() -> None:
@@ -58,18 +67,33 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def matmul_rate(size: int, repeats: int = 20) -> float:
-    """FLOP/s of products of square matrices, the median; bf16 on a GPU, float32 as the recipes use it on a CPU."""
+def matmul_rates(size: int, seconds: float) -> tuple[float, float]:
+    """FLOP/s of products of square matrices, of the first ones and of those after so many ``seconds`` of them; medians.
+
+    In bf16 on a GPU, float32 as the recipes use it on a CPU.
+    """
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     a, b = (torch.randn(size, size, device=device()).to(dtype) for _ in range(2))
-    seconds = []
-    for _ in range(repeats + 3):
+    times: list[float] = []
+    while len(times) < _WARM_UP + _COUNTED or sum(times) < seconds:
         wait()
         began = time.perf_counter()
         torch.matmul(a, b)
         wait()
-        seconds.append(time.perf_counter() - began)
-    return 2 * size**3 / statistics.median(seconds[3:])
+        times.append(time.perf_counter() - began)
+    first, last = times[_WARM_UP : _WARM_UP + _COUNTED], times[-_COUNTED:]
+    return 2 * size**3 / statistics.median(first), 2 * size**3 / statistics.median(last)
+
+
+def told_rates_of_products(size: int, seconds: float) -> float:
+    """Measures and prints them with the device; the lasting one."""
+    first, lasting = matmul_rates(size, seconds)
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(
+        f"{where}, torch {torch.__version__}: {lasting / 1e12:.3g} TFLOP/s in matrix products of {size} after "
+        f"{seconds:g} s of them, {first / 1e12:.3g} at first\n"
+    )
+    return lasting
 
 
 def config_of(model: str, size: int, attention: str, recompute: str, options: argparse.Namespace) -> RunConfig:
@@ -108,10 +132,12 @@ def running(config: RunConfig) -> Iterator[tuple[Run, Steps, int]]:
     dataset = build_datasets(config, tokenizer, count).train
     assert dataset is not None
     run = setup(config, tokenizer.vocab_size)
+    gc.disable()
     try:
         with closing(open_steps(run, dataset, 0, training=True)) as steps:
             yield run, steps, padded_vocab_size(config, tokenizer.vocab_size)
     finally:
+        gc.enable()
         run.close()
 
 
@@ -120,13 +146,15 @@ def steps_of(config: RunConfig) -> Iterator[float]:
     with running(config) as (run, steps, rows):
         yield training_flops(config.model, rows, [config.dataset.seq_length] * config.train.global_batch_size)
         for _ in range(config.train.train_iters):
-            yield seconds_of_step(run, next(steps).microbatches)
+            yield seconds_of(lambda: train_step(run, next(steps).microbatches))
 
 
-def seconds_of_step(run: Run, microbatches: Sequence[Microbatch]) -> float:
+def seconds_of(step: Callable[[], object]) -> float:
+    """Of the device too; Python's garbage is collected before and not meanwhile, as the recipes have it."""
+    gc.collect()
     wait()
     began = time.perf_counter()
-    train_step(run, microbatches)
+    step()
     wait()
     return time.perf_counter() - began
 
@@ -140,7 +168,7 @@ def measure(model: str, size: int, attention: str, recompute: str, peak: float, 
         flops, *seconds = steps_of(config_of(model, size, attention, recompute, options))
         seconds = seconds[options.warm_up :]
     except Exception as error:
-        return f"{name} {told(error)} | | |"
+        return f"{name} {told(error)} | | | |"
     finally:
         gc.collect()
         if torch.cuda.is_available():
@@ -148,7 +176,8 @@ def measure(model: str, size: int, attention: str, recompute: str, peak: float, 
     median, tokens = statistics.median(seconds), max(1, options.tokens // size) * size
     used = [f"{100 * flops / each / peak:.1f}" for each in (median, max(seconds), min(seconds))]
     memory = f"{torch.cuda.max_memory_allocated() / 1e9:.1f}" if torch.cuda.is_available() else ""
-    return f"{name} {tokens / median:.0f} | {used[0]} [{used[1]} {used[2]}] | {memory} |"
+    rate = f"{flops / median / 1e12:.3g}"
+    return f"{name} {tokens / median:.0f} | {rate} | {used[0]} [{used[1]} {used[2]}] | {memory} |"
 
 
 def told(error: Exception) -> str:
@@ -169,19 +198,18 @@ def main() -> None:
     parser.add_argument("--models", **names, default=["1b"], help=", ".join(MODELS))
     parser.add_argument("--sizes", **names, default=["4096", "8192", "16384", "32768", "65536", "131072"])
     parser.add_argument("--attention", **names, default=["te", "native"], help="te, native")
-    parser.add_argument("--recompute", **names, default=["none", "full"], help=", ".join(RECOMPUTE))
+    parser.add_argument("--recompute", **names, default=["none", "mlp"], help=", ".join(RECOMPUTE))
     parser.add_argument("--tokens", type=int, default=131072, help="tokens of a step")
     parser.add_argument("--chunk", type=int, default=32768, help="model.cross_entropy_chunk_size")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each case")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
     parser.add_argument("--matmul", type=int, default=8192, help="rows and columns of the matrices")
+    parser.add_argument("--matmul-seconds", type=float, default=5.0, help="of products, before the rate that lasts")
     options = parser.parse_args()
     start_logging(1, False)  # only warnings
-    peak = matmul_rate(options.matmul)
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"{where}, torch {torch.__version__}: {peak / 1e12:.3g} TFLOP/s in matrix products of {options.matmul}\n")
-    print("| model | tokens | attention | recompute | tokens/s | utilization, % | memory, GB |")
-    print("|---|---|---|---|---|---|---|")
+    peak = told_rates_of_products(options.matmul, options.matmul_seconds)
+    print("| model | tokens | attention | recompute | tokens/s | TFLOP/s | utilization, % | memory, GB |")
+    print("|---|---|---|---|---|---|---|---|")
     rows = []
     for model, size, attention, recompute in product(
         options.models, options.sizes, options.attention, options.recompute

@@ -58,6 +58,20 @@ def test_a_case_that_fails_costs_no_other_case_its_row() -> None:
     assert float(rows[2].split("|")[5]) > 0
 
 
+def test_the_rate_that_lasts_is_that_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that slows down by a third when it has been busy for two seconds."""
+    now = [0.0]
+
+    def matmul(a: torch.Tensor, b: torch.Tensor) -> None:
+        now[0] += 0.01 if now[0] < 2 else 0.015
+
+    monkeypatch.setattr(gpu_pretrain.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch, "matmul", matmul)
+    first, lasting = gpu_pretrain.matmul_rates(4, 5.0)
+    assert now[0] >= 5
+    assert (first, lasting) == (pytest.approx(2 * 4**3 / 0.01), pytest.approx(2 * 4**3 / 0.015))
+
+
 def test_attention_that_cannot_compute_a_shape_is_left_out_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     def missing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("No available kernel.\nAborting execution.")
