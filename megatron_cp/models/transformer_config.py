@@ -78,7 +78,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         "fp16": dtype == torch.float16,
         "transformer_impl": "transformer_engine" if its_layers else "local",  # what the layer specs go by
         "use_cpu_initialization": model.use_cpu_initialization or not on_gpu,
-        "bias_dropout_fusion": on_gpu,
+        # Without either it is one addition, which a compiled function only takes longer to launch.
+        "bias_dropout_fusion": on_gpu and (model.hidden_dropout > 0 or model.add_bias_linear),
         # SwiGLU only: the other fused functions refuse some models, or approximate what a CPU computes exactly.
         "bias_activation_fusion": on_gpu and model.activation_func == "silu" and model.gated_linear_unit,
         "apply_rope_fusion": fuses_rotary_embedding(config, its_layers),
