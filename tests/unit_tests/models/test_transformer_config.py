@@ -27,6 +27,7 @@ def test_only_swiglu_is_fused(function: str, gated: bool, bias: bool, monkeypatc
     model = {"activation_func": function, "gated_linear_unit": gated, "add_bias_linear": bias}
     config: Any = transformer_config(tiny_config(**{f"model__{name}": value for name, value in model.items()}))
     assert config.bias_activation_fusion == (function == "silu" and gated)
+    assert config.bias_dropout_fusion == bias  # without one it is an addition
     assert config.activation_func is {"silu": F.silu, "gelu": F.gelu}.get(function, config.activation_func)
 
 
