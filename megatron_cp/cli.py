@@ -66,10 +66,14 @@ def _recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"megatron-cp {command}", description=description, allow_abbrev=False)
     parser.add_argument("--recipe", metavar="NAME|FILE.yaml", help="what to run; 'megatron-cp recipes' lists the names")
     parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merged over the recipe")
-    parser.add_argument("--world-size", "--world_size", type=int, help="number of ranks to check for")
+    parser.add_argument(
+        "--world-size", "--world_size", type=int, help="ranks to check for (default: the recipe's recipe_world_size)"
+    )
     parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="ranks that share a node")
     parser.add_argument(
-        "--environment", metavar="gpu|cpu|FILE.yaml", help="check for this environment, not this machine"
+        "--environment",
+        metavar="gpu|cpu|FILE.yaml",
+        help="check for a GPU or CPU machine, or one that a file describes (default: this one)",
     )
     parser.add_argument("--explain", metavar="RULE", help="print a rule, why it exists and an example that breaks it")
     flags = parser.add_argument_group("flags for frequent settings")

@@ -27,7 +27,7 @@ from megatron_cp.rules.nvml import Driver, read_driver
 from megatron_cp.rules.resolve import backend_in, its_layers_in, packed_sizes, ranks_to_check
 
 MEGATRON_CORE = "0.19.2"
-_EXTRA = "uv pip install 'megatron-cp[gpu]' (in a clone: -e '.[gpu]')"
+_EXTRA = "in the clone, uv pip install -e '.[gpu]'"
 _SECONDS_TO_IMPORT = 300
 
 

@@ -70,14 +70,14 @@ def _parser() -> argparse.ArgumentParser:
     def number(option: str, least: int, most: int, text: str) -> None:
         parser.add_argument(option, type=_between(least, most), help=text)
 
-    number("--count", 1, _MOST_SAMPLES, "samples: how many to draw (1024), or the first so many of the file")
+    number("--count", 1, _MOST_SAMPLES, "samples to draw (default: 1024), or to read from the start of the file")
     number("--longest", 1, 2**63 - 1, "longer samples are cut to this (default: 131072)")
     number("--seed", 0, 2**63 - 1, "of --distribution (default: 0)")
     parser.add_argument("--iteration", type=int, help="of --from-run (default: the last one)")
     number("--ranks", 1, MOST_RANKS, "data parallel size times context parallel size")
     number("--max-seqlen-per-rank", 1, 2**31 - 1, "tokens a rank holds (default: 8192)")
     number("--min-cp-size", 1, MOST_RANKS, "fewest ranks of a group (default: 1)")
-    meeting = "ranks that meet in every microbatch (expert parallel; default: 1, or the run's)"
+    meeting = "ranks that finish each microbatch together (expert parallel; default: 1, or the run's)"
     number("--sync-ranks", 1, MOST_RANKS, meeting)
     number("--pipeline-size", 1, 1_000, "pipeline stages (default: 1, or the run's)")
     number("--microbatch-multiple", 1, 1_000, "round the number of microbatches up to this")

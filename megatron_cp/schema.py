@@ -138,7 +138,7 @@ def build(
         path = f"{prefix}{key}"
         kind = hints(cls).get(key)
         if kind is None:
-            fix = "the name of a setting; 'megatron-cp train --recipe NAME --print-config' shows them all"
+            fix = "'megatron-cp train --recipe NAME --print-config' lists every setting"
             problems.append(Violation("K1", "error", path, _unknown(path, value, root), fix))
         elif dataclasses.is_dataclass(kind) and isinstance(value, dict):
             values[key] = build(kind, value, problems, root, f"{path}.")  # type: ignore[arg-type]

@@ -166,7 +166,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, packed: bool, soft
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(f"value has {value.shape[-2]} heads but key has {key.shape[-2]}")
     if key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
-        raise ValueError(f"query's {query.shape[-2]} heads do not divide by key's {key.shape[-2]} heads")
+        raise ValueError(f"query's {query.shape[-2]} heads are not divisible by key's {key.shape[-2]} heads")
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(f"key has head dim {key.shape[-1]} but query has {query.shape[-1]}")
     if softmax_offset is not None and softmax_offset.shape != query.shape[-2:-1]:

@@ -19,8 +19,8 @@ class HeadSplit:
         if heads % size:
             divisors = [n for n in range(1, size + 1) if heads % n == 0]
             raise ValueError(
-                f"query has {heads} heads on this rank, which do not divide by the all-to-all group's {size} ranks; "
-                f"use a group of {' or '.join(map(str, divisors))}, or comm_type 'p2p' or 'all_gather'"
+                f"query has {heads} heads on this rank, which are not divisible by the all-to-all group's {size} ranks;"
+                f" use a group of {' or '.join(map(str, divisors))}, or comm_type 'p2p' or 'all_gather'"
             )
         return cls(heads, kv_heads, size)
 

@@ -52,7 +52,7 @@ def select_transport(
     if gpus_per_node < 1:
         raise ValueError(f"gpus_per_node must be at least 1, got {gpus_per_node}")
     if heads % tp:
-        raise ValueError(f"heads={heads} does not divide by tp={tp}")
+        raise ValueError(f"heads={heads} is not divisible by tp={tp}")
     if cp == 1:
         return "p2p", None, "one context-parallel rank: nothing is exchanged"
     h, kv = heads // tp, max(1, kv_heads // tp)

@@ -53,7 +53,7 @@ class Layout:
                 )
             if self.size > 1 and padded % (2 * self.size):
                 raise ValueError(
-                    f"cu_seqlens_padded: sequence {index} occupies {padded} tokens, which does not divide by "
+                    f"cu_seqlens_padded: sequence {index} occupies {padded} tokens, which is not divisible by "
                     f"2 * context-parallel size = {2 * self.size}; pad it to {_round_up(padded, 2 * self.size)}"
                 )
 
@@ -162,7 +162,7 @@ def shard_sequence(x: Any, dim: int, cp_rank: int, cp_size: int, cu_seqlens_padd
     if cu_seqlens_padded is None:
         if cp_size > 1 and length % (2 * cp_size):
             raise ValueError(
-                f"x has length {length} along dim {dim}, which does not divide by 2 * cp_size = {2 * cp_size}; "
+                f"x has length {length} along dim {dim}, which is not divisible by 2 * cp_size = {2 * cp_size}; "
                 f"pad it to {_round_up(length, 2 * cp_size)}"
             )
         offsets = [0, length]

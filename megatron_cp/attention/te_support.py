@@ -155,7 +155,7 @@ def _head_gaps(config: RunConfig, transport: str, packed_sizes: Collection[int])
     else:
         message = (
             f"cp_comm_type='{transport}' requires num_heads % cp_size == 0 for key/value heads too: {groups} / tp {tp} "
-            f"= {groups // tp} do not divide by {size}"
+            f"= {groups // tp} is not divisible by {size}"
         )
         yield Gap("D1" if transport == "a2a" else "D2", "model.num_query_groups", message)
 

@@ -23,15 +23,15 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     ways = parser.add_subparsers(dest="way", required=True, metavar="import|export")
-    into = ways.add_parser("import", help="make a checkpoint and a recipe of a published model", allow_abbrev=False)
+    into = ways.add_parser("import", help="write a checkpoint and a recipe from a published model", allow_abbrev=False)
     into.add_argument("--hf-model", type=Path, required=True, metavar="FOLDER", help="config.json and *.safetensors")
     into.add_argument("--megatron-path", type=Path, required=True, metavar="FOLDER", help="a new folder")
-    out = ways.add_parser("export", help="make a published model of a checkpoint", allow_abbrev=False)
+    out = ways.add_parser("export", help="write a Hugging Face model from a checkpoint", allow_abbrev=False)
     out.add_argument("--megatron-path", type=Path, required=True, metavar="FOLDER", help="a run's folder")
-    out.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint; by default the latest")
+    out.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint (default: the latest)")
     out.add_argument("--hf-path", type=Path, required=True, metavar="FOLDER", help="a new folder")
     for way in (into, out):
-        way.add_argument("--torch-dtype", choices=_DTYPES, help="of the weights; by default as they are")
+        way.add_argument("--torch-dtype", choices=_DTYPES, help="of the weights (default: unchanged)")
     args = parser.parse_args(argv)
     if (launcher.world_size() or 1) > 1:
         parser.error("one process converts a whole model: start it without torchrun")

@@ -128,7 +128,7 @@ def slice_for_context_parallel(batch: Batch, cp_rank: int, cp_size: int) -> Slic
     seq_length / cp_size]. Only the keys of a sample are known; a batch is sliced exactly once.
 
     Raises:
-        ValueError: a batch that is sliced already, an unknown key, or a length that does not divide by 2 * cp_size.
+        ValueError: a batch that is sliced already, an unknown key, or a length that is not divisible by 2 * cp_size.
     """
     if isinstance(batch, SlicedBatch):
         raise ValueError("this batch is already sliced for context parallelism; slice each batch once")

@@ -43,7 +43,9 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
     model = c.config.model
     window, every = model.window_size, model.window_attn_skip_freq
     if window is not None and (len(window) != 2 or min(window) < -1):
-        yield Finding("model.window_size", f"must be [left, right], -1 for no limit, got {window}", "[1024, 0]")
+        left = window[0] if window and window[0] > 0 else 1024
+        fix = f'"model.window_size=[{left},0]"'
+        yield Finding("model.window_size", f"must be [left, right], -1 for no limit, got {window}", fix)
     elif window is not None and model.attention_mask_type == "causal" and window[1] > 0:
         message = f"causal attention sees nothing ahead; the right part of {window} has no effect"
         yield Finding("model.window_size", message, f"[{window[0]}, 0]", severity="warning")

@@ -121,7 +121,8 @@ def check_pack(
         )
     if num_tokens % (cp_size * tp_size):
         message = (
-            f"the pack's {num_tokens} tokens do not divide by cp * tp = {cp_size} * {tp_size} (sequence parallelism)"
+            f"the pack's {num_tokens} tokens are not divisible by cp * tp = {cp_size} * {tp_size} (sequence "
+            "parallelism)"
         )
         found.append(_error("F2", name, message, f"pad the pack to a multiple of {cp_size * tp_size}"))
     return found

@@ -71,7 +71,9 @@ def _splits(c: Context) -> str:
     """Two levels for cp whose all-to-all divides the heads (rule D2), neither of size 1 where that can be."""
     fitting = [d for d in divisors(c.cp) if c.heads % d == 0 and (c.backend == "native" or c.kv_heads % d == 0)]
     sizes = [d for d in fitting if 1 < d < c.cp] or fitting[-1:]
-    return ", ".join(f"[{d}, {c.cp // d}]" for d in sizes)
+    choices = ", ".join(f"[{d}, {c.cp // d}]" for d in sizes)
+    first = f"[{sizes[0]},{c.cp // sizes[0]}]"
+    return f'for cp {c.cp}: {choices}; "model.hierarchical_context_parallel_sizes={first}"'
 
 
 @rule(
@@ -85,7 +87,7 @@ def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             "hierarchical_context_parallel_sizes must be set when cp_comm_type contains 'a2a+p2p'",
-            f"for cp {c.cp}: {_splits(c)}",
+            _splits(c),
         )
 
 
@@ -102,7 +104,7 @@ def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
             "model.hierarchical_context_parallel_sizes",
             f"Product of hierarchical_context_parallel_sizes {sizes} (={math.prod(sizes)}) must equal "
             f"context_parallel_size (={c.cp}).",
-            f"for cp {c.cp}: {_splits(c)}",
+            _splits(c),
         )
 
 
@@ -118,7 +120,7 @@ def two_levels(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             f"has {len(sizes)} levels; a2a+p2p requires cp_group = [a2a_cp_group, p2p_cp_group]",
-            f"for cp {c.cp}: {_splits(c)}",
+            _splits(c),
         )
 
 
@@ -134,14 +136,14 @@ def levels_are_positive(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             f"sizes must be integers of at least 1, got {sizes}",
-            f"for cp {c.cp}: {_splits(c)}",
+            _splits(c),
         )
 
 
 @rule(
     "C8",
-    "A hierarchical level of size 1 does nothing.",
-    "It works and is the same as the plain transport of the other level.",
+    "No hierarchical level has size 1.",
+    "It does nothing: it works and is the same as the plain transport of the other level.",
     broken("model.hierarchical_context_parallel_sizes=[1,4]"),
     severity="warning",
 )
@@ -173,8 +175,9 @@ def sizes_are_used(c: Context) -> Iterator[Finding]:
 
 @rule(
     "C15",
-    "Without context parallelism its settings have no effect.",
-    "A recipe written for several ranks may be run on one to compare; the transport is then ignored.",
+    "Settings of context parallelism are for more than one context-parallel rank.",
+    "They have no effect otherwise. A recipe written for several ranks may be run on one to compare; the transport is "
+    "then ignored.",
     broken("model.context_parallel_size=1"),
     severity="warning",
 )

@@ -20,10 +20,20 @@ _HEAD = f"""\
 
 <!-- Written by `python -m megatron_cp.rules.document`; change the rules in megatron_cp/rules/, not this file. -->
 
-A run starts only if every rule below holds. All violations are reported at once, errors before warnings, each with the
-setting, its value and a way to mend it. `megatron-cp validate --recipe R --world-size N` checks without starting
-anything, also for a machine you are not on: `--environment gpu`, `cpu` or a YAML file with any of
-{_KEYS}.
+A run that breaks a rule of severity "error" does not start; warnings are printed, and it goes on. All violations are
+reported at once, errors before warnings, each with the setting, its value and a way to mend it.
+`megatron-cp validate --recipe R --world-size N` checks without starting anything, also for a machine you are not on:
+`--environment gpu`, `cpu` or a YAML file with any of
+{_KEYS}:
+
+```yaml
+device: gpu
+gpus_per_node: 8
+compute_capability: 9.0        # Hopper
+transformer_engine: "2.17.1"   # null: not installed
+variables: {{CUDA_DEVICE_MAX_CONNECTIONS: "1"}}
+```
+
 `megatron-cp train --explain C9` tells about one rule, and shows such a file where the example has one. Where
 megatron-core or Megatron-Bridge words the same rule, the message has its wording.
 

@@ -205,8 +205,8 @@ def latent_positions(c: Context) -> Iterator[Finding]:
 
 @rule(
     "H20",
-    "Packing decides what a microbatch holds.",
-    "train.micro_batch_size has no effect then: a microbatch is one pack of as many samples as the scheduler says.",
+    "With packing, train.micro_batch_size is 1.",
+    "It has no effect then: a microbatch is one pack of as many samples as the scheduler says.",
     broken("model.sequence_packing_scheduler=dp_balanced", "train.micro_batch_size=2"),
     severity="warning",
 )

@@ -24,7 +24,7 @@ def _heads_finding(c: Context, transport: str) -> Iterator[Finding]:
             yield Finding(
                 field,
                 f"cp_comm_type='{kind}' requires num_heads % cp_size == 0: {c.config.model.num_attention_heads} heads "
-                f"/ tp {c.tp} = {c.heads} do not divide by {size}",
+                f"/ tp {c.tp} = {c.heads} is not divisible by {size}, the all-to-all's ranks",
                 fix,
             )
     yield from c.te_findings("D1" if transport == "a2a" else "D2")

@@ -80,7 +80,7 @@ def weights_and_biases_is_there(c: Context) -> Iterator[Finding]:
         yield Finding(
             "logger.wandb_project",
             "asks for Weights & Biases, which is not installed",
-            "install the extra: uv pip install 'megatron-cp[wandb]', or logger.wandb_project=null",
+            "in the clone: uv pip install -e '.[wandb]', or logger.wandb_project=null",
         )
     if (c.config.logger.wandb_exp_name or c.config.logger.wandb_entity) and not c.config.logger.wandb_project:
         yield Finding(

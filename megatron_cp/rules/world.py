@@ -101,8 +101,8 @@ def world_is_divisible(c: Context) -> Iterator[Finding]:
         )
         yield Finding(
             "model.context_parallel_size",
-            f"world size ({c.world_size}) is not divisible by total_model_size ({size}): world_size ({c.world_size}) "
-            f"is not divisible by {size} = tp {c.tp} * pp {c.pp} * cp {c.cp}",
+            f"world size ({c.world_size}) is not divisible by total_model_size ({size}) = tp {c.tp} * pp {c.pp} * cp "
+            f"{c.cp}: world_size ({c.world_size}) is not divisible by {size}",
             f"{choices}start {size} ranks or a multiple of it (torchrun --nproc_per_node={size})",
         )
 
@@ -167,8 +167,8 @@ def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
         step = math.lcm(2, c.tp // math.gcd(2 * groups, c.tp))  # even, for rotary embeddings
         yield Finding(
             "model.kv_channels",
-            f"{groups} key and value heads of {dim} dimensions do not divide by tensor_model_parallel_size ({c.tp}), "
-            "whose ranks share them",
+            f"{groups} key and value heads of {dim} dimensions cannot be shared equally by the ranks of "
+            f"tensor_model_parallel_size ({c.tp})",
             f"nearest valid: {nearest_multiples(dim, step)}",
         )
 
@@ -181,7 +181,7 @@ def _batch_finding(c: Context, field: str, message: str, global_batch: int, micr
         below = global_batch // multiple * multiple
         yield Finding(
             field,
-            f"{message}; {c.world_size} ranks / (tp {c.tp} * pp {c.pp} * cp {c.cp}) leave {c.dp} replicas",
+            f"{message}; {c.world_size} ranks / (tp {c.tp} * pp {c.pp} * cp {c.cp}) = {c.dp}",
             f"nearest valid: {f'{below} or {below + multiple}' if below else multiple}",
         )
 

@@ -34,7 +34,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--full", action="store_true", help="keep the model's size instead of reducing it")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps to compare (default 3)")
     parser.add_argument(
-        "--against", metavar='"key=value ..."', help="compare with the layout of these further overrides, not one rank"
+        "--against",
+        metavar='"key=value ..."',
+        help="compare with the same ranks under these further overrides, instead of with one rank",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, in Hydra's grammar")
     args = parser.parse_intermixed_args(argv)

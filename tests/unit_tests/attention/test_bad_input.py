@@ -19,7 +19,7 @@ BAD = {
     "a pack with a batch": ({"cu_seqlens": [0, 16]}, r"query must be \[t_local, heads, head_dim\], got .*8, 1, 4, 8"),
     "batch": ({"key": (8, 2, 4, 8)}, r"key is \(8, 2\) in all but heads and head dim, query is \(8, 1\)"),
     "head dims": ({"key": (8, 1, 4, 6)}, "key has head dim 6 but query has 8"),
-    "heads": ({"key": (8, 1, 3, 8), "value": (8, 1, 3, 8)}, "query's 4 heads do not divide by key's 3 heads"),
+    "heads": ({"key": (8, 1, 3, 8), "value": (8, 1, 3, 8)}, "query's 4 heads are not divisible by key's 3 heads"),
     "heads of key and value": ({"value": (8, 1, 2, 8)}, "value has 2 heads but key has 4"),
     "dtypes": ({"value_dtype": torch.bfloat16}, "value has dtype torch.bfloat16 but query has torch.float32"),
     "integers": ({"query_dtype": torch.int64}, "query has dtype torch.int64; supported are"),
@@ -43,7 +43,7 @@ BAD = {
     "padding alone": ({"cu_seqlens_padded": [0, 16]}, "cu_seqlens_padded is given without cu_seqlens"),
     "heads that the all-to-all cannot split": (
         {"comm_type": "a2a", "query": (8, 1, 3, 8), "key": (8, 1, 3, 8), "value": (8, 1, 3, 8)},
-        "query has 3 heads on this rank, which do not divide by the all-to-all group's 2 ranks; use a group of 1",
+        "query has 3 heads on this rank, which are not divisible by the all-to-all group's 2 ranks; use a group of 1",
     ),
 }
 BAD_PACKS = {

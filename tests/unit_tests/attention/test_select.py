@@ -57,7 +57,7 @@ def test_choice(layout, expected):
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"heads": 30, "kv_heads": 8, "tp": 4, "cp": 2}, "heads=30 does not divide by tp=4"),
+        ({"heads": 30, "kv_heads": 8, "tp": 4, "cp": 2}, "heads=30 is not divisible by tp=4"),
         ({"heads": 32, "kv_heads": 8, "tp": 1, "cp": 0}, "cp must be at least 1, got 0"),
         ({"heads": 32, "kv_heads": 8, "tp": 1, "cp": 2, "gpus_per_node": 0}, "gpus_per_node must be at least 1, got 0"),
         (
