@@ -101,7 +101,8 @@ def one_by_one(lengths: Sequence[int]) -> Attention:
 
 def uneven(size: int, count: int) -> tuple[int, ...]:
     """Lengths of ``count`` sequences, ``size`` tokens in all, the longest about four times the shortest."""
-    shares = [1 + 3 * (7 * index % count) / max(1, count - 1) for index in range(count)]
+    step = next(step for step in (7, 5, 3, 1) if math.gcd(step, count) == 1)
+    shares = [1 + 3 * (step * index % count) / max(1, count - 1) for index in range(count)]
     ends = [round(size * end / sum(shares)) for end in accumulate(shares)]
     return tuple(end - start for start, end in pairwise([0, *ends]))
 

@@ -35,7 +35,7 @@ def attend(query: Tensor, key_value: KeyValue, plan: Plan, scale: float, into: O
     q, k, v = (_heads_first(x) for x in (query, *key_value))
     if not any(tile.half for tile in plan):
         q, k, v = (_full_precision(x) for x in (q, k, v))
-    for launch in kernel.launches(plan, query.device):
+    for launch in kernel.launches(plan, q, v):
         rows, columns = launch.q_rows, launch.k_rows
         out, lse = kernel.forward(take(q, rows), take(k, columns), take(v, columns), launch, scale)
         into.add(rows, out, lse)
@@ -59,7 +59,7 @@ def attend_backward(
     tensors = [_heads_first(x) for x in (dout, query, *key_value, out)]
     if not any(tile.half for tile in plan):
         tensors = [_full_precision(x) for x in tensors]
-    for launch in kernel.launches(plan, query.device):
+    for launch in kernel.launches(plan, tensors[1], tensors[3]):
         rows, columns = launch.q_rows, launch.k_rows
         parts = [take(x, at) for x, at in zip(tensors, (rows, rows, columns, columns, rows), strict=True)]
         if not launch.tile.half:
@@ -116,7 +116,7 @@ class Kernel(Protocol):
 
     def prefers_heads_apart(self, dtype: torch.dtype) -> bool: ...
 
-    def launches(self, plan: Plan, device: torch.device) -> Iterable[Launch]: ...
+    def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]: ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]: ...
 
@@ -165,7 +165,7 @@ class CpuFlash:
         """It is some 2 % faster where a head's keys are neighbours; float64 is left as PyTorch's attention has it."""
         return dtype != torch.float64
 
-    def launches(self, plan: Plan, device: torch.device) -> Iterable[Launch]:
+    def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]:
         return map(Launch.of, plan)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
@@ -193,6 +193,9 @@ def fast_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+FLASH_ROOM = 2**29  # numbers, two gigabytes
+
+
 class CudaFlash:
     """PyTorch's FlashAttention-2: half precision, windows of any size in one call, fewer key/value heads."""
 
@@ -206,9 +209,15 @@ class CudaFlash:
     def prefers_heads_apart(self, dtype: torch.dtype) -> bool:
         return False
 
-    def launches(self, plan: Plan, device: torch.device) -> Iterable[Launch]:
-        """A pack's sequences together."""
-        return together(plan, _flash_window, device) if plan.packed else map(Launch.of, plan)
+    def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]:
+        """A pack's sequences together, as far as their queries' gradients, summed in float32, have room.
+
+        The backward kernel computes where a sequence's sums begin in 32 bits, and would write elsewhere beyond.
+        """
+        if not plan.packed:
+            return map(Launch.of, plan)
+        a_row = q.shape[1] * -(-max(q.shape[-1], v.shape[-1]) // 64) * 64
+        return together(plan, _flash_window, q.device, FLASH_ROOM // a_row)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
         dim_v = v.shape[-1]
@@ -317,7 +326,7 @@ class Matmul:
     def prefers_heads_apart(self, dtype: torch.dtype) -> bool:
         return False
 
-    def launches(self, plan: Plan, device: torch.device) -> Iterable[Launch]:
+    def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]:
         return map(Launch.of, plan)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,12 @@ from megatron_cp.attention.tiles import Plan, Tile
 
 Window = tuple[int, int]
 
-# Plans whose launches are kept: those of a ring's stops, for the microbatches under way in a pipeline.
-KEPT = 128
+# Plans whose launches are kept, for the microbatches under way in a pipeline: a ring has one for each of its stops, and
+# those of gathered keys are as many times larger.
+KEPT, KEPT_GATHERED = 512, 16
+
+# Rows that a kernel sets aside beside each sequence's own.
+SPARE_ROWS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,27 +54,38 @@ class Launch:
         return cls(tile, tile.q_rows, tile.k_rows)
 
 
-@functools.lru_cache(maxsize=KEPT)
+def together(plan: Plan, window_of: Callable[[Tile], Window], device: torch.device, room: int) -> tuple[Launch, ...]:
+    """The plan in as few launches as may be, as :func:`by_launch` has it; made once for all layers."""
+    return (_kept_gathered if plan.gathered else _kept)(plan, window_of, device, room)
+
+
 @torch.inference_mode(False)  # what is evaluated first may be trained on later
-def together(plan: Plan, window_of: Callable[[Tile], Window], device: torch.device) -> tuple[Launch, ...]:
-    """The plan in as few launches as may be: ``window_of`` tells a kernel's limits of a tile, alike in each launch."""
-    return tuple(
-        Launch.of(tiles[0]) if len(tiles) == 1 else _of_many(tiles, device) for tiles in by_launch(plan, window_of)
-    )
+def _together(plan: Plan, window_of: Callable[[Tile], Window], device: torch.device, room: int) -> tuple[Launch, ...]:
+    each = by_launch(plan, window_of, room)
+    return tuple(Launch.of(tiles[0]) if len(tiles) == 1 else _of_many(tiles, device) for tiles in each)
 
 
-def by_launch(tiles: Iterable[Tile], window_of: Callable[[Tile], Window]) -> list[list[Tile]]:
-    """The tiles of each launch: of one window, and with rows and columns that rise from one to the next."""
+_kept = functools.lru_cache(maxsize=KEPT)(_together)
+_kept_gathered = functools.lru_cache(maxsize=KEPT_GATHERED)(_together)
+
+
+def by_launch(tiles: Iterable[Tile], window_of: Callable[[Tile], Window], room: int) -> list[list[Tile]]:
+    """The tiles of each launch: of one window (``window_of`` tells a kernel's limits of a tile), with rows and columns
+    that rise from one to the next, and of at most ``room`` rows, spare ones included, unless it is one tile."""
     launches: dict[Window, list[list[Tile]]] = {}
+    rows: dict[int, int] = {}  # of each launch, by its identity
     for tile in sorted(tiles, key=lambda tile: (tile.q_row, tile.k_row)):
-        alike = launches.setdefault(window_of(tile), [])
+        alike, needed = launches.setdefault(window_of(tile), []), tile.q_length + SPARE_ROWS
         for launch in alike:
             last = launch[-1]
-            if tile.q_row >= last.q_row + last.q_length and tile.k_row >= last.k_row + last.k_length:
+            rises = tile.q_row >= last.q_row + last.q_length and tile.k_row >= last.k_row + last.k_length
+            if rises and rows[id(launch)] + needed <= room:
                 launch.append(tile)
+                rows[id(launch)] += needed
                 break
         else:
             alike.append([tile])
+            rows[id(alike[-1])] = needed
     return [launch for alike in launches.values() for launch in alike]
 
 

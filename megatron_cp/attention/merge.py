@@ -36,7 +36,7 @@ class OutputAccumulator:
         start, end = (rows.start, rows.stop) if isinstance(rows, slice) else (0, s)
         untouched, self._end = start >= self._end, max(end, self._end)
         if self._out is None or self._lse is None:
-            if out.shape[2] == s:
+            if out.shape[2] == s and isinstance(rows, slice):
                 self._out, self._lse = out, lse
                 return
             self._out = out.new_zeros((s, b, h, self._value_dim)).permute(1, 2, 0, 3)
@@ -84,7 +84,7 @@ class Gradient:
         s, b, h, d = self._like.shape
         if self._sum is None:
             self._sum = part
-            if part.shape[2] != s:
+            if part.shape[2] != s or not isinstance(rows, slice):
                 self._sum = part.new_zeros((s, b, h, d)).permute(1, 2, 0, 3)
                 put(self._sum, rows, part)
             return

@@ -23,7 +23,7 @@ def regroup_rows(x: Tensor, layout: Layout, group_size: int, inverse: bool = Fal
 
 
 def on_device(table: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on ``device``, for which the host does not wait."""
+    """A copy on ``device``, for which the host does not wait: for the stream that attention runs on, and no other."""
     sent = torch.tensor(table)
     if device.type == "cuda":
         sent = sent.pin_memory()  # from other memory the copy would first be staged, while the host waits

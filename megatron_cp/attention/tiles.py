@@ -98,10 +98,14 @@ class TileSize:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Disjoint tiles, made once for all layers: two plans are the same only if they are one object."""
+    """Disjoint tiles, made once for all layers: two plans are the same only if they are one object.
+
+    ``packed``: of several sequences' own queries and keys; ``gathered``: with the keys of all ranks.
+    """
 
     tiles: tuple[Tile, ...]
     packed: bool
+    gathered: bool = False
 
     def __iter__(self) -> Iterator[Tile]:
         return iter(self.tiles)
@@ -116,7 +120,8 @@ def plan(layout: Layout, q_rank: int, k_rank: int, mask: Mask, size: TileSize) -
 @functools.lru_cache(maxsize=1024)
 def plan_gathered(layout: Layout, q_rank: int, mask: Mask, size: TileSize) -> Plan:
     """The tiles between the queries of ``q_rank`` and the keys of all ranks, which lie as ``gathered_spans`` says."""
-    return Plan(tuple(cover(layout.spans(q_rank), layout.gathered_spans(), mask, size)), not layout.is_dense)
+    tiles = tuple(cover(layout.spans(q_rank), layout.gathered_spans(), mask, size))
+    return Plan(tiles, not layout.is_dense, gathered=True)
 
 
 def cover(q_spans: tuple[Span, ...], k_spans: tuple[Span, ...], mask: Mask, size: TileSize) -> list[Tile]:

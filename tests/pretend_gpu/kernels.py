@@ -102,6 +102,9 @@ def _flash_backward(
     limits = (scale, causal, window_size_left, window_size_right, max_k)
     if cum_q is None:
         return _backward(dout, q, k, v, out, lse, *limits)
+    sums = q.shape[1] * -(-q.shape[-1] // 32) * 32  # of a row's gradients
+    if _numbers(cum_q)[-2] * sums >= 2**31:
+        raise RuntimeError("FlashAttention counts to where a sequence's sums begin in 32 bits")
     if lse.shape != (q.shape[1], len(q)):
         raise RuntimeError("FlashAttention takes denominators [heads, rows] of many sequences")
     each = []

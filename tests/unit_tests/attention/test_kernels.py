@@ -116,6 +116,9 @@ def test_one_tile_in_half_precision_is_handed_on_as_the_kernel_made_it():
     result.add(slice(0, 8), out, lse)
     gradient.add(slice(0, 8), out)
     assert result.finish(None)[0].data_ptr() == gradient.finish().data_ptr() == out.data_ptr()
+    part = Gradient(query)
+    part.add(slice(2, 6), out[:, :, 2:6])
+    assert part._sum.dtype == torch.bfloat16 and torch.equal(part.finish()[2:6], out[:, :, 2:6].permute(2, 0, 1, 3))
     # What is added to it is added in float32, and what the kernel made stays as it is.
     before = out.clone()
     result.add(slice(4, 8), out[:, :, 4:], lse[:, :, 4:])
@@ -167,19 +170,28 @@ def test_flash_attention_sees_what_a_tile_allows(layout):
             for rank in range(layout.size):
                 plans = [plan(layout, rank, k, mask, size) for k in range(layout.size)]
                 for tiles in (*plans, plan_gathered(layout, rank, mask, size)):
-                    for launch in by_launch(tiles, kernels._flash_window) if tiles.packed else ([t] for t in tiles):
+                    for launch in (
+                        by_launch(tiles, kernels._flash_window, 10**9) if tiles.packed else ([t] for t in tiles)
+                    ):
                         longest = max(tile.k_length for tile in launch)
                         for tile in launch:
                             assert (flash_sees(tile, longest) == wanted(tile)).all(), (mask, tile, longest)
 
 
 def on_cuda(
-    mask: Mask, dtype: torch.dtype, s: int = 72, ranks: int = 1, deterministic: bool = False, **dims: int
+    mask: Mask,
+    dtype: torch.dtype,
+    s: int = 72,
+    ranks: int = 1,
+    deterministic: bool = False,
+    ends: tuple[int, ...] = (),
+    **dims: int,
 ) -> list[torch.Tensor]:
-    """Output and gradients of what each of so many ranks computes, one rank after the other, over gathered keys."""
+    """Output and gradients of what each of so many ranks computes, one rank after the other, over gathered keys; on one
+    rank also of a pack of sequences with such ``ends``."""
     inputs, dout = draw(s, dtype=dtype, **dims)
     query, key, value, dout = (x.cuda() for x in (*inputs, dout))
-    layout = Layout.dense(len(query), ranks)
+    layout = Layout.packed([0, *ends], None, ranks) if ends else Layout.dense(len(query), ranks)
     call = AttentionCall(layout, mask, 0.3, deterministic=deterministic)
     output, dquery = torch.zeros_like(dout), torch.zeros_like(query)
     rows_of = [partition_indices(torch.tensor([0, s]), rank, ranks).cuda() for rank in range(ranks)]
@@ -205,9 +217,9 @@ def compare_on_cuda(mask: Mask, dtype: torch.dtype, tolerance: float, ranks: int
     check(on_cuda(mask, dtype, 72, ranks), expected(inputs, dout, mask), tolerance)
 
 
-def twice_on_cuda(mask: Mask) -> bool:
+def twice_on_cuda(mask: Mask, ends: tuple[int, ...]) -> bool:
     """Whether two backward passes give the same bits, and PyTorch's setting is as it was."""
-    passes = [on_cuda(mask, torch.bfloat16, 1024, deterministic=True) for _ in range(2)]
+    passes = [on_cuda(mask, torch.bfloat16, 1024, deterministic=True, ends=ends, b=1) for _ in range(2)]
     assert not torch.are_deterministic_algorithms_enabled()
     return all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
 
@@ -292,14 +304,17 @@ def test_cudnn_is_preferred_where_pytorch_prefers_it(capability, fast, monkeypat
     assert not ask(device)
 
 
-def packs_on_cuda(mask: Mask, sequences: int, gathered: bool) -> tuple[float, int]:
+def packs_on_cuda(
+    mask: Mask, sequences: int, gathered: bool, dims: tuple[int, int] = (16, 16), room: int | None = None
+) -> tuple[float, int]:
     """Each rank of two, one after the other, with the keys of both: the worst difference from what is written out in
     float64, over the largest value, and the most launches forward and backward that a stop or a gather needed."""
+    kernels.FLASH_ROOM = room or kernels.FLASH_ROOM
     rng = np.random.default_rng(7)
     padded = 4 * rng.integers(1, 12, sequences)
     layout = Layout(tuple(int(x) for x in padded - rng.integers(0, 4, sequences)), tuple(padded.tolist()), 2)
     offsets = np.cumsum([0, *padded])
-    inputs, dout = draw(int(offsets[-1]), b=1, dtype=torch.bfloat16)
+    inputs, dout = draw(int(offsets[-1]), b=1, qk_dim=dims[0], v_dim=dims[1], dtype=torch.bfloat16)
     real = np.concatenate([np.arange(at, at + n) for at, n in zip(offsets, layout.lengths, strict=False)])
     window = (-1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right)
     want = [torch.zeros_like(x, dtype=torch.float64) for x in (dout, *inputs)]
@@ -356,8 +371,19 @@ def test_cuda_packs(mask, gathered):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_cuda_determinism():
-    assert run_ranks(twice_on_cuda, 1, Mask(None, 0)) == [True]
+def test_cuda_packs_of_other_shapes():
+    """Head dims that differ and are no multiples of eight; and room for the gradients of some sequences at a time."""
+    ((difference, at_once),) = run_ranks(packs_on_cuda, 1, Mask(None, 0), 40, False, (20, 12))
+    assert difference <= 2e-2 and at_once == 1
+    ((difference, launches),) = run_ranks(packs_on_cuda, 1, Mask(None, 0), 40, False, (20, 12), 1000 * 6 * 64)
+    assert difference <= 2e-2 and 5 <= launches <= 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("ends", [(), (700, 710, 1024)])
+def test_cuda_determinism(ends):
+    assert run_ranks(twice_on_cuda, 1, Mask(None, 0), ends) == [True]
 
 
 def test_determinism_is_asked_for_strictly(monkeypatch):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_cp.attention import kernels, launches
 from megatron_cp.attention.context import AttentionCall
-from megatron_cp.attention.kernels import Matmul, attend, attend_backward
-from megatron_cp.attention.launches import Launch, by_launch, together
+from megatron_cp.attention.kernels import CudaFlash, Matmul, attend, attend_backward
+from megatron_cp.attention.launches import SPARE_ROWS, Launch, by_launch, together
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Kind, Mask, Tile, TileSize, plan, plan_gathered
@@ -20,6 +20,7 @@ from tests.unit_tests.attention.test_sharding import packs
 from tests.unit_tests.attention.test_tiles import masks
 
 CPU = torch.device("cpu")
+ROOM = 10**9
 CAUSAL = Mask(None, 0)
 window_of = kernels._flash_window
 
@@ -30,11 +31,13 @@ def test_each_tile_is_in_one_launch_whose_rows_rise(pack, mask, data):
     cu_seqlens, padded, n = pack
     layout = Layout.packed(cu_seqlens, padded, n)
     q_rank, k_rank = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1))
+    room = data.draw(st.sampled_from([1, 300, 700, 10**9]))
     for tiles in (plan(layout, q_rank, k_rank, mask, TileSize()), plan_gathered(layout, q_rank, mask, TileSize())):
-        grouped = by_launch(tiles, window_of)
+        grouped = by_launch(tiles, window_of, room)
         assert sorted(map(repr, (tile for launch in grouped for tile in launch))) == sorted(map(repr, tiles))
         for launch in grouped:
             assert len({window_of(tile) for tile in launch}) == 1
+            assert len(launch) == 1 or sum(tile.q_length + SPARE_ROWS for tile in launch) <= room
             for one, other in pairwise(launch):
                 assert one.q_rows.stop <= other.q_row and one.k_rows.stop <= other.k_row
 
@@ -42,8 +45,8 @@ def test_each_tile_is_in_one_launch_whose_rows_rise(pack, mask, data):
 class OneByOne(Matmul):
     """Many sequences in a launch, as a kernel that takes them would compute them."""
 
-    def launches(self, plan, device):
-        return together(plan, window_of, device)
+    def launches(self, plan, q, v):
+        return together(plan, window_of, q.device, ROOM)
 
     def _each(self, launch):
         left, right = window_of(launch.tile)
@@ -116,14 +119,30 @@ def test_a_stop_is_one_launch_however_many_sequences_there_are():
         layout = Layout(tuple(int(n - rng.integers(0, 3)) for n in padded), padded, 4)
         for rank in range(4):
             for source in range(4):
-                assert len(together(plan(layout, rank, source, CAUSAL, TileSize()), window_of, CPU)) == 1
+                assert len(together(plan(layout, rank, source, CAUSAL, TileSize()), window_of, CPU, ROOM)) == 1
             # Of gathered keys, a rank's second chunk sees those of its first; a row alone sees all that it is given.
-            assert len(together(plan_gathered(layout, rank, CAUSAL, TileSize()), window_of, CPU)) <= 4
+            assert len(together(plan_gathered(layout, rank, CAUSAL, TileSize()), window_of, CPU, ROOM)) <= 4
+
+
+def test_a_launch_has_room_for_its_gradients():
+    """FlashAttention's backward kernel finds a sequence's first row, times heads and their size, in 32 bits."""
+    layout, heads, dim = Layout((131072,) * 8, (131072,) * 8, 8), 128, 192
+    work = plan(layout, 0, 0, CAUSAL, TileSize(half_from=0))
+    q, v = (torch.empty(1).expand(1, heads, layout.rows, size) for size in (dim, 128))
+    assert layout.rows * heads * dim > 2**31
+    for share, launches_needed in ((1, 8), (4, 2), (16, 1)):  # of the heads, as with tensor parallelism
+        found = list(CudaFlash().launches(work, q[:, : heads // share], v[:, : heads // share]))
+        assert len(found) == launches_needed and sum(len(rows_of(launch)) for launch in found) == layout.rows
+        assert all(len(rows_of(launch)) * heads // share * dim <= 2**29 for launch in found)
+
+
+def rows_of(launch):
+    return range(10**9)[launch.q_rows]
 
 
 def test_rows_that_follow_each_other_are_not_collected():
     tiles = plan(Layout((8, 24, 16), (8, 24, 16), 1), 0, 0, CAUSAL, TileSize())
-    (launch,) = together(tiles, window_of, CPU)
+    (launch,) = together(tiles, window_of, CPU, ROOM)
     assert launch.q_rows == launch.k_rows == slice(0, 48)
     assert launch.q_lengths.ends.tolist() == [0, 8, 32, 48] and launch.q_lengths.longest == 24
 
@@ -135,7 +154,7 @@ def test_layers_share_what_was_sent(monkeypatch):
     for _layer in range(3):
         tiles = plan(layout, 0, 0, CAUSAL, TileSize(half_from=0))
         with torch.inference_mode():
-            (launch,) = together(tiles, window_of, CPU)
+            (launch,) = together(tiles, window_of, CPU, ROOM)
     assert len(sent) == 4, "the rows and the ends, of queries and of keys"
     assert not launch.q_rows.is_inference()
 
