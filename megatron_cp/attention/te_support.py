@@ -116,6 +116,11 @@ def gaps(config: RunConfig, version: str, packed_sizes: Collection[int], flash: 
         if not flash and transport.startswith("a2a") and (odd := odd_heads(config, version)):
             message = f"with cp_comm_type={transport} odd numbers of heads ({odd}) need flash attention: not installed"
             yield Gap("D3", "model.num_query_groups", message)
+    odd_dims = [dim for dim in _head_dims(config) if dim % 8]
+    if odd_dims and (several or packing[1]):
+        where = "packs" if packing[1] else "context parallelism"
+        message = f"no kernel for {where} takes a head dim of {odd_dims[0]}, which is not a multiple of 8"
+        yield Gap("D13", "model.v_head_dim" if model.multi_latent_attention else "model.kv_channels", message)
     if not several:
         return
     if has_window(config) and model.attention_dropout:
@@ -124,6 +129,13 @@ def gaps(config: RunConfig, version: str, packed_sizes: Collection[int], flash: 
         )
     if config.mixed_precision.fp32:
         yield Gap("E13", "mixed_precision.fp32", "No dot product attention backend is available in fp32")
+
+
+def _head_dims(config: RunConfig) -> tuple[int, ...]:
+    model = config.model
+    if model.multi_latent_attention:
+        return model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
+    return (model.kv_channels or 0,)
 
 
 def odd_heads(config: RunConfig, version: str) -> str:

@@ -192,3 +192,16 @@ def mamba_sizes(c: Context) -> Iterator[Finding]:
             f"d_inner must be evenly divisible by headdim: {width} by {model.mamba_head_dim}",
             f"one of {listed(divisors(width))}, or model.mamba_num_heads",
         )
+
+
+@rule(
+    "D13",
+    "Head dims are multiples of 8, for Transformer Engine.",
+    "Its flash and fused attention take no others; what is left on one rank has no context parallelism and no packs. "
+    "Our attention fills them up.",
+    broken(
+        "model.attention_backend=te", "model.kv_channels=20", "model.position_embedding_type=none", environment="gpu",
+    ),
+)  # fmt: skip
+def head_dims_by_eights(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("D13")

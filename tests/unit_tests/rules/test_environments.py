@@ -52,6 +52,18 @@ class TestTransformerEngine:
             ("E11", "error"),  # since ours is used, which has no dropout
         }
 
+    def test_head_dims_that_its_kernels_do_not_take(self):
+        """On one rank it has an attention of plain matrix products left, but not of packs."""
+        ring = ("model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null")
+        latent = ("model.multi_latent_attention=true", "model.qk_head_dim=16", "model.qk_pos_emb_head_dim=8", *ring)
+        for dims in (("model.kv_channels=20",), (*latent, "model.v_head_dim=12")):
+            assert ("D13", "warning") in self.rules(*dims)
+            assert ("D13", "error") in self.rules("model.attention_backend=te", *dims)
+            assert not {rule for rule, _ in self.rules("parallel=none", *dims)} & {"D13"}
+        assert not {rule for rule, _ in self.rules(*latent, "model.v_head_dim=16")} & {"D13"}
+        packs = ("parallel=none", "model.sequence_packing_scheduler=dp_balanced", "model.kv_channels=20")
+        assert ("D13", "warning") in self.rules(*packs)
+
     def test_float32_is_ours_with_and_without_context_parallelism(self):
         """Its products are TF32: one rank would otherwise differ from several."""
         for parallel in ("parallel=none", "model.context_parallel_size=4"):
