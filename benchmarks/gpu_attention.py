@@ -6,11 +6,12 @@
 
 Causal, forward and forward plus backward, in bf16 on a GPU and float32 on a CPU, the ways taking turns in every round.
 ``sdpa`` is PyTorch's own with the kernel that it chooses, ``cudnn`` and ``flash`` with cuDNN's and FlashAttention-2,
-between which ours chooses, ``te`` Transformer Engine's, where it is installed; one that fails is left out, its error on
-standard error. On a GPU the kernels' time is taken and not the host's: they are launched while the device is kept
-waiting, as in training, where the host is ahead of it. Rates count causal attention's operations (2 a pair and channel
-forward for each of two products, 2.5 times that backward) over half the square, and stand beside the rate of large
-matrix products in the same run.
+between which ours chooses. Where Transformer Engine is installed ``te`` is its attention and ``ours by te`` ours with
+its kernels, as in its layers, which the rings below have then too. A way that fails is left out, its error on standard
+error. On a GPU the kernels' time is taken and not the host's: they are launched while the device is kept waiting, as in
+training, where the host is ahead of it. Rates count causal attention's operations (2 a pair and channel forward for each
+of two products, 2.5 times that backward) over half the square, and stand beside the rate of large matrix products in
+the same run.
 
 A ring of c ranks is run without its communication: this device does what one rank would launch, on blocks of the same
 sizes, with the merging of partial results; a visitor is there when it is asked for. Printed is c times the slowest
@@ -54,7 +55,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Ways = dict[str, tuple[Attention, Inputs]]
 
-KERNELS = ("ours", "sdpa", "cudnn", "flash")
+KERNELS = ("ours", "ours by te", "sdpa", "cudnn", "flash")
 PAUSE = 40_000_000  # clock cycles of the device, some 20 ms: longer than the host takes to launch a pass
 
 
@@ -68,13 +69,17 @@ def inputs(rows: int, heads: int, kv_heads: int, dim: int) -> Inputs:
     return query, key, value
 
 
-def ring_of_one(rank: int, size: int, pack: Layout | None = None) -> Attention:
-    """What ``rank`` of a ring of ``size`` launches for its shard of a sequence, or of a ``pack``."""
+def ring_of_one(rank: int, size: int, pack: Layout | None = None, by_te: bool = False) -> Attention:
+    """What ``rank`` of a ring of ``size`` launches for its shard of a sequence, or of a ``pack``.
+
+    ``by_te``: Transformer Engine's kernels, and not PyTorch's.
+    """
     peers = Peers(None, rank, size)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         layout = pack or Layout.dense(query.shape[0] * size, size)
-        attention_call = AttentionCall(layout, Mask(right=0), 1 / math.sqrt(query.shape[-1]), False)
+        scale = 1 / math.sqrt(query.shape[-1])
+        attention_call = AttentionCall(layout, Mask(right=0), scale, transformer_engine=by_te)
         return ring_attention(query, key, value, None, attention_call, peers)
 
     return attention
@@ -210,35 +215,40 @@ def case(size: int, heads: int, kv_heads: int, dim: int, rings: list[int], repea
         ways["flash"] = (partial(sdpa, kernel=SDPBackend.FLASH_ATTENTION), whole)
     engine = transformer_engine(heads, kv_heads, dim)
     if engine is not None:
-        ways["te"] = (engine, whole)
+        ways |= {"te": (engine, whole), "ours by te": (ring_of_one(0, 1, by_te=True), whole)}
     ways = those_that_work(ways)
     for count in rings:
         shard = inputs(size // count, heads, kv_heads, dim)
-        ways |= {f"ring {count}, rank {rank}": (ring_of_one(rank, count), shard) for rank in {0, count - 1}}
+        by_te = engine is not None
+        ways |= {
+            f"ring {count}, rank {rank}": (ring_of_one(rank, count, by_te=by_te), shard) for rank in {0, count - 1}
+        }
     found = measure(ways, repeats)
     name = f"| {size} | {heads}/{kv_heads} | {dim} |"
     told_rates(found, name, size * size / 2 * heads * dim * 4, peak, (*KERNELS, "te"), ("te", "sdpa"))
     for count in rings:
         ranks = [found[f"ring {count}, rank {rank}"] for rank in {0, count - 1}]
         slowest = [[max(times) for times in zip(*part, strict=True)] for part in zip(*ranks, strict=True)]
-        forward, both = (ratio(part, whole, count) for part, whole in zip(slowest, found["ours"], strict=True))
+        alone = found.get("ours by te", found["ours"])
+        forward, both = (ratio(part, whole, count) for part, whole in zip(slowest, alone, strict=True))
         print(f"{name} ring of {count} | {forward} | {both} | |", flush=True)
 
 
 def pack_case(size: int, count: int, heads: int, kv_heads: int, dim: int, repeats: int, peak: float) -> None:
     """The rows of a pack of ``count`` sequences."""
     lengths, given = uneven(size, count), inputs(size, heads, kv_heads, dim)
+    layout = Layout(lengths, lengths, 1)
     ways: Ways = {
-        "ours": (ring_of_one(0, 1, Layout(lengths, lengths, 1)), given),
+        "ours": (ring_of_one(0, 1, layout), given),
         "one by one": (one_by_one(lengths), given),
     }
     engine = transformer_engine(heads, kv_heads, dim, lengths)
     if engine is not None:
-        ways["te"] = (engine, given)
+        ways |= {"te": (engine, given), "ours by te": (ring_of_one(0, 1, layout, by_te=True), given)}
     found = measure(those_that_work(ways), repeats, with_host=True)
     pairs = sum(length**2 for length in lengths) / 2 * heads * dim * 4
     name = f"| {size} in {count} | {heads}/{kv_heads} | {dim} |"
-    told_rates(found, name, pairs, peak, ("ours", "one by one", "te"), ("te", "one by one"))
+    told_rates(found, name, pairs, peak, ("ours", "ours by te", "one by one", "te"), ("te", "one by one"))
 
 
 def told_rates(

@@ -37,8 +37,8 @@ class _AllGather(torch.autograd.Function):
     ) -> Tensor:
         gathered = _gather(key, value, call, peers)
         result = OutputAccumulator(query, value.shape[-1])
-        work = plan_gathered(call.layout, peers.rank, call.mask, forward_tiles(query, call.layout))
-        attend(query, gathered, work, call.scale, into=result)
+        work = plan_gathered(call.layout, peers.rank, call.mask, forward_tiles(query, call))
+        attend(query, gathered, work, call, into=result)
         out, lse = result.finish(offset)
         ctx.save_for_backward(query, key, value, out, lse, offset)
         ctx.call, ctx.peers = call, peers

@@ -86,12 +86,16 @@ class CPContext:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one call computes: the sequences over all ranks, who sees whom, and the factor on the scores."""
+    """What one call computes: the sequences over all ranks, who sees whom, and the factor on the scores.
+
+    ``transformer_engine``: its kernels may compute it.
+    """
 
     layout: Layout
     mask: Mask
     scale: float
     deterministic: bool = False
+    transformer_engine: bool = False
 
     def real_rows(self, rank: int) -> list[slice]:
         """The rows of ``rank`` that hold tokens, not padding."""

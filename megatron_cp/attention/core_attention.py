@@ -83,6 +83,7 @@ class ContextParallelAttention(MegatronModule):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window_size: tuple[int, int] | None = tuple(config.window_size) if windowed else None
         self.softmax_offset = self._build_softmax_offset()
+        self._with_transformer_engine = config.transformer_impl == "transformer_engine"
 
     @property
     def context(self) -> CPContext:
@@ -150,6 +151,7 @@ class ContextParallelAttention(MegatronModule):
             softmax_scale=self.softmax_scale,
             softmax_offset=self.softmax_offset,
             deterministic=self.config.deterministic_mode,
+            transformer_engine=self._with_transformer_engine,
         )
         return out.reshape(*lead, query.shape[-2] * dim_v)
 
@@ -164,7 +166,8 @@ class ContextParallelAttention(MegatronModule):
 
     def probe_forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Plain causal attention through this module's transport."""
-        return attend_in_context(self._context, query, key, value, mask=Mask.build(True, None))
+        mask, its_kernels = Mask.build(True, None), self._with_transformer_engine
+        return attend_in_context(self._context, query, key, value, mask=mask, transformer_engine=its_kernels)
 
     def sharded_state_dict(
         self,

@@ -92,8 +92,12 @@ def attend_in_context(
     softmax_scale: float | None = None,
     softmax_offset: Tensor | None = None,
     deterministic: bool = False,
+    transformer_engine: bool = False,
 ) -> Tensor:
-    """:func:`context_parallel_attention` with a context that was built before (once for a layer)."""
+    """:func:`context_parallel_attention` with a context that was built before (once for a layer).
+
+    On a GPU ``transformer_engine`` lets its kernels compute what each rank has to.
+    """
     packed = cu_seqlens is not None
     if context.size > 1 and dist.get_debug_level() != dist.DebugLevel.OFF:
         tensors = {"query": query, "key": key, "value": value, "softmax_offset": softmax_offset}
@@ -121,7 +125,7 @@ def attend_in_context(
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
     rows = query.shape[0]
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
-    call = AttentionCall(layout, mask, scale, deterministic)
+    call = AttentionCall(layout, mask, scale, deterministic, transformer_engine)
     if rows == layout.rows:
         out = _transport(context, query, key, value, softmax_offset, call)
     else:

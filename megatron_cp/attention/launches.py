@@ -41,17 +41,23 @@ class Lengths:
 @dataclass(frozen=True, eq=False)
 class Launch:
     """Rows of the queries and of the keys, and the mask between them: the tile's, or with lengths that of each pair of
-    spans, which is like the tile's."""
+    spans, which is like the tile's. ``square``: the one or all of them are."""
 
     tile: Tile
     q_rows: Rows
     k_rows: Rows
+    square: bool
     q_lengths: Lengths | None = None
     k_lengths: Lengths | None = None
 
     @classmethod
     def of(cls, tile: Tile) -> Launch:
-        return cls(tile, tile.q_rows, tile.k_rows)
+        return cls(tile, tile.q_rows, tile.k_rows, tile.q_length == tile.k_length)
+
+    @property
+    def sequences(self) -> int | None:
+        """How many spans; None for a tile alone."""
+        return None if self.q_lengths is None else len(self.q_lengths.ends) - 1
 
 
 def together(plan: Plan, window_of: Callable[[Tile], Window], device: torch.device, room: int) -> tuple[Launch, ...]:
@@ -92,7 +98,8 @@ def by_launch(tiles: Iterable[Tile], window_of: Callable[[Tile], Window], room: 
 def _of_many(tiles: Sequence[Tile], device: torch.device) -> Launch:
     queries, keys = [(t.q_row, t.q_length) for t in tiles], [(t.k_row, t.k_length) for t in tiles]
     rows, columns = _rows(queries, device), _rows(keys, device)
-    return Launch(tiles[0], rows, columns, _lengths(queries, device), _lengths(keys, device))
+    square = all(tile.q_length == tile.k_length for tile in tiles)
+    return Launch(tiles[0], rows, columns, square, _lengths(queries, device), _lengths(keys, device))
 
 
 def _lengths(spans: Sequence[tuple[int, int]], device: torch.device) -> Lengths:

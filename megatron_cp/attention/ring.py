@@ -38,11 +38,11 @@ class _Ring(torch.autograd.Function):
         stops = ring_shifts(call.layout, call.mask)
         visitor = by_head(key), by_head(value)
         result = OutputAccumulator(query, value.shape[-1])
-        size = forward_tiles(query, call.layout)
+        size = forward_tiles(query, call)
         for stop, onward in zip(stops, _hops(stops), strict=True):
             arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
             work = plan(call.layout, peers.rank, (peers.rank - stop) % peers.size, call.mask, size)
-            attend(query, by_row(visitor), work, call.scale, into=result)
+            attend(query, by_row(visitor), work, call, into=result)
             if arriving is not None:
                 visitor = arriving.wait()
         out, lse = result.finish(offset)

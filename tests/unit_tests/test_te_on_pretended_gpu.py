@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit_tests.test_pretend_gpu import GPU, NO_GPU, ORDER, STEPS, pretend
+from tests.unit_tests.test_pretend_gpu import GPU, KERNELS, NO_GPU, ORDER, STEPS, pretend
 from tests.unit_tests.test_te_on_cpu import PACKAGE
 
 EQUIVALENCE = "tests/unit_tests/attention/test_te_equivalence.py"
 WITH_TE = {
     "where the host waits": (STEPS, "-k", "hierarchy or gathered or hybrid or question"),
-    "the tests for GPUs": (EQUIVALENCE, *GPU, "-k", "not cp2-te"),
+    "the tests for GPUs": (EQUIVALENCE, *GPU, "-k", "not (cp2-te or kernels) or hierarchy"),
+    "its kernels in our transports": (KERNELS, *GPU, "-k", "te_kernels"),
 }
 MORE_WITH_TE = {
-    "more of the tests for GPUs": (EQUIVALENCE, *GPU, "-k", "cp2-te"),
+    "more of the tests for GPUs": (EQUIVALENCE, *GPU, "-k", "(cp2-te or kernels) and not hierarchy"),
     "the order of messages": (ORDER,),
     "layers": ("tests/te_on_cpu/layers.py",),
 }

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.attention import context_parallel_attention, kernels
+from megatron_cp.attention import context_parallel_attention, cpu_kernels
 from megatron_cp.attention.sharding import shard_sequence, unshard_sequence
 from tests.ranks import run_ranks
 from tests.unit_tests.attention.harness import (
@@ -177,7 +177,7 @@ def _bf16(case: Case) -> dict[str, list[tuple[float, float]]]:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seq_length", [256, 1024])
 def test_bf16_is_as_close_to_the_truth_as_one_rank_bf16(causal, seq_length, fast_bf16, monkeypatch):
-    monkeypatch.setattr(kernels, "fast_bf16", lambda: fast_bf16)
+    monkeypatch.setattr(cpu_kernels, "fast_bf16", lambda: fast_bf16)
     case = Case(seq_length=seq_length, batch=1, heads=4, qk_dim=32, v_dim=32, causal=causal, dtype=torch.bfloat16)
     for comm_type, ratios in run_ranks(_bf16, 4, case)[0].items():
         for name, (norm, largest) in zip(("out", "dq", "dk", "dv"), ratios, strict=True):

@@ -1,19 +1,26 @@
 """One tile's forward and backward against the written-out attention, and the guards around PyTorch's kernels."""
 
 import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_cp.attention import kernels
+from megatron_cp.attention import cpu_kernels, cuda_kernels, kernels
 from megatron_cp.attention.context import AttentionCall
-from megatron_cp.attention.kernels import CpuFlash, CudaFlash, Cudnn, Matmul, attend, attend_backward, fast_cudnn
+from megatron_cp.attention.cpu_kernels import CpuFlash, Matmul
+from megatron_cp.attention.cuda_kernels import CudaFlash, Cudnn, fast_cudnn, flash_window
+from megatron_cp.attention.kernels import attend, attend_backward
 from megatron_cp.attention.launches import Launch, by_launch
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.reference import reference_attention
 from megatron_cp.attention.sharding import Layout, partition_indices
+from megatron_cp.attention.te_kernels import TeFused
 from megatron_cp.attention.tiles import Kind, Mask, Tile, TileSize, plan, plan_gathered
 from tests.ranks import run_ranks
 
@@ -21,15 +28,16 @@ KERNELS = {"cpu": CpuFlash(), "matmul": Matmul()}
 
 
 def run(kernel_name, monkeypatch, inputs, dout, mask, size, scale=0.3):
-    monkeypatch.setattr(kernels, "kernel_for", lambda query, packed: KERNELS[kernel_name])
+    monkeypatch.setattr(kernels, "kernel_for", lambda query, call: KERNELS[kernel_name])
     query, key, value = inputs
     layout = Layout.dense(len(query), 1)
     tiles = plan(layout, 0, 0, mask, size)
+    call = AttentionCall(layout, mask, scale)
     result = OutputAccumulator(query, value.shape[-1])
-    attend(query, (key, value), tiles, scale, into=result)
+    attend(query, (key, value), tiles, call, into=result)
     out, lse = result.finish(None)
     grads = Gradient(query), Gradient(key), Gradient(value)
-    attend_backward(dout, query, (key, value), out, lse, tiles, AttentionCall(layout, mask, scale), into=grads)
+    attend_backward(dout, query, (key, value), out, lse, tiles, call, into=grads)
     return [out, *(grad.finish() for grad in grads)]
 
 
@@ -102,7 +110,7 @@ def test_precisions(dtype, tolerance, monkeypatch):
     ],
 )
 def test_the_backward_pass_uses_bf16_where_it_is_fast_and_exact(fast_bf16, dtype, mask, half_from, monkeypatch):
-    monkeypatch.setattr(kernels, "fast_bf16", lambda: fast_bf16)
+    monkeypatch.setattr(cpu_kernels, "fast_bf16", lambda: fast_bf16)
     call = AttentionCall(Layout.dense(4096, 1), mask, 1.0)
     assert CpuFlash().backward_tiles(dtype, call).half_from == half_from
     assert CpuFlash().forward_tiles(dtype).half_from is None
@@ -132,7 +140,7 @@ def flash_sees(tile: Tile, longest: int) -> np.ndarray:
 
     ``longest``: the most keys of a tile that is computed in the same launch, by which they are clamped.
     """
-    left, right = kernels._flash_window(tile)
+    left, right = flash_window(tile)
     left, right = (-1 if limit >= longest else limit for limit in (left, right))
     if left >= 0 and right < 0:
         right = longest
@@ -170,9 +178,7 @@ def test_flash_attention_sees_what_a_tile_allows(layout):
             for rank in range(layout.size):
                 plans = [plan(layout, rank, k, mask, size) for k in range(layout.size)]
                 for tiles in (*plans, plan_gathered(layout, rank, mask, size)):
-                    for launch in (
-                        by_launch(tiles, kernels._flash_window, 10**9) if tiles.packed else ([t] for t in tiles)
-                    ):
+                    for launch in by_launch(tiles, flash_window, 10**9) if tiles.packed else ([t] for t in tiles):
                         longest = max(tile.k_length for tile in launch)
                         for tile in launch:
                             assert (flash_sees(tile, longest) == wanted(tile)).all(), (mask, tile, longest)
@@ -185,6 +191,7 @@ def on_cuda(
     ranks: int = 1,
     deterministic: bool = False,
     ends: tuple[int, ...] = (),
+    te: bool = False,
     **dims: int,
 ) -> list[torch.Tensor]:
     """Output and gradients of what each of so many ranks computes, one rank after the other, over gathered keys; on one
@@ -192,16 +199,16 @@ def on_cuda(
     inputs, dout = draw(s, dtype=dtype, **dims)
     query, key, value, dout = (x.cuda() for x in (*inputs, dout))
     layout = Layout.packed([0, *ends], None, ranks) if ends else Layout.dense(len(query), ranks)
-    call = AttentionCall(layout, mask, 0.3, deterministic=deterministic)
+    call = AttentionCall(layout, mask, 0.3, deterministic, transformer_engine=te)
     output, dquery = torch.zeros_like(dout), torch.zeros_like(query)
     rows_of = [partition_indices(torch.tensor([0, s]), rank, ranks).cuda() for rank in range(ranks)]
     order = torch.cat([rows.chunk(2)[half] for half in range(2) for rows in rows_of])  # as they are gathered
     key, value = key[order], value[order]
     dkey, dvalue = Gradient(key), Gradient(value)
     for rank, rows in enumerate(rows_of):
-        tiles = plan_gathered(layout, rank, mask, kernels.forward_tiles(query, layout))
+        tiles = plan_gathered(layout, rank, mask, kernels.forward_tiles(query, call))
         result = OutputAccumulator(query[rows], value.shape[-1])
-        attend(query[rows], (key, value), tiles, 0.3, into=result)
+        attend(query[rows], (key, value), tiles, call, into=result)
         output[rows], lse = result.finish(None)
         mine = Gradient(query[rows])
         attend_backward(
@@ -242,21 +249,34 @@ def by_cudnn_on_cuda(
 
     With ``below_zero`` the scores of the first rows are so, by far: rows that fill up a block would be noticed.
     """
-    inputs, dout = draw(768, dtype=torch.bfloat16, **{"b": 1, **dims})
+    drawn = inputs, dout = draw(768, dtype=torch.bfloat16, **{"b": 1, **dims})
     if below_zero:
         inputs[1][:100, ..., 0], inputs[0][..., 0] = -60.0, 8.0
-    flash = [mock.patch.object(CudaFlash, n, autospec=True, side_effect=getattr(CudaFlash, n)) for n in BOTH_WAYS]
-    every = [mock.patch.object(Cudnn, n, autospec=True, side_effect=getattr(Cudnn, n)) for n in BOTH_WAYS]
-    with contextlib.ExitStack() as stack, mock.patch(f"{__name__}.draw", lambda *_, **__: (inputs, dout)):
-        flash, every = [[stack.enter_context(each) for each in group] for group in (flash, every)]
+    with counted(CudaFlash) as flash, counted(Cudnn) as every, mock.patch(f"{__name__}.draw", lambda *_, **__: drawn):
         got = on_cuda(mask, torch.bfloat16, 768, ranks, deterministic)
-    by_flash, by_any = (sum(each.call_count for each in group) for group in (flash, every))
     want = expected(inputs, dout, mask)
     worst = max(float((g.double() - w).abs().max() / w.abs().max()) for g, w in zip(got, want, strict=True))
-    return worst, by_any - by_flash, by_flash
+    return worst, every.total() - flash.total(), flash.total()
 
 
-BOTH_WAYS = ("forward", "backward")
+@contextlib.contextmanager
+def counted(kernel: type) -> Iterator[Counter[str]]:
+    """How often a kernel was launched each way, by those that are built on it too."""
+    calls: Counter[str] = Counter()
+
+    def counting(name: str, function: Any) -> Any:
+        def launch(*args: Any) -> Any:
+            calls[name] += 1
+            return function(*args)
+
+        return launch
+
+    with contextlib.ExitStack() as stack:
+        for name in ("forward", "backward"):
+            stack.enter_context(mock.patch.object(kernel, name, counting(name, getattr(kernel, name))))
+        yield calls
+
+
 LATENT = {"qk_dim": 192, "v_dim": 128, "heads": 2, "kv_heads": 2}
 
 
@@ -305,11 +325,16 @@ def test_cudnn_is_preferred_where_pytorch_prefers_it(capability, fast, monkeypat
 
 
 def packs_on_cuda(
-    mask: Mask, sequences: int, gathered: bool, dims: tuple[int, int] = (16, 16), room: int | None = None
+    mask: Mask,
+    sequences: int,
+    gathered: bool,
+    dims: tuple[int, int] = (16, 16),
+    room: int | None = None,
+    te: bool = False,
 ) -> tuple[float, int]:
     """Each rank of two, one after the other, with the keys of both: the worst difference from what is written out in
     float64, over the largest value, and the most launches forward and backward that a stop or a gather needed."""
-    kernels.FLASH_ROOM = room or kernels.FLASH_ROOM
+    cuda_kernels.FLASH_ROOM = room or cuda_kernels.FLASH_ROOM
     rng = np.random.default_rng(7)
     padded = 4 * rng.integers(1, 12, sequences)
     layout = Layout(tuple(int(x) for x in padded - rng.integers(0, 4, sequences)), tuple(padded.tolist()), 2)
@@ -328,26 +353,26 @@ def packs_on_cuda(
     for x in rubbish:  # what lies in the padding is nobody's business
         x[np.setdiff1d(np.arange(len(x)), real)] = torch.nan
     query, key, value, dout = (x.cuda() for x in rubbish)
-    call = AttentionCall(layout, mask, 0.3)
+    call = AttentionCall(layout, mask, 0.3, transformer_engine=te)
     rows_of = [torch.from_numpy(partition_indices(offsets, rank, 2)).cuda() for rank in range(2)]
     got = [torch.zeros_like(x) for x in (dout, query, key, value)]
     launches = []
     for rank, rows in enumerate(rows_of):
-        size = kernels.forward_tiles(query, layout)
+        size = kernels.forward_tiles(query, call)
         visits = [(rows_of[k], plan(layout, rank, k, mask, size)) for k in range(2)]
         if gathered:
             visits = [(torch.arange(len(key)).cuda(), plan_gathered(layout, rank, mask, size))]
         result, mine = OutputAccumulator(query[rows], value.shape[-1]), Gradient(query[rows])
         for columns, tiles in visits:
-            attend(query[rows], (key[columns], value[columns]), tiles, 0.3, into=result)
+            attend(query[rows], (key[columns], value[columns]), tiles, call, into=result)
         out, lse = result.finish(None)
         for columns, tiles in visits:
             dkey, dvalue = Gradient(key[columns]), Gradient(value[columns])
-            with mock.patch.object(CudaFlash, "backward", autospec=True, side_effect=CudaFlash.backward) as counted:
+            with counted(TeFused if te else CudaFlash) as calls:
                 attend_backward(
                     dout[rows], query[rows], (key[columns], value[columns]), out, lse, tiles, call, (mine, dkey, dvalue)
                 )
-            launches.append(counted.call_count)
+            launches.append(calls["backward"])
             got[2][columns] += dkey.finish()
             got[3][columns] += dvalue.finish()
         got[0][rows], got[1][rows] = out, mine.finish()
@@ -367,6 +392,36 @@ def test_cuda_packs(mask, gathered):
     assert max(differences) <= 2e-2
     if mask.left is None:
         assert max(launches) <= (4 if gathered else 1)
+
+
+def by_te_on_cuda(mask: Mask, gathered: bool, packed: bool, deterministic: bool) -> tuple[float, int, int]:
+    """The worst difference, and how many launches Transformer Engine's kernels and FlashAttention computed."""
+    with counted(CudaFlash) as flash, counted(TeFused) as every:
+        if packed:
+            worst, _ = packs_on_cuda(mask, 5, gathered, (32, 32), te=True)
+        else:
+            got = on_cuda(mask, torch.bfloat16, 384, 3 if gathered else 1, deterministic, te=True, qk_dim=32, v_dim=32)
+            want = expected(*draw(384, dtype=torch.bfloat16, qk_dim=32, v_dim=32), mask)
+            worst = max(float((g.double() - w).abs().max() / w.abs().max()) for g, w in zip(got, want, strict=True))
+    return worst, every.total() - flash.total(), flash.total()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mask", [Mask(), Mask(None, 0), Mask(20, 0), Mask(9, 5)])
+def test_te_kernels(mask, packed, gathered, deterministic):
+    """Its kernels compute whole and packed sequences, causal windows too, and FlashAttention what has other shapes."""
+    ((worst, by_te, by_flash),) = run_ranks(by_te_on_cuda, 1, mask, gathered, packed, deterministic)
+    assert worst <= 2e-2
+    if torch.cuda.get_device_capability()[0] in (9, 10):
+        if mask.left is None or (mask.right == 0 and not packed and not gathered):
+            assert by_te and not by_flash
+        elif not packed and not gathered:
+            assert by_flash and not by_te
 
 
 @pytest.mark.gpu

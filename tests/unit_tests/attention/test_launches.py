@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_cp.attention import kernels, launches
 from megatron_cp.attention.context import AttentionCall
-from megatron_cp.attention.kernels import CudaFlash, Matmul, attend, attend_backward
+from megatron_cp.attention.cpu_kernels import Matmul
+from megatron_cp.attention.cuda_kernels import CudaFlash, flash_window
+from megatron_cp.attention.kernels import attend, attend_backward
 from megatron_cp.attention.launches import SPARE_ROWS, Launch, by_launch, together
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.sharding import Layout
@@ -22,7 +24,7 @@ from tests.unit_tests.attention.test_tiles import masks
 CPU = torch.device("cpu")
 ROOM = 10**9
 CAUSAL = Mask(None, 0)
-window_of = kernels._flash_window
+window_of = flash_window
 
 
 @given(packs(), masks, st.data())
@@ -57,11 +59,11 @@ class OneByOne(Matmul):
             high = None if right < 0 else columns - rows + right
             yield slice(q, q_end), slice(k, k_end), Launch.of(Tile(0, rows, 0, columns, Kind.BAND, low, high))
 
-    def forward(self, q, k, v, launch, scale):
+    def forward(self, q, k, v, launch, call):
         if launch.q_lengths is None:
-            return super().forward(q, k, v, launch, scale)
+            return super().forward(q, k, v, launch, call)
         parts = [
-            super(OneByOne, self).forward(q[:, :, at], k[:, :, of], v[:, :, of], one, scale)
+            super(OneByOne, self).forward(q[:, :, at], k[:, :, of], v[:, :, of], one, call)
             for at, of, one in self._each(launch)
         ]
         return tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))
@@ -81,10 +83,10 @@ def attention(kernel, layout, mask, visits, tensors):
     """Output and gradients of a rank whose queries see the keys of ``visits``: of pairs of rows and tiles."""
     query, key, value, dout = tensors
     call = AttentionCall(layout, mask, 0.3)
-    with mock.patch.object(kernels, "kernel_for", lambda query, packed: kernel):
+    with mock.patch.object(kernels, "kernel_for", lambda query, call: kernel):
         result = OutputAccumulator(query, value.shape[-1])
         for rows, tiles in visits:
-            attend(query, (key[rows], value[rows]), tiles, 0.3, into=result)
+            attend(query, (key[rows], value[rows]), tiles, call, into=result)
         out, lse = result.finish(None)
         dquery, dkey, dvalue = Gradient(query), torch.zeros_like(key), torch.zeros_like(value)
         for rows, tiles in visits:
