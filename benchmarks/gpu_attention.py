@@ -9,9 +9,9 @@ Causal, forward and forward plus backward, in bf16 on a GPU and float32 on a CPU
 between which ours chooses. Where Transformer Engine is installed ``te`` is its attention and ``ours by te`` ours with
 its kernels, as in its layers, which the rings below have then too. A way that fails is left out, its error on standard
 error. On a GPU the kernels' time is taken and not the host's: they are launched while the device is kept waiting, as in
-training, where the host is ahead of it. Rates count causal attention's operations (2 a pair and channel forward for each
-of two products, 2.5 times that backward) over half the square, and stand beside the rate of large matrix products in
-the same run.
+training, where the host is ahead of it. Rates count causal attention's operations (2 a pair and channel forward for
+each of two products, 2.5 times that backward) over half the square, and stand beside the rate of large matrix products
+in the same run.
 
 A ring of c ranks is run without its communication: this device does what one rank would launch, on blocks of the same
 sizes, with the merging of partial results; a visitor is there when it is asked for. Printed is c times the slowest

@@ -271,8 +271,10 @@ def main(argv: Sequence[str]) -> int:
         attention, why = attention_of(config, found.environment, world_size)
         backend = config.dist.distributed_backend or ("nccl" if found.environment.device == "gpu" else "gloo")
         print(f"{config.recipe} on {world_size} ranks")
-        print(_line("attention", f"{attention}: {why[0]}"), *(_line("", reason) for reason in why[1:]), sep="\n")
         its_layers = its_layers_in(found.environment, config)
+        if its_layers and attention == "our own":
+            attention += ", by Transformer Engine's kernels"
+        print(_line("attention", f"{attention}: {why[0]}"), *(_line("", reason) for reason in why[1:]), sep="\n")
         print(_line("layers", "Transformer Engine's" if its_layers else "megatron-core's own"))
         fused = kernels_in_use(config, its_layers)
         print(_line("fused kernels", ", ".join(fused) or "none of Transformer Engine's"))

@@ -95,7 +95,11 @@ def test_what_to_install(run, found, code, said):
     ("found", "overrides", "attention"),
     [
         (GPU_MACHINE, [], "Transformer Engine's: Transformer Engine 2.17.1 computes all that the recipe asks for"),
-        (GPU_MACHINE, ["model.attention_backend=native"], "our own: model.attention_backend=native asks for it"),
+        (
+            GPU_MACHINE,
+            ["model.attention_backend=native"],
+            "our own, by Transformer Engine's kernels: model.attention_backend=native asks for it",
+        ),
         (
             GPU_MACHINE,
             ["model.transformer_impl=local"],
@@ -105,7 +109,7 @@ def test_what_to_install(run, found, code, said):
         (
             GPU_MACHINE,
             ["model.window_size=[64,0]"],
-            "our own: Transformer Engine 2.17.1, model.window_size: no sliding window with cp_comm_type=a2a+p2p",
+            "our own, by Transformer Engine's kernels: Transformer Engine 2.17.1, model.window_size: no sliding window with cp_comm_type=a2a+p2p",
         ),
         (GPU_MACHINE, ["mixed_precision=fp32"], "our own: Transformer Engine 2.17.1, mixed_precision.fp32: "),
         (dataclasses.replace(GPU_MACHINE, environment=PRESETS["cpu"]), [], "our own: there is no GPU"),
