@@ -109,7 +109,7 @@ def test_what_to_install(run, found, code, said):
         (
             GPU_MACHINE,
             ["model.window_size=[64,0]"],
-            "our own, by Transformer Engine's kernels: Transformer Engine 2.17.1, model.window_size: no sliding window with cp_comm_type=a2a+p2p",
+            "our own, by Transformer Engine's kernels: Transformer Engine 2.17.1, model.window_size: no sliding window",
         ),
         (GPU_MACHINE, ["mixed_precision=fp32"], "our own: Transformer Engine 2.17.1, mixed_precision.fp32: "),
         (dataclasses.replace(GPU_MACHINE, environment=PRESETS["cpu"]), [], "our own: there is no GPU"),
