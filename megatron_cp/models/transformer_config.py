@@ -93,6 +93,9 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         "variable_seq_lengths": config.runs_packs,
         # Batched point-to-point calls confuse the interleaved schedule's messages: silently wrong losses.
         "batch_p2p_comm": model.virtual_pipeline_model_parallel_size is None,
+        # Upstream has the host wait for the device after each batch, for PyTorch before 1.13 (its PR 82450): there
+        # ``wait`` did not wait for a batch. Since then a batch's event is recorded once all of it is launched.
+        "batch_p2p_sync": False,
         "attention_softmax_in_fp32": True,
         "is_hybrid_model": model.architecture == "hybrid",
         # Any other value than 1 makes megatron-core save each layer under a name of its own.

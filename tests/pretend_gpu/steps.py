@@ -41,7 +41,7 @@ OF_EVERY_STEP = {
 OF_A_STEP = OF_EVERY_STEP | {"batch_checks.py tolist": 1}
 OF_A_PACKED_STEP = OF_EVERY_STEP | {"batch_checks.py copy to the host": 1}
 
-# Upstream's: a message's batch in a pipeline without virtual stages, and experts' all-to-all, which needs its sizes.
+# Upstream's: experts' all-to-all, which needs its sizes.
 SPREAD = MOE | {"model__expert_model_parallel_size": 2}
 DEPTHS = {"step.py tolist": 2}  # how many tokens each depth of multi-token prediction has
 Case = tuple[int, dict[str, Any], dict[str, int]]  # ranks, settings, what else they wait for
@@ -49,7 +49,7 @@ DENSE: dict[str, Case] = {
     "hierarchy": (4, CP4 | HCP, {}),
     "tp2 sp cp2": (4, TP2 | SP | CP2, {}),
     "pp2 vpp2 cp2": (4, PP2 | VPP2 | CP2, {}),
-    "pp2": (2, PP2, {"synchronize": 5}),
+    "pp2": (2, PP2, {}),
     "experts": (2, CP2 | MOE, {"synchronize an event": 16}),
     "experts, spread": (2, SPREAD, {"synchronize an event": 8}),
     "latent": (2, CP2 | MLA, {}),
