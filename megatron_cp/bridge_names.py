@@ -108,7 +108,7 @@ _NAMES = {
         "model.num_layers_in_first_pipeline_stage=N, model.num_layers_in_last_pipeline_stage=N",
     ),
     "model.overlap_p2p_comm": _absent("pipeline messages are not overlapped"),
-    "model.deallocate_pipeline_outputs": _absent("stages keep what they sent until its backward pass"),
+    "model.deallocate_pipeline_outputs": _Meaning("what was sent is always freed", _LEAVE_OUT, (None, True, False)),
     "model.fp8": _NO_FP8,
     "model.fp4": _NO_FP8,
     "model.fp8_recipe": _UNREAD,

@@ -96,6 +96,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # Upstream has the host wait for the device after each batch, for PyTorch before 1.13 (its PR 82450): there
         # ``wait`` did not wait for a batch. Since then a batch's event is recorded once all of it is launched.
         "batch_p2p_sync": False,
+        # What a stage has sent is needed by none of its own kernels any more.
+        "deallocate_pipeline_outputs": model.pipeline_model_parallel_size > 1,
         "attention_softmax_in_fp32": True,
         "is_hybrid_model": model.architecture == "hybrid",
         # Any other value than 1 makes megatron-core save each layer under a name of its own.

@@ -1,4 +1,5 @@
-"""What pipeline stages pass on has the shape that its receiver knows; see ``tests/pretend_gpu/order.py`` too."""
+"""What pipeline stages pass on has the shape that its receiver knows, and is freed; see also
+``tests/pretend_gpu/order.py``."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_cp.parallel import pipeline
+from megatron_cp.training.step import train_step
 from tests.packed_runs import DYNAMIC, LONGEST, lengths_file, packed_losses
 from tests.ranks import RanksFailed, run_ranks
-from tests.unit_tests.training.layouts import PP2
+from tests.training_runs import Losses, losses_of, start, tiny_config
+from tests.unit_tests.training.layouts import PP2, VPP2
+from tests.unit_tests.training.test_model_variants import FULL
 
 
 def out_of_order(lengths: str, overrides: dict[str, Any]) -> None:
@@ -24,3 +29,40 @@ def test_a_schedule_in_another_order_is_told(tmp_path: Path) -> None:
     packs = DYNAMIC | PP2 | {"model__max_seqlen_per_dp_cp_rank": LONGEST}
     with pytest.raises(RanksFailed, match=r"RuntimeFault: pipeline rank 0 sends .* to a stage that expects"):
         run_ranks(out_of_order, 2, lengths_file(tmp_path), packs)
+
+
+def outputs_in_memory(overrides: dict[str, Any], freed: bool) -> tuple[Losses, int]:
+    """Losses of two steps, and how many outputs that it had sent a stage still held, at most, when it sent another."""
+    sent: list[StorageWeakRef] = []
+    most = 0
+    communicate = pipeline.PipelineCommunicator._communicate
+
+    def counted(self: Any, *, tensor_send_next: Any, **what: Any) -> Any:
+        nonlocal most
+        if tensor_send_next is not None:
+            most = max(most, sum(not each.expired() for each in sent))
+            sent.append(StorageWeakRef(tensor_send_next.untyped_storage()))
+        return communicate(self, tensor_send_next=tensor_send_next, **what)
+
+    pipeline.PipelineCommunicator._communicate = counted  # type: ignore[method-assign]
+    run, batches = start(tiny_config(**overrides))
+    if not freed:
+        run.core_config.deallocate_pipeline_outputs = False
+    losses = [losses_of(train_step(run, next(batches).microbatches)) for _ in range(2)]
+    run.close()
+    return losses, most
+
+
+PP4 = {"model__pipeline_model_parallel_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "kept"),
+    [(PP2, 2, 1), (PP4 | FULL, 4, 3), (PP2 | VPP2, 2, 3)],
+    ids=["pp2", "pp4, recomputed", "pp2 vpp2"],
+)
+def test_what_was_sent_is_freed(layout: dict[str, Any], ranks: int, kept: int) -> None:
+    """A step's microbatches are all under way in a long pipeline, each with its stage's output."""
+    freed, otherwise = (run_ranks(outputs_in_memory, ranks, layout, freed)[0] for freed in (True, False))
+    assert freed[0] == otherwise[0]
+    assert (freed[1], otherwise[1]) == (0, kept)
