@@ -107,7 +107,6 @@ _NAMES = {
         "the first and the last stage may have numbers of layers of their own",
         "model.num_layers_in_first_pipeline_stage=N, model.num_layers_in_last_pipeline_stage=N",
     ),
-    "model.overlap_p2p_comm": _absent("pipeline messages are not overlapped"),
     "model.deallocate_pipeline_outputs": _Meaning("what was sent is always freed", _LEAVE_OUT, (None, True, False)),
     "model.fp8": _NO_FP8,
     "model.fp4": _NO_FP8,

@@ -13,6 +13,7 @@ _LAYOUT = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "microbatch_group_size_per_vp_stage",
+    "overlap_p2p_comm",
     "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",

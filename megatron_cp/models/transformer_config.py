@@ -62,7 +62,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     on_gpu, its_layers = torch.cuda.is_available(), use_its_layers(config)
     loss = fused_loss(config, its_layers)
     with_experts = [int("E" in parts) for parts in model.layer_parts]
-    parallel = model.context_parallel_size > 1
+    parallel, interleaved = model.context_parallel_size > 1, model.virtual_pipeline_model_parallel_size is not None
     # Microbatches may be sliced where the model is not.
     grouped = parallel or model.dynamic_context_parallel or config.dist.eval_context_parallel_size is not None
     values |= {
@@ -92,7 +92,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         "disable_parameter_transpose_cache": True,
         "variable_seq_lengths": config.runs_packs,
         # Batched point-to-point calls confuse the interleaved schedule's messages: silently wrong losses.
-        "batch_p2p_comm": model.virtual_pipeline_model_parallel_size is None,
+        "batch_p2p_comm": not interleaved,
+        "overlap_p2p_comm": interleaved and model.overlap_p2p_comm is not False,
         # Upstream has the host wait for the device after each batch, for PyTorch before 1.13 (its PR 82450): there
         # ``wait`` did not wait for a batch. Since then a batch's event is recorded once all of it is launched.
         "batch_p2p_sync": False,

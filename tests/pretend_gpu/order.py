@@ -174,6 +174,12 @@ def overwrites() -> None:
         sent.zero_()
 
 
+def gives_away() -> None:
+    """As a pipeline frees what it has sent: in the same tensor. A work holds the tensor alone."""
+    with under_way() as (_, sent):
+        sent.data = pair(0, 1)
+
+
 def looks_elsewhere() -> None:
     with under_way() as (received, sent):
         received[:2].sum()
@@ -187,3 +193,5 @@ def test_what_is_under_way_is_left_alone() -> None:
         run_ranks(reads, 2)
     with pytest.raises(RanksFailed, match=r"TooEarly: zero_ writes \(4,\), which is being sent"):
         run_ranks(overwrites, 2)
+    with pytest.raises(RanksFailed, match="memory of a tensor that was being sent was given away"):
+        run_ranks(gives_away, 2)
