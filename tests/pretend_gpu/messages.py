@@ -213,6 +213,8 @@ def _observed(function: Callable) -> Callable:
                 work = function(*args, **kwargs)
         finally:
             opened, ledger.opened = ledger.opened or [], outer
+        if isinstance(work, distributed_c10d._IllegalWork):  # sent with others, once a coalescing manager ends
+            return work
         if work is not None and hasattr(work, "wait"):
             return Work(work, opened)
         for number in opened:

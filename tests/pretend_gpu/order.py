@@ -20,7 +20,7 @@ from tests.pretend_gpu.messages import Message, carry, ledger
 from tests.pretend_gpu.steps import BF16, DENSE, PACKED
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config
-from tests.unit_tests.training.layouts import LAYOUTS, SP, TP2
+from tests.unit_tests.training.layouts import LAYOUTS, PP2, SP, TP2, VPP2
 
 Events = list[Message | int]
 
@@ -62,6 +62,12 @@ def some(names: Iterable[str]) -> list[Any]:
 def test_nccl_carries_every_layout(name: str) -> None:
     ranks, overrides = LAYOUTS[name]
     check(run_ranks(sent, ranks, BF16 | overrides))
+
+
+@pytest.mark.slow
+def test_nccl_carries_gradients_between_messages() -> None:
+    overlapped = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True, "train__global_batch_size": 8}
+    check(run_ranks(sent, 4, BF16 | PP2 | VPP2 | overlapped))
 
 
 @pytest.mark.parametrize("name", some(["pp2", "experts, spread", "latent", FURTHER, "multi-token prediction"]))
