@@ -115,7 +115,7 @@ class ModelConfig:
         "aux_loss"
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    moe_grouped_gemm: bool = False
+    moe_grouped_gemm: bool | None = None  # one product for a rank's experts; None: in Transformer Engine's layers
 
     # Parallel layout.
     tensor_model_parallel_size: int = 1

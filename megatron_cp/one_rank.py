@@ -39,6 +39,7 @@ _LAYOUT = (
     "cross_entropy_loss_fusion",
     "cross_entropy_fusion_impl",
     "cross_entropy_chunk_size",
+    "moe_grouped_gemm",
     "deterministic_mode",
     "attention_backend",
     "transformer_impl",

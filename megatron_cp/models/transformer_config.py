@@ -12,7 +12,7 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_cp.config import ModelConfig, RunConfig
-from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding
+from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding, groups_experts
 from megatron_cp.models.layer_specs import use_its_layers
 
 _ACTIVATIONS = {
@@ -87,6 +87,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # megatron-core's own output layer would ask for apex; the builder tells Transformer Engine's layers.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
+        "moe_grouped_gemm": groups_experts(config, its_layers),
         # Otherwise Transformer Engine's layers write the first weight gradient of their lives over what is there: that
         # of a layer's second use, where several depths of multi-token prediction share one.
         "disable_parameter_transpose_cache": True,
