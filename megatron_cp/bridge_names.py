@@ -58,7 +58,10 @@ _PACKING = _absent(
 _OTHER_LOGGER = _absent("numbers go to TensorBoard, metrics.jsonl and Weights & Biases", "logger.wandb_project=NAME")
 _WHOLE_SECTION = {
     "peft": _absent("there are no adapters: all weights are trained"),
-    "comm_overlap": _absent("data-parallel messages alone are overlapped", "ddp.overlap_grad_reduce=true"),
+    "comm_overlap": _absent(
+        "messages are overlapped by settings of the model and ddp",
+        "model.overlap_p2p_comm=true, ddp.overlap_grad_reduce=true",
+    ),
     "ft": _absent("NVIDIA's fault tolerance is not used; a run started again goes on from its checkpoint"),
     "straggler": _absent("no rank is compared with others", "profiling.use_pytorch_profiler=true"),
     "nvrx_straggler": _absent("no rank is compared with others", "profiling.use_pytorch_profiler=true"),
@@ -107,8 +110,7 @@ _NAMES = {
         "the first and the last stage may have numbers of layers of their own",
         "model.num_layers_in_first_pipeline_stage=N, model.num_layers_in_last_pipeline_stage=N",
     ),
-    "model.overlap_p2p_comm": _absent("pipeline messages are not overlapped"),
-    "model.deallocate_pipeline_outputs": _absent("stages keep what they sent until its backward pass"),
+    "model.deallocate_pipeline_outputs": _Meaning("what was sent is always freed", _LEAVE_OUT, (None, True, False)),
     "model.fp8": _NO_FP8,
     "model.fp4": _NO_FP8,
     "model.fp8_recipe": _UNREAD,

@@ -115,7 +115,7 @@ class ModelConfig:
         "aux_loss"
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    moe_grouped_gemm: bool = False
+    moe_grouped_gemm: bool | None = None  # one product for a rank's experts; None: in Transformer Engine's layers
 
     # Parallel layout.
     tensor_model_parallel_size: int = 1
@@ -130,6 +130,7 @@ class ModelConfig:
     num_layers_in_first_pipeline_stage: int | None = None  # the stages between divide what is left
     num_layers_in_last_pipeline_stage: int | None = None
     microbatch_group_size_per_vp_stage: int | None = None
+    overlap_p2p_comm: bool | None = None  # stages compute while messages pass; None: where there are virtual stages
 
     # Context parallelism.
     # p2p | all_gather | a2a | a2a+p2p | auto, or a list with one of them a layer

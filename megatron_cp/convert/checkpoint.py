@@ -144,7 +144,7 @@ def check_finite(parameters: Mapping[str, torch.Tensor], before: str, after: str
 def undivided(config: RunConfig, dtype: str) -> RunConfig:
     """The configuration of the same model on one rank, finalized; ``dtype`` as torch calls it."""
     config = on_one_rank(config)
-    config.model.use_cpu_initialization, config.model.moe_grouped_gemm = True, False
+    config.model.use_cpu_initialization = True
     config.model.transformer_impl = "local"  # the weights are called as our own layers call them
     config.checkpoint = CheckpointConfig(save_optim=False, save_rng=False)
     config.mixed_precision = MixedPrecisionConfig(

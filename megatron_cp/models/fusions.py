@@ -1,7 +1,8 @@
 """Kernels of Transformer Engine beside its layers and its attention: which of them a model uses. Pure: no torch.
 
 Plain PyTorch reads and writes whole activations several times for a rotary embedding or a cross-entropy, and writes a
-matrix's gradient before it is added to the float32 sum; each of these kernels does its work in one pass.
+matrix's gradient before it is added to the float32 sum; each of these kernels does its work in one pass. One call for
+all experts of a rank replaces hundreds of small ones.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ def fuses_gradient_sum(config: RunConfig, its_layers: bool) -> bool:
     return its_layers if wanted is None else wanted
 
 
+def groups_experts(config: RunConfig, its_layers: bool) -> bool:
+    """Whether the experts of a rank share a product, instead of one each."""
+    wanted = config.model.moe_grouped_gemm
+    return "E" in config.model.parts and (its_layers if wanted is None else wanted)
+
+
 def fused_loss(config: RunConfig, its_layers: bool) -> Literal["native", "te"] | None:
     """Whose kernel computes the cross-entropy: megatron-core's, Transformer Engine's, or (None) plain PyTorch."""
     model = config.model
@@ -52,5 +59,6 @@ def kernels_in_use(config: RunConfig, its_layers: bool) -> list[str]:
         "rotary embedding": fuses_rotary_embedding(config, its_layers),
         "sums of weight gradients": fuses_gradient_sum(config, its_layers),
         "cross-entropy": fused_loss(config, its_layers) == "te",
+        "products of experts": groups_experts(config, its_layers),
     }
     return [name for name, is_used in used.items() if is_used]

@@ -119,7 +119,7 @@ def gpt_layer_spec(config: RunConfig, core_config: TransformerConfig, experts: b
     with_te = its_layers(core_config)
     layer = (get_gpt_layer_with_transformer_engine_spec if with_te else get_gpt_layer_local_spec)(
         num_experts=config.model.num_moe_experts if experts else None,
-        moe_grouped_gemm=config.model.moe_grouped_gemm,
+        moe_grouped_gemm=core_config.moe_grouped_gemm,
         qk_layernorm=config.model.qk_layernorm,
         multi_latent_attention=config.model.multi_latent_attention,
         **({} if with_te else {"normalization": config.model.normalization}),

@@ -12,7 +12,7 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_cp.config import ModelConfig, RunConfig
-from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding
+from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding, groups_experts
 from megatron_cp.models.layer_specs import use_its_layers
 
 _ACTIVATIONS = {
@@ -62,7 +62,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     on_gpu, its_layers = torch.cuda.is_available(), use_its_layers(config)
     loss = fused_loss(config, its_layers)
     with_experts = [int("E" in parts) for parts in model.layer_parts]
-    parallel = model.context_parallel_size > 1
+    parallel, interleaved = model.context_parallel_size > 1, model.virtual_pipeline_model_parallel_size is not None
     # Microbatches may be sliced where the model is not.
     grouped = parallel or model.dynamic_context_parallel or config.dist.eval_context_parallel_size is not None
     values |= {
@@ -88,12 +88,19 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # megatron-core's own output layer would ask for apex; the builder tells Transformer Engine's layers.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
+        "moe_grouped_gemm": groups_experts(config, its_layers),
         # Otherwise Transformer Engine's layers write the first weight gradient of their lives over what is there: that
         # of a layer's second use, where several depths of multi-token prediction share one.
         "disable_parameter_transpose_cache": True,
         "variable_seq_lengths": config.runs_packs,
         # Batched point-to-point calls confuse the interleaved schedule's messages: silently wrong losses.
-        "batch_p2p_comm": model.virtual_pipeline_model_parallel_size is None,
+        "batch_p2p_comm": not interleaved,
+        "overlap_p2p_comm": interleaved and model.overlap_p2p_comm is not False,
+        # Upstream has the host wait for the device after each batch, for PyTorch before 1.13 (its PR 82450): there
+        # ``wait`` did not wait for a batch. Since then a batch's event is recorded once all of it is launched.
+        "batch_p2p_sync": False,
+        # What a stage has sent is needed by none of its own kernels any more.
+        "deallocate_pipeline_outputs": model.pipeline_model_parallel_size > 1,
         "attention_softmax_in_fp32": True,
         "is_hybrid_model": model.architecture == "hybrid",
         # Any other value than 1 makes megatron-core save each layer under a name of its own.

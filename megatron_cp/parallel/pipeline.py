@@ -17,12 +17,17 @@ _NOTHING = (0, 0, 0)
 
 
 class PipelineCommunicator(P2PCommunicator):
-    """megatron-core's communicator, which asks no neighbour for a length that this rank knows.
+    """megatron-core's communicator, which asks no neighbour for a length that this rank knows, and computes while what
+    it sent is on its way.
 
     Where microbatches differ in length, upstream sends each tensor's shape first, and the host waits for it. In the
     interleaved schedule, where the two ends of a call are not always one call, and may both be of the same two ranks,
     shapes are then taken for each other or waited for in vain. But all stages of a pipeline work on the same
     microbatches, in an order that the schedule fixes: the shapes follow from this rank's own.
+
+    With ``overlap_p2p_comm`` upstream's schedule still waits for each output that it sends, since it then frees it: it
+    gives the tensor other memory, also in the hands of what sends it. So here it is another tensor of the same memory
+    that is sent, and kept until the next one in its direction is on its way.
 
     Args:
         shapes: [sequence, batch, hidden] of what the stages pass on, for each microbatch.
@@ -35,6 +40,8 @@ class PipelineCommunicator(P2PCommunicator):
         self._from_prev, self._to_next, self._from_next, self._to_prev = (
             self._in_order(shapes, wraps_around) for wraps_around in (first, last, last, first)
         )
+        # By direction: the work, and what it sends.
+        self._on_its_way: dict[str, tuple[Any, torch.Tensor | None]] = {}
 
     def _in_order(self, shapes: Sequence[Shape], wraps_around: bool) -> Iterator[Shape]:
         """Shapes as the schedule passes them; around the pipeline's end only from one virtual stage to another."""
@@ -43,6 +50,37 @@ class PipelineCommunicator(P2PCommunicator):
             together = self.config.microbatch_group_size_per_vp_stage
         table = get_schedule_table(len(shapes), chunks, together)
         return iter([shapes[number] for number, chunk in table if not (wraps_around and chunk == chunks - 1)])
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        wait_on_reqs: bool = True,
+        **received: Any,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
+        sent = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
+        if not wait_on_reqs:
+            sent = {direction: None if tensor is None else tensor.detach() for direction, tensor in sent.items()}
+        from_prev, from_next, works = super()._communicate(
+            tensor_send_next=sent["send_next"],
+            tensor_send_prev=sent["send_prev"],
+            wait_on_reqs=wait_on_reqs,
+            **received,
+        )
+        if wait_on_reqs:  # as in the last call of a schedule
+            for direction in sent:
+                self._let_go(direction)
+        else:
+            for direction in sent.keys() & works.keys():
+                self._let_go(direction)
+                self._on_its_way[direction] = works.pop(direction), sent[direction]
+        return from_prev, from_next, works
+
+    def _let_go(self, direction: str) -> None:
+        if direction in self._on_its_way:
+            work, _ = self._on_its_way.pop(direction)
+            work.wait()
 
     def _communicate_shapes(
         self,

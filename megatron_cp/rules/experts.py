@@ -64,7 +64,7 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
         yield Finding("model.add_bias_linear", "mlp_bias is not supported for experts", "model.add_bias_linear=false")
     if model.moe_grouped_gemm and not c.its_layers:
         yield Finding(
-            "model.moe_grouped_gemm", "grouped matrix products need Transformer Engine", "model.moe_grouped_gemm=false"
+            "model.moe_grouped_gemm", "grouped matrix products need Transformer Engine", "model.moe_grouped_gemm=null"
         )
 
 

@@ -149,7 +149,7 @@ _READINGS = (
     ),
     _Reading(
         "model",
-        ("microbatch_group_size_per_vp_stage",),
+        ("microbatch_group_size_per_vp_stage", "overlap_p2p_comm"),
         lambda config: config.model.virtual_pipeline_model_parallel_size is not None,
         "model.virtual_pipeline_model_parallel_size",
     ),

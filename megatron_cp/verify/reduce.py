@@ -100,8 +100,7 @@ def _check_same_model(layouts: Sequence[RunConfig]) -> None:
 def _leave_transformer_engine(model: ModelConfig) -> None:
     """Without what only Transformer Engine's layers have, or only half precision: float32 runs on others."""
     model.attention_backend = model.transformer_impl = "auto"
-    model.moe_grouped_gemm = False
-    model.gradient_accumulation_fusion = None
+    model.moe_grouped_gemm = model.gradient_accumulation_fusion = None
     if model.cross_entropy_fusion_impl != "te":  # megatron-core's rounds to bf16; Transformer Engine's does not
         model.cross_entropy_loss_fusion = model.cross_entropy_fusion_impl = None
     if model.recompute_granularity == "selective" and "layernorm" in (model.recompute_modules or []):

@@ -5,7 +5,7 @@ gloo, which carries them here, is kinder in three ways, and each would hide a fa
 - It tells messages between the same two ranks apart by their tags. NCCL hands over the first that was sent.
 - Its sends and collectives wait for nobody else's. NCCL's wait for those before them in their group.
 - It has often delivered before ``wait`` is called. :func:`too_early` knows better: until then no kernel may read or
-  write what is received into, nor write what is sent.
+  write what is received into, nor write what is sent, nor may either's memory be given away.
 
 :func:`carry` takes what all ranks sent, and waited for, through NCCL's order.
 """
@@ -79,7 +79,8 @@ class _Ledger:
     """What this process sent."""
 
     events: list[Message | int] = field(default_factory=list)  # an int: it waits for the message of that number
-    under_way: dict[int, list[tuple[Tensor, str]]] = field(default_factory=dict)  # kept alive, as NCCL does
+    # What messages read from or write to, kept alive, as NCCL does: the tensor, its memory, and which of the two.
+    under_way: dict[int, list[tuple[Tensor, Region, str]]] = field(default_factory=dict)
     opened: list[int] | None = None  # the messages of the call that is being made
     number: int = 0
     batch: int | None = None
@@ -100,7 +101,7 @@ def write_down(name: str, func: Any, args: tuple, group: Any) -> None:
     used, shapes = [], []
     for tensor, is_output in _tensors(func, args):
         received = name == "recv_" if p2p else is_output
-        used.append((tensor, RECEIVED if received else SENT))
+        used.append((tensor, Region.of(tensor), RECEIVED if received else SENT))
         shapes.append((tuple(tensor.shape), str(tensor.dtype)))
     ranks = tuple(dist.get_process_group_ranks(group))
     if p2p:
@@ -125,8 +126,12 @@ def _tensors(func: Any, args: tuple) -> Iterator[tuple[Tensor, bool]]:
 
 
 def arrived(number: int) -> None:
-    if ledger.under_way.pop(number, None) is not None:
-        ledger.events.append(number)
+    used = ledger.under_way.pop(number, None)
+    if used is None:
+        return
+    ledger.events.append(number)
+    for tensor, memory, kind in used:
+        assert Region.of(tensor) == memory, f"memory of a tensor that was being {kind} was given away"
 
 
 def too_early(tensors: Sequence[tuple[Tensor, bool]]) -> str | None:
@@ -136,8 +141,8 @@ def too_early(tensors: Sequence[tuple[Tensor, bool]]) -> str | None:
     for tensor, written in tensors:
         here = Region.of(tensor)
         for used in ledger.under_way.values():
-            for other, kind in used:
-                if (kind == RECEIVED or written) and Region.of(other).meets(here):
+            for _, memory, kind in used:
+                if (kind == RECEIVED or written) and memory.meets(here):
                     return f"{'writes' if written else 'reads'} {tuple(tensor.shape)}, which is being {kind}"
     return None
 
@@ -208,6 +213,8 @@ def _observed(function: Callable) -> Callable:
                 work = function(*args, **kwargs)
         finally:
             opened, ledger.opened = ledger.opened or [], outer
+        if isinstance(work, distributed_c10d._IllegalWork):  # sent with others, once a coalescing manager ends
+            return work
         if work is not None and hasattr(work, "wait"):
             return Work(work, opened)
         for number in opened:

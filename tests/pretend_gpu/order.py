@@ -20,7 +20,7 @@ from tests.pretend_gpu.messages import Message, carry, ledger
 from tests.pretend_gpu.steps import BF16, DENSE, PACKED
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config
-from tests.unit_tests.training.layouts import LAYOUTS, SP, TP2
+from tests.unit_tests.training.layouts import LAYOUTS, PP2, SP, TP2, VPP2
 
 Events = list[Message | int]
 
@@ -62,6 +62,12 @@ def some(names: Iterable[str]) -> list[Any]:
 def test_nccl_carries_every_layout(name: str) -> None:
     ranks, overrides = LAYOUTS[name]
     check(run_ranks(sent, ranks, BF16 | overrides))
+
+
+@pytest.mark.slow
+def test_nccl_carries_gradients_between_messages() -> None:
+    overlapped = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True, "train__global_batch_size": 8}
+    check(run_ranks(sent, 4, BF16 | PP2 | VPP2 | overlapped))
 
 
 @pytest.mark.parametrize("name", some(["pp2", "experts, spread", "latent", FURTHER, "multi-token prediction"]))
@@ -174,6 +180,12 @@ def overwrites() -> None:
         sent.zero_()
 
 
+def gives_away() -> None:
+    """As a pipeline frees what it has sent: in the same tensor. A work holds the tensor alone."""
+    with under_way() as (_, sent):
+        sent.data = pair(0, 1)
+
+
 def looks_elsewhere() -> None:
     with under_way() as (received, sent):
         received[:2].sum()
@@ -187,3 +199,5 @@ def test_what_is_under_way_is_left_alone() -> None:
         run_ranks(reads, 2)
     with pytest.raises(RanksFailed, match=r"TooEarly: zero_ writes \(4,\), which is being sent"):
         run_ranks(overwrites, 2)
+    with pytest.raises(RanksFailed, match="memory of a tensor that was being sent was given away"):
+        run_ranks(gives_away, 2)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.pipeline_parallel.schedules import custom_backward
 
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.training.batches import open_steps
@@ -41,7 +42,7 @@ OF_EVERY_STEP = {
 OF_A_STEP = OF_EVERY_STEP | {"batch_checks.py tolist": 1}
 OF_A_PACKED_STEP = OF_EVERY_STEP | {"batch_checks.py copy to the host": 1}
 
-# Upstream's: a message's batch in a pipeline without virtual stages, and experts' all-to-all, which needs its sizes.
+# Upstream's: experts' all-to-all, which needs its sizes.
 SPREAD = MOE | {"model__expert_model_parallel_size": 2}
 DEPTHS = {"step.py tolist": 2}  # how many tokens each depth of multi-token prediction has
 Case = tuple[int, dict[str, Any], dict[str, int]]  # ranks, settings, what else they wait for
@@ -49,7 +50,7 @@ DENSE: dict[str, Case] = {
     "hierarchy": (4, CP4 | HCP, {}),
     "tp2 sp cp2": (4, TP2 | SP | CP2, {}),
     "pp2 vpp2 cp2": (4, PP2 | VPP2 | CP2, {}),
-    "pp2": (2, PP2, {"synchronize": 5}),
+    "pp2": (2, PP2, {}),
     "experts": (2, CP2 | MOE, {"synchronize an event": 16}),
     "experts, spread": (2, SPREAD, {"synchronize an event": 8}),
     "latent": (2, CP2 | MLA, {}),
@@ -139,17 +140,22 @@ def of_two_places() -> None:
     torch.ones(3, device="cuda") * torch.ones(3)
 
 
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * torch.full((3,), 2.0)
+
+
 def in_the_backward_pass() -> None:
-    class Wrong(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return grad * torch.full((3,), 2.0)
-
     Wrong.apply(torch.ones(3, device="cuda", requires_grad=True)).sum().backward()
+
+
+def in_a_pipelines_backward_pass() -> None:
+    custom_backward(Wrong.apply(torch.ones(1, device="cuda", requires_grad=True)), torch.ones(1, device="cuda"))
 
 
 def sent_from_the_host() -> None:
@@ -170,6 +176,7 @@ def of_a_wide_head() -> None:
     [
         (of_two_places, r"same device: mul of \(3,\) on cuda, \(3,\) on cpu"),
         (in_the_backward_pass, r"same device: mul of \(3,\) on cuda, \(3,\) on cpu"),
+        (in_a_pipelines_backward_pass, r"same device: mul of \(1,\) on cuda, \(3,\) on cpu"),
         (sent_from_the_host, r"NCCL was given a tensor in host memory: allreduce_ of \(3,\) on cpu"),
         (read_as_numpy, "can't convert cuda:0 device type tensor to numpy"),
         (of_a_wide_head, "a head of 12 elements"),

@@ -42,7 +42,7 @@ STEPS = 4
 NATIVE, TE = {"model__transformer_impl": "local"}, {"model__attention_backend": "te"}
 OUR_ATTENTION = {"model__attention_backend": "native"}
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
-GROUPED = {"model__moe_grouped_gemm": True}
+ONE_BY_ONE = {"model__moe_grouped_gemm": False}
 LEARNED = {"model__softmax_type": "learnable"}
 WINDOW = {"model__window_size": [8, 0]}
 FUSIONS = ("apply_rope_fusion", "gradient_accumulation_fusion", "cross_entropy_loss_fusion")
@@ -55,7 +55,8 @@ QUICK = {
     "learnable offset, tp2 all-to-all",
     "latent attention, tp2 sp",
     "experts, tp2 sp",
-    "grouped experts, ep2 cp2",
+    "experts, ep2 cp2",
+    "experts one by one, tp2 sp",
     "hybrid, tp2 sp cp2",
 }
 CASES: dict[str, tuple[Overrides, int, Overrides]] = {
@@ -86,9 +87,9 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
         CP4 | HCP | DECENTRALIZED,
     ),
     "experts, tp2 sp": (BALANCED, 2, TP2 | SP),
-    "grouped experts, ep2 cp2": (MOE | GROUPED, 4, CP2 | EP2),
-    "grouped experts, tp2 sp": (BALANCED | GROUPED, 2, TP2 | SP),
-    "shared experts in the last layers, pp2 ep2": (MIXED_LAYERS | GROUPED, 4, PP2 | EP2),
+    "experts, ep2 cp2": (MOE, 4, CP2 | EP2),
+    "experts one by one, tp2 sp": (BALANCED | ONE_BY_ONE, 2, TP2 | SP),
+    "shared experts in the last layers, pp2 ep2": (MIXED_LAYERS, 4, PP2 | EP2),
     "two tokens further by one layer, pp2 cp2": (
         {"model__mtp_num_layers": 2, "model__mtp_use_repeated_layer": True, "model__mtp_loss_scaling_factor": 1.0},
         4,
@@ -97,8 +98,8 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "hybrid, tp2 sp cp2": (HYBRID, 4, TP2 | SP | CP2),
     "hybrid, two tokens further, tp2 sp cp2": (FURTHER, 4, TP2 | SP | CP2),
     "hybrid with experts, tp2 sp cp2": (HYBRID_EXPERTS, 4, TP2 | SP | CP2),
-    "hybrid with grouped experts in fewer dimensions, ep2 cp2": (
-        HYBRID_EXPERTS | GROUPED | {"model__moe_latent_size": 24},
+    "hybrid with experts in fewer dimensions, ep2 cp2": (
+        HYBRID_EXPERTS | {"model__moe_latent_size": 24},
         4,
         CP2 | EP2 | DECENTRALIZED,
     ),
@@ -121,6 +122,7 @@ def counting(train: Callable[..., Any], *args: Any) -> tuple[Losses, Counter[str
         (extension, "fused_rope_forward"),
         (extension, "fused_rope_backward"),
         (extension, "generic_gemm"),
+        (extension, "te_general_grouped_gemm"),
         (cross_entropy, "cross_entropy_forward"),
     ):
         setattr(module, name, functools.partial(counted, name, getattr(module, name)))
@@ -158,6 +160,8 @@ def test_layers_train_as_ours_do_on_one_rank(case: str) -> None:
             assert bool(calls["gradients summed"]) == (model is not PLAIN_KERNELS)
         with_fused_loss = any(calls["cross_entropy_forward"] for _, calls in results)  # on the last stage
         assert with_fused_loss == (model is not PLAIN_KERNELS)
+        with_shared_products = any(calls["te_general_grouped_gemm"] for _, calls in results)  # on a stage with experts
+        assert with_shared_products == ("model__num_moe_experts" in model and not model.items() >= ONE_BY_ONE.items())
         differences = worst_difference(results[0][0], on_one_rank(json.dumps(model)))
         assert max(differences) < 2e-6, (ranks, differences)
 
@@ -243,7 +247,7 @@ def test_the_loss_is_that_of_its_kernels() -> None:
 MODELS = {
     "dense": {},
     "experts": MOE,
-    "grouped": MOE | GROUPED,
+    "experts one by one": MOE | ONE_BY_ONE,
     "some": MIXED_LAYERS,
     "latent": MLA,
     "hybrid": HYBRID,
@@ -268,6 +272,17 @@ def test_a_run_goes_on_with_the_other_layers(
     undisturbed = run_ranks(train_losses, 1, NATIVE | model, 4)[0]
     run_ranks(save_after, 1, before | model, str(tmp_path), 2)
     rest = run_ranks(resume, 2, after | model | CP2, str(tmp_path), 2)[0]
+    assert max(worst_difference(rest, undisturbed[2:])) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(ONE_BY_ONE, {}), pytest.param({}, ONE_BY_ONE, marks=pytest.mark.slow)], ids=["", "back"]
+)
+def test_experts_go_on_with_one_product_for_all(tmp_path: Path, before: Overrides, after: Overrides) -> None:
+    """As a run of before it was the default does."""
+    undisturbed = run_ranks(train_losses, 1, NATIVE | MOE, 4)[0]
+    run_ranks(save_after, 2, TE | MOE | EP2 | before, str(tmp_path), 2)
+    rest = run_ranks(resume, 2, TE | MOE | CP2 | after, str(tmp_path), 2)[0]
     assert max(worst_difference(rest, undisturbed[2:])) < 2e-6
 
 

@@ -64,6 +64,13 @@ def test_a_complete_gpu_machine(run):
     assert "  communication      nccl\n" in out and out.endswith("nothing to do\n")
 
 
+def test_experts_are_among_the_fused_kernels(run):
+    recipe = "nemotron_3_nano_128k_dynamic_cp_pretrain_config"
+    fused = "  fused kernels      sums of weight gradients, cross-entropy"
+    assert f"{fused}, products of experts\n" in run(GPU_MACHINE, "--recipe", recipe)[1]
+    assert f"{fused}\n" in run(GPU_MACHINE, "--recipe", recipe, "model.moe_grouped_gemm=false")[1]
+
+
 @pytest.mark.parametrize(
     ("found", "code", "said"),
     [

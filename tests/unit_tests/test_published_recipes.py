@@ -186,7 +186,7 @@ def test_nemotrons_are_the_published_ones(name):
     parameters, published = NEMOTRONS[name]
     theirs = NemotronHConfig(**published)
     _, expected = model_from_hf(theirs.to_dict())
-    chosen = (*LAYOUT_OF_A_MODEL, "expert_model_parallel_size", "moe_router_load_balancing_type", "moe_grouped_gemm")
+    chosen = (*LAYOUT_OF_A_MODEL, "expert_model_parallel_size", "moe_router_load_balancing_type")
     chosen += ("dynamic_context_parallel", "sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank")
     chosen += ("pipeline_model_parallel_size",)
     ahead, expected.mtp_num_layers, expected.mtp_use_repeated_layer = FURTHER.get(name, ("", None, False))

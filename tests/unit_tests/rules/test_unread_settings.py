@@ -63,6 +63,8 @@ UNREAD = [
      "model.sequence_packing_scheduler=null model.dynamic_context_parallel=true"),
     ("model.dynamic_context_parallel_calibration_iters=3", "", "model.dynamic_context_parallel=true"),
     ("model.microbatch_group_size_per_vp_stage=4", "", "model.virtual_pipeline_model_parallel_size=2"),
+    *[(f"model.overlap_p2p_comm={asked}", "", "model.virtual_pipeline_model_parallel_size=2")
+      for asked in ("true", "false")],
     ("dist.dynamic_groups_at_start=true", "", PACKS),
     ("dist.dynamic_groups_at_start=true", "model.context_parallel_size=2", "dist.eval_context_parallel_size=4"),
     ("train.manual_gc_interval=10", "", "train.manual_gc=true"),

@@ -39,6 +39,13 @@ def test_layout_trains_like_one_rank(name: str, steps: int) -> None:
     assert worst_loss < TOLERANCE and worst_norm < TOLERANCE, (worst_loss, worst_norm)
 
 
+def test_stages_that_wait_for_their_messages_train_bit_for_bit_like_those_that_do_not() -> None:
+    name = "pp2 vpp2 cp2"
+    ranks, overrides = LAYOUTS[name]
+    waiting = run_ranks(train_losses, ranks, overrides | {"model__overlap_p2p_comm": False}, STEPS)
+    assert waiting[0] == of_layout(name, False, STEPS)
+
+
 PP = "model__pipeline_model_parallel_size"
 FIRST, LAST = "model__num_layers_in_first_pipeline_stage", "model__num_layers_in_last_pipeline_stage"
 

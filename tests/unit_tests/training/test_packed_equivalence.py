@@ -73,6 +73,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "8 ranks": (8, {}, DYNAMIC | per_rank(16)),
     "8 ranks, dp_balanced cp2 pp2": (8, {}, BALANCED | CP2 | PP2),
     "pp2": (4, {}, DYNAMIC | PP2 | per_rank(64)),
+    "pp2 vpp2, messages not overlapped": (
+        4,
+        {},
+        DYNAMIC | PP2 | VPP2 | per_rank(64) | {"model__overlap_p2p_comm": False},
+    ),
     "pp2 decentralized": (8, {}, DYNAMIC | PP2 | CP2 | DECENTRALIZED | per_rank(32)),
     "tp2": (4, {}, DYNAMIC | TP2 | per_rank(64)),
     "tp2 sp pp2": (8, {}, DYNAMIC | TP2 | SP | PP2 | per_rank(64)),

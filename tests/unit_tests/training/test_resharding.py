@@ -170,6 +170,13 @@ def test_a_setting_that_an_older_version_did_not_know_was_at_its_default(tmp_pat
         )
 
 
+def test_how_its_experts_are_multiplied_makes_no_other_model(tmp_path: Path) -> None:
+    """Once the default was one by one."""
+    for saved, now in ((False, None), (None, False), (True, None)):
+        common = {"format": 1, "config": asdict(tiny_config(**EXPERTS, model__moe_grouped_gemm=saved))}
+        check_fits(tiny_config(**EXPERTS, model__moe_grouped_gemm=now), common, tmp_path, finetune=True)
+
+
 def test_bytes_that_changed_are_noticed(tmp_path: Path) -> None:
     """A disk that returns other bytes than were written; in the middle of the tensors, not in a header."""
     run_ranks(save_after, 1, {}, str(tmp_path), 1)

@@ -170,6 +170,7 @@ def test_reducing_the_largest_recipe_is_quick():
         (("model.rotary_percent=0.6", "model.kv_channels=20"), "cpu"),
         (("model.attention_backend=te",), "gpu"),
         (("model.num_moe_experts=4", "model.moe_grouped_gemm=true"), "gpu"),
+        (("model.num_moe_experts=4",), "gpu"),
         (("model.gradient_accumulation_fusion=true",), "gpu"),
         (("model.cross_entropy_loss_fusion=true",), "gpu"),
         (("model.cross_entropy_loss_fusion=true", "model.cross_entropy_fusion_impl=native"), "gpu"),
