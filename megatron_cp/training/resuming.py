@@ -6,7 +6,7 @@ Read by every rank for itself, so that what does not fit is told before any proc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +203,23 @@ def _newest_of_its_own(config: RunConfig) -> Start | None:
 
 
 def has_written(config: RunConfig, common: dict[str, Any]) -> bool:
-    """Whether a checkpoint is of this very configuration: it has begun as it says, and is not to begin once more."""
-    return common.get("config") == asdict(config)
+    """Whether a checkpoint is of this very configuration: it has begun as it says, and is not to begin once more.
+
+    Settings that the program which wrote it did not have yet count as they are by default.
+    """
+    saved = common.get("config")
+    return isinstance(saved, dict) and _of_today(saved) == asdict(config)
+
+
+def _of_today(saved: dict[str, Any]) -> dict[str, Any]:
+    of_default = RunConfig()
+    known = asdict(of_default)
+    for name, value in saved.items():
+        if isinstance(value, dict) and is_dataclass(getattr(of_default, name, None)):
+            known[name] |= {setting: each for setting, each in value.items() if setting in known[name]}
+        elif name in known:
+            known[name] = value
+    return known
 
 
 def wants_optimizer(config: RunConfig, common: dict[str, Any]) -> bool:

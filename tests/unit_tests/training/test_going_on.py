@@ -1,9 +1,12 @@
 """A run that was told how to begin goes on where it has come when the same command is given again."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_cp.config import ModelConfig, RunConfig
 from megatron_cp.run_lines import read_lines
+from megatron_cp.training.resuming import has_written
 
 SCHEDULE = ["scheduler.lr_decay_iters=10", "scheduler.lr_warmup_iters=1"]
 
@@ -47,6 +50,23 @@ def test_after_it_began_with_the_weights_of_another(cli: Any, tmp_path: Path) ->
     assert code == 0 and f"begun with the weights of iteration 2 of {tmp_path}/first" in text, text
     code, text = cli(*tuned, "train.exit_interval=3")
     assert code == 0 and f"resumed from iteration 3 of {tmp_path}/run" in text, text
+
+
+def test_settings_that_came_later_count_as_they_are_by_default() -> None:
+    """Else a run that began as it says would begin once more after an update of the program."""
+    config = RunConfig(model=ModelConfig(num_layers=3), env_vars={"A": "1"})
+    saved = asdict(config)
+    assert has_written(config, {"config": saved})
+    del saved["model"]["overlap_p2p_comm"], saved["profiling"]
+    saved["model"]["a_setting_that_is_gone"] = saved["a_section_that_is_gone"] = {"x": 1}
+    assert has_written(config, {"config": saved})
+    for changed in (
+        RunConfig(model=ModelConfig(num_layers=3, overlap_p2p_comm=False), env_vars={"A": "1"}),
+        RunConfig(model=ModelConfig(num_layers=4), env_vars={"A": "1"}),
+        RunConfig(model=ModelConfig(num_layers=3), env_vars={"B": "1"}),
+    ):
+        assert not has_written(changed, {"config": saved})
+    assert not has_written(config, {})
 
 
 def test_a_look_at_checkpoints_changes_nothing(cli: Any, tmp_path: Path) -> None:
