@@ -40,13 +40,20 @@ class Roll:
         reasons = [f"rank {rank} had failed: {why}" for rank, why in sorted(self.fallen.items())]
         parts = [shown(reasons, "; ")] if reasons else []
         if self.missing:
-            ranks = shown([str(rank) for rank in self.missing], ", ", most=16)
-            those = f"rank {ranks} is" if len(self.missing) == 1 else f"ranks {ranks} are"
-            parts.append(f"{those} gone (killed, crashed or frozen)")
+            are = "is" if len(self.missing) == 1 else "are"
+            parts.append(f"{_named(self.missing)} {are} gone (killed, crashed or frozen)")
         if parts:
             return "; ".join(parts)
-        doing = [f"rank {rank}: {what}" for rank, what in sorted(self.present.items())[:8]]
-        return f"every rank still answers ({'; '.join(doing)})"
+        by_doing: dict[str, list[int]] = {}
+        for rank, what in sorted(self.present.items()):
+            by_doing.setdefault(what, []).append(rank)
+        fewest_first = sorted(by_doing.items(), key=lambda item: (len(item[1]), item[1]))
+        doing = [f"{_named(ranks)}: {what}" for what, ranks in fewest_first]
+        return f"every rank still answers ({shown(doing, '; ')})"
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown([str(rank) for rank in ranks], ', ', most=16)}"
 
 
 class Board:

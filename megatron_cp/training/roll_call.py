@@ -5,7 +5,9 @@ a thread. A rank that fails, or whose collective fails, raises an alarm there, w
 answer, also of those that still wait in a collective of their own. Who does not answer is gone or frozen.
 
 A gloo rank hears of a lost peer by an exception, and explains it. With NCCL there is none: the rank waits, until torch
-ends it after a timeout. So where an alarm does not end a rank, its thread does.
+ends it after a timeout. So where an alarm does not end a rank, its thread does. A frozen rank raises no alarm: threads
+whose ranks have not moved until shortly before that timeout sign, and one of them says who did not. That ends nobody,
+since a long save or evaluation looks the same.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import traceback
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +32,8 @@ from megatron_cp.training.board import Board, Store
 
 _LOOK = 1.0  # seconds between looks at the store
 _GRACE = 10.0  # seconds from an alarm, for this rank to end by itself
+_START = "start"  # the key of a name that each start of the ranks has for itself
+_SIGNING = 20.0  # seconds between the first thread's signature at a standstill and the last's
 _GO_ON = "Start the run again to go on from the last checkpoint (torchrun --max-restarts=N does so by itself)."
 
 # Held by a rank that completes, alone, what ranks did together: it is not ended meanwhile.
@@ -35,17 +41,23 @@ completing = threading.Lock()
 
 
 class RollCall:
-    """This rank's part in finding out who is missing. ``doing`` tells what the rank is at."""
+    """This rank's part in finding out who is missing. ``doing`` tells what the rank is at, ``step`` in which step.
 
-    def __init__(self, store: dist.Store | None = None) -> None:
+    ``standstill``: seconds after which a rank that is still at the same has not moved; None: no rank is asked.
+    """
+
+    def __init__(self, store: dist.Store | None = None, standstill: float | None = None) -> None:
         self.doing: Callable[[], str] = lambda: "set-up"
+        self.step: Callable[[], int] = lambda: 0
+        self._standstill = standstill
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        store = dist.PrefixStore("megatron_cp/roll_call", store or _get_default_store())
-        self._board = Board(cast(Store, store), self._rank, self._size)  # torch's stub lacks append
+        self._store = dist.PrefixStore("megatron_cp/roll_call", store or _get_default_store())
+        self._board = Board(cast(Store, self._store), self._rank, self._size)  # torch's stub lacks append
         self._closed = threading.Event()
         if self._rank == 0:
             with suppress(RuntimeError):
                 self._board.clear()
+                self._store.set(_START, uuid.uuid4().hex)
         if self._size > 1:
             threading.Thread(target=self._watch, name="roll-call", daemon=True).start()
 
@@ -54,8 +66,14 @@ class RollCall:
         self._closed.set()
 
     def _watch(self) -> None:
+        at, since, told = "", time.monotonic(), -1
         try:
             while not self._closed.wait(_LOOK):
+                if (doing := self.doing()) != at:
+                    at, since = doing, time.monotonic()
+                elif self._standstill and time.monotonic() - since > self._standstill and told != self.step():
+                    told = self.step()
+                    self._tell_of_standstill(at, told)
                 if self._board.alarm():
                     self._board.sign(self.doing())
                     # An alarm of an earlier start goes away: rank 0 clears the board.
@@ -63,6 +81,16 @@ class RollCall:
                         self._end()
         except RuntimeError:  # the rank that keeps the store is gone; this rank's own collectives will say so
             return
+
+    def _tell_of_standstill(self, at: str, step: int) -> None:
+        start = self._store.get(_START).decode()  # launchers may keep one store for all starts
+        store = dist.PrefixStore(f"standstill of {start} in step {step}", self._store)
+        board = Board(cast(Store, store), self._rank, self._size, _SIGNING)
+        who, lowest = board.find_out(at)
+        if self._rank == lowest and not self._closed.is_set() and self.doing() == at:
+            minutes = (self._standstill or 0.0) / 60
+            text = f"rank {self._rank}, {at}, has not moved for {minutes:.3g} minutes: {who}"
+            print(f"megatron-cp: {text}", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
         """End this process, whose main thread waits for a rank that will not come, with a word by one of all ranks."""

@@ -57,7 +57,8 @@ def run(config: RunConfig) -> int:
     start = find_start(config)
     check_save_folder(config)
     start_distributed(config)
-    roll, alone = RollCall(), False
+    # Shortly before torch gives up; a short time limit is one of a test.
+    roll, alone = RollCall(standstill=0.9 * 60 * config.dist.distributed_timeout_minutes), False
     with ExitStack() as leaving:
         try:
             check_all_ranks_agree(config)
@@ -122,6 +123,7 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
     datasets = _datasets(config, tokenizer, start)
     ready = setup(config, vocab_size)
     roll.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"
+    roll.step = lambda: ready.progress.iteration
     data_state, measured = None, config.train.skip_train
     if start is not None:
         weights_only = start.finetune or measured
