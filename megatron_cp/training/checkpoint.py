@@ -37,7 +37,7 @@ from megatron_cp.training.checkpoint_files import (
 from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.metrics import logger
 from megatron_cp.training.nonfinite import parameters_are_finite
-from megatron_cp.training.optimizer_state import shaped_as_now, with_common_steps
+from megatron_cp.training.optimizer_state import by_number, shaped_as_now, with_common_steps
 from megatron_cp.training.resuming import (
     FORGOTTEN,
     FORMAT,
@@ -334,7 +334,8 @@ def _sharded_state(run: Run, is_loading: bool, optimizer: bool = True, rng: bool
     state: dict[str, Any] = dict(chunks)
     if optimizer and (is_loading or run.config.checkpoint.save_optim):
         saved = run.optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
-        state["optimizer"] = saved if is_loading else with_common_steps(saved, _parameter_groups(run))
+        groups = _parameter_groups(run)
+        state["optimizer"] = by_number(saved if is_loading else with_common_steps(saved, groups), groups)
     if not is_loading:
         state["scheduler"] = run.scheduler.state_dict() | {name: getattr(run.scheduler, name) for name in FORGOTTEN}
     if rng and (is_loading or run.config.checkpoint.save_rng):

@@ -11,6 +11,23 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 # The one key of a group that follows from the layout.
 _BY_LAYOUT = "is_expert_parallel"
+_HIGH_PRECISION = "fp32_from_fp16_params"  # of a plain optimizer of half-precision parameters: a list for each group
+
+
+def by_number(state: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> dict[Any, Any]:
+    """A state to be saved or loaded that has no list for groups without parameters, in place.
+
+    An empty list is no tensor: rank 0's would be saved as one, and not fit the tensors of stages that have some.
+    """
+    for each in _of_each(state, groups):
+        if _HIGH_PRECISION in each:
+            each[_HIGH_PRECISION] = {number: own for number, own in enumerate(each[_HIGH_PRECISION]) if own}
+    return state
+
+
+def _of_each(state: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The state of each optimizer."""
+    return [state[index] for index in range(len(groups))] if 0 in state else [state]
 
 
 def with_common_steps(state: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> dict[Any, Any]:
@@ -24,7 +41,7 @@ def with_common_steps(state: dict[Any, Any], groups: list[list[dict[str, Any]]])
         state: of these optimizers, as ``sharded_state_dict`` returns it.
         groups: the parameter groups of each of them.
     """
-    states = [state[index] for index in range(len(groups))] if 0 in state else [state]
+    states = _of_each(state, groups)
     inner = [each.get("optimizer", each) for each in states]
     counting = [any(group["params"] for group in own) for own in groups]
     if not any(counting):
@@ -42,7 +59,7 @@ def with_common_steps(state: dict[Any, Any], groups: list[list[dict[str, Any]]])
 
 
 def shaped_as_now(loaded: dict[Any, Any], saved: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> dict[Any, Any]:
-    """A loaded state as these optimizers' ``load_state_dict`` takes it.
+    """A loaded state, of :func:`by_number`, as these optimizers' ``load_state_dict`` takes it.
 
     Args:
         loaded: the optimizer's state as loaded, the checkpoint's plain values merged with this layout's tensors.
@@ -50,18 +67,19 @@ def shaped_as_now(loaded: dict[Any, Any], saved: dict[Any, Any], groups: list[li
         groups: the parameter groups of each of this layout's optimizers.
     """
     before = [saved[index] for index in sorted(saved)] if 0 in saved else [saved]
-    if len(before) == len(groups):
-        for state in [loaded[index] for index in range(len(groups))] if 0 in saved else [loaded]:
+    if len(before) != len(groups):
+        if len(groups) == 1:
+            tensors = {name: value for name, value in loaded.items() if not isinstance(name, int)}
+            loaded = _completed(tensors, before, groups[0])
+        else:
             # Nothing is loaded for an optimizer without parameters.
-            state.get("optimizer", state).setdefault("state", {})
-            if "optimizer" in state:
-                state.setdefault("fp32_from_fp16_params", [])
-        return loaded
-    if len(groups) == 1:
-        tensors = {name: value for name, value in loaded.items() if not isinstance(name, int)}
-        return _completed(tensors, before, groups[0])
-    # Nothing is loaded for an optimizer without parameters.
-    return {index: _completed(loaded.get(index, {}), before, own) for index, own in enumerate(groups)}
+            loaded = {index: _completed(loaded.get(index, {}), before, own) for index, own in enumerate(groups)}
+    for state, own in zip(_of_each(loaded, groups), groups, strict=True):
+        state.get("optimizer", state).setdefault("state", {})
+        if "optimizer" in state:
+            numbered = state.get(_HIGH_PRECISION, {})
+            state[_HIGH_PRECISION] = [numbered.get(number, []) for number in range(len(own))]
+    return loaded
 
 
 def _completed(tensors: dict[str, Any], before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
