@@ -43,6 +43,8 @@ OF_A_PACKED_STEP = OF_EVERY_STEP | {"batch_checks.py copy to the host": 1}
 
 # Upstream's: a message's batch in a pipeline without virtual stages, and experts' all-to-all, which needs its sizes.
 SPREAD = MOE | {"model__expert_model_parallel_size": 2}
+# As recipes have it, in buckets that are many even in a tiny model.
+OVERLAPPED = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True, "ddp__bucket_size": 20_000}
 DEPTHS = {"step.py tolist": 2}  # how many tokens each depth of multi-token prediction has
 Case = tuple[int, dict[str, Any], dict[str, int]]  # ranks, settings, what else they wait for
 DENSE: dict[str, Case] = {
@@ -52,6 +54,7 @@ DENSE: dict[str, Case] = {
     "pp2": (2, PP2, {"synchronize": 5}),
     "experts": (2, CP2 | MOE, {"synchronize an event": 16}),
     "experts, spread": (2, SPREAD, {"synchronize an event": 8}),
+    "overlapped": (2, OVERLAPPED, {}),
     "latent": (2, CP2 | MLA, {}),
     "hybrid, two tokens further": (2, CP2 | FURTHER, DEPTHS),
     "hybrid with experts": (2, CP2 | HYBRID_EXPERTS, {"synchronize an event": 8}),
