@@ -136,7 +136,8 @@ class DynamicBatches:
             groups = [group for group in groups if group is not None] or [None]
         checksums: dict[int, int] = {}
         packs = tuple(
-            self._read(group, samples, lengths, schedule.sequence_parallel_size, checksums) for group in groups
+            self._read(group, samples, lengths, schedule.sequence_parallel_size, checksums).pinned(self._device)
+            for group in groups
         )
         return StepPlan(
             samples,

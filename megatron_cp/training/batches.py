@@ -15,6 +15,7 @@ from megatron_cp.data.batches import Batch, BatchIterator, slice_for_context_par
 from megatron_cp.dynamic_cp.iterator import StepPlan
 from megatron_cp.dynamic_cp.packing import PackedMicrobatch
 from megatron_cp.errors import DataError
+from megatron_cp.parallel.transfer import send
 from megatron_cp.training.batch_checks import BatchChecks, checksum_of
 from megatron_cp.training.setup import Run
 
@@ -78,7 +79,6 @@ class StaticSteps:
             data_parallel_size=run.groups.dp.size(),
             consumed_samples=consumed_samples,
             num_workers=config.dataset.num_workers,
-            pin_memory=run.device.type == "cuda",
         )
         self._checks = BatchChecks(run)
         self._lengths = [config.model.seq_length or 0] * size
@@ -106,7 +106,7 @@ class StaticSteps:
         self._checks.agree(checksum, problems)
         device = self._run.device
         return Step(
-            [{key: value.to(device, non_blocking=True) for key, value in batch.items()} for batch in batches],
+            [{key: send(value, device) for key, value in batch.items()} for batch in batches],
             len(batches),
             self._lengths,
         )

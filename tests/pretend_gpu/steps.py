@@ -138,6 +138,24 @@ def test_a_question_in_each_layer_is_noticed() -> None:
     assert waits["_local_scalar_dense"] == 1 + 4 * 2 * 4  # queries and keys of four layers, four microbatches
 
 
+def copies() -> list[int]:
+    """Of each copy, how often the host waits."""
+    x, found = torch.arange(8.0), []
+    pinned = x.pin_memory()
+    selected = pinned.index_select(0, torch.arange(6))
+    for sent in (x, x[:2], pinned, pinned[2:], selected, torch.zeros(8, pin_memory=True)):
+        placement.waits.clear()
+        sent.to("cuda", non_blocking=True)
+        torch.empty(len(sent), device="cuda").copy_(sent, non_blocking=True)
+        found.append(sum(placement.waits.values()))
+    assert x.cuda().to("cpu", non_blocking=True).is_pinned() and not x.cuda().cpu().is_pinned()
+    return found
+
+
+def test_a_copy_of_memory_that_is_not_pinned_is_noticed() -> None:
+    assert run_ranks(copies, 1) == [[2, 0, 0, 0, 2, 0]]
+
+
 def of_two_places() -> None:
     torch.ones(3, device="cuda") * torch.ones(3)
 
