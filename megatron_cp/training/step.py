@@ -123,7 +123,7 @@ def evaluate(run: Run, steps: Steps, count: int, asked_to_stop: Callable[[], boo
     """
     for chunk in run.model:
         chunk.eval()
-        if run.config.ddp.overlap_param_gather:
+        if chunk.ddp_config.overlap_param_gather:
             # Forward passes gather the weights of the modules that they call: not of the embedding's copy on the last
             # stage, by which the layers for further tokens, left out here, share it with the output layer.
             chunk.start_param_sync(force_sync=True)
