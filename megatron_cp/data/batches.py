@@ -77,13 +77,18 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        if self._microbatches is None:
-            self._microbatches = self._start()
-        batch = next(self._microbatches)
+        batch = next(self.start())
         self._consumed += self._stride
         return batch
 
-    def _start(self) -> Iterator[Batch]:
+    def start(self) -> Iterator[Batch]:
+        """Start the processes that read, if there are any and they do not run. What ends one is an error in the main
+        thread if that is where they were started, and else noticed when something is to be read."""
+        if self._microbatches is None:
+            self._microbatches = self._open()
+        return self._microbatches
+
+    def _open(self) -> Iterator[Batch]:
         sampler = _MicrobatchSampler(self._consumed, len(self._dataset), *self._sizes)  # type: ignore[arg-type]
         loader = DataLoader(
             self._dataset,
@@ -103,6 +108,10 @@ class BatchIterator:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on exactly where the saved iterator stopped, also under another layout or micro-batch size."""
         self._consumed = int(state["consumed_samples"])
+        self.close()
+
+    def close(self) -> None:
+        """End the processes that read."""
         self._microbatches = None
 
 
