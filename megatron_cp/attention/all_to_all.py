@@ -23,6 +23,7 @@ from megatron_cp.attention.once import differentiable_once
 from megatron_cp.attention.ring import ring_attention
 from megatron_cp.attention.sharding import Layout, RowRun, regroup_runs
 from megatron_cp.attention.tables import regroup_rows
+from megatron_cp.parallel.transfer import send
 
 Inner = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionCall], Tensor]
 Share = Callable[[int], slice]  # rank -> the heads it works on
@@ -54,7 +55,7 @@ def with_heads_exchanged(
         softmax_offset = softmax_offset[heads.query(peers.rank)]
     expand = heads.expansion(peers.rank)
     if expand is not None:
-        index = torch.tensor(expand).to(key.device, non_blocking=True)
+        index = send(torch.tensor(expand), key.device)
         key, value = key.index_select(2, index), value.index_select(2, index)
     common = replace(call, layout=call.layout.resized(call.layout.size // peers.size))
     return _HeadsToSequence.apply(inner(query, key, value, softmax_offset, common), exchange)

@@ -154,7 +154,7 @@ def shard_sequence(x: Any, dim: int, cp_rank: int, cp_size: int, cu_seqlens_padd
     """The part of ``x`` that ``cp_rank`` holds along ``dim``: zigzag, per sequence when ``cu_seqlens_padded`` is given.
 
     ``x``: a torch tensor or NumPy array whose ``dim`` holds whole sequences. Raises ValueError when the length does
-    not divide by ``2 * cp_size``. Differentiable for tensors.
+    not divide by ``2 * cp_size``. Differentiable for tensors. One rank's part is ``x`` itself.
     """
     _check_rank(cp_rank, cp_size)
     dim = _check_dim(x, dim)
@@ -170,6 +170,9 @@ def shard_sequence(x: Any, dim: int, cp_rank: int, cp_size: int, cu_seqlens_padd
         offsets = _as_list(cu_seqlens_padded, "cu_seqlens_padded")
         if offsets[-1] != length:
             raise ValueError(f"cu_seqlens_padded ends at {offsets[-1]} but x has length {length} along dim {dim}")
+    if cp_size == 1:
+        _check_offsets("cu_seqlens_padded", offsets)
+        return x
     return _take(x, partition_indices(offsets, cp_rank, cp_size), dim)
 
 
@@ -255,7 +258,9 @@ def send_offsets(offsets: Sequence[int], device: torch.device | str) -> torch.Te
     as long as nobody writes to it."""
     import torch
 
-    sent: Any = torch.tensor(offsets, dtype=torch.int32).to(device, non_blocking=True)
+    from megatron_cp.parallel.transfer import send
+
+    sent: Any = send(torch.tensor(offsets, dtype=torch.int32), device)
     sent.known_offsets = sent._version, tuple(offsets)
     return sent
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attention.sharding import Layout, regroup_order
+from megatron_cp.parallel.transfer import send
 
 # Tables of each kind that are kept, for the microbatches under way in a pipeline; a table is megabytes.
 KEPT = 16
@@ -24,10 +25,7 @@ def regroup_rows(x: Tensor, layout: Layout, group_size: int, inverse: bool = Fal
 
 def on_device(table: np.ndarray, device: torch.device) -> Tensor:
     """A copy on ``device``, for which the host does not wait: for the stream that attention runs on, and no other."""
-    sent = torch.tensor(table)
-    if device.type == "cuda":
-        sent = sent.pin_memory()  # from other memory the copy would first be staged, while the host waits
-    return sent.to(device, non_blocking=True)
+    return send(torch.tensor(table), device)
 
 
 @functools.lru_cache(maxsize=KEPT)

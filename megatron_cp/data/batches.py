@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -53,7 +52,6 @@ class BatchIterator:
         data_parallel_size: int = 1,
         consumed_samples: int = 0,
         num_workers: int = 0,
-        pin_memory: bool = False,
     ) -> None:
         stride = micro_batch_size * data_parallel_size
         if stride < 1 or global_batch_size < 1 or global_batch_size % stride:
@@ -66,7 +64,7 @@ class BatchIterator:
         self.num_microbatches = global_batch_size // stride
         self._dataset, self._stride = dataset, stride
         self._sizes = (micro_batch_size, global_batch_size, data_parallel_rank, data_parallel_size)
-        self._loader_options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
+        self._num_workers = num_workers
         self._consumed = consumed_samples
         self._microbatches: Iterator[Batch] | None = None
 
@@ -79,13 +77,18 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        if self._microbatches is None:
-            self._microbatches = self._start()
-        batch = next(self._microbatches)
+        batch = next(self.start())
         self._consumed += self._stride
         return batch
 
-    def _start(self) -> Iterator[Batch]:
+    def start(self) -> Iterator[Batch]:
+        """Start the processes that read, if there are any and they do not run. What ends one is an error in the main
+        thread if that is where they were started, and else noticed when something is to be read."""
+        if self._microbatches is None:
+            self._microbatches = self._open()
+        return self._microbatches
+
+    def _open(self) -> Iterator[Batch]:
         sampler = _MicrobatchSampler(self._consumed, len(self._dataset), *self._sizes)  # type: ignore[arg-type]
         loader = DataLoader(
             self._dataset,
@@ -94,7 +97,7 @@ class BatchIterator:
             # Its own generator: by default a loader draws its workers' seeds from the generator of dropout.
             generator=torch.Generator(),
             worker_init_fn=_leave_stopping_to_the_rank,
-            **self._loader_options,
+            num_workers=self._num_workers,
         )
         return iter(loader)
 
@@ -105,6 +108,10 @@ class BatchIterator:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on exactly where the saved iterator stopped, also under another layout or micro-batch size."""
         self._consumed = int(state["consumed_samples"])
+        self.close()
+
+    def close(self) -> None:
+        """End the processes that read."""
         self._microbatches = None
 
 

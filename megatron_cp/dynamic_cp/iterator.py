@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from megatron_cp.ahead import Ahead
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.domain import DynamicGroups
 from megatron_cp.dynamic_cp.packing import HostPack, PackedMicrobatch, Sample, dummy_sample, lay_out, mask_problems
@@ -103,12 +103,10 @@ class DynamicBatches:
         self._keep_step = keep_step
         self._device = device
         self._longest = longest
-        self._steps_left = math.inf if num_steps is None else num_steps
         self._consumed = consumed_samples
         # The next step may be under way with an older cost model than the one in use now.
         self._cost_of_next = self._cost = cost
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cp-scheduler")
-        self._ahead: Future[StepPlan] | None = None
+        self._ahead: Ahead[StepPlan] = Ahead(count=num_steps, name="cp-scheduler")
 
     def __iter__(self) -> Iterator[StepPlan]:
         return self
@@ -116,16 +114,12 @@ class DynamicBatches:
     def __next__(self) -> StepPlan:
         """The next step. Raises what went wrong with it: ValueError, or what the source raises."""
         begin = perf_counter()
-        plan = (self._ahead or self._submit()).result()
+        plan = self._ahead.take(self._plan, self._consumed, self._cost_of_next)
         exposed = perf_counter() - begin
         self._consumed += self._size
         self._cost_of_next = self._cost
-        self._steps_left -= 1
-        self._ahead = self._submit() if self._steps_left > 0 else None
+        self._ahead.begin(self._plan, self._consumed, self._cost_of_next)
         return replace(plan, exposed_seconds=exposed)
-
-    def _submit(self) -> Future[StepPlan]:
-        return self._pool.submit(self._plan, self._consumed, self._cost_of_next)
 
     def _plan(self, consumed: int, cost: CostModel) -> StepPlan:
         samples = tuple(range(consumed, consumed + self._size))
@@ -136,7 +130,8 @@ class DynamicBatches:
             groups = [group for group in groups if group is not None] or [None]
         checksums: dict[int, int] = {}
         packs = tuple(
-            self._read(group, samples, lengths, schedule.sequence_parallel_size, checksums) for group in groups
+            self._read(group, samples, lengths, schedule.sequence_parallel_size, checksums).pinned(self._device)
+            for group in groups
         )
         return StepPlan(
             samples,
@@ -198,7 +193,8 @@ class DynamicBatches:
         self._cost = cost
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save: valid between steps."""
+        """What to save: valid between steps. A process that is forked to write it finds no thread at work."""
+        self._ahead.settle()
         costs = {"cost_of_next": asdict(self._cost_of_next), "cost": asdict(self._cost)}
         return {"consumed_samples": self._consumed, **costs}
 
@@ -210,10 +206,10 @@ class DynamicBatches:
         self._consumed = int(state["consumed_samples"])
         if "cost" in state:
             self._cost_of_next, self._cost = CostModel(**state["cost_of_next"]), CostModel(**state["cost"])
-        self._ahead = None
+        self._ahead.forget()
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._ahead.close()
 
 
 def _check(index: int, sample: Sample, length: int) -> None:

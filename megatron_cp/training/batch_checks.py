@@ -18,6 +18,7 @@ from megatron_cp.dynamic_cp.packing import mask_problems
 from megatron_cp.errors import RuntimeFault, shown
 from megatron_cp.parallel.agree import everyones, found_by_anyone
 from megatron_cp.parallel.layout import layout_of
+from megatron_cp.parallel.transfer import send
 from megatron_cp.rules.batch import KEYS, check_batch, check_pack, check_positions
 from megatron_cp.training.setup import Run
 
@@ -53,10 +54,10 @@ class BatchChecks:
             RuntimeFault: on every rank, if any rank has a problem or ranks that share samples have different ones.
         """
         group = self._run.all_ranks
-        mine = torch.tensor([len(problems), checksum], dtype=torch.int64, device=self._run.device)
-        everyone = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(everyone, mine, group=group)
-        counts, checksums = torch.stack(everyone).T.tolist()
+        mine = send(torch.tensor([len(problems), checksum], dtype=torch.int64), self._run.device)
+        everyone = mine.new_empty(group.size() * 2)
+        dist.all_gather_into_tensor(everyone, mine, group=group)
+        counts, checksums = everyone.view(-1, 2).T.tolist()
         _raise(self._run, found_by_anyone(problems, group) if any(counts) else self._disagreements(checksums))
 
     def _disagreements(self, checksums: Sequence[int]) -> list[str]:
@@ -103,7 +104,7 @@ class PackChecks:
         for sample_id, checksum in (plan.checksums if plan else {}).items():
             read[sample_id], same[sample_id] = checksum, -checksum
         head = torch.tensor([len(problems), made, -made], dtype=torch.int64)
-        largest = torch.cat([head, read, same]).to(self._run.device)
+        largest = send(torch.cat([head, read, same]), self._run.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._run.all_ranks)
         largest = largest.cpu()
         if largest[0]:

@@ -6,15 +6,18 @@ Two kinds: :class:`StaticSteps`, samples of one length in microbatches of one si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+from megatron_cp.ahead import Ahead
 from megatron_cp.data.batches import Batch, BatchIterator, slice_for_context_parallel
 from megatron_cp.dynamic_cp.iterator import StepPlan
 from megatron_cp.dynamic_cp.packing import PackedMicrobatch
 from megatron_cp.errors import DataError
+from megatron_cp.parallel.transfer import pinned
 from megatron_cp.training.batch_checks import BatchChecks, checksum_of
 from megatron_cp.training.setup import Run
 
@@ -57,8 +60,17 @@ class Steps(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass
+class _Read:
+    """A step's microbatches, on the host, with the checksum of the samples and what is wrong with them."""
+
+    microbatches: list[Batch] = field(default_factory=list)
+    checksum: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
 class StaticSteps:
-    """Steps of equally many microbatches of one size.
+    """Steps of equally many microbatches of one size; the next one's are read while the current one runs.
 
     A rank has its data-parallel share of them, and of each its context-parallel slice.
 
@@ -70,6 +82,7 @@ class StaticSteps:
         config, train = run.config, run.config.train
         size, micro = (train.global_batch_size, train.micro_batch_size) if training else config.evaluation_batch
         self._run = run
+        self._consumed = consumed_samples
         self._batches = BatchIterator(
             dataset,
             micro_batch_size=micro,
@@ -78,23 +91,45 @@ class StaticSteps:
             data_parallel_size=run.groups.dp.size(),
             consumed_samples=consumed_samples,
             num_workers=config.dataset.num_workers,
-            pin_memory=run.device.type == "cuda",
         )
         self._checks = BatchChecks(run)
         self._lengths = [config.model.seq_length or 0] * size
+        self._ahead: Ahead[_Read] = Ahead(count=steps_to_come(run, training), name="batches")
 
     def __next__(self) -> Step:
         """All microbatches at once: a rank that finds fault with one can tell the others only while none of them waits
         for another in the pipeline."""
-        cp, checksum = self._run.groups.cp, 0
-        batches: list[Batch] = []
-        problems: list[str] = []
-        try:
+        read = _Read()
+        with self._noting(read.problems):
+            self._batches.start()  # here, and not in the thread that reads
+            read = self._ahead.take(self._read)
+        self._checks.agree(read.checksum, read.problems)
+        self._consumed += len(self._lengths)
+        self._ahead.begin(self._read)
+        device = self._run.device
+        return Step(
+            [{key: value.to(device, non_blocking=True) for key, value in batch.items()} for batch in read.microbatches],
+            len(read.microbatches),
+            self._lengths,
+        )
+
+    def _read(self) -> _Read:
+        """The next step's; in the background."""
+        cp, read = self._run.groups.cp, _Read()
+        with self._noting(read.problems):
             for _ in range(self._batches.num_microbatches):
                 whole = next(self._batches)
-                checksum = checksum_of(whole, checksum)
-                batches.append(slice_for_context_parallel(whole, cp.rank(), cp.size()))
-                problems += self._checks.problems_of(batches[-1])
+                read.checksum = checksum_of(whole, read.checksum)
+                mine = slice_for_context_parallel(whole, cp.rank(), cp.size())
+                read.problems += self._checks.problems_of(mine)
+                read.microbatches.append({key: pinned(value, self._run.device) for key, value in mine.items()})
+        return read
+
+    @contextmanager
+    def _noting(self, problems: list[str]) -> Iterator[None]:
+        """Note what data can have, for all ranks to hear of; what is this rank's own fault is raised as it is."""
+        try:
+            yield
         except StopIteration:
             problems.append(f"the data ends after {self._batches.consumed_samples} samples")
         except (DataError, ValueError, IndexError, OSError) as error:
@@ -103,25 +138,22 @@ class StaticSteps:
             if "DataLoader worker" not in str(error):
                 raise
             problems.append(_without_traceback(str(error)))
-        self._checks.agree(checksum, problems)
-        device = self._run.device
-        return Step(
-            [{key: value.to(device, non_blocking=True) for key, value in batch.items()} for batch in batches],
-            len(batches),
-            self._lengths,
-        )
 
     def observe(self) -> None:
         """Nothing depends on it."""
 
     def state_dict(self) -> dict[str, Any]:
-        return self._batches.state_dict()
+        self._ahead.settle()  # a process that is forked to write it finds no thread at work
+        return {"consumed_samples": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._ahead.forget()
         self._batches.load_state_dict(state)
+        self._consumed = self._batches.consumed_samples
 
     def close(self) -> None:
-        """Nothing to end."""
+        self._ahead.close()
+        self._batches.close()
 
 
 def _without_traceback(message: str) -> str:
@@ -130,6 +162,12 @@ def _without_traceback(message: str) -> str:
         return message
     last = message.rstrip().splitlines()[-1]
     return last.partition(": ")[2] or last
+
+
+def steps_to_come(run: Run, training: bool) -> int:
+    """How many steps a run will take, or an evaluation. More may be asked for; they are then not made ahead."""
+    config = run.config
+    return config.train.train_iters - run.progress.iteration if training else config.validation.eval_iters
 
 
 def open_steps(run: Run, dataset: Any, consumed_samples: int, training: bool) -> Steps:

@@ -94,7 +94,7 @@ class CheckpointSaver:
         """
         self.finish()
         started = time.perf_counter()
-        if self._run.config.ddp.overlap_param_gather:
+        if self._run.model[0].ddp_config.overlap_param_gather:
             # The optimizer leaves each rank with its own shards of the new weights; the next forward pass, or this,
             # gathers the others'.
             for chunk in self._run.model:

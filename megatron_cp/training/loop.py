@@ -21,7 +21,7 @@ from megatron_cp.training.batches import Step, Steps, open_steps
 from megatron_cp.training.checkpoint import CheckpointSaver, Saved
 from megatron_cp.training.flops import training_flops
 from megatron_cp.training.metrics import Reporter, StepMetrics, logger
-from megatron_cp.training.phases import read_interval
+from megatron_cp.training.phases import interval_of, read_numbers
 from megatron_cp.training.profiling import Profiler
 from megatron_cp.training.setup import Run
 from megatron_cp.training.signals import SignalWatch, agreed_maximum
@@ -83,13 +83,22 @@ def _train(
     saved_at = run.progress.iteration
     logged_at = run.progress.iteration
     evaluated_at = None
-    run.phases.read()  # what went before is no step's
+    limit = config.train.exit_duration_in_mins
+
+    def tell_all() -> list[float]:
+        """What ranks tell each other in each step: whether to stop, who still saves, and where their time went."""
+        late = limit is not None and time.monotonic() - started > 60 * limit
+        timers = read_numbers(run.phases, run.device) if reporter.is_due(run.progress.iteration + 1) else []
+        return [watch.received, late, saver.writing, *timers]
+
+    run.phases.forget()  # what went before is no step's
     while run.progress.iteration < config.train.train_iters:
         profiler.begin(run.progress.iteration)
         began = time.perf_counter()
         with run.phases("data"):
             step = next(steps)
-        result = train_step(run, step.microbatches)
+        result = train_step(run, step.microbatches, tell_all)
+        signals, late, writing, *timers = result.told
         seconds = time.perf_counter() - began  # the loss and the gradient norm have come: the GPU has kept pace
         _advance(run, step, result)
         profiler.end(run.progress.iteration)
@@ -99,7 +108,7 @@ def _train(
         iteration = run.progress.iteration
         interval = None
         if reporter.is_due(iteration):
-            interval = read_interval(run.phases, iteration - logged_at, run.all_ranks, run.device)
+            interval = interval_of(timers, iteration - logged_at)
             logged_at = iteration
         spike = spikes.is_spike(result.loss)
         if spike:
@@ -110,19 +119,16 @@ def _train(
             reporter.schedule(iteration, step.plan)
         if config.train.manual_gc and _due(iteration, config.train.manual_gc_interval):
             gc.collect()
-        minutes, limit = (time.monotonic() - started) / 60, config.train.exit_duration_in_mins
-        stop, out_of_time, writing = agreed_maximum(
-            (watch.received, limit is not None and minutes > limit, saver.writing), run.device
-        )
-        if not writing:
+        if not any(writing):
             _tell(run, saver.finish(), reporter)
         if _due(iteration, config.checkpoint.save_interval):
             _save(run, saver, steps, reporter)
             saved_at = iteration
+        stop = int(max(signals))
         if not stop and _due(iteration, config.validation.eval_interval):  # after the save: it may take longer
             stop = _evaluate(run, "validation", datasets.valid, reporter, watch)
             evaluated_at = iteration
-        if stop or out_of_time or _due(iteration, config.train.exit_interval):
+        if stop or any(late) or _due(iteration, config.train.exit_interval):
             exit_code = _exit_code(stop, iteration)
             break
     if run.progress.iteration != saved_at:
@@ -183,7 +189,7 @@ def _metrics(run: Run, step: Step, result: StepResult, seconds: float, vocab_row
         tflops_per_device=flops / seconds / devices / 1e12,
         num_microbatches=step.num_microbatches,
         skipped=result.skipped,
-        loss_scale=float(run.optimizer.get_loss_scale()),
+        loss_scale=float(run.optimizer.get_loss_scale()) if run.core_config.fp16 else 1.0,  # it lies on the device
         mtp_losses=result.mtp_losses,
         router_losses=result.router_losses,
         loss_spike=spike,

@@ -29,7 +29,7 @@ def build_optimizer(
         sgd_momentum=chosen.sgd_momentum,
         clip_grad=chosen.clip_grad,
         use_distributed_optimizer=chosen.use_distributed_optimizer,
-        overlap_param_gather=config.ddp.overlap_param_gather,
+        overlap_param_gather=model[0].ddp_config.overlap_param_gather,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         params_dtype=dtype,

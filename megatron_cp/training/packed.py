@@ -14,7 +14,7 @@ from megatron_cp.dynamic_cp.packing import Sample
 from megatron_cp.errors import DataError
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training.batch_checks import PackChecks
-from megatron_cp.training.batches import Step
+from megatron_cp.training.batches import Step, steps_to_come
 from megatron_cp.training.calibrate import CostTracker
 from megatron_cp.training.scheduling import keeps_step, make_schedule, model_cost
 from megatron_cp.training.setup import Run
@@ -66,8 +66,6 @@ class PackedSteps:
         config, model = run.config if training else of_evaluation(run.config), run.config.model
         assert run.dynamic_groups is not None
         size = config.train.global_batch_size if training else config.evaluation_batch[0]
-        # More may be asked for; they are then not made ahead.
-        num_steps = config.train.train_iters - run.progress.iteration if training else config.validation.eval_iters
         self._run = run
         self._costs = CostTracker(run, model_cost(config), active=training)
         self._checks = PackChecks(run, size)
@@ -82,7 +80,7 @@ class PackedSteps:
             consumed_samples=consumed_samples,
             cost=self._costs.cost,
             longest=model.seq_length,
-            num_steps=num_steps,
+            num_steps=steps_to_come(run, training),
         )
 
     def __next__(self) -> Step:

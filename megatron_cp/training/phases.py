@@ -1,8 +1,9 @@
 """Where a step's time goes: named phases, timed where the work runs, and shown in profiles.
 
 On a CPU a phase is timed by the clock. On a GPU the phases' borders are CUDA events in the stream, read when somebody
-asks (once a log interval), so that nothing waits for the GPU in between. A phase inside another one takes its time
-from it, so that the phases of an interval and ``other`` add up to the interval.
+asks (once a log interval) as far as the GPU has come, so that nothing ever waits for it: what it has still to do is in
+the next reading. A phase inside another one takes its time from it, so that the phases of an interval and ``other`` add
+up to the interval.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ import contextlib
 import resource
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 Phase = Literal["data", "schedule", "forward_backward", "optimizer", "evaluation", "checkpoint", "other"]
 _BETWEEN_STEPS: tuple[Phase, ...] = ("evaluation", "checkpoint")
@@ -44,7 +44,7 @@ class Phases:
         self._running: list[Phase] = ["other"]
         self._broken: Phase | None = None
         self._seconds: dict[Phase, float] = defaultdict(float)
-        self._borders: list[tuple[Phase, Any]] = []  # events: which phase ended there
+        self._borders: deque[tuple[Phase, Any]] = deque()  # events: which phase ended there
         self._last: Any = self._now()
         self.nvtx = False
 
@@ -76,11 +76,15 @@ class Phases:
             self._running.pop()
 
     def read(self) -> dict[Phase, float]:
-        """Seconds by phase since the last reading; on a GPU waits for what was launched so far."""
+        """Seconds by phase since the last reading; on a GPU those that it has done."""
         self._border()
         self._fold()
         seconds, self._seconds = dict(self._seconds), defaultdict(float)
         return seconds
+
+    def forget(self) -> None:
+        """What went before is not to be read."""
+        self._seconds, self._borders, self._last = defaultdict(float), deque(), self._now()
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -100,25 +104,24 @@ class Phases:
             self._last = now
 
     def _fold(self) -> None:
-        if self._borders:
-            self._borders[-1][1].synchronize()
-        for name, event in self._borders:
+        while self._borders and self._borders[0][1].query():
+            name, event = self._borders.popleft()
             self._seconds[name] += self._last.elapsed_time(event) / 1e3
             self._last = event
-        self._borders = []
 
 
-def read_interval(phases: Phases, steps: int, group: dist.ProcessGroup, device: torch.device) -> Interval:
-    """Phases and memory of the ``steps`` since the last reading, over all ranks of ``group``; collective."""
+def read_numbers(phases: Phases, device: torch.device) -> list[float]:
+    """What this rank has to say of the time since the last reading: seconds by phase, and its memory."""
     seconds = phases.read()
-    mine = [seconds.get(name, 0.0) / max(steps, 1) for name in PHASES]
-    numbers = torch.tensor([*mine, peak_memory_bytes(device)], dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(numbers) for _ in range(group.size())]
-    dist.all_gather(everyone, numbers, group=group)
-    table = torch.stack(everyone).cpu()
-    means = dict(zip(PHASES, table[:, :-1].mean(0).tolist(), strict=True))
+    return [*(seconds.get(name, 0.0) for name in PHASES), peak_memory_bytes(device)]
+
+
+def interval_of(numbers: Sequence[Sequence[float]], steps: int) -> Interval:
+    """What all ranks did in the ``steps`` between two readings: each of the numbers of :func:`read_numbers`, of all."""
+    *by_phase, memory = numbers
+    means = {name: sum(of) / len(of) / max(steps, 1) for name, of in zip(PHASES, by_phase, strict=True)}
     # A phase that did not run (no schedule without dynamic CP) is left out.
-    return Interval({name: value for name, value in means.items() if value > 0}, int(table[:, -1].max()))
+    return Interval({name: value for name, value in means.items() if value > 0}, int(max(memory)))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

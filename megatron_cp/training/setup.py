@@ -113,12 +113,16 @@ def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | N
 def wrap_data_parallel(
     config: RunConfig, core_config: TransformerConfig, chunks: list[Any], groups: ProcessGroupCollection
 ) -> list[DistributedDataParallel]:
-    """megatron-core's gradient buffers, reduced over data *and* context parallel ranks."""
+    """megatron-core's gradient buffers, reduced over data *and* context parallel ranks.
+
+    The chunks' ``ddp_config`` says what is overlapped: nothing where a rank shares its parameters with no other.
+    """
     ddp = config.ddp
+    alone = groups.dp_cp.size() == groups.expt_dp.size() == 1
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
-        overlap_grad_reduce=ddp.overlap_grad_reduce,
-        overlap_param_gather=ddp.overlap_param_gather,
+        overlap_grad_reduce=ddp.overlap_grad_reduce and not alone,
+        overlap_param_gather=ddp.overlap_param_gather and not alone,
         average_in_collective=ddp.average_in_collective,
         check_for_nan_in_grad=False,  # ours tells all ranks, and where it began
         bucket_size=ddp.bucket_size,
@@ -145,7 +149,7 @@ def connect_schedule(
     core_config.grad_scale_func = optimizer.scale_loss
     core_config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
     core_config.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
-    if config.ddp.overlap_grad_reduce:
+    if model[0].ddp_config.overlap_grad_reduce:
         core_config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in model])
-    if config.ddp.overlap_param_gather:
+    if model[0].ddp_config.overlap_param_gather:
         core_config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in model])

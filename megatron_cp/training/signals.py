@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cp.errors import EXIT_OF_SIGNAL
+from megatron_cp.parallel.transfer import send
 
 _SAME_KEY_PRESS = 1.0  # seconds: a terminal and a launcher may both pass one Ctrl-C on
 
@@ -51,6 +52,6 @@ def sigterm_waits(enabled: bool) -> Iterator[None]:
 
 def agreed_maximum(values: Sequence[int], device: torch.device) -> list[int]:
     """The largest that any rank has of each number; one exchange, the same answer on every rank."""
-    votes = torch.tensor([int(value) for value in values], device=device)
+    votes = send(torch.tensor([int(value) for value in values]), device)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return [int(vote) for vote in votes.tolist()]

@@ -2,6 +2,9 @@
 
 The loss is always the sum over tokens, divided once by the number of unmasked tokens of the whole global batch: the
 only normalization that is exact when ranks hold different numbers of them, as context-parallel ranks do.
+
+The host launches all of a step, and waits for the device once, before the parameters change: for the losses, the
+gradients' norm and what ranks have to tell each other.
 """
 
 from __future__ import annotations
@@ -25,10 +28,14 @@ from megatron_cp.models.router import expert_biases
 from megatron_cp.models.router_losses import RouterLosses
 from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.parallel.pipeline import PipelineCommunicator
+from megatron_cp.parallel.transfer import send
 from megatron_cp.training.batches import Microbatch, Steps
+from megatron_cp.training.gradients import apply_gradients, measure_gradients
 from megatron_cp.training.metrics import logger
 from megatron_cp.training.nonfinite import MAX_SKIPPED_IN_A_ROW, gradients_are_finite, origin
 from megatron_cp.training.setup import Run
+
+Tell = Callable[[], Sequence[float]]
 
 
 class StepLosses(NamedTuple):
@@ -41,6 +48,18 @@ class StepLosses(NamedTuple):
 
 
 @dataclass(frozen=True)
+class _Sums:
+    """What a global batch's losses follow from, on the device, which may still compute it. Equal on all ranks."""
+
+    numbers: torch.Tensor
+    losses: Callable[[Sequence[float]], StepLosses]
+
+    def read(self) -> StepLosses:
+        """Wait for them."""
+        return self.losses(self.numbers.tolist())
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What one optimizer step did: its losses (:class:`StepLosses`) and what came of them. Equal on all ranks."""
 
@@ -50,42 +69,75 @@ class StepResult:
     router_losses: dict[str, float]
     grad_norm: float | None = None
     skipped: bool = True  # the parameters are as they were: inf or nan, or no token with a loss
+    told: tuple[tuple[float, ...], ...] = ()  # each number as all ranks told it, in their order
 
 
-def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepResult:
-    """Forward, backward, gradient reduction, optimizer and schedule for one global batch, this rank's microbatches."""
+def train_step(run: Run, microbatches: Sequence[Microbatch], tell: Tell = lambda: ()) -> StepResult:
+    """Forward, backward, gradient reduction, optimizer and schedule for one global batch, this rank's microbatches.
+
+    ``tell``: numbers that all ranks are told with the losses, as many on each. Asked for when all is launched.
+    """
     if not run.config.model.moe_router_enable_expert_bias:
-        return _train_step(run, microbatches)
+        return _train_step(run, microbatches, tell)
     biases = expert_biases(run.model)
     before = [bias.clone() for bias in biases]
-    result = _train_step(run, microbatches)
+    result = _train_step(run, microbatches, tell)
     if result.skipped:
         for bias, value in zip(biases, before, strict=True):
             bias.copy_(value)
     return result
 
 
-def _train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepResult:
+def _train_step(run: Run, microbatches: Sequence[Microbatch], tell: Tell) -> StepResult:
     with run.phases("optimizer"):
-        for chunk in run.model:
-            chunk.zero_grad_buffer()
-        run.optimizer.zero_grad()
+        _forget_gradients(run)
     randomness = random_state()
-    losses = _forward_backward(run, microbatches, forward_only=False)
+    sums = _forward_backward(run, microbatches, forward_only=False)
     with run.phases("optimizer"):
+        # With a loss scale the optimizer looks at gradients by itself, and only at those of a step that has a loss.
+        scaled = run.core_config.fp16
+        gradients = torch.zeros(2, dtype=torch.float64, device=run.device) if scaled else measure_gradients(run)
+        losses, norm, suspected, told = _read_at_once(run, sums, gradients, tell)
         checked = run.config.ddp.check_for_nan_in_grad
-        if not math.isfinite(losses.loss) or (checked and not gradients_are_finite(run)):
+        if not math.isfinite(losses.loss) or (checked and suspected and not gradients_are_finite(run)):
             _skip_or_stop(run, losses.loss, microbatches, randomness)
-            return StepResult(*losses)
+            return StepResult(*losses, told=told)
         run.skipped_in_a_row = 0
         if not losses.tokens:
             # A router's losses would be divided by nothing, and momentum alone would move the parameters.
             logger.info("iteration %d: no token has a loss. The step is left out", run.progress.iteration + 1)
-            return StepResult(*losses)
-        success, grad_norm, _ = run.optimizer.step()
+            return StepResult(*losses, told=told)
+        if scaled:
+            success, found, _ = run.optimizer.step()
+            grad_norm = None if found is None else float(found)
+        else:
+            success, grad_norm = apply_gradients(run.optimizer, norm), norm
         if success:
             run.scheduler.step(increment=run.config.train.global_batch_size)
-    return StepResult(*losses, grad_norm=None if grad_norm is None else float(grad_norm), skipped=not success)
+    return StepResult(*losses, grad_norm=grad_norm, skipped=not success, told=told)
+
+
+def _forget_gradients(run: Run) -> None:
+    for chunk in run.model:
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+
+
+def _read_at_once(
+    run: Run, sums: _Sums, gradients: torch.Tensor, tell: Tell
+) -> tuple[StepLosses, float, bool, tuple[tuple[float, ...], ...]]:
+    """The losses, the gradients' norm, whether any rank suspects its gradients, and what each rank tells. Collective.
+
+    The only place of a step where the host waits for the device.
+    """
+    norm, suspected = gradients.split(1)
+    mine = torch.cat([suspected, send(torch.tensor(tell(), dtype=torch.float64), run.device)])
+    everyone = mine.new_empty(run.all_ranks.size() * len(mine))
+    dist.all_gather_into_tensor(everyone, mine, group=run.all_ranks)
+    numbers = torch.cat([norm, everyone, sums.numbers]).tolist()
+    end, width = 1 + len(everyone), len(mine)
+    suspicions, *told = (tuple(numbers[place:end:width]) for place in range(1, 1 + width))
+    return sums.losses(numbers[end:]), numbers[0], any(suspicions), tuple(told)
 
 
 def _skip_or_stop(run: Run, loss: float, microbatches: Sequence[Microbatch], randomness: dict[str, Any]) -> None:
@@ -97,9 +149,8 @@ def _skip_or_stop(run: Run, loss: float, microbatches: Sequence[Microbatch], ran
 
     def repeat() -> float:
         restore_random_state(randomness)
-        for chunk in run.model:
-            chunk.zero_grad_buffer()
-        return _forward_backward(run, microbatches, forward_only=False).loss
+        _forget_gradients(run)
+        return _forward_backward(run, microbatches, forward_only=False).read().loss
 
     where, damaged = origin(run, repeat)
     what = f"iteration {run.progress.iteration + 1}: " + (
@@ -123,7 +174,7 @@ def evaluate(run: Run, steps: Steps, count: int, asked_to_stop: Callable[[], boo
     """
     for chunk in run.model:
         chunk.eval()
-        if run.config.ddp.overlap_param_gather:
+        if chunk.ddp_config.overlap_param_gather:
             # Forward passes gather the weights of the modules that they call: not of the embedding's copy on the last
             # stage, by which the layers for further tokens, left out here, share it with the output layer.
             chunk.start_param_sync(force_sync=True)
@@ -133,14 +184,14 @@ def evaluate(run: Run, steps: Steps, count: int, asked_to_stop: Callable[[], boo
             stopped = asked_to_stop()
             if stopped:
                 break
-            losses = _forward_backward(run, next(steps).microbatches, forward_only=True)
+            losses = _forward_backward(run, next(steps).microbatches, forward_only=True).read()
             total, tokens = total + losses.loss * losses.tokens, tokens + losses.tokens
     for chunk in run.model:
         chunk.train()
     return None if stopped else total / max(tokens, 1)
 
 
-def _forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only: bool) -> StepLosses:
+def _forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only: bool) -> _Sums:
     """Run the pipeline schedule; returns the same on every rank, without the losses of training alone otherwise."""
     model = run.config.model
     stages = model.virtual_pipeline_model_parallel_size
@@ -167,7 +218,7 @@ def _forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only
             p2p_communicator=communicator,
             pg_collection=run.groups,
         )
-        return _reduce_loss(run, reports, depth_tokens, None if forward_only else run.router_losses)
+        return _reduce_losses(run, reports, depth_tokens, None if forward_only else run.router_losses)
 
 
 def _passed_on(run: Run, microbatch: Microbatch) -> tuple[int, int, int]:
@@ -232,7 +283,7 @@ def _with_predictions(
     return total, tokens, report | {"mtp losses": sums.detach().double()}
 
 
-def _reduce_loss(run: Run, reports: list[Batch], depth_tokens: list[float], routers: RouterLosses | None) -> StepLosses:
+def _reduce_losses(run: Run, reports: list[Batch], depth_tokens: list[float], routers: RouterLosses | None) -> _Sums:
     depths = len(depth_tokens[1:])
     total = torch.zeros(2 + depths, dtype=torch.float64, device=run.device)
     for report in reports:
@@ -242,9 +293,11 @@ def _reduce_loss(run: Run, reports: list[Batch], depth_tokens: list[float], rout
     if run.groups.pp.size() > 1:
         source = dist.get_process_group_ranks(run.groups.pp)[-1]
         dist.broadcast(total, src=source, group=run.groups.pp)
-    # The host waits once for all of them.
-    numbers = (total if routers is None else torch.cat([total, routers.total(run.all_ranks)])).tolist()
-    (loss_sum, tokens, *depth_sums), of_routers = numbers[: len(total)], numbers[len(total) :]
-    mtp_losses = tuple(each / max(count, 1.0) for each, count in zip(depth_sums, depth_tokens[1:], strict=True))
-    router_losses = {} if routers is None else routers.means(of_routers)
-    return StepLosses(loss_sum / max(tokens, 1.0), int(tokens), mtp_losses, router_losses)
+
+    def losses(numbers: Sequence[float]) -> StepLosses:
+        (loss_sum, tokens, *depth_sums), of_routers = numbers[: len(total)], numbers[len(total) :]
+        mtp_losses = tuple(each / max(count, 1.0) for each, count in zip(depth_sums, depth_tokens[1:], strict=True))
+        router_losses = {} if routers is None else routers.means(of_routers)
+        return StepLosses(loss_sum / max(tokens, 1.0), int(tokens), mtp_losses, router_losses)
+
+    return _Sums(total if routers is None else torch.cat([total, routers.total(run.all_ranks)]), losses)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -111,7 +111,7 @@ def write_down(name: str, func: Any, args: tuple, group: Any) -> None:
         message = Message(ledger.number, ranks, name, tuple(sorted({dtype for _, dtype in shapes})))
     ledger.events.append(message)
     ledger.under_way[ledger.number] = used
-    if ledger.opened is None:  # of a coalescing manager, which waits at its end
+    if ledger.opened is None:  # sent by no function of torch.distributed's that we know
         arrived(ledger.number)
     else:
         ledger.opened.append(ledger.number)
@@ -197,6 +197,7 @@ def observe() -> None:
             ledger.batch = None
 
     _replace("batch_isend_irecv", batch)
+    _replace("_coalescing_manager", _coalescing(distributed_c10d._coalescing_manager))
 
 
 def _replace(name: str, function: Callable) -> None:
@@ -204,16 +205,23 @@ def _replace(name: str, function: Callable) -> None:
     setattr(distributed_c10d, name, function)
 
 
+@contextmanager
+def _sending() -> Iterator[list[int]]:
+    """In a function of torch.distributed's; yields the messages that it sends."""
+    outer, ledger.opened = ledger.opened, []
+    try:
+        with _by_torch():
+            yield ledger.opened
+    finally:
+        ledger.opened = outer
+
+
 def _observed(function: Callable) -> Callable:
     @functools.wraps(function)
     def send(*args: Any, **kwargs: Any) -> Any:
-        outer, ledger.opened = ledger.opened, []
-        try:
-            with _by_torch():
-                work = function(*args, **kwargs)
-        finally:
-            opened, ledger.opened = ledger.opened or [], outer
-        if isinstance(work, distributed_c10d._IllegalWork):  # sent with others, once a coalescing manager ends
+        with _sending() as opened:
+            work = function(*args, **kwargs)
+        if isinstance(work, distributed_c10d._IllegalWork):  # a coalescing manager sends, and may be waited for
             return work
         if work is not None and hasattr(work, "wait"):
             return Work(work, opened)
@@ -222,6 +230,23 @@ def _observed(function: Callable) -> Callable:
         return work
 
     return send
+
+
+def _coalescing(coalesce: Callable) -> Callable:
+    """A manager sends at its end what was asked for inside: synchronously, or it is waited for."""
+
+    @functools.wraps(coalesce)
+    @contextmanager
+    def manager(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with ExitStack() as end, coalesce(*args, **kwargs) as handle:
+            yield handle
+            opened = end.enter_context(_sending())
+        handle.works = [Work(work, opened) for work in handle.works]
+        if not handle.works:
+            for number in opened:
+                arrived(number)
+
+    return manager
 
 
 def carry(ranks: Sequence[list[Message | int]], one_stream: bool = False) -> int:

@@ -51,7 +51,7 @@ def check(ranks: list[Events]) -> None:
 
 FURTHER = "hybrid, two tokens further"
 QUICK = {"cp4 a layer each", "pp2 vpp2 cp2", "experts, spread", FURTHER, f"dynamic {FURTHER}"}
-QUICK |= {"dynamic, gathered", "dynamic, pp2 vpp2", "pp3 vpp2"}
+QUICK |= {"dynamic, gathered", "dynamic, pp2 vpp2", "pp3 vpp2", "overlapped"}
 
 
 def some(names: Iterable[str]) -> list[Any]:
@@ -70,7 +70,9 @@ def test_nccl_carries_gradients_between_messages() -> None:
     check(run_ranks(sent, 4, BF16 | PP2 | VPP2 | overlapped))
 
 
-@pytest.mark.parametrize("name", some(["pp2", "experts, spread", "latent", FURTHER, "multi-token prediction"]))
+@pytest.mark.parametrize(
+    "name", some(["pp2", "experts, spread", "latent", FURTHER, "multi-token prediction", "overlapped"])
+)
 def test_nccl_carries_every_model(name: str) -> None:
     ranks, overrides, _ = DENSE[name]
     check(run_ranks(sent, ranks, BF16 | overrides))
@@ -193,10 +195,29 @@ def looks_elsewhere() -> None:
         sent.sum()
 
 
+@contextmanager
+def gathering() -> Any:
+    """What ranks gather together, as megatron-core its parameters."""
+    whole = [pair(0, 4), pair(0, 2)]
+    with dist._coalescing_manager(async_ops=True) as handle:
+        for each in whole:
+            dist.all_gather_into_tensor(each, each.chunk(2)[dist.get_rank()], async_op=True)
+    yield whole[1]
+    handle.wait()
+    whole[1].zero_()
+
+
+def reads_what_is_gathered() -> None:
+    with gathering() as received:
+        received.sum()
+
+
 def test_what_is_under_way_is_left_alone() -> None:
     run_ranks(looks_elsewhere, 2)
     with pytest.raises(RanksFailed, match=r"TooEarly: sum reads \(8,\), which is being received into"):
         run_ranks(reads, 2)
+    with pytest.raises(RanksFailed, match=r"TooEarly: sum reads \(2,\), which is being received into"):
+        run_ranks(reads_what_is_gathered, 2)
     with pytest.raises(RanksFailed, match=r"TooEarly: zero_ writes \(4,\), which is being sent"):
         run_ranks(overwrites, 2)
     with pytest.raises(RanksFailed, match="memory of a tensor that was being sent was given away"):

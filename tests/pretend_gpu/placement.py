@@ -52,6 +52,21 @@ def put(tensor: Tensor, place: str) -> None:
         tensor.untyped_storage().pretended_place = place  # type: ignore[attr-defined]
 
 
+def is_pinned(tensor: Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), "pretended_pinned", False)
+
+
+def _pin(tensor: Tensor, device: Any = None) -> Tensor:
+    if place_of(tensor) == GPU:
+        raise RuntimeError("only dense CPU tensors can be pinned")
+    if is_pinned(tensor):
+        return tensor
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    put(result, HOST)
+    result.untyped_storage().pretended_pinned = True  # type: ignore[attr-defined]
+    return result
+
+
 def host_waits(why: str) -> None:
     waits[f"{_asked_for()} {why}"] += 1
 
@@ -129,14 +144,24 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return result
     if result.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
         result = result.clone()
-    if not kwargs.get("non_blocking"):
-        _copy_waits(place)
+    non_blocking = bool(kwargs.get("non_blocking"))
+    _copied(place, non_blocking, tensor if place == GPU else None)
     put(result, place)
+    if place == HOST and non_blocking:
+        result.untyped_storage().pretended_pinned = True  # type: ignore[attr-defined]  # torch pins it by itself
     return result
 
 
-def _copy_waits(to: str) -> None:
-    host_waits("copy to the " + ("device" if to == GPU else "host"))
+_STAGED_AT_ONCE = 16  # bytes, so that a tiny model's batches are not; CUDA waits for no copy of up to 64 KB
+
+
+def _copied(to: str, non_blocking: bool, on_host: Tensor | None = None) -> None:
+    """The host waits for a copy, also where it asked not to but its own memory is not pinned: that is staged."""
+    where = "device" if to == GPU else "host"
+    if not non_blocking:
+        host_waits(f"copy to the {where}")
+    elif on_host is not None and on_host.nbytes > _STAGED_AT_ONCE and not is_pinned(on_host):
+        host_waits(f"copy to the {where}, not pinned")
 
 
 def answer_by_place() -> None:
@@ -149,8 +174,8 @@ def answer_by_place() -> None:
     tensor.type, tensor.numpy, tensor.tolist, tensor.to = _type, _numpy, _tolist, _to
     tensor.cuda = lambda self, device=None, non_blocking=False, **kwargs: _to(self, GPU, non_blocking=non_blocking)
     tensor.cpu = lambda self, **kwargs: _to(self, HOST)
-    tensor.pin_memory = lambda self, device=None: self
-    tensor.is_pinned = lambda self, device=None: False
+    tensor.pin_memory = _pin
+    tensor.is_pinned = lambda self, device=None: is_pinned(self)
     tensor.record_stream = lambda self, stream: None
 
 
@@ -161,11 +186,13 @@ class Placement(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if isinstance(func, torch._ops.OpOverload):  # a kernel, called by the mode below
             return func(*args, **kwargs)
-        kwargs.pop("pin_memory", None)
+        pinned = kwargs.pop("pin_memory", False)
         device, place = kwargs.get("device"), None
         if device is not None:
             kwargs["device"], place = _really(device), _wanted(device)
         result = func(*args, **kwargs)
+        if pinned:
+            return _pin(result)
         given = list(tensors_in([args, kwargs]))
         if place is None and not given and isinstance(result, Tensor) and place_of(result) is None:
             place = HOST
@@ -173,7 +200,7 @@ class Placement(TorchFunctionMode):
             if func is torch.as_tensor and given:
                 return _to(result, place)
             if func in (torch.tensor, torch.as_tensor) and place == GPU:
-                _copy_waits(GPU)  # a list, or numpy's memory
+                _copied(GPU, non_blocking=False)  # a list, or numpy's memory
             put(result, place)
         return result
 
@@ -208,9 +235,9 @@ class Kernels(TorchDispatchMode):
         if not func.is_view:
             self._check_time(name, func, args, kwargs)
         if GPU in places and name in _COPIES:
-            waiting = name != "_to_copy" and not (kwargs.get("non_blocking") or args[-1] is True)
-            if waiting and HOST in places:
-                _copy_waits(places[0] or GPU)
+            if name != "_to_copy" and HOST in places:
+                non_blocking = bool(kwargs.get("non_blocking") or args[-1] is True)
+                _copied(places[0] or GPU, non_blocking, next(x for x, place in placed if place == HOST))
         elif GPU in places:
             self._check_kernel(name, args, placed)
         result = self._gpu_kernels.get(func, func)(*args, **kwargs)

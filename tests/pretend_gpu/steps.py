@@ -17,9 +17,15 @@ import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.pipeline_parallel.schedules import custom_backward
 
+from megatron_cp.config import RunConfig
+from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.training.batches import open_steps
+from megatron_cp.training.loop import train
+from megatron_cp.training.metrics import Reporter, StepMetrics
+from megatron_cp.training.phases import Interval
 from megatron_cp.training.setup import setup
+from megatron_cp.training.signals import SignalWatch
 from megatron_cp.training.step import train_step
 from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, train_dataset
 from tests.pretend_gpu import placement
@@ -32,18 +38,14 @@ from tests.unit_tests.training.test_model_variants import MLA, MOE
 BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
 MTP = {"model__mtp_num_layers": 1}
 # A step waits for its device this often, however many microbatches and layers it has: for what ranks agreed on before
-# it (sent, and read), for the loss, whether gradients are finite, and their norm.
-OF_EVERY_STEP = {
-    "batch_checks.py copy to the device": 1,
-    "step.py tolist": 1,
-    "nonfinite.py _local_scalar_dense": 1,
-    "_local_scalar_dense": 1,
-}
-OF_A_STEP = OF_EVERY_STEP | {"batch_checks.py tolist": 1}
-OF_A_PACKED_STEP = OF_EVERY_STEP | {"batch_checks.py copy to the host": 1}
+# it, and at its end for the losses, the gradients' norm, whether they are finite and what else ranks tell each other.
+OF_A_STEP = {"batch_checks.py tolist": 1, "step.py tolist": 1}
+OF_A_PACKED_STEP = {"batch_checks.py copy to the host": 1, "step.py tolist": 1}
 
 # Upstream's: experts' all-to-all, which needs its sizes.
 SPREAD = MOE | {"model__expert_model_parallel_size": 2}
+# As recipes have it, in buckets that are many even in a tiny model.
+OVERLAPPED = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True, "ddp__bucket_size": 20_000}
 DEPTHS = {"step.py tolist": 2}  # how many tokens each depth of multi-token prediction has
 Case = tuple[int, dict[str, Any], dict[str, int]]  # ranks, settings, what else they wait for
 DENSE: dict[str, Case] = {
@@ -53,6 +55,7 @@ DENSE: dict[str, Case] = {
     "pp2": (2, PP2, {}),
     "experts": (2, CP2 | MOE, {"synchronize an event": 16}),
     "experts, spread": (2, SPREAD, {"synchronize an event": 8}),
+    "overlapped": (2, OVERLAPPED, {}),
     "latent": (2, CP2 | MLA, {}),
     "hybrid, two tokens further": (2, CP2 | FURTHER, DEPTHS),
     "hybrid with experts": (2, CP2 | HYBRID_EXPERTS, {"synchronize an event": 8}),
@@ -77,8 +80,6 @@ def without_places(waits: dict[str, int]) -> dict[str, int]:
             continue
         ours = re.search(r"megatron_cp/.*?([a-z_]+\.py)", place)
         name = f"{ours[1]} {kind}" if ours else kind
-        if name == "step.py _local_scalar_dense":
-            name = "_local_scalar_dense"  # the norm, by Transformer Engine's optimizer or upstream's
         found[name] = found.get(name, 0) + count
     return found
 
@@ -119,6 +120,61 @@ def test_a_packed_step_waits_for_no_layer_and_no_microbatch(case: str, tmp_path:
         assert waits == OF_A_PACKED_STEP | more
 
 
+class Enough(Exception):
+    """Ends a run."""
+
+
+class CountingReporter(Reporter):
+    """Takes down how often the host waited since the last iteration was told of; works as the first rank's does."""
+
+    writes = True
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.waits: list[dict[str, int]] = []
+        self.timers: list[set[str]] = []
+
+    def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
+        assert metrics.grad_norm and interval is not None
+        self.waits.append(without_places(placement.waits))
+        self.timers.append(set(interval.seconds))
+        placement.waits.clear()
+        if len(self.waits) == 4:
+            raise Enough
+
+
+def waits_of_the_loop(folder: str, lengths: str | None, overrides: dict[str, Any]) -> list[dict[str, int]]:
+    """In each iteration but the first, the loop's own work among it."""
+    more = overrides | {"logger__log_interval": 1}
+    config = (
+        packed_config(lengths, more | {"model__dynamic_context_parallel_calibration_iters": 0})
+        if lengths
+        else (tiny_config(**more))
+    )
+    tokenizer = build_tokenizer(config.tokenizer)
+    datasets = build_datasets(config, tokenizer, config.train.train_iters * config.train.global_batch_size)
+    run, reporter = setup(config, tokenizer.vocab_size), CountingReporter(config)
+    with closing(SignalWatch(False)) as watch, pytest.raises(Enough):
+        train(run, datasets, tokenizer.vocab_size, Path(folder), reporter, watch)
+    run.close()
+    assert {"data", "forward_backward", "optimizer", "other"} <= reporter.timers[-1]
+    return reporter.waits[1:]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "packed", "expected"),
+    [(CP2 | OVERLAPPED, False, OF_A_STEP), (PP2 | VPP2, False, OF_A_STEP), (BALANCED | CP2, True, OF_A_PACKED_STEP)],
+    ids=["cp2", "pp2 vpp2", "packed"],
+)
+def test_the_loop_waits_for_nothing_more(
+    overrides: dict[str, Any], packed: bool, expected: dict[str, int], tmp_path: Path
+) -> None:
+    """Neither for what it logs of every step, nor for whether to stop."""
+    lengths = lengths_file(tmp_path) if packed else None
+    for waits in run_ranks(waits_of_the_loop, 2, str(tmp_path / "run"), lengths, BF16 | overrides):
+        assert waits == [expected] * 3
+
+
 def with_a_question_in_each_layer(overrides: dict[str, Any]) -> dict[str, int]:
     rotate = rope_utils._apply_rotary_pos_emb_bshd
 
@@ -133,7 +189,25 @@ def with_a_question_in_each_layer(overrides: dict[str, Any]) -> dict[str, int]:
 def test_a_question_in_each_layer_is_noticed() -> None:
     """Guards the tests above."""
     [waits] = run_ranks(with_a_question_in_each_layer, 1, BF16 | {"model__apply_rope_fusion": False})
-    assert waits["_local_scalar_dense"] == 1 + 4 * 2 * 4  # queries and keys of four layers, four microbatches
+    assert waits["_local_scalar_dense"] == 4 * 2 * 4  # queries and keys of four layers, four microbatches
+
+
+def copies() -> list[int]:
+    """Of each copy, how often the host waits."""
+    x, found = torch.arange(8.0), []
+    pinned = x.pin_memory()
+    selected = pinned.index_select(0, torch.arange(6))
+    for sent in (x, x[:2], pinned, pinned[2:], selected, torch.zeros(8, pin_memory=True)):
+        placement.waits.clear()
+        sent.to("cuda", non_blocking=True)
+        torch.empty(len(sent), device="cuda").copy_(sent, non_blocking=True)
+        found.append(sum(placement.waits.values()))
+    assert x.cuda().to("cpu", non_blocking=True).is_pinned() and not x.cuda().cpu().is_pinned()
+    return found
+
+
+def test_a_copy_of_memory_that_is_not_pinned_is_noticed() -> None:
+    assert run_ranks(copies, 1) == [[2, 0, 0, 0, 2, 0]]
 
 
 def of_two_places() -> None:

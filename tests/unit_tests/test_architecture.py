@@ -22,7 +22,7 @@ ORDER = [
     {"recipes"},
     {"schema", "one_rank", "bridge_names"},
     {"config"},
-    {"launcher", "run_lines"},
+    {"ahead", "launcher", "run_lines"},
     {"errors"},
     {"backend", ""},
 ]
@@ -32,6 +32,7 @@ RUNNING = {"iterator", "packing", "domain", "active_group", "__init__"}
 # Rooms beside the way: rules use pure modules only, and only those above them use rules.
 PURE = [
     "megatron_cp",
+    "megatron_cp.ahead",
     "megatron_cp.bridge_names",
     "megatron_cp.config",
     "megatron_cp.one_rank",

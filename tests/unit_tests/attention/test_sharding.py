@@ -103,6 +103,14 @@ def test_a_dense_shard_of_neighbours_is_one_or_two_runs_of_each(size, group):
     assert common.tolist() == regroup_order(layout, group).tolist()
 
 
+def test_one_ranks_part_is_the_whole_itself():
+    """A copy of it would be out of the pinned memory that a GPU copies from."""
+    x = torch.randn(2, 12)
+    assert shard_sequence(x, 1, 0, 1) is x and shard_sequence(x, 1, 0, 1, [0, 5, 12]) is x
+    with pytest.raises(ValueError, match="must start at 0"):
+        shard_sequence(x, 1, 0, 1, [1, 12])
+
+
 def test_sharding_is_differentiable():
     x = torch.randn(8, 2, requires_grad=True)
     shard_sequence(x, 0, 1, 2).sum().backward()

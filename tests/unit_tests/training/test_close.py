@@ -36,7 +36,8 @@ PACKED_LAYOUTS: dict[str, dict[str, Any]] = {
 
 def train(overrides: dict[str, Any]) -> Run:
     run, batches = start(tiny_config(**overrides))
-    train_step(run, next(batches).microbatches)
+    with closing(batches):
+        train_step(run, next(batches).microbatches)
     return run
 
 

@@ -18,7 +18,7 @@ import torch
 
 from megatron_cp.run_lines import keep_lines_until, read_lines
 from megatron_cp.training.metrics import StepMetrics, WritingReporter, log_line, wants_live_line
-from megatron_cp.training.phases import Interval, Phases, peak_memory_bytes, read_interval
+from megatron_cp.training.phases import Interval, Phases, interval_of, peak_memory_bytes, read_numbers
 from tests.ranks import run_ranks
 from tests.training_runs import tiny_config
 
@@ -108,20 +108,59 @@ def test_phases_cost_next_to_nothing() -> None:
     assert (time.process_time() - begin) / 2000 < 200e-6  # five of them a step: below a millisecond
 
 
-def interval_of_two_ranks() -> Interval:
+class Device:
+    """Stands in for CUDA's events on a device that does what it is told later, on a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[Any] = []
+        self.done = 0
+        monkeypatch.setattr(torch.cuda, "Event", self._event)
+
+    def _event(self, enable_timing: bool) -> Any:
+        event = types.SimpleNamespace(query=lambda: self.told.index(event) < self.done)
+        event.record = lambda: self.told.append(event)
+        event.elapsed_time = lambda end: self._milliseconds_between(event, end)
+        return event
+
+    def _milliseconds_between(self, begin: Any, end: Any) -> float:
+        assert begin.query() and end.query(), "asked for before it is done"
+        return 1e3 * (self.told.index(end) - self.told.index(begin))
+
+
+def test_on_a_gpu_nobody_waits_for_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    phases = Phases(on_gpu=True)  # the first event
+    with phases("data"):
+        pass
+    with phases("forward_backward"):
+        device.done = 4  # up to the border before the pass forward
+        assert phases.read() == {"other": 2, "data": 1}
+        assert phases.read() == {}
+    device.done = len(device.told)
+    with phases("optimizer"):
+        pass
+    assert phases.read() == {"forward_backward": 3}, "in parts, of which readings are borders"
+    device.done = len(device.told)
+    phases.forget()
+    device.done = len(device.told)
+    assert phases.read() == {}
+    device.done = len(device.told)
+    assert phases.read() == {"other": 1}
+
+
+def numbers_of_two_ranks() -> list[float]:
     phases = Phases()
     with phases("data"):
         time.sleep(0.2 * (1 + torch.distributed.get_rank()))
     if torch.distributed.get_rank() == 1:
         held = torch.ones(30_000_000)  # 120 MB
         assert held.sum() == 30_000_000
-    return read_interval(phases, 5, torch.distributed.group.WORLD, torch.device("cpu"))
+    return read_numbers(phases, torch.device("cpu"))
 
 
 def test_an_interval_is_the_mean_of_the_ranks_and_the_memory_of_the_fullest() -> None:
     before = peak_memory_bytes(torch.device("cpu"))
-    a, b = run_ranks(interval_of_two_ranks, 2)
-    assert a == b
+    a = interval_of(list(zip(*run_ranks(numbers_of_two_ranks, 2), strict=True)), 5)
     assert 0.3 / 5 <= a.seconds["data"] < 2 * 0.3 / 5
     assert "schedule" not in a.seconds
     assert 100_000_000 < a.peak_memory_bytes < before + 400_000_000

@@ -19,6 +19,7 @@ MOE = {
     "model__moe_router_load_balancing_type": "none",
     "model__moe_aux_loss_coeff": 0.0,
 }
+OVERLAPPED = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True, "ddp__bucket_size": 20000}
 EP2 = {"model__expert_model_parallel_size": 2}
 ETP1 = {"model__expert_tensor_parallel_size": 1}
 SHARED = MOE | {"model__moe_shared_expert_intermediate_size": 32, "model__moe_shared_expert_gate": True}
@@ -158,11 +159,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "experts balanced over the batch, pp2": (OVER_THE_BATCH, 2, PP2),
     "full recomputation, cp2": ({}, 2, CP2 | FULL),
     "selective recomputation, hcp": ({}, 4, CP4 | HCP | {"model__recompute_granularity": "selective"}),
-    "overlapped reductions, dp2 cp2": (
-        {},
-        4,
-        CP2 | {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True, "ddp__bucket_size": 20000},
-    ),
+    "overlapped reductions, dp2 cp2": ({}, 4, CP2 | OVERLAPPED),
     # Of what is built on a CPU, only the learned positions are drawn from the ranks' own seeds.
     "replicas' own seeds, dp2 cp2": (CLASSIC, 4, CP2 | {"rng__data_parallel_random_init": True}),
     "plain optimizer, dp2 cp2": ({}, 4, CP2 | {"optimizer__use_distributed_optimizer": False}),
@@ -225,6 +222,31 @@ def test_feature_trains_like_one_rank(name: str) -> None:
     parallel = run_ranks(train_losses, world_size, model | layout, 4)[0]
     worst = worst_difference(parallel, one_rank)
     assert max(worst) < 2e-6, worst
+
+
+def overlapping(overrides: dict[str, Any]) -> tuple[set[bool], int, list]:
+    """Whether anything is overlapped, in how many buckets, and what comes of it."""
+    run, batches = start(tiny_config(**overrides))
+    results = [train_step(run, next(batches).microbatches) for _ in range(2)]
+    configs = [chunk.ddp_config for chunk in run.model]
+    overlapped = {flag for c in configs for flag in (c.overlap_grad_reduce, c.overlap_param_gather)}
+    return overlapped, sum(len(chunk.bucket_groups) for chunk in run.model), results
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "expected"),
+    [(1, {}, False), (2, PP2 | VPP2, False), (2, TP2 | SP | MOE | ETP1, True), (2, {}, True)],
+    ids=["one rank", "pp2 vpp2", "copies of experts alone", "dp2"],
+)
+def test_nothing_is_overlapped_where_no_parameter_has_copies(
+    ranks: int, overrides: dict[str, Any], expected: bool
+) -> None:
+    """Where there are none each collective of one rank would still be launched, in every bucket."""
+    plain = run_ranks(overlapping, ranks, overrides)
+    for (overlapped, buckets, results), (_, few, same) in zip(
+        run_ranks(overlapping, ranks, overrides | OVERLAPPED), plain, strict=True
+    ):
+        assert overlapped == {expected} and (buckets > few) == expected and (expected or results == same)
 
 
 def precisions() -> tuple[set, set, set]:

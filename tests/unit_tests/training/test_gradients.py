@@ -1,0 +1,132 @@
+"""The norm that is read with the losses, and the step with it: what megatron-core's own ``optimizer.step()`` does."""
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cp.errors import RuntimeFault
+from megatron_cp.training import step
+from megatron_cp.training.setup import Run
+from tests.ranks import run_ranks
+from tests.training_runs import start, tiny_config
+from tests.unit_tests.training.layouts import CP2, PP2, SP, TP2
+from tests.unit_tests.training.test_model_variants import EP2, ETP1, MOE, OVERLAPPED
+
+PLAIN = {"optimizer__use_distributed_optimizer": False}
+BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2 cp2": (4, TP2 | CP2),
+    "pp2 tied": (2, PP2 | {"model__share_embeddings_and_output_weights": True}),
+    "spread experts": (2, MOE | EP2),
+    "spread experts, sums of two groups": (2, MOE | EP2 | PLAIN),
+    "whole experts, sums of two groups": (2, MOE | TP2 | SP | ETP1 | PLAIN),
+    "bf16": (2, BF16),
+    "bf16, plain": (2, BF16 | PLAIN),
+    "overlapped": (2, OVERLAPPED),
+    "not clipped": (2, {"optimizer__clip_grad": 0.0}),
+    "clipped hard": (2, {"optimizer__clip_grad": 1e-3}),
+}
+Trained = tuple[list[tuple[float, float]], list[torch.Tensor]]
+
+
+def as_upstream() -> None:
+    """megatron-core's own step in place of ours; the norm is what it says."""
+
+    def apply(optimizer: Any, norm: float) -> bool:
+        success, norms[0], _ = optimizer.step()
+        return success
+
+    def result(*values: Any, grad_norm: Any, **more: Any) -> Any:
+        return original(*values, grad_norm=float(norms[0]), **more)
+
+    norms, original = [0.0], step.StepResult
+    step.measure_gradients = lambda run: torch.zeros(2, dtype=torch.float64)
+    step.apply_gradients, step.StepResult = apply, result  # type: ignore[misc,assignment]
+
+
+def trained(overrides: dict[str, Any], upstream: bool) -> Trained:
+    if upstream:
+        as_upstream()
+    run, batches = start(tiny_config(**overrides))
+    results = [step.train_step(run, next(batches).microbatches) for _ in range(3)]
+    parameters = [parameter.detach().float() for chunk in run.model for parameter in chunk.parameters()]
+    return [(each.loss, each.grad_norm or 0.0) for each in results], parameters
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_megatron_cores_own(name: str) -> None:
+    ranks, overrides = CASES[name]
+    ours, theirs = (run_ranks(trained, ranks, overrides, upstream) for upstream in (False, True))
+    for (results, parameters), (expected, same) in zip(ours, theirs, strict=True):
+        assert results == [pytest.approx(each, rel=1e-6) for each in expected] and results[0][1] > 0
+        for one, other in zip(parameters, same, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert all(results == ours[0][0] for results, _ in ours)
+
+
+def changed_gradient(run: Run, rank: int, name: str, value: float) -> None:
+    """One rank's first gradient of a parameter is this number in each place."""
+    if int(os.environ["RANK"]) == rank:
+        (parameter,) = (p for chunk in run.model for n, p in chunk.module.named_parameters() if n.endswith(name))
+        values = iter([value])
+        parameter.register_hook(lambda gradient: torch.full_like(gradient, next(values, 0.0)))
+
+
+def with_large_gradients() -> tuple[bool, float | None, bool]:
+    run, batches = start(tiny_config(optimizer__weight_decay=0.0, scheduler__lr_warmup_iters=0))
+    changed_gradient(run, 0, "decoder.layers.2.mlp.linear_fc2.weight", 3e38)
+    before = [parameter.detach().clone() for parameter in run.model[0].parameters()]
+    result = step.train_step(run, next(batches).microbatches)
+    pairs = zip(run.model[0].parameters(), before, strict=True)
+    return result.skipped, result.grad_norm, all(torch.equal(parameter, old) for parameter, old in pairs)
+
+
+def test_gradients_whose_norm_overflows_are_no_fault() -> None:
+    """They are clipped to nothing, as by megatron-core."""
+    assert run_ranks(with_large_gradients, 1) == [(False, math.inf, True)]
+
+
+def faults(overrides: dict[str, Any], damage: Any) -> str:
+    run, batches = start(tiny_config(**overrides))
+    damage(run)
+    before = [parameter.detach().clone() for parameter in run.model[0].parameters()]
+    try:
+        step.train_step(run, next(batches).microbatches)
+    except RuntimeFault as fault:
+        assert all(torch.equal(a, b) for a, b in zip(run.model[0].parameters(), before, strict=True))
+        return str(fault)
+    return "no fault"
+
+
+def in_a_copy(run: Run) -> None:
+    """Of what the first rank's norm counts."""
+    changed_gradient(run, 1, "decoder.layers.2.input_layernorm.weight", math.inf)
+
+
+def after_the_reduction(run: Run) -> None:
+    """On one of two ranks that have the same sums."""
+    finalize = run.core_config.finalize_model_grads_func
+
+    def finalize_and_damage(*args: Any, **kwargs: Any) -> None:
+        finalize(*args, **kwargs)
+        next(run.model[0].parameters()).main_grad.view(-1)[3] = math.nan
+
+    if os.environ["RANK"] == "1":
+        run.core_config.finalize_model_grads_func = finalize_and_damage
+
+
+@pytest.mark.parametrize(
+    ("overrides", "damage"), [(TP2, in_a_copy), (PLAIN, after_the_reduction), ({}, after_the_reduction)],
+    ids=["copy", "replica", "share"],
+)  # fmt: skip
+def test_a_fault_of_one_ranks_own_ends_all(overrides: dict[str, Any], damage: Any) -> None:
+    texts = run_ranks(faults, 2, overrides, damage)
+    assert all("but gradients are not finite" in text for text in texts), texts
+
+
+def test_unchecked_gradients_are_applied_as_they_are() -> None:
+    unchecked = {"ddp__check_for_nan_in_grad": False}
+    assert run_ranks(faults, 2, PLAIN | unchecked, after_the_reduction) == ["no fault"] * 2
