@@ -19,6 +19,7 @@ from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.sharding import Layout, read_offsets
 from megatron_cp.attention.tables import KEPT, on_device, regroup_rows
 from megatron_cp.models.mamba_shape import MambaShape, MambaShare
+from megatron_cp.parallel.transfer import send
 
 
 def token_layout(packed: PackedSeqParams | None, rows: int, size: int) -> Layout:
@@ -115,7 +116,7 @@ def _narrowed(x: Tensor, sizes: list[int], units: list[int], ids: list[range]) -
 def _groups_of_heads(x: Tensor, sizes: list[int], of_groups: slice, share: MambaShare) -> Tensor:
     if share.group_of_head is None:
         return x
-    index = torch.tensor(share.group_of_head).to(x.device, non_blocking=True)
+    index = send(torch.tensor(share.group_of_head), x.device)
     parts = list(x.split(sizes, dim=-1))
     parts[of_groups] = [
         part.unflatten(-1, (len(share.groups), -1)).index_select(-2, index).flatten(-2) for part in parts[of_groups]

@@ -36,6 +36,7 @@ from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.active_group import active_group
 from megatron_cp.models.initial_weights import drawing_from, seed_of
 from megatron_cp.models.router import routers_in
+from megatron_cp.parallel.transfer import send
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
@@ -179,7 +180,7 @@ def shift_left(values: Tensor, group: dist.ProcessGroup, packed: PackedSeqParams
     """
     rank, size = group.rank(), group.size()
     if packed is None:
-        edges = torch.tensor([0, values.shape[-1]]).to(values.device, non_blocking=True)
+        edges = send(torch.tensor([0, values.shape[-1]]), values.device)
     else:
         lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         edges = lengths.long() // size
