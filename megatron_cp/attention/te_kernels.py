@@ -140,7 +140,9 @@ def _arguments(problem: _Problem, launch: Launch, q: Tensor) -> dict[str, Any]:
     else:
         ends = _dense_ends(q.shape[1], rows, q.device), _dense_ends(q.shape[1], columns, q.device)
     form = problem.layout.partition("_")[0]
+    starts = {"cu_seqlens_q_padded": ends[0], "cu_seqlens_kv_padded": ends[1]}  # where sequences lie in memory
     return {
+        **(starts if problem.packed else {}),
         "max_seqlen_q": rows,
         "max_seqlen_kv": columns,
         "cu_seqlens_q": ends[0],
@@ -202,8 +204,12 @@ def _functions() -> _Functions:
 def _backend(problem: _Problem) -> Any:
     """The kernel that Transformer Engine would choose for a training step; None if none of its fused ones.
 
-    It knows cuDNN's versions and faults, and heeds NVTE_FUSED_ATTN and the like.
+    It knows cuDNN's versions and faults, and heeds NVTE_FUSED_ATTN and the like. Before cuDNN 9.15 it may refuse lengths
+    that it allows here, where they are rounded; on compute capability 12.0 the log-sum-exp of a pack comes in another
+    shape.
     """
+    if (torch.backends.cudnn.version() or 0) < 91500 or torch.cuda.get_device_capability(problem.device) == (12, 0):
+        return None
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     wanted = {
@@ -230,11 +236,4 @@ def _backend(problem: _Problem) -> Any:
         utils.AttentionParams(**{name: value for name, value in wanted.items() if name in known})
     )
     _, _, fused, backend, *_ = chosen
-    if not fused or (problem.packed and not _packed_statistics(problem.device)):
-        return None
-    return backend
-
-
-def _packed_statistics(device: torch.device) -> bool:
-    """Whether a pack's log-sum-exp comes row by row, [t, h, 1]; otherwise it is [b, h, s, 1]."""
-    return (torch.backends.cudnn.version() or 0) >= 90600 and torch.cuda.get_device_capability(device) != (12, 0)
+    return backend if fused else None

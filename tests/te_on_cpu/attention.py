@@ -104,6 +104,8 @@ def fused_attn_fwd(*arguments: Any) -> list[Any]:
         layout, mask_type, softmax_type, window, bottom_right, attn_scale, cu_q, cu_kv, padded_q, padded_kv
     )
     packed = problem.q_format == "thd"
+    assert not packed or (padded_q is not None and padded_kv is not None), "the extension looks there for packs' rows"
+    assert all(x.is_contiguous() for x in (q, k, v)), "the extension is given addresses"
     # Packs begin as zeros, as in the extension; other rows that no kernel writes may hold anything.
     out = q.new_full((*q.shape[:-1], v.shape[-1]), 0.0 if packed else NAN)
     heads = q.shape[-2]
@@ -139,6 +141,8 @@ def fused_attn_bwd(*arguments: Any) -> list[Any]:
         layout, mask_type, softmax_type, window, bottom_right, attn_scale, cu_q, cu_kv, padded_q, padded_kv
     )
     stats, heads, packed = aux[0], q.shape[-2], problem.q_format == "thd"
+    assert not packed or (padded_q is not None and padded_kv is not None), "the extension looks there for packs' rows"
+    assert all(x.is_contiguous() for x in (q, k, v, out, dout, stats)), "the extension is given addresses"
     learnable = "VANILLA" not in problem.softmax
     dq, dk, dv = (torch.full_like(x, 0.0 if packed else NAN) for x in (q, k, v))
     d_offset = torch.zeros(1, heads, 1, 1, device=q.device) if learnable else None
