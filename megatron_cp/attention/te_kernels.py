@@ -204,9 +204,9 @@ def _functions() -> _Functions:
 def _backend(problem: _Problem) -> Any:
     """The kernel that Transformer Engine would choose for a training step; None if none of its fused ones.
 
-    It knows cuDNN's versions and faults, and heeds NVTE_FUSED_ATTN and the like. Before cuDNN 9.15 it may refuse lengths
-    that it allows here, where they are rounded; on compute capability 12.0 the log-sum-exp of a pack comes in another
-    shape.
+    It knows cuDNN's versions and faults, and heeds NVTE_FUSED_ATTN and the like. Before cuDNN 9.15 it may refuse
+    lengths that it allows here, where they are rounded; on compute capability 12.0 the log-sum-exp of a pack comes in
+    another shape.
     """
     if (torch.backends.cudnn.version() or 0) < 91500 or torch.cuda.get_device_capability(problem.device) == (12, 0):
         return None
