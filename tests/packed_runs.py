@@ -64,21 +64,22 @@ def check_transports(run: Run) -> None:
 
 
 def packed_losses(
-    lengths: str, overrides: dict[str, Any], environment: str = "cpu"
+    lengths: str, overrides: dict[str, Any], environment: str = "cpu", steps: int | None = None
 ) -> tuple[Losses, list[dict[int, int]], set[int]]:
     """Losses and groups by CP size of each step, and how many microbatches this rank had in them."""
+    count = steps or STEPS
     config = packed_config(lengths, overrides)
     check_or_raise(config, dist.get_world_size(), environment=environment)
     tokenizer = build_tokenizer(config.tokenizer)
     run = setup(config, tokenizer.vocab_size)
     losses, sizes, counts = [], [], set()
-    with closing(open_steps(run, train_dataset(config), 0, training=True)) as steps:
-        for _ in range(STEPS):
-            step = next(steps)
+    with closing(open_steps(run, train_dataset(config), 0, training=True)) as batches:
+        for _ in range(count):
+            step = next(batches)
             assert step.plan is not None
             result = train_step(run, step.microbatches)
             run.progress.iteration += 1
-            steps.observe()
+            batches.observe()
             losses.append(losses_of(result))
             sizes.append(step.plan.cp_sizes)
             counts.add(len(step.microbatches))
@@ -110,12 +111,12 @@ def packs_of(lengths: str, overrides: dict[str, Any]) -> Packs:
     return found
 
 
-def one_by_one(lengths: str, overrides: dict[str, Any], packs: Packs | None = None) -> Losses:
+def one_by_one(lengths: str, overrides: dict[str, Any], packs: Packs | None = None, steps: int | None = None) -> Losses:
     """The same samples on one rank, each in a microbatch of its own, or in the given packs."""
     config = packed_config(lengths, BALANCED | overrides)
     run = setup(config, build_tokenizer(config.tokenizer).vocab_size)
     source, losses = train_dataset(config), []
-    for step, first in enumerate(range(0, STEPS * BATCH, BATCH)):
+    for step, first in enumerate(range(0, (steps or STEPS) * BATCH, BATCH)):
         samples = [source[index] for index in range(first, first + BATCH)]
         together = packs[step] if packs else [[i] for i in range(BATCH)]
         microbatches = [pack([samples[i] for i in ids], run.groups.cp, device=run.device) for ids in together]

@@ -39,7 +39,7 @@ def sent(overrides: dict[str, Any]) -> Events:
 
 def sent_of_packs(lengths: str, overrides: dict[str, Any]) -> Events:
     ledger.clear()
-    packed_losses(lengths, overrides)
+    packed_losses(lengths, overrides, steps=4)
     assert not ledger.under_way, "nobody waited for them"
     return list(ledger.events)
 

@@ -6,7 +6,7 @@ Run by ``tests/unit_tests/test_pretend_gpu.py``, in a process that pretends.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,14 @@ PACKED: dict[str, Case] = {
     "dynamic, pp2 vpp2": (4, DYNAMIC | PP2 | VPP2 | {"model__max_seqlen_per_dp_cp_rank": 64}, {}),
 }
 
+# Others have what is theirs; for the slow run.
+LIKE_OTHERS = {"pp2 vpp2 cp2", "latent", "hybrid, two tokens further", "hybrid with experts"}
+LIKE_OTHERS |= {"dynamic, multi-token prediction, all-to-all"}
+
+
+def some(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in names]
+
 
 def without_places(waits: dict[str, int]) -> dict[str, int]:
     """By file of ours, or none, and kind: upstream's files and all line numbers may change."""
@@ -106,14 +114,14 @@ def waits_of_a_packed_step(lengths: str, overrides: dict[str, Any]) -> dict[str,
     return without_places(placement.waits)
 
 
-@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize("case", some(DENSE))
 def test_a_step_waits_for_no_layer_and_no_microbatch(case: str) -> None:
     ranks, overrides, more = DENSE[case]
     for waits in run_ranks(waits_of_a_dense_step, ranks, BF16 | overrides):
         assert waits == OF_A_STEP | more
 
 
-@pytest.mark.parametrize("case", PACKED)
+@pytest.mark.parametrize("case", some(PACKED))
 def test_a_packed_step_waits_for_no_layer_and_no_microbatch(case: str, tmp_path: Path) -> None:
     ranks, overrides, more = PACKED[case]
     for waits in run_ranks(waits_of_a_packed_step, ranks, lengths_file(tmp_path), BF16 | overrides):

@@ -56,7 +56,6 @@ QUICK = {
     "latent attention, tp2 sp",
     "experts, tp2 sp",
     "experts, ep2 cp2",
-    "experts one by one, tp2 sp",
     "hybrid, tp2 sp cp2",
 }
 CASES: dict[str, tuple[Overrides, int, Overrides]] = {
@@ -135,7 +134,7 @@ def trained(overrides: Overrides) -> tuple[Losses, Counter[str]]:
 
 
 def in_packs(lengths: str, overrides: Overrides) -> tuple[Losses, Counter[str]]:
-    return counting(packed_losses, lengths, overrides)
+    return counting(functools.partial(packed_losses, steps=STEPS), lengths, overrides)
 
 
 @functools.cache
@@ -180,7 +179,7 @@ AROUND_OURS: dict[str, tuple[Overrides, int, Overrides]] = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(name, marks=() if index < 2 else pytest.mark.slow) for index, name in enumerate(AROUND_OURS)],
+    [pytest.param(name, marks=() if index < 1 else pytest.mark.slow) for index, name in enumerate(AROUND_OURS)],
 )
 def test_layers_train_the_same_around_our_attention(case: str) -> None:
     model, size, layout = AROUND_OURS[case]
@@ -207,7 +206,7 @@ def test_our_layers_take_kernels_that_are_asked_for() -> None:
 
 def test_dynamic_packs_train_as_ours_do_one_by_one(tmp_path: Path) -> None:
     lengths = lengths_file(tmp_path)
-    alone = run_ranks(one_by_one, 1, lengths, NATIVE)[0]
+    alone = run_ranks(one_by_one, 1, lengths, NATIVE, None, STEPS)[0]
     results = run_ranks(in_packs, 4, lengths, DYNAMIC | CP2)
     for losses, calls in results:
         assert min(calls["fused_attn_fwd"], calls["fused_rope_forward"], calls["gradients summed"]) > 0
@@ -216,7 +215,7 @@ def test_dynamic_packs_train_as_ours_do_one_by_one(tmp_path: Path) -> None:
 
 def test_dynamic_packs_on_a_hierarchy_have_its_layers_around_our_attention(tmp_path: Path) -> None:
     lengths = lengths_file(tmp_path)
-    alone = run_ranks(one_by_one, 1, lengths, NATIVE)[0]
+    alone = run_ranks(one_by_one, 1, lengths, NATIVE, None, STEPS)[0]
     for losses, calls in run_ranks(in_packs, 4, lengths, DYNAMIC | CP4 | HCP):
         assert not calls["fused_attn_fwd"] and min(calls["fused_rope_forward"], calls["gradients summed"]) > 0
         assert max(worst_difference(losses, alone)) < 2e-6
@@ -254,7 +253,7 @@ MODELS = {
     "hybrid further": FURTHER,
     "hybrid with experts": HYBRID_EXPERTS,
 }
-IN_OTHERS = ("experts", "some", "hybrid")
+IN_OTHERS = ("experts", "some", "hybrid", "hybrid further")
 WAYS = {"ours to te": (NATIVE, TE), "te to ours": (TE, NATIVE)}
 
 

@@ -22,11 +22,12 @@ ORDER = "tests/pretend_gpu/order.py"
 GPU = ("-m", "gpu")
 SOME = ("-m", "not slow")
 PARTS = {
-    "where the host waits": (STEPS,),
+    "where the host waits": (STEPS, *SOME),
     "the order of messages": (ORDER, *SOME),
     "kernels, and the staged backend": (KERNELS, STAGED, *GPU, "-k", "not training and not virtual"),
 }
 MORE_PARTS = {
+    "where the host waits": (STEPS, "-m", "slow"),
     "the order of messages": (ORDER, "-m", "slow"),
     "staged training": (STAGED, *GPU, "-k", "training or virtual"),
     "whole models": (f"{TRAINING}/test_equivalence.py", *SOME),

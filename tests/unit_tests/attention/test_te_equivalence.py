@@ -148,7 +148,7 @@ def trained(folder: str, overrides: dict[str, Any], backend: str) -> Losses:
 def trained_in_packs(folder: str, lengths: str, overrides: dict[str, Any], backend: str) -> Losses:
     start(folder, DEVICE[backend])
     environment = "cpu" if backend == "native" else "gpu"
-    return packed_losses(lengths, attention(backend) | SHAPE | overrides, environment)[0]
+    return packed_losses(lengths, attention(backend) | SHAPE | overrides, environment, STEPS)[0]
 
 
 def check(several: list[Losses], alone: Losses, backend: str) -> None:

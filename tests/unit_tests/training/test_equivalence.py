@@ -11,7 +11,7 @@ from tests.unit_tests.models.hybrids import HYBRID_EXPERTS
 from tests.unit_tests.training.layouts import LAYOUTS, PP2, SIX_LAYERS, VPP2
 from tests.unit_tests.training.test_model_variants import CLASSIC, MOE
 
-STEPS, MORE = 6, 20
+STEPS, MORE = 4, 20
 # float32 sums in another order differ by about 1e-7; 20 Adam steps with a changing loss come to 4e-7 (see README.md).
 TOLERANCE = 2e-6
 
@@ -81,8 +81,8 @@ def test_decentralized_groups_train_bit_for_bit_like_the_mpu(name: str, steps: i
 def test_the_model_learns_and_the_mask_matters() -> None:
     """Guards the comparisons above: a frozen model, or a mask that nobody reads, would pass them."""
     losses = [loss for loss, _ in one_rank()]
-    frozen = run_ranks(train_losses, 1, {"optimizer__lr": 1e-12, "optimizer__min_lr": 0.0}, STEPS)[0]
-    assert frozen[0][0] == losses[0] and abs(frozen[-1][0] - losses[STEPS - 1]) > 1e-2
+    frozen = run_ranks(train_losses, 1, {"optimizer__lr": 1e-12, "optimizer__min_lr": 0.0}, MORE)[0]
+    assert frozen[0][0] == losses[0] and abs(frozen[-1][0] - losses[-1]) > 1e-2
     unmasked = run_ranks(train_losses, 1, {"dataset__mock_masked_fraction": 0.0}, 1)[0]
     assert abs(unmasked[0][0] - losses[0]) > 1e-3
 

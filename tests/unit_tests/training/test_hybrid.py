@@ -14,7 +14,7 @@ from tests.unit_tests.training.layouts import CP2, CP4, HCP, LAYOUTS, PP2, SP, T
 from tests.unit_tests.training.test_checkpoint import resume, save_after
 from tests.unit_tests.training.test_model_variants import YARN
 
-STEPS = 6
+STEPS = 4
 slow = pytest.mark.slow
 FULL = {"model__recompute_granularity": "full", "model__recompute_method": "uniform", "model__recompute_num_layers": 1}
 TIED = {"model__share_embeddings_and_output_weights": True}
@@ -138,9 +138,9 @@ RESUMED = {
 def test_resuming_under_another_layout(tmp_path: Path, name: str) -> None:
     (before_size, before), (after_size, after) = RESUMED[name]
     model = json.dumps(TIED if "tied" in name else FURTHER if "further" in name else {})
-    run_ranks(save_after, before_size, HYBRID | before, str(tmp_path), 3)
-    rest = run_ranks(resume, after_size, HYBRID | after, str(tmp_path), 3)[0]
-    worst_loss, worst_norm = worst_difference(rest, one_rank(model)[3:])
+    run_ranks(save_after, before_size, HYBRID | before, str(tmp_path), 2)
+    rest = run_ranks(resume, after_size, HYBRID | after, str(tmp_path), 2)[0]
+    worst_loss, worst_norm = worst_difference(rest, one_rank(model)[2:])
     assert worst_loss < 2e-6 and worst_norm < 2e-6, (worst_loss, worst_norm)
 
 

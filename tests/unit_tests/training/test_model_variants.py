@@ -175,6 +175,10 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
 # Another layout of what the fast part has already.
 SLOW = (
     "tied embeddings, tp2 cp2",
+    "latent attention, tp2 cp2",
+    "latent attention with yarn, hcp",
+    "mixture of experts, ep2 cp2",
+    "balanced experts, cp2",
     "classic GPT, pp2 cp2",
     "mqa, p2p",
     "mixture of experts, cp2",

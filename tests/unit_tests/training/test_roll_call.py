@@ -71,9 +71,9 @@ def standing_still(folder: str, port: int, frozen: bool) -> None:
     sys.stderr = Path(folder, f"stderr{rank}").open("w", buffering=1)  # noqa: SIM115 - until the rank ends
     roll = RollCall(store, standstill=1.2)
     moved = time.monotonic()
-    roll.doing = lambda: f"phase {int(time.monotonic() - moved)} of iteration 3"
+    roll.doing = lambda: f"phase {int(2 * (time.monotonic() - moved))} of iteration 3"
     dist.barrier()
-    time.sleep(3.0)  # moving
+    time.sleep(2.0)  # moving
     assert not Path(folder, f"stderr{rank}").read_text()
     here = "data of iteration 4" if rank == FALLING else "forward of iteration 4"
     roll.doing, roll.step = lambda: here, lambda: 3
@@ -81,7 +81,7 @@ def standing_still(folder: str, port: int, frozen: bool) -> None:
         store.set("frozen", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     elif rank == 0:
-        time.sleep(6.0)
+        time.sleep(5.0)
         if frozen:
             os.kill(int(store.get("frozen")), signal.SIGCONT)
     dist.barrier()
