@@ -94,9 +94,10 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch], tell: Tell) -> Ste
     randomness = random_state()
     sums = _forward_backward(run, microbatches, forward_only=False)
     with run.phases("optimizer"):
-        # With a loss scale the optimizer looks at gradients by itself, and only at those of a step that has a loss.
+        # With a loss scale the optimizer looks at gradients by itself, and only at those of a step that has a loss;
+        # until then all are suspected.
         scaled = run.core_config.fp16
-        gradients = torch.zeros(2, dtype=torch.float64, device=run.device) if scaled else measure_gradients(run)
+        gradients = torch.ones(2, dtype=torch.float64, device=run.device) if scaled else measure_gradients(run)
         losses, norm, suspected, told = _read_at_once(run, sums, gradients, tell)
         checked = run.config.ddp.check_for_nan_in_grad
         if not math.isfinite(losses.loss) or (checked and suspected and not gradients_are_finite(run)):

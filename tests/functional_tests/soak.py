@@ -23,6 +23,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -138,6 +139,7 @@ def losses_of(folder: Path) -> list[float]:
     return list(steps.values())
 
 
+@mock.patch.dict(os.environ)
 def soak(kind: str, iterations: int, folder: Path, seed: int = 1, tell: Any = print) -> Soak:
     """Run it; ``kind`` is one of :data:`LAYOUTS`."""
     draw = random.Random(seed)

@@ -108,7 +108,7 @@ class _WithPlaceholders:
     @staticmethod
     def empty(*shape: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         tensor = torch.empty(*shape, **kwargs)
-        if pretend_gpu.loaded() and torch.device(device).type == "cuda":
+        if pretend_gpu.loaded() and device is not None and torch.device(device).type == "cuda":
             pretend_gpu.placement.put(tensor, pretend_gpu.placement.GPU)
         return tensor
 
