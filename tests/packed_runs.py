@@ -67,14 +67,13 @@ def packed_losses(
     lengths: str, overrides: dict[str, Any], environment: str = "cpu", steps: int | None = None
 ) -> tuple[Losses, list[dict[int, int]], set[int]]:
     """Losses and groups by CP size of each step, and how many microbatches this rank had in them."""
-    count = steps or STEPS
     config = packed_config(lengths, overrides)
     check_or_raise(config, dist.get_world_size(), environment=environment)
     tokenizer = build_tokenizer(config.tokenizer)
     run = setup(config, tokenizer.vocab_size)
     losses, sizes, counts = [], [], set()
     with closing(open_steps(run, train_dataset(config), 0, training=True)) as batches:
-        for _ in range(count):
+        for _ in range(steps or STEPS):
             step = next(batches)
             assert step.plan is not None
             result = train_step(run, step.microbatches)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_cp.training.step import train_step
 from tests.packed_runs import DYNAMIC, LONGEST, lengths_file, packed_losses
 from tests.pretend_gpu.messages import Message, carry, ledger
-from tests.pretend_gpu.steps import BF16, DENSE, PACKED
+from tests.pretend_gpu.steps import BF16, DENSE, PACKED, some
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config
 from tests.unit_tests.training.layouts import LAYOUTS, PP2, SP, TP2, VPP2
@@ -54,11 +54,11 @@ QUICK = {"cp4 a layer each", "pp2 vpp2 cp2", "experts, spread", FURTHER, f"dynam
 QUICK |= {"dynamic, gathered", "dynamic, pp2 vpp2", "pp3 vpp2", "overlapped"}
 
 
-def some(names: Iterable[str]) -> list[Any]:
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def quick(names: Iterable[str]) -> list[Any]:
+    return some(names, set(names) - QUICK)
 
 
-@pytest.mark.parametrize("name", some(LAYOUTS))
+@pytest.mark.parametrize("name", quick(LAYOUTS))
 def test_nccl_carries_every_layout(name: str) -> None:
     ranks, overrides = LAYOUTS[name]
     check(run_ranks(sent, ranks, BF16 | overrides))
@@ -71,14 +71,14 @@ def test_nccl_carries_gradients_between_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", some(["pp2", "experts, spread", "latent", FURTHER, "multi-token prediction", "overlapped"])
+    "name", quick(["pp2", "experts, spread", "latent", FURTHER, "multi-token prediction", "overlapped"])
 )
 def test_nccl_carries_every_model(name: str) -> None:
     ranks, overrides, _ = DENSE[name]
     check(run_ranks(sent, ranks, BF16 | overrides))
 
 
-@pytest.mark.parametrize("name", some(PACKED))
+@pytest.mark.parametrize("name", quick(PACKED))
 def test_nccl_carries_packs(name: str, tmp_path: Path) -> None:
     ranks, overrides, _ = PACKED[name]
     check(run_ranks(sent_of_packs, ranks, lengths_file(tmp_path), BF16 | overrides))
@@ -104,7 +104,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("name", some(PIPELINES))
+@pytest.mark.parametrize("name", quick(PIPELINES))
 def test_nccl_carries_packs_through_virtual_stages(name: str, tmp_path: Path) -> None:
     ranks, overrides = PIPELINES[name]
     events = run_ranks(sent_of_packs, ranks, lengths_file(tmp_path), BF16 | overrides)

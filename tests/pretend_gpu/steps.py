@@ -6,7 +6,7 @@ Run by ``tests/unit_tests/test_pretend_gpu.py``, in a process that pretends.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config
 from tests.unit_tests.models.hybrids import FURTHER, HYBRID_EXPERTS
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.test_model_variants import MLA, MOE
+from tests.unit_tests.training.test_model_variants import MLA, MOE, OVERLAPPED
 
 BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
 MTP = {"model__mtp_num_layers": 1}
@@ -44,8 +44,6 @@ OF_A_PACKED_STEP = {"batch_checks.py copy to the host": 1, "step.py tolist": 1}
 
 # Upstream's: experts' all-to-all, which needs its sizes.
 SPREAD = MOE | {"model__expert_model_parallel_size": 2}
-# As recipes have it, in buckets that are many even in a tiny model.
-OVERLAPPED = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True, "ddp__bucket_size": 20_000}
 DEPTHS = {"step.py tolist": 2}  # how many tokens each depth of multi-token prediction has
 Case = tuple[int, dict[str, Any], dict[str, int]]  # ranks, settings, what else they wait for
 DENSE: dict[str, Case] = {
@@ -75,8 +73,9 @@ LIKE_OTHERS = {"pp2 vpp2 cp2", "latent", "hybrid, two tokens further", "hybrid w
 LIKE_OTHERS |= {"dynamic, multi-token prediction, all-to-all"}
 
 
-def some(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in names]
+def some(names: Iterable[str], slow: Container[str] = LIKE_OTHERS) -> list[Any]:
+    """Parameters of these names."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
 def without_places(waits: dict[str, int]) -> dict[str, int]:

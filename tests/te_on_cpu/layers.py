@@ -178,8 +178,7 @@ AROUND_OURS: dict[str, tuple[Overrides, int, Overrides]] = {
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(name, marks=() if index < 1 else pytest.mark.slow) for index, name in enumerate(AROUND_OURS)],
+    "case", [pytest.param(name, marks=() if name == "window, ring" else pytest.mark.slow) for name in AROUND_OURS]
 )
 def test_layers_train_the_same_around_our_attention(case: str) -> None:
     model, size, layout = AROUND_OURS[case]

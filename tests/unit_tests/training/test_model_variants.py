@@ -19,6 +19,7 @@ MOE = {
     "model__moe_router_load_balancing_type": "none",
     "model__moe_aux_loss_coeff": 0.0,
 }
+# As recipes have it, in buckets that are many even in a tiny model.
 OVERLAPPED = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True, "ddp__bucket_size": 20000}
 EP2 = {"model__expert_model_parallel_size": 2}
 ETP1 = {"model__expert_tensor_parallel_size": 1}
