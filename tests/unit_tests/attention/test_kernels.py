@@ -224,9 +224,9 @@ def compare_on_cuda(mask: Mask, dtype: torch.dtype, tolerance: float, ranks: int
     check(on_cuda(mask, dtype, 72, ranks), expected(inputs, dout, mask), tolerance)
 
 
-def twice_on_cuda(mask: Mask, ends: tuple[int, ...]) -> bool:
+def twice_on_cuda(mask: Mask, ends: tuple[int, ...], te: bool) -> bool:
     """Whether two backward passes give the same bits, and PyTorch's setting is as it was."""
-    passes = [on_cuda(mask, torch.bfloat16, 1024, deterministic=True, ends=ends, b=1) for _ in range(2)]
+    passes = [on_cuda(mask, torch.bfloat16, 1024, deterministic=True, ends=ends, te=te, b=1) for _ in range(2)]
     assert not torch.are_deterministic_algorithms_enabled()
     return all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
 
@@ -402,6 +402,7 @@ def test_cuda_packs(mask, gathered):
         assert max(launches) <= (4 if gathered else 1)
 
 
+NEEDS_TE = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")
 MASKS = (Mask(), Mask(None, 0), Mask(20, 0), Mask(9, 5))
 
 
@@ -419,7 +420,7 @@ def by_te_on_cuda(mask: Mask, gathered: bool, packed: bool, deterministic: bool)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+@NEEDS_TE
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize(
     ("mask", "packed", "deterministic"),
@@ -453,8 +454,9 @@ def test_cuda_packs_of_other_shapes():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("ends", [(), (700, 710, 1024)])
-def test_cuda_determinism(ends):
-    assert run_ranks(twice_on_cuda, 1, Mask(None, 0), ends) == [True]
+@pytest.mark.parametrize("te", [False, pytest.param(True, marks=NEEDS_TE)], ids=["PyTorch's", "te_kernels"])
+def test_cuda_determinism(te, ends):
+    assert run_ranks(twice_on_cuda, 1, Mask(None, 0), ends, te) == [True]
 
 
 def test_determinism_is_asked_for_strictly(monkeypatch):
