@@ -103,7 +103,6 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch], tell: Tell) -> Ste
         if not math.isfinite(losses.loss) or (checked and suspected and not gradients_are_finite(run)):
             _skip_or_stop(run, losses.loss, microbatches, randomness)
             return StepResult(*losses, told=told)
-        run.skipped_in_a_row = 0
         if not losses.tokens:
             # A router's losses would be divided by nothing, and momentum alone would move the parameters.
             logger.info("iteration %d: no token has a loss. The step is left out", run.progress.iteration + 1)
@@ -111,9 +110,12 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch], tell: Tell) -> Ste
         if scaled:
             success, found, _ = run.optimizer.step()
             grad_norm = None if found is None else float(found)
+            if not success:
+                _stop_if_the_scale_is_stuck(run, microbatches, randomness)
         else:
             success, grad_norm = apply_gradients(run.optimizer, norm), norm
         if success:
+            run.skipped_in_a_row = 0
             run.scheduler.step(increment=run.config.train.global_batch_size)
     return StepResult(*losses, grad_norm=grad_norm, skipped=not success, told=told)
 
@@ -141,19 +143,24 @@ def _read_at_once(
     return sums.losses(numbers[end:]), numbers[0], any(suspicions), tuple(told)
 
 
-def _skip_or_stop(run: Run, loss: float, microbatches: Sequence[Microbatch], randomness: dict[str, Any]) -> None:
-    """Say where numbers that are not finite came from; return if the step may be left out.
-
-    Raises:
-        RuntimeFault: on every rank.
-    """
+def _origin(run: Run, microbatches: Sequence[Microbatch], randomness: dict[str, Any]) -> tuple[str, bool]:
+    """Where this step's numbers that are not finite came from, and whether the parameters are damaged. Collective."""
 
     def repeat() -> float:
         restore_random_state(randomness)
         _forget_gradients(run)
         return _forward_backward(run, microbatches, forward_only=False).read().loss
 
-    where, damaged = origin(run, repeat)
+    return origin(run, repeat)
+
+
+def _skip_or_stop(run: Run, loss: float, microbatches: Sequence[Microbatch], randomness: dict[str, Any]) -> None:
+    """Say where numbers that are not finite came from; return if the step may be left out.
+
+    Raises:
+        RuntimeFault: on every rank.
+    """
+    where, damaged = _origin(run, microbatches, randomness)
     what = f"iteration {run.progress.iteration + 1}: " + (
         f"the loss is {loss}" if not math.isfinite(loss) else f"the loss is {loss:.6f}, but gradients are not finite"
     )
@@ -166,6 +173,31 @@ def _skip_or_stop(run: Run, loss: float, microbatches: Sequence[Microbatch], ran
             hint = f"{run.skipped_in_a_row} steps in a row were left out; " + hint
         raise RuntimeFault(f"{what}; {where}. The parameters were not changed. {hint}.", on_all_ranks=True)
     logger.info("%s; %s. The step is left out", what, where)
+
+
+def _stop_if_the_scale_is_stuck(run: Run, microbatches: Sequence[Microbatch], randomness: dict[str, Any]) -> None:
+    """After an fp16 step that overflowed: return unless that goes on at a loss scale that cannot fall any further.
+
+    Raises:
+        RuntimeFault: on every rank.
+    """
+    precision = run.config.mixed_precision
+    scale = float(run.optimizer.get_loss_scale())
+    if precision.loss_scale is None and scale > precision.min_loss_scale:
+        return
+    run.skipped_in_a_row += 1
+    if run.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
+        return
+    where, _ = _origin(run, microbatches, randomness)
+    which, hint = "the lowest", "Lower mixed_precision.min_loss_scale, or train with mixed_precision=bf16_mixed"
+    if precision.loss_scale is not None:
+        which, hint = "a constant one", "Lower mixed_precision.loss_scale, or leave it null to search for one"
+    raise RuntimeFault(
+        f"iteration {run.progress.iteration + 1}: gradients overflow at the loss scale {scale:g}, {which}, and "
+        f"{run.skipped_in_a_row} steps in a row were left out; {where}. The parameters were not changed. {hint}; "
+        "checkpoint.ckpt_step goes back to an older checkpoint.",
+        on_all_ranks=True,
+    )
 
 
 def evaluate(run: Run, steps: Steps, count: int, asked_to_stop: Callable[[], bool]) -> float | None:

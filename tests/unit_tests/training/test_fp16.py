@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from megatron_cp.errors import RuntimeFault
 from megatron_cp.training.checkpoint import load_checkpoint
+from megatron_cp.training.nonfinite import MAX_SKIPPED_IN_A_ROW
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config
@@ -60,6 +62,36 @@ def test_steps_that_overflow_are_left_out_and_halve_the_scale(size: int, layout:
 def test_a_constant_scale_stays() -> None:
     constant = FP16 | {"mixed_precision__loss_scale": 2.0**20}
     assert {(skipped, scale) for _, skipped, scale in run_ranks(train, 1, constant, 3)[0]} == {(True, 2.0**20)}
+
+
+def stuck(overrides: dict[str, Any]) -> tuple[int, str]:
+    """How many steps overflow before the run ends, and what it says."""
+    run, batches = start(tiny_config(**overrides))
+    for step in range(3 * MAX_SKIPPED_IN_A_ROW):
+        try:
+            assert train_step(run, next(batches).microbatches).skipped
+        except RuntimeFault as fault:
+            return step + 1, str(fault)
+    return step + 1, "no fault"
+
+
+@pytest.mark.parametrize(
+    ("scale", "overflows", "message"),
+    [
+        ({"loss_scale": 2.0**24}, 0, "the loss scale 1.67772e+07, a constant one,"),
+        ({"initial_loss_scale": 2.0**28, "min_loss_scale": 2.0**24}, 4, "the loss scale 1.67772e+07, the lowest,"),
+    ],
+    ids=["constant", "searched"],
+)
+def test_a_scale_that_cannot_fall_ends_the_run(scale: dict[str, float], overflows: int, message: str) -> None:
+    settings = FP16 | CP2 | {f"mixed_precision__{name}": value for name, value in scale.items()}
+    ended = run_ranks(stuck, 2, settings)
+    assert ended[0] == ended[1]
+    steps, text = ended[0]
+    # The step that reaches the lowest scale is the first of those that count.
+    assert steps == max(overflows - 1, 0) + MAX_SKIPPED_IN_A_ROW
+    assert message in text and f"{MAX_SKIPPED_IN_A_ROW} steps in a row were left out; first on rank" in text, text
+    assert "mixed_precision.loss_scale" in text or "mixed_precision.min_loss_scale" in text
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["optimizer", "distributed optimizer"])
