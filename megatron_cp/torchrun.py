@@ -12,7 +12,7 @@ Exit codes: 0 done; the first failing rank's own (1, or 2 for what a user can me
 In torch 2.11 the 30 seconds are the default of ``PContext.close`` (distributed/elastic/multiprocessing/api.py:649), as
 ``LocalElasticAgent._shutdown`` and ``SubprocessContext._poll`` call it; ``_remaining_restarts`` is its agent's, which
 torchrun makes in distributed/launcher/api.py:297, from a name that we put ours under. None of it is a public interface:
-should a later torch differ, this behaves like torchrun or fails at once, and
+should a later torch than 2.15 differ, this behaves like torchrun or fails at once, and
 tests/unit_tests/test_torchrun.py fails.
 """
 
@@ -60,7 +60,7 @@ class PatientAgent(LocalElasticAgent):
             return []
         return [handler.proc for handler in context.subprocess_handlers.values()]
 
-    def _shutdown(self, death_sig: signal.Signals | None = None) -> None:
+    def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **kwargs: Any) -> None:
         if death_sig is not None and self._pcontext is not None and (ranks := self._ranks()):
             # This launcher was asked to stop. What it is asked from now on goes to the ranks: nothing ends the waiting.
             for number in EXIT_OF_SIGNAL:
@@ -74,7 +74,8 @@ class PatientAgent(LocalElasticAgent):
             if codes <= _STOPPED:  # and those of other nodes with them: this launcher may keep the store they still use
                 self._exit_barrier_timeout = _SECONDS_TO_MEET
                 self._exit_barrier()
-        super()._shutdown(death_sig or signal.SIGTERM)  # ranks that are left, in 30 seconds, and what else there is
+        # Ranks that are left, in 30 seconds, which torch 2.14 passes by itself, and what else there is.
+        super()._shutdown(death_sig or signal.SIGTERM, *args, **kwargs)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Asked once more: a second SIGINT ends ranks at once, a second SIGTERM tells them nothing new."""

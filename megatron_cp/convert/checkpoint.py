@@ -33,6 +33,7 @@ from megatron_cp.training.checkpoint_files import (
     latest_iteration,
     put_in_place,
     saved_iterations,
+    stored_tensors,
 )
 from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.resuming import FORMAT, check_format, read_common
@@ -123,7 +124,7 @@ def find_checkpoint(root: Path, iteration: int | None) -> Found:
         raise ConfigError(f"checkpoint {folder} is damaged: {'; '.join(problems[:4])}")
     try:
         common = read_common(folder)
-        embedding = dist_checkpointing.load_tensors_metadata(str(folder))[_EMBEDDING]
+        embedding = stored_tensors(folder)[_EMBEDDING]
     except (Exception, CheckpointException) as error:
         raise ConfigError(f"checkpoint {folder} cannot be read: {describe(error)}") from error
     check_format(common, folder)
@@ -131,7 +132,7 @@ def find_checkpoint(root: Path, iteration: int | None) -> Found:
     config = build(RunConfig, common["config"], unknown)
     if unknown:
         raise ConfigError(unknown)
-    return Found(folder, config, embedding.global_shape[0], str(embedding.dtype).removeprefix("torch."))
+    return Found(folder, config, embedding.size[0], str(embedding.properties.dtype).removeprefix("torch."))
 
 
 def check_finite(parameters: Mapping[str, torch.Tensor], before: str, after: str) -> None:

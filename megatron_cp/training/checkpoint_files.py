@@ -14,6 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_cp.errors import ConfigError
 
@@ -91,6 +92,15 @@ def damage(folder: str | Path) -> list[str]:
 def stored_names(folder: str | Path) -> set[str]:
     """What a checkpoint holds, as its index calls it: keys of tensors, and of objects with their shard's number."""
     return set(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
+
+
+def stored_tensors(folder: str | Path) -> dict[str, TensorStorageMetadata]:
+    """A checkpoint's tensors by name, each with its whole ``size`` and ``properties.dtype``; reads its index alone.
+
+    megatron-core's ``load_tensors_metadata`` cannot, with torch 2.15, which has more properties than it hands on.
+    """
+    stored = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
 
 
 def put_in_place(partial: Path, final: Path) -> None:

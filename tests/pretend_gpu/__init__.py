@@ -51,6 +51,9 @@ def _stand_ins() -> dict[str, Any]:
         def record_event(self, event: Any = None) -> Any:
             return super().record_event(event or Event())
 
+        def is_capturing(self) -> bool:
+            return False
+
     class Event(cpu._Event):
         def synchronize(self) -> None:
             placement.host_waits("synchronize an event")
@@ -142,6 +145,7 @@ def load() -> None:
     os.environ["MEGATRON_CP_TEST_BACKEND"] = "nccl"
     for name, stand_in in _stand_ins().items():
         setattr(torch.cuda, name, stand_in)
+    torch.accelerator.current_stream = torch.cuda.current_stream
     torch.backends.cuda.can_use_cudnn_attention = cudnn_can
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.nvtx = SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None)
