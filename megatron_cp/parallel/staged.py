@@ -302,7 +302,7 @@ class StagedGroup(dist.ProcessGroup):
         works, self._coalesced = self._coalesced or [], None
         return Together(works)
 
-    # The same operations by the names that torch 2.14 calls.
+    # What torch 2.14 calls: the same operations by other names, and what would carry a device's tensors.
 
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
@@ -310,10 +310,10 @@ class StagedGroup(dist.ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    # Life.
-
     def _get_backend(self, device: torch.device) -> Any:
         return self._gloo
+
+    # Life.
 
     def shutdown(self) -> None:
         self._gloo = None  # the last reference: gloo's threads end with it

@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_cp.errors import ConfigError
 
@@ -73,7 +73,7 @@ def damage(folder: str | Path) -> list[str]:
     """What is missing from a checkpoint, by its own index: files that are gone or too short. Reads no tensors."""
     folder = Path(folder)
     try:
-        stored = FileSystemReader(str(folder)).read_metadata().storage_data
+        stored = _index(folder).storage_data
     except Exception as error:  # unpickling a damaged file can raise anything
         return [f"{folder / '.metadata'} cannot be read ({type(error).__name__}: {error})"]
     needed: dict[str, int] = defaultdict(int)
@@ -91,7 +91,7 @@ def damage(folder: str | Path) -> list[str]:
 
 def stored_names(folder: str | Path) -> set[str]:
     """What a checkpoint holds, as its index calls it: keys of tensors, and of objects with their shard's number."""
-    return set(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
+    return set(_index(folder).state_dict_metadata)
 
 
 def stored_tensors(folder: str | Path) -> dict[str, TensorStorageMetadata]:
@@ -99,8 +99,12 @@ def stored_tensors(folder: str | Path) -> dict[str, TensorStorageMetadata]:
 
     megatron-core's ``load_tensors_metadata`` cannot, with torch 2.15, which has more properties than it hands on.
     """
-    stored = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
+    stored = _index(folder).state_dict_metadata.items()
+    return {name: each for name, each in stored if isinstance(each, TensorStorageMetadata)}
+
+
+def _index(folder: str | Path) -> Metadata:
+    return FileSystemReader(str(folder)).read_metadata()
 
 
 def put_in_place(partial: Path, final: Path) -> None:

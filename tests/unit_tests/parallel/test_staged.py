@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -218,8 +219,28 @@ def run_staged(fn: Any, ranks: int, tmp_path: Any, monkeypatch: pytest.MonkeyPat
     return run_ranks(fn, ranks, str(tmp_path), *args)
 
 
+def later_names(folder: str, device: str) -> None:
+    """What torch 2.14 calls, with any torch."""
+    start(folder, device)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group: Any = dist.group.WORLD
+    mine, all_of_them = own(rank, device), torch.cat([own(r, device) for r in range(size)])
+
+    def arrives(like: torch.Tensor, operation: Callable[[torch.Tensor], Any]) -> None:
+        got = torch.zeros_like(like)
+        operation(got).wait()
+        same(got, like)
+
+    arrives(all_of_them, lambda got: group.all_gather_single(got, mine, None))
+    arrives(all_of_them, lambda got: group.all_gather_single_coalesced([got], [mine]))
+    arrives(all_of_them, lambda got: group.all_to_all_single(got, mine.repeat(size, 1), [], []))
+    arrives(mine * size, lambda got: group.reduce_scatter_single(got, all_of_them, None))
+    arrives(mine * size, lambda got: group.reduce_scatter_single_coalesced([got], [all_of_them]))
+    assert not getattr(group._get_backend(torch.device(device)), "supports_coalescing", False)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("check", [moves, reduces, talks])
+@pytest.mark.parametrize("check", [moves, reduces, talks, later_names])
 def test_it_does_what_torch_says(check: Any, device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run_staged(check, 4 if check is talks else 3, tmp_path, monkeypatch, device)
 
