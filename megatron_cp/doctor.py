@@ -27,18 +27,22 @@ from megatron_cp.rules.nvml import Driver, read_driver
 from megatron_cp.rules.resolve import backend_in, its_layers_in, packed_sizes, ranks_to_check
 
 MEGATRON_CORE = "0.19.2"
-_EXTRA = "in the clone, uv pip install -e '.[gpu]'"
+_EXTRA = "in the clone, scripts/setup.sh --gpu"
 _SECONDS_TO_IMPORT = 300
 
 
 @dataclass(frozen=True)
 class Library:
-    """``note``: what it is for or what is odd about it; ``module`` is what ``--try`` imports."""
+    """``note``: what it is for or what is odd about it; ``module`` is what ``--try`` imports.
+
+    ``for_gpus``: it cannot be imported where there is no driver, and nothing here imports it there.
+    """
 
     name: str
     version: str | None
     note: str = ""
     module: str | None = None
+    for_gpus: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,15 +83,25 @@ def survey() -> Survey:
             te,
             "its part for PyTorch is missing" if te and not te_torch else "",
             "transformer_engine.pytorch",
+            for_gpus=True,
         ),
-        Library("flash-attn", installed_version("flash-attn"), "for Transformer Engine, optional", "flash_attn"),
-        _apex(),
-        Library("mamba-ssm", installed_version("mamba-ssm"), "fused Mamba layers on GPUs, optional", "mamba_ssm"),
         Library(
-            "causal-conv1d",
-            installed_version("causal-conv1d"),
-            "fused Mamba layers on GPUs, optional",
-            "causal_conv1d",
+            "flash-attn",
+            installed_version("flash-attn"),
+            "for Transformer Engine, optional",
+            "flash_attn",
+            for_gpus=True,
+        ),
+        _apex(),
+        *(
+            Library(
+                name,
+                installed_version(name),
+                "fused Mamba layers on GPUs, optional",
+                name.replace("-", "_"),
+                for_gpus=True,
+            )
+            for name in ("mamba-ssm", "causal-conv1d")
         ),
     )
     return Survey(Environment.detect(), read_driver(), libraries, torch_cuda)
@@ -114,7 +128,7 @@ def _apex() -> Library:
     version = installed_version("apex") or "of unknown version"
     places = [Path(place) for place in spec.submodule_search_locations or []]
     if any((place / "multi_tensor_apply").is_dir() for place in places):
-        return Library("apex", version, "NVIDIA's", "amp_C")
+        return Library("apex", version, "NVIDIA's", "amp_C", for_gpus=True)
     return Library("apex", version, "NOT NVIDIA's: another project of that name")
 
 
@@ -253,7 +267,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("overrides, --config and --world-size need a --recipe")
     config = load_recipe(args.recipe, args.overrides, files=args.config) if args.recipe else None
     found = survey()
-    broken = _try(found.libraries) if args.trial else {}
+    left_out = {x.name for x in found.libraries if x.for_gpus and x.version and not found.driver}
+    broken = _try([x for x in found.libraries if x.name not in left_out]) if args.trial else {}
     to_do = list(findings(found))
     for name, error in broken.items():
         to_do.append(Finding(name in ("megatron-core", "torch"), f"{name} cannot be imported: {error}"))
@@ -263,6 +278,8 @@ def main(argv: Sequence[str]) -> int:
     for library in found.libraries:
         state = "missing" if library.version is None else library.version
         fails = " (cannot be imported)" if library.name in broken else ""
+        if args.trial and library.name in left_out:
+            fails = " (not tried: no driver)"
         print(_line(library.name, f"{state}{fails}{'; ' + library.note if library.note else ''}"))
     violations = []
     if config is not None:

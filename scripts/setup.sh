@@ -1,19 +1,33 @@
 #!/usr/bin/env bash
-# Make .venv as requirements.lock says. quickstart.sh and test.sh call this first; it returns at once when .venv is
-# current. Safe to interrupt, and to run several times at once.
+# Make .venv as requirements.lock says; --gpu adds Transformer Engine, and later calls then keep it. quickstart.sh
+# and test.sh call this first; it returns at once when .venv is current. Safe to interrupt, and to run twice at once.
 set -euo pipefail
+gpu=""
+for argument in "$@"; do
+    case $argument in
+        --gpu) gpu=yes ;;
+        -h | --help) sed -n '2,3p' "${BASH_SOURCE[0]}" | cut -c3- && exit 0 ;;
+        *) echo "setup: no option $argument; there is --gpu" >&2 && exit 2 ;;
+    esac
+done
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
 stamp=.venv/.megatron-cp-setup           # written last: what was installed
 place=.venv/.megatron-cp-place           # where: scripts in a virtual environment hold absolute paths
 unfinished=.venv/.megatron-cp-unfinished # there while packages are being unpacked
+compiled=.venv/.megatron-cp-gpu          # with --gpu: which Transformer Engine, compiled for which PyTorch
 
 te=tests/te_on_cpu/requirements.txt      # for tests: into .venv/te
 mamba=tests/mamba_on_cpu/requirements.txt # for tests: into .venv/mamba
 
 wanted=$({ echo "$PWD"; cat requirements.lock pyproject.toml "$te" "$mamba" scripts/setup.sh; } | sha256sum)
 
-is_current() { [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; }
+compiled_as=$(grep --no-filename -e '^torch==' -e '^gpu = ' requirements.lock pyproject.toml)
+[[ -f $compiled ]] && gpu=yes
+
+base_is_current() { [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; }
+gpu_is_current() { [[ -z $gpu || ( -f $compiled && $(<"$compiled") == "$compiled_as" ) ]]; }
+is_current() { base_is_current && gpu_is_current; }
 
 is_right_python() { # 3.12 or newer; a pyenv shim can be there and still not run
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
@@ -85,12 +99,78 @@ install_with_uv() {
     install_for_tests "$uv" pip install --python .venv/bin/python
 }
 
-install_with_pip() { # slower, but reads every setting that a machine's pip has
-    local pip=(.venv/bin/python -m pip)
+find_pip() { # into the array pip: .venv's, or one outside that fills it
+    pip=(.venv/bin/python -m pip)
     "${pip[@]}" --version >/dev/null 2>&1 || pip=("$python" -m pip --python .venv/bin/python)
+}
+
+install_with_pip() { # slower, but reads every setting that a machine's pip has
+    local pip
+    find_pip
     "${pip[@]}" install --require-hashes --requirement requirements.lock &&
         "${pip[@]}" install --no-deps --no-build-isolation --quiet --editable . || return
     install_for_tests "${pip[@]}" install
+}
+
+can_compile() {
+    local headers can=yes
+    headers=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    command -v "${CXX:-c++}" >/dev/null || { can="" && echo "setup: no C++ compiler (${CXX:-c++}): install g++" >&2; }
+    [[ -f $headers/Python.h ]] || { can="" && echo "setup: no $headers/Python.h: install python3-dev" >&2; }
+    [[ $can ]]
+}
+
+# Transformer Engine's part for PyTorch is published as source and works with the PyTorch alone that it was compiled
+# for. An isolated build would compile it for the newest, not for ours; not forced, it would look elsewhere for what
+# somebody else has compiled; from a cache, it could be another PyTorch's. PyTorch's packages have most of CUDA's headers;
+# the others come from the package index too, so that no toolkit is needed. NCCL's part for experts wants a newer NCCL.
+fetch_to_compile() { # with this command
+    local cuda
+    cuda=$(.venv/bin/python -c 'import torch; print(torch.version.cuda)') &&
+        "$@" --quiet ninja wheel &&
+        "$@" --target .venv/cuda --upgrade --no-deps --quiet "nvidia-cuda-"{nvcc,crt,cccl}"==$cuda.*"
+}
+
+compile_transformer_engine() { # with this command
+    local cuda=$PWD/.venv/cuda/nvidia/cu13
+    PATH=$PWD/.venv/bin:$PATH CUDA_HOME=$cuda CPATH=$cuda/include${CPATH:+:$CPATH} NVTE_FRAMEWORK=pytorch \
+        NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0 \
+        "$@" --no-build-isolation --no-cache-dir --constraint requirements.lock --editable ".[gpu]"
+}
+
+install_base() {
+    touch "$unfinished"
+    echo "setup: installing the $(grep -c '==' requirements.lock) pinned packages of requirements.lock" >&2
+    if ! install_with_uv; then
+        echo "setup: uv could not do it (see above); trying pip" >&2
+        if ! install_with_pip; then
+            echo "setup: the packages could not be installed; the messages above say why." >&2
+            exit 1
+        fi
+    fi
+    # What commands and ranks import, compiled now: else four ranks would do it at the same time, and where Python may not
+    # write byte code, at each start again (6 s of CPU time a rank).
+    local packages
+    packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    .venv/bin/python -m compileall -q "$packages"/{antlr4,hydra,omegaconf,yaml} || true
+    env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c 'import megatron_cp.training.train, megatron_cp.quickstart
+import matplotlib.pyplot, torch._dynamo, torch.distributed.run, torch.utils.tensorboard, transformers.models.auto' \
+        >/dev/null 2>&1 || true
+    pwd >"$place"
+    rm "$unfinished"
+    printf '%s\n' "$wanted" >"$stamp"
+}
+
+add_transformer_engine() {
+    local uv pip
+    can_compile || return
+    find_pip
+    echo "setup: compiling Transformer Engine for this PyTorch, some minutes" >&2
+    if uv=$(find_uv "$python") && fetch_to_compile "$uv" pip install --python .venv/bin/python; then
+        compile_transformer_engine "$uv" pip install --python .venv/bin/python
+    else
+        fetch_to_compile "${pip[@]}" install && compile_transformer_engine "${pip[@]}" install
+    fi
 }
 
 if is_current; then
@@ -104,8 +184,9 @@ if command -v flock >/dev/null; then
     fi
 fi
 
-# A half-unpacked package can look installed, and a moved .venv has wrong paths inside: start afresh.
-if [[ -e $unfinished || ( -f $place && $(<"$place") != "$PWD" ) ]]; then
+# A half-unpacked package can look installed, a moved .venv has wrong paths inside, and what was compiled for another
+# PyTorch does not work: start afresh.
+if [[ -e $unfinished || ( -f $place && $(<"$place") != "$PWD" ) ]] || { [[ -f $compiled ]] && ! gpu_is_current; }; then
     rm -rf .venv
 fi
 python=$(find_python)
@@ -114,24 +195,15 @@ if ! is_right_python .venv/bin/python; then
     echo "setup: making .venv with $("$python" --version) ($python)" >&2
     "$python" -m venv .venv >/dev/null 2>&1 || "$python" -m venv --clear --without-pip .venv
 fi
-touch "$unfinished"
 follow_pip_configuration "$python"
-
-echo "setup: installing the $(grep -c '==' requirements.lock) pinned packages of requirements.lock" >&2
-if ! install_with_uv; then
-    echo "setup: uv could not do it (see above); trying pip" >&2
-    if ! install_with_pip; then
-        echo "setup: the packages could not be installed; the messages above say why." >&2
+if ! base_is_current; then
+    install_base
+fi
+if ! gpu_is_current; then
+    if ! add_transformer_engine; then
+        echo "setup: Transformer Engine could not be added (see above). All else is there, and trains without it." >&2
         exit 1
     fi
+    rm -rf .venv/cuda
+    printf '%s\n' "$compiled_as" >"$compiled"
 fi
-# What commands and ranks import, compiled now: else four ranks would do it at the same time, and where Python may not
-# write byte code, at each start again (6 s of CPU time a rank).
-packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-.venv/bin/python -m compileall -q "$packages"/{antlr4,hydra,omegaconf,yaml} || true
-env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c 'import megatron_cp.training.train, megatron_cp.quickstart
-import matplotlib.pyplot, torch._dynamo, torch.distributed.run, torch.utils.tensorboard, transformers.models.auto' \
-    >/dev/null 2>&1 || true
-pwd >"$place"
-rm "$unfinished"
-printf '%s\n' "$wanted" >"$stamp"

@@ -37,7 +37,7 @@ def te_attention_class() -> type:
     """The core-attention class to put into a layer spec. Raises ImportError without Transformer Engine."""
     if not have_transformer_engine():
         raise ImportError(
-            "Transformer Engine is not installed: install megatron-cp[gpu], or set model.attention_backend=native"
+            "Transformer Engine is not installed: scripts/setup.sh --gpu adds it; or set model.attention_backend=native"
         )
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 

@@ -35,6 +35,10 @@ _MODULES_WITH_CUDA_LITERALS = (
 )
 _TENSOR_FACTORIES = ("tensor", "empty", "empty_like", "zeros", "zeros_like", "ones", "full", "arange")
 
+# megatron-core takes their fused optimizers and norms where they can be imported, whatever device its tensors are on;
+# and without a driver importing the first one raises something else than the ImportError that is expected.
+PACKAGES_FOR_GPUS = ("transformer_engine", "apex", "amp_C")
+
 _torch_compile: Callable | None = None
 
 
@@ -154,6 +158,8 @@ def before_import() -> None:
     global _torch_compile
     if torch.cuda.is_available():
         return
+    for package in PACKAGES_FOR_GPUS:
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # how Python itself writes "cannot be imported"
     for name, stand_in in _CUDA_STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
     torch.cuda.random.get_rng_state = _rng_state

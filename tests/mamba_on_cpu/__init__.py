@@ -45,7 +45,8 @@ def load() -> None:
     if torch.cuda.is_available() and not pretended:
         raise RuntimeError("there is a GPU: use the real mamba-ssm")
     folder = Path(os.environ[FOLDER])
-    sys.path.append(str(folder))
+    sys.path.insert(0, str(folder))  # before the real one, where it is installed too
+    sys.modules.pop("mamba_ssm", None)  # nobody is to take it on a pretended GPU, but for this
     interpret()
     import triton
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_cp.backend import cpu
 from tests.pretend_gpu import messages, placement
 from tests.pretend_gpu.kernels import KERNELS, cudnn_can
 from tests.pretend_gpu.placement import Kernels, Placement
@@ -39,8 +41,6 @@ def _properties(device: Any = None) -> SimpleNamespace:
 
 
 def _stand_ins() -> dict[str, Any]:
-    from megatron_cp.backend import cpu
-
     def wait(device: Any = None) -> None:
         placement.host_waits("synchronize")
 
@@ -143,6 +143,8 @@ def load() -> None:
     if torch.version.cuda is not None and torch._C._cuda_getDeviceCount() > 0:
         raise RuntimeError("there is a GPU: use it")
     os.environ["MEGATRON_CP_TEST_BACKEND"] = "nccl"
+    for package in (*cpu.PACKAGES_FOR_GPUS, "mamba_ssm"):
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # their kernels want a real one
     for name, stand_in in _stand_ins().items():
         setattr(torch.cuda, name, stand_in)
     torch.accelerator.current_stream = torch.cuda.current_stream

@@ -160,13 +160,14 @@ def load() -> None:
     if "megatron.core.extensions.transformer_engine" in sys.modules:
         raise RuntimeError("megatron-core has looked for Transformer Engine already")
     folder = Path(os.environ[FOLDER])
-    sys.path.append(str(folder))
+    sys.path.insert(0, str(folder))  # before the real one, where it is installed too
 
     from tests.te_on_cpu import extension
     from tests.te_on_cpu.cross_entropy import KERNELS
 
     if not pretend_gpu.loaded():
         _believe_in_a_gpu()
+    sys.modules.pop("transformer_engine", None)  # nobody is to take it without a GPU, but for this
     sys.modules["transformer_engine_torch"] = extension
     triton_on_cpu.interpret()
     # What the extension's package brings along; here nothing is exported.

@@ -183,7 +183,6 @@ def doctor_with(folder, *arguments):
 
 
 def test_planted_packages(tmp_path):
-    plant(tmp_path, "transformer-engine", "2.17.1")
     plant(tmp_path, "apex", "0.9.10")
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
@@ -191,13 +190,36 @@ def test_planted_packages(tmp_path):
     (tmp_path / "flash_attn.py").write_text("import os; os.abort()")
     done = doctor_with(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "transformer-engine 2.17.1; its part for PyTorch is missing" in done.stdout
     assert "apex               0.9.10; NOT NVIDIA's: another project of that name" in done.stdout
-    assert "reinstall Transformer Engine" in done.stdout and "uninstall apex" in done.stdout
+    assert "uninstall apex" in done.stdout
     (tmp_path / "apex" / "multi_tensor_apply").mkdir()
+    plant(tmp_path, "transformer-engine", "2.17.1")
     plant(tmp_path, "transformer-engine-torch", "2.17.1")
     out = doctor_with(tmp_path).stdout
     assert "apex               0.9.10; NVIDIA's\n" in out and "transformer-engine 2.17.1\n" in out
+
+
+def test_transformer_engine_without_its_part_for_pytorch(monkeypatch):
+    monkeypatch.setattr(doctor, "installed_version", {"transformer-engine": "2.17.1"}.get)
+    found = doctor.survey()
+    assert found["transformer-engine"].note == "its part for PyTorch is missing"
+    expected = "reinstall Transformer Engine, its part for PyTorch is missing: in the clone, scripts/setup.sh --gpu"
+    assert expected in [finding.text for finding in doctor.findings(found)]
+
+
+def test_what_needs_a_driver_is_not_tried_without_one(run, monkeypatch):
+    tried = []
+    monkeypatch.setattr(doctor, "_try", lambda libraries: tried.extend(x.name for x in libraries) or {})
+    te = "transformer-engine"
+    gpu_libraries = tuple(dataclasses.replace(x, for_gpus=x.name == te) for x in GPU_MACHINE.libraries)
+    with_driver = dataclasses.replace(GPU_MACHINE, libraries=gpu_libraries)
+    assert "not tried" not in run(with_driver, "--try")[1] and te in tried
+    tried.clear()
+    login_node = dataclasses.replace(with_driver, driver=None, environment=PRESETS["cpu"])
+    code, out, _ = run(login_node, "--try")
+    assert code == 0 and "  transformer-engine 2.17.1 (not tried: no driver)\n" in out
+    assert "torch" in tried and te not in tried
+    assert "not tried" not in run(login_node)[1]
 
 
 def test_libraries_that_cannot_be_imported(tmp_path, monkeypatch):
