@@ -191,7 +191,10 @@ def _findings_for(config: RunConfig, found: Survey) -> Iterator[Finding]:
     if config.model.architecture == "hybrid" and found.environment.device == "gpu":
         absent = [name for name in ("mamba-ssm", "causal-conv1d") if found[name].version is None]
         if absent:
-            text = f"install {' and '.join(absent)} for fused Mamba layers; plain PyTorch computes them without"
+            text = (
+                f"install {' and '.join(absent)} for fused Mamba layers, with --no-build-isolation (else they are "
+                "compiled for another PyTorch); plain PyTorch computes them without"
+            )
             yield Finding(False, text)
 
 

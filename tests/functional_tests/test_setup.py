@@ -1,0 +1,97 @@
+"""``scripts/setup.sh`` in a copy of the clone's few files that it reads, with an installer that only writes down what it
+is asked for. (What it installs is seen wherever these tests run.)"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+READ = (
+    "scripts/setup.sh",
+    "requirements.lock",
+    "pyproject.toml",
+    "tests/te_on_cpu/requirements.txt",
+    "tests/mamba_on_cpu/requirements.txt",
+)
+# Its arguments and what it is told by the environment, a line a call.
+INSTALLER = """#!/bin/sh
+[ "$1" = --version ] && exit 0
+[ "$1" = pip ] || exit 1
+echo "$* | $(env | grep -e ^NVTE -e ^CUDA_HOME | sort | tr '\\n' ' ')" >>"$CALLS"
+case "$*" in *"[gpu]"*) exit "${GPU_FAILS:-0}" ;; esac
+"""
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """Runs the script in the copy: its exit code, what it said, and the calls of the installer."""
+    clone, tools, calls = tmp_path / "clone", tmp_path / "tools", tmp_path / "calls"
+    for name in READ:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    (tools / "torch").mkdir(parents=True)
+    (tools / "torch" / "__init__.py").write_text("from types import SimpleNamespace as N\nversion = N(cuda='13.0')")
+    (tools / "uv").write_text(INSTALLER)
+    (tools / "uv").chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": str(tools),
+        "CALLS": str(calls),
+        "CXX": "true",
+    }
+
+    def run(*arguments, **variables):
+        calls.write_text("")
+        command = [clone / "scripts" / "setup.sh", *arguments]
+        done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stderr, calls.read_text().splitlines()
+
+    run.clone = clone
+    return run
+
+
+def of_transformer_engine(calls):
+    return [call for call in calls if "[gpu]" in call]
+
+
+def test_without_gpus(setup):
+    code, _, calls = setup()
+    assert code == 0 and "--requirement requirements.lock" in calls[0] and not of_transformer_engine(calls)
+    assert setup() == (0, "", [])
+    code, said, calls = setup("--gpus")
+    assert code == 2 and said == "setup: no option --gpus; there is --gpu\n" and not calls
+
+
+def test_transformer_engine_is_compiled_for_this_pytorch(setup):
+    code, _, calls = setup("--gpu")
+    assert code == 0 and "--requirement requirements.lock" in calls[0]
+    assert any("nvidia-cuda-crt==13.0.*" in call for call in calls), "headers of the CUDA that torch is built for"
+    (call,) = of_transformer_engine(calls)
+    arguments, told = call.split(" | ")
+    assert "--no-build-isolation --no-cache-dir --constraint requirements.lock --editable .[gpu]" in arguments
+    assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in told and f"CUDA_HOME={setup.clone}/.venv/" in told
+    # It stays, and nobody has to ask for it again.
+    assert setup("--gpu") == (0, "", []) and setup() == (0, "", [])
+    kept = setup.clone / ".venv" / "kept"
+    kept.touch()
+    pyproject = setup.clone / "pyproject.toml"
+    pyproject.write_text(pyproject.read_text() + "\n# changed\n")
+    assert not of_transformer_engine(setup()[2]) and kept.exists()
+    # What was compiled for one PyTorch does not work with another.
+    lock = setup.clone / "requirements.lock"
+    lock.write_text(lock.read_text().replace("torch==2.11.0", "torch==2.12.0"))
+    assert len(of_transformer_engine(setup()[2])) == 1 and not kept.exists()
+
+
+def test_all_else_is_there_where_it_cannot_be_compiled(setup):
+    code, said, calls = setup("--gpu", CXX="no-such-compiler")
+    assert code == 1 and "no C++ compiler (no-such-compiler): install g++" in said
+    assert "trains without it" in said and not of_transformer_engine(calls)
+    assert setup() == (0, "", [])
+    assert setup("--gpu", GPU_FAILS="1")[0] == 1
+    assert setup() == (0, "", [])
+    code, _, calls = setup("--gpu")
+    assert code == 0 and len(of_transformer_engine(calls)) == 1
