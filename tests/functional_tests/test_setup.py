@@ -1,5 +1,7 @@
-"""``scripts/setup.sh`` in a copy of the clone's few files that it reads, with an installer that only writes down what it
-is asked for. (What it installs is seen wherever these tests run.)"""
+"""``scripts/setup.sh`` in a copy of the few files that it reads, with an installer that writes down what it is asked for.
+
+What is really installed is seen wherever these tests run, but for Transformer Engine's compiled part.
+"""
 
 import os
 import shutil
