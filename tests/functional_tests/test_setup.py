@@ -1,4 +1,4 @@
-"""``scripts/setup.sh`` in a copy of the few files that it reads, with an installer that writes down what it is asked for.
+"""``scripts/setup.sh`` in a copy of the files that it reads, with an installer that writes down what it is asked for.
 
 What is really installed is seen wherever these tests run, but for Transformer Engine's compiled part.
 """
