@@ -23,8 +23,8 @@ ORDER = [
     {"schema", "one_rank", "bridge_names"},
     {"config"},
     {"ahead", "launcher", "run_lines"},
-    {"errors"},
     {"backend", ""},
+    {"errors"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 # The one room that is both: what runs schedules needs torch, and all else of it thinks.

@@ -62,13 +62,46 @@ print(HAVE_TE, Adam.__module__)
 """
 
 
+def run_beside(folder: Path, packages: dict[str, str], code: str) -> subprocess.CompletedProcess[str]:
+    """Python's own process, in which these packages are the first to be found."""
+    for name, text in packages.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
 def test_what_is_for_gpus_is_not_taken_without_one(tmp_path: Path) -> None:
     """A folder of packages that nodes with and without GPUs share: importing some of them fails here, others compute
     on GPUs only."""
-    for name, text in PLANTED.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, "-c", TAKEN]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = run_beside(tmp_path, PLANTED, TAKEN)
     assert done.stdout.split() == ["False", "torch.optim.adamw"], done.stderr[-2000:]
+
+
+# As it is found on a GPU machine where it was compiled for another PyTorch (it imports, and its part for PyTorch does
+# not), and where a library is missing.
+BROKEN = {
+    "ImportError: undefined symbol: _ZN3c104cuda": {
+        "transformer_engine/__init__.py": "",
+        "transformer_engine/pytorch.py": "raise ImportError('undefined symbol: _ZN3c104cuda\\nmore')",
+    },
+    "OSError: libcudnn.so.9: cannot open": {
+        "transformer_engine/__init__.py": "raise OSError('libcudnn.so.9: cannot open')",
+    },
+}
+WITH_A_GPU = """
+import sys, torch
+torch.cuda.is_available = lambda: True
+from megatron_cp.cli import main
+sys.exit(main(["train", "--recipe", "llama_tiny_pretrain_config", "parallel=none", "dist.distributed_backend=gloo"]))
+"""
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+def test_broken_transformer_engine_is_told(tmp_path: Path, reason: str) -> None:
+    done = run_beside(tmp_path, BROKEN[reason], WITH_A_GPU)
+    assert done.returncode == 2, done.stderr[-2000:]
+    lines = done.stderr.splitlines()
+    assert lines[1] == f"error: Transformer Engine: is installed and cannot be imported: {reason}"
+    assert lines[2].startswith("    fix: in the clone, scripts/setup.sh --gpu") and len(lines) == 3
