@@ -7,6 +7,7 @@ import contextlib
 import errno
 import importlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -215,13 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a full disk or a reader that went away can still be answered
         return code
     except (ConfigError, DataError) as error:
-        # Every rank finds the same problems; one of them says so. A launcher stops all ranks as soon as one has
-        # failed, so the others leave it the time.
-        if not launcher.is_first_rank():
-            time.sleep(_SECONDS_TO_SPEAK)
-            return EXIT_CONFIG
         what = "the configuration cannot run\n" if isinstance(error, ConfigError) else ""
-        print(f"megatron-cp: {what}{error}", file=sys.stderr, flush=True)
+        print(f"megatron-cp: {_its_turn()}{what}{error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
     except RuntimeFault as fault:
         if fault.on_all_ranks and not launcher.is_first_rank():
@@ -242,6 +238,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         print(f"megatron-cp: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
         return EXIT_FAILED
+
+
+def _its_turn() -> str:
+    """Wait until this rank is to say what all ranks have found, as a rule; returns who it says that it is.
+
+    The first rank does at once, and its launcher stops the ranks of its node. Another node may be alone with it (a file
+    that only this one lacks): so the first of each node does after a while, and then any that is still there.
+    """
+    if launcher.is_first_rank():
+        return ""
+    time.sleep(_SECONDS_TO_SPEAK * (2 if launcher.local_rank() else 1))
+    return f"rank {launcher.rank()}, on {socket.gethostname()}: "
 
 
 def _drop_output() -> None:

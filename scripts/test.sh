@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Run the fast tests; --all adds the slow ones, --gpu runs those that need an NVIDIA GPU (one is enough). Other arguments go to pytest, for instance: scripts/test.sh -k ring -x, or -n 0 for no workers beside it
+# Run the fast tests; --all adds the slow ones, --gpu sets up Transformer Engine and runs those that need an NVIDIA GPU (one is enough). Other arguments go to pytest, for instance: scripts/test.sh -k ring -x, or -n 0 for no workers beside it
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 case " $* " in *" -h "* | *" --help "*) sed -n '2p' scripts/test.sh | cut -c3-; exit 0 ;; esac
-scripts/setup.sh
 
 arguments=()
 which="not slow"
@@ -18,6 +17,7 @@ for argument in "$@"; do
         *) arguments+=("$argument") ;;
     esac
 done
+scripts/setup.sh ${gpu:+--gpu}
 # The tests fork several ranks: one thread each.
 export OMP_NUM_THREADS=1
 # All others are of what runs without a GPU, also where there is one.

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_cp import launcher
 from megatron_cp.config import RunConfig
-from megatron_cp.errors import RuntimeFault
+from megatron_cp.errors import RuntimeFault, shown
 from megatron_cp.parallel import staged
 
 logger = logging.getLogger(__name__)
@@ -51,13 +51,37 @@ def start_distributed(config: RunConfig) -> None:
         if "RANK" in os.environ:
             store, rank, world_size = next(rendezvous("env://", timeout=timeout))
             store = dist.PrefixStore(_attempt(), store)
+            _meet(store, rank, world_size, timeout)
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    except RuntimeFault:
+        raise
     except (ValueError, RuntimeError) as error:
         raise RuntimeFault(
             f"torch.distributed could not start with dist.distributed_backend={backend!r}: {error}. "
             "Start the run with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)."
+        ) from error
+
+
+def _meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Wait for all ranks.
+
+    Raises:
+        RuntimeFault: some have not come; torch would say so by the name of a key, or later, or not at all.
+    """
+    store.set(f"here_{rank}", "")
+    if store.add("here", 1) == world_size:
+        store.set("all_here", "")
+    try:
+        store.wait(["all_here"], timeout)
+    except dist.DistStoreError as error:
+        missing = [str(other) for other in range(world_size) if not store.check([f"here_{other}"])]
+        raise RuntimeFault(
+            f"{'rank' if len(missing) == 1 else 'ranks'} {shown(missing, ', ')} did not come within "
+            f"{timeout.total_seconds() / 60:g} minutes (dist.distributed_timeout_minutes). What they or their nodes' "
+            "launchers have said is the reason.",
+            on_all_ranks="0" not in missing,
         ) from error
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config import DistributedConfig, RunConfig
+from megatron_cp.errors import RuntimeFault
 from megatron_cp.parallel.device import start_distributed
 from tests.ranks import run_ranks
 
@@ -29,6 +30,30 @@ def test_restarted_ranks_do_not_read_what_dead_ones_wrote(monkeypatch: pytest.Mo
     for restart in ("0", "1", "2"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         assert run_ranks(start_again, 2, launcher.port) == [False, False]
+
+
+def meeting(port: int, come: int) -> str:
+    """What the first ``come`` of four ranks hear, which wait for a second."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["WORLD_SIZE"] = "4"
+    try:
+        start_distributed(RunConfig(dist=DistributedConfig(distributed_timeout_minutes=(1 if come == 4 else 0.02))))
+    except RuntimeFault as fault:
+        return f"{fault.on_all_ranks} {fault}"
+    dist.destroy_process_group()
+    return ""
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that lacks a file ends before it meets the others."""
+    monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
+    launcher = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    (said, again) = run_ranks(meeting, 2, launcher.port, 2)
+    assert said == again and said.startswith(
+        "True ranks 2, 3 did not come within 0.02 minutes (dist.distributed_timeout"
+    )
+    launcher = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert run_ranks(meeting, 4, launcher.port, 4) == [""] * 4
 
 
 def compile_threads() -> int:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from megatron_cp import launcher
 from megatron_cp.cli import main
+from megatron_cp.errors import EXIT_CONFIG
 from tests.ranks import free_port, run_ranks
 
 TINY = [
@@ -34,14 +36,28 @@ def run_cli(folder: str, arguments: list[str], before: Any, recipe: str | None =
     path = Path(folder) / f"stderr{os.environ['RANK']}"
     sys.stderr = path.open("w", buffering=1)
     begin = TINY if recipe is None else ["train", "--recipe", recipe]
-    code = main([*begin, f"checkpoint.save={folder}/run", *arguments])
+    try:
+        code = main([*begin, f"checkpoint.save={folder}/run", *arguments])
+    except _EndedByTheLauncherError:
+        code = EXIT_CONFIG
     return code, path.read_text()
+
+
+class _EndedByTheLauncherError(BaseException): ...
+
+
+def _turn_of_the_first() -> str:
+    """There is no launcher here that ends all ranks with the first one."""
+    if launcher.is_first_rank():
+        return ""
+    raise _EndedByTheLauncherError
 
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
-    monkeypatch.setattr("megatron_cp.cli._SECONDS_TO_SPEAK", 0.0)  # no launcher here that ends all with the first
+    monkeypatch.setattr("megatron_cp.cli._its_turn", _turn_of_the_first)
+    monkeypatch.setattr("megatron_cp.cli._SECONDS_TO_SPEAK", 0.0)
 
     def call(
         *arguments: str, ranks: int = 2, before: Any = None, same_code: bool = True, recipe: str | None = None
