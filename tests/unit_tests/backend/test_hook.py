@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_cp.rules.environment import installed_version
+from megatron_cp.rules.nvml import read_driver
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for machines without CUDA")
 
 ROOT = Path(__file__).parents[3]
@@ -36,6 +39,8 @@ print("prepared")
     ids=["first", "by a submodule", "late"],
 )
 def test_megatron_core_is_prepared(imports: str) -> None:
+    if imports.startswith("import megatron.core") and installed_version("transformer-engine") and read_driver() is None:
+        pytest.skip("without a driver and with Transformer Engine megatron-core alone cannot be imported")
     done = subprocess.run([sys.executable, "-c", imports + STEP], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "prepared", done.stderr[-2000:]
     if "megatron.core\n" not in imports:
