@@ -112,8 +112,12 @@ install_with_pip() { # slower, but reads every setting that a machine's pip has
     install_for_tests "${pip[@]}" install
 }
 
+cuda_of_pytorch() { .venv/bin/python -c 'import torch; print(torch.version.cuda)'; } # 13.0, say, or None
+
 can_compile() {
-    local headers can=yes
+    local headers cuda can=yes
+    cuda=$(cuda_of_pytorch)
+    [[ $cuda == 13.* ]] || { can="" && echo "setup: Transformer Engine wants a PyTorch for CUDA 13, not for $cuda" >&2; }
     headers=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
     command -v "${CXX:-c++}" >/dev/null || { can="" && echo "setup: no C++ compiler (${CXX:-c++}): install g++" >&2; }
     [[ -f $headers/Python.h ]] || { can="" && echo "setup: no $headers/Python.h: install python3-dev" >&2; }
@@ -125,17 +129,17 @@ can_compile() {
 # somebody else has compiled; from a cache, it could be another PyTorch's. PyTorch's packages have most of CUDA's headers;
 # the others come from the package index too, so that no toolkit is needed. NCCL's part for experts wants a newer NCCL.
 fetch_to_compile() { # with this command
-    local cuda
-    cuda=$(.venv/bin/python -c 'import torch; print(torch.version.cuda)') &&
-        "$@" --quiet ninja wheel &&
-        "$@" --target .venv/cuda --upgrade --no-deps --quiet "nvidia-cuda-"{nvcc,crt,cccl}"==$cuda.*"
+    "$@" --quiet ninja wheel &&
+        "$@" --target .venv/cuda --upgrade --no-deps --quiet "nvidia-cuda-"{nvcc,crt,cccl}"==$(cuda_of_pytorch).*"
 }
 
 compile_transformer_engine() { # with this command
-    local cuda=$PWD/.venv/cuda/nvidia/cu13
+    local cuda=$PWD/.venv/cuda/nvidia/cu13 pinned=.venv/cuda/pinned.txt
+    mkdir -p .venv/cuda
+    grep -oE '^[^ ]+==[^ ]+' requirements.lock >"$pinned" # without hashes, which pip would then want of everything
     PATH=$PWD/.venv/bin:$PATH CUDA_HOME=$cuda CPATH=$cuda/include${CPATH:+:$CPATH} NVTE_FRAMEWORK=pytorch \
         NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0 \
-        "$@" --no-build-isolation --no-cache-dir --constraint requirements.lock --editable ".[gpu]"
+        "$@" --no-build-isolation --no-cache-dir --constraint "$pinned" --editable ".[gpu]"
 }
 
 install_base() {

@@ -27,6 +27,13 @@ case "$*" in *"[gpu]"*) exit "${GPU_FAILS:-0}" ;; esac
 """
 
 
+PYTORCH = """
+import os
+from types import SimpleNamespace
+version = SimpleNamespace(cuda=os.environ.get("CUDA", "13.0"))
+"""
+
+
 @pytest.fixture
 def setup(tmp_path):
     """Runs the script in the copy: its exit code, what it said, and the calls of the installer."""
@@ -35,7 +42,7 @@ def setup(tmp_path):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name)
     (tools / "torch").mkdir(parents=True)
-    (tools / "torch" / "__init__.py").write_text("from types import SimpleNamespace as N\nversion = N(cuda='13.0')")
+    (tools / "torch" / "__init__.py").write_text(PYTORCH)
     (tools / "uv").write_text(INSTALLER)
     (tools / "uv").chmod(0o755)
     environment = os.environ | {
@@ -73,7 +80,7 @@ def test_transformer_engine_is_compiled_for_this_pytorch(setup):
     assert any("nvidia-cuda-crt==13.0.*" in call for call in calls), "headers of the CUDA that torch is built for"
     (call,) = of_transformer_engine(calls)
     arguments, told = call.split(" | ")
-    assert "--no-build-isolation --no-cache-dir --constraint requirements.lock --editable .[gpu]" in arguments
+    assert "--no-build-isolation --no-cache-dir --constraint .venv/cuda/pinned.txt --editable .[gpu]" in arguments
     assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in told and f"CUDA_HOME={setup.clone}/.venv/" in told
     # It stays, and nobody has to ask for it again.
     assert setup("--gpu") == (0, "", []) and setup() == (0, "", [])
@@ -93,6 +100,8 @@ def test_all_else_is_there_where_it_cannot_be_compiled(setup):
     assert code == 1 and "no C++ compiler (no-such-compiler): install g++" in said
     assert "trains without it" in said and not of_transformer_engine(calls)
     assert setup() == (0, "", [])
+    code, said, _ = setup("--gpu", CUDA="12.8")
+    assert code == 1 and "wants a PyTorch for CUDA 13, not for 12.8" in said
     assert setup("--gpu", GPU_FAILS="1")[0] == 1
     assert setup() == (0, "", [])
     code, _, calls = setup("--gpu")
