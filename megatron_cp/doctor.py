@@ -35,7 +35,7 @@ _SECONDS_TO_IMPORT = 300
 class Library:
     """``note``: what it is for or what is odd about it; ``module`` is what ``--try`` imports.
 
-    ``for_gpus``: it cannot be imported where there is no driver, and nothing here imports it there.
+    ``for_gpus``: without a driver it may not be importable, and nothing of ours imports it there.
     """
 
     name: str
