@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_cp import launcher
 from megatron_cp.config import RunConfig
-from megatron_cp.errors import RuntimeFault, shown
+from megatron_cp.errors import DataError, RuntimeFault, shown
 from megatron_cp.parallel import staged
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ def start_distributed(config: RunConfig) -> None:
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-    except RuntimeFault:
+    except (RuntimeFault, DataError):
         raise
     except (ValueError, RuntimeError) as error:
         raise RuntimeFault(
@@ -68,6 +70,7 @@ def _meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> 
     """Wait for all ranks.
 
     Raises:
+        DataError: one has said why it does not come.
         RuntimeFault: some have not come; torch would say so by the name of a key, or later, or not at all.
     """
     store.set(f"here_{rank}", "")
@@ -83,6 +86,30 @@ def _meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> 
             "launchers have said is the reason.",
             on_all_ranks="0" not in missing,
         ) from error
+    if _others_can_be_told() and store.check(["gone"]):
+        raise DataError(store.get("gone").decode())
+
+
+def tell_those_who_wait(reason: Exception) -> None:
+    """Tell ranks of other nodes, which wait in :func:`start_distributed` or soon will, that this one does not come."""
+    if not _others_can_be_told():
+        return
+    with contextlib.suppress(RuntimeError, ValueError):  # who keeps the store may be gone, too
+        store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=5)))
+        store = dist.PrefixStore(_attempt(), store)
+        store.set("gone", f"rank {rank}, on {socket.gethostname()}, ended before all had met: {reason}")
+        store.set("all_here", "")
+
+
+def _others_can_be_told() -> bool:
+    """Whether there are other nodes and a launcher that keeps the store. (It ends those of its own node itself; and
+    what was said in a first start would be heard in the next.)"""
+    said = os.environ
+    return (
+        said.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and said.get("LOCAL_WORLD_SIZE") != said.get("WORLD_SIZE")
+        and said.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    )
 
 
 def _attempt() -> str:

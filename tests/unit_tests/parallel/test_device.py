@@ -1,14 +1,15 @@
 """Starting torch.distributed."""
 
 import os
+import socket
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_cp.config import DistributedConfig, RunConfig
-from megatron_cp.errors import RuntimeFault
-from megatron_cp.parallel.device import start_distributed
+from megatron_cp.errors import DataError, RuntimeFault
+from megatron_cp.parallel.device import start_distributed, tell_those_who_wait
 from tests.ranks import run_ranks
 
 
@@ -54,6 +55,32 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     )
     launcher = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     assert run_ranks(meeting, 4, launcher.port, 4) == [""] * 4
+
+
+def with_one_that_cannot(port: int, restarts: str) -> str:
+    """What two of three ranks, on two nodes, hear of the last one."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": restarts}
+    if os.environ["RANK"] == "2":
+        tell_those_who_wait(DataError("corpus.bin: no such file"))
+        return ""
+    try:
+        start_distributed(RunConfig(dist=DistributedConfig(distributed_timeout_minutes=1 if restarts == "0" else 0.02)))
+    except (DataError, RuntimeFault) as fault:
+        return str(fault)
+    return "met"
+
+
+def test_a_rank_that_cannot_come_says_why_to_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
+    launcher = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    heard = run_ranks(with_one_that_cannot, 3, launcher.port, "0")
+    said = f"rank 2, on {socket.gethostname()}, ended before all had met: corpus.bin: no such file"
+    assert heard == [said, said, ""]
+    # Started again the ranks have the same store.
+    launcher = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    heard = run_ranks(with_one_that_cannot, 3, launcher.port, "1")
+    assert heard[0].startswith("rank 2 did not come within 0.02 minutes")
 
 
 def compile_threads() -> int:
