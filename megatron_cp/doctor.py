@@ -85,26 +85,16 @@ def survey() -> Survey:
             "transformer_engine.pytorch",
             for_gpus=True,
         ),
-        Library(
-            "flash-attn",
-            installed_version("flash-attn"),
-            "for Transformer Engine, optional",
-            "flash_attn",
-            for_gpus=True,
-        ),
+        _optional("flash-attn", "for Transformer Engine"),
         _apex(),
-        *(
-            Library(
-                name,
-                installed_version(name),
-                "fused Mamba layers on GPUs, optional",
-                name.replace("-", "_"),
-                for_gpus=True,
-            )
-            for name in ("mamba-ssm", "causal-conv1d")
-        ),
+        _optional("mamba-ssm", "fused Mamba layers on GPUs"),
+        _optional("causal-conv1d", "fused Mamba layers on GPUs"),
     )
     return Survey(Environment.detect(), read_driver(), libraries, torch_cuda)
+
+
+def _optional(name: str, use: str) -> Library:
+    return Library(name, installed_version(name), f"{use}, optional", name.replace("-", "_"), for_gpus=True)
 
 
 def _torch_cuda() -> str | None:

@@ -126,8 +126,8 @@ can_compile() {
 
 # Transformer Engine's part for PyTorch is published as source and works with the PyTorch alone that it was compiled
 # for. An isolated build would compile it for the newest, not for ours; not forced, it would look elsewhere for what
-# somebody else has compiled; from a cache, it could be another PyTorch's. PyTorch's packages have most of CUDA's headers;
-# the others come from the package index too, so that no toolkit is needed. NCCL's part for experts wants a newer NCCL.
+# somebody else has compiled; from a cache, it could be another PyTorch's. PyTorch's packages have most of CUDA's
+# headers, and the index has the others, so that no toolkit is needed. NCCL's part for experts wants a newer NCCL.
 fetch_to_compile() { # with this command
     "$@" --quiet ninja wheel &&
         "$@" --target .venv/cuda --upgrade --no-deps --quiet "nvidia-cuda-"{nvcc,crt,cccl}"==$(cuda_of_pytorch).*"
@@ -152,8 +152,8 @@ install_base() {
             exit 1
         fi
     fi
-    # What commands and ranks import, compiled now: else four ranks would do it at the same time, and where Python may not
-    # write byte code, at each start again (6 s of CPU time a rank).
+    # What commands and ranks import, compiled now: else four ranks would do it at the same time, and where Python may
+    # not write byte code, at each start again (6 s of CPU time a rank).
     local packages
     packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     .venv/bin/python -m compileall -q "$packages"/{antlr4,hydra,omegaconf,yaml} || true
