@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/slurm/train.sbatch"
 
 SRUN = """#!/usr/bin/env bash
-shift  # --kill-on-bad-exit=1
+while [[ $1 == --* ]]; do export SRUN_SAW="${SRUN_SAW:-}$1 "; shift; done
 pids=()
 for ((node = 0; node < SLURM_NNODES; node++)); do
     SLURM_NODEID=$node "$@" & pids+=($!)
@@ -31,7 +31,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "SLURM_JOB_ID": str(random.randrange(100_000)),
         "SLURM_JOB_NODELIST": "localhost,localhost",
@@ -41,13 +41,28 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_each_node_gets_its_command(cluster: dict[str, str], tmp_path: Path) -> None:
-    """With Python replaced by echo: the options, and overrides with spaces and brackets, arrive as given."""
+@pytest.mark.parametrize(
+    ("sbatch_said", "srun_options"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "64"}, "--kill-on-bad-exit=1 --cpus-per-task=64 "),
+        ({}, "--kill-on-bad-exit=1 "),
+    ],
+)
+def test_each_node_gets_its_command(
+    cluster: dict[str, str], tmp_path: Path, sbatch_said: dict[str, str], srun_options: str
+) -> None:
+    """With Python replaced by echo: the options, and overrides with spaces and brackets, arrive as given.
+
+    srun is told of the CPUs, where sbatch was: it does not take them from there, and would bind a node's processes to
+    one core.
+    """
     (tmp_path / ".venv/bin").mkdir(parents=True)
     # One write a line: both nodes print to the same pipe at the same time.
-    (tmp_path / ".venv/bin/python").write_text('#!/bin/sh\nline=$(printf "<%s>" "$@")\nprintf "%s\\n" "$line"\n')
+    (tmp_path / ".venv/bin/python").write_text(
+        '#!/bin/sh\nline=$(printf "<%s>" "$SRUN_SAW" "$@")\nprintf "%s\\n" "$line"\n'
+    )
     (tmp_path / ".venv/bin/python").chmod(0o755)
-    cluster |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "8"}
+    cluster |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "8"} | sbatch_said
     del cluster["PROCESSES_PER_NODE"]
     arguments = ["--recipe", "r", "dataset.data_path=/a b/c", "model.hierarchical_context_parallel_sizes=[2,2]"]
     done = subprocess.run([SCRIPT, *arguments], env=cluster, capture_output=True, text=True, check=True)
@@ -56,7 +71,7 @@ def test_each_node_gets_its_command(cluster: dict[str, str], tmp_path: Path) -> 
     for node, line in enumerate(lines):
         options, recipe = line.split("<scripts/training/run_recipe.py>")
         assert options == (
-            f"<-m><megatron_cp.torchrun><--nnodes=2><--node_rank={node}><--nproc_per_node=8>"
+            f"<{srun_options}><-m><megatron_cp.torchrun><--nnodes=2><--node_rank={node}><--nproc_per_node=8>"
             "<--master_addr=localhost><--master_port=20007>"
         )
         assert re.findall("<(.*?)>", recipe) == arguments
