@@ -29,8 +29,8 @@ base_is_current() { [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wan
 gpu_is_current() { [[ -z $gpu || ( -f $compiled && $(<"$compiled") == "$compiled_as" ) ]]; }
 is_current() { base_is_current && gpu_is_current; }
 
-is_right_python() { # 3.12 or newer; a pyenv shim can be there and still not run
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
+is_right_python() { # one that requirements.lock has wheels for; a pyenv shim can be there and still not run
+    "$1" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 15))' >/dev/null 2>&1
 }
 
 find_python() {
@@ -40,7 +40,7 @@ find_python() {
         candidates+=("$candidate")
     fi
     candidates+=("${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python3.12 /usr/bin/python3.12 /usr/local/bin/python3.12)
-    candidates+=(python3 /usr/bin/python3 python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[3-9]*/bin/python3)
+    candidates+=(python3 /usr/bin/python3 python3.13 python3.14 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[34]*/bin/python3)
     for candidate in "${candidates[@]}"; do
         if is_right_python "$candidate"; then
             # The interpreter itself, not a shim that asks the current folder which one it is.
@@ -48,7 +48,7 @@ find_python() {
             return
         fi
     done
-    echo "setup: no Python 3.12 found (looked on PATH, for uv's and for pyenv's). Install one, for instance with" \
+    echo "setup: no Python 3.12, 3.13 or 3.14 found (looked on PATH, for uv's and for pyenv's). Install one, for instance with" \
         "'uv python install 3.12', 'pyenv install 3.12' or your system's packages, and run this again." >&2
     return 1
 }

@@ -6,6 +6,7 @@ What is really installed is seen wherever these tests run, but for Transformer E
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,11 @@ INSTALLER = """#!/bin/sh
 echo "$* | $(env | grep -e ^NVTE -e ^CUDA_HOME | sort | tr '\\n' ' ')" >>"$CALLS"
 case "$*" in *"[gpu]"*) exit "${GPU_FAILS:-0}" ;; esac
 """
-
+# A Python of another version, which is not there when it is chosen.
+PYTHON = """#!/bin/sh
+[ "$1" = -c ] && exec {python} -c "import sys; sys.version_info = {version}; sys._base_executable = '/nowhere'; $2"
+exit 1
+"""
 
 PYTORCH = """
 import os
@@ -58,7 +63,7 @@ def setup(tmp_path):
         done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=120)
         return done.returncode, done.stderr, calls.read_text().splitlines()
 
-    run.clone = clone
+    run.clone, run.tools = clone, tools
     return run
 
 
@@ -72,6 +77,15 @@ def test_without_gpus(setup):
     assert setup() == (0, "", [])
     code, said, calls = setup("--gpus")
     assert code == 2 and said == "setup: no option --gpus; there is --gpu\n" and not calls
+
+
+@pytest.mark.parametrize("version", [(3, 11, 9), (3, 15, 0)])
+def test_a_python_without_wheels_is_passed_over(setup, version):
+    python = setup.tools / "python3.12"
+    python.write_text(PYTHON.format(python=sys.executable, version=version))
+    python.chmod(0o755)
+    code, said, calls = setup()
+    assert code == 0 and calls, said
 
 
 def test_transformer_engine_is_compiled_for_this_pytorch(setup):

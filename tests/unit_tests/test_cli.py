@@ -1,6 +1,7 @@
 """The command line: exit codes, messages, what it prints, and that it stays light."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -300,7 +301,7 @@ def test_the_script_is_the_train_command():
 
 def test_a_reader_that_leaves_early_is_no_error():
     process = subprocess.run(
-        f"{sys.executable} -m megatron_cp train --recipe {TINY} --print-config | head -1",
+        f"{shlex.quote(sys.executable)} -m megatron_cp train --recipe {TINY} --print-config | head -1",
         shell=True, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert process.stdout == "model:\n" and "Traceback" not in process.stderr
@@ -317,7 +318,7 @@ def test_a_reader_that_leaves_early_is_no_error():
 )
 def test_an_output_that_cannot_be_written_is_no_traceback(command, code, said):
     done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m megatron_cp {command}"],
+        ["bash", "-o", "pipefail", "-c", f"{shlex.quote(sys.executable)} -m megatron_cp {command}"],
         cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (code, said)

@@ -244,7 +244,8 @@ def test_data_workers_leave_a_signal_to_their_rank(cli: Any, tmp_path: Path) -> 
     def ask_all() -> None:
         workers = [str(each.pid) for each in psutil.Process().children()]
         assert workers
-        subprocess.run(["kill", *workers, str(os.getpid())], check=True)  # torch obeys where it is the rank that asks
+        # By another process: torch obeys where it is the rank that asks.
+        subprocess.run(["sh", "-c", 'kill "$@"', "sh", *workers, str(os.getpid())], check=True)
         time.sleep(0.5)
 
     arguments = ["train.train_iters=50", "dataset.num_workers=1"]

@@ -1,0 +1,151 @@
+"""The Slurm script under Slurm itself: a cluster of two "nodes" on this machine (Debian: slurm-wlm and munge)."""
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+DAEMONS = {
+    name: shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in ("munged", "slurmctld", "slurmd")
+}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(None in DAEMONS.values(), reason="needs Slurm (slurmctld, slurmd, munged)"),
+]
+
+# Tasks are bound to as many cores as they ask for.
+CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={host}
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/affinity
+TaskPluginParam=autobind=cores
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+MpiDefault=none
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmdSpoolDir={folder}/%n
+StateSaveLocation={folder}
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+NodeName=first NodeHostname={host} Port={ports[1]} CPUs=2
+NodeName=second NodeHostname={host} Port={ports[2]} CPUs=2
+PartitionName=all Nodes=ALL Default=YES
+"""
+
+
+@pytest.fixture
+def slurm() -> Iterator[Callable[..., str]]:
+    """Calls a command of Slurm and returns what it prints."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm"))  # sockets' paths are short
+    (folder / "munge.key").write_bytes(os.urandom(1024))
+    (folder / "munge.key").chmod(0o400)
+    ports = [free_port() for _ in range(3)]
+    configuration = CONFIGURATION.format(folder=folder, host=socket.gethostname(), user=getpass.getuser(), ports=ports)
+    (folder / "slurm.conf").write_text(configuration)
+    version = subprocess.run([str(DAEMONS["slurmd"]), "-V"], capture_output=True, text=True, check=True).stdout.split()[
+        -1
+    ]
+    if int(version.split(".")[0]) > 22:  # older ones do not look for cgroups where nothing asks for them
+        (folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment["SLURM_CONF"] = str(folder / "slurm.conf")
+    munge = [
+        "--force",
+        "--foreground",
+        *(f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")),
+    ]
+    daemons = []
+
+    def start(name: str, *arguments: str) -> None:
+        command = [str(DAEMONS[name]), *arguments]
+        daemons.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
+
+    def call(*command: str, **more: str) -> str:
+        done = subprocess.run(command, env=environment | more, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    try:
+        start("munged", *munge, f"--socket={folder}/munge.socket")
+        wait_for((folder / "munge.socket").exists)
+        start("slurmctld", "-D")
+        for node in ("first", "second"):
+            start("slurmd", "-D", "-N", node)
+        wait_for(lambda: "2 idle" in call("sinfo", "--noheader", "--format=%D %t"))
+        yield call
+    finally:
+        with suppress(AssertionError):  # a controller that did not come has no jobs
+            call("scancel", f"--user={getpass.getuser()}")
+            wait_for(lambda: not call("squeue", "--noheader"), seconds=60)
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            daemon.wait(timeout=60)
+        shutil.rmtree(folder)
+
+
+def wait_for(done: Callable[[], Any], seconds: float = 240) -> Any:
+    end = time.monotonic() + seconds
+    while not (value := done()):
+        assert time.monotonic() < end
+        time.sleep(0.5)
+    return value
+
+
+def cores_of_ranks(job: str) -> list[int]:
+    """How many cores each process of this job that is a rank may use."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+            if f"SLURM_JOB_ID={job}".encode() in environment and any(each.startswith(b"RANK=") for each in environment):
+                found.append(len(os.sched_getaffinity(int(process.name))))
+        except OSError:  # another user's, or gone
+            continue
+    return found
+
+
+def has_trained(log: Path) -> bool:
+    return log.exists() and " iteration " in log.read_text()
+
+
+def test_a_job_that_is_told_to_stop_saves_and_goes_on(slurm: Callable[..., str], tmp_path: Path) -> None:
+    """Two nodes of two ranks, each rank on any of its node's cores; what Slurm sends before a time limit; once more."""
+    run, saved = tmp_path / "run", 0
+    options = ["--parsable", "--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2"]
+    settings = ["--recipe", "llama_tiny_pretrain_config", f"checkpoint.save={run}", "train.train_iters=5000"]
+    for again in (False, True):
+        log = tmp_path / f"{again}.log"
+        script = ["scripts/slurm/train.sbatch", *settings]
+        job = slurm("sbatch", *options, f"--output={log}", *script, PROCESSES_PER_NODE="2", MASTER_ADDR="localhost")
+        wait_for(partial(has_trained, log))
+        assert cores_of_ranks(job) == [min(2, len(os.sched_getaffinity(0)))] * 4
+
+        slurm("scancel", "--signal=TERM", job)
+        wait_for(lambda: not slurm("squeue", "--noheader"))
+        said = log.read_text()
+        assert said.count("SIGTERM: the ranks were told and ended with 143\n") == 2, said
+        assert (f"resumed from iteration {saved} " in said) == again
+        before, saved = saved, int((run / "latest_checkpointed_iteration.txt").read_text())
+        assert saved > before
