@@ -98,6 +98,8 @@ class BatchIterator:
             generator=torch.Generator(),
             worker_init_fn=_leave_stopping_to_the_rank,
             num_workers=self._num_workers,
+            # Python 3.14 would have each of them import torch and megatron-core anew, without what backend/ changes.
+            multiprocessing_context="fork" if self._num_workers else None,
         )
         return iter(loader)
 

@@ -1,4 +1,5 @@
 import itertools
+import multiprocessing
 
 import pytest
 import torch
@@ -95,6 +96,19 @@ def test_the_models_random_numbers_are_left_alone(num_workers: int) -> None:
     state = torch.get_rng_state()
     next(BatchIterator(Numbered(4), global_batch_size=2, micro_batch_size=1, num_workers=num_workers))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_workers_are_as_their_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked, whatever a Python does by default: what backend/ has changed is changed in them, too."""
+
+    class HereOnly(Numbered):
+        """No other interpreter could make one."""
+
+    monkeypatch.setattr(
+        multiprocessing.context._default_context, "_actual_context", multiprocessing.get_context("forkserver")
+    )
+    batches = BatchIterator(HereOnly(4), global_batch_size=2, micro_batch_size=2, num_workers=1)
+    assert next(batches)["tokens"][:, 0].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
