@@ -63,10 +63,8 @@ def slurm() -> Iterator[Callable[..., str]]:
     ports = [free_port() for _ in range(3)]
     configuration = CONFIGURATION.format(folder=folder, host=socket.gethostname(), user=getpass.getuser(), ports=ports)
     (folder / "slurm.conf").write_text(configuration)
-    version = subprocess.run([str(DAEMONS["slurmd"]), "-V"], capture_output=True, text=True, check=True).stdout.split()[
-        -1
-    ]
-    if int(version.split(".")[0]) > 22:  # older ones do not look for cgroups where nothing asks for them
+    version = subprocess.run([str(DAEMONS["slurmd"]), "-V"], capture_output=True, text=True, check=True).stdout
+    if int(version.split()[-1].split(".")[0]) > 22:  # older ones do not look for cgroups where nothing asks for them
         (folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     environment["SLURM_CONF"] = str(folder / "slurm.conf")
