@@ -48,8 +48,8 @@ find_python() {
             return
         fi
     done
-    echo "setup: no Python 3.12, 3.13 or 3.14 found (looked on PATH, for uv's and for pyenv's). Install one, for instance with" \
-        "'uv python install 3.12', 'pyenv install 3.12' or your system's packages, and run this again." >&2
+    echo "setup: no Python 3.12, 3.13 or 3.14 found (looked on PATH, for uv's and for pyenv's). Install one, for" \
+        "instance with 'uv python install 3.12', 'pyenv install 3.12' or your system's packages, and run this again." >&2
     return 1
 }
 

@@ -68,6 +68,11 @@ def slurm() -> Iterator[Callable[..., str]]:
         (folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     environment["SLURM_CONF"] = str(folder / "slurm.conf")
+    # Where launchers meet: the nodes' own names are known to Slurm only.
+    (folder / "bin").mkdir()
+    (folder / "bin" / "scontrol").write_text("#!/bin/sh\necho localhost\n")
+    (folder / "bin" / "scontrol").chmod(0o755)
+    environment["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
     munge = [
         "--force",
         "--foreground",
@@ -136,7 +141,7 @@ def test_a_job_that_is_told_to_stop_saves_and_goes_on(slurm: Callable[..., str],
     for again in (False, True):
         log = tmp_path / f"{again}.log"
         script = ["scripts/slurm/train.sbatch", *settings]
-        job = slurm("sbatch", *options, f"--output={log}", *script, PROCESSES_PER_NODE="2", MASTER_ADDR="localhost")
+        job = slurm("sbatch", *options, f"--output={log}", *script, PROCESSES_PER_NODE="2")
         wait_for(partial(has_trained, log))
         assert cores_of_ranks(job) == [min(2, len(os.sched_getaffinity(0)))] * 4
 
