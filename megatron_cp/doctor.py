@@ -182,8 +182,8 @@ def _findings_for(config: RunConfig, found: Survey) -> Iterator[Finding]:
         absent = [name for name in ("mamba-ssm", "causal-conv1d") if found[name].version is None]
         if absent:
             text = (
-                f"install {' and '.join(absent)} for fused Mamba layers, with --no-build-isolation (else they are "
-                "compiled for another PyTorch); plain PyTorch computes them without"
+                f"install {' and '.join(absent)} for fused Mamba layers: in the clone, scripts/setup.sh --mamba; "
+                "plain PyTorch computes them without"
             )
             yield Finding(False, text)
 

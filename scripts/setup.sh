@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Make .venv as requirements.lock says; --gpu adds Transformer Engine, and later calls then keep it. quickstart.sh
-# and test.sh call this first; it returns at once when .venv is current. Safe to interrupt, and to run twice at once.
+# Make .venv as requirements.lock says; --gpu adds Transformer Engine, --mamba the kernels of mamba-ssm, and later calls
+# keep them. quickstart.sh and test.sh call this first; it returns at once when .venv is current. Safe to interrupt, and
+# to run twice at once.
 set -euo pipefail
-gpu=""
+extras=() # of pyproject.toml, to be compiled
 for argument in "$@"; do
     case $argument in
-        --gpu) gpu=yes ;;
-        -h | --help) sed -n '2,3p' "${BASH_SOURCE[0]}" | cut -c3- && exit 0 ;;
-        *) echo "setup: no option $argument; there is --gpu" >&2 && exit 2 ;;
+        --gpu | --mamba) extras+=("${argument#--}") ;;
+        -h | --help) sed -n '2,4p' "${BASH_SOURCE[0]}" | cut -c3- && exit 0 ;;
+        *) echo "setup: no option $argument; there are --gpu and --mamba" >&2 && exit 2 ;;
     esac
 done
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,19 +16,27 @@ cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 stamp=.venv/.megatron-cp-setup           # written last: what was installed
 place=.venv/.megatron-cp-place           # where: scripts in a virtual environment hold absolute paths
 unfinished=.venv/.megatron-cp-unfinished # there while packages are being unpacked
-compiled=.venv/.megatron-cp-gpu          # with --gpu: which Transformer Engine, compiled for which PyTorch
+compiled=.venv/.megatron-cp-             # and an extra's name: what of it was compiled, for which PyTorch
 
 te=tests/te_on_cpu/requirements.txt      # for tests: into .venv/te
 mamba=tests/mamba_on_cpu/requirements.txt # for tests: into .venv/mamba
 
 wanted=$({ echo "$PWD"; cat requirements.lock pyproject.toml "$te" "$mamba" scripts/setup.sh; } | sha256sum)
 
-compiled_as=$(grep --no-filename -e '^torch==' -e '^gpu = ' requirements.lock pyproject.toml)
-[[ -f $compiled ]] && gpu=yes
+for extra in gpu mamba; do
+    [[ " ${extras[*]} " == *" $extra "* || ! -f $compiled$extra ]] || extras+=("$extra")
+done
 
+compiled_as() { grep --no-filename -e '^torch==' -e "^$1 = " requirements.lock pyproject.toml; } # this extra
+is_compiled() { [[ -f $compiled$1 && $(<"$compiled$1") == "$(compiled_as "$1")" ]]; }
 base_is_current() { [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; }
-gpu_is_current() { [[ -z $gpu || ( -f $compiled && $(<"$compiled") == "$compiled_as" ) ]]; }
-is_current() { base_is_current && gpu_is_current; }
+to_compile() {
+    local extra
+    for extra in "${extras[@]}"; do
+        is_compiled "$extra" || echo "$extra"
+    done
+}
+is_current() { base_is_current && [[ -z $(to_compile) ]]; }
 
 is_right_python() { # one that requirements.lock has wheels for; a pyenv shim can be there and still not run
     "$1" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 15))' >/dev/null 2>&1
@@ -114,32 +123,45 @@ install_with_pip() { # slower, but reads every setting that a machine's pip has
 
 cuda_of_pytorch() { .venv/bin/python -c 'import torch; print(torch.version.cuda)'; } # 13.0, say, or None
 
-can_compile() {
-    local headers cuda can=yes
+can_compile() { # this extra
+    local extra=$1 headers cuda can=yes
     cuda=$(cuda_of_pytorch)
-    [[ $cuda == 13.* ]] || { can="" && echo "setup: Transformer Engine wants a PyTorch for CUDA 13, not for $cuda" >&2; }
+    [[ $cuda == 13.* ]] || { can="" && echo "setup: --$extra wants a PyTorch for CUDA 13, not for $cuda" >&2; }
     headers=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
     command -v "${CXX:-c++}" >/dev/null || { can="" && echo "setup: no C++ compiler (${CXX:-c++}): install g++" >&2; }
     [[ -f $headers/Python.h ]] || { can="" && echo "setup: no $headers/Python.h: install python3-dev" >&2; }
     [[ $can ]]
 }
 
-# Transformer Engine's part for PyTorch is published as source and works with the PyTorch alone that it was compiled
-# for. An isolated build would compile it for the newest, not for ours; not forced, it would look elsewhere for what
-# somebody else has compiled; from a cache, it could be another PyTorch's. PyTorch's packages have most of CUDA's
-# headers, and the index has the others, so that no toolkit is needed. NCCL's part for experts wants a newer NCCL.
+# What is published as source works with the PyTorch alone that it was compiled for. An isolated build would compile it
+# for the newest, not for ours; not forced, it would look elsewhere for what somebody else has compiled; from a cache, it
+# could be another PyTorch's. PyTorch's packages have CUDA's libraries and most of its headers, and the index has the
+# rest and the compiler, so that no toolkit is needed. Transformer Engine's part for experts wants a newer NCCL.
 fetch_to_compile() { # with this command
     "$@" --quiet ninja wheel &&
-        "$@" --target .venv/cuda --upgrade --no-deps --quiet "nvidia-cuda-"{nvcc,crt,cccl}"==$(cuda_of_pytorch).*"
+        "$@" --target .venv/cuda --upgrade --no-deps --quiet \
+            nvidia-{cuda-nvcc,cuda-crt,cuda-cccl,nvvm}"==$(cuda_of_pytorch).*"
 }
 
-compile_transformer_engine() { # with this command
-    local cuda=$PWD/.venv/cuda/nvidia/cu13 pinned=.venv/cuda/pinned.txt
-    mkdir -p .venv/cuda
+jobs_that_fit() { # one a core and a job's four compilers a 8 GiB
+    local fit cores
+    fit=$(awk '/MemAvailable/ { print int($2 / 8388608) }' /proc/meminfo)
+    cores=$(nproc)
+    echo $((fit < 1 ? 1 : fit < cores ? fit : cores))
+}
+
+compile() { # this extra, with this command
+    local extra=$1 cuda=$PWD/.venv/cuda/nvidia/cu13 pinned=.venv/cuda/pinned.txt libraries
+    shift
     grep -oE '^[^ ]+==[^ ]+' requirements.lock >"$pinned" # without hashes, which pip would then want of everything
-    PATH=$PWD/.venv/bin:$PATH CUDA_HOME=$cuda CPATH=$cuda/include${CPATH:+:$CPATH} NVTE_FRAMEWORK=pytorch \
-        NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0 \
-        "$@" --no-build-isolation --no-cache-dir --constraint "$pinned" --editable ".[gpu]"
+    libraries=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13
+    mkdir -p "$cuda/lib"
+    ln -sf "$libraries/lib/libcudart.so.13" "$cuda/lib/libcudart.so" # the name that a linker looks for
+    PATH=$PWD/.venv/bin:$PATH CUDA_HOME=$cuda CPATH=$cuda/include:$libraries/include${CPATH:+:$CPATH} \
+        LIBRARY_PATH=$cuda/lib${LIBRARY_PATH:+:$LIBRARY_PATH} MAX_JOBS=${MAX_JOBS:-$(jobs_that_fit)} \
+        NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0 \
+        MAMBA_FORCE_BUILD=${MAMBA_FORCE_BUILD:-TRUE} CAUSAL_CONV1D_FORCE_BUILD=${MAMBA_FORCE_BUILD:-TRUE} \
+        "$@" --no-build-isolation --no-cache-dir --constraint "$pinned" --editable ".[$extra]"
 }
 
 install_base() {
@@ -165,15 +187,18 @@ import matplotlib.pyplot, torch._dynamo, torch.distributed.run, torch.utils.tens
     printf '%s\n' "$wanted" >"$stamp"
 }
 
-add_transformer_engine() {
+add() { # this extra
     local uv pip
-    can_compile || return
+    can_compile "$1" || return
     find_pip
-    echo "setup: compiling Transformer Engine for this PyTorch, some minutes" >&2
+    case $1 in
+        gpu) echo "setup: compiling Transformer Engine for this PyTorch, some minutes" >&2 ;;
+        mamba) echo "setup: compiling mamba-ssm for this PyTorch and all kinds of GPUs, some two hours of one core" >&2 ;;
+    esac
     if uv=$(find_uv "$python") && fetch_to_compile "$uv" pip install --python .venv/bin/python; then
-        compile_transformer_engine "$uv" pip install --python .venv/bin/python
+        compile "$1" "$uv" pip install --python .venv/bin/python
     else
-        fetch_to_compile "${pip[@]}" install && compile_transformer_engine "${pip[@]}" install
+        fetch_to_compile "${pip[@]}" install && compile "$1" "${pip[@]}" install
     fi
 }
 
@@ -190,7 +215,11 @@ fi
 
 # A half-unpacked package can look installed, a moved .venv has wrong paths inside, and what was compiled for another
 # PyTorch does not work: start afresh.
-if [[ -e $unfinished || ( -f $place && $(<"$place") != "$PWD" ) ]] || { [[ -f $compiled ]] && ! gpu_is_current; }; then
+stale=""
+for extra in $(to_compile); do
+    [[ ! -f $compiled$extra ]] || stale=yes
+done
+if [[ -e $unfinished || ( -f $place && $(<"$place") != "$PWD" ) || $stale ]]; then
     rm -rf .venv
 fi
 python=$(find_python)
@@ -203,11 +232,11 @@ follow_pip_configuration "$python"
 if ! base_is_current; then
     install_base
 fi
-if ! gpu_is_current; then
-    if ! add_transformer_engine; then
-        echo "setup: Transformer Engine could not be added (see above). All else is there, and trains without it." >&2
+for extra in $(to_compile); do
+    if ! add "$extra"; then
+        echo "setup: --$extra could not be done (see above). All else is there, and trains without it." >&2
         exit 1
     fi
     rm -rf .venv/cuda
-    printf '%s\n' "$compiled_as" >"$compiled"
-fi
+    compiled_as "$extra" >"$compiled$extra"
+done

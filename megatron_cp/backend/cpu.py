@@ -35,9 +35,10 @@ _MODULES_WITH_CUDA_LITERALS = (
 )
 _TENSOR_FACTORIES = ("tensor", "empty", "empty_like", "zeros", "zeros_like", "ones", "full", "arange")
 
-# megatron-core takes their fused optimizers and norms where they can be imported, whatever device its tensors are on;
-# and without a driver importing the first one raises something else than the ImportError that is expected.
-PACKAGES_FOR_GPUS = ("transformer_engine", "apex", "amp_C")
+# megatron-core takes the fused optimizers and norms of the first three where they can be imported, whatever device its
+# tensors are on; and without a driver importing the first one raises something else than the ImportError that is
+# expected. The others take seconds to import.
+PACKAGES_FOR_GPUS = ("transformer_engine", "apex", "amp_C", "mamba_ssm", "causal_conv1d")
 
 _torch_compile: Callable | None = None
 

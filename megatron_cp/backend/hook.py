@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import logging
 import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
-from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.backend.packages import check_transformer_engine
 
 _TARGET = "megatron.core"
 
@@ -49,37 +48,13 @@ def _quieten() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
 
 
-def _check_transformer_engine() -> None:
-    """Where it is installed for a GPU that is there, it must work.
-
-    megatron-core would end in a traceback, or go on without it and say nothing, many times slower.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
-    import torch
-
-    if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
-        return
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
-        message = f"is installed and cannot be imported: {type(error).__name__}: {reason}"
-        fix = (
-            "in the clone, scripts/setup.sh --gpu compiles it for this PyTorch; elsewhere install it anew with "
-            "--no-build-isolation, or uninstall it to train without"
-        )
-        raise ConfigError([Violation("", "error", "Transformer Engine", message, fix)]) from error
-
-
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != _TARGET:
             return None
-        _check_transformer_engine()
+        check_transformer_engine()
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_cp import launcher
+from megatron_cp.backend.packages import check_mamba_ssm
 from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import Datasets, build_datasets
 from megatron_cp.data.parts import has_test_part
@@ -55,6 +56,7 @@ def run(config: RunConfig) -> int:
         vocab_size = _vocab_size(config, tokenizer)
         config = replace(config, model=replace(config.model, vocab_size=vocab_size))  # for its checkpoints to tell
         check_files(config.dataset)
+        check_mamba_ssm(config.model)
         start = find_start(config)
         check_save_folder(config)
     except (ConfigError, DataError) as error:

@@ -80,6 +80,7 @@ def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:
     import torch.distributed as dist
     from rich.console import Console
 
+    from megatron_cp.backend.packages import check_mamba_ssm
     from megatron_cp.parallel.device import start_distributed, stop_distributed
     from megatron_cp.training.agreement import check_all_ranks_agree
     from megatron_cp.training.metrics import start_logging
@@ -88,6 +89,7 @@ def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:
 
     rank = launcher.rank()
     start_logging(rank, live=False)
+    check_mamba_ssm(layout.model)
     start_distributed(layout)
     try:
         check_all_ranks_agree(layout)

@@ -1,9 +1,10 @@
 """``scripts/setup.sh`` in a copy of the files that it reads, with an installer that writes down what it is asked for.
 
-What is really installed is seen wherever these tests run, but for Transformer Engine's compiled part.
+What is really installed is seen wherever these tests run, but for what is compiled for GPUs.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,8 @@ READ = (
 INSTALLER = """#!/bin/sh
 [ "$1" = --version ] && exit 0
 [ "$1" = pip ] || exit 1
-echo "$* | $(env | grep -e ^NVTE -e ^CUDA_HOME | sort | tr '\\n' ' ')" >>"$CALLS"
-case "$*" in *"[gpu]"*) exit "${GPU_FAILS:-0}" ;; esac
+echo "$* | $(env | grep -e ^NVTE -e ^CUDA_HOME -e BUILD= -e ^MAX_JOBS | sort | tr '\\n' ' ')" >>"$CALLS"
+case "$*" in *".["*) exit "${COMPILER_FAILS:-0}" ;; esac
 """
 # A Python of another version, which is not there when it is chosen.
 PYTHON = """#!/bin/sh
@@ -67,16 +68,16 @@ def setup(tmp_path):
     return run
 
 
-def of_transformer_engine(calls):
-    return [call for call in calls if "[gpu]" in call]
+def compiled(calls):
+    return [call for call in calls if "--editable .[" in call]
 
 
 def test_without_gpus(setup):
     code, _, calls = setup()
-    assert code == 0 and "--requirement requirements.lock" in calls[0] and not of_transformer_engine(calls)
+    assert code == 0 and "--requirement requirements.lock" in calls[0] and not compiled(calls)
     assert setup() == (0, "", [])
     code, said, calls = setup("--gpus")
-    assert code == 2 and said == "setup: no option --gpus; there is --gpu\n" and not calls
+    assert code == 2 and said == "setup: no option --gpus; there are --gpu and --mamba\n" and not calls
 
 
 @pytest.mark.parametrize("version", [(3, 11, 9), (3, 15, 0)])
@@ -88,35 +89,59 @@ def test_a_python_without_wheels_is_passed_over(setup, version):
     assert code == 0 and calls, said
 
 
-def test_transformer_engine_is_compiled_for_this_pytorch(setup):
-    code, _, calls = setup("--gpu")
+@pytest.mark.parametrize("extra", ["gpu", "mamba"])
+def test_an_extra_is_compiled_for_this_pytorch(setup, extra):
+    code, _, calls = setup(f"--{extra}")
     assert code == 0 and "--requirement requirements.lock" in calls[0]
-    assert any("nvidia-cuda-crt==13.0.*" in call for call in calls), "headers of the CUDA that torch is built for"
-    (call,) = of_transformer_engine(calls)
+    assert any("nvidia-nvvm==13.0.*" in call for call in calls), "a compiler of the CUDA that torch is built for"
+    (call,) = compiled(calls)
     arguments, told = call.split(" | ")
-    assert "--no-build-isolation --no-cache-dir --constraint .venv/cuda/pinned.txt --editable .[gpu]" in arguments
-    assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in told and f"CUDA_HOME={setup.clone}/.venv/" in told
+    assert f"--no-build-isolation --no-cache-dir --constraint .venv/cuda/pinned.txt --editable .[{extra}]" in arguments
+    assert f"CUDA_HOME={setup.clone}/.venv/" in told
+    for name in ("NVTE_PYTORCH", "MAMBA", "CAUSAL_CONV1D"):
+        assert f" {name}_FORCE_BUILD=TRUE " in f" {told} "
+    assert "SKIP_CUDA_BUILD" not in told and int(re.search(r"MAX_JOBS=(\d+) ", told).group(1)) >= 1
     # It stays, and nobody has to ask for it again.
-    assert setup("--gpu") == (0, "", []) and setup() == (0, "", [])
+    assert setup(f"--{extra}") == (0, "", []) and setup() == (0, "", [])
     kept = setup.clone / ".venv" / "kept"
     kept.touch()
     pyproject = setup.clone / "pyproject.toml"
     pyproject.write_text(pyproject.read_text() + "\n# changed\n")
-    assert not of_transformer_engine(setup()[2]) and kept.exists()
+    assert not compiled(setup()[2]) and kept.exists()
     # What was compiled for one PyTorch does not work with another.
     lock = setup.clone / "requirements.lock"
     lock.write_text(lock.read_text().replace("torch==2.11.0", "torch==2.12.0"))
-    assert len(of_transformer_engine(setup()[2])) == 1 and not kept.exists()
+    assert len(compiled(setup()[2])) == 1 and not kept.exists()
+
+
+def test_both_extras(setup):
+    assert setup("--gpu")[0] == 0
+    code, _, calls = setup("--mamba", MAMBA_FORCE_BUILD="FALSE", MAX_JOBS="3")
+    (call,) = compiled(calls)
+    assert code == 0 and "--editable .[mamba]" in call, "the other one is kept"
+    for told in ("MAMBA_FORCE_BUILD=FALSE", "CAUSAL_CONV1D_FORCE_BUILD=FALSE", "MAX_JOBS=3"):
+        assert f" {told} " in call
+    assert setup("--gpu", "--mamba") == (0, "", [])
+    lock = setup.clone / "requirements.lock"
+    lock.write_text(lock.read_text().replace("torch==2.11.0", "torch==2.12.0"))
+    assert ["[gpu]" in call for call in compiled(setup()[2])] == [True, False]
+
+
+def test_kernels_are_tried_in_the_version_that_is_installed():
+    """Those of mamba-ssm, without a GPU."""
+    tried = (ROOT / "tests" / "mamba_on_cpu" / "requirements.txt").read_text()
+    (extra,) = re.findall(r"^mamba = (.*)$", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert re.findall(r"[\w-]+==[\w.]+", extra) == re.findall(r"^[\w-]+==[\w.]+", tried, flags=re.MULTILINE)
 
 
 def test_all_else_is_there_where_it_cannot_be_compiled(setup):
     code, said, calls = setup("--gpu", CXX="no-such-compiler")
     assert code == 1 and "no C++ compiler (no-such-compiler): install g++" in said
-    assert "trains without it" in said and not of_transformer_engine(calls)
+    assert "trains without it" in said and not compiled(calls)
     assert setup() == (0, "", [])
     code, said, _ = setup("--gpu", CUDA="12.8")
-    assert code == 1 and "wants a PyTorch for CUDA 13, not for 12.8" in said
-    assert setup("--gpu", GPU_FAILS="1")[0] == 1
+    assert code == 1 and "--gpu wants a PyTorch for CUDA 13, not for 12.8" in said
+    assert setup("--gpu", COMPILER_FAILS="1")[0] == 1
     assert setup() == (0, "", [])
     code, _, calls = setup("--gpu")
-    assert code == 0 and len(of_transformer_engine(calls)) == 1
+    assert code == 0 and len(compiled(calls)) == 1

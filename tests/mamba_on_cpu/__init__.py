@@ -10,6 +10,7 @@ kernels and a GPU's memory do.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -46,8 +47,10 @@ def load() -> None:
         raise RuntimeError("there is a GPU: use the real mamba-ssm")
     folder = Path(os.environ[FOLDER])
     sys.path.insert(0, str(folder))  # before the real one, where it is installed too
-    sys.modules.pop("mamba_ssm", None)  # nobody is to take it on a pretended GPU, but for this
     interpret()
+    importlib.import_module("megatron.core")  # which hides them where there is no GPU, as do pretended ones
+    for package in ("mamba_ssm", "causal_conv1d"):
+        del sys.modules[package]
     import triton
 
     autotune = triton.autotune

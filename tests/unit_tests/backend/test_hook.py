@@ -58,19 +58,24 @@ PLANTED = {
     "apex/optimizers.py": "class FusedAdam: ...\nclass FusedSGD: ...",
     "apex/multi_tensor_apply.py": "multi_tensor_applier = None",
     "amp_C.py": "multi_tensor_scale = multi_tensor_l2norm = None",
+    "causal_conv1d/__init__.py": "",
+    "causal_conv1d/cpp_functions.py": "",
+    "mamba_ssm/__init__.py": "",
+    "mamba_ssm/ops/triton/ssd_combined.py": "mamba_split_conv1d_scan_combined = 'taken'",
 }
 TAKEN = """
 import megatron_cp
+from megatron_cp.models.mamba import fused_kernel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import Adam
-print(HAVE_TE, Adam.__module__)
+print(HAVE_TE, Adam.__module__, fused_kernel)
 """
 
 
 def run_beside(folder: Path, packages: dict[str, str], code: str) -> subprocess.CompletedProcess[str]:
     """Python's own process, in which these packages are the first to be found."""
     for name, text in packages.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
     command = [sys.executable, "-c", code]
@@ -81,32 +86,59 @@ def test_what_is_for_gpus_is_not_taken_without_one(tmp_path: Path) -> None:
     """A folder of packages that nodes with and without GPUs share: importing some of them fails here, others compute
     on GPUs only."""
     done = run_beside(tmp_path, PLANTED, TAKEN)
-    assert done.stdout.split() == ["False", "torch.optim.adamw"], done.stderr[-2000:]
+    assert done.stdout.split() == ["False", "torch.optim.adamw", "None"], done.stderr[-2000:]
 
 
 # As it is found on a GPU machine where it was compiled for another PyTorch (it imports, and its part for PyTorch does
 # not), and where a library is missing.
-BROKEN = {
-    "ImportError: undefined symbol: _ZN3c104cuda": {
-        "transformer_engine/__init__.py": "",
-        "transformer_engine/pytorch.py": "raise ImportError('undefined symbol: _ZN3c104cuda\\nmore')",
-    },
-    "OSError: libcudnn.so.9: cannot open": {
-        "transformer_engine/__init__.py": "raise OSError('libcudnn.so.9: cannot open')",
-    },
-}
+UNDEFINED = "undefined symbol: _ZN3c104cuda"
+BROKEN = [
+    (
+        f"Transformer Engine: is installed and transformer_engine.pytorch cannot be imported: ImportError: {UNDEFINED}",
+        "--gpu",
+        {
+            "transformer_engine/__init__.py": "",
+            "transformer_engine/pytorch.py": f"raise ImportError('{UNDEFINED}\\nmore')",
+        },
+    ),
+    (
+        "Transformer Engine: is installed and transformer_engine.pytorch cannot be imported: OSError: no libcudnn.so.9",
+        "--gpu",
+        {"transformer_engine/__init__.py": "raise OSError('no libcudnn.so.9')"},
+    ),
+    (
+        f"mamba-ssm: is installed and causal_conv1d.cpp_functions cannot be imported: ImportError: {UNDEFINED}",
+        "--mamba",
+        {
+            "causal_conv1d/__init__.py": "",
+            "causal_conv1d/cpp_functions.py": f"raise ImportError('{UNDEFINED}')",
+            "mamba_ssm/__init__.py": "",
+            "mamba_ssm/ops/triton/ssd_combined.py": "mamba_split_conv1d_scan_combined = None",
+        },
+    ),
+    (
+        "mamba-ssm: is installed and mamba_ssm.ops.triton.ssd_combined cannot be imported: OSError: no libtvm_ffi.so",
+        "--mamba",
+        {
+            "causal_conv1d/__init__.py": "",
+            "causal_conv1d/cpp_functions.py": "",
+            "mamba_ssm/__init__.py": "raise OSError('no libtvm_ffi.so')",
+        },
+    ),
+]
 WITH_A_GPU = """
 import sys, torch
 torch.cuda.is_available = lambda: True
 from megatron_cp.cli import main
-sys.exit(main(["train", "--recipe", "llama_tiny_pretrain_config", "parallel=none", "dist.distributed_backend=gloo"]))
+sys.exit(main(["train", "--recipe", "mamba_hybrid_tiny_pretrain_config", "parallel=none",
+    "dist.distributed_backend=gloo"]))
 """
 
 
-@pytest.mark.parametrize("reason", BROKEN)
-def test_broken_transformer_engine_is_told(tmp_path: Path, reason: str) -> None:
-    done = run_beside(tmp_path, BROKEN[reason], WITH_A_GPU)
+@pytest.mark.parametrize(("told", "option", "packages"), BROKEN)
+def test_what_is_broken_is_told(tmp_path: Path, told: str, option: str, packages: dict[str, str]) -> None:
+    done = run_beside(tmp_path, packages, WITH_A_GPU)
     assert done.returncode == 2, done.stderr[-2000:]
     lines = done.stderr.splitlines()
-    assert lines[1] == f"error: Transformer Engine: is installed and cannot be imported: {reason}"
-    assert lines[2].startswith("    fix: in the clone, scripts/setup.sh --gpu") and len(lines) == 3
+    assert lines[1] == f"error: {told}"
+    assert lines[2].startswith(f"    fix: in the clone, scripts/setup.sh {option}") and len(lines) == 3
