@@ -23,7 +23,7 @@ def check_transformer_engine() -> None:
 
 
 def check_mamba_ssm(model: ModelConfig) -> None:
-    """And causal-conv1d, without which it is not used. Both take seconds to import: only for models that have use for them.
+    """And causal-conv1d, without which it is not used. They take seconds to import: only for models that use them.
 
     Raises:
         ConfigError: both are installed, one cannot be imported, and there is a GPU.
