@@ -160,7 +160,7 @@ compile() { # this extra, with this command
     PATH=$PWD/.venv/bin:$PATH CUDA_HOME=$cuda CPATH=$cuda/include:$libraries/include${CPATH:+:$CPATH} \
         LIBRARY_PATH=$cuda/lib${LIBRARY_PATH:+:$LIBRARY_PATH} MAX_JOBS=${MAX_JOBS:-$(jobs_that_fit)} \
         NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0 \
-        MAMBA_FORCE_BUILD=${MAMBA_FORCE_BUILD:-TRUE} CAUSAL_CONV1D_FORCE_BUILD=${MAMBA_FORCE_BUILD:-TRUE} \
+        UV_CONCURRENT_BUILDS=1 MAMBA_FORCE_BUILD=${MAMBA_FORCE_BUILD:-TRUE} CAUSAL_CONV1D_FORCE_BUILD=${MAMBA_FORCE_BUILD:-TRUE} \
         "$@" --no-build-isolation --no-cache-dir --constraint "$pinned" --editable ".[$extra]"
 }
 

@@ -28,7 +28,7 @@ def check_mamba_ssm(model: ModelConfig) -> None:
     Raises:
         ConfigError: both are installed, one cannot be imported, and there is a GPU.
     """
-    if model.architecture == "hybrid" and "M" in (model.hybrid_layer_pattern or ""):
+    if "M" in model.parts:
         _check("mamba-ssm", ["causal_conv1d.cpp_functions", "mamba_ssm.ops.triton.ssd_combined"], "--mamba")
 
 

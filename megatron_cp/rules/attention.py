@@ -142,7 +142,7 @@ def determinism(c: Context) -> Iterator[Finding]:
             "env_vars.NCCL_ALGO=Ring",
             severity="warning",
         )
-    if c.environment.device == "gpu" and model.architecture == "hybrid" and "M" in (model.hybrid_layer_pattern or ""):
+    if c.environment.device == "gpu" and "M" in model.parts:
         for name in ("MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC"):
             if c.variable(name) != "1":
                 yield Finding(

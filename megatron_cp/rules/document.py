@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from megatron_cp.rules.rule import SECTIONS, order
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "constraints.md"
 
-_KEYS = ", ".join(f"`{field.name}`" for field in fields(Environment))
+_KEYS = textwrap.fill(", ".join(f"`{field.name}`" for field in fields(Environment)), 118)
 _HEAD = f"""\
 # Constraints
 

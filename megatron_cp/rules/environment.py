@@ -34,6 +34,8 @@ class Environment:
     compute_capability: float | None = None  # 9.0 is Hopper, 10.0 Blackwell
     transformer_engine: str | None = None
     flash_attn: str | None = None
+    mamba_ssm: str | None = None
+    causal_conv1d: str | None = None
     wandb: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -47,6 +49,8 @@ class Environment:
             compute_capability=capability,
             transformer_engine=installed_version("transformer-engine"),
             flash_attn=installed_version("flash-attn"),
+            mamba_ssm=installed_version("mamba-ssm"),
+            causal_conv1d=installed_version("causal-conv1d"),
             wandb=installed_version("wandb"),
             variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLE_PREFIXES)},
         )
@@ -60,7 +64,7 @@ class Environment:
 
     @classmethod
     def describe(cls, text: str) -> Environment:
-        """An environment by name (``gpu``: eight H100 a node, Transformer Engine; ``cpu``) or from a file."""
+        """An environment by name (``gpu``: eight H100 a node, all packages; ``cpu``) or from a file."""
         if text in PRESETS:
             return PRESETS[text]
         path = Path(text)
@@ -92,6 +96,8 @@ PRESETS = {
         compute_capability=9.0,
         transformer_engine="2.17.1",
         flash_attn="2.8.3",
+        mamba_ssm="2.3.2.post1",
+        causal_conv1d="1.7.0",
     ),
 }
 

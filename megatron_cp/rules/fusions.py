@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.attention.te_support import MINIMUM, has_its_layers
 from megatron_cp.models.fusions import fused_loss, rotary_gap
+from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 
@@ -55,3 +57,30 @@ def fused_kernels_are_there(c: Context) -> Iterator[Finding]:
         message = "has no effect: the cross-entropy is not fused"
         fix = "model.cross_entropy_fusion_impl=null, or model.cross_entropy_loss_fusion=true"
         yield Finding("model.cross_entropy_fusion_impl", message, fix, "warning")
+
+
+@rule(
+    "K57",
+    "On a GPU the packages are there whose kernels a run would use.",
+    "Without Transformer Engine layers are megatron-core's own, without mamba-ssm and causal-conv1d Mamba layers are plain "
+    "PyTorch: as exact, and slower.",
+    broken(environment=Environment(device="gpu", gpus_per_node=8)),
+    severity="warning",
+)
+def packages_for_gpus(c: Context) -> Iterator[Finding]:
+    config, environment = c.config, c.environment
+    if environment.device != "gpu":
+        return
+    if environment.transformer_engine is None and has_its_layers(config, MINIMUM, on_gpu=True):
+        message = "Transformer Engine is not installed: attention is our own, and the layers are megatron-core's"
+        fix = "in the clone, scripts/setup.sh --gpu; model.transformer_impl=local says so yourself"
+        yield Finding("model.transformer_impl", message, fix)
+    missing = [
+        name
+        for name, version in {"mamba-ssm": environment.mamba_ssm, "causal-conv1d": environment.causal_conv1d}.items()
+        if version is None
+    ]
+    if missing and "M" in config.model.parts and not config.mixed_precision.fp32:
+        names = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'}"
+        message = f"{names} not installed: Mamba layers are computed by plain PyTorch"
+        yield Finding("model.hybrid_layer_pattern", message, "in the clone, scripts/setup.sh --mamba")

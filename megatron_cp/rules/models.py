@@ -59,8 +59,7 @@ def prediction_is_recomputed(c: Context) -> Iterator[Finding]:
 )
 def mamba_is_flat(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    hybrid = model.architecture == "hybrid" and "M" in (model.hybrid_layer_pattern or "")
-    if hybrid and c.widest > 1 and "a2a+p2p" in c.transports:
+    if "M" in model.parts and c.widest > 1 and "a2a+p2p" in c.transports:
         yield Finding(
             "model.cp_comm_type",
             "a2a+p2p applies to the attention layers; Mamba layers use one flat group",

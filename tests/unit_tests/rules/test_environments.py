@@ -8,9 +8,11 @@ import torch
 from megatron_cp.attention.te_support import choose_backend, has_its_layers
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check, resolve_auto
-from megatron_cp.rules.environment import PRESETS
+from megatron_cp.rules.environment import PRESETS, installed_version
 from megatron_cp.rules.explain import EXAMPLE_RECIPE
 from megatron_cp.rules.nvml import Driver, Gpu
+
+HYBRID = ["model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*"]
 
 
 class TestTransformerEngine:
@@ -301,7 +303,29 @@ class TestEnvironment:
         monkeypatch.setattr("megatron_cp.rules.environment._gpus", lambda: (0, None))
         assert [v.rule for v in check(config, 4)] == ["K6"]
         monkeypatch.setattr("megatron_cp.rules.environment._gpus", lambda: (2, 9.0))
-        assert [v.rule for v in check(config, 4)] == ["A12"]
+        installed = installed_version("transformer-engine") is not None
+        assert [v.rule for v in check(config, 4)] == (["A12"] if installed else ["A12", "K57"])
+
+    @pytest.mark.parametrize(
+        ("missing", "overrides", "warned"),
+        [
+            ([], [], []),
+            (["transformer_engine"], [], ["Transformer Engine is not"]),
+            (["transformer_engine"], ["model.transformer_impl=local"], []),
+            (["transformer_engine"], ["mixed_precision=fp32"], []),
+            (["mamba_ssm", "causal_conv1d"], [], []),
+            (["mamba_ssm", "causal_conv1d"], HYBRID, ["mamba-ssm and causal-conv1d are not"]),
+            (["causal_conv1d"], HYBRID, ["causal-conv1d is not"]),
+            (["causal_conv1d"], [*HYBRID, "mixed_precision=fp32"], []),
+            (["transformer_engine", "mamba_ssm"], HYBRID, ["Transformer Engine is not", "mamba-ssm is not"]),
+        ],
+    )
+    def test_what_would_be_used_and_is_not_installed(self, missing, overrides, warned):
+        environment = dataclasses.replace(PRESETS["gpu"], **dict.fromkeys(missing))
+        config = load_recipe(EXAMPLE_RECIPE, overrides)
+        found = [v for v in check(config, 4, environment=environment) if v.rule == "K57"]
+        assert [v.message.partition(" installed")[0] for v in found] == warned
+        assert all(v.severity == "warning" for v in found)
 
     def test_looking_for_gpus_does_not_start_cuda(self, monkeypatch):
         """Ranks that are forked later could not use it."""
