@@ -62,8 +62,8 @@ def fused_kernels_are_there(c: Context) -> Iterator[Finding]:
 @rule(
     "K57",
     "On a GPU the packages are there whose kernels a run would use.",
-    "Without Transformer Engine layers are megatron-core's own, without mamba-ssm and causal-conv1d Mamba layers are plain "
-    "PyTorch: as exact, and slower.",
+    "Without Transformer Engine layers are megatron-core's own, without mamba-ssm and causal-conv1d Mamba layers are "
+    "plain PyTorch: as exact, and slower.",
     broken(environment=Environment(device="gpu", gpus_per_node=8)),
     severity="warning",
 )
