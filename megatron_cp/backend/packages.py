@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 
-from megatron_cp.config import ModelConfig
 from megatron_cp.errors import ConfigError, Violation
 
 
@@ -22,14 +21,13 @@ def check_transformer_engine() -> None:
     _check("Transformer Engine", ["transformer_engine.pytorch"], "--gpu")
 
 
-def check_mamba_ssm(model: ModelConfig) -> None:
+def check_mamba_ssm() -> None:
     """And causal-conv1d, without which it is not used. They take seconds to import: only for models that use them.
 
     Raises:
         ConfigError: both are installed, one cannot be imported, and there is a GPU.
     """
-    if "M" in model.parts:
-        _check("mamba-ssm", ["causal_conv1d.cpp_functions", "mamba_ssm.ops.triton.ssd_combined"], "--mamba")
+    _check("mamba-ssm", ["causal_conv1d.cpp_functions", "mamba_ssm.ops.triton.ssd_combined"], "--mamba")
 
 
 def _check(name: str, modules: Sequence[str], option: str) -> None:

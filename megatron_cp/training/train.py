@@ -56,7 +56,8 @@ def run(config: RunConfig) -> int:
         vocab_size = _vocab_size(config, tokenizer)
         config = replace(config, model=replace(config.model, vocab_size=vocab_size))  # for its checkpoints to tell
         check_files(config.dataset)
-        check_mamba_ssm(config.model)
+        if "M" in config.model.parts:
+            check_mamba_ssm()
         start = find_start(config)
         check_save_folder(config)
     except (ConfigError, DataError) as error:
