@@ -122,8 +122,8 @@ def _apex() -> Library:
     return Library("apex", version, "NOT NVIDIA's: another project of that name")
 
 
-def findings(found: Survey) -> Iterator[Finding]:
-    """What is missing or does not fit together, whatever is to run."""
+def findings(found: Survey, *, of_recipe: bool = False) -> Iterator[Finding]:
+    """What is missing or does not fit together, whatever is to run; rule K57 knows what a recipe would gain from."""
     core, gpus = found["megatron-core"].version, found.environment.device == "gpu"
     if core is None:
         yield Finding(True, f"install megatron-core=={MEGATRON_CORE}: scripts/setup.sh does")
@@ -147,7 +147,7 @@ def findings(found: Survey) -> Iterator[Finding]:
     te = found["transformer-engine"]
     if te.version is not None and te.note:
         yield Finding(gpus, f"reinstall Transformer Engine, {te.note}: {_EXTRA}")
-    elif gpus and te.version is None:
+    elif gpus and te.version is None and not of_recipe:
         yield Finding(False, f"install Transformer Engine for the fastest attention and layers: {_EXTRA}")
     elif gpus and te.version is not None and parse_version(te.version) < parse_version(MINIMUM):
         yield Finding(False, f"update Transformer Engine from {te.version} to at least {MINIMUM}: {_EXTRA}")
@@ -174,18 +174,6 @@ def attention_of(config: RunConfig, environment: Environment, world_size: int) -
     else:
         why = [f"Transformer Engine {version} computes all that the recipe asks for"]
     return "Transformer Engine's" if backend == "te" else "our own", why
-
-
-def _findings_for(config: RunConfig, found: Survey) -> Iterator[Finding]:
-    """What this recipe would gain from."""
-    if config.model.architecture == "hybrid" and found.environment.device == "gpu":
-        absent = [name for name in ("mamba-ssm", "causal-conv1d") if found[name].version is None]
-        if absent:
-            text = (
-                f"install {' and '.join(absent)} for fused Mamba layers: in the clone, scripts/setup.sh --mamba; "
-                "plain PyTorch computes them without"
-            )
-            yield Finding(False, text)
 
 
 def _try(libraries: Sequence[Library]) -> dict[str, str]:
@@ -262,7 +250,7 @@ def main(argv: Sequence[str]) -> int:
     found = survey()
     left_out = {x.name for x in found.libraries if x.for_gpus and x.version and not found.driver}
     broken = _try([x for x in found.libraries if x.name not in left_out]) if args.trial else {}
-    to_do = list(findings(found))
+    to_do = list(findings(found, of_recipe=config is not None))
     for name, error in broken.items():
         to_do.append(Finding(name in ("megatron-core", "torch"), f"{name} cannot be imported: {error}"))
 
@@ -289,8 +277,9 @@ def main(argv: Sequence[str]) -> int:
         fused = kernels_in_use(config, its_layers)
         print(_line("fused kernels", ", ".join(fused) or "none of Transformer Engine's"))
         print(_line("communication", backend), *([_line("", choice)] if choice else []), sep="\n")
-        to_do += _findings_for(config, found)
-        violations = [v for v in check(config, world_size, None, found.environment) if v.rule != "K57"]  # is to do
+        violations = check(config, world_size, None, found.environment)
+        to_do += [Finding(False, f"{v.message}; {v.fix}") for v in violations if v.rule == "K57"]
+        violations = [v for v in violations if v.rule != "K57"]
     print("to do" if to_do else "nothing to do")
     for finding in sorted(to_do, key=lambda finding: not finding.needed):
         print(f"  {'needed: ' if finding.needed else ''}{finding.text}")

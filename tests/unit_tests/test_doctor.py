@@ -34,9 +34,8 @@ def machine(found=GPU_MACHINE, **versions):
     """The survey with other versions of some libraries (underscores for dashes), None for missing."""
     renamed = {name.replace("_", "-"): version for name, version in versions.items()}
     libraries = tuple(dataclasses.replace(x, version=renamed.get(x.name, x.version)) for x in found.libraries)
-    environment = found.environment
-    if "transformer-engine" in renamed:
-        environment = dataclasses.replace(environment, transformer_engine=renamed["transformer-engine"])
+    known = {name: version for name, version in versions.items() if hasattr(found.environment, name)}
+    environment = dataclasses.replace(found.environment, **known)
     return dataclasses.replace(found, libraries=libraries, environment=environment)
 
 
@@ -129,6 +128,18 @@ def test_which_attention_and_why(run, found, overrides, attention):
     its_layers = found is GPU_MACHINE and not {"mixed_precision=fp32", "model.transformer_impl=local"} & {*overrides}
     assert f"  layers             {"Transformer Engine's" if its_layers else "megatron-core's own"}\n" in out
     assert ("  fused kernels      none of Transformer Engine's" in out) == (not its_layers)
+
+
+def test_what_a_recipe_would_use_is_to_do_and_said_once(run):
+    """As rule K57 says it; what it would not use is not named."""
+    found = machine(transformer_engine=None, mamba_ssm=None)
+    hybrid = ("--recipe", "mamba_hybrid_tiny_pretrain_config")
+    code, out, err = run(found, *hybrid)
+    assert code == 0 and "K57" not in err, err
+    te, mamba = out.partition("\nto do\n")[2].splitlines()
+    assert te.startswith("  Transformer Engine is not installed: ") and "scripts/setup.sh --gpu" in te
+    assert mamba.startswith("  mamba-ssm is not installed: ") and mamba.endswith("scripts/setup.sh --mamba")
+    assert run(found, *hybrid, "mixed_precision=fp32")[1].endswith("nothing to do\n")
 
 
 def test_a_recipe_that_cannot_run_here_ends_with_two(run):
