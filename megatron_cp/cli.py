@@ -218,12 +218,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         what = "the configuration cannot run\n" if isinstance(error, ConfigError) else ""
         print(f"megatron-cp: {_its_turn()}{what}{error}", file=sys.stderr, flush=True)
+        _tell_other_nodes(error)
         return EXIT_CONFIG
     except RuntimeFault as fault:
         if fault.on_all_ranks and not launcher.is_first_rank():
             time.sleep(_SECONDS_TO_SPEAK)
         else:
             print(f"megatron-cp: {fault}", file=sys.stderr, flush=True)
+        _tell_other_nodes(fault)
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -234,10 +236,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_OK
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
+            _tell_other_nodes(error)
             raise
         _drop_output()
         print(f"megatron-cp: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
         return EXIT_FAILED
+    except Exception as error:
+        _tell_other_nodes(error)
+        raise
 
 
 def _its_turn() -> str:
@@ -250,6 +256,15 @@ def _its_turn() -> str:
         return ""
     time.sleep(_SECONDS_TO_SPEAK * (2 if launcher.local_rank() else 1))
     return f"rank {launcher.rank()}, on {socket.gethostname()}: "
+
+
+def _tell_other_nodes(error: Exception) -> None:
+    """Their ranks may wait for this one, where only this node lacks something or is set up otherwise."""
+    if launcher.can_tell_other_nodes():
+        with contextlib.suppress(ImportError, OSError):  # torch itself may be what is broken
+            from megatron_cp.parallel.meeting import tell_those_who_wait
+
+            tell_those_who_wait(error)
 
 
 def _drop_output() -> None:

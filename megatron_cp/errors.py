@@ -45,6 +45,18 @@ def shown(texts: Sequence[str], between: str, most: int = 8) -> str:
     return between.join(texts[:most]) + (f"{between if between.isspace() else ' '}and {left} more" if left > 0 else "")
 
 
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
 class ConfigError(ValueError, AssertionError):
     """The configuration cannot run; raised before any process group exists. Carries every violation found."""
 

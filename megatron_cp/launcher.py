@@ -63,6 +63,17 @@ def is_first_rank() -> bool:
         return True
 
 
+def can_tell_other_nodes() -> bool:
+    """Whether there are other nodes and a launcher that keeps the store. (It ends those of its own node itself; and
+    what was said in a first start would be heard in the next.)"""
+    said = os.environ
+    return (
+        said.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and said.get("LOCAL_WORLD_SIZE") != said.get("WORLD_SIZE")
+        and said.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    )
+
+
 def add_variables(variables: Mapping[str, str]) -> None:
     """Set a recipe's environment variables (``env_vars``), but none that the launcher or the shell has set."""
     for name, value in variables.items():

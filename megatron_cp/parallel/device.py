@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import random
@@ -15,12 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch.distributed.rendezvous import rendezvous
 
 from megatron_cp import launcher
 from megatron_cp.config import RunConfig
-from megatron_cp.errors import DataError, RuntimeFault, shown
+from megatron_cp.errors import ConfigError, DataError, RuntimeFault, Violation
 from megatron_cp.parallel import staged
+from megatron_cp.parallel.meeting import meet
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +33,14 @@ def device() -> torch.device:
 
 def start_distributed(config: RunConfig) -> None:
     """Start torch.distributed from the launcher's environment, unless it already runs; one rank needs no launcher."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device((launcher.local_rank() or 0) % torch.cuda.device_count())
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        _take_gpu((launcher.local_rank() or 0) % torch.cuda.device_count())
     if dist.is_initialized():
         return
-    backend = config.dist.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    backend = config.dist.distributed_backend or ("nccl" if on_gpu else "gloo")
     timeout = timedelta(minutes=config.dist.distributed_timeout_minutes)
-    if torch.cuda.is_available():
+    if on_gpu:
         check_gpus(backend, launcher.local_world_size() or 1, torch.cuda.device_count())
     if backend == staged.NAME:
         staged.register()
@@ -51,9 +51,7 @@ def start_distributed(config: RunConfig) -> None:
             )
     try:
         if "RANK" in os.environ:
-            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-            store = dist.PrefixStore(_attempt(), store)
-            _meet(store, rank, world_size, timeout)
+            store, rank, world_size = meet(backend if on_gpu else f"{backend}, without a GPU,", timeout)
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
@@ -66,67 +64,29 @@ def start_distributed(config: RunConfig) -> None:
         ) from error
 
 
-def _meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Wait for all ranks.
-
-    Raises:
-        DataError: one has said why it does not come.
-        RuntimeFault: some have not come; torch would say so by the name of a key, or later, or not at all.
-    """
-    store.set(f"here_{rank}", "")
-    if store.add("here", 1) == world_size:
-        store.set("all_here", "")
+def _take_gpu(gpu: int) -> None:
+    """Make a GPU this rank's own, and use it: one that is broken or taken is told of here, and not as a traceback."""
     try:
-        store.wait(["all_here"], timeout)
-    except dist.DistStoreError as error:
-        missing = [str(other) for other in range(world_size) if not store.check([f"here_{other}"])]
+        torch.cuda.set_device(gpu)
+        torch.zeros(1, device="cuda")
+    except RuntimeError as error:
+        host = socket.gethostname()
         raise RuntimeFault(
-            f"{'rank' if len(missing) == 1 else 'ranks'} {shown(missing, ', ')} did not come within "
-            f"{timeout.total_seconds() / 60:g} minutes (dist.distributed_timeout_minutes). What they or their nodes' "
-            "launchers have said is the reason.",
-            on_all_ranks="0" not in missing,
+            f"rank {launcher.rank()}, on {host}: GPU {gpu} of {torch.cuda.device_count()} cannot be used: "
+            f"{(str(error).splitlines() or [''])[0]}. nvidia-smi there tells more; the node can be left out (Slurm: "
+            f"sbatch --exclude={host})"
         ) from error
-    if _others_can_be_told() and store.check(["gone"]):
-        raise DataError(store.get("gone").decode())
-
-
-def tell_those_who_wait(reason: Exception) -> None:
-    """Tell ranks of other nodes, which wait in :func:`start_distributed` or soon will, that this one does not come."""
-    if not _others_can_be_told():
-        return
-    with contextlib.suppress(RuntimeError, ValueError):  # who keeps the store may be gone, too
-        store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=5)))
-        store = dist.PrefixStore(_attempt(), store)
-        store.set("gone", f"rank {rank}, on {socket.gethostname()}, ended before all had met: {reason}")
-        store.set("all_here", "")
-
-
-def _others_can_be_told() -> bool:
-    """Whether there are other nodes and a launcher that keeps the store. (It ends those of its own node itself; and
-    what was said in a first start would be heard in the next.)"""
-    said = os.environ
-    return (
-        said.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and said.get("LOCAL_WORLD_SIZE") != said.get("WORLD_SIZE")
-        and said.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    )
-
-
-def _attempt() -> str:
-    """A name for this start of the ranks: torchrun (torch 2.11) keeps one store for all its restarts, in which ranks
-    that start again would find the addresses of the dead. Only within a node: across nodes the counts may differ."""
-    one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    return f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if one_node else 0}"
 
 
 def check_gpus(backend: str, ranks: int, gpus: int) -> None:
-    """Raises RuntimeFault where NCCL would find ``ranks`` of this node sharing its fewer ``gpus``."""
+    """Raises ConfigError where NCCL would find ``ranks`` of this node sharing its fewer ``gpus``."""
     if backend == "nccl" and ranks > gpus:
-        raise RuntimeFault(
-            f"{ranks} ranks on a node with {gpus} GPU{'s' * (gpus != 1)}: NCCL refuses two ranks on one GPU. Start one "
-            "rank a GPU, or set dist.distributed_backend=staged, which lets ranks share one, slowly",
-            on_all_ranks=True,
+        message = f"{ranks} ranks on a node with {gpus} GPU{'s' * (gpus != 1)}: NCCL refuses two ranks on one GPU"
+        fix = (
+            "start one rank a GPU (if a node should have more, nvidia-smi there tells which are missing), or set "
+            "dist.distributed_backend=staged, which lets ranks share one, slowly"
         )
+        raise ConfigError([Violation("", "error", "dist.distributed_backend", message, fix, backend)])
 
 
 def stop_distributed(*, alone: bool = False) -> None:

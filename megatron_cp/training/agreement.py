@@ -1,4 +1,4 @@
-"""Whether all ranks run the same thing: configuration, code, libraries and key variables, compared at the start.
+"""Whether all ranks run the same thing: configuration, code, libraries, key variables and the checkpoint to begin with.
 
 Each rank makes a :func:`fingerprint` and its :func:`digest`; the digests of all ranks are compared and, only if they
 differ, the fingerprints gathered and their :func:`differences` shown.
@@ -16,9 +16,10 @@ from typing import Any
 
 import megatron_cp
 from megatron_cp.config import RunConfig
-from megatron_cp.errors import RuntimeFault, Violation, format_violations
+from megatron_cp.errors import ConfigError, RuntimeFault, Violation, format_violations, shown_ranks
 from megatron_cp.parallel.agree import everyones
 from megatron_cp.rules.environment import Environment, installed_version
+from megatron_cp.training.resuming import Start, find_start
 
 Fingerprint = dict[str, str]
 
@@ -38,6 +39,31 @@ def check_all_ranks_agree(config: RunConfig) -> None:
         return
     found = format_violations(differences(everyones(mine)))
     raise RuntimeFault(f"the ranks do not run the same thing, nothing was trained.\n{found}", on_all_ranks=True)
+
+
+def agreed_start(config: RunConfig) -> Start | None:
+    """:func:`find_start`, the same on every rank; collective. Nodes may see other files under the same name.
+
+    Raises:
+        ConfigError: as it does, on every rank.
+        RuntimeFault: on every rank, where not all find the same checkpoint.
+    """
+    start, error = None, None
+    try:
+        start = find_start(config)
+        found = f"iteration {start.iteration} of {start.root}" if start else "no checkpoint"
+    except ConfigError as refused:
+        error, found = refused, str(refused).splitlines()[0]
+    everyone = everyones(found)
+    if len(set(everyone)) > 1:
+        raise RuntimeFault(
+            f"the ranks would not begin with the same checkpoint, nothing was trained: {_who_has_what(everyone)}. All "
+            "nodes must see the same files in checkpoint.save and checkpoint.load",
+            on_all_ranks=True,
+        )
+    if error is not None:
+        raise error
+    return start
 
 
 def fingerprint(config: RunConfig, environment: Environment) -> Fingerprint:
@@ -61,26 +87,19 @@ def differences(fingerprints: Sequence[Mapping[str, str]]) -> list[Violation]:
     """One error for each field that differs, naming who has what; ``fingerprints[rank]`` is that rank's."""
     found = []
     for name in sorted({name for entries in fingerprints for name in entries}):
-        holders: dict[str, list[int]] = defaultdict(list)
-        for rank, entries in enumerate(fingerprints):
-            holders[entries.get(name, "not set")].append(rank)
-        if len(holders) > 1:
-            parts = [f"{value} on {_ranks(ranks)}" for value, ranks in sorted(holders.items(), key=lambda h: h[1])]
+        values = [entries.get(name, "not set") for entries in fingerprints]
+        if len(set(values)) > 1:
             fix = "start all ranks with the same command, code, libraries and variables"
-            found.append(Violation("K20", "error", name, f"differs between ranks: {'; '.join(parts)}", fix))
+            found.append(Violation("K20", "error", name, f"differs between ranks: {_who_has_what(values)}", fix))
     return found
 
 
-def _ranks(ranks: list[int]) -> str:
-    """``rank 3`` or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+def _who_has_what(values: Sequence[str]) -> str:
+    """``values[rank]``, each once with its ranks."""
+    holders: dict[str, list[int]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        holders[value].append(rank)
+    return "; ".join(f"{value} on {shown_ranks(ranks)}" for value, ranks in holders.items())
 
 
 def _flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:

@@ -107,23 +107,27 @@ class CheckpointSaver:
         failed = self._failed(final)
         partial = self._on_rank_0(failed, lambda: create_partial(final))
         self._pending = pending = _Pending(iteration, final, partial, Writer(run.groups.dp_cp), started)
-        with self._cleaned_up(partial), _reported_on_all_ranks(failed):
-            if not partial.is_dir():
-                raise FileNotFoundError(f"{partial}, which rank 0 made, is not here: all nodes must share the folder")
-            state = _sharded_state(run, is_loading=False) | {
-                "format": FORMAT,
-                "progress": asdict(run.progress),
-                "config": asdict(run.config),
-                "world_size": dist.get_world_size(),
-                "data": data_state,
-            }
-            pending.writer.start(
-                state,
-                partial,
-                content_metadata=_content_metadata(),
-                fully_parallel=run.config.checkpoint.fully_parallel_save,
-                background=self._background,
-            )
+        with self._cleaned_up(partial):
+            with _reported_on_all_ranks(failed):  # before ranks need each other
+                if not partial.is_dir():
+                    raise FileNotFoundError(
+                        f"{partial}, which rank 0 made, is not here: all nodes must share the folder"
+                    )
+            with _reported_on_all_ranks(failed):
+                state = _sharded_state(run, is_loading=False) | {
+                    "format": FORMAT,
+                    "progress": asdict(run.progress),
+                    "config": asdict(run.config),
+                    "world_size": dist.get_world_size(),
+                    "data": data_state,
+                }
+                pending.writer.start(
+                    state,
+                    partial,
+                    content_metadata=_content_metadata(),
+                    fully_parallel=run.config.checkpoint.fully_parallel_save,
+                    background=self._background,
+                )
         pending.paused = time.perf_counter() - started
         return None if self._background else self.finish()
 

@@ -22,10 +22,10 @@ from megatron_cp.data.parts import has_test_part
 from megatron_cp.data.streams import check_files
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.errors import ConfigError, DataError, Violation, failed_alone
-from megatron_cp.parallel.device import start_distributed, stop_distributed, tell_those_who_wait
+from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.recipes import settings_of
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
-from megatron_cp.training.agreement import check_all_ranks_agree
+from megatron_cp.training.agreement import agreed_start, check_all_ranks_agree
 from megatron_cp.training.checkpoint import load_checkpoint
 from megatron_cp.training.folder_lock import only_run_in
 from megatron_cp.training.loop import Outcome, evaluate_all, train
@@ -51,18 +51,14 @@ def run(config: RunConfig) -> int:
     start_logging(rank, wants_live_line(config))
     launcher.add_variables(config.env_vars)
     # What needs no other rank is read first: a missing file ends the run before any process group exists.
-    try:
-        tokenizer = build_tokenizer(config.tokenizer)
-        vocab_size = _vocab_size(config, tokenizer)
-        config = replace(config, model=replace(config.model, vocab_size=vocab_size))  # for its checkpoints to tell
-        check_files(config.dataset)
-        if "M" in config.model.parts:
-            check_mamba_ssm()
-        start = find_start(config)
-        check_save_folder(config)
-    except (ConfigError, DataError) as error:
-        tell_those_who_wait(error)
-        raise
+    tokenizer = build_tokenizer(config.tokenizer)
+    vocab_size = _vocab_size(config, tokenizer)
+    config = replace(config, model=replace(config.model, vocab_size=vocab_size))  # for its checkpoints to tell
+    check_files(config.dataset)
+    if "M" in config.model.parts:
+        check_mamba_ssm()
+    find_start(config)
+    check_save_folder(config)
     start_distributed(config)
     # Shortly before torch gives up; a short time limit is one of a test.
     roll, alone = RollCall(standstill=0.9 * 60 * config.dist.distributed_timeout_minutes), False
@@ -72,7 +68,7 @@ def run(config: RunConfig) -> int:
             if _writes(config):
                 seconds = config.dist.distributed_timeout_minutes * 60
                 leaving.enter_context(only_run_in(Path(config.checkpoint.save or ""), seconds))
-                start = find_start(config)  # another run may have come further meanwhile
+            start = agreed_start(config)  # once more: another run may have come further meanwhile
             return _run(config, tokenizer, vocab_size, start, roll).exit_code
         except DataError:
             raise  # told to all ranks already, each of which raises it

@@ -3,8 +3,12 @@
 import copy
 import dataclasses
 import os
+import shutil
 import time
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment
@@ -96,6 +100,22 @@ def other_configuration() -> None:
             return config
 
         command_line.load_recipe = load_recipe
+
+
+def test_another_checkpoint_on_one_rank(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node with a folder of its own, or one that sees what another wrote late."""
+    monkeypatch.chdir(tmp_path)
+    assert cli("train.train_iters=2", "checkpoint.save_interval=1")[0] == 0
+    for folder in ("here/begun", "there/begun"):
+        shutil.copytree("run", folder)
+    shutil.rmtree("there/begun/iter_0000002")
+    Path("there/begun/latest_checkpointed_iteration.txt").write_text("1")
+    code, text = cli(
+        "checkpoint.load=begun", "checkpoint.save=../new", "train.train_iters=2", "checkpoint.save_interval=1",
+        before=lambda: os.chdir("there" if os.environ["RANK"] == "1" else "here"),
+    )  # fmt: skip
+    assert code == 1 and "iteration 2 of begun on rank 0; iteration 1 of begun on rank 1. All nodes must see" in text
+    assert not (tmp_path / "new" / "metrics.jsonl").exists()
 
 
 def test_equal_ranks_pass_with_one_small_exchange(cli: Any) -> None:

