@@ -34,6 +34,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from megatron_cp import launcher
 from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OF_SIGNAL, EXIT_OK, ConfigError
@@ -127,6 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         how = f"ended with {first.exitcode}; what it said is above" if first.exitcode > 0 else killed
         print(f"megatron-cp: rank {rank} failed first: it {how}", file=sys.stderr)
         return max(first.exitcode, EXIT_FAILED)
+    except RendezvousConnectionError:
+        print("megatron-cp: the launchers' store is gone: another node's has ended, and said why", file=sys.stderr)
+        return EXIT_FAILED
     except SignalException as stop:
         return PatientAgent.exit_code or 128 + stop.sigval
     except KeyboardInterrupt:  # before there were ranks

@@ -3,15 +3,22 @@
 There is no process group yet, so this is where ranks hear what would keep one from ever working: a rank that cannot
 come says why, one that does not come is named, and so are ranks that would speak by other means than the rest. (A node
 whose GPUs are not seen would take gloo, and all would wait for each other until the time limit.)
+
+Launchers may keep one store for all their restarts, as torchrun does (torch 2.11): ranks that start again would find
+the addresses of the dead in it. Nothing that torchrun tells a rank is different in each start and the same on all nodes
+(a node counts its own failures only). So rank 0 gives each start a name of its own, with which its keys begin, and
+answers under that name when all are there. A rank that comes before rank 0 finds the last start's name, where it has
+been already, or where nobody answers any more, and looks again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
+import time
+import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,11 +27,13 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_cp import launcher
 from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, DataError, RuntimeFault, shown, shown_ranks
 
+_START, _ANSWER, _GONE = "start", "answer", "gone"
+
 _have_met = False
 
 
 def meet(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Wait for all ranks; returns the store in which they met, this rank and the number of ranks.
+    """Wait for all ranks; returns a store for this start alone, this rank and the number of ranks.
 
     ``means`` is what this rank will speak by: backend and device, in words.
 
@@ -34,26 +43,90 @@ def meet(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
             later, or not at all.
     """
     global _have_met
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(_attempt(), store)
-    keys = [f"here_{other}" for other in range(world_size)]
-    store.set(keys[rank], f"{socket.gethostname()} {means}")
-    if store.add("here", 1) == world_size:
-        store.set("all_here", "")
-    try:
-        store.wait(["all_here"], timeout)
-        if launcher.can_tell_other_nodes() and store.check(["gone"]):
-            raise _told(store.get("gone").decode())
-        _compare([text.decode() for text in store.multi_get(keys)])
-    except dist.DistStoreError as error:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise RuntimeFault(
-            f"{shown_ranks(missing)} did not come within {timeout.total_seconds() / 60:g} minutes "
-            "(dist.distributed_timeout_minutes). What they or their nodes' launchers have said is the reason.",
-            on_all_ranks=0 not in missing,
-        ) from error
+    launchers, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    ranks = [f"here_{other}" for other in range(world_size)]
+    said = f"{socket.gethostname()} {means}"
+    if rank == 0:
+        store = _gather(launchers, ranks, said, timeout)
+    else:
+        store = _join(launchers, ranks, rank, said, timeout)
+    problem = store.get(_ANSWER).decode()
+    if problem:
+        raise RuntimeFault(problem, on_all_ranks=True)
     _have_met = True
     return store, rank, world_size
+
+
+def _gather(launchers: dist.Store, ranks: list[str], said: str, timeout: timedelta) -> dist.Store:
+    """Begin a start, as rank 0, wait for the others, and answer; returns the start's store."""
+    if launchers.check([_START]):
+        launchers.delete_key(_GONE)  # an earlier start's
+    name = uuid.uuid4().hex
+    store = dist.PrefixStore(name, launchers)
+    store.set(ranks[0], said)
+    launchers.set(_START, name)
+    for _ in _looks(timeout):
+        if store.check(ranks):
+            store.set(_ANSWER, _difference([text.decode() for text in store.multi_get(ranks)]))
+            return store
+        _raise_what_was_told(launchers)
+    raise _missing(store, ranks, timeout)
+
+
+def _join(launchers: dist.Store, ranks: list[str], rank: int, said: str, timeout: timedelta) -> dist.Store:
+    """Wait for rank 0 to begin a start, and for its answer; returns the start's store."""
+    name, store, is_new = "", launchers, True
+    for _ in _looks(timeout):
+        if launchers.check([_START]) and (current := launchers.get(_START).decode()) != name:
+            name, store = current, dist.PrefixStore(current, launchers)
+            is_new = store.add(f"times_{rank}", 1) == 1
+            if is_new:
+                store.set(ranks[rank], said)
+        if is_new:
+            if name and store.check([_ANSWER]):
+                return store
+            _raise_what_was_told(launchers)
+    raise _missing(store, ranks if name and is_new else ranks[:1], timeout)
+
+
+def _looks(timeout: timedelta) -> Iterator[None]:
+    """Until the time is over; fewer and fewer, as one store serves all ranks."""
+    until, pause = time.monotonic() + timeout.total_seconds(), 0.01
+    while time.monotonic() < until:
+        yield
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.5)
+
+
+def _here(rank: int) -> str:
+    return f"here_{rank}"
+
+
+def _missing(store: dist.Store, ranks: Sequence[str], timeout: timedelta) -> RuntimeFault:
+    """Which of the ranks, by their keys, have not come."""
+    missing = [rank for rank, key in enumerate(ranks) if not store.check([key])] or [0]  # which answers at once
+    return RuntimeFault(
+        f"{shown_ranks(missing)} did not come within {timeout.total_seconds() / 60:g} minutes "
+        "(dist.distributed_timeout_minutes). What they or their nodes' launchers have said is the reason.",
+        on_all_ranks=0 not in missing,
+    )
+
+
+def _difference(said: Sequence[str]) -> str:
+    """What is wrong where not all ranks have the same means; ``said[rank]`` is its host's name and its means."""
+    ranks, hosts = defaultdict(list), defaultdict(list)
+    for rank, text in enumerate(said):
+        host, _, means = text.partition(" ")
+        ranks[means].append(rank)
+        hosts[means].append(host)
+    if len(ranks) == 1:
+        return ""
+    parts = [f"{of} on {shown_ranks(ranks[of])} ({shown(list(dict.fromkeys(hosts[of])), ', ')})" for of in ranks]
+    return (
+        f"the ranks would not hear each other, nothing was trained: {'; '.join(parts)}. All need the same "
+        "dist.distributed_backend and, if any have one, a GPU that PyTorch can use: where one is missing, nvidia-smi "
+        "tells more, and the node can be left out (Slurm: sbatch --exclude=NODE)"
+    )
 
 
 def tell_those_who_wait(reason: Exception) -> None:
@@ -64,39 +137,14 @@ def tell_those_who_wait(reason: Exception) -> None:
     code = EXIT_CONFIG if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
     what = str(reason) if isinstance(reason, ConfigError | DataError | RuntimeFault) else repr(reason)
     with contextlib.suppress(RuntimeError, ValueError):  # who keeps the store may be gone, too
-        store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=5)))
-        store = dist.PrefixStore(_attempt(), store)
-        if store.check(["gone"]):
-            return  # one has said so first
-        store.set("gone", f"{code} rank {rank}, on {socket.gethostname()}, ended before all had met: {what}")
-        store.set("all_here", "")
+        launchers, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=5)))
+        text = f"{code} rank {rank}, on {socket.gethostname()}, ended before all had met: {what}"
+        launchers.compare_set(_GONE, "", text)  # who says so first is the reason
 
 
-def _told(text: str) -> Exception:
-    """What :func:`tell_those_who_wait` said, as an error of the same kind."""
-    code, _, reason = text.partition(" ")
-    return DataError(reason) if int(code) == EXIT_CONFIG else RuntimeFault(reason, on_all_ranks=True)
-
-
-def _compare(said: Sequence[str]) -> None:
-    """Raises RuntimeFault where not all ranks have the same means; ``said[rank]`` is its host's name and its means."""
-    ranks, hosts = defaultdict(list), defaultdict(list)
-    for rank, text in enumerate(said):
-        host, _, means = text.partition(" ")
-        ranks[means].append(rank)
-        hosts[means].append(host)
-    if len(ranks) > 1:
-        parts = [f"{of} on {shown_ranks(ranks[of])} ({shown(list(dict.fromkeys(hosts[of])), ', ')})" for of in ranks]
-        raise RuntimeFault(
-            f"the ranks would not hear each other, nothing was trained: {'; '.join(parts)}. All need the same "
-            "dist.distributed_backend and, if any have one, a GPU that PyTorch can use: where one is missing, "
-            "nvidia-smi tells more, and the node can be left out (Slurm: sbatch --exclude=NODE)",
-            on_all_ranks=True,
-        )
-
-
-def _attempt() -> str:
-    """A name for this start of the ranks: torchrun (torch 2.11) keeps one store for all its restarts, in which ranks
-    that start again would find the addresses of the dead. Only within a node: across nodes the counts may differ."""
-    one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    return f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if one_node else 0}"
+def _raise_what_was_told(launchers: dist.Store) -> None:
+    """Raises what :func:`tell_those_who_wait` said, as an error of the same kind."""
+    if not launcher.can_tell_other_nodes() or not launchers.check([_GONE]):
+        return
+    code, _, reason = launchers.get(_GONE).decode().partition(" ")
+    raise DataError(reason) if int(code) == EXIT_CONFIG else RuntimeFault(reason, on_all_ranks=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from megatron_cp.errors import shown
 
-_ALARM, _SIGNED, _COLLECTOR, _FOUND = _KEYS = ("alarm", "signed", "collector", "found")
+_ALARM, _SIGNED, _COLLECTOR, _FOUND = ("alarm", "signed", "collector", "found")
 _PATIENCE = 4.0  # seconds to wait for signatures: ranks look at the alarm every second
 
 
@@ -25,7 +25,6 @@ class Store(Protocol):
     def append(self, key: str, value: str, /) -> None: ...
     def check(self, keys: list[str], /) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,6 @@ class Board:
 
     def __init__(self, store: Store, rank: int, size: int, patience: float = _PATIENCE) -> None:
         self._store, self._rank, self._size, self._patience = store, rank, size, patience
-
-    def clear(self) -> None:
-        """Take down what an earlier start of the ranks left: launchers may keep one store for all starts."""
-        for key in _KEYS:
-            self._store.delete_key(key)
 
     def alarm(self) -> bool:
         """Whether any rank cannot go on, and so the run cannot; one request."""

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +31,6 @@ from megatron_cp.training.board import Board, Store
 
 _LOOK = 1.0  # seconds between looks at the store
 _GRACE = 10.0  # seconds from an alarm, for this rank to end by itself
-_START = "start"  # the key of a name that each start of the ranks has for itself
 _SIGNING = 20.0  # seconds between the first thread's signature at a standstill and the last's
 _GO_ON = "Start the run again to go on from the last checkpoint (torchrun --max-restarts=N does so by itself)."
 
@@ -54,10 +52,6 @@ class RollCall:
         self._store = dist.PrefixStore("megatron_cp/roll_call", store or _get_default_store())
         self._board = Board(cast(Store, self._store), self._rank, self._size)  # torch's stub lacks append
         self._closed = threading.Event()
-        if self._rank == 0:
-            with suppress(RuntimeError):
-                self._board.clear()
-                self._store.set(_START, uuid.uuid4().hex)
         if self._size > 1:
             threading.Thread(target=self._watch, name="roll-call", daemon=True).start()
 
@@ -76,15 +70,13 @@ class RollCall:
                     self._tell_of_standstill(at, told)
                 if self._board.alarm():
                     self._board.sign(self.doing())
-                    # An alarm of an earlier start goes away: rank 0 clears the board.
-                    if not self._closed.wait(_GRACE) and self._board.alarm():
+                    if not self._closed.wait(_GRACE):
                         self._end()
         except RuntimeError:  # the rank that keeps the store is gone; this rank's own collectives will say so
             return
 
     def _tell_of_standstill(self, at: str, step: int) -> None:
-        start = self._store.get(_START).decode()  # launchers may keep one store for all starts
-        store = dist.PrefixStore(f"standstill of {start} in step {step}", self._store)
+        store = dist.PrefixStore(f"standstill in step {step}", self._store)
         board = Board(cast(Store, store), self._rank, self._size, _SIGNING)
         who, lowest = board.find_out(at)
         if self._rank == lowest and not self._closed.is_set() and self.doing() == at:

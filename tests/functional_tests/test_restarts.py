@@ -11,15 +11,19 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ranks import free_port
+
 ROOT = Path(__file__).parents[2]
 
 
-def command(folder: Path, *launcher: str, module: str = "torch.distributed.run") -> list[str]:
+def command(
+    folder: Path, *launcher: str, module: str = "torch.distributed.run", processes: int = 2, steps: int = 400
+) -> list[str]:
     return [
-        *(sys.executable, "-m", module, "--nproc_per_node=2", *launcher),
+        *(sys.executable, "-m", module, f"--nproc_per_node={processes}", *launcher),
         *("scripts/training/run_recipe.py", "--recipe", "llama_tiny_p2p_pretrain_config"),
         *("dataset.kind=mock", "dataset.seq_length=64", "model.num_layers=2", "model.context_parallel_size=2"),
-        *("train.train_iters=400", "train.global_batch_size=2", "train.micro_batch_size=1"),
+        *(f"train.train_iters={steps}", "train.global_batch_size=2", "train.micro_batch_size=1"),
         *("checkpoint.save_interval=10", "checkpoint.async_save=true", "checkpoint.most_recent_k=2"),
         *("logger.progress=none", "logger.tensorboard=false", f"checkpoint.save={folder}"),
     ]
@@ -61,6 +65,39 @@ def test_max_restarts_resumes_by_itself(tmp_path: Path) -> None:
     assert "rank 1 is gone (killed, crashed or frozen)" in text, text[-3000:]
     assert losses(tmp_path / "again") == losses(tmp_path / "undisturbed")
     assert len(losses(tmp_path / "again")) == 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["torch.distributed.run", "megatron_cp.torchrun"])
+def test_a_run_on_two_nodes_goes_on_when_a_rank_has_died(tmp_path: Path, module: str) -> None:
+    """Both launchers keep their store, with what the dead wrote, and only one of them counts a failure."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    where = ("--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--max-restarts=2")
+    run = tmp_path / "run"
+    with (tmp_path / "log").open("w") as log:
+        launched = [
+            subprocess.Popen(
+                command(run, *where, module=module, processes=1, steps=100),
+                cwd=ROOT,
+                env=environment,
+                stderr=log,
+                stdout=log,
+            )
+            for _ in range(2)
+        ]
+    try:
+        deadline = time.monotonic() + 240
+        while max((iteration for iteration, _ in losses(run)), default=0) < 30:
+            assert launched[0].poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.05)
+        workers(psutil.Process(launched[0].pid))[0].send_signal(signal.SIGKILL)
+        assert [each.wait(timeout=200) for each in launched] == [0, 0], (tmp_path / "log").read_text()[-3000:]
+    finally:
+        for each in launched:
+            each.kill()
+    text = (tmp_path / "log").read_text()
+    assert text.count("resumed from iteration") == 1 and "torch.distributed could not start" not in text, text[-3000:]
+    assert [iteration for iteration, _ in losses(run)] == list(range(1, 101))
 
 
 @pytest.mark.slow

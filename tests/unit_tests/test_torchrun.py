@@ -156,6 +156,25 @@ def test_launchers_of_two_nodes_meet(launch: Callable[..., Launched]) -> None:
     assert nodes[0].written("saved*") == ["saved0", "saved1"]
 
 
+def test_a_launcher_that_loses_the_others_store_says_so(launch: Callable[..., Launched]) -> None:
+    """torchrun ends with a traceback."""
+    port = free_port()
+    where = ("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}")
+    first = launch(*where)
+    while port not in [each.laddr.port for each in psutil.Process(first.process.pid).net_connections()]:
+        assert first.process.poll() is None, first.ended()
+        time.sleep(0.02)
+    second = launch(*where)
+    first.pids()
+    ranks = psutil.Process(first.process.pid).children()
+    first.process.kill()
+    for rank in ranks:
+        rank.kill()
+    code, text = second.ended()
+    assert code == 1 and "the launchers' store is gone: another node's has ended" in text, text
+    assert "Traceback" not in text, text
+
+
 def test_a_rank_that_goes_on_when_others_stopped_has_failed(launch: Callable[..., Launched]) -> None:
     run = launch(seconds=60.0, patience="1")
     os.kill(run.pids()[0], signal.SIGTERM)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_cp.config import DistributedConfig, RunConfig
 from megatron_cp.errors import DataError, RuntimeFault
 from megatron_cp.parallel.device import start_distributed
 from megatron_cp.parallel.meeting import tell_those_who_wait
+from megatron_cp.training import train  # noqa: F401 - so that no forked rank has to
 from tests.ranks import run_ranks
 
 HOST = socket.gethostname()
@@ -31,9 +33,15 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     return store
 
 
-def start_again() -> bool:
+def start_again(counts: list[int], late: int | None, between_nodes: bool) -> bool:
     """Whether this start sees what an earlier one wrote into the launcher's store."""
-    start_distributed(RunConfig())
+    rank = int(os.environ["RANK"])
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(counts[rank])
+    if between_nodes:
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+    if rank == late:
+        time.sleep(1.5)
+    start_distributed(RunConfig(dist=DistributedConfig(distributed_timeout_minutes=1.0)))
     store = _get_default_store()
     seen = store.check(["address"])
     dist.barrier()
@@ -41,13 +49,30 @@ def start_again() -> bool:
     return seen
 
 
-def test_restarted_ranks_do_not_read_what_dead_ones_wrote(
-    launcher: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torchrun keeps one store for all restarts: the addresses of the dead would be found there."""
-    for restart in ("0", "1", "2"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        assert run_ranks(start_again, 2) == [False, False]
+@pytest.mark.parametrize("between_nodes", [False, True])
+def test_restarted_ranks_do_not_read_what_dead_ones_wrote(launcher: dist.TCPStore, between_nodes: bool) -> None:
+    """torchrun keeps one store for all restarts: the addresses of the dead would be found there. A node counts its own
+    failures, so that the second node's failed three times here, and the first's never."""
+    for restart, late in enumerate((None, 0, 1)):
+        counts = [0 if between_nodes else restart, restart]
+        assert run_ranks(start_again, 2, counts, late, between_nodes) == [False, False]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_was_not_in_the_last_start_waits_for_the_next(launcher: dist.TCPStore, late: int) -> None:
+    """It finds the name of a start in which nobody answers; also where all but this rank had come."""
+    launcher.set("start", "the_last")
+    before = dist.PrefixStore("the_last", launcher)
+    before.set("here_0", f"{HOST} nccl")
+    before.add("times_0", 1)
+    assert run_ranks(start_again, 2, [0, 0], late, True) == [False, False]
+
+
+def test_what_was_told_in_an_earlier_start_is_forgotten(launcher: dist.TCPStore) -> None:
+    """A node that only started again with the others counts no restart."""
+    launcher.set("start", "the_last")
+    launcher.set("gone", "1 rank 3, on node5, ended before all had met: its GPU was lost")
+    assert run_ranks(start_again, 2, [0, 1], 1, True) == [False, False]
 
 
 def meeting(backends: list[str | None], minutes: float) -> str:
@@ -60,6 +85,7 @@ def meeting(backends: list[str | None], minutes: float) -> str:
         )
     except RuntimeFault as fault:
         return f"{fault.on_all_ranks} {fault}"
+    dist.barrier()  # one that leaves breaks the connections that another is still building
     dist.destroy_process_group()
     return ""
 
@@ -160,14 +186,14 @@ def test_whatever_ends_a_rank_early_is_told_to_other_nodes(
     assert heard[0] == heard[1] and heard[0].startswith(f"{kind}: rank 2, on {HOST}, ended before all had met: {said}")
 
 
-def tell_once_met() -> bool:
+def tell_once_met() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     start_distributed(RunConfig())
     tell_those_who_wait(DataError("too late"))
     dist.barrier()
-    return _get_default_store().check(["gone"])
 
 
 def test_nobody_is_told_once_all_have_met(launcher: dist.TCPStore) -> None:
     """Who keeps the store may be gone by then, and torch would print a stack for each try to reach it."""
-    assert run_ranks(tell_once_met, 2) == [False, False]
+    run_ranks(tell_once_met, 2)
+    assert not launcher.check(["gone"])

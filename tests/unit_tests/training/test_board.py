@@ -73,16 +73,6 @@ def test_all_are_there() -> None:
     assert second.find_out("set-up") == ("every rank still answers (rank 0: data of iteration 1; rank 1: set-up)", 0)
 
 
-def test_an_earlier_start_is_cleared_away() -> None:
-    first, second = boards(dist.HashStore(), 2)
-    second.fell("out of memory")
-    first.find_out("")
-    first.clear()
-    assert not second.alarm()
-    second.sign("")
-    assert first.find_out("")[0].startswith("every rank still answers")
-
-
 def test_many_reasons_are_cut_short() -> None:
     roll = Roll({0: ""}, dict.fromkeys(range(1, 100), "out of memory"), [])
     assert str(roll).endswith("rank 8 had failed: out of memory and 91 more")

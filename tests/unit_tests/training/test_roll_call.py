@@ -100,19 +100,3 @@ def test_ranks_that_do_not_move_say_who_does_not_answer(frozen: bool, who: str, 
     run_ranks(standing_still, RANKS, str(tmp_path), store.port, frozen, timeout=60)
     text = "".join(path.read_text() for path in sorted(tmp_path.glob("stderr*")))
     assert text == f"megatron-cp: rank 0, forward of iteration 4, has not moved for 0.02 minutes: {who}\n"
-
-
-def with_an_earlier_alarm(port: int) -> None:
-    roll_call._GRACE, roll_call._LOOK = 3.0, 0.1
-    store = dist.TCPStore("localhost", port)
-    if dist.get_rank() == 0:
-        time.sleep(1.0)
-    roll = RollCall(store)
-    time.sleep(6.0)
-    roll.close()
-
-
-def test_an_alarm_of_an_earlier_start_ends_nobody() -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    dist.PrefixStore("megatron_cp/roll_call", store).set("alarm", "")
-    run_ranks(with_an_earlier_alarm, 2, store.port)
