@@ -4,16 +4,18 @@ A run that is asked to stop finishes its step and saves. torchrun gives it 30 se
 --max-restarts it starts ranks again that stopped because one of them was asked to. Here a launcher that is asked to
 stop waits for ``MEGATRON_CP_STOP_SECONDS`` (600), and ranks that all end with 143 or 130 (SIGTERM, SIGINT; see
 training/signals.py) are not started again. A rank that fails is torchrun's business: the others have 30 seconds, and
---max-restarts counts, unless the rank ended with 2: what is wrong with a recipe is wrong again.
+--max-restarts counts, unless the rank ended with 2: what is wrong with a recipe is wrong again. A launcher on another
+machine can take the place of one that is lost.
 
 Exit codes: 0 done; the first failing rank's own (1, or 2 for what a user can mend); 1 where a rank had to be killed;
 2 usage; 143 and 130 stopped (128 + the signal, for any other). torchrun ends with 1 and a traceback for all of these.
 
 In torch 2.11 the 30 seconds are the default of ``PContext.close`` (distributed/elastic/multiprocessing/api.py:649), as
 ``LocalElasticAgent._shutdown`` and ``SubprocessContext._poll`` call it; ``_remaining_restarts`` is its agent's, which
-torchrun makes in distributed/launcher/api.py:297, from a name that we put ours under. None of it is a public interface:
-should a later torch than 2.15 differ, this behaves like torchrun or fails at once, and
-tests/unit_tests/test_torchrun.py fails.
+torchrun makes in distributed/launcher/api.py:297, from a name that we put ours under; ``_bootstrap_store_info`` is what
+``DynamicRendezvousHandler.next_rendezvous`` (elastic/rendezvous/dynamic_rendezvous.py:1206) keeps. None of it is a
+public interface: should a later torch than 2.15 differ, this behaves like torchrun or fails at once, and
+tests/unit_tests/test_torchrun.py or tests/functional_tests/test_restarts.py fails.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from typing import Any, ClassVar
 
 import torch.distributed.launcher.api as launcher_api
 import torch.distributed.run as torchrun
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from megatron_cp import launcher
 from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OF_SIGNAL, EXIT_OK, ConfigError
@@ -86,6 +89,13 @@ class PatientAgent(LocalElasticAgent):
                 with suppress(ProcessLookupError):
                     os.killpg(rank.pid, number)
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """With a store of its own each time: a launcher that takes a lost one's place looks for its address where torch
+        writes it in the first round only, and a restarted rank finds what the dead have written."""
+        if hasattr(handler := worker_group.spec.rdzv_handler, "_bootstrap_store_info"):
+            handler._bootstrap_store_info = None
+        super()._rendezvous(worker_group)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = {rank.poll() for rank in self._ranks()}
         if None in codes and codes <= {None, EXIT_OK, *_STOPPED}:
@@ -128,8 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         how = f"ended with {first.exitcode}; what it said is above" if first.exitcode > 0 else killed
         print(f"megatron-cp: rank {rank} failed first: it {how}", file=sys.stderr)
         return max(first.exitcode, EXIT_FAILED)
-    except RendezvousConnectionError:
-        print("megatron-cp: the launchers' store is gone: another node's has ended, and said why", file=sys.stderr)
+    except (RendezvousError, DistError) as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")
+        print(f"megatron-cp: this launcher does not find those of other nodes, or no more ({reason})", file=sys.stderr)
         return EXIT_FAILED
     except SignalException as stop:
         return PatientAgent.exit_code or 128 + stop.sigval

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -67,37 +68,82 @@ def test_max_restarts_resumes_by_itself(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "again")) == 400
 
 
+class Nodes:
+    """Launchers of one rank each, that meet on this machine."""
+
+    def __init__(self, folder: Path, module: str) -> None:
+        self.run, self._log, self._module = folder / "run", folder / "log", module
+        self._where = ("--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}")
+        self.launched: list[subprocess.Popen] = []
+
+    def launch(self) -> None:
+        arguments = (*self._where, "--rdzv_conf=last_call_timeout=5", "--max-restarts=2")
+        with self._log.open("a") as log:
+            self.launched.append(
+                subprocess.Popen(
+                    command(self.run, *arguments, module=self._module, processes=1, steps=100),
+                    cwd=ROOT,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    stderr=log,
+                    stdout=log,
+                )
+            )
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 240
+        while max((iteration for iteration, _ in losses(self.run)), default=0) < step:
+            assert self.launched[0].poll() is None and time.monotonic() < deadline, self.text[-3000:]
+            time.sleep(0.05)
+
+    def rank_of(self, launcher: int) -> psutil.Process:
+        return workers(psutil.Process(self.launched[launcher].pid))[0]
+
+    @property
+    def text(self) -> str:
+        return self._log.read_text()
+
+    def check_that_it_went_on(self, ended_well: list[int]) -> None:
+        assert [self.launched[each].wait(timeout=200) for each in ended_well] == [0] * len(ended_well), self.text[
+            -3000:
+        ]
+        assert self.text.count("resumed from iteration") == 1, self.text[-3000:]
+        assert "torch.distributed could not start" not in self.text and "Traceback" not in self.text, self.text[-3000:]
+        assert [iteration for iteration, _ in losses(self.run)] == list(range(1, 101))
+
+    def close(self) -> None:
+        for each in self.launched:
+            if each.poll() is None:
+                for child in psutil.Process(each.pid).children(recursive=True):
+                    child.kill()
+                each.kill()
+                each.wait()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["torch.distributed.run", "megatron_cp.torchrun"])
 def test_a_run_on_two_nodes_goes_on_when_a_rank_has_died(tmp_path: Path, module: str) -> None:
-    """Both launchers keep their store, with what the dead wrote, and only one of them counts a failure."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    where = ("--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--max-restarts=2")
-    run = tmp_path / "run"
-    with (tmp_path / "log").open("w") as log:
-        launched = [
-            subprocess.Popen(
-                command(run, *where, module=module, processes=1, steps=100),
-                cwd=ROOT,
-                env=environment,
-                stderr=log,
-                stdout=log,
-            )
-            for _ in range(2)
-        ]
-    try:
-        deadline = time.monotonic() + 240
-        while max((iteration for iteration, _ in losses(run)), default=0) < 30:
-            assert launched[0].poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
-            time.sleep(0.05)
-        workers(psutil.Process(launched[0].pid))[0].send_signal(signal.SIGKILL)
-        assert [each.wait(timeout=200) for each in launched] == [0, 0], (tmp_path / "log").read_text()[-3000:]
-    finally:
-        for each in launched:
-            each.kill()
-    text = (tmp_path / "log").read_text()
-    assert text.count("resumed from iteration") == 1 and "torch.distributed could not start" not in text, text[-3000:]
-    assert [iteration for iteration, _ in losses(run)] == list(range(1, 101))
+    """torchrun keeps one store for both starts, with what the dead wrote, and only one node counts the failure."""
+    with closing(Nodes(tmp_path, module)) as nodes:
+        nodes.launch()
+        nodes.launch()
+        nodes.wait_for_step(30)
+        nodes.rank_of(0).send_signal(signal.SIGKILL)
+        nodes.check_that_it_went_on([0, 1])
+
+
+@pytest.mark.slow
+def test_another_machine_takes_the_place_of_one_that_is_lost(tmp_path: Path) -> None:
+    with closing(Nodes(tmp_path, "megatron_cp.torchrun")) as nodes:
+        nodes.launch()
+        time.sleep(3.0)  # it keeps the launchers' store: without that machine there is nothing to go on with
+        nodes.launch()
+        nodes.wait_for_step(30)
+        lost = nodes.rank_of(1)
+        nodes.launched[1].kill()
+        lost.kill()
+        time.sleep(3.0)
+        nodes.launch()
+        nodes.check_that_it_went_on([0, 2])
 
 
 @pytest.mark.slow

@@ -171,7 +171,14 @@ def test_a_launcher_that_loses_the_others_store_says_so(launch: Callable[..., La
     for rank in ranks:
         rank.kill()
     code, text = second.ended()
-    assert code == 1 and "the launchers' store is gone: another node's has ended" in text, text
+    assert code == 1 and "does not find those of other nodes, or no more (RendezvousConnectionError: " in text, text
+    assert "Traceback" not in text, text
+
+
+def test_a_launcher_that_stays_alone_says_so(launch: Callable[..., Launched]) -> None:
+    where = ("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}")
+    code, text = launch(*where, "--rdzv_conf=join_timeout=2").ended()
+    assert code == 1 and "does not find those of other nodes, or no more (RendezvousTimeoutError)" in text, text
     assert "Traceback" not in text, text
 
 
