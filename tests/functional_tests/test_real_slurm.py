@@ -133,22 +133,24 @@ def has_trained(log: Path) -> bool:
     return log.exists() and " iteration " in log.read_text()
 
 
-def test_a_job_that_is_told_to_stop_saves_and_goes_on(slurm: Callable[..., str], tmp_path: Path) -> None:
-    """Two nodes of two ranks, each rank on any of its node's cores; what Slurm sends before a time limit; once more."""
+def test_a_job_that_is_told_to_stop_saves_and_the_next_goes_on(slurm: Callable[..., str], tmp_path: Path) -> None:
+    """Two nodes of two ranks, each rank on any of its node's cores; what Slurm sends before a time limit. A second job
+    waits for the first one's end, whatever that is."""
     run, saved = tmp_path / "run", 0
-    options = ["--parsable", "--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2"]
+    options = ["--parsable", "--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2", "--dependency=singleton"]
     settings = ["--recipe", "llama_tiny_pretrain_config", f"checkpoint.save={run}", "train.train_iters=5000"]
-    for again in (False, True):
-        log = tmp_path / f"{again}.log"
-        script = ["scripts/slurm/train.sbatch", *settings]
-        job = slurm("sbatch", *options, f"--output={log}", *script, PROCESSES_PER_NODE="2")
+    script = ["scripts/slurm/train.sbatch", *settings]
+    logs = [tmp_path / f"{number}.log" for number in range(2)]
+    jobs = [slurm("sbatch", *options, f"--output={log}", *script, PROCESSES_PER_NODE="2") for log in logs]
+    for number, (job, log) in enumerate(zip(jobs, logs, strict=True)):
         wait_for(partial(has_trained, log))
+        assert not any(has_trained(later) for later in logs[number + 1 :])
         assert cores_of_ranks(job) == [min(2, len(os.sched_getaffinity(0)))] * 4
 
         slurm("scancel", "--signal=TERM", job)
-        wait_for(lambda: not slurm("squeue", "--noheader"))
+        wait_for(lambda job=job: job not in slurm("squeue", "--noheader", "--format=%i").split())
         said = log.read_text()
         assert said.count("SIGTERM: the ranks were told and ended with 143\n") == 2, said
-        assert (f"resumed from iteration {saved} " in said) == again
+        assert (f"resumed from iteration {saved} " in said) == (number > 0)
         before, saved = saved, int((run / "latest_checkpointed_iteration.txt").read_text())
         assert saved > before
