@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_cp import launcher
+from megatron_cp import launcher, slurm
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import (
     EXIT_CONFIG,
@@ -212,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:  # closed by whoever started us (>&-), and thus None in Python
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
+        slurm.take_rank()
         code = _dispatch(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()  # here, where a full disk or a reader that went away can still be answered
         return code

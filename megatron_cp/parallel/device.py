@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_cp import launcher
+from megatron_cp import launcher, slurm
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, DataError, RuntimeFault, Violation
 from megatron_cp.parallel import staged
@@ -40,7 +40,9 @@ def start_distributed(config: RunConfig) -> None:
         return
     backend = config.dist.distributed_backend or ("nccl" if on_gpu else "gloo")
     timeout = timedelta(minutes=config.dist.distributed_timeout_minutes)
-    if on_gpu:
+    # Slurm may show each of its tasks only the GPU that is the task's.
+    sees_its_own = torch.cuda.device_count() == 1 and slurm.has_started_this()
+    if on_gpu and not sees_its_own:
         check_gpus(backend, launcher.local_world_size() or 1, torch.cuda.device_count())
     if backend == staged.NAME:
         staged.register()

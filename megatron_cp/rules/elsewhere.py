@@ -287,7 +287,8 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "K35": Elsewhere(
         "running",
         "What the launcher and the command line say has a meaning.",
-        "The launcher's variables are numbers, RANK below WORLD_SIZE; --explain names a rule, and --environment gpu, "
-        "cpu or a file.",
+        "The launcher's variables are numbers, RANK below WORLD_SIZE, and no process of several goes without (mpirun's "
+        "would each be a run of its own; srun's tell their rank); --explain names a rule, and --environment gpu, cpu or "
+        "a file.",
     ),
 }

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_cp import launcher
 from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.rules.nvml import read_driver
 from megatron_cp.schema import build
@@ -45,7 +46,7 @@ class Environment:
         gpus, capability = _gpus()
         return cls(
             device="gpu" if gpus else "cpu",
-            gpus_per_node=gpus or None,
+            gpus_per_node=max(gpus, launcher.local_world_size() or 1) if gpus else None,  # a rank may see only its own
             compute_capability=capability,
             transformer_engine=installed_version("transformer-engine"),
             flash_attn=installed_version("flash-attn"),

@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -154,3 +155,20 @@ def test_a_job_that_is_told_to_stop_saves_and_the_next_goes_on(slurm: Callable[.
         assert (f"resumed from iteration {saved} " in said) == (number > 0)
         before, saved = saved, int((run / "latest_checkpointed_iteration.txt").read_text())
         assert saved > before
+
+
+def test_ranks_that_slurm_starts_itself(slurm: Callable[..., str], tmp_path: Path) -> None:
+    """As Megatron-Bridge's scripts are started: one task a rank, and no torchrun."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    train = f"{sys.executable} scripts/training/run_recipe.py --recipe llama_tiny_pretrain_config checkpoint.save={run}"
+    options = ["--parsable", "--nodes=2", "--ntasks-per-node=2", f"--output={log}"]
+    wrapped = f"srun --kill-on-bad-exit=1 {train} train.train_iters=5000"
+    # Slurm alone knows its nodes' names here.
+    job = slurm("sbatch", *options, f"--wrap={wrapped}", MASTER_ADDR="localhost", OMP_NUM_THREADS="1")
+    wait_for(partial(has_trained, log))
+    slurm("scancel", "--signal=TERM", job)
+    wait_for(lambda: not slurm("squeue", "--noheader"))
+    said = log.read_text()
+    assert "HIERARCHICAL_CONTEXT_PARALLEL_GROUPS a2a=[[0,1],[2,3]] p2p=[[0,2],[1,3]]" in said, said
+    assert "SIGTERM: stopping after iteration" in said and "Traceback" not in said, said
+    assert (run / "latest_checkpointed_iteration.txt").exists()

@@ -22,6 +22,7 @@ ORDER = [
     {"recipes"},
     {"schema", "one_rank", "bridge_names"},
     {"config"},
+    {"slurm"},
     {"ahead", "launcher", "run_lines"},
     {"backend", ""},
     {"errors"},

@@ -8,6 +8,7 @@ import torch
 
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, RuntimeFault
+from megatron_cp.parallel import device
 from megatron_cp.parallel.device import check_gpus, start_distributed
 from tests.ranks import run_ranks
 
@@ -44,3 +45,31 @@ def test_a_gpu_that_is_broken_is_named(monkeypatch: pytest.MonkeyPatch, at: str)
     with pytest.raises(RuntimeFault, match=said) as caught:
         start_distributed(RunConfig())
     assert "\n" not in str(caught.value) and not caught.value.on_all_ranks
+
+
+class StartedError(Exception): ...
+
+
+@pytest.mark.parametrize(("by_torchrun", "refused"), [(False, False), (True, True)])
+def test_a_task_that_sees_its_own_gpu_only_shares_none(
+    monkeypatch: pytest.MonkeyPatch, by_torchrun: bool, refused: bool
+) -> None:
+    """As Slurm's tasks with --gpus-per-task; torchrun's ranks see all GPUs of their node."""
+
+    def meet(means: str, timeout: object) -> None:
+        assert means == "nccl"
+        raise StartedError
+
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "SLURM_LOCALID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    if by_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    taken = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
+    monkeypatch.setattr(device, "meet", meet)
+    with pytest.raises(ConfigError if refused else StartedError):
+        start_distributed(RunConfig())
+    assert taken == [0]
