@@ -288,7 +288,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
         "running",
         "What the launcher and the command line say has a meaning.",
         "The launcher's variables are numbers, RANK below WORLD_SIZE, and no process of several goes without (mpirun's "
-        "would each be a run of its own; srun's tell their rank); --explain names a rule, and --environment gpu, cpu or "
-        "a file.",
+        "would each be a run of its own; srun's tell their rank); --explain names a rule, and --environment gpu, cpu "
+        "or a file.",
     ),
 }
