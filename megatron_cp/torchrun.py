@@ -4,8 +4,8 @@ A run that is asked to stop finishes its step and saves. torchrun gives it 30 se
 --max-restarts it starts ranks again that stopped because one of them was asked to. Here a launcher that is asked to
 stop waits for ``MEGATRON_CP_STOP_SECONDS`` (600), and ranks that all end with 143 or 130 (SIGTERM, SIGINT; see
 training/signals.py) are not started again. A rank that fails is torchrun's business: the others have 30 seconds, and
---max-restarts counts, unless the rank ended with 2: what is wrong with a recipe is wrong again. A launcher on another
-machine can take the place of one that is lost.
+--max-restarts counts, unless the rank ended with 2: what is wrong with a recipe is wrong again. Ranks of other nodes
+hear of one that was killed, and a launcher on another machine can take the place of one that is lost.
 
 Exit codes: 0 done; the first failing rank's own (1, or 2 for what a user can mend); 1 where a rank had to be killed;
 2 usage; 143 and 130 stopped (128 + the signal, for any other). torchrun ends with 1 and a traceback for all of these.
@@ -41,6 +41,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from megatron_cp import launcher
 from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OF_SIGNAL, EXIT_OK, ConfigError
+from megatron_cp.training.roll_call import say_for_the_killed
 
 _STOPPED = set(EXIT_OF_SIGNAL.values())
 _SECONDS_TO_MEET = 30.0  # for the launchers of all nodes, whose ranks stopped together; torch has 300
@@ -56,6 +57,7 @@ class PatientAgent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._stopping_since: float | None = None
         self._asked_again: set[int] = set()  # with these signals
+        self._said_for: set[int] = set()  # processes that were killed
 
     def _ranks(self) -> list[subprocess.Popen]:
         """The processes of this node; none where ranks are functions (--run-path), which are torch's business alone."""
@@ -96,7 +98,17 @@ class PatientAgent(LocalElasticAgent):
             handler._bootstrap_store_info = None
         super()._rendezvous(worker_group)
 
+    def _say_for_the_killed(self, worker_group: WorkerGroup) -> None:
+        """To ranks of all nodes, before those of this one are stopped, which takes up to 30 seconds."""
+        group: Any = worker_group  # whose attributes are all None to torch's stub
+        for rank, worker in zip(self._ranks(), group.workers, strict=False):
+            code = rank.poll()
+            if code is not None and code < 0 and rank.pid not in self._said_for:
+                self._said_for.add(rank.pid)
+                say_for_the_killed(group.master_addr, group.master_port, worker.global_rank, -code)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._say_for_the_killed(worker_group)
         codes = {rank.poll() for rank in self._ranks()}
         if None in codes and codes <= {None, EXIT_OK, *_STOPPED}:
             # Nobody has failed. torch would take the first rank that stopped for a failure and send SIGTERM to those

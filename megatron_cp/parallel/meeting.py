@@ -22,14 +22,16 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_cp import launcher
 from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, DataError, RuntimeFault, shown, shown_ranks
 
 _START, _ANSWER, _GONE = "start", "answer", "gone"
+_SECONDS_TO_TELL = timedelta(seconds=5)
 
-_have_met = False
+_met_in: dist.Store | None = None
 
 
 def meet(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
@@ -42,7 +44,7 @@ def meet(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
         RuntimeFault: some have not come, or would speak by other means. torch would say so by the name of a key, or
             later, or not at all.
     """
-    global _have_met
+    global _met_in
     launchers, rank, world_size = next(rendezvous("env://", timeout=timeout))
     ranks = [f"here_{other}" for other in range(world_size)]
     said = f"{socket.gethostname()} {means}"
@@ -53,8 +55,13 @@ def meet(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
     problem = store.get(_ANSWER).decode()
     if problem:
         raise RuntimeFault(problem, on_all_ranks=True)
-    _have_met = True
+    _met_in = store
     return store, rank, world_size
+
+
+def common_store() -> dist.Store:
+    """The store in which this start's ranks met; where another program has started torch.distributed, its store."""
+    return _met_in if _met_in is not None else _get_default_store()
 
 
 def _gather(launchers: dist.Store, ranks: list[str], said: str, timeout: timedelta) -> dist.Store:
@@ -98,10 +105,6 @@ def _looks(timeout: timedelta) -> Iterator[None]:
         pause = min(1.5 * pause, 0.5)
 
 
-def _here(rank: int) -> str:
-    return f"here_{rank}"
-
-
 def _missing(store: dist.Store, ranks: Sequence[str], timeout: timedelta) -> RuntimeFault:
     """Which of the ranks, by their keys, have not come."""
     missing = [rank for rank, key in enumerate(ranks) if not store.check([key])] or [0]  # which answers at once
@@ -132,14 +135,35 @@ def _difference(said: Sequence[str]) -> str:
 def tell_those_who_wait(reason: Exception) -> None:
     """Tell ranks of other nodes, which wait in :func:`meet` or soon will, that this one does not come. Nobody waits
     once all have met: from then on this does nothing."""
-    if _have_met or not launcher.can_tell_other_nodes():
+    if _met_in is not None or not launcher.can_tell_other_nodes():
         return
     code = EXIT_CONFIG if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
     what = str(reason) if isinstance(reason, ConfigError | DataError | RuntimeFault) else repr(reason)
     with contextlib.suppress(RuntimeError, ValueError):  # who keeps the store may be gone, too
-        launchers, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=5)))
-        text = f"{code} rank {rank}, on {socket.gethostname()}, ended before all had met: {what}"
-        launchers.compare_set(_GONE, "", text)  # who says so first is the reason
+        launchers, rank, _ = next(rendezvous("env://", timeout=_SECONDS_TO_TELL))
+        _leave_word(launchers, rank, code, what)
+
+
+def begun(address: str, port: int, killed: int, how: str) -> dist.Store | None:
+    """For a launcher, which says for a rank that was ``killed`` what it no longer can: the store of the start that all
+    ranks have begun. Where they have not met yet, those that wait are told, and there is none.
+
+    Raises:
+        RuntimeError: who keeps the store is gone.
+    """
+    launchers = dist.TCPStore(address, port, is_master=False, timeout=_SECONDS_TO_TELL)
+    if launchers.check([_START]):
+        store = dist.PrefixStore(launchers.get(_START).decode(), launchers)
+        if store.check([_ANSWER]):
+            return store
+    _leave_word(launchers, killed, EXIT_FAILED, how)
+    return None
+
+
+def _leave_word(launchers: dist.Store, rank: int, code: int, what: str) -> None:
+    """Who says so first is the reason."""
+    text = f"{code} rank {rank}, on {socket.gethostname()}, ended before all had met: {what}"
+    launchers.compare_set(_GONE, "", text)
 
 
 def _raise_what_was_told(launchers: dist.Store) -> None:

@@ -13,6 +13,7 @@ since a long save or evaluation looks the same.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -24,11 +25,12 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_cp.errors import EXIT_FAILED, RuntimeFault
+from megatron_cp.parallel.meeting import begun, common_store
 from megatron_cp.training.board import Board, Store
 
+_NAME = "roll_call"
 _LOOK = 1.0  # seconds between looks at the store
 _GRACE = 10.0  # seconds from an alarm, for this rank to end by itself
 _SIGNING = 20.0  # seconds between the first thread's signature at a standstill and the last's
@@ -49,7 +51,7 @@ class RollCall:
         self.step: Callable[[], int] = lambda: 0
         self._standstill = standstill
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.PrefixStore("megatron_cp/roll_call", store or _get_default_store())
+        self._store = dist.PrefixStore(_NAME, store or common_store())
         self._board = Board(cast(Store, self._store), self._rank, self._size)  # torch's stub lacks append
         self._closed = threading.Event()
         if self._size > 1:
@@ -139,6 +141,16 @@ class RollCall:
             f"{where}: {collective_of(error)} failed because {who}. It said: {_first_line(error)}. {_GO_ON}",
             on_all_ranks=self._rank != lowest,
         )
+
+
+def say_for_the_killed(address: str, port: int, rank: int, number: int) -> None:
+    """What a launcher says, in the store that it keeps, for a rank that was killed by a signal: with NCCL the ranks of
+    other nodes would wait for it until torch ends them."""
+    how = f"it was killed by signal {number} ({signal.strsignal(number)})"
+    with suppress(RuntimeError):  # who keeps the store is gone, too
+        store = begun(address, port, rank, how)
+        if store is not None:
+            Board(cast(Store, dist.PrefixStore(_NAME, store)), rank, 0).fell(how)
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -46,15 +46,45 @@ while time.monotonic() < end and len(asked) < 2:
 sys.exit(143)
 """
 
+# Ranks that hear nothing of each other by themselves, as with NCCL.
+DEAF = """
+import os, signal, sys, time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_cp.errors import RuntimeFault
+from megatron_cp.parallel.meeting import meet
+from megatron_cp.training import roll_call
+
+folder, rank, how = Path(sys.argv[1]), os.environ["RANK"], sys.argv[3]
+roll_call._GRACE = 1.0
+if how == "die" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    store, _, size = meet("gloo", timedelta(minutes=2))
+except RuntimeFault as fault:
+    sys.exit(f"megatron-cp: {fault}")
+dist.init_process_group("gloo", store=store, rank=int(rank), world_size=size)
+roll_call.RollCall()
+dist.barrier()
+(folder / f"pid{rank}.tmp").write_text(str(os.getpid()))
+(folder / f"pid{rank}.tmp").rename(folder / f"pid{rank}.0")
+time.sleep(300)
+"""
+
 ALONE = ("--standalone", "--nproc_per_node=2")
 
 
 class Launched:
     """A launcher of two ranks, of which rank 1 works for ``seconds`` more once they are asked to stop."""
 
-    def __init__(self, folder: Path, options: tuple[str, ...], seconds: float, how: str, patience: str | None):
+    def __init__(
+        self, folder: Path, options: tuple[str, ...], seconds: float, how: str, patience: str | None, script: str
+    ):
         self.folder = folder
-        (folder / "rank.py").write_text(RANK)
+        (folder / "rank.py").write_text(script)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         if patience is not None:
             environment["MEGATRON_CP_STOP_SECONDS"] = patience
@@ -91,8 +121,10 @@ class Launched:
 def launch(tmp_path: Path) -> Callable[..., Launched]:
     launched = []
 
-    def start(*options: str, seconds: float = 0.0, how: str = "stop", patience: str | None = None) -> Launched:
-        launched.append(Launched(tmp_path, options, seconds, how, patience))
+    def start(
+        *options: str, seconds: float = 0.0, how: str = "stop", patience: str | None = None, script: str = RANK
+    ) -> Launched:
+        launched.append(Launched(tmp_path, options, seconds, how, patience, script))
         return launched[-1]
 
     yield start
@@ -154,6 +186,19 @@ def test_launchers_of_two_nodes_meet(launch: Callable[..., Launched]) -> None:
     for code, text in [node.ended() for node in nodes]:
         assert code == 143 and "exit barrier" not in text, text
     assert nodes[0].written("saved*") == ["saved0", "saved1"]
+
+
+@pytest.mark.parametrize("how", ["kill", "die"])
+def test_ranks_of_other_nodes_hear_of_one_that_was_killed(launch: Callable[..., Launched], how: str) -> None:
+    """Once all have met, and before."""
+    where = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
+    nodes = [launch(*where, f"--node_rank={node}", how=how, script=DEAF) for node in range(2)]
+    if how == "kill":
+        os.kill(nodes[0].pids()[1], signal.SIGKILL)
+    (code, text), (_, other) = [node.ended() for node in nodes]
+    assert code == 1 and "it was killed by signal 9 (Killed)" in text and "Traceback" not in text, text
+    assert ("waited in vain because rank 1 had failed" if how == "kill" else "ended before all had met") in text, text
+    assert "megatron-cp: rank 1 failed first: it was killed by signal 9" in other, other
 
 
 def test_a_launcher_that_loses_the_others_store_says_so(launch: Callable[..., Launched]) -> None:
