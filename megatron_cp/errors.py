@@ -53,7 +53,7 @@ def shown_ranks(ranks: Sequence[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    text = shown([str(a) if a == b else f"{a}-{b}" for a, b in runs], ", ", most=16)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 

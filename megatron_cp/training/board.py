@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_cp.errors import shown
+from megatron_cp.errors import shown, shown_ranks
 
 _ALARM, _SIGNED, _COLLECTOR, _FOUND = ("alarm", "signed", "collector", "found")
 _PATIENCE = 4.0  # seconds to wait for signatures: ranks look at the alarm every second
@@ -40,19 +40,15 @@ class Roll:
         parts = [shown(reasons, "; ")] if reasons else []
         if self.missing:
             are = "is" if len(self.missing) == 1 else "are"
-            parts.append(f"{_named(self.missing)} {are} gone (killed, crashed or frozen)")
+            parts.append(f"{shown_ranks(self.missing)} {are} gone (killed, crashed or frozen)")
         if parts:
             return "; ".join(parts)
         by_doing: dict[str, list[int]] = {}
         for rank, what in sorted(self.present.items()):
             by_doing.setdefault(what, []).append(rank)
         fewest_first = sorted(by_doing.items(), key=lambda item: (len(item[1]), item[1]))
-        doing = [f"{_named(ranks)}: {what}" for what, ranks in fewest_first]
+        doing = [f"{shown_ranks(ranks)}: {what}" for what, ranks in fewest_first]
         return f"every rank still answers ({shown(doing, '; ')})"
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown([str(rank) for rank in ranks], ', ', most=16)}"
 
 
 class Board:

@@ -92,7 +92,7 @@ def standing_still(folder: str, port: int, frozen: bool) -> None:
     ("frozen", "who"),
     [
         (True, "rank 2 is gone (killed, crashed or frozen)"),
-        (False, "every rank still answers (rank 2: data of iteration 4; ranks 0, 1: forward of iteration 4)"),
+        (False, "every rank still answers (rank 2: data of iteration 4; ranks 0-1: forward of iteration 4)"),
     ],
 )
 def test_ranks_that_do_not_move_say_who_does_not_answer(frozen: bool, who: str, tmp_path: Path) -> None:
