@@ -45,6 +45,14 @@ def shown(texts: Sequence[str], between: str, most: int = 8) -> str:
     return between.join(texts[:most]) + (f"{between if between.isspace() else ' '}and {left} more" if left > 0 else "")
 
 
+def ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks that have each value, where ``values[rank]`` is a rank's; in the order of their first ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
 def shown_ranks(ranks: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 0-2, 5``."""
     runs: list[list[int]] = []

@@ -12,7 +12,7 @@ import re
 from megatron_cp import launcher
 from megatron_cp.errors import ConfigError, Violation
 
-_FIX = "start the processes with srun or torchrun"
+_FIX = "start the processes with srun or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 # Launchers whose processes would each take itself for a run of one rank, and what they call the number of processes.
 _OTHERS = {"mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
 
@@ -32,8 +32,8 @@ def take_rank() -> None:
     if "RANK" in said or "WORLD_SIZE" in said:
         return
     tasks = launcher.number("SLURM_STEP_NUM_TASKS", _FIX) or 1
+    _refuse_others(tasks)
     if tasks == 1:
-        _refuse_others()
         return
     node, job, step = (launcher.number(f"SLURM_{name}", _FIX) or 0 for name in ("NODEID", "JOB_ID", "STEP_ID"))
     of_nodes = tasks_of_nodes(said.get("SLURM_STEP_TASKS_PER_NODE", str(tasks)))
@@ -69,14 +69,14 @@ def first_host(hosts: str) -> str:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else hosts)
 
 
-def _refuse_others() -> None:
+def _refuse_others(tasks: int) -> None:
+    """In a job of Slurm's their own helpers are its tasks. (srun itself says PMI_SIZE, too: as many as its tasks.)"""
     for name, variable in _OTHERS.items():
         count = launcher.number(variable, _FIX) or 1
-        if count > 1:
+        if count not in (1, tasks):
             message = f"{name} has started so many processes and none is told its rank: each would be a run of its own"
             raise _error(variable, message, count)
 
 
 def _error(variable: str, message: str, value: object) -> ConfigError:
-    fix = "start the processes with srun or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
-    return ConfigError([Violation("K35", "error", variable, message, fix, value)])
+    return ConfigError([Violation("K35", "error", variable, message, _FIX, value)])

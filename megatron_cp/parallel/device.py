@@ -33,17 +33,16 @@ def device() -> torch.device:
 
 def start_distributed(config: RunConfig) -> None:
     """Start torch.distributed from the launcher's environment, unless it already runs; one rank needs no launcher."""
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        _take_gpu((launcher.local_rank() or 0) % torch.cuda.device_count())
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus:
+        _take_gpu((launcher.local_rank() or 0) % gpus)
     if dist.is_initialized():
         return
-    backend = config.dist.distributed_backend or ("nccl" if on_gpu else "gloo")
+    backend = config.dist.distributed_backend or ("nccl" if gpus else "gloo")
     timeout = timedelta(minutes=config.dist.distributed_timeout_minutes)
     # Slurm may show each of its tasks only the GPU that is the task's.
-    sees_its_own = torch.cuda.device_count() == 1 and slurm.has_started_this()
-    if on_gpu and not sees_its_own:
-        check_gpus(backend, launcher.local_world_size() or 1, torch.cuda.device_count())
+    if gpus and not (gpus == 1 and slurm.has_started_this()):
+        check_gpus(backend, launcher.local_world_size() or 1, gpus)
     if backend == staged.NAME:
         staged.register()
         if os.environ.get("RANK", "0") == "0":
@@ -53,7 +52,7 @@ def start_distributed(config: RunConfig) -> None:
             )
     try:
         if "RANK" in os.environ:
-            store, rank, world_size = meet(backend if on_gpu else f"{backend}, without a GPU,", timeout)
+            store, rank, world_size = meet(backend if gpus else f"{backend}, without a GPU,", timeout)
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)

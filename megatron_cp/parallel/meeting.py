@@ -17,7 +17,6 @@ import contextlib
 import socket
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
@@ -26,7 +25,16 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_cp import launcher
-from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, DataError, RuntimeFault, shown, shown_ranks
+from megatron_cp.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    ConfigError,
+    DataError,
+    RuntimeFault,
+    ranks_by_value,
+    shown,
+    shown_ranks,
+)
 
 _START, _ANSWER, _GONE = "start", "answer", "gone"
 _SECONDS_TO_TELL = timedelta(seconds=5)
@@ -117,14 +125,14 @@ def _missing(store: dist.Store, ranks: Sequence[str], timeout: timedelta) -> Run
 
 def _difference(said: Sequence[str]) -> str:
     """What is wrong where not all ranks have the same means; ``said[rank]`` is its host's name and its means."""
-    ranks, hosts = defaultdict(list), defaultdict(list)
-    for rank, text in enumerate(said):
-        host, _, means = text.partition(" ")
-        ranks[means].append(rank)
-        hosts[means].append(host)
-    if len(ranks) == 1:
+    hosts = [text.partition(" ")[0] for text in said]
+    found = ranks_by_value([text.partition(" ")[2] for text in said])
+    if len(found) == 1:
         return ""
-    parts = [f"{of} on {shown_ranks(ranks[of])} ({shown(list(dict.fromkeys(hosts[of])), ', ')})" for of in ranks]
+    parts = []
+    for means, ranks in found.items():
+        where = dict.fromkeys(hosts[rank] for rank in ranks)
+        parts.append(f"{means} on {shown_ranks(ranks)} ({shown(list(where), ', ')})")
     return (
         f"the ranks would not hear each other, nothing was trained: {'; '.join(parts)}. All need the same "
         "dist.distributed_backend and, if any have one, a GPU that PyTorch can use: where one is missing, nvidia-smi "

@@ -68,7 +68,7 @@ GUARDS = {
     "F6": "unit_tests/attention/test_core_attention.py::test_packed_sequences",
     "F10": "unit_tests/dynamic_cp/test_training.py::"
     "test_a_pack_is_zigzag_within_each_sample_and_padded_to_twice_the_group",
-    "F14": "unit_tests/models/test_mtp.py::test_packed_sequences_are_shifted_by_their_padded_lengths",
+    "F14": "unit_tests/models/test_mtp_targets.py::test_packed_sequences_are_shifted_by_their_padded_lengths",
     "F15": "unit_tests/rules/test_batch_rules.py::test_a_pack_of_two_rows",
     "F16": "unit_tests/attention/test_sharding.py::test_packs_are_cut_sequence_by_sequence",
     "G3": "unit_tests/training/test_equivalence.py::test_layout_trains_like_one_rank",
@@ -83,7 +83,7 @@ GUARDS = {
     "H11": "unit_tests/attention/test_transformer_engine.py::test_the_stream_is_there_where_groups_may_change",
     "H12": "unit_tests/training/test_decentralized_pg.py::test_a_missing_group_is_noticed_at_once",
     "H13": "unit_tests/training/test_decentralized_pg.py::test_a_failed_initialization_leaves_nothing_behind",
-    "I1": "unit_tests/models/test_mtp.py::test_shifting_equals_the_naive_reference",
+    "I1": "unit_tests/models/test_mtp_targets.py::test_shifting_equals_the_naive_reference",
     "I4": "unit_tests/dynamic_cp/test_hybrid_training.py::test_packed_training_equals_one_rank",
     "I6": "unit_tests/training/test_checkpoint.py::test_resuming_under_another_layout",
     "I7": "unit_tests/training/test_checkpoint.py::test_resuming_under_another_layout",

@@ -7,7 +7,6 @@ differ, the fingerprints gathered and their :func:`differences` shown.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -16,7 +15,7 @@ from typing import Any
 
 import megatron_cp
 from megatron_cp.config import RunConfig
-from megatron_cp.errors import ConfigError, RuntimeFault, Violation, format_violations, shown_ranks
+from megatron_cp.errors import ConfigError, RuntimeFault, Violation, format_violations, ranks_by_value, shown_ranks
 from megatron_cp.parallel.agree import everyones
 from megatron_cp.rules.environment import Environment, installed_version
 from megatron_cp.training.resuming import Start, find_start
@@ -96,10 +95,7 @@ def differences(fingerprints: Sequence[Mapping[str, str]]) -> list[Violation]:
 
 def _who_has_what(values: Sequence[str]) -> str:
     """``values[rank]``, each once with its ranks."""
-    holders: dict[str, list[int]] = defaultdict(list)
-    for rank, value in enumerate(values):
-        holders[value].append(rank)
-    return "; ".join(f"{value} on {shown_ranks(ranks)}" for value, ranks in holders.items())
+    return "; ".join(f"{value} on {shown_ranks(ranks)}" for value, ranks in ranks_by_value(values).items())
 
 
 def _flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:

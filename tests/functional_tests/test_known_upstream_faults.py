@@ -7,7 +7,7 @@ Those with a test of their own elsewhere:
 - hierarchical groups ignored by Transformer Engine's attention: ``unit_tests/attention/test_transformer_engine.py``,
   ``test_groups_transport_and_stream_are_those_handed_over`` and ``test_missing_groups_are_refused``;
 - multi-token prediction that rolls packed tokens by unpadded lengths and averages its loss per rank:
-  ``unit_tests/models/test_mtp.py``;
+  ``unit_tests/models/test_mtp_targets.py`` and ``test_mtp.py``;
 - batches sliced twice, gradients not reduced over context-parallel ranks, losses averaged per rank:
   ``unit_tests/verify/test_faults.py``.
 """

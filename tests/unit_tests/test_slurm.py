@@ -5,6 +5,7 @@ import os
 import pytest
 
 from megatron_cp import slurm
+from megatron_cp.cli import main
 from megatron_cp.errors import ConfigError
 
 # The sixth of eight tasks, on the second of three nodes, as srun (22.05) says it.
@@ -39,10 +40,20 @@ def said() -> dict[str, str]:
     return {name: os.environ[name] for name in SAID if name in os.environ}
 
 
-def test_a_task_of_srun_knows_its_rank() -> None:
-    os.environ.update(TASK)
+@pytest.mark.parametrize("more", [{}, {"PMI_SIZE": "8"}], ids=["", "srun --mpi=pmi2"])
+def test_a_task_of_srun_knows_its_rank(more: dict[str, str]) -> None:
+    os.environ.update(TASK | more)
     slurm.take_rank()
     assert said() == SAID
+
+
+def test_commands_take_it(capsys: pytest.CaptureFixture[str]) -> None:
+    os.environ.update(TASK)
+    assert main(["recipes"]) == 0 and said() == SAID
+    for name in (*TASK, *SAID):
+        del os.environ[name]
+    os.environ["OMPI_COMM_WORLD_SIZE"] = "4"
+    assert main(["recipes"]) == 2 and "OMPI_COMM_WORLD_SIZE=4: mpirun" in capsys.readouterr().err
 
 
 def test_what_a_user_says_of_the_meeting_point_counts() -> None:
@@ -91,6 +102,7 @@ def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
             {"OMPI_COMM_WORLD_SIZE": "4"},
             "OMPI_COMM_WORLD_SIZE=4: mpirun has started so many processes and none is",
         ),
+        (TASK | {"OMPI_COMM_WORLD_SIZE": "16"}, "OMPI_COMM_WORLD_SIZE=16: mpirun has started"),
         ({"PMI_SIZE": "2"}, "PMI_SIZE=2: mpiexec has started so many"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Multi-token prediction: targets against a naive reference, training against one rank and against megatron-core."""
+"""Multi-token prediction: training against one rank and against megatron-core."""
 
 import functools
 from pathlib import Path
@@ -10,25 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, roll_tensor
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_cp.attention.sharding import partition_indices
 from megatron_cp.data.varlen import MockVarlenDataset
 from megatron_cp.dynamic_cp import schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.domain import DynamicGroups
 from megatron_cp.dynamic_cp.groups import legal_groups
 from megatron_cp.dynamic_cp.iterator import DynamicBatches
 from megatron_cp.models.language_model import LanguageModel
-from megatron_cp.models.mtp import shift_left, unmasked_tokens
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.run_lines import read_lines
 from megatron_cp.training import step
 from megatron_cp.training.checkpoint import load_checkpoint
 from megatron_cp.training.metrics import StepMetrics, WritingReporter, log_line
 from megatron_cp.training.setup import setup
-from tests.packed_runs import pack
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import VOCAB, save_checkpoint, start, tiny_config
 from tests.unit_tests.training.layouts import CP2, CP4, HCP, MIXED, PP2, SP, TP2, VPP2, over
@@ -54,101 +50,6 @@ def worst_difference(a: Steps, b: Steps) -> float:
     """Largest relative difference of anything in any step."""
     x, y = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
     return float(((x - y) / y).abs().max())
-
-
-# Targets.
-
-
-def naive_shift(values: list[list[int]], depth: int) -> list[int]:
-    """Each sequence moved ``depth`` places to the left, zeros after its end; one after the other."""
-    return [row[i + depth] if i + depth < len(row) else 0 for row in values for i in range(len(row))]
-
-
-def shifted_of_rank(padded: list[int] | None, length: int, depth: int) -> tuple[list, list]:
-    """(what this rank has after ``depth`` shifts, what it should have); two rows where nothing is packed."""
-    group = dist.group.WORLD
-    rank, size = dist.get_rank(), dist.get_world_size()
-    sequences = [list(range(1 + 1000 * i, 1 + 1000 * i + n)) for i, n in enumerate(padded or [length])]
-    edges = np.cumsum([0, *map(len, sequences)])
-    mine = torch.from_numpy(partition_indices(edges, rank, size))
-    expected = torch.tensor(naive_shift(sequences, depth))[mine]
-    values = torch.tensor([x for row in sequences for x in row])[mine]
-    packed = None
-    if padded is None:
-        values, expected = torch.stack([values, 7 * values]), torch.stack([expected, 7 * expected])
-    else:  # the real lengths are shorter than the padded ones
-        real = torch.tensor(np.cumsum([0, *[max(1, n - 1) for n in padded]]), dtype=torch.int32)
-        packed = PackedSeqParams(cu_seqlens_q=real, cu_seqlens_q_padded=torch.tensor(edges, dtype=torch.int32))
-    for _ in range(depth):
-        values = shift_left(values, group, packed)
-    return values.tolist(), expected.tolist()
-
-
-def all_shifts() -> list[tuple[list, list]]:
-    size = dist.get_world_size()
-    packs = [None, [2 * size], [2 * size, 6 * size, 4 * size], [8 * size, 2 * size, 2 * size, 2 * size]]
-    return [shifted_of_rank(padded, 8 * size, depth) for padded in packs for depth in (1, 2, 5)]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_shifting_equals_the_naive_reference(size: int) -> None:
-    for results in run_ranks(all_shifts, size):
-        for got, expected in results:
-            assert got == expected
-
-
-def upstream_rolls_by_real_lengths() -> list[list[int]]:
-    """Three documents of 7, 11 and 8 tokens, shifted by megatron-core and by us."""
-    samples = [
-        {"tokens": torch.arange(1, n + 1), "labels": torch.arange(n), "loss_mask": torch.ones(n)} for n in (7, 11, 8)
-    ]
-    batch = pack(samples, dist.group.WORLD)
-    packed = batch.packed_seq_params
-    theirs, _ = roll_tensor(batch.tokens, cp_group=dist.group.WORLD, packed_seq_params=packed)
-    ours = shift_left(batch.tokens, dist.group.WORLD, packed)
-    mine = partition_indices(packed.cu_seqlens_q_padded.numpy(), dist.get_rank(), dist.get_world_size())
-    sequences = [
-        [*range(1, n + 1), *[0] * (int(b - a) - n)]
-        for n, a, b in zip((7, 11, 8), packed.cu_seqlens_q_padded, packed.cu_seqlens_q_padded[1:], strict=False)
-    ]
-    return [theirs[0].tolist(), ours[0].tolist(), torch.tensor(naive_shift(sequences, 1))[mine].tolist()]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_packed_sequences_are_shifted_by_their_padded_lengths(size: int) -> None:
-    """megatron-core's own roll follows the real lengths and mixes neighbouring documents, silently."""
-    results = run_ranks(upstream_rolls_by_real_lengths, size)
-    assert all(ours == expected for _, ours, expected in results)
-    assert any(theirs != expected for theirs, _, expected in results), "upstream is right: ours is not needed"
-
-
-def counted() -> tuple[list[float], list[float]]:
-    """Numbers of unmasked tokens by position, and by shifting the mask."""
-    generator = torch.Generator().manual_seed(1)
-    samples = [
-        {
-            "tokens": torch.arange(n),
-            "labels": torch.arange(n),
-            "loss_mask": (torch.rand(n, generator=generator) < 0.5).float(),
-        }
-        for n in (1, 2, 3, 9, 30)
-    ]
-    batch = pack(samples, dist.group.WORLD)
-    mask, by_shifting = batch.loss_mask, []
-    for _ in range(4):
-        by_shifting.append(mask.sum().double())
-        mask = shift_left(mask, dist.group.WORLD, batch.packed_seq_params)
-    totals = torch.stack([unmasked_tokens(batch.loss_mask, batch.position_ids, 3), torch.stack(by_shifting)])
-    dist.all_reduce(totals)
-    return totals[0].tolist(), totals[1].tolist()
-
-
-def test_unmasked_tokens_are_counted_without_shifting() -> None:
-    for by_position, by_shifting in run_ranks(counted, 3):
-        assert by_position == by_shifting and by_position[0] > by_position[3] > 0
-
-
-# Training.
 
 
 @functools.cache

@@ -339,6 +339,8 @@ class TestEnvironment:
         monkeypatch.setattr("megatron_cp.rules.environment.read_driver", lambda: None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
         assert Environment.detect().gpus_per_node == 3
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # each rank is shown only some, as Slurm may do
+        assert Environment.detect().gpus_per_node == 8
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert Environment.detect().device == "cpu"
 
