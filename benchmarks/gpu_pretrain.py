@@ -6,6 +6,7 @@
     python benchmarks/gpu_pretrain.py --models tiny --sizes 256 --matmul 512  # what a CPU can do, to try the script
     python benchmarks/gpu_pretrain.py model.apply_rope_fusion=false           # without one of the fused kernels
     python benchmarks/gpu_pretrain.py --attention native model.transformer_impl=local  # nothing of Transformer Engine
+    python benchmarks/gpu_pretrain.py --sizes 8192 --profile traces           # and where a step's time goes
 
 Utilization is that of the rate measured in the same run for large bf16 matrix products, not of a data sheet's:
 operations are counted as in ``megatron_cp/training/flops.py`` (causal attention, no recomputation). A GPU slows down
@@ -16,7 +17,8 @@ reach then. Their first rate is printed too, and beside each utilization the ope
 optimizer; printed are the median over steps and, in brackets, the slowest and fastest. ``mlp`` computes MLPs again in
 the backward pass, which keeps a third of the activations for a fraction of the work of ``full``. A case that does not
 fit in memory, or fails, says so in its row, and the others are measured all the same; the exit code is then 1 for one
-that failed.
+that failed. With ``--profile`` each case has one step more, whose trace is written into that folder and summed up as
+``megatron-cp profile`` does.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import product
+from pathlib import Path
 
 import torch
+from torch.profiler import profile, record_function
 
 from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import build_datasets
@@ -40,6 +44,8 @@ from megatron_cp.errors import ConfigError
 from megatron_cp.models.transformer_config import padded_vocab_size
 from megatron_cp.parallel.device import device, start_distributed, stop_distributed
 from megatron_cp.recipes import load_recipe
+from megatron_cp.report.profile_cli import as_text
+from megatron_cp.report.traces import read_trace
 from megatron_cp.rules import check
 from megatron_cp.training.batches import Steps, open_steps
 from megatron_cp.training.flops import training_flops
@@ -104,7 +110,7 @@ def config_of(model: str, size: int, attention: str, recompute: str, options: ar
         f"dataset.seq_length={size}",
         f"train.global_batch_size={max(1, options.tokens // size)}",
         "train.micro_batch_size=1",
-        f"train.train_iters={options.steps + options.warm_up}",
+        f"train.train_iters={options.warm_up + options.steps + 1}",
         "scheduler.lr_warmup_iters=1",
         "dataset.kind=mock",
         "validation.eval_iters=0",
@@ -141,12 +147,20 @@ def running(config: RunConfig) -> Iterator[tuple[Run, Steps, int]]:
         run.close()
 
 
-def steps_of(config: RunConfig) -> Iterator[float]:
-    """Yields the operations of a step, then the seconds of each step; the first ones, which warm up, among them."""
+def steps_of(config: RunConfig, trace: Path | None = None) -> Iterator[float]:
+    """Yields the operations of a step, then the seconds of each step; the first ones, which warm up, among them.
+
+    One step more, at last, is not measured but profiled, if ``trace`` says where to.
+    """
     with running(config) as (run, steps, rows):
         yield training_flops(config.model, rows, [config.dataset.seq_length] * config.train.global_batch_size)
-        for _ in range(config.train.train_iters):
+        for _ in range(config.train.train_iters - 1):
             yield seconds_of(lambda: train_step(run, next(steps).microbatches))
+        if trace is not None:
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            with profile(acc_events=True) as profiled, record_function("iteration 1"):
+                seconds_of(lambda: train_step(run, next(steps).microbatches))
+            profiled.export_chrome_trace(str(trace))
 
 
 def seconds_of(step: Callable[[], object]) -> float:
@@ -160,12 +174,13 @@ def seconds_of(step: Callable[[], object]) -> float:
 
 
 def measure(model: str, size: int, attention: str, recompute: str, peak: float, options: argparse.Namespace) -> str:
-    """One case as a row of the table."""
+    """One case as a row of the table; with its trace in a file, if one is wanted."""
     name = f"| {model} | {size} | {attention} | {recompute} |"
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+    trace = trace_of(model, size, attention, recompute, options)
     try:
-        flops, *seconds = steps_of(config_of(model, size, attention, recompute, options))
+        flops, *seconds = steps_of(config_of(model, size, attention, recompute, options), trace)
         seconds = seconds[options.warm_up :]
     except Exception as error:
         return f"{name} {told(error)} | | | |"
@@ -178,6 +193,10 @@ def measure(model: str, size: int, attention: str, recompute: str, peak: float, 
     memory = f"{torch.cuda.max_memory_allocated() / 1e9:.1f}" if torch.cuda.is_available() else ""
     rate = f"{flops / median / 1e12:.3g}"
     return f"{name} {tokens / median:.0f} | {rate} | {used[0]} [{used[1]} {used[2]}] | {memory} |"
+
+
+def trace_of(model: str, size: int, attention: str, recompute: str, options: argparse.Namespace) -> Path | None:
+    return options.profile and options.profile / f"{model}_{size}_{attention}_{recompute}.json.gz"
 
 
 def told(error: Exception) -> str:
@@ -205,17 +224,21 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
     parser.add_argument("--matmul", type=int, default=8192, help="rows and columns of the matrices")
     parser.add_argument("--matmul-seconds", type=float, default=5.0, help="of products, before the rate that lasts")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="profile a step of each case, into this folder")
     options = parser.parse_args()
     start_logging(1, False)  # only warnings
     peak = told_rates_of_products(options.matmul, options.matmul_seconds)
     print("| model | tokens | attention | recompute | tokens/s | TFLOP/s | utilization, % | memory, GB |")
     print("|---|---|---|---|---|---|---|---|")
     rows = []
-    for model, size, attention, recompute in product(
-        options.models, options.sizes, options.attention, options.recompute
-    ):
-        rows.append(measure(model, int(size), attention, recompute, peak, options))
+    cases = list(product(options.models, map(int, options.sizes), options.attention, options.recompute))
+    for case in cases:
+        rows.append(measure(*case, peak, options))
         print(rows[-1], flush=True)
+    for case in cases:
+        trace = trace_of(*case, options)
+        if trace and trace.is_file():
+            print("", as_text(read_trace(trace), 25), sep="\n", flush=True)
     stop_distributed()
     sys.exit(any("| failed: " in row for row in rows))
 

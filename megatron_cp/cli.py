@@ -56,6 +56,7 @@ _FLAGS: tuple[tuple[str | None, str, type, str], ...] = (
 # Commands with a module of their own: module and what it does.
 _MODULES = {
     "report": ("megatron_cp.report.cli", "show runs side by side: loss, throughput, phases, memory, layout"),
+    "profile": ("megatron_cp.report.profile_cli", "show where the time of profiled steps went, by kind of kernel"),
     "doctor": ("megatron_cp.doctor", "what is installed here, and which attention a recipe would use"),
     "verify": ("megatron_cp.verify.cli", "prove that a layout trains the same model as one rank"),
     "convert": ("megatron_cp.convert.cli", "weights from Hugging Face's format, and back to it"),

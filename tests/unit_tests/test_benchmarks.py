@@ -7,6 +7,7 @@ import gc
 import math
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from benchmarks import device_rates, gpu_attention, gpu_pretrain
 from benchmarks.gpu_pretrain import MODELS, RECOMPUTE, config_of
 from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.dynamic_cp.cost import DEVICES, ModelShape, cost_model
+from megatron_cp.report.traces import read_trace
 from megatron_cp.rules import check
 from tests.ranks import run_ranks
 
@@ -32,7 +34,9 @@ def test_gpu_pretrain_breaks_no_rule_on_one_gpu(model: str) -> None:
 
 def rows_of_a_table_with_errors(errors: list[Exception | None]) -> list[str]:
     """The rows of as many cases, one of which fails in its first step with each of the errors."""
-    options = argparse.Namespace(tokens=64, steps=1, warm_up=0, chunk=64, overrides=["model.num_layers=1"])
+    options = argparse.Namespace(
+        tokens=64, steps=1, warm_up=0, chunk=64, overrides=["model.num_layers=1"], profile=None
+    )
     original, models, rows = gpu_pretrain.train_step, [], []
     coming = iter(errors)
 
@@ -49,6 +53,26 @@ def rows_of_a_table_with_errors(errors: list[Exception | None]) -> list[str]:
         gc.collect()
         assert models[-1]() is None, "the next case has less memory"
     return rows
+
+
+def a_profiled_case(folder: Path) -> tuple[str, list[str]]:
+    options = argparse.Namespace(
+        tokens=128, steps=1, warm_up=1, chunk=64, overrides=["model.num_layers=2"], profile=folder / "traces"
+    )
+    row = gpu_pretrain.measure("tiny", 64, "native", "none", 1e12, options)
+    return row, [path.name for path in (folder / "traces").iterdir()]
+
+
+def test_a_profile_is_of_one_step_after_the_measured_ones(tmp_path: Path) -> None:
+    ((row, traces),) = run_ranks(a_profiled_case, 1, tmp_path)
+    assert float(row.split("|")[5]) > 0
+    assert traces == ["tiny_64_native_none.json.gz"]
+    found = read_trace(tmp_path / "traces" / traces[0])
+    assert found.iterations == 1 and found.kinds["matrix products"] > 0
+    # Two microbatches through two layers.
+    assert (
+        next(k.calls for k in found.kernels if k.name.startswith("aten::_scaled_dot_product_flash_attention_for")) == 4
+    )
 
 
 def test_a_case_that_fails_costs_no_other_case_its_row() -> None:

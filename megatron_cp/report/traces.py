@@ -1,0 +1,232 @@
+"""Where the time of profiled steps goes, from a trace that PyTorch's profiler wrote: pure Python, no torch.
+
+On a GPU that is its kernels' time, by kind, what communication is not hidden behind others, and when it had nothing to
+do. Without one it is the host's operators, each without those that it called.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.errors import DataError
+
+Span = tuple[float, float]  # seconds: begin and end
+
+COMMUNICATION, OTHERS, PYTHON = "communication", "others", "Python, waiting"
+PHASES = ("data", "schedule", "forward_backward", "optimizer")  # as training/phases.py names them, within a step
+# The first that a name has anything of, in lower case; the names are those of PyTorch, cuDNN, cuBLAS, CUTLASS, NCCL,
+# Transformer Engine, mamba-ssm, FlashAttention and of functions that PyTorch's compiler fused.
+_KINDS = {
+    COMMUNICATION: r"nccl|nvshmem|userbuffers|gloo:|c10d::",
+    "state spaces": r"_chunk_|_state_passing|selective_scan|causal_conv1d|_ssd_",
+    "attention": r"fmha|flash|sdpa|fused_attn|scaled_dot_product|cudnn::fusion|cudnn_generated|(^|_)attention",
+    "optimizer": r"multi_tensor|adam|addcdiv|addcmul|lerp_|linalg_vector_norm|foreach",
+    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitk|^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$",
+    "norms": r"rms_?norm|layer_?norm|(^|[^a-z])ln_(fwd|bwd)|l2norm",
+    "loss": r"cross_?entropy|online_softmax|element_mul|nll_loss|log_?softmax|logsumexp",
+    "positions": r"rope|rotary",
+    "activations": r"[sg][ew]i?glu|silu|gelu|sigmoid|relu",
+    "experts": r"permute_kernel|moe|router|topk|top_k|histogram|sort_chunks",
+    "embedding": r"embedding|indexselect|index_select",
+    "copies": r"memcpy|memset|copy|catarray|^aten::cat$|fill|zero_",
+}
+_PATTERNS = {kind: re.compile(pattern) for kind, pattern in _KINDS.items()}
+_OPERATORS = ("aten::", "c10d::", "gloo:", "mkldnn::", "mkl::")
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_RUNTIME = ("cuda_runtime", "cuda_driver")
+_WAITS = re.compile(r"Synchronize$|^cudaMemcpy$")
+_ITERATION = re.compile(r"^iteration \d+$")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What one kernel (or operator) took: its full name, its kind, and per iteration its calls and seconds."""
+
+    name: str
+    kind: str
+    calls: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Of one trace; seconds are those of an iteration, the mean.
+
+    device: the GPU's name, None where only the host was profiled. seconds: from an iteration's begin to the next one's,
+    the device's last work included. kernels: the longest first; two at a time count twice. exposed: communication
+    while nothing else ran (a GPU's). idle: seconds without any kernel (host: without any operator), by the phase of
+    the step that the host was in when it ended. waits: how often the host waited for the device, and how long in all.
+    """
+
+    name: str
+    device: str | None
+    iterations: int
+    seconds: float
+    kernels: Sequence[Kernel]
+    exposed: float
+    idle: dict[str, float]
+    waits: tuple[float, float]
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        """Seconds by kind of kernel, the most first."""
+        sums: dict[str, float] = defaultdict(float)
+        for kernel in self.kernels:
+            sums[kernel.kind] += kernel.seconds
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def kind_of(name: str, on_host: bool = False) -> str:
+    """What a kernel of this name does, or an operator of the host: those that are no library's are Python around it."""
+    lower = name.lower()
+    if on_host and not lower.startswith(_OPERATORS):
+        return PYTHON
+    return next((kind for kind, pattern in _PATTERNS.items() if pattern.search(lower)), OTHERS)
+
+
+def read_trace(path: Path) -> Breakdown:
+    """Read one trace, ``.json`` or ``.json.gz``.
+
+    Raises:
+        DataError: it cannot be read, is no trace, or no iteration is in it.
+    """
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as a trace of PyTorch's profiler: {error}") from error
+    events = content.get("traceEvents") if isinstance(content, dict) else None
+    if not isinstance(events, list):
+        raise DataError(f"{path}: is no trace of PyTorch's profiler: it has no list traceEvents")
+    whole = [event for event in events if isinstance(event, dict) and event.get("ph") == "X" and "ts" in event]
+    iterations = [
+        event for event in whole if event.get("cat") == "user_annotation" and _ITERATION.match(str(event.get("name")))
+    ]
+    if not iterations:
+        raise DataError(f"{path}: no iteration is in this trace; profile steps of training, see profiling.*")
+    properties = content.get("deviceProperties")
+    first = properties[0] if isinstance(properties, list) and properties else None
+    device = str(first.get("name", "a GPU")) if isinstance(first, dict) else "a GPU"
+    on_device = any(event.get("cat") in _DEVICE for event in whole)
+    return _of(path.name, device if on_device else None, whole, iterations)
+
+
+def _of(name: str, device: str | None, events: list[dict[str, Any]], iterations: list[dict[str, Any]]) -> Breakdown:
+    count, thread = len(iterations), iterations[0].get("tid")
+    on_device = [event for event in events if event.get("cat") in _DEVICE]
+    begin = min(_span(event)[0] for event in iterations)
+    end = max(_span(event)[1] for event in (*iterations, *on_device))
+    if device is not None:
+        timed = [(event["name"], _span(event)) for event in on_device]
+        own = [(each, max(0.0, span[1] - max(span[0], begin))) for each, span in timed]
+    else:
+        timed = [
+            (event["name"], _span(event))
+            for event in events
+            if event.get("cat") == "cpu_op" and event.get("tid") == thread and begin <= _span(event)[0] < end
+        ]
+        own = _without_called(timed)
+    busy = _union((span for _, span in timed), begin, end)
+    others = _union((span for each, span in timed if kind_of(each) != COMMUNICATION), begin, end)
+    phases = [
+        (str(event["name"]), _span(event))
+        for event in events
+        if event.get("cat") == "user_annotation" and event.get("tid") == thread and event.get("name") in PHASES
+    ]
+    launched = _launches(events)
+    idle: dict[str, float] = defaultdict(float)
+    for gap in _gaps(busy, begin, end):
+        idle[_phase_at(launched.get(gap[1], gap[1]), phases)] += (gap[1] - gap[0]) / count
+    waits = [_span(e) for e in events if e.get("cat") in _RUNTIME and _WAITS.search(str(e.get("name")))]
+    waits = [span for span in waits if begin <= span[0] < end]
+    return Breakdown(
+        name=name,
+        device=device,
+        iterations=count,
+        seconds=(end - begin) / count,
+        kernels=_kernels(own, count, device is None),
+        exposed=(_length(busy) - _length(others)) / count,
+        idle=dict(sorted(idle.items(), key=lambda item: -item[1])),
+        waits=(len(waits) / count, _length(waits) / count),
+    )
+
+
+def _span(event: dict[str, Any]) -> Span:
+    begin = float(event["ts"]) / 1e6
+    return begin, begin + float(event.get("dur", 0)) / 1e6
+
+
+def _kernels(own: Iterable[tuple[str, float]], count: int, on_host: bool) -> list[Kernel]:
+    calls: dict[str, int] = defaultdict(int)
+    seconds: dict[str, float] = defaultdict(float)
+    for name, each in own:
+        calls[name] += 1
+        seconds[name] += each
+    found = [Kernel(name, kind_of(name, on_host), calls[name] / count, seconds[name] / count) for name in calls]
+    return sorted(found, key=lambda kernel: -kernel.seconds)
+
+
+def _without_called(timed: list[tuple[str, Span]]) -> list[tuple[str, float]]:
+    """Each operator of one thread with its seconds outside of operators that it called."""
+    own: list[list[Any]] = []
+    open_ones: list[tuple[float, int]] = []  # end, index
+    for name, (begin, end) in sorted(timed, key=lambda item: (item[1][0], -item[1][1])):
+        while open_ones and open_ones[-1][0] <= begin:
+            open_ones.pop()
+        if open_ones:
+            own[open_ones[-1][1]][1] -= end - begin
+        open_ones.append((end, len(own)))
+        own.append([name, end - begin])
+    return [(name, max(0.0, seconds)) for name, seconds in own]
+
+
+def _union(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
+    """What the spans cover between begin and end: disjoint, in order."""
+    merged: list[Span] = []
+    for first, last in sorted(spans):
+        first, last = max(first, begin), min(last, end)
+        if first >= last:
+            continue
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
+        else:
+            merged.append((first, last))
+    return merged
+
+
+def _gaps(busy: Sequence[Span], begin: float, end: float) -> list[Span]:
+    borders = [begin, *(border for span in busy for border in span), end]
+    return [(a, b) for a, b in zip(borders[::2], borders[1::2], strict=True) if b > a]
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def _launches(events: list[dict[str, Any]]) -> dict[float, float]:
+    """When the host launched the kernel that began at a time; of kernels that began together, any."""
+    called = {_correlation(event): _span(event)[0] for event in events if event.get("cat") in _RUNTIME}
+    return {
+        _span(event)[0]: called[_correlation(event)]
+        for event in events
+        if event.get("cat") in _DEVICE and _correlation(event) in called
+    }
+
+
+def _correlation(event: dict[str, Any]) -> Any:
+    arguments = event.get("args")
+    return arguments.get("correlation") if isinstance(arguments, dict) else None
+
+
+def _phase_at(moment: float, phases: Sequence[tuple[str, Span]]) -> str:
+    """The innermost phase of the host at a moment."""
+    around = [(end - begin, name) for name, (begin, end) in phases if begin <= moment < end]
+    return min(around)[1] if around else "other"

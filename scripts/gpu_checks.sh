@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# What only a GPU can tell, one after the other: what is there, the tests for GPUs, four ranks on one GPU, and the
+# benchmarks; each with a log and a time limit, and none kept from running by another one's failure. One GPU is enough.
+#
+#   scripts/gpu_checks.sh [--out FOLDER] [--seconds N] [CHECK ...]
+#
+# CHECK     look, tests, verify, train, pretrain, profile, attention, larger or rates; all of them in this order if none
+#           is named
+# --out     where logs and traces go (runs/gpu_checks of this clone)
+# --seconds for all of them together: what has no time left is not begun, and what runs is stopped
+#
+# PYTHON is the interpreter (.venv/bin/python, which scripts/setup.sh --gpu makes); nothing is installed and no network is
+# needed. WORKERS tests run at a time (6). The exit code is 1 if a check failed or was left out.
+set -uo pipefail
+from=$PWD
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+
+out=$PWD/runs/gpu_checks seconds=0 chosen=()
+while (($#)); do
+    case $1 in
+        -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' scripts/gpu_checks.sh && exit 0 ;;
+        --out) [[ ${2:?--out needs a folder} == /* ]] && out=$2 || out=$from/$2 && shift ;;
+        --seconds) seconds=${2:?--seconds needs a number} && shift ;;
+        look | tests | verify | train | pretrain | profile | attention | larger | rates) chosen+=("$1") ;;
+        *) echo "gpu_checks: no option or check $1; see scripts/gpu_checks.sh --help" >&2 && exit 2 ;;
+    esac
+    shift
+done
+[[ $seconds =~ ^[0-9]+$ ]] || { echo "gpu_checks: --seconds $seconds: must be a whole number" >&2 && exit 2; }
+((${#chosen[@]})) || chosen=(look tests verify train pretrain profile attention larger rates)
+mkdir -p "$out" || exit 2
+python=${PYTHON:-.venv/bin/python}
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+# Benchmarks: long sequences break memory into pieces, and Transformer Engine's slow attention shall not be measured.
+measured=(env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NVTE_UNFUSED_ATTN=0 "$python")
+ranks=("$python" -m torch.distributed.run --nproc_per_node=4)
+tiny=(--recipe llama_tiny_pretrain_config dist.distributed_backend=staged)
+bf16=(mixed_precision.fp32=false mixed_precision.bf16=true)
+
+summary=() failed=0
+# check NAME SECONDS COMMAND...: the command, at most so long (counted from its begin) or what is left for all.
+check() {
+    local name=$1 limit=$2 began=$SECONDS code
+    shift 2
+    [[ " ${chosen[*]} " == *" $name "* ]] || return 0
+    if ((seconds && seconds - SECONDS < limit)); then limit=$((seconds - SECONDS)); fi
+    if ((limit < 5)); then
+        summary+=("$name: no time left") && failed=1
+        return 0
+    fi
+    echo "== $name: $*"
+    timeout --signal=INT --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log"
+    code=${PIPESTATUS[0]}
+    ((code == 0)) || failed=1
+    case $code in 0) code=passed ;; 124 | 137) code="stopped after $limit s" ;; *) code="failed ($code)" ;; esac
+    summary+=("$name: $code, $((SECONDS - began)) s: $(grep -v '^ *$' "$out/$name.log" | tail -n 1 | cut -c-120)")
+}
+
+check look 120 "$python" -m megatron_cp doctor --try
+check tests 900 "$python" -m pytest -vv -m gpu -n "${WORKERS:-6}" --dist load --no-loadscope-reorder
+check verify 300 "${ranks[@]}" -m megatron_cp verify "${tiny[@]}"
+check train 300 "${ranks[@]}" -m megatron_cp train "${tiny[@]}" "${bf16[@]}" train.train_iters=20 \
+    checkpoint.save="$(mktemp -u "$out/train.XXXXXX")"
+check pretrain 900 "${measured[@]}" benchmarks/gpu_pretrain.py --sizes 8192,32768 --recompute none --tokens 65536
+check profile 300 "${measured[@]}" benchmarks/gpu_pretrain.py --sizes 8192 --recompute none --attention te \
+    --tokens 32768 --steps 2 --profile "$out/traces"
+check attention 900 "${measured[@]}" benchmarks/gpu_attention.py --sizes 4096,16384,65536 --heads 32/8 --packs 8 --repeats 5
+check larger 900 "${measured[@]}" benchmarks/gpu_pretrain.py --models 8b --sizes 8192,32768 --recompute none --tokens 65536
+check rates 900 "${measured[@]}" benchmarks/device_rates.py --sizes 512,2048,8192,32768 --steps 3
+
+printf '\n'
+printf '== %s\n' "${summary[@]}"
+exit $failed

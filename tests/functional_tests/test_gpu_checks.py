@@ -1,0 +1,126 @@
+"""``scripts/gpu_checks.sh``: what it would run where a GPU is, with a stand-in for the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import device_rates, gpu_attention, gpu_pretrain
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import check
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKS = ["look", "tests", "verify", "train", "pretrain", "profile", "attention", "larger", "rates"]
+# Writes down how it was called; what its arguments have a file for is run by that file's text.
+PYTHON = """#!/bin/bash
+printf '%s\\n' "$*" >> "$FOLDER/calls"
+for file in "$FOLDER"/when.*; do
+    [[ -e $file && "$*" == *"${file##*when.}"* ]] && . "$file"
+done
+echo "what it found"
+"""
+
+
+def run(folder: Path, *arguments: str, **when: str) -> tuple[int, str, list[str]]:
+    """Exit code, output and calls; ``when``: what the interpreter does, called with such a word."""
+    python = folder / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    for word, does in when.items():
+        (folder / f"when.{word}").write_text(does)
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu_checks.sh", "--out", "out", *arguments],
+        env=os.environ | {"PYTHON": str(python), "FOLDER": str(folder)},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    calls = folder / "calls"
+    return done.returncode, done.stdout, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_every_check_runs_and_has_its_log(tmp_path: Path) -> None:
+    code, text, calls = run(tmp_path)
+    assert code == 0, text
+    assert len(calls) == len(CHECKS)
+    assert [line.split(":")[0] for line in text.splitlines()[-len(CHECKS) :]] == [f"== {name}" for name in CHECKS]
+    assert all(line.endswith("what it found") and ": passed, " in line for line in text.splitlines()[-len(CHECKS) :])
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.log")) == sorted(f"{name}.log" for name in CHECKS)
+
+
+def test_one_that_fails_keeps_no_other_from_running(tmp_path: Path) -> None:
+    code, text, calls = run(tmp_path, doctor="echo broken; exit 3", verify="exit 1")
+    assert code == 1 and len(calls) == len(CHECKS)
+    assert "== look: failed (3), 0 s: broken\n" in text and "== verify: failed (1), " in text
+    assert text.count(": passed, ") == len(CHECKS) - 2
+
+
+def test_only_those_that_are_named_run_in_the_usual_order(tmp_path: Path) -> None:
+    code, text, calls = run(tmp_path, "rates", "look")
+    assert code == 0, text
+    assert ["doctor" in calls[0], "device_rates" in calls[1], len(calls)] == [True, True, 2]
+
+
+def test_no_more_time_than_is_given(tmp_path: Path) -> None:
+    began = time.monotonic()
+    code, text, calls = run(tmp_path, "--seconds", "7", "look", "verify", "rates", verify="sleep 60")
+    assert code == 1 and time.monotonic() - began < 30
+    assert "== look: passed, " in text and "== verify: stopped after " in text
+    assert text.endswith("== rates: no time left\n") and len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--fast"], "no option or check --fast"), (["--seconds", "soon"], "--seconds soon"), (["test"], "check test;")],
+)
+def test_what_it_does_not_know_is_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
+    code, text, calls = run(tmp_path, *arguments)
+    assert code == 2 and says in text and not calls
+
+
+def test_help_names_every_check(tmp_path: Path) -> None:
+    code, text, _ = run(tmp_path, "--help")
+    assert code == 0 and all(name in text.split("CHECK     ")[1] for name in CHECKS)
+
+
+class Parsed(Exception):
+    pass
+
+
+def test_benchmarks_take_what_they_are_called_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> None:
+        raise Parsed
+
+    seen = set()
+    for module in (gpu_pretrain, gpu_attention, device_rates):
+        monkeypatch.setattr(module, "start_logging" if module is device_rates else "told_rates_of_products", stop)
+    for call in run(tmp_path)[2]:
+        program, *arguments = call.split()
+        if not program.startswith("benchmarks/"):
+            continue
+        module = {"gpu_pretrain": gpu_pretrain, "gpu_attention": gpu_attention, "device_rates": device_rates}[
+            Path(program).stem
+        ]
+        monkeypatch.setattr(sys, "argv", [program, *arguments])
+        with pytest.raises(Parsed):
+            module.main()
+        seen.add(module)
+    assert len(seen) == 3
+
+
+def test_the_layout_is_one_that_a_gpu_can_run(tmp_path: Path) -> None:
+    recipes = [call.split() for call in run(tmp_path, "verify", "train")[2]]
+    for words in recipes:
+        overrides = [word for word in words if "=" in word and not word.startswith("-")]
+        config = load_recipe(words[words.index("--recipe") + 1], overrides)
+        assert [v for v in check(config, 4, environment="gpu") if v.severity == "error"] == []
+        assert config.model.cp_comm_type == "a2a+p2p" and config.dist.distributed_backend == "staged"
+    assert len(recipes) == 2

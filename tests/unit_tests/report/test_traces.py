@@ -1,0 +1,178 @@
+"""``megatron-cp profile``: what it makes of traces, a GPU's by hand and a CPU's as PyTorch writes it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron_cp.cli import main
+from megatron_cp.errors import DataError
+from megatron_cp.report import traces
+from megatron_cp.report.traces import PYTHON, kind_of, read_trace
+from megatron_cp.training import phases
+
+GEMM = "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT"
+FLASH = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0"
+NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+ADAM = "void multi_tensor_apply_kernel<transformer_engine::multi_tensor_adam::AdamFunctorMaster<...>>"
+
+
+def event(cat: str, name: str, begin: float, dur: float, tid: int = 7, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": dur, "pid": 1, "tid": tid, "args": arguments}
+
+
+def kernel(number: int, name: str, launched: float, begin: float, dur: float) -> list[dict[str, Any]]:
+    """As the host launches it and the device runs it; microseconds."""
+    return [
+        event("cuda_runtime", "cudaLaunchKernel", launched, 2, correlation=number),
+        event("kernel", name, begin, dur, tid=20, correlation=number, stream=20),
+    ]
+
+
+def written(folder: Path, events: list[dict[str, Any]], name: str = "rank0_iterations_2-3.json.gz") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"deviceProperties": [{"name": "NVIDIA H200"}], "traceEvents": events}
+    with gzip.open(folder / name, "wt") as file:
+        json.dump(content, file)
+    return folder / name
+
+
+def two_steps() -> list[dict[str, Any]]:
+    """Each 1000 us: 100 idle for the data, product 0..., a message half hidden, idle before the optimizer."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}, {"ph": "i", "name": "mark", "ts": 3}]
+    for step in (0, 1):
+        at = 1000.0 * step
+        events += [
+            event("user_annotation", f"iteration {step + 2}", at, 1000),
+            event("user_annotation", "forward_backward", at, 500),
+            event("user_annotation", "data", at, 90),
+            event("user_annotation", "optimizer", at + 500, 400),
+            *kernel(10 * step, GEMM, at + 95, at + 100, 300),
+            *kernel(10 * step + 1, FLASH, at + 150, at + 400, 200),
+            *kernel(10 * step + 2, NCCL, at + 160, at + 500, 200),  # 100 of it beside attention
+            *kernel(10 * step + 3, ADAM, at + 720, at + 750, 200),
+            event("cuda_runtime", "cudaStreamSynchronize", at + 900, 60),
+        ]
+    return events
+
+
+def test_a_gpu_trace_is_read_by_kind_of_kernel(tmp_path: Path) -> None:
+    found = read_trace(written(tmp_path, two_steps()))
+    assert found.device == "NVIDIA H200" and found.iterations == 2
+    assert found.seconds == pytest.approx(1e-3)
+    in_us = {kind: pytest.approx(1e6 * seconds) for kind, seconds in found.kinds.items()}
+    assert in_us == {"matrix products": 300, "attention": 200, "communication": 200, "optimizer": 200}
+    assert found.exposed == pytest.approx(100e-6)
+    # 100 before the first kernel (launched in forward_backward, after the data), 50 before the optimizer's and 50 at
+    # the end of the step: the second step's begin is in no kernel, so its two gaps are one.
+    assert sum(found.idle.values()) == pytest.approx(200e-6)
+    assert found.idle["optimizer"] == pytest.approx(50e-6)
+    assert found.idle["forward_backward"] == pytest.approx((100 + 150) / 2 * 1e-6)
+    assert found.idle["other"] == pytest.approx(25e-6)
+    assert found.waits == (1, pytest.approx(60e-6))
+    assert found.kernels[0].name == GEMM and found.kernels[0].calls == 1
+
+
+def test_what_the_device_does_after_the_last_step_is_the_steps(tmp_path: Path) -> None:
+    events = [event("user_annotation", "iteration 2", 0, 100), *kernel(1, GEMM, 10, 50, 450)]
+    found = read_trace(written(tmp_path, events))
+    assert found.seconds == pytest.approx(500e-6) and found.kinds["matrix products"] == pytest.approx(450e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...>>>", "attention"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        ("transformer_engine::fused_attn::thd_lse_kernel", "attention"),
+        (
+            "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_tn_align8>",
+            "matrix products",
+        ),
+        ("void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<...>", "norms"),
+        ("void multi_tensor_apply_kernel<transformer_engine::multi_tensor_l2norm::L2NormFunctor<...>>", "optimizer"),
+        ("cross_entropy_kernel", "loss"),
+        ("online_softmax_kernel", "loss"),
+        ("element_mul_kernel", "loss"),
+        ("void transformer_engine::fused_rope_forward_kernel<__nv_bfloat16>", "positions"),
+        ("triton_poi_fused_mul_silu_0", "activations"),
+        ("_chunk_scan_fwd_kernel", "state spaces"),
+        ("void causal_conv1d_fwd_kernel<...>", "state spaces"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(...)>", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "others"),
+        ("void at::native::scatter_kernel", "others"),
+    ],
+)
+def test_the_kind_of_a_kernel(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_phases_are_named_as_in_training() -> None:
+    assert set(traces.PHASES) <= set(phases.PHASES)
+    assert set(phases.PHASES) - set(traces.PHASES) == {"evaluation", "checkpoint", "other"}
+
+
+def test_a_trace_of_the_host_as_pytorch_writes_it(tmp_path: Path) -> None:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
+        for index in (1, 2):
+            with record_function(f"iteration {index}"), record_function("forward_backward"):
+                a = torch.randn(300, 300, requires_grad=True)
+                for _ in range(3):
+                    torch.nn.functional.linear(a, a).softmax(-1).sum().backward()
+    trace.export_chrome_trace(str(tmp_path / "trace.json"))
+    found = read_trace(tmp_path / "trace.json")
+    assert found.device is None and found.iterations == 2 and found.waits == (0, 0)
+    by_name = {k.name: k for k in found.kernels}
+    assert by_name["aten::mm"].calls == 9 and by_name["aten::mm"].kind == "matrix products"
+    # Each moment is one operator's or none's.
+    total = sum(k.seconds for k in found.kernels) + sum(found.idle.values())
+    assert total == pytest.approx(found.seconds, rel=1e-3)
+    assert found.kinds["matrix products"] > 0 and found.kinds[PYTHON] > 0
+
+
+def test_the_command_prints_a_run_s_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "run" / "profile", two_steps())
+    written(tmp_path / "run" / "profile", two_steps(), "rank1_iterations_2-3.json.gz")
+    assert main(["profile", str(tmp_path / "run"), "--kernels", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("rank0_iterations_2-3.json.gz: 2 iterations of 1.0 ms on NVIDIA H200\n")
+    assert "\n\nrank1_iterations_2-3.json.gz: " in text
+    assert "  30.0 %       0.30 ms  matrix products\n" in text
+    assert "  20.0 %       0.20 ms  communication: 10.0 % with nothing beside it\n" in text
+    assert "  20.0 %       0.20 ms  nothing: forward-backward 12.5 %, optimizer 5.0 %, other 2.5 %\n" in text
+    assert "the host waited for the device 1 times an iteration, 0.1 ms in all\n" in text
+    assert text.count(f"1 x {GEMM}\n") == 2 and text.count(" x ") == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{", "cannot be read as a trace"),
+        (b"[]", "has no list traceEvents"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1}]}', "no iteration is in this trace"),
+    ],
+)
+def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "trace.json").write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        read_trace(tmp_path / "trace.json")
+
+
+def test_what_is_cut_off_or_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, two_steps())
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DataError, match="cannot be read as a trace"):
+        read_trace(path)
+    empty = tmp_path / "run"
+    empty.mkdir()
+    assert main(["profile", str(empty)]) == 2
+    assert "use_pytorch_profiler" in capsys.readouterr().err
+    assert main(["profile", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
