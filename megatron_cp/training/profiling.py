@@ -79,7 +79,7 @@ class Profiler:
         except (OSError, RuntimeError) as error:
             logger.warning("the profile %s could not be written: %s", path, error)
         else:
-            logger.info("wrote the profile %s; open it with ui.perfetto.dev", path)
+            logger.info("wrote the profile %s; megatron-cp profile sums it up, ui.perfetto.dev shows it", path)
 
     def _start(self, first: int) -> None:
         self._running, self._first = True, first
@@ -94,5 +94,6 @@ class Profiler:
                 activities=activities,
                 record_shapes=self._config.pytorch_profiler_collect_shapes,
                 with_stack=self._config.pytorch_profiler_collect_callstack,
+                acc_events=True,  # there is one cycle; without it torch warns of others
             )
             self._trace.start()

@@ -13,6 +13,7 @@ import torch
 
 from megatron_cp.config import ProfilingConfig
 from megatron_cp.recipes import load_recipe
+from megatron_cp.report.traces import read_trace
 from megatron_cp.rules import check
 from megatron_cp.training.phases import Phases
 from megatron_cp.training.profiling import Profiler
@@ -132,6 +133,8 @@ def test_a_trace_on_a_gpu_has_its_kernels(cli: Any, tmp_path: Path) -> None:
     )
     assert code == 0, text
     (trace,) = (tmp_path / "run" / "profile").iterdir()
-    with gzip.open(trace, "rt") as file:
-        events = json.load(file)["traceEvents"]
-    assert any(event.get("cat") == "kernel" for event in events)
+    found = read_trace(trace)
+    assert found.device == torch.cuda.get_device_name() and found.iterations == 2
+    assert found.kinds["matrix products"] > 0 and found.kinds["copies"] > 0
+    assert sum(found.kinds.values()) + sum(found.idle.values()) >= 0.999 * found.seconds
+    assert found.waits[0] >= 1
