@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_cp.errors import DataError
 
-Span = tuple[float, float]  # seconds: begin and end
+Span = tuple[int, int]  # nanoseconds, whole ones: what begins where another ends is beside it, not within
 
 COMMUNICATION, OTHERS, PYTHON = "communication", "others", "Python, waiting"
 PHASES = ("data", "schedule", "forward_backward", "optimizer")  # as training/phases.py names them, within a step
@@ -125,8 +125,8 @@ def _of(name: str, device: str | None, events: list[dict[str, Any]], iterations:
     begin = min(_span(event)[0] for event in iterations)
     end = max(_span(event)[1] for event in (*iterations, *on_device))
     if device is not None:
-        timed = [(event["name"], _span(event)) for event in on_device]
-        own = [(each, max(0.0, span[1] - max(span[0], begin))) for each, span in timed]
+        timed = [(event["name"], _span(event)) for event in on_device if _span(event)[1] > begin]
+        own = [(each, span[1] - max(span[0], begin)) for each, span in timed]
     else:
         timed = [
             (event["name"], _span(event))
@@ -144,40 +144,40 @@ def _of(name: str, device: str | None, events: list[dict[str, Any]], iterations:
     launched = _launches(events)
     idle: dict[str, float] = defaultdict(float)
     for gap in _gaps(busy, begin, end):
-        idle[_phase_at(launched.get(gap[1], gap[1]), phases)] += (gap[1] - gap[0]) / count
+        idle[_phase_at(launched.get(gap[1], gap[1]), phases)] += (gap[1] - gap[0]) / 1e9 / count
     waits = [_span(e) for e in events if e.get("cat") in _RUNTIME and _WAITS.search(str(e.get("name")))]
     waits = [span for span in waits if begin <= span[0] < end]
     return Breakdown(
         name=name,
         device=device,
         iterations=count,
-        seconds=(end - begin) / count,
+        seconds=(end - begin) / 1e9 / count,
         kernels=_kernels(own, count, device is None),
-        exposed=(_length(busy) - _length(others)) / count,
+        exposed=(_length(busy) - _length(others)) / 1e9 / count,
         idle=dict(sorted(idle.items(), key=lambda item: -item[1])),
-        waits=(len(waits) / count, _length(waits) / count),
+        waits=(len(waits) / count, _length(waits) / 1e9 / count),
     )
 
 
 def _span(event: dict[str, Any]) -> Span:
-    begin = float(event["ts"]) / 1e6
-    return begin, begin + float(event.get("dur", 0)) / 1e6
+    begin = round(1e3 * float(event["ts"]))
+    return begin, begin + round(1e3 * float(event.get("dur", 0)))
 
 
-def _kernels(own: Iterable[tuple[str, float]], count: int, on_host: bool) -> list[Kernel]:
+def _kernels(own: Iterable[tuple[str, int]], count: int, on_host: bool) -> list[Kernel]:
     calls: dict[str, int] = defaultdict(int)
-    seconds: dict[str, float] = defaultdict(float)
+    spent: dict[str, int] = defaultdict(int)
     for name, each in own:
         calls[name] += 1
-        seconds[name] += each
-    found = [Kernel(name, kind_of(name, on_host), calls[name] / count, seconds[name] / count) for name in calls]
+        spent[name] += each
+    found = [Kernel(name, kind_of(name, on_host), calls[name] / count, spent[name] / 1e9 / count) for name in calls]
     return sorted(found, key=lambda kernel: -kernel.seconds)
 
 
-def _without_called(timed: list[tuple[str, Span]]) -> list[tuple[str, float]]:
-    """Each operator of one thread with its seconds outside of operators that it called."""
+def _without_called(timed: list[tuple[str, Span]]) -> list[tuple[str, int]]:
+    """Each operator of one thread with its nanoseconds outside of operators that it called."""
     own: list[list[Any]] = []
-    open_ones: list[tuple[float, int]] = []  # end, index
+    open_ones: list[tuple[int, int]] = []  # end, index
     for name, (begin, end) in sorted(timed, key=lambda item: (item[1][0], -item[1][1])):
         while open_ones and open_ones[-1][0] <= begin:
             open_ones.pop()
@@ -185,10 +185,10 @@ def _without_called(timed: list[tuple[str, Span]]) -> list[tuple[str, float]]:
             own[open_ones[-1][1]][1] -= end - begin
         open_ones.append((end, len(own)))
         own.append([name, end - begin])
-    return [(name, max(0.0, seconds)) for name, seconds in own]
+    return [(name, max(0, left)) for name, left in own]
 
 
-def _union(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
+def _union(spans: Iterable[Span], begin: int, end: int) -> list[Span]:
     """What the spans cover between begin and end: disjoint, in order."""
     merged: list[Span] = []
     for first, last in sorted(spans):
@@ -202,16 +202,16 @@ def _union(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
     return merged
 
 
-def _gaps(busy: Sequence[Span], begin: float, end: float) -> list[Span]:
+def _gaps(busy: Sequence[Span], begin: int, end: int) -> list[Span]:
     borders = [begin, *(border for span in busy for border in span), end]
     return [(a, b) for a, b in zip(borders[::2], borders[1::2], strict=True) if b > a]
 
 
-def _length(spans: Iterable[Span]) -> float:
+def _length(spans: Iterable[Span]) -> int:
     return sum(end - begin for begin, end in spans)
 
 
-def _launches(events: list[dict[str, Any]]) -> dict[float, float]:
+def _launches(events: list[dict[str, Any]]) -> dict[int, int]:
     """When the host launched the kernel that began at a time; of kernels that began together, any."""
     called = {_correlation(event): _span(event)[0] for event in events if event.get("cat") in _RUNTIME}
     return {
@@ -226,7 +226,7 @@ def _correlation(event: dict[str, Any]) -> Any:
     return arguments.get("correlation") if isinstance(arguments, dict) else None
 
 
-def _phase_at(moment: float, phases: Sequence[tuple[str, Span]]) -> str:
+def _phase_at(moment: int, phases: Sequence[tuple[str, Span]]) -> str:
     """The innermost phase of the host at a moment."""
     around = [(end - begin, name) for name, (begin, end) in phases if begin <= moment < end]
     return min(around)[1] if around else "other"

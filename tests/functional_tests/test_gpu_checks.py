@@ -77,6 +77,11 @@ def test_no_more_time_than_is_given(tmp_path: Path) -> None:
     assert text.endswith("== rates: no time left\n") and len(calls) == 2
 
 
+def test_what_is_left_out_is_no_success(tmp_path: Path) -> None:
+    code, text, calls = run(tmp_path, "--seconds", "1", "look")
+    assert (code, calls) == (1, []) and text.endswith("== look: no time left\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [(["--fast"], "no option or check --fast"), (["--seconds", "soon"], "--seconds soon"), (["test"], "check test;")],

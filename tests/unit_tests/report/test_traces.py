@@ -44,8 +44,11 @@ def written(folder: Path, events: list[dict[str, Any]], name: str = "rank0_itera
 
 
 def two_steps() -> list[dict[str, Any]]:
-    """Each 1000 us: 100 idle for the data, product 0..., a message half hidden, idle before the optimizer."""
+    """Each 1000 us: idle for the data, a product, attention, a message half behind it, idle before the optimizer."""
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}, {"ph": "i", "name": "mark", "ts": 3}]
+    # Before the first: over, under way when it begins, and a wait.
+    events += [*kernel(98, ADAM, -300, -200, 100), *kernel(99, ADAM, -300, -30, 40)]
+    events += [event("cuda_runtime", "cudaDeviceSynchronize", -50, 20)]
     for step in (0, 1):
         at = 1000.0 * step
         events += [
@@ -53,7 +56,7 @@ def two_steps() -> list[dict[str, Any]]:
             event("user_annotation", "forward_backward", at, 500),
             event("user_annotation", "data", at, 90),
             event("user_annotation", "optimizer", at + 500, 400),
-            *kernel(10 * step, GEMM, at + 95, at + 100, 300),
+            *kernel(10 * step, GEMM, at + 85, at + 100, 300),
             *kernel(10 * step + 1, FLASH, at + 150, at + 400, 200),
             *kernel(10 * step + 2, NCCL, at + 160, at + 500, 200),  # 100 of it beside attention
             *kernel(10 * step + 3, ADAM, at + 720, at + 750, 200),
@@ -67,14 +70,13 @@ def test_a_gpu_trace_is_read_by_kind_of_kernel(tmp_path: Path) -> None:
     assert found.device == "NVIDIA H200" and found.iterations == 2
     assert found.seconds == pytest.approx(1e-3)
     in_us = {kind: pytest.approx(1e6 * seconds) for kind, seconds in found.kinds.items()}
-    assert in_us == {"matrix products": 300, "attention": 200, "communication": 200, "optimizer": 200}
+    assert in_us == {"matrix products": 300, "attention": 200, "communication": 200, "optimizer": 205}
     assert found.exposed == pytest.approx(100e-6)
-    # 100 before the first kernel (launched in forward_backward, after the data), 50 before the optimizer's and 50 at
-    # the end of the step: the second step's begin is in no kernel, so its two gaps are one.
-    assert sum(found.idle.values()) == pytest.approx(200e-6)
-    assert found.idle["optimizer"] == pytest.approx(50e-6)
-    assert found.idle["forward_backward"] == pytest.approx((100 + 150) / 2 * 1e-6)
-    assert found.idle["other"] == pytest.approx(25e-6)
+    # 90 and 150 before the products, whose launch is in the data's phase (50 of them are the first step's end, but
+    # there is no kernel between), 50 before each optimizer's kernel, and 50 at the end.
+    assert {name: 1e6 * seconds for name, seconds in found.idle.items()} == {
+        "data": pytest.approx((90 + 150) / 2), "optimizer": pytest.approx(50), "other": pytest.approx(25),
+    }  # fmt: skip
     assert found.waits == (1, pytest.approx(60e-6))
     assert found.kernels[0].name == GEMM and found.kernels[0].calls == 1
 
@@ -137,6 +139,26 @@ def test_a_trace_of_the_host_as_pytorch_writes_it(tmp_path: Path) -> None:
     assert found.kinds["matrix products"] > 0 and found.kinds[PYTHON] > 0
 
 
+def test_operators_of_the_host_are_told_apart(tmp_path: Path) -> None:
+    events = [
+        event("user_annotation", "iteration 2", 0, 100),
+        event("cpu_op", "aten::linear", 10, 40),
+        event("cpu_op", "aten::addmm", 15, 20),
+        event("cpu_op", "aten::copy_", 35, 5),  # begins where the one before ends
+        event("cpu_op", "aten::mul", 50, 10),
+        event("cpu_op", "_RingBackward", 60, 10),
+        event("cpu_op", "aten::mul", 10, 80, tid=8),  # another thread's
+        event("cpu_op", "aten::mul", 100, 5),  # after the step
+    ]
+    found = read_trace(written(tmp_path, events))
+    assert found.device is None
+    assert {k.name: (k.calls, pytest.approx(1e6 * k.seconds)) for k in found.kernels} == {
+        "aten::linear": (1, 15), "aten::addmm": (1, 20), "aten::copy_": (1, 5), "aten::mul": (1, 10),
+        "_RingBackward": (1, 10),
+    }  # fmt: skip
+    assert found.kinds[PYTHON] == pytest.approx(10e-6) and sum(found.idle.values()) == pytest.approx(40e-6)
+
+
 def test_the_command_prints_a_run_s_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path / "run" / "profile", two_steps())
     written(tmp_path / "run" / "profile", two_steps(), "rank1_iterations_2-3.json.gz")
@@ -146,7 +168,7 @@ def test_the_command_prints_a_run_s_profiles(tmp_path: Path, capsys: pytest.Capt
     assert "\n\nrank1_iterations_2-3.json.gz: " in text
     assert "  30.0 %       0.30 ms  matrix products\n" in text
     assert "  20.0 %       0.20 ms  communication: 10.0 % with nothing beside it\n" in text
-    assert "  20.0 %       0.20 ms  nothing: forward-backward 12.5 %, optimizer 5.0 %, other 2.5 %\n" in text
+    assert "  19.5 %       0.20 ms  nothing: data 12.0 %, optimizer 5.0 %, other 2.5 %\n" in text
     assert "the host waited for the device 1 times an iteration, 0.1 ms in all\n" in text
     assert text.count(f"1 x {GEMM}\n") == 2 and text.count(" x ") == 4
 
