@@ -4,7 +4,7 @@
 #
 #   scripts/gpu_checks.sh [--out FOLDER] [--seconds N] [CHECK ...]
 #
-# CHECK     look, tests, verify, train, pretrain, profile, attention, larger or rates; all of them in this order if none
+# CHECK     look, tests, verify, train, pretrain, profile, attention, rates or larger; all of them in this order if none
 #           is named
 # --out     where logs and traces go (runs/gpu_checks of this clone)
 # --seconds for all of them together: what has no time left is not begun, and what runs is stopped
@@ -21,13 +21,13 @@ while (($#)); do
         -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' scripts/gpu_checks.sh && exit 0 ;;
         --out) [[ ${2:?--out needs a folder} == /* ]] && out=$2 || out=$from/$2 && shift ;;
         --seconds) seconds=${2:?--seconds needs a number} && shift ;;
-        look | tests | verify | train | pretrain | profile | attention | larger | rates) chosen+=("$1") ;;
+        look | tests | verify | train | pretrain | profile | attention | rates | larger) chosen+=("$1") ;;
         *) echo "gpu_checks: no option or check $1; see scripts/gpu_checks.sh --help" >&2 && exit 2 ;;
     esac
     shift
 done
 [[ $seconds =~ ^[0-9]+$ ]] || { echo "gpu_checks: --seconds $seconds: must be a whole number" >&2 && exit 2; }
-((${#chosen[@]})) || chosen=(look tests verify train pretrain profile attention larger rates)
+((${#chosen[@]})) || chosen=(look tests verify train pretrain profile attention rates larger)
 mkdir -p "$out" || exit 2
 python=${PYTHON:-.venv/bin/python}
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
@@ -61,12 +61,14 @@ check tests 900 "$python" -m pytest -vv -m gpu -n "${WORKERS:-6}" --dist load --
 check verify 300 "${ranks[@]}" -m megatron_cp verify "${tiny[@]}"
 check train 300 "${ranks[@]}" -m megatron_cp train "${tiny[@]}" "${bf16[@]}" train.train_iters=20 \
     checkpoint.save="$(mktemp -u "$out/train.XXXXXX")"
-check pretrain 900 "${measured[@]}" benchmarks/gpu_pretrain.py --sizes 8192,32768 --recompute none --tokens 65536
+check pretrain 900 "${measured[@]}" benchmarks/gpu_pretrain.py --sizes 8192,32768 --recompute none --tokens 65536 \
+    --warm-up 2 --steps 4
 check profile 300 "${measured[@]}" benchmarks/gpu_pretrain.py --sizes 8192 --recompute none --attention te \
     --tokens 32768 --steps 2 --profile "$out/traces"
 check attention 900 "${measured[@]}" benchmarks/gpu_attention.py --sizes 4096,16384,65536 --heads 32/8 --packs 8 --repeats 5
-check larger 900 "${measured[@]}" benchmarks/gpu_pretrain.py --models 8b --sizes 8192,32768 --recompute none --tokens 65536
 check rates 900 "${measured[@]}" benchmarks/device_rates.py --sizes 512,2048,8192,32768 --steps 3
+check larger 900 "${measured[@]}" benchmarks/gpu_pretrain.py --models 8b --sizes 8192,32768 --recompute none --tokens 65536 \
+    --warm-up 2 --steps 3
 
 printf '\n'
 printf '== %s\n' "${summary[@]}"
