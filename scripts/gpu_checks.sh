@@ -63,7 +63,7 @@ check train 300 "${ranks[@]}" -m megatron_cp train "${tiny[@]}" "${bf16[@]}" tra
     checkpoint.save="$(mktemp -u "$out/train.XXXXXX")"
 check pretrain 900 "${measured[@]}" benchmarks/gpu_pretrain.py --sizes 8192,32768 --recompute none --tokens 65536 \
     --warm-up 2 --steps 4
-check profile 300 "${measured[@]}" benchmarks/gpu_pretrain.py --sizes 8192 --recompute none --attention te \
+check profile 300 "${measured[@]}" benchmarks/gpu_pretrain.py --sizes 8192,32768 --recompute none --attention te \
     --tokens 32768 --steps 2 --profile "$out/traces"
 check attention 900 "${measured[@]}" benchmarks/gpu_attention.py --sizes 4096,16384,65536 --heads 32/8 --packs 8 --repeats 5
 check rates 900 "${measured[@]}" benchmarks/device_rates.py --sizes 512,2048,8192,32768 --steps 3
