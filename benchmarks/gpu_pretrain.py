@@ -17,8 +17,8 @@ reach then. Their first rate is printed too, and beside each utilization the ope
 optimizer; printed are the median over steps and, in brackets, the slowest and fastest. ``mlp`` computes MLPs again in
 the backward pass, which keeps a third of the activations for a fraction of the work of ``full``. A case that does not
 fit in memory, or fails, says so in its row, and the others are measured all the same; the exit code is then 1 for one
-that failed. With ``--profile`` each case has one step more, whose trace is written into that folder and summed up as
-``megatron-cp profile`` does.
+that failed. With ``--profile`` each case has one step more, which is profiled as a run's would be, into a folder of its
+own in that one; ``megatron-cp profile`` sums it up, and so does this at its end.
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch.profiler import profile, record_function
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config import ProfilingConfig, RunConfig
 from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import ConfigError
 from megatron_cp.models.transformer_config import padded_vocab_size
 from megatron_cp.parallel.device import device, start_distributed, stop_distributed
 from megatron_cp.recipes import load_recipe
-from megatron_cp.report.profile_cli import as_text
-from megatron_cp.report.traces import read_trace
+from megatron_cp.report import profile_cli
 from megatron_cp.rules import check
 from megatron_cp.training.batches import Steps, open_steps
 from megatron_cp.training.flops import training_flops
 from megatron_cp.training.metrics import start_logging
+from megatron_cp.training.profiling import Profiler
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
 
@@ -147,20 +146,25 @@ def running(config: RunConfig) -> Iterator[tuple[Run, Steps, int]]:
         run.close()
 
 
-def steps_of(config: RunConfig, trace: Path | None = None) -> Iterator[float]:
+def steps_of(config: RunConfig, profiles: Path | None = None) -> Iterator[float]:
     """Yields the operations of a step, then the seconds of each step; the first ones, which warm up, among them.
 
-    One step more, at last, is not measured but profiled, if ``trace`` says where to.
+    One step more, at last, is not measured but profiled, if ``profiles`` says where to.
     """
     with running(config) as (run, steps, rows):
         yield training_flops(config.model, rows, [config.dataset.seq_length] * config.train.global_batch_size)
-        for _ in range(config.train.train_iters - 1):
+        done = config.train.train_iters - 1
+        for _ in range(done):
             yield seconds_of(lambda: train_step(run, next(steps).microbatches))
-        if trace is not None:
-            trace.parent.mkdir(parents=True, exist_ok=True)
-            with profile(acc_events=True) as profiled, record_function("iteration 1"):
-                seconds_of(lambda: train_step(run, next(steps).microbatches))
-            profiled.export_chrome_trace(str(trace))
+        if profiles is not None:
+            chosen = ProfilingConfig(use_pytorch_profiler=True, profile_step_start=done, profile_step_end=done + 1)
+            profiler = Profiler(chosen, profiles, 0, run.phases)
+            gc.collect()
+            wait()
+            profiler.begin(done)
+            train_step(run, next(steps).microbatches)
+            wait()
+            profiler.end(done + 1)
 
 
 def seconds_of(step: Callable[[], object]) -> float:
@@ -174,13 +178,13 @@ def seconds_of(step: Callable[[], object]) -> float:
 
 
 def measure(model: str, size: int, attention: str, recompute: str, peak: float, options: argparse.Namespace) -> str:
-    """One case as a row of the table; with its trace in a file, if one is wanted."""
+    """One case as a row of the table; with a profile, if one is wanted."""
     name = f"| {model} | {size} | {attention} | {recompute} |"
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    trace = trace_of(model, size, attention, recompute, options)
+    profiles = options.profile and options.profile / f"{model}_{size}_{attention}_{recompute}"
     try:
-        flops, *seconds = steps_of(config_of(model, size, attention, recompute, options), trace)
+        flops, *seconds = steps_of(config_of(model, size, attention, recompute, options), profiles)
         seconds = seconds[options.warm_up :]
     except Exception as error:
         return f"{name} {told(error)} | | | |"
@@ -193,10 +197,6 @@ def measure(model: str, size: int, attention: str, recompute: str, peak: float, 
     memory = f"{torch.cuda.max_memory_allocated() / 1e9:.1f}" if torch.cuda.is_available() else ""
     rate = f"{flops / median / 1e12:.3g}"
     return f"{name} {tokens / median:.0f} | {rate} | {used[0]} [{used[1]} {used[2]}] | {memory} |"
-
-
-def trace_of(model: str, size: int, attention: str, recompute: str, options: argparse.Namespace) -> Path | None:
-    return options.profile and options.profile / f"{model}_{size}_{attention}_{recompute}.json.gz"
 
 
 def told(error: Exception) -> str:
@@ -231,15 +231,16 @@ def main() -> None:
     print("| model | tokens | attention | recompute | tokens/s | TFLOP/s | utilization, % | memory, GB |")
     print("|---|---|---|---|---|---|---|---|")
     rows = []
-    cases = list(product(options.models, map(int, options.sizes), options.attention, options.recompute))
-    for case in cases:
-        rows.append(measure(*case, peak, options))
+    for model, size, attention, recompute in product(
+        options.models, options.sizes, options.attention, options.recompute
+    ):
+        rows.append(measure(model, int(size), attention, recompute, peak, options))
         print(rows[-1], flush=True)
-    for case in cases:
-        trace = trace_of(*case, options)
-        if trace and trace.is_file():
-            print("", as_text(read_trace(trace), 25), sep="\n", flush=True)
     stop_distributed()
+    profiled = sorted(path.parent for path in options.profile.glob("*/profile")) if options.profile else []
+    if profiled:
+        print(flush=True)
+        profile_cli.main([*map(str, profiled), "--kernels=25"])
     sys.exit(any("| failed: " in row for row in rows))
 
 

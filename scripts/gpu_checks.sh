@@ -15,19 +15,23 @@ set -uo pipefail
 from=$PWD
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
+checks=(look tests verify train pretrain profile attention rates larger)
 out=$PWD/runs/gpu_checks seconds=0 chosen=()
+refuse() { echo "gpu_checks: $*; see scripts/gpu_checks.sh --help" >&2 && exit 2; }
 while (($#)); do
     case $1 in
         -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' scripts/gpu_checks.sh && exit 0 ;;
-        --out) [[ ${2:?--out needs a folder} == /* ]] && out=$2 || out=$from/$2 && shift ;;
-        --seconds) seconds=${2:?--seconds needs a number} && shift ;;
-        look | tests | verify | train | pretrain | profile | attention | rates | larger) chosen+=("$1") ;;
-        *) echo "gpu_checks: no option or check $1; see scripts/gpu_checks.sh --help" >&2 && exit 2 ;;
+        --out | --seconds)
+            (($# > 1)) || refuse "$1 needs a value"
+            case $1$2 in --out/*) out=$2 ;; --out*) out=$from/$2 ;; *) seconds=$2 ;; esac
+            shift
+            ;;
+        *) [[ " ${checks[*]} " == *" $1 "* ]] && chosen+=("$1") || refuse "no option or check $1" ;;
     esac
     shift
 done
-[[ $seconds =~ ^[0-9]+$ ]] || { echo "gpu_checks: --seconds $seconds: must be a whole number" >&2 && exit 2; }
-((${#chosen[@]})) || chosen=(look tests verify train pretrain profile attention rates larger)
+[[ $seconds =~ ^[0-9]+$ ]] || refuse "--seconds $seconds must be a whole number"
+((${#chosen[@]})) || chosen=("${checks[@]}")
 mkdir -p "$out" || exit 2
 python=${PYTHON:-.venv/bin/python}
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
@@ -37,7 +41,8 @@ ranks=("$python" -m torch.distributed.run --nproc_per_node=4)
 tiny=(--recipe llama_tiny_pretrain_config dist.distributed_backend=staged)
 bf16=(mixed_precision.fp32=false mixed_precision.bf16=true)
 
-summary=() failed=0
+summary=() failed=0 running=
+trap '[[ $running ]] && kill -INT "$running"; exit 130' INT TERM
 # check NAME SECONDS COMMAND...: the command, at most so long (counted from its begin) or what is left for all.
 check() {
     local name=$1 limit=$2 began=$SECONDS code
@@ -49,8 +54,16 @@ check() {
         return 0
     fi
     echo "== $name: $*"
-    timeout --signal=INT --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log"
-    code=${PIPESTATUS[0]}
+    # timeout ends the command and whatever that has started, as a process group of their own: which an interrupt from
+    # the keyboard does not reach, so it is passed on. In the background bash would have all of them ignore it.
+    exec 3> >(tee -i "$out/$name.log")
+    tee=$!
+    env --default-signal=INT timeout --signal=INT --kill-after=10 "$limit" "$@" >&3 2>&1 &
+    running=$!
+    exec 3>&-
+    wait "$running"
+    code=$?
+    wait "$tee"
     ((code == 0)) || failed=1
     case $code in 0) code=passed ;; 124 | 137) code="stopped after $limit s" ;; *) code="failed ($code)" ;; esac
     summary+=("$name: $code, $((SECONDS - began)) s: $(grep -v '^ *$' "$out/$name.log" | tail -n 1 | cut -c-120)")

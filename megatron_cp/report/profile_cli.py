@@ -9,6 +9,8 @@ from pathlib import Path
 from megatron_cp.errors import DataError
 from megatron_cp.report.traces import COMMUNICATION, PYTHON, Breakdown, read_trace
 
+_NOTHING = "nothing"
+
 
 def main(argv: Sequence[str]) -> int:
     """Print each trace's tables; returns 0.
@@ -37,9 +39,9 @@ def _traces(paths: Sequence[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
-            inside = sorted((path / "profile").glob("*.json*")) or sorted(path.glob("*.json.gz"))
+            inside = sorted((path / "profile").glob("*.json.gz"))
             if not inside:
-                raise DataError(f"{path} has no profiles; profiling.use_pytorch_profiler=true writes them into a run's")
+                raise DataError(f"{path} has no profiles; profiling.use_pytorch_profiler=true has a run write them")
             found |= dict.fromkeys(inside)
         else:
             found[path] = None
@@ -51,17 +53,16 @@ def as_text(found: Breakdown, longest: int) -> str:
     where = f"on {found.device}" if found.device else "on the host, no GPU in it"
     what = f"{found.iterations} iteration{'s' * (found.iterations > 1)} of {1e3 * found.seconds:.1f} ms"
     lines = [f"{found.name}: {what} {where}"]
-    kinds, idle = dict(found.kinds), sum(found.idle.values())
+    kinds, idle, notes = found.kinds, sum(found.idle.values()), {}
     if found.device:
-        kinds["nothing"] = idle
+        kinds[_NOTHING] = idle
+        notes = {COMMUNICATION: f"{100 * found.exposed / found.seconds:.1f} % with nothing beside it"}
+        notes[_NOTHING] = _by_phase(found)
     else:  # in an operator of Python's own or in none
         kinds[PYTHON] = kinds.pop(PYTHON, 0.0) + idle
-    notes = {"nothing": _by_phase(found)}
-    if found.device:
-        notes[COMMUNICATION] = f"{100 * found.exposed / found.seconds:.1f} % with nothing beside it"
     lines += [_line(found, seconds, kind, notes.get(kind, "")) for kind, seconds in kinds.items()]
-    count, waited = found.waits
     if found.device:
+        count, waited = found.waits
         lines.append(f"the host waited for the device {count:g} times an iteration, {1e3 * waited:.1f} ms in all")
     if longest > 0:
         lines.append("longest:")

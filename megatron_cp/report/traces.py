@@ -11,10 +11,11 @@ import json
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_cp.errors import DataError
 
@@ -46,6 +47,16 @@ _WAITS = re.compile(r"Synchronize$|^cudaMemcpy$")
 _ITERATION = re.compile(r"^iteration \d+$")
 
 
+class _Event(NamedTuple):
+    """One that lasts; ``correlation``: the same number for a call of CUDA's and for what it launched."""
+
+    category: str
+    name: str
+    span: Span
+    thread: Any
+    correlation: Any
+
+
 @dataclass(frozen=True)
 class Kernel:
     """What one kernel (or operator) took: its full name, its kind, and per iteration its calls and seconds."""
@@ -60,10 +71,11 @@ class Kernel:
 class Breakdown:
     """Of one trace; seconds are those of an iteration, the mean.
 
-    device: the GPU's name, None where only the host was profiled. seconds: from an iteration's begin to the next one's,
-    the device's last work included. kernels: the longest first; two at a time count twice. exposed: communication
-    while nothing else ran (a GPU's). idle: seconds without any kernel (host: without any operator), by the phase of
-    the step that the host was in when it ended. waits: how often the host waited for the device, and how long in all.
+    name: its path. device: the GPU's name, None where only the host was profiled. seconds: from an iteration's begin to
+    the next one's, the device's last work included. kernels: the longest first; two at a time count twice. exposed:
+    communication while nothing else ran (a GPU's). idle: seconds without any kernel (host: without any operator), by
+    the phase of the step that the host was in when it ended. waits: how often the host waited for the device, and how
+    long in all.
     """
 
     name: str
@@ -84,6 +96,7 @@ class Breakdown:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
+@cache
 def kind_of(name: str, on_host: bool = False) -> str:
     """What a kernel of this name does, or an operator of the host: those that are no library's are Python around it."""
     lower = name.lower()
@@ -103,65 +116,66 @@ def read_trace(path: Path) -> Breakdown:
             content = json.load(file)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise DataError(f"{path}: cannot be read as a trace of PyTorch's profiler: {error}") from error
-    events = content.get("traceEvents") if isinstance(content, dict) else None
-    if not isinstance(events, list):
+    listed = content.get("traceEvents") if isinstance(content, dict) else None
+    if not isinstance(listed, list):
         raise DataError(f"{path}: is no trace of PyTorch's profiler: it has no list traceEvents")
-    whole = [event for event in events if isinstance(event, dict) and event.get("ph") == "X" and "ts" in event]
-    iterations = [
-        event for event in whole if event.get("cat") == "user_annotation" and _ITERATION.match(str(event.get("name")))
-    ]
+    events = [_event(each) for each in listed if isinstance(each, dict) and each.get("ph") == "X" and "ts" in each]
+    iterations = [each for each in events if each.category == "user_annotation" and _ITERATION.match(each.name)]
     if not iterations:
         raise DataError(f"{path}: no iteration is in this trace; profile steps of training, see profiling.*")
+    device = _device(content) if any(each.category in _DEVICE for each in events) else None
+    return _breakdown(str(path), device, events, iterations)
+
+
+def _event(found: Mapping[str, Any]) -> _Event:
+    begin, arguments = round(1e3 * float(found["ts"])), found.get("args")
+    return _Event(
+        category=str(found.get("cat")),
+        name=str(found.get("name")),
+        span=(begin, begin + round(1e3 * float(found.get("dur", 0)))),
+        thread=found.get("tid"),
+        correlation=arguments.get("correlation") if isinstance(arguments, dict) else None,
+    )
+
+
+def _device(content: Mapping[str, Any]) -> str:
     properties = content.get("deviceProperties")
     first = properties[0] if isinstance(properties, list) and properties else None
-    device = str(first.get("name", "a GPU")) if isinstance(first, dict) else "a GPU"
-    on_device = any(event.get("cat") in _DEVICE for event in whole)
-    return _of(path.name, device if on_device else None, whole, iterations)
+    return str(first.get("name", "a GPU")) if isinstance(first, dict) else "a GPU"
 
 
-def _of(name: str, device: str | None, events: list[dict[str, Any]], iterations: list[dict[str, Any]]) -> Breakdown:
-    count, thread = len(iterations), iterations[0].get("tid")
-    on_device = [event for event in events if event.get("cat") in _DEVICE]
-    begin = min(_span(event)[0] for event in iterations)
-    end = max(_span(event)[1] for event in (*iterations, *on_device))
+def _breakdown(name: str, device: str | None, events: Sequence[_Event], iterations: Sequence[_Event]) -> Breakdown:
+    count, thread = len(iterations), iterations[0].thread
+    on_device = [each for each in events if each.category in _DEVICE]
+    begin = min(each.span[0] for each in iterations)
+    end = max(each.span[1] for each in (*iterations, *on_device))
     if device is not None:
-        timed = [(event["name"], _span(event)) for event in on_device if _span(event)[1] > begin]
-        own = [(each, span[1] - max(span[0], begin)) for each, span in timed]
+        timed = [each for each in on_device if each.span[1] > begin]
+        own = [each.span[1] - max(each.span[0], begin) for each in timed]
     else:
-        timed = [
-            (event["name"], _span(event))
-            for event in events
-            if event.get("cat") == "cpu_op" and event.get("tid") == thread and begin <= _span(event)[0] < end
-        ]
-        own = _without_called(timed)
-    busy = _union((span for _, span in timed), begin, end)
-    others = _union((span for each, span in timed if kind_of(each) != COMMUNICATION), begin, end)
-    phases = [
-        (str(event["name"]), _span(event))
-        for event in events
-        if event.get("cat") == "user_annotation" and event.get("tid") == thread and event.get("name") in PHASES
-    ]
-    launched = _launches(events)
+        operators = [each for each in events if each.category == "cpu_op" and each.thread == thread]
+        # A caller before what it calls, which may begin at the same time.
+        timed = sorted((e for e in operators if begin <= e.span[0] < end), key=lambda e: (e.span[0], -e.span[1]))
+        own = _without_called([each.span for each in timed])
+    busy = _union((each.span for each in timed), begin, end)
+    others = _union((each.span for each in timed if kind_of(each.name) != COMMUNICATION), begin, end)
+    calls = {each.correlation: each.span for each in events if each.category in _RUNTIME}
+    launched = {each.span[0]: calls[each.correlation][0] for each in on_device if each.correlation in calls}
+    phases = [e for e in events if e.category == "user_annotation" and e.thread == thread and e.name in PHASES]
     idle: dict[str, float] = defaultdict(float)
-    for gap in _gaps(busy, begin, end):
-        idle[_phase_at(launched.get(gap[1], gap[1]), phases)] += (gap[1] - gap[0]) / 1e9 / count
-    waits = [_span(e) for e in events if e.get("cat") in _RUNTIME and _WAITS.search(str(e.get("name")))]
-    waits = [span for span in waits if begin <= span[0] < end]
+    for first, last in _gaps(busy, begin, end):  # who launches what ends it has kept the device waiting
+        idle[_phase_at(launched.get(last, last), phases)] += (last - first) / 1e9 / count
+    waits = [e.span for e in events if e.category in _RUNTIME and _WAITS.search(e.name) and begin <= e.span[0] < end]
     return Breakdown(
         name=name,
         device=device,
         iterations=count,
         seconds=(end - begin) / 1e9 / count,
-        kernels=_kernels(own, count, device is None),
+        kernels=_kernels(zip((each.name for each in timed), own, strict=True), count, device is None),
         exposed=(_length(busy) - _length(others)) / 1e9 / count,
         idle=dict(sorted(idle.items(), key=lambda item: -item[1])),
         waits=(len(waits) / count, _length(waits) / 1e9 / count),
     )
-
-
-def _span(event: dict[str, Any]) -> Span:
-    begin = round(1e3 * float(event["ts"]))
-    return begin, begin + round(1e3 * float(event.get("dur", 0)))
 
 
 def _kernels(own: Iterable[tuple[str, int]], count: int, on_host: bool) -> list[Kernel]:
@@ -174,18 +188,18 @@ def _kernels(own: Iterable[tuple[str, int]], count: int, on_host: bool) -> list[
     return sorted(found, key=lambda kernel: -kernel.seconds)
 
 
-def _without_called(timed: list[tuple[str, Span]]) -> list[tuple[str, int]]:
-    """Each operator of one thread with its nanoseconds outside of operators that it called."""
-    own: list[list[Any]] = []
-    open_ones: list[tuple[int, int]] = []  # end, index
-    for name, (begin, end) in sorted(timed, key=lambda item: (item[1][0], -item[1][1])):
-        while open_ones and open_ones[-1][0] <= begin:
+def _without_called(spans: Sequence[Span]) -> list[int]:
+    """Nanoseconds of each operator of one thread outside of operators that it called; callers come first."""
+    own: list[int] = []
+    open_ones: list[int] = []
+    for index, (begin, end) in enumerate(spans):
+        while open_ones and spans[open_ones[-1]][1] <= begin:
             open_ones.pop()
         if open_ones:
-            own[open_ones[-1][1]][1] -= end - begin
-        open_ones.append((end, len(own)))
-        own.append([name, end - begin])
-    return [(name, max(0, left)) for name, left in own]
+            own[open_ones[-1]] -= end - begin
+        open_ones.append(index)
+        own.append(end - begin)
+    return [max(0, left) for left in own]
 
 
 def _union(spans: Iterable[Span], begin: int, end: int) -> list[Span]:
@@ -211,22 +225,7 @@ def _length(spans: Iterable[Span]) -> int:
     return sum(end - begin for begin, end in spans)
 
 
-def _launches(events: list[dict[str, Any]]) -> dict[int, int]:
-    """When the host launched the kernel that began at a time; of kernels that began together, any."""
-    called = {_correlation(event): _span(event)[0] for event in events if event.get("cat") in _RUNTIME}
-    return {
-        _span(event)[0]: called[_correlation(event)]
-        for event in events
-        if event.get("cat") in _DEVICE and _correlation(event) in called
-    }
-
-
-def _correlation(event: dict[str, Any]) -> Any:
-    arguments = event.get("args")
-    return arguments.get("correlation") if isinstance(arguments, dict) else None
-
-
-def _phase_at(moment: int, phases: Sequence[tuple[str, Span]]) -> str:
+def _phase_at(moment: int, phases: Sequence[_Event]) -> str:
     """The innermost phase of the host at a moment."""
-    around = [(end - begin, name) for name, (begin, end) in phases if begin <= moment < end]
+    around = [(end - begin, name) for _, name, (begin, end), *_ in phases if begin <= moment < end]
     return min(around)[1] if around else "other"

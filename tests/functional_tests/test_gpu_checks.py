@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,12 @@ def test_what_is_left_out_is_no_success(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["--fast"], "no option or check --fast"), (["--seconds", "soon"], "--seconds soon"), (["test"], "check test;")],
+    [
+        (["--fast"], "no option or check --fast"),
+        (["--seconds", "soon"], "--seconds soon"),
+        (["test"], "check test;"),
+        (["--out"], "--out needs"),
+    ],
 )
 def test_what_it_does_not_know_is_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
     code, text, calls = run(tmp_path, *arguments)
@@ -96,6 +103,29 @@ def test_help_names_every_check(tmp_path: Path) -> None:
     assert code == 0 and all(name in text.split("CHECK     ")[1] for name in CHECKS)
 
 
+def test_an_interrupt_ends_what_runs_and_all_that_would_follow(tmp_path: Path) -> None:
+    run(tmp_path, "--help", doctor='echo $$ > "$FOLDER/pid"; exec sleep 100')
+    began = subprocess.Popen(
+        [ROOT / "scripts" / "gpu_checks.sh", "--out", str(tmp_path / "out")],
+        env=os.environ | {"PYTHON": str(tmp_path / "python"), "FOLDER": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    pid = tmp_path / "pid"
+    wait_for(lambda: pid.exists() and pid.read_text().endswith("\n"))
+    os.killpg(began.pid, signal.SIGINT)  # as a terminal does
+    assert began.wait(20) == 130
+    wait_for(lambda: not Path("/proc", pid.read_text().strip()).exists())
+    assert len((tmp_path / "calls").read_text().splitlines()) == 1
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 class Parsed(Exception):
     pass
 
@@ -104,21 +134,15 @@ def test_benchmarks_take_what_they_are_called_with(tmp_path: Path, monkeypatch: 
     def stop(*_: Any) -> None:
         raise Parsed
 
-    seen = set()
-    for module in (gpu_pretrain, gpu_attention, device_rates):
-        monkeypatch.setattr(module, "start_logging" if module is device_rates else "told_rates_of_products", stop)
-    for call in run(tmp_path)[2]:
-        program, *arguments = call.split()
-        if not program.startswith("benchmarks/"):
-            continue
-        module = {"gpu_pretrain": gpu_pretrain, "gpu_attention": gpu_attention, "device_rates": device_rates}[
-            Path(program).stem
-        ]
+    modules = {"gpu_pretrain": gpu_pretrain, "gpu_attention": gpu_attention, "device_rates": device_rates}
+    for name, module in modules.items():
+        monkeypatch.setattr(module, "start_logging" if name == "device_rates" else "told_rates_of_products", stop)
+    calls = [call.split() for call in run(tmp_path)[2] if call.startswith("benchmarks/")]
+    assert {Path(program).stem for program, *_ in calls} == set(modules)
+    for program, *arguments in calls:
         monkeypatch.setattr(sys, "argv", [program, *arguments])
         with pytest.raises(Parsed):
-            module.main()
-        seen.add(module)
-    assert len(seen) == 3
+            modules[Path(program).stem].main()
 
 
 def test_the_layout_is_one_that_a_gpu_can_run(tmp_path: Path) -> None:
