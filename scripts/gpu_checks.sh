@@ -55,14 +55,15 @@ check() {
     fi
     echo "== $name: $*"
     # timeout ends the command and whatever that has started, as a process group of their own: which an interrupt from
-    # the keyboard does not reach, so it is passed on. In the background bash would have all of them ignore it.
+    # the keyboard does not reach, so it is passed on.
     exec 3> >(tee -i "$out/$name.log")
     tee=$!
-    env --default-signal=INT timeout --signal=INT --kill-after=10 "$limit" "$@" >&3 2>&1 &
+    timeout --signal=INT --kill-after=10 "$limit" "$@" >&3 2>&1 &
     running=$!
     exec 3>&-
     wait "$running"
     code=$?
+    kill -KILL -- "-$running" 2>/dev/null # what it has left behind would disturb the next one
     wait "$tee"
     ((code == 0)) || failed=1
     case $code in 0) code=passed ;; 124 | 137) code="stopped after $limit s" ;; *) code="failed ($code)" ;; esac

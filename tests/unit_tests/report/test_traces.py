@@ -56,6 +56,7 @@ def two_steps() -> list[dict[str, Any]]:
             event("user_annotation", "forward_backward", at, 500),
             event("user_annotation", "data", at, 90),
             event("user_annotation", "optimizer", at + 500, 400),
+            event("user_annotation", "Optimizer.step#Adam.step", at + 700, 50),  # PyTorch's, no phase
             *kernel(10 * step, GEMM, at + 85, at + 100, 300),
             *kernel(10 * step + 1, FLASH, at + 150, at + 400, 200),
             *kernel(10 * step + 2, NCCL, at + 160, at + 500, 200),  # 100 of it beside attention
@@ -142,6 +143,7 @@ def test_a_trace_of_the_host_as_pytorch_writes_it(tmp_path: Path) -> None:
 def test_operators_of_the_host_are_told_apart(tmp_path: Path) -> None:
     events = [
         event("user_annotation", "iteration 2", 0, 100),
+        event("cpu_op", "aten::t", 10, 5),  # begins with what calls it
         event("cpu_op", "aten::linear", 10, 40),
         event("cpu_op", "aten::addmm", 15, 20),
         event("cpu_op", "aten::copy_", 35, 5),  # begins where the one before ends
@@ -153,7 +155,7 @@ def test_operators_of_the_host_are_told_apart(tmp_path: Path) -> None:
     found = read_trace(written(tmp_path, events))
     assert found.device is None
     assert {k.name: (k.calls, pytest.approx(1e6 * k.seconds)) for k in found.kernels} == {
-        "aten::linear": (1, 15), "aten::addmm": (1, 20), "aten::copy_": (1, 5), "aten::mul": (1, 10),
+        "aten::t": (1, 5), "aten::linear": (1, 10), "aten::addmm": (1, 20), "aten::copy_": (1, 5), "aten::mul": (1, 10),
         "_RingBackward": (1, 10),
     }  # fmt: skip
     assert found.kinds[PYTHON] == pytest.approx(10e-6) and sum(found.idle.values()) == pytest.approx(40e-6)
