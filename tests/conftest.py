@@ -1,6 +1,8 @@
 """For all tests."""
 
+import logging
 import os
+from collections.abc import Iterator
 
 # Ranks are forked from this process: one thread each, as many processes as cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,3 +38,14 @@ _FIRST = ("test_te_on_cpu", "test_pretend_gpu", "test_te_on_pretended_gpu", "tes
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in _FIRST)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A test that starts a run's logging in this process does not decide what the tests after it see."""
+    loggers = [logging.getLogger(name) for name in (None, "megatron_cp", "megatron")]
+    before = [(each.level, list(each.handlers)) for each in loggers]
+    yield
+    for each, (level, handlers) in zip(loggers, before, strict=True):
+        each.setLevel(level)
+        each.handlers[:] = handlers

@@ -88,7 +88,7 @@ def test_the_all_to_all_level_is_contiguous(order: str) -> None:
 def test_a_run_logs_these_lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     layout = RankLayout(1024, tp=8, cp=16)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="megatron_cp"):
         _log_groups(layout)
     assert [record.message for record in caplog.records] == group_lines(layout)
     assert sum(map(len, group_lines(layout))) < 1000
