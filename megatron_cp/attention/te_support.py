@@ -17,6 +17,9 @@ from megatron_cp.config import CP_COMM_TYPES, RunConfig
 
 MINIMUM = "2.10.0"  # the oldest version that our use of its attention was written for
 EVEN_HEADS = "2.15.0"  # from here on its fused attention takes even numbers of heads only, with an all-to-all
+# Before, the order of a pack behind an all-to-all is made of the bounds of each sequence's chunks, each read from the
+# device: for 16 sequences on four ranks some two thousand waits in each layer, forward and backward.
+PACKS_WITHOUT_WAITS = "2.18.0"
 ALWAYS, NEVER = "0", None
 _ONE_RANK = "one rank"
 _TRANSPORTS = (_ONE_RANK, *CP_COMM_TYPES)
@@ -54,11 +57,13 @@ _RULE = {
 
 @dataclass(frozen=True)
 class Gap:
-    """Something that a configuration asks for and Transformer Engine does not have; ``rule`` is the rule's id."""
+    """Something that a configuration asks for and Transformer Engine does not have, or, where ``slow``, does far more
+    slowly than our own attention; ``rule`` is the rule's id."""
 
     rule: str
     field: str
     message: str
+    slow: bool = False
 
 
 def parse_version(text: str) -> tuple[int, ...]:
@@ -84,7 +89,7 @@ def has_window(config: RunConfig) -> bool:
 
 
 def gaps(config: RunConfig, version: str, packed_sizes: Collection[int], flash: bool) -> Iterator[Gap]:
-    """What a finalized configuration asks of attention that this version lacks."""
+    """What a finalized configuration asks of attention that this version lacks, or is slow at."""
     model = config.model
     if parse_version(version) < parse_version(MINIMUM):
         yield Gap("C16", "model.attention_backend", f"at least version {MINIMUM} is needed ({version} here)")
@@ -112,6 +117,9 @@ def gaps(config: RunConfig, version: str, packed_sizes: Collection[int], flash: 
                 since = SINCE[feature][transport]
                 when = f"before version {since}" if since else "in any version"
                 yield Gap(_RULE[feature], field, f"no {feature} {where} {when} ({version} here)")
+        if transport == "a2a" and packing[1] and parse_version(version) < parse_version(PACKS_WITHOUT_WAITS):
+            message = f"packs make the host wait for the GPU, for each sequence, {where} before {PACKS_WITHOUT_WAITS}"
+            yield Gap("F5", packing[0], f"{message} ({version} here)", slow=True)
         yield from _head_gaps(config, transport, packed_sizes)
         if not flash and transport.startswith("a2a") and (odd := odd_heads(config, version)):
             message = f"with cp_comm_type={transport} odd numbers of heads ({odd}) need flash attention: not installed"

@@ -28,7 +28,8 @@ def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
 @rule(
     "F5",
     "Packed sequences need a Transformer Engine that has them on the transport.",
-    "p2p always, a2a since 2.10, all_gather since 2.18, a2a+p2p since 2.19. Our attention has them on every transport.",
+    "p2p always, a2a since 2.10, all_gather since 2.18, a2a+p2p since 2.19. Our attention has them on every transport. "
+    "Before 2.18 they make the host wait for the GPU on a2a, for each sequence: slow, a warning where it is asked for.",
     broken("model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced", environment="gpu"),
 )
 def packing_transport(c: Context) -> Iterator[Finding]:

@@ -161,11 +161,12 @@ class Context:
         return its_layers_in(self.environment, self.config)
 
     def te_findings(self, rule_id: str) -> Iterator[Finding]:
-        """What Transformer Engine lacks under a rule: an error where it is asked for by name, else a notice."""
+        """What Transformer Engine lacks under a rule, an error where it is asked for by name, or is slow at."""
         for gap in self._choice[1]:
             if gap.rule == rule_id and self.backend == "te":
+                severity: Severity = "warning" if gap.slow else "error"
                 yield Finding(
-                    gap.field, f"Transformer Engine: {gap.message}", "model.attention_backend=native", "error"
+                    gap.field, f"Transformer Engine: {gap.message}", "model.attention_backend=native", severity
                 )
             elif gap.rule == rule_id:
                 message = f"Transformer Engine: {gap.message}; our own attention is used instead"

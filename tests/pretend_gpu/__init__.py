@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +28,26 @@ from tests.pretend_gpu.placement import Kernels, Placement
 VARIABLE = "MEGATRON_CP_PRETEND_GPU"
 GPUS = 8
 _index = 0
-_backward_in: int | None = None  # the process that took the first backward pass: itself, or one that it was forked from
+# The process that did so first: this one, or one that it was forked from.
+_started_in: int | None = None
+_backward_in: int | None = None
 _nccl: set[str] = set()  # names of the groups that were asked of NCCL
+
+
+def _start() -> None:
+    """CUDA starts with the first thing that is asked of a device, and then in no process that is forked."""
+    global _started_in
+    if _started_in not in (None, os.getpid()):
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+    _started_in = os.getpid()
+
+
+def _starts(answer: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        _start()
+        return answer(*args, **kwargs)
+
+    return asked
 
 
 def _set_device(device: Any) -> None:
@@ -41,6 +60,7 @@ def _properties(device: Any = None) -> SimpleNamespace:
 
 
 def _stand_ins() -> dict[str, Any]:
+    @_starts
     def wait(device: Any = None) -> None:
         placement.host_waits("synchronize")
 
@@ -63,21 +83,21 @@ def _stand_ins() -> dict[str, Any]:
         **cpu._CUDA_STAND_INS,
         "Stream": Stream,
         "Event": Event,
-        "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream,
+        "current_stream": _starts(lambda device=None: stream),
+        "default_stream": _starts(lambda device=None: stream),
         "synchronize": wait,
-        "_lazy_init": lambda: None,
+        "_lazy_init": _start,
         "_lazy_call": lambda function, **kwargs: function(),
         "default_generators": (torch.default_generator,) * GPUS,
         "is_available": lambda: True,
-        "is_initialized": lambda: _backward_in == os.getpid(),
+        "is_initialized": lambda: _started_in == os.getpid(),
         "device_count": lambda: GPUS,
-        "current_device": lambda: _index,
-        "set_device": _set_device,
+        "current_device": _starts(lambda: _index),
+        "set_device": _starts(_set_device),
         "device": lambda device: contextlib.nullcontext(),
-        "get_device_name": lambda device=None: "pretended GPU",
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": _properties,
+        "get_device_name": _starts(lambda device=None: "pretended GPU"),
+        "get_device_capability": _starts(lambda device=None: (9, 0)),
+        "get_device_properties": _starts(_properties),
         "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda *args: True,
         "max_memory_allocated": lambda device=None: 2**20,
@@ -85,7 +105,7 @@ def _stand_ins() -> dict[str, Any]:
         "memory_reserved": lambda device=None: 2**20,
         "max_memory_reserved": lambda device=None: 2**20,
         "memory_stats": lambda device=None: {},
-        "mem_get_info": lambda device=None: (2**37, 2**37),
+        "mem_get_info": _starts(lambda device=None: (2**37, 2**37)),
         "reset_peak_memory_stats": lambda device=None: None,
     }
 
@@ -175,6 +195,7 @@ def _in_backward_passes_too() -> None:
         global _backward_in
         if _backward_in not in (None, os.getpid()):
             raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+        _start()
         _backward_in = os.getpid()
         with contextlib.nullcontext() if torch._C._len_torch_function_stack() else Placement():
             return run(*args, **kwargs)

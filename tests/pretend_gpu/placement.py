@@ -48,6 +48,8 @@ def place_of(tensor: Tensor) -> str | None:
 
 
 def put(tensor: Tensor, place: str) -> None:
+    if place == GPU:
+        torch.cuda._lazy_init()
     if not tensor.is_meta:
         tensor.untyped_storage().pretended_place = place  # type: ignore[attr-defined]
 

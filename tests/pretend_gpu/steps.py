@@ -62,6 +62,7 @@ DENSE: dict[str, Case] = {
 PACKED: dict[str, Case] = {
     "dynamic": (4, DYNAMIC, {}),
     "static": (2, BALANCED | CP2, {}),
+    "static, all-to-all": (2, BALANCED | CP2 | {"model__cp_comm_type": "a2a"}, {}),
     "dynamic, multi-token prediction, all-to-all": (4, DYNAMIC | MTP | {"model__cp_comm_type": "a2a"}, DEPTHS),
     "dynamic, gathered": (4, DYNAMIC | {"model__cp_comm_type": "all_gather"}, {}),
     "dynamic hybrid, two tokens further": (4, DYNAMIC | FURTHER, DEPTHS),

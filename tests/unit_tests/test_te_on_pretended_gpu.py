@@ -12,7 +12,7 @@ from tests.unit_tests.test_te_on_cpu import PACKAGE
 
 EQUIVALENCE = "tests/unit_tests/attention/test_te_equivalence.py"
 WITH_TE = {
-    "where the host waits": (STEPS, *SOME, "-k", "hierarchy or gathered or hybrid or question"),
+    "where the host waits": (STEPS, *SOME, "-k", "hierarchy or gathered or hybrid or question or static"),
     "the tests for GPUs": (EQUIVALENCE, *GPU, "-k", "not (cp2-te or kernels) or (cp2 and p2p and kernels)"),
     "its kernels in our transports": (KERNELS, *GPU, "-k", "te_kernels"),
 }

@@ -82,15 +82,17 @@ class TestTransformerEngine:
     @pytest.mark.parametrize("groups", [DYNAMIC, EVALUATION])
     def test_an_all_to_all_over_the_groups_of_packs_needs_key_value_heads_too(self, groups):
         overrides = (*self.A2A, *groups, "model.num_query_groups=2", "train.micro_batch_size=1")
-        assert self.rules(*overrides, "model.attention_backend=te") == {("D1", "error")}
-        assert self.rules(*overrides) == {("D1", "warning")}  # ours gives several ranks the same head
-        assert self.rules(*overrides, "model.num_query_groups=4") == set()
+        slow = ("F5", "warning")
+        assert self.rules(*overrides, "model.attention_backend=te") == {("D1", "error"), slow}
+        assert self.rules(*overrides) == {("D1", "warning"), slow}  # ours gives several ranks the same head
+        assert self.rules(*overrides, "model.num_query_groups=4") == {slow}
 
     def test_an_all_to_all_never_meets_three_quarters_of_a_block(self):
-        assert self.rules(*self.A2A, "model.dynamic_context_parallel=true", "train.micro_batch_size=1") == set()
+        slow = ("F5", "warning")
+        assert self.rules(*self.A2A, "model.dynamic_context_parallel=true", "train.micro_batch_size=1") == {slow}
         mixed = ("model.cp_comm_type=[a2a,p2p,p2p,p2p]", "model.hierarchical_context_parallel_sizes=null")
         overrides = (*mixed, "model.dynamic_context_parallel=true", "train.micro_batch_size=1")
-        assert self.rules(*overrides, "model.attention_backend=te") == {("D1", "error")}
+        assert self.rules(*overrides, "model.attention_backend=te") == {("D1", "error"), slow}
 
     def test_ours_also_proves_the_configured_all_to_all_where_groups_are_dynamic(self):
         heads = ("model.num_attention_heads=6", "model.num_query_groups=6", "model.hidden_size=96")
@@ -124,6 +126,17 @@ class TestTransformerEngine:
             overrides = (f"model.window_size={window}", f"model.attention_mask_type={mask}")
             found = self.rules("model.attention_backend=te", *overrides)
             assert found == ({("E1", "error")} if windowed else set()), (window, mask)
+
+    def test_packs_that_make_the_host_wait_are_ours(self):
+        packs = (*self.A2A, "model.sequence_packing_scheduler=dp_balanced", "train.micro_batch_size=1")
+        later = dataclasses.replace(PRESETS["gpu"], transformer_engine="2.18.0")
+        for overrides, slow in ((packs, True), (self.A2A, False), ((*packs, "model.cp_comm_type=p2p"), False)):
+            for more in ((), ("model.attention_backend=te",)):
+                assert self.rules(*overrides, *more) == ({("F5", "warning")} if slow else set())
+                assert self.rules(*overrides, *more, environment=later) == set()
+            config = load_recipe(EXAMPLE_RECIPE, list(overrides))
+            for version, expected in (("2.17.1", "native" if slow else "te"), ("2.18.0", "te")):
+                assert choose_backend(config, version, on_gpu=True, packed_sizes=())[0] == expected
 
     def test_its_version_counts(self):
         def packed(version, transport):

@@ -17,6 +17,7 @@ from megatron_cp.report.traces import read_trace
 from megatron_cp.rules import check
 from megatron_cp.training.phases import Phases
 from megatron_cp.training.profiling import Profiler
+from tests.ranks import run_ranks
 
 STEPS = ("profiling.profile_step_start=1", "profiling.profile_step_end=3")
 
@@ -134,7 +135,7 @@ def test_a_trace_on_a_gpu_has_its_kernels(cli: Any, tmp_path: Path) -> None:
     assert code == 0, text
     (trace,) = (tmp_path / "run" / "profile").iterdir()
     found = read_trace(trace)
-    assert found.device == torch.cuda.get_device_name() and found.iterations == 2
+    assert [found.device] == run_ranks(torch.cuda.get_device_name, 1) and found.iterations == 2
     assert found.kinds["matrix products"] > 0 and found.kinds["copies"] > 0
     assert sum(found.kinds.values()) + sum(found.idle.values()) >= 0.999 * found.seconds
     assert found.waits[0] >= 1
