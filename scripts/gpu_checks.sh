@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, one after the other: what is there, the tests for GPUs, four ranks on one GPU, and the
-# benchmarks; each with a log and a time limit, and none kept from running by another one's failure. One GPU is enough.
+# What only a GPU can tell, one after the other: what is there, four ranks on one GPU, the benchmarks, and the tests for
+# GPUs; each with a log and a time limit, and none kept from running by another one's failure. One GPU is enough.
 #
 #   scripts/gpu_checks.sh [--out FOLDER] [--seconds N] [CHECK ...]
 #
-# CHECK     look, tests, verify, train, pretrain, profile, attention, rates or larger; all of them in this order if none
+# CHECK     look, verify, train, pretrain, attention, rates, profile, tests or larger; all of them in this order if none
 #           is named
 # --out     where logs and traces go (runs/gpu_checks of this clone)
 # --seconds for all of them together: what has no time left is not begun, and what runs is stopped
@@ -15,7 +15,7 @@ set -uo pipefail
 from=$PWD
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
-checks=(look tests verify train pretrain profile attention rates larger)
+checks=(look verify train pretrain attention rates profile tests larger)
 out=$PWD/runs/gpu_checks seconds=0 chosen=()
 refuse() { echo "gpu_checks: $*; see scripts/gpu_checks.sh --help" >&2 && exit 2; }
 while (($#)); do
@@ -71,16 +71,16 @@ check() {
 }
 
 check look 120 "$python" -m megatron_cp doctor --try
-check tests 900 "$python" -m pytest -vv -m gpu -n "${WORKERS:-6}" --dist load --no-loadscope-reorder
 check verify 300 "${ranks[@]}" -m megatron_cp verify "${tiny[@]}"
 check train 300 "${ranks[@]}" -m megatron_cp train "${tiny[@]}" "${bf16[@]}" train.train_iters=20 \
     checkpoint.save="$(mktemp -u "$out/train.XXXXXX")"
 check pretrain 900 "${measured[@]}" benchmarks/gpu_pretrain.py --sizes 8192,32768 --recompute none --tokens 65536 \
     --warm-up 2 --steps 4
-check profile 300 "${measured[@]}" benchmarks/gpu_pretrain.py --sizes 8192,32768 --recompute none --attention te \
-    --tokens 32768 --steps 2 --profile "$out/traces"
 check attention 900 "${measured[@]}" benchmarks/gpu_attention.py --sizes 4096,16384,65536 --heads 32/8 --packs 8 --repeats 5
 check rates 900 "${measured[@]}" benchmarks/device_rates.py --sizes 512,2048,8192,32768 --steps 3
+check profile 300 "${measured[@]}" benchmarks/gpu_pretrain.py --sizes 8192,32768 --recompute none --attention te \
+    --tokens 32768 --steps 2 --profile "$out/traces"
+check tests 900 "$python" -m pytest -vv -m gpu -n "${WORKERS:-6}" --dist load --no-loadscope-reorder
 check larger 900 "${measured[@]}" benchmarks/gpu_pretrain.py --models 8b --sizes 8192,32768 --recompute none --tokens 65536 \
     --warm-up 2 --steps 3
 

@@ -25,6 +25,8 @@ import torch
 import torch._dynamo  # imported here so that no forked rank pays for it
 import torch.distributed as dist
 
+# On a GPU each rank starts CUDA and compiles what megatron-core and Transformer Engine fuse, many at a time.
+_TIMEOUT = 240.0 if torch.cuda.is_available() else 120.0
 FAILED = "failed"
 """The file in the folder of a test's ranks that says that one of them has failed."""
 
@@ -89,7 +91,7 @@ def _wait_for_the_others(folder: str, world_size: int, timeout: float) -> None:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, grace: float = 5.0
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = _TIMEOUT, grace: float = 5.0
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` forked gloo ranks and return their results in rank order.
 

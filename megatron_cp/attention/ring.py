@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_cp.attention import comm
 from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import AttentionCall
-from megatron_cp.attention.kernels import attend, attend_backward, backward_tiles, by_head, by_row, forward_tiles
+from megatron_cp.attention.kernels import as_read, attend, attend_backward, backward_tiles, by_row, forward_tiles
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
 from megatron_cp.attention.once import differentiable_once
 from megatron_cp.attention.tiles import plan, ring_shifts
@@ -36,7 +36,9 @@ class _Ring(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, call: AttentionCall, peers: Peers
     ) -> Tensor:
         stops = ring_shifts(call.layout, call.mask)
-        visitor = by_head(key), by_head(value)
+        visitor = as_read(key), as_read(value)
+        if len(stops) > 1:  # it is sent like this, and comes like this: one memory order at all stops
+            visitor = visitor[0].contiguous(), visitor[1].contiguous()
         result = OutputAccumulator(query, value.shape[-1])
         size = forward_tiles(query, call)
         for stop, onward in zip(stops, _hops(stops), strict=True):

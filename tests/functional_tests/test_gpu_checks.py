@@ -18,7 +18,7 @@ from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKS = ["look", "tests", "verify", "train", "pretrain", "profile", "attention", "rates", "larger"]
+CHECKS = ["look", "verify", "train", "pretrain", "attention", "rates", "profile", "tests", "larger"]
 # Writes down how it was called; what its arguments have a file for is run by that file's text.
 PYTHON = """#!/bin/bash
 printf '%s\\n' "$*" >> "$FOLDER/calls"

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cp.attention import comm, context_parallel_attention
+from megatron_cp.attention import comm, context_parallel_attention, ring
 from tests.ranks import run_ranks
 from tests.unit_tests.attention.harness import COMM_TYPES, make_groups
 
@@ -68,3 +68,41 @@ def test_the_ring_holds_two_blocks():
     for forward, backward in run_ranks(_blocks_alive, 6):
         assert forward == {comm.KV_TAG: 4}
         assert backward == {comm.KV_TAG: 4, comm.GRAD_TAG: 4}
+
+
+def _orders(dtype: torch.dtype) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """The strides in which keys are sent, contiguous, and those in which they are read, forward and backward."""
+    sent, read = set(), set()
+    hop, attend, attend_backward = comm.hop, ring.attend, ring.attend_backward
+
+    def watched(pair, distance, peers, tag):
+        if tag == comm.KV_TAG:
+            assert all(tensor.is_contiguous() for tensor in pair)
+            sent.add(pair[0].stride())
+        return hop(pair, distance, peers, tag)
+
+    def forward(query, key_value, *rest, **into):
+        read.add(key_value[0].stride())
+        attend(query, key_value, *rest, **into)
+
+    def backward(dout, query, key_value, *rest, **into):
+        read.add(key_value[0].stride())
+        attend_backward(dout, query, key_value, *rest, **into)
+
+    comm.hop, ring.attend, ring.attend_backward = watched, forward, backward
+    mixed = torch.randn(32, 2, 3 * 4, 8, dtype=dtype, requires_grad=True)
+    out = context_parallel_attention(*mixed.split(4, dim=2), group=dist.group.WORLD)
+    out.backward(torch.randn_like(out))
+    return sent, read
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sent", "read"),
+    [
+        (torch.float32, (1024, 256, 8, 1), (8, 1024, 256, 1)),  # [b, h, s, d]
+        (torch.float64, (64, 32, 8, 1), (64, 32, 8, 1)),  # [s, b, h, d], as on GPUs
+    ],
+)
+def test_keys_are_sent_in_the_order_that_they_are_read_in(dtype, sent, read):
+    """At every stop: none copies what comes."""
+    assert run_ranks(_orders, 3, dtype) == [({sent}, {read})] * 3

@@ -27,7 +27,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.int16]
 
 
-def start(folder: str, device: str, timeout: float = 60.0) -> None:
+def start(folder: str, device: str, timeout: float = 120.0) -> None:
     """The staged backend as this rank's default group, its copies forced for host tensors."""
     staged.register()
     staged.register()
