@@ -37,6 +37,9 @@ from megatron_cp.errors import (
 )
 
 _START, _ANSWER, _GONE = "start", "answer", "gone"
+# Where a collective fails or is not done in time, NCCL's watchdog writes this, below all names that a store was given
+# (torch 2.11, ProcessGroupNCCL's store for all): every later start would read it there, and be ended.
+_OF_NCCL = "exception_dump"
 _SECONDS_TO_TELL = timedelta(seconds=5)
 
 _met_in: dist.Store | None = None
@@ -75,7 +78,8 @@ def common_store() -> dist.Store:
 def _gather(launchers: dist.Store, ranks: list[str], said: str, timeout: timedelta) -> dist.Store:
     """Begin a start, as rank 0, wait for the others, and answer; returns the start's store."""
     if launchers.check([_START]):
-        launchers.delete_key(_GONE)  # an earlier start's
+        for of_an_earlier_start in (_GONE, _OF_NCCL):
+            launchers.delete_key(of_an_earlier_start)
     name = uuid.uuid4().hex
     store = dist.PrefixStore(name, launchers)
     store.set(ranks[0], said)

@@ -75,6 +75,14 @@ def test_what_was_told_in_an_earlier_start_is_forgotten(launcher: dist.TCPStore)
     assert run_ranks(start_again, 2, [0, 1], 1, True) == [False, False]
 
 
+def test_what_nccl_wrote_in_an_earlier_start_is_gone(launcher: dist.TCPStore) -> None:
+    """Its watchdog looks for this below all names, and ends a rank that finds it."""
+    run_ranks(start_again, 2, [0, 0], None, True)
+    launcher.set("exception_dump", "1")
+    run_ranks(start_again, 2, [0, 1], None, True)
+    assert not launcher.check(["exception_dump"])
+
+
 def meeting(backends: list[str | None], minutes: float) -> str:
     """What a rank of as many as there are ``backends`` hears when it starts with its own."""
     os.environ["WORLD_SIZE"] = str(len(backends))
