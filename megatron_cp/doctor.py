@@ -10,8 +10,10 @@ import argparse
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +49,14 @@ class Library:
 
 @dataclass(frozen=True)
 class Survey:
-    """Everything that was found. ``torch_cuda`` is the CUDA version that torch was built for, None for none."""
+    """Everything that was found. ``torch_cuda`` is the CUDA version that torch was built for, None for none;
+    ``to_compile`` is what is missing for what is compiled while a GPU trains."""
 
     environment: Environment
     driver: Driver | None
     libraries: tuple[Library, ...]
     torch_cuda: str | None = None
+    to_compile: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Library:
         return next(library for library in self.libraries if library.name == name)
@@ -90,7 +94,15 @@ def survey() -> Survey:
         _optional("mamba-ssm", "fused Mamba layers on GPUs"),
         _optional("causal-conv1d", "fused Mamba layers on GPUs"),
     )
-    return Survey(Environment.detect(), read_driver(), libraries, torch_cuda)
+    return Survey(Environment.detect(), read_driver(), libraries, torch_cuda, tuple(_missing_to_compile()))
+
+
+def _missing_to_compile() -> Iterator[str]:
+    """As Triton looks for it: it compiles, in C, how each of its kernels is started."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        yield "a C compiler (gcc)"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        yield "Python's headers (python3-dev)"
 
 
 def _optional(name: str, use: str) -> Library:
@@ -141,6 +153,9 @@ def findings(found: Survey, *, of_recipe: bool = False) -> Iterator[Finding]:
                 f"{found['torch'].version} is built for CUDA {found.torch_cuda}"
             )
             yield Finding(True, text)
+    if gpus and found.to_compile:
+        missing = " and ".join(found.to_compile)
+        yield Finding(True, f"install {missing}: fused functions are compiled in the first step of each machine")
     if found.driver is not None and found.driver.gpus and not gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         yield Finding(False, f"CUDA_VISIBLE_DEVICES={visible} hides this machine's GPUs; unset it to use them")

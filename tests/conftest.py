@@ -3,6 +3,9 @@
 import logging
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
+from types import SimpleNamespace
+from unittest import mock
 
 # Ranks are forked from this process: one thread each, as many processes as cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,11 +31,30 @@ if os.environ.get("MEGATRON_CP_MAMBA_FOLDER"):
     mamba_on_cpu.load()
 
 import pytest
+import torch
 
 import megatron_cp  # noqa: F401 - before any test module imports megatron.core
+from megatron_cp.rules.nvml import read_driver
 
 # Few tests each, that take long: at the end of a run with several workers one of them would be left alone with these.
 _FIRST = ("test_te_on_cpu", "test_pretend_gpu", "test_te_on_pretended_gpu", "test_mamba_on_cpu", "test_quickstart")
+
+
+def _import_transformer_engine(capability: float) -> None:
+    """Beside flash-attn it asks for the GPU's capability when it is imported, which would start CUDA here."""
+    major, minor = str(capability).split(".")
+    gpu = SimpleNamespace(major=int(major), minor=int(minor))
+    with mock.patch.multiple(torch.cuda, current_device=lambda: 0, get_device_properties=lambda device: gpu):
+        import transformer_engine.pytorch  # noqa: F401
+
+
+if (
+    torch.cuda.is_available()
+    and find_spec("flash_attn")
+    and find_spec("transformer_engine")
+    and (found := read_driver())
+):
+    _import_transformer_engine(found.gpus[0].compute_capability)
 
 
 @pytest.hookimpl(trylast=True)

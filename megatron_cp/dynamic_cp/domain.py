@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from megatron_cp.dynamic_cp.groups import Positions
@@ -55,15 +56,25 @@ class DynamicGroups:
         self._known = dict(known or {})
         self._groups: dict[Positions, dist.ProcessGroup | None] = dict(self._known)
         self._wide_groups: dict[Positions, dist.ProcessGroup | None] = {}
-        self._prepared: set[Positions] = set()
-        self.prepare(self.legal if at_start else alone)
+        self._created: set[Positions] = set()
+        self._connected: set[Positions] = set()
+        self._create_missing(self.legal if at_start else alone)
 
     def prepare(self, blocks: Iterable[Positions]) -> list[Positions]:
-        """Create the groups of these blocks of positions that do not exist yet; collective over the world.
+        """Create the groups of these blocks of positions that do not exist yet, and connect those that have not been
+        used; collective over the world.
 
         Returns the blocks that are new. Raises ValueError for a block that is no legal group.
         """
-        new = sorted(set(blocks) - self._prepared, key=lambda ranks: (-len(ranks), ranks))
+        wanted = set(blocks)
+        new = self._create_missing(wanted)
+        for block in _in_order(wanted - self._connected):
+            self._connect(block)
+        self._connected |= wanted
+        return new
+
+    def _create_missing(self, blocks: Iterable[Positions]) -> list[Positions]:
+        new = _in_order(set(blocks) - self._created)
         for block in new:
             if block not in self.legal:
                 raise ValueError(f"ranks {block} are no legal group of a domain of {len(self.domain)} ranks")
@@ -72,8 +83,16 @@ class DynamicGroups:
                     self._groups[positions] = self._create(self._domains, positions, 1)
             if self._wide_domains:
                 self._wide_groups[block] = self._create(self._wide_domains, block, self._tp)
-        self._prepared.update(new)
+        self._created.update(new)
         return new
+
+    def _connect(self, block: Positions) -> None:
+        """Let the members of a block's groups meet. Only NCCL's have not: it connects a group in its first collective,
+        which would otherwise be in the middle of a step, and in the times that calibration takes."""
+        groups = [*(self._groups[positions] for positions in self._parts(block)), self._wide_groups.get(block)]
+        for group in groups:
+            if group is not None and group.size() > 1 and dist.get_backend(group) == "nccl":
+                dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=group)
 
     def _parts(self, block: Positions) -> Iterator[Positions]:
         """The block itself and the groups of its two levels, a rank's own left out."""
@@ -126,4 +145,10 @@ class DynamicGroups:
                     dist.destroy_process_group(group)
         self._groups.clear()
         self._wide_groups.clear()
-        self._prepared.clear()
+        self._created.clear()
+        self._connected.clear()
+
+
+def _in_order(blocks: Iterable[Positions]) -> list[Positions]:
+    """As all ranks create and connect them."""
+    return sorted(blocks, key=lambda ranks: (-len(ranks), ranks))

@@ -165,7 +165,11 @@ def _breakdown(name: str, device: str | None, events: Sequence[_Event], iteratio
     idle: dict[str, float] = defaultdict(float)
     for first, last in _gaps(busy, begin, end):  # who launches what ends it has kept the device waiting
         idle[_phase_at(launched.get(last, last), phases)] += (last - first) / 1e9 / count
-    waits = [e.span for e in events if e.category in _RUNTIME and _WAITS.search(e.name) and begin <= e.span[0] < end]
+    # Behind the last step the profiler waits itself, for what is still running.
+    stepped = max(each.span[1] for each in iterations)
+    waits = [
+        e.span for e in events if e.category in _RUNTIME and _WAITS.search(e.name) and begin <= e.span[0] < stepped
+    ]
     return Breakdown(
         name=name,
         device=device,

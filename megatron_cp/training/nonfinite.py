@@ -106,7 +106,7 @@ def _watched(run: Run) -> Iterator[list[Sighting]]:
             handles.append(module.register_forward_hook(partial(watch.module_done, name)))
         for name, parameter in inner.named_parameters():
             if parameter.requires_grad:
-                handles.append(parameter.register_hook(partial(watch.gradient, None, f"gradient of {name}")))
+                handles.append(parameter.register_hook(partial(watch.weight, name, parameter)))
     try:
         yield seen
     finally:
@@ -137,6 +137,11 @@ class _ChunkWatch:
     def gradient(self, microbatch: int | None, where: str, gradient: torch.Tensor) -> None:
         # One microbatch's gradients follow its own forward pass, but for pipelines: there a module's hook knows better.
         self._note(True, self._microbatch if microbatch is None else microbatch, where, gradient)
+
+    def weight(self, name: str, parameter: Any, gradient: torch.Tensor) -> None:
+        # Where a layer has added it to the sum itself, what comes is a placeholder, whose memory nobody has written.
+        added = getattr(parameter, "grad_added_to_main_grad", False)
+        self.gradient(None, f"gradient of {name}", parameter.main_grad if added else gradient)
 
     def _note(self, backward: bool, microbatch: int, where: str, tensor: torch.Tensor) -> None:
         self._order += 1

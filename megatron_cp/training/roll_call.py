@@ -51,7 +51,9 @@ class RollCall:
         self.step: Callable[[], int] = lambda: 0
         self._standstill = standstill
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.PrefixStore(_NAME, store or common_store())
+        # A connection of its own: over the main thread's this one would wait as long as that, which may be in there for
+        # what a lost rank would have written (NCCL's first collective of a group).
+        self._store = dist.PrefixStore(_NAME, (store or common_store()).clone())  # type: ignore[attr-defined]
         self._board = Board(cast(Store, self._store), self._rank, self._size)  # torch's stub lacks append
         self._closed = threading.Event()
         if self._size > 1:

@@ -167,6 +167,29 @@ def test_the_size_of_the_world_is_that_of_other_commands(run, monkeypatch):
     assert f"{TINY} on 8 ranks" in run(GPU_MACHINE, "--recipe", TINY, "--world-size", "8")[1]
 
 
+def test_what_is_compiled_in_the_first_step_can_be(run):
+    """Triton compiles how each fused kernel is started."""
+    code, out, _ = run(dataclasses.replace(GPU_MACHINE, to_compile=("a C compiler (gcc)", "Python's headers")))
+    assert code == 1 and "  needed: install a C compiler (gcc) and Python's headers: " in out
+    on_cpu = dataclasses.replace(
+        GPU_MACHINE, environment=PRESETS["cpu"], driver=None, to_compile=("a C compiler (gcc)",)
+    )
+    assert "compiler" not in run(on_cpu)[1]
+
+
+def test_a_compiler_is_looked_for_as_triton_does(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert doctor.survey().to_compile == ("a C compiler (gcc)", "Python's headers (python3-dev)")
+    (tmp_path / "Python.h").touch()
+    (tmp_path / "clang").touch(mode=0o755)
+    assert doctor.survey().to_compile == ()
+    (tmp_path / "clang").unlink()
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert doctor.survey().to_compile == ()
+
+
 def test_hidden_gpus(run, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, out, _ = run(dataclasses.replace(GPU_MACHINE, environment=PRESETS["cpu"]))
@@ -176,6 +199,8 @@ def test_hidden_gpus(run, monkeypatch):
 def test_nothing_installed_at_all(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "read_driver", lambda: None)
+    monkeypatch.setattr(doctor.Environment, "detect", lambda: PRESETS["cpu"])
     found = doctor.survey()
     assert {library.version for library in found.libraries} == {None}
     assert [finding.needed for finding in doctor.findings(found)] == [True, True]

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -218,6 +219,33 @@ def wide_groups() -> list[list[int]]:
 def test_a_block_with_its_tensor_parallel_ranks() -> None:
     results = run_ranks(wide_groups, 8)
     assert results[0] == [[0, 1, 2, 3], [0, 1]] and results[7] == [[4, 5, 6, 7], [6, 7]]
+
+
+def connected(at_start: bool) -> list[list[list[int]]]:
+    """What NCCL would be given to connect groups: before the first step, and before steps that use these blocks."""
+    found: list[list[int]] = []
+
+    def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        found.append(dist.get_process_group_ranks(group))
+
+    with mock.patch.multiple(dist, get_backend=lambda group: "nccl", all_reduce=all_reduce):
+        size = functools.partial(all_to_all_size, heads=8, ranks_per_node=2)
+        groups = DynamicGroups(RankLayout(4), blocks=legal_groups(4), at_start=at_start, a2a_size=size)
+        steps = []
+        for blocks in ([], [(0, 1), (2,), (3,)], [(0, 1), (2, 3)], [(0, 1, 2, 3)], [(0, 1, 2, 3)]):
+            found.clear()
+            groups.prepare(blocks)
+            steps.append(list(found))
+    groups.destroy()
+    return steps
+
+
+@pytest.mark.parametrize("at_start", [False, True])
+def test_groups_are_connected_before_the_step_that_uses_them_first(at_start: bool) -> None:
+    """All members in the same order; not all that might be used, whose connections take memory of the GPU."""
+    results = run_ranks(connected, 4, at_start)
+    assert results[0] == [[], [[0, 1]], [], [[0, 1, 2, 3], [0, 1], [0, 2]], []]
+    assert results[3] == [[], [], [[2, 3]], [[0, 1, 2, 3], [2, 3], [1, 3]], []]
 
 
 def packed_values() -> dict[str, list]:

@@ -84,8 +84,10 @@ def test_a_gpu_trace_is_read_by_kind_of_kernel(tmp_path: Path) -> None:
 
 def test_what_the_device_does_after_the_last_step_is_the_steps(tmp_path: Path) -> None:
     events = [event("user_annotation", "iteration 2", 0, 100), *kernel(1, GEMM, 10, 50, 450)]
+    events += [event("cuda_runtime", "cudaDeviceSynchronize", 110, 390)]  # the profiler's own, before it writes
     found = read_trace(written(tmp_path, events))
     assert found.seconds == pytest.approx(500e-6) and found.kinds["matrix products"] == pytest.approx(450e-6)
+    assert found.waits == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 import math
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_cp.errors import RuntimeFault
-from megatron_cp.training.nonfinite import MAX_SKIPPED_IN_A_ROW
+from megatron_cp.training.nonfinite import MAX_SKIPPED_IN_A_ROW, Sighting, _ChunkWatch
 from megatron_cp.training.spikes import SpikeWatch
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
@@ -218,6 +219,19 @@ def test_a_step_without_a_loss_moves_nothing() -> None:
     assert run_ranks(trained, 1, 0)[0] == (True, 0.0)
     skipped, moved = run_ranks(trained, 1, 1)[0]
     assert not skipped and moved > 0
+
+
+@pytest.mark.parametrize(("added", "total", "found"), [(True, 1.0, 0), (True, math.nan, 1), (False, 1.0, 1)])
+def test_a_gradient_that_a_layer_has_added_itself_is_looked_at_in_the_sum(
+    added: bool, total: float, found: int
+) -> None:
+    """Transformer Engine hands on a placeholder, which may hold anything."""
+    run: Any = SimpleNamespace(all_ranks=SimpleNamespace(rank=lambda: 0), groups=SimpleNamespace(pp=None))
+    run.groups.pp = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    weight = SimpleNamespace(grad_added_to_main_grad=added, main_grad=torch.full((2,), total))
+    seen: list[Sighting] = []
+    _ChunkWatch(run, 0, seen).weight("output_layer.weight", weight, torch.full((2,), math.nan))
+    assert [sighting.where for sighting in seen] == ["nan in the gradient of output_layer.weight"] * found
 
 
 def test_spikes_are_told_from_noise_and_trends() -> None:

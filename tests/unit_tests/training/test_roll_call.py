@@ -24,13 +24,14 @@ def waiting(folder: str, port: int, last_words: Any) -> None:
     roll_call._GRACE = 1.0
     rank = dist.get_rank()
     sys.stderr = Path(folder, f"stderr{rank}").open("w", buffering=1)  # noqa: SIM115 - until the rank ends
-    roll = RollCall(dist.TCPStore("localhost", port))
+    store = dist.TCPStore("localhost", port)
+    roll = RollCall(store)
     roll.doing = lambda: "forward of iteration 3"
     dist.barrier()
     if rank == FALLING:
         assert "out of GPU memory" in str(roll.explain(torch.OutOfMemoryError("tried to allocate 2 GiB")))
         return
-    last_words(folder)
+    last_words(folder, store)
     time.sleep(300.0)
 
 
@@ -43,16 +44,22 @@ def end(tmp_path: Path, last_words: Any) -> str:
     return "".join(path.read_text() for path in sorted(tmp_path.glob("stderr*")))
 
 
-def nothing(folder: str) -> None:
+def nothing(folder: str, store: dist.Store) -> None:
     pass
 
 
-def test_a_rank_that_waits_in_vain_is_ended_and_one_says_why(tmp_path: Path) -> None:
-    text = end(tmp_path, nothing)
+def as_nccl_meets(folder: str, store: dist.Store) -> None:
+    store.get("what another rank would have written")
+
+
+@pytest.mark.parametrize("waits", [nothing, as_nccl_meets])
+def test_a_rank_that_waits_in_vain_is_ended_and_one_says_why(waits: Any, tmp_path: Path) -> None:
+    """Also in the store itself, as the first collective of a group does with NCCL."""
+    text = end(tmp_path, waits)
     assert text.startswith(SAID) and text.count("\n") == 1, text
 
 
-def complete(folder: str) -> None:
+def complete(folder: str, store: dist.Store) -> None:
     with completing:
         time.sleep(6.0)
         Path(folder, f"completed{dist.get_rank()}").touch()
