@@ -40,7 +40,7 @@ from megatron_cp.config import ProfilingConfig, RunConfig
 from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import ConfigError
-from megatron_cp.models.transformer_config import padded_vocab_size
+from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.parallel.device import device, start_distributed, stop_distributed
 from megatron_cp.recipes import load_recipe
 from megatron_cp.report import profile_cli

@@ -54,7 +54,6 @@ def on_one_rank(config: RunConfig) -> RunConfig:
         setattr(config.model, name, getattr(defaults, name))
     if packed:
         config.model.sequence_packing_scheduler = "dp_balanced"
-        config.model.max_seqlen_per_dp_cp_rank = config.model.seq_length
     config.dist = type(config.dist)(
         attention_probe=False, distributed_timeout_minutes=config.dist.distributed_timeout_minutes
     )

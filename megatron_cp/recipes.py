@@ -8,6 +8,7 @@ error that names the nearest valid one, wherever it was written.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,14 +101,23 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(settings_of(config), sort_keys=False, width=120)
 
 
+_FOLLOWING = ("expert_tensor_parallel_size", "max_position_embeddings", "max_seqlen_per_dp_cp_rank")
+
+
 def settings_of(config: RunConfig) -> dict[str, Any]:
     """The whole configuration as plain values, of which a recipe can be made.
 
-    A folder to load from that follows from the folder to save to is left to follow: the recipe may be given another.
+    A folder to load from that follows from the folder to save to is left to follow: the recipe may be given another. So
+    are what follows from a layout and from the sequence length.
     """
     settings = asdict(config)
     if config.checkpoint.load == config.checkpoint.save:
         settings["checkpoint"]["load"] = None
+    for name in _FOLLOWING:
+        without = copy.deepcopy(config)
+        setattr(without.model, name, None)
+        if getattr(without.finalize().model, name) == getattr(config.model, name):
+            settings["model"][name] = None
     return settings
 
 

@@ -14,7 +14,7 @@ from megatron_cp.models.initial_weights import draw_part, seed_of
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.layer_specs import gpt_block_spec, its_layers
 from megatron_cp.models.mtp import mtp_block_spec
-from megatron_cp.models.transformer_config import padded_vocab_size
+from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.models.yarn import kept_shares
 
 if TYPE_CHECKING:

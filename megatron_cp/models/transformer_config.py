@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields
 from typing import Any
 
@@ -134,18 +133,3 @@ def _latent_yarn(model: ModelConfig) -> dict[str, Any]:
         "mscale": model.yarn_mscale if both else 1.0,
         "mscale_all_dim": model.yarn_mscale_all_dim if both else 0.0,
     }
-
-
-def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
-    """The embedding's rows: ``vocab_size`` padded so that tensor parallelism divides it.
-
-    Padded to a multiple of lcm(make_vocab_size_divisible_by, tp) and not of their product, so that the padded model is
-    the same one under every tensor-parallel size that divides ``make_vocab_size_divisible_by``.
-    """
-    return padded(vocab_size, config.model.make_vocab_size_divisible_by, config.model.tensor_model_parallel_size)
-
-
-def padded(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """See :func:`padded_vocab_size`."""
-    multiple = math.lcm(divisible_by, tensor_parallel_size)
-    return math.ceil(vocab_size / multiple) * multiple

@@ -32,7 +32,7 @@ KINDS = {
 # Where upstream goes on silently: training runs, and the model is wrong. None of these may come back.
 # fmt: off
 SILENT_UPSTREAM = frozenset([
-    "A11", "A13",
+    "A11", "A13", "A19",
     "B3", "B7", "B8", "B9", "B10", "B12",
     "C4", "C9", "C10", "C11", "C12", "C13",
     "E8", "E9", "E12",

@@ -44,6 +44,17 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
             f"{schedule.lr_warmup_iters + 1} or more, where the run is the beginning of a longer schedule",
             severity="warning",
         )
+    left = c.config.train.train_iters - (decay or 0)
+    # Some iterations more are how many end a run; most of one is seldom meant: a run's own config.yaml, made longer.
+    if decay is not None and decay >= 1 and schedule.lr_decay_style != "constant" and left > 0.1 * (decay + left):
+        yield Finding(
+            "scheduler.lr_decay_iters",
+            f"the last {left} of {decay + left} iterations are behind the schedule: the learning rate stays at "
+            f"optimizer.min_lr={optimizer.min_lr:g} there",
+            f"scheduler.lr_decay_iters={decay + left} (with scheduler.override_opt_param_scheduler=true, where the run "
+            "has begun with the other)",
+            severity="warning",
+        )
     if optimizer.lr < 0:
         yield Finding("optimizer.lr", f"must be at least 0, got {optimizer.lr}", "optimizer.lr=3e-4")
     else:

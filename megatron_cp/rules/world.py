@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_cp.config import RunConfig
+from megatron_cp.models.vocabulary import known_vocab_size, padded
 from megatron_cp.parallel.layout import MOST_RANKS, layout_of
 from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, nearest_multiples, rule
 
@@ -324,3 +325,27 @@ def experts_divide(c: Context) -> Iterator[Finding]:
             f"num_moe_experts ({experts}) should be divisible by expert_model_parallel_size ({c.ep})",
             f"expert parallel sizes that fit: {listed(divisors(experts))}",
         )
+
+
+@rule(
+    "A19",
+    "A vocabulary is padded to the same rows under every tensor parallel size.",
+    "Rows that pad it take part in the softmax: with more of them it is another model, with other losses.",
+    broken("parallel=none", "model.make_vocab_size_divisible_by=1", "model.tensor_model_parallel_size=2", world_size=2),
+)
+def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
+    unit, size = c.config.model.make_vocab_size_divisible_by, known_vocab_size(c.config)
+    if unit < 1 or c.tp < 1 or unit % c.tp == 0:
+        return
+    fitting = math.lcm(unit, c.tp)
+    if size is None:
+        rows = f"to a multiple of {fitting} here and of {unit} on one rank"
+    elif padded(size, unit, c.tp) != padded(size, unit, 1):
+        rows = f"to {padded(size, unit, c.tp)} rows here and to {padded(size, unit, 1)} on one rank"
+    else:
+        return
+    yield Finding(
+        "model.make_vocab_size_divisible_by",
+        f"is no multiple of tp {c.tp}: the vocabulary is padded {rows}",
+        f"model.make_vocab_size_divisible_by={fitting} (the same model under this tp and all that divide it)",
+    )

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from megatron_cp.data.datasets import Datasets
 from megatron_cp.data.streams import Stream
 from megatron_cp.errors import EXIT_OF_SIGNAL
-from megatron_cp.models.transformer_config import padded_vocab_size
+from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.training.batches import Step, Steps, open_steps
 from megatron_cp.training.checkpoint import CheckpointSaver, Saved
 from megatron_cp.training.flops import training_flops

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.errors import ConfigError
 from megatron_cp.models.hybrid_pattern import layers_of, without_stages
-from megatron_cp.models.transformer_config import padded
+from megatron_cp.models.vocabulary import padded
 from megatron_cp.training.checkpoint_files import checkpoint_folder, existing_folder, latest_iteration
 from megatron_cp.training.optimizer import schedule_of
 

@@ -113,4 +113,5 @@ def _keys_seen(model: ModelConfig, longest: int, per_token: int) -> tuple[float,
         ss, st, tt = ss + square * square, st + square * token, tt + token * token
         sp, tp = sp + square * target, tp + token * target
     determinant = ss * tt - st * st
-    return (sp * tt - tp * st) / determinant, (ss * tp - st * sp) / determinant
+    # Rounding can take one that is zero, as where a token sees itself only, below it.
+    return max(0.0, (sp * tt - tp * st) / determinant), max(0.0, (ss * tp - st * sp) / determinant)

@@ -47,6 +47,7 @@ ERROR = {
     "A16": "interleaved|pipeline",
     "A17": "micro-?batches",
     "A18": "num_moe_experts must be non None to use expert-parallel",
+    "A19": "size of tensor a \\(129\\) must match the size of tensor b \\(128\\)",  # the rows of one rank
     "B1": "is not divisible by 2 \\* cp_size = 8",
     "B2": "First dimension of the tensor should be divisible by tensor parallel size",
     "B3": "the batches of step 1 cannot be used",

@@ -55,6 +55,7 @@ PURE = [
     "megatron_cp.models.fusions",
     "megatron_cp.models.hybrid_pattern",
     "megatron_cp.models.mamba_shape",
+    "megatron_cp.models.vocabulary",
     "megatron_cp.training.board",
     "megatron_cp.cli",
     "megatron_cp.doctor",

@@ -348,3 +348,18 @@ def test_a_recipe_of_a_run_loads_from_where_it_saves(tmp_path):
 
 def test_a_single_override_needs_no_list():
     assert load_recipe(TINY, "model.num_layers=2").model.num_layers == 2
+
+
+def test_what_follows_from_a_layout_is_left_to_follow(tmp_path: Path) -> None:
+    """A run's configuration is a recipe, and its layout and lengths are not the last."""
+    layout = ["model.tensor_model_parallel_size=2", "model.cp_comm_type=p2p", "dataset.seq_length=128"]
+    layout += ["model.hierarchical_context_parallel_sizes=null", "model.context_parallel_size=2"]
+    other = ["model.tensor_model_parallel_size=1", "model.context_parallel_size=4", "dataset.seq_length=256"]
+    for given, positions in (([], 256), (["model.max_position_embeddings=512"], 512)):
+        config = load_recipe("llama_tiny_dynamic_cp_pretrain_config", [*layout, *given])
+        assert config.model.max_seqlen_per_dp_cp_rank == 64
+        (tmp_path / "config.yaml").write_text(to_yaml(config))
+        assert load_recipe(tmp_path / "config.yaml").model == config.model
+        model = load_recipe(tmp_path / "config.yaml", other).model
+        assert (model.expert_tensor_parallel_size, model.max_position_embeddings) == (1, positions)
+        assert (model.max_seqlen_per_dp_cp_rank, model.seq_length) == (64, 256)

@@ -10,6 +10,7 @@ import torch
 from megatron_cp.config import ModelConfig, RunConfig
 from megatron_cp.dynamic_cp.cost import DEVICES, CostModel
 from megatron_cp.parallel.layout import RankLayout
+from megatron_cp.recipes import load_recipe
 from megatron_cp.training.flops import training_flops
 from megatron_cp.training.scheduling import keeps_step, model_cost, sync_ranks, what_keeps_step
 
@@ -141,3 +142,11 @@ def test_only_layers_with_attention_move_keys_and_latent_attention_those_of_ever
         assert getattr(hybrid, name) == pytest.approx(getattr(dense, name) * 4 / 32)
     bytes_per_token = 3 * 2 * 60 * 128 * (128 + 64 + 128)  # three times in bfloat16, keys of 192 and values of 128
     assert latent.kv_intra == pytest.approx(bytes_per_token / DEVICES["cpu"].intra_bytes)
+
+
+def test_a_window_of_one_key_costs_nothing_that_grows() -> None:
+    """A token sees itself, whatever the length: what grows is zero, give or take rounding, and no cost is negative."""
+    config = load_recipe("llama_tiny_dynamic_cp_pretrain_config", ["model.window_size=[0,0]"])
+    for config.dataset.seq_length in range(32, 257, 32):
+        for config.model.ffn_hidden_size in range(32, 129, 16):
+            assert model_cost(config).quadratic < 1e-9 * model_cost(config).linear

@@ -304,3 +304,9 @@ def test_whatever_the_rules_accept_they_accept_reduced(drawn, pieces, environmen
     (reduced,) = comparable([config], world_size, 3, full=full)
     assert not errors(reduced, world_size, environment)
     assert not errors(on_one_rank(reduced), 1, environment)
+
+
+def test_the_reference_holds_the_longest_sample_with_its_padding():
+    """Of an odd length, too: one token of padding makes it even."""
+    config = load_recipe("llama_tiny_dynamic_cp_pretrain_config", [*ONE_LEVEL, "dataset.seq_length=65"])
+    assert on_one_rank(config).model.max_seqlen_per_dp_cp_rank == 66

@@ -1,0 +1,54 @@
+"""The vocabulary's padding (A19) and a run that outlasts its schedule (I9): said where it matters, and only there."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_cp.recipes import load_recipe
+from megatron_cp.rules import check
+
+TP3 = ["parallel=none", "model.num_attention_heads=6", "model.num_query_groups=3", "model.kv_channels=16"]
+TP3 += ["model.tensor_model_parallel_size=3", "model.hidden_size=96"]
+
+
+def found(overrides: list[str], rule: str, world_size: int) -> list[tuple[str, str, str]]:
+    violations = check(load_recipe("llama_tiny_pretrain_config", overrides), world_size, environment="cpu")
+    return [(v.severity, v.message, v.fix) for v in violations if v.rule == rule]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "rows"),
+    [
+        (["model.vocab_size=255"], "to 384 rows here and to 256 on one rank"),
+        (["tokenizer.tokenizer_type=ByteLevelTokenizer"], None),  # 257: 384 rows in any case
+        (["model.vocab_size=380"], None),
+        (["model.vocab_size=255", "model.make_vocab_size_divisible_by=384"], None),
+        (["tokenizer.tokenizer_type=HuggingFaceTokenizer", "tokenizer.tokenizer_model=folder"], "to a multiple of 384"),
+    ],
+)
+def test_a_vocabulary_that_tensor_parallelism_would_pad_otherwise(vocabulary: list[str], rows: str | None) -> None:
+    said = found([*TP3, *vocabulary], "A19", 3)
+    if rows is None:
+        assert not said
+    else:
+        [(severity, message, fix)] = said
+        assert severity == "error" and rows in message and "make_vocab_size_divisible_by=384 " in fix
+
+
+@pytest.mark.parametrize(
+    ("schedule", "left"),
+    [
+        (["scheduler.lr_decay_iters=100"], 200),
+        (["scheduler.lr_decay_iters=280"], None),
+        (["scheduler.lr_decay_iters=100", "scheduler.lr_decay_style=constant"], None),
+        (["scheduler.lr_decay_iters=1000"], None),
+        ([], None),
+    ],
+)
+def test_a_run_that_is_longer_than_its_schedule(schedule: list[str], left: int | None) -> None:
+    said = found([*schedule, "train.train_iters=300"], "I9", 4)
+    if left is None:
+        assert not said
+    else:
+        [(severity, message, fix)] = said
+        assert severity == "warning" and f"the last {left} of 300 iterations" in message and "lr_decay_iters=300" in fix
