@@ -182,7 +182,7 @@ _NAMES = {
     "dist.use_sharp": _absent("NCCL is left to choose"),
     "dist.enable_megatron_core_experimental": _absent("no experimental part of megatron-core is used"),
     "checkpoint.ckpt_format": _always("torch_dist"),
-    "checkpoint.fully_parallel_load": _absent("each rank reads what it needs"),
+    "checkpoint.fully_parallel_load": _absent("each rank reads the state of its part of the model"),
     "checkpoint.ckpt_assume_constant_structure": _absent("a checkpoint's plan is made each time"),
     "checkpoint.load_main_params_from_ckpt": _absent("without its state the optimizer begins with the model's weights"),
     # Steps, evaluation and data.
