@@ -149,6 +149,34 @@ def test_a_wrong_override_is_explained(override, expected):
     assert expected in problem(override)
 
 
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("train.train_iters=1e2", "train.train_iters=100"),
+        ("train.train_iters=1.5", "give train.train_iters a whole number"),
+        ("train.train_iters=many", "give train.train_iters a whole number"),
+        ("model.num_layers=null", "give model.num_layers a whole number, or leave it out"),
+        ("optimizer.lr=null", "give optimizer.lr a number, or leave it out"),
+        ("optimizer.optimizer=muon", "give optimizer.optimizer one of adam, sgd"),
+        ("model.recompute_granularity=3", "give model.recompute_granularity one of full, selective or null"),
+        ("model.sequence_parallel=1", "model.sequence_parallel=true"),
+        ("model.sequence_parallel=2", "give model.sequence_parallel true or false"),
+        ("dataset.split=[90,5,5]", "dataset.split=\"'90,5,5'\""),
+        ("checkpoint.save=3", "checkpoint.save=\"'3'\""),
+        ("model.hierarchical_context_parallel_sizes=4", "model.hierarchical_context_parallel_sizes=[4]"),
+        (
+            "model.hierarchical_context_parallel_sizes=[4.5]",
+            "give model.hierarchical_context_parallel_sizes a list, [VALUE, VALUE] or null",
+        ),
+    ],
+)
+def test_a_value_of_a_wrong_type_comes_with_one_that_fits(override, fix):
+    text = problem(override)
+    assert f"error K2: {override.partition('=')[0]}: expected " in text and f"\n    fix: {fix}" in text
+    if not fix.startswith("give"):  # as a shell hands it on
+        load_recipe(TINY, [fix.replace('"', "")])
+
+
 def test_all_problems_are_reported_at_once():
     text = problem("model.foo=1", "train.train_iters=x", "optimizer.lr=y")
     assert all(part in text for part in ("model.foo", "train.train_iters", "optimizer.lr"))
