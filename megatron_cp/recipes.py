@@ -9,6 +9,7 @@ error that names the nearest valid one, wherever it was written.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from typing import Any
 from megatron_cp import bridge_names
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, Violation
-from megatron_cp.schema import build, hints, nearest, nearest_first, section_names
+from megatron_cp.schema import alternatives, build, hints, kind_of, nearest, nearest_first, section_names
 
 # Bridge's names for mixed_precision; the underscore and the dash are both in use there.
 _PRECISIONS = {
@@ -145,8 +146,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
         if parsed.is_delete():
             problems.append(Violation("K3", "error", text, "settings cannot be deleted", fix))
         elif parsed.is_sweep_override():
-            right = text.partition("=")[2]
-            fix = f"for a list write {key}=[{right}], for a text {key}=\"'{right}'\""
+            fix = _instead_of_a_sweep(key, text.partition("=")[2])
             problems.append(Violation("K3", "error", text, "several values for one setting", fix))
         elif (value := parsed.value()) is None and key != "mixed_precision" and (is_section or key in groups):
             problems.append(Violation("K2", "error", text, "a whole section cannot be null", fix))
@@ -159,6 +159,16 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
     if problems:
         raise ConfigError(problems)
     return choices, values
+
+
+def _instead_of_a_sweep(key: str, values: str) -> str:
+    """What to write instead of ``key=1,2`` or ``key=choice(1,2)``, for which Hydra alone would start several runs."""
+    takes = alternatives(kind_of(RunConfig, key.replace("model.transformer.", "model.")))
+    fixes = [f"for a list write {key}=[{values}]"] * (list in takes)
+    fixes += [f"for a text write {key}=\"'{values}'\""] * (str in takes and "'" not in values)
+    if not fixes or re.match(r"\s*\w+\(", values):
+        return f"there are no sweeps: start one run for each value, with {key}=VALUE"
+    return ", ".join(fixes)
 
 
 def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, Any], str]:

@@ -33,6 +33,17 @@ def field_paths(cls: type, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+def kind_of(cls: type, path: str) -> Any:
+    """The type of the setting with a dotted name; None where there is no such setting."""
+    kind: Any = cls
+    for name in path.split("."):
+        if get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        else:
+            kind = hints(kind).get(name) if dataclasses.is_dataclass(kind) else None  # type: ignore[arg-type]
+    return kind
+
+
 def section_names(cls: type) -> list[str]:
     """The fields of a dataclass that are dataclasses themselves."""
     return [name for name, kind in hints(cls).items() if dataclasses.is_dataclass(kind)]

@@ -152,6 +152,30 @@ def test_a_wrong_override_is_explained(override, expected):
 @pytest.mark.parametrize(
     ("override", "fix"),
     [
+        ("dataset.split=90,5,5", "for a text write dataset.split=\"'90,5,5'\""),
+        ("env_vars.NCCL_ALGO=Ring,Tree", "for a text write env_vars.NCCL_ALGO=\"'Ring,Tree'\""),
+        ("model.transformer.window_size=8,4", "for a list write model.transformer.window_size=[8,4]"),
+        (
+            "model.cp_comm_type=p2p,a2a",
+            "for a list write model.cp_comm_type=[p2p,a2a], for a text write model.cp_comm_type=\"'p2p,a2a'\"",
+        ),
+        ("optimizer.lr=1e-3,1e-4", "there are no sweeps: start one run for each value, with optimizer.lr=VALUE"),
+        ("optimizer.lr=choice(1e-3,1e-4)", "there are no sweeps: start one run for each value, with optimizer.lr="),
+        ("dataset.split=choice(a,b)", "there are no sweeps: start one run for each value, with dataset.split=VALUE"),
+        ("optimizer=adam,sgd", "there are no sweeps: start one run for each value, with optimizer=VALUE"),
+        ("parallel=glob(*)", "there are no sweeps: start one run for each value, with parallel=VALUE"),
+        ("no.such=1,2", "there are no sweeps: start one run for each value, with no.such=VALUE"),
+    ],
+)
+def test_several_values_are_a_list_a_text_or_several_runs(override, fix):
+    text = problem(override)
+    assert f"error K3: {override}: several values for one setting\n    fix: {fix}" in text
+    assert text.count("write") == fix.count("write")
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
         ("train.train_iters=1e2", "train.train_iters=100"),
         ("train.train_iters=1.5", "give train.train_iters a whole number"),
         ("train.train_iters=many", "give train.train_iters a whole number"),
