@@ -19,7 +19,7 @@ from typing import Any
 from megatron_cp import bridge_names
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, Violation
-from megatron_cp.schema import alternatives, build, hints, kind_of, nearest, nearest_first, section_names
+from megatron_cp.schema import alternatives, build, field_paths, hints, kind_of, nearest, nearest_first, section_names
 
 # Bridge's names for mixed_precision; the underscore and the dash are both in use there.
 _PRECISIONS = {
@@ -37,6 +37,11 @@ def _library(kind: str) -> Path:
     """The folder of the recipes or config groups that come with the package: in a clone, or in an installation."""
     clone = Path(__file__).resolve().parent.parent / kind
     return clone if clone.is_dir() else Path(sys.prefix) / "share" / "megatron_cp" / kind
+
+
+def _groups() -> list[str]:
+    """The config groups, of whose files a recipe is put together."""
+    return sorted(path.name for path in _library("configs").iterdir() if path.is_dir())
 
 
 def list_recipes() -> dict[str, str]:
@@ -86,7 +91,7 @@ def load_recipe(
         merged = OmegaConf.merge(asdict(RunConfig(recipe=name)), *layers)
         plain: Any = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
-        raise _problem("K3", "", f"cannot resolve the configuration: {_one_line(error)}") from error
+        raise _unresolved(error) from error
     problems = bridge_names.settle(plain)
     config: RunConfig = build(RunConfig, plain, problems)
     if problems:
@@ -120,6 +125,19 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def _unresolved(error: Any) -> ConfigError:
+    """OmegaConf's complaint about a value that refers to something else, without its notes about types."""
+    why = str(error).partition("\n")[0]
+    fix = "write ${section.setting} for another setting's value, ${oc.env:NAME} for an environment variable's"
+    if variable := re.search(r"Environment variable '(.*)' not found", why):
+        name = variable.group(1)
+        why = f"the environment variable {name} is not set"
+        fix = f"export {name}=VALUE, or give a default: ${{oc.env:{name},VALUE}}"
+    elif setting := re.search(r"Interpolation key '(.*)' not found", why):
+        why = f"there is no setting {setting.group(1)}{nearest(setting.group(1), list(field_paths(RunConfig)))}"
+    return _problem("K3", error.full_key or "", f"cannot resolve the configuration: {why}", fix)
+
+
 def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]:
     """Parsed overrides: choices of a config group (for Hydra's composition) and settings with their values."""
     if not overrides:
@@ -127,7 +145,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    groups = [p.name for p in _library("configs").iterdir() if p.is_dir()]
+    groups = _groups()
     choices, values, problems = [], [], []
     for text in overrides:
         if "=" not in text and not text.startswith("~"):
@@ -230,9 +248,16 @@ def _missing(error: Any, recipe: Path, choices: list[str]) -> ConfigError:
     """Hydra's complaint about a file that an override or the recipe names, without its search path."""
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     options = nearest_first(name, error.options or [])
-    message = f"there is no file {group}/{name}.yaml{nearest(name, options)}" if group else f"there is no {name}"
     choice = f"{group}={name}"
-    fix = f"{group} is one of {', '.join(options)}" if options else ""
+    if options:
+        message = f"there is no file {group}/{name}.yaml{nearest(name, options)}"
+        fix = f"{group} is one of {', '.join(options)}"
+    elif group:
+        message = f"there is no config group {group}{nearest(group, _groups())}"
+        fix = f"the groups are {', '.join(_groups())}"
+    else:
+        message = f"there is no recipe {name}{nearest(name, list(list_recipes()))}"
+        fix = "megatron-cp recipes lists them; one of your own must be in the folder of the recipe that names it"
     if choice in choices:
         return _problem("K4", choice, message, fix)
     return _problem("K4", "--recipe", f"cannot compose {recipe}: {message}", fix)
@@ -246,7 +271,8 @@ def _load_yaml(path: Path) -> dict[str, Any]:
     try:
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError as error:
-        raise _problem("K4", "--config", f"file not found: {path}") from error
+        fix = f"check the path{'' if path.is_absolute() else f', which begins in {Path.cwd()}'}"
+        raise _problem("K4", "--config", f"file not found: {path}", fix) from error
     except RecursionError as error:
         raise _problem("K4", "--config", f"cannot read {path}: it is nested too deeply") from error
     except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:

@@ -141,7 +141,17 @@ def test_a_choice_that_does_not_exist_names_those_that_do(choice, meant, others,
         ("parallel=null", "fix: set the value you want: parallel=value"),
         ("dataset=null", "a whole section cannot be null"),
         ("nonsense", "expected key=value"),
-        ("dataset.seq_length=${model.nothing}", "error K3: cannot resolve"),
+        (
+            "dataset.seq_length=${model.seq_lenth}",
+            "error K3: dataset.seq_length: cannot resolve the configuration: there is no setting model.seq_lenth; did "
+            "you mean 'model.seq_length'?\n    fix: write ${section.setting} for another setting's value",
+        ),
+        (
+            "checkpoint.save=${oc.env:NO_SUCH_PLACE}",
+            "error K3: checkpoint.save: cannot resolve the configuration: the environment variable NO_SUCH_PLACE is "
+            "not set\n    fix: export NO_SUCH_PLACE=VALUE, or give a default: ${oc.env:NO_SUCH_PLACE,VALUE}",
+        ),
+        ("train.train_iters=${nonsense:1}", "Unsupported interpolation type nonsense\n    fix: write ${"),
         (f"model.num_layers={'9' * 5000}", "cannot parse: Exceeds the limit"),
     ],
 )
@@ -250,7 +260,8 @@ def test_a_wrong_yaml_file_is_explained(tmp_path, text, expected):
     path = tmp_path / "extra.yaml"
     path.write_text(text)
     assert expected in problem(files=[path])
-    assert "file not found" in problem(files=[tmp_path / "missing.yaml"])
+    assert "missing.yaml\n    fix: check the path" in problem(files=[tmp_path / "missing.yaml"])
+    assert f"fix: check the path, which begins in {Path.cwd()}" in problem(files=["no/missing.yaml"])
 
 
 def test_a_recipe_of_ones_own(tmp_path):
@@ -262,6 +273,12 @@ def test_a_recipe_of_ones_own(tmp_path):
     path.write_text("defaults: [model: llama_tny]\n")
     text = problem(recipe=path)
     assert "mine.yaml: there is no file model/llama_tny.yaml; did you mean 'llama_tiny'?" in text
+    path.write_text("defaults: [modle: llama_tiny]\n")
+    text = problem(recipe=path)
+    assert "mine.yaml: there is no config group modle; did you mean 'model'?\n    fix: the groups are model, " in text
+    path.write_text("defaults: [llama_tiny_pretrain_confg]\n")
+    text = problem(recipe=path)
+    assert f"mine.yaml: there is no recipe llama_tiny_pretrain_confg; did you mean '{TINY}'?\n    fix: mega" in text
     path.write_text("model: {num_layrs: 3}\n")
     assert "did you mean 'model.num_layers'?" in problem(recipe=path)
 
