@@ -170,6 +170,10 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
             problems.append(Violation("K2", "error", text, "a whole section cannot be null", fix))
         elif key in groups and isinstance(value, str):
             choices.append(f"{key}={value}")
+        elif key in groups and (isinstance(value, list) or not is_section):
+            files = sorted(path.stem for path in _library(f"configs/{key}").glob("*.yaml"))
+            message = f"'{key}' is a config group, of which a recipe takes one file: expected a name"
+            problems.append(Violation("K2", "error", text, message, f"{key} is one of {', '.join(files)}"))
         elif isinstance(value, str) and key not in hints(RunConfig) and "." not in key and nearest(key, groups):
             problems.append(Violation("K1", "error", key, f"unknown key '{key}'{nearest(key, groups)}"))
         else:
@@ -195,9 +199,13 @@ def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, An
     is_file = text.endswith((".yaml", ".yml")) or "/" in text
     path = Path(text) if is_file else _library("recipes") / f"{text}.yaml"
     if not os.path.isfile(path):  # unlike Path.is_file, False also where the name is too long or a folder is closed
+        if os.path.isfile(os.path.join(text, "config.yaml")):
+            fix = f"its configuration is a recipe: --recipe {os.path.join(text, 'config.yaml')}"
+            raise _problem("K4", "--recipe", f"{text} is the folder of a run", fix)
         if is_file:
-            fix = "check the path, and that you may enter its folders"
-            raise _problem("K4", "--recipe", f"recipe file not found: {text}", fix)
+            is_folder, fix = os.path.isdir(path), "check the path, and that you may enter its folders"
+            message = f"{text} is a folder, not a recipe file" if is_folder else f"recipe file not found: {text}"
+            raise _problem("K4", "--recipe", message, "name a YAML file in it" if is_folder else fix)
         names = list(list_recipes())
         fix = "megatron-cp recipes lists them all; a file of your own is given by its path, ending in .yaml"
         raise _problem("K4", "--recipe", f"unknown recipe '{text}'{nearest(text, names)}", fix)

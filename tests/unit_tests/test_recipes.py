@@ -138,6 +138,10 @@ def test_a_choice_that_does_not_exist_names_those_that_do(choice, meant, others,
         ("~model", "fix: set the value you want: model.name=value"),
         ("~parallel", "settings cannot be deleted"),
         ("model=null", "a whole section cannot be null"),
+        ("parallel=[cp4_p2p,none]", "'parallel' is a config group, of which a recipe takes one file: expected a name"),
+        ("+parallel=[cp4_p2p,none]", "fix: parallel is one of cp4_a2a, "),
+        ("model=[llama_tiny,llama32_1b]", "fix: model is one of deepseek_v2_lite, "),
+        ("parallel=4", "error K2: parallel=4: 'parallel' is a config group"),
         ("parallel=null", "fix: set the value you want: parallel=value"),
         ("dataset=null", "a whole section cannot be null"),
         ("nonsense", "expected key=value"),
@@ -221,6 +225,19 @@ def test_all_problems_are_reported_at_once():
 def test_unknown_recipe_suggests_the_nearest():
     assert f"did you mean '{TINY}'" in problem(recipe="llama_tiny_pretrain_confg")
     assert "recipe file not found" in problem(recipe="no/such/file.yaml")
+
+
+def test_the_folder_of_a_run_has_a_recipe_in_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs/a")
+    run.mkdir(parents=True)
+    assert "runs/a is a folder, not a recipe file\n    fix: name a YAML file in it" in problem(recipe="runs/a")
+    (run / "config.yaml").write_text(to_yaml(load_recipe(TINY)))
+    for name in ("runs/a", "runs/a/"):
+        text = problem(recipe=name)
+        assert f"{name} is the folder of a run\n    fix: its configuration is a recipe: --recipe runs/a/config" in text
+    monkeypatch.chdir("runs")
+    assert "fix: its configuration is a recipe: --recipe a/config.yaml" in problem(recipe="a")
 
 
 def test_config_error_is_a_value_error_and_carries_the_violations():
