@@ -205,6 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell_other_nodes(fault)
         return EXIT_FAILED
     except KeyboardInterrupt:
+        if launcher.is_first_rank():
+            print("megatron-cp: interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except SystemExit as stop:  # argparse
         return stop.code if isinstance(stop.code, int) else EXIT_CONFIG
