@@ -25,33 +25,13 @@ from megatron_cp.errors import (
     RuntimeFault,
     format_violations,
 )
+from megatron_cp.flags import add_flags, given
 from megatron_cp.parallel.layout import group_lines, layout_of
 from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
 from megatron_cp.rules import Environment, check, check_or_raise, resolve_auto
 from megatron_cp.rules.resolve import ranks_to_check
 
 _SECONDS_TO_SPEAK = 3.0
-
-# Short and long flag (Bridge's), type, the setting it stands for.
-_FLAGS: tuple[tuple[str | None, str, type, str], ...] = (
-    ("-ms", "--max_steps", int, "train.train_iters"),
-    ("-gb", "--global_batch_size", int, "train.global_batch_size"),
-    ("-mb", "--micro_batch_size", int, "train.micro_batch_size"),
-    ("-sl", "--seq_length", int, "dataset.seq_length"),
-    ("-tp", "--tensor_model_parallel_size", int, "model.tensor_model_parallel_size"),
-    ("-pp", "--pipeline_model_parallel_size", int, "model.pipeline_model_parallel_size"),
-    ("-cp", "--context_parallel_size", int, "model.context_parallel_size"),
-    ("-vp", "--virtual_pipeline_model_parallel_size", int, "model.virtual_pipeline_model_parallel_size"),
-    ("-ep", "--expert_model_parallel_size", int, "model.expert_model_parallel_size"),
-    ("-etp", "--expert_tensor_parallel_size", int, "model.expert_tensor_parallel_size"),
-    (None, "--lr", float, "optimizer.lr"),
-    (None, "--min_lr", float, "optimizer.min_lr"),
-    (None, "--warmup_iters", int, "scheduler.lr_warmup_iters"),
-    (None, "--pretrained_checkpoint", str, "checkpoint.pretrained_checkpoint"),
-    (None, "--save_dir", str, "checkpoint.save"),
-    (None, "--load_dir", str, "checkpoint.load"),
-    (None, "--save_interval", int, "checkpoint.save_interval"),
-)
 
 # Commands with a module of their own: module and what it does.
 _MODULES = {
@@ -78,10 +58,7 @@ def _recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
         help="check for a GPU or CPU machine, or one that a file describes (default: this one)",
     )
     parser.add_argument("--explain", metavar="RULE", help="print a rule, why it exists and an example that breaks it")
-    flags = parser.add_argument_group("flags for frequent settings")
-    for short, long, kind, setting in _FLAGS:
-        names = dict.fromkeys(name for name in (short, long, long.replace("_", "-")) if name)
-        flags.add_argument(*names, dest=setting, type=kind, metavar=kind.__name__, help=f"-> {setting}")
+    add_flags(parser)
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="any setting, in Hydra's grammar; wins over all of the above"
     )
@@ -149,9 +126,7 @@ def _explain(rule_id: str) -> int:
 def _load(parser: argparse.ArgumentParser, args: argparse.Namespace) -> RunConfig:
     if not args.recipe:
         parser.error("--recipe is needed; 'megatron-cp recipes' lists them")
-    flags: dict[str, Any] = {setting: getattr(args, setting) for *_, setting in _FLAGS}
-    given = {setting: value for setting, value in flags.items() if value is not None}
-    return load_recipe(args.recipe, args.overrides, files=args.config, flags=given)
+    return load_recipe(args.recipe, args.overrides, files=args.config, flags=given(args))
 
 
 def _report(config: RunConfig, args: argparse.Namespace) -> int:
@@ -230,6 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell_other_nodes(fault)
         return EXIT_FAILED
     except KeyboardInterrupt:
+        if launcher.is_first_rank():
+            print("megatron-cp: interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except SystemExit as stop:  # argparse
         return stop.code if isinstance(stop.code, int) else EXIT_CONFIG

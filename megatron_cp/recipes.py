@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from typing import Any
 from megatron_cp import bridge_names
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, Violation
-from megatron_cp.schema import build, hints, nearest, nearest_first, section_names
+from megatron_cp.schema import alternatives, build, field_paths, hints, kind_of, nearest, nearest_first, section_names
 
 # Bridge's names for mixed_precision; the underscore and the dash are both in use there.
 _PRECISIONS = {
@@ -37,6 +38,11 @@ def _library(kind: str) -> Path:
     """The folder of the recipes or config groups that come with the package: in a clone, or in an installation."""
     clone = Path(__file__).resolve().parent.parent / kind
     return clone if clone.is_dir() else Path(sys.prefix) / "share" / "megatron_cp" / kind
+
+
+def _groups() -> list[str]:
+    """The config groups, of whose files a recipe is put together."""
+    return sorted(path.name for path in _library("configs").iterdir() if path.is_dir())
 
 
 def list_recipes() -> dict[str, str]:
@@ -86,7 +92,7 @@ def load_recipe(
         merged = OmegaConf.merge(asdict(RunConfig(recipe=name)), *layers)
         plain: Any = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
-        raise _problem("K3", "", f"cannot resolve the configuration: {_one_line(error)}") from error
+        raise _unresolved(error) from error
     problems = bridge_names.settle(plain)
     config: RunConfig = build(RunConfig, plain, problems)
     if problems:
@@ -129,6 +135,19 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def _unresolved(error: Any) -> ConfigError:
+    """OmegaConf's complaint about a value that refers to something else, without its notes about types."""
+    why = str(error).partition("\n")[0]
+    fix = "write ${section.setting} for another setting's value, ${oc.env:NAME} for an environment variable's"
+    if variable := re.search(r"Environment variable '(.*)' not found", why):
+        name = variable.group(1)
+        why = f"the environment variable {name} is not set"
+        fix = f"export {name}=VALUE, or give a default: ${{oc.env:{name},VALUE}}"
+    elif setting := re.search(r"Interpolation key '(.*)' not found", why):
+        why = f"there is no setting {setting.group(1)}{nearest(setting.group(1), list(field_paths(RunConfig)))}"
+    return _problem("K3", error.full_key or "", f"cannot resolve the configuration: {why}", fix)
+
+
 def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]:
     """Parsed overrides: choices of a config group (for Hydra's composition) and settings with their values."""
     if not overrides:
@@ -136,7 +155,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    groups = [p.name for p in _library("configs").iterdir() if p.is_dir()]
+    groups = _groups()
     choices, values, problems = [], [], []
     for text in overrides:
         if "=" not in text and not text.startswith("~"):
@@ -155,13 +174,16 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
         if parsed.is_delete():
             problems.append(Violation("K3", "error", text, "settings cannot be deleted", fix))
         elif parsed.is_sweep_override():
-            right = text.partition("=")[2]
-            fix = f"for a list write {key}=[{right}], for a text {key}=\"'{right}'\""
+            fix = _instead_of_a_sweep(key, text.partition("=")[2])
             problems.append(Violation("K3", "error", text, "several values for one setting", fix))
         elif (value := parsed.value()) is None and key != "mixed_precision" and (is_section or key in groups):
             problems.append(Violation("K2", "error", text, "a whole section cannot be null", fix))
         elif key in groups and isinstance(value, str):
             choices.append(f"{key}={value}")
+        elif key in groups and (isinstance(value, list) or not is_section):
+            files = sorted(path.stem for path in _library(f"configs/{key}").glob("*.yaml"))
+            message = f"'{key}' is a config group, of which a recipe takes one file: expected a name"
+            problems.append(Violation("K2", "error", text, message, f"{key} is one of {', '.join(files)}"))
         elif isinstance(value, str) and key not in hints(RunConfig) and "." not in key and nearest(key, groups):
             problems.append(Violation("K1", "error", key, f"unknown key '{key}'{nearest(key, groups)}"))
         else:
@@ -171,15 +193,29 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
     return choices, values
 
 
+def _instead_of_a_sweep(key: str, values: str) -> str:
+    """What to write instead of ``key=1,2`` or ``key=choice(1,2)``, for which Hydra alone would start several runs."""
+    takes = alternatives(kind_of(RunConfig, key.replace("model.transformer.", "model.")))
+    fixes = [f"for a list write {key}=[{values}]"] * (list in takes)
+    fixes += [f"for a text write {key}=\"'{values}'\""] * (str in takes and "'" not in values)
+    if not fixes or re.match(r"\s*\w+\(", values):
+        return f"there are no sweeps: start one run for each value, with {key}=VALUE"
+    return ", ".join(fixes)
+
+
 def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, Any], str]:
     """The recipe as Hydra composes it, and its name."""
     text = str(name_or_path)
     is_file = text.endswith((".yaml", ".yml")) or "/" in text
     path = Path(text) if is_file else _library("recipes") / f"{text}.yaml"
     if not os.path.isfile(path):  # unlike Path.is_file, False also where the name is too long or a folder is closed
+        if os.path.isfile(os.path.join(text, "config.yaml")):
+            fix = f"its configuration is a recipe: --recipe {os.path.join(text, 'config.yaml')}"
+            raise _problem("K4", "--recipe", f"{text} is the folder of a run", fix)
         if is_file:
-            fix = "check the path, and that you may enter its folders"
-            raise _problem("K4", "--recipe", f"recipe file not found: {text}", fix)
+            is_folder, fix = os.path.isdir(path), "check the path, and that you may enter its folders"
+            message = f"{text} is a folder, not a recipe file" if is_folder else f"recipe file not found: {text}"
+            raise _problem("K4", "--recipe", message, "name a YAML file in it" if is_folder else fix)
         names = list(list_recipes())
         fix = "megatron-cp recipes lists them all; a file of your own is given by its path, ending in .yaml"
         raise _problem("K4", "--recipe", f"unknown recipe '{text}'{nearest(text, names)}", fix)
@@ -230,9 +266,16 @@ def _missing(error: Any, recipe: Path, choices: list[str]) -> ConfigError:
     """Hydra's complaint about a file that an override or the recipe names, without its search path."""
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     options = nearest_first(name, error.options or [])
-    message = f"there is no file {group}/{name}.yaml{nearest(name, options)}" if group else f"there is no {name}"
     choice = f"{group}={name}"
-    fix = f"{group} is one of {', '.join(options)}" if options else ""
+    if options:
+        message = f"there is no file {group}/{name}.yaml{nearest(name, options)}"
+        fix = f"{group} is one of {', '.join(options)}"
+    elif group:
+        message = f"there is no config group {group}{nearest(group, _groups())}"
+        fix = f"the groups are {', '.join(_groups())}"
+    else:
+        message = f"there is no recipe {name}{nearest(name, list(list_recipes()))}"
+        fix = "megatron-cp recipes lists them; one of your own must be in the folder of the recipe that names it"
     if choice in choices:
         return _problem("K4", choice, message, fix)
     return _problem("K4", "--recipe", f"cannot compose {recipe}: {message}", fix)
@@ -246,7 +289,8 @@ def _load_yaml(path: Path) -> dict[str, Any]:
     try:
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError as error:
-        raise _problem("K4", "--config", f"file not found: {path}") from error
+        fix = f"check the path{'' if path.is_absolute() else f', which begins in {Path.cwd()}'}"
+        raise _problem("K4", "--config", f"file not found: {path}", fix) from error
     except RecursionError as error:
         raise _problem("K4", "--config", f"cannot read {path}: it is nested too deeply") from error
     except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:

@@ -33,6 +33,17 @@ def field_paths(cls: type, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+def kind_of(cls: type, path: str) -> Any:
+    """The type of the setting with a dotted name; None where there is no such setting."""
+    kind: Any = cls
+    for name in path.split("."):
+        if get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        else:
+            kind = hints(kind).get(name) if dataclasses.is_dataclass(kind) else None  # type: ignore[arg-type]
+    return kind
+
+
 def section_names(cls: type) -> list[str]:
     """The fields of a dataclass that are dataclasses themselves."""
     return [name for name, kind in hints(cls).items() if dataclasses.is_dataclass(kind)]
@@ -79,6 +90,13 @@ def _choices(kind: Any) -> Iterator[str]:
             yield from _choices(arg)
 
 
+def alternatives(kind: Any) -> list[Any]:
+    """The types that a value may have, without their arguments: ``[int, list]`` for ``int | list[int]``."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return [found for option in get_args(kind) for found in alternatives(option)]
+    return [get_origin(kind) or kind]
+
+
 def convert(value: Any, kind: Any) -> Any:
     """``value`` as ``kind``: an int may become a float and a scalar a dict's string, nothing else changes.
 
@@ -110,6 +128,46 @@ def convert(value: Any, kind: Any) -> Any:
     elif type(value) is kind:
         return value
     raise _Mismatch(describe(kind))
+
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    Literal: "one of its choices",
+    str: "a text",
+    list: "a list, [VALUE, VALUE]",
+    dict: "a mapping",
+    type(None): "null",
+}
+
+
+def remedy(path: str, value: Any, kind: Any) -> str:
+    """How to give a setting the value that was surely meant, or else what it takes."""
+    for guess in _guesses(value):
+        try:
+            convert(guess, kind)
+        except _Mismatch:
+            continue
+        if isinstance(guess, str):
+            return f"{path}=\"'{guess}'\""
+        return f"{path}={str(guess).lower().replace(' ', '')}"
+    words = _WORDS | {Literal: f"one of {', '.join(_choices(kind))}"}
+    takes = [words[found] for found in words if found in alternatives(kind)]
+    return f"give {path} {' or '.join(takes)}{', or leave it out' if value is None else ''}" if takes else ""
+
+
+def _guesses(value: Any) -> Iterator[Any]:
+    """What may have been meant by a value of a wrong type."""
+    if type(value) is float and value.is_integer() and abs(value) < 2**53:
+        yield int(value)
+    if type(value) is int and value in (0, 1):
+        yield bool(value)
+    if type(value) in (int, float):
+        yield [value]
+        yield str(value)
+    if isinstance(value, list) and all(type(part) in (int, float) for part in value):
+        yield ",".join(map(str, value))
 
 
 def _upstreams_words(cls: type, key: str) -> str | None:
@@ -148,5 +206,6 @@ def build(
             except _Mismatch as expected:
                 suggestion = nearest(value, list(_choices(kind))) if isinstance(value, str) else ""
                 wanted = _upstreams_words(cls, key) or f"expected {expected}"
-                problems.append(Violation("K2", "error", path, f"{wanted}, got {value!r}{suggestion}"))
+                fix = remedy(path, value, kind)
+                problems.append(Violation("K2", "error", path, f"{wanted}, got {value!r}{suggestion}", fix))
     return cls(**values)

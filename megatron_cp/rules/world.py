@@ -119,11 +119,17 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
     if c.world_size % size:
         fitting = [ep for ep in divisors(c.world_size) if c.world_size % (c.etp * ep * c.pp) == 0]
         more = f"start {size} ranks or a multiple of it"
+        field, fix = "model.expert_model_parallel_size", f"expert parallel sizes that fit: {listed(fitting)}; or {more}"
+        if not c.config.model.num_moe_experts and c.etp != c.tp:  # their groups are built all the same
+            field = "model.expert_tensor_parallel_size"
+            fix = f"{field}=null, there being no experts; or {more}"
+        elif not fitting:
+            fix = more
         yield Finding(
-            "model.expert_model_parallel_size",
+            field,
             f"world_size ({c.world_size}) is not divisible by expert_tensor_model_pipeline_parallel size ({size}) "
             f"= etp {c.etp} * ep {c.ep} * pp {c.pp}",
-            f"expert parallel sizes that fit: {listed(fitting)}; or {more}" if fitting else more,
+            fix,
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from megatron_cp import launcher
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import EXIT_FAILED, EXIT_OK, failed_alone
+from megatron_cp.flags import add_flags, given
 from megatron_cp.one_rank import on_one_rank
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
@@ -38,13 +39,15 @@ def main(argv: Sequence[str]) -> int:
         metavar='"key=value ..."',
         help="compare with the same ranks under these further overrides, instead of with one rank",
     )
+    add_flags(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, in Hydra's grammar")
     args = parser.parse_intermixed_args(argv)
     if args.steps < 1:
         parser.error("--steps must be at least 1")
     world_size = launcher.world_size() or 1
     launcher.rank()  # a wrong one is told before torch is imported
-    layouts = [load_recipe(args.recipe, args.overrides, files=args.config)]
+    flags = given(args)
+    layouts = [load_recipe(args.recipe, args.overrides, files=args.config, flags=flags)]
     names = ["one rank", f"{world_size} ranks"]
     if args.against is not None:
         try:
@@ -52,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         except ValueError as error:  # a quotation mark without its pair
             parser.error(f"--against {args.against!r}: {error}")
         overrides = [*args.overrides, *further]
-        layouts.insert(0, load_recipe(args.recipe, overrides, files=args.config))
+        layouts.insert(0, load_recipe(args.recipe, overrides, files=args.config, flags=flags))
         names = ["against", "layout"]
     layouts = [_checked(config, world_size) for config in layouts]
     configs = [_checked(config, world_size) for config in comparable(layouts, world_size, args.steps, full=args.full)]

@@ -3,7 +3,7 @@
 
 import sys
 
-from megatron_cp.cli import main
+from megatron_cp.__main__ import main
 
 # The guard matters: saving a checkpoint starts helper processes that import this file.
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,37 @@ def test_errors_of_a_run_become_exit_codes(run, started, monkeypatch, error, cod
     monkeypatch.setenv("WORLD_SIZE", "4")
     got, _, err = run("train", "--recipe", TINY)
     assert got == code and str(error) in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("module", ["megatron_cp.rules", "hydra"], ids=["before the command", "in it"])
+@pytest.mark.parametrize("program", ["-m", "run_recipe.py"])
+def test_an_interrupted_command_is_no_traceback(program, module, rank):
+    start = 'runpy.run_module("megatron_cp", run_name="__main__")'
+    if program == "run_recipe.py":
+        start = 'runpy.run_path("scripts/training/run_recipe.py", run_name="__main__")'
+    script = f"""
+import os, runpy, signal, sys
+class Interrupting:
+    def find_spec(self, name, *others):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["megatron-cp", *{["train"] * (program == "-m")}, "--recipe", {TINY!r}]
+{start}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"RANK": str(rank)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    said = "" if rank else "megatron-cp: interrupted\n"  # the first speaks for all
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
+
+
+def test_the_installed_program_is_the_module():
+    """Which answers Ctrl-C from its first line on."""
+    programs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert programs == {"megatron-cp": "megatron_cp.__main__:main"}
 
 
 def test_a_fault_of_the_data_is_no_failure_while_running(run, started, monkeypatch):

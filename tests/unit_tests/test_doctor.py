@@ -151,6 +151,13 @@ def test_a_recipe_that_cannot_run_here_ends_with_two(run):
     assert code == 2 and "did you mean" in err
     code, _, err = run(GPU_MACHINE, "model.num_layers=2")
     assert code == 2 and "need a --recipe" in err
+    code, _, err = run(GPU_MACHINE, "-cp", "2")
+    assert code == 2 and "need a --recipe" in err
+
+
+def test_the_flags_of_a_run_count(run):
+    code, out, err = run(GPU_MACHINE, "--recipe", TINY, "--world-size", "16", "-tp", "16", "-cp", "1")
+    assert code == 2 and f"{TINY} on 16 ranks" in out and "error A4: model.num_attention_heads=8" in err
 
 
 def test_the_size_of_the_world(run):

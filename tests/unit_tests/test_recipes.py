@@ -138,15 +138,81 @@ def test_a_choice_that_does_not_exist_names_those_that_do(choice, meant, others,
         ("~model", "fix: set the value you want: model.name=value"),
         ("~parallel", "settings cannot be deleted"),
         ("model=null", "a whole section cannot be null"),
+        ("parallel=[cp4_p2p,none]", "'parallel' is a config group, of which a recipe takes one file: expected a name"),
+        ("+parallel=[cp4_p2p,none]", "fix: parallel is one of cp4_a2a, "),
+        ("model=[llama_tiny,llama32_1b]", "fix: model is one of deepseek_v2_lite, "),
+        ("parallel=4", "error K2: parallel=4: 'parallel' is a config group"),
         ("parallel=null", "fix: set the value you want: parallel=value"),
         ("dataset=null", "a whole section cannot be null"),
         ("nonsense", "expected key=value"),
-        ("dataset.seq_length=${model.nothing}", "error K3: cannot resolve"),
+        (
+            "dataset.seq_length=${model.seq_lenth}",
+            "error K3: dataset.seq_length: cannot resolve the configuration: there is no setting model.seq_lenth; did "
+            "you mean 'model.seq_length'?\n    fix: write ${section.setting} for another setting's value",
+        ),
+        (
+            "checkpoint.save=${oc.env:NO_SUCH_PLACE}",
+            "error K3: checkpoint.save: cannot resolve the configuration: the environment variable NO_SUCH_PLACE is "
+            "not set\n    fix: export NO_SUCH_PLACE=VALUE, or give a default: ${oc.env:NO_SUCH_PLACE,VALUE}",
+        ),
+        ("train.train_iters=${nonsense:1}", "Unsupported interpolation type nonsense\n    fix: write ${"),
         (f"model.num_layers={'9' * 5000}", "cannot parse: Exceeds the limit"),
     ],
 )
 def test_a_wrong_override_is_explained(override, expected):
     assert expected in problem(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("dataset.split=90,5,5", "for a text write dataset.split=\"'90,5,5'\""),
+        ("env_vars.NCCL_ALGO=Ring,Tree", "for a text write env_vars.NCCL_ALGO=\"'Ring,Tree'\""),
+        ("model.transformer.window_size=8,4", "for a list write model.transformer.window_size=[8,4]"),
+        (
+            "model.cp_comm_type=p2p,a2a",
+            "for a list write model.cp_comm_type=[p2p,a2a], for a text write model.cp_comm_type=\"'p2p,a2a'\"",
+        ),
+        ("optimizer.lr=1e-3,1e-4", "there are no sweeps: start one run for each value, with optimizer.lr=VALUE"),
+        ("optimizer.lr=choice(1e-3,1e-4)", "there are no sweeps: start one run for each value, with optimizer.lr="),
+        ("dataset.split=choice(a,b)", "there are no sweeps: start one run for each value, with dataset.split=VALUE"),
+        ("optimizer=adam,sgd", "there are no sweeps: start one run for each value, with optimizer=VALUE"),
+        ("parallel=glob(*)", "there are no sweeps: start one run for each value, with parallel=VALUE"),
+        ("no.such=1,2", "there are no sweeps: start one run for each value, with no.such=VALUE"),
+    ],
+)
+def test_several_values_are_a_list_a_text_or_several_runs(override, fix):
+    text = problem(override)
+    assert f"error K3: {override}: several values for one setting\n    fix: {fix}" in text
+    assert text.count("write") == fix.count("write")
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("train.train_iters=1e2", "train.train_iters=100"),
+        ("train.train_iters=1.5", "give train.train_iters a whole number"),
+        ("train.train_iters=many", "give train.train_iters a whole number"),
+        ("model.num_layers=null", "give model.num_layers a whole number, or leave it out"),
+        ("optimizer.lr=null", "give optimizer.lr a number, or leave it out"),
+        ("optimizer.optimizer=muon", "give optimizer.optimizer one of adam, sgd"),
+        ("model.recompute_granularity=3", "give model.recompute_granularity one of full, selective or null"),
+        ("model.sequence_parallel=1", "model.sequence_parallel=true"),
+        ("model.sequence_parallel=2", "give model.sequence_parallel true or false"),
+        ("dataset.split=[90,5,5]", "dataset.split=\"'90,5,5'\""),
+        ("checkpoint.save=3", "checkpoint.save=\"'3'\""),
+        ("model.hierarchical_context_parallel_sizes=4", "model.hierarchical_context_parallel_sizes=[4]"),
+        (
+            "model.hierarchical_context_parallel_sizes=[4.5]",
+            "give model.hierarchical_context_parallel_sizes a list, [VALUE, VALUE] or null",
+        ),
+    ],
+)
+def test_a_value_of_a_wrong_type_comes_with_one_that_fits(override, fix):
+    text = problem(override)
+    assert f"error K2: {override.partition('=')[0]}: expected " in text and f"\n    fix: {fix}" in text
+    if not fix.startswith("give"):  # as a shell hands it on
+        load_recipe(TINY, [fix.replace('"', "")])
 
 
 def test_all_problems_are_reported_at_once():
@@ -159,6 +225,19 @@ def test_all_problems_are_reported_at_once():
 def test_unknown_recipe_suggests_the_nearest():
     assert f"did you mean '{TINY}'" in problem(recipe="llama_tiny_pretrain_confg")
     assert "recipe file not found" in problem(recipe="no/such/file.yaml")
+
+
+def test_the_folder_of_a_run_has_a_recipe_in_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs/a")
+    run.mkdir(parents=True)
+    assert "runs/a is a folder, not a recipe file\n    fix: name a YAML file in it" in problem(recipe="runs/a")
+    (run / "config.yaml").write_text(to_yaml(load_recipe(TINY)))
+    for name in ("runs/a", "runs/a/"):
+        text = problem(recipe=name)
+        assert f"{name} is the folder of a run\n    fix: its configuration is a recipe: --recipe runs/a/config" in text
+    monkeypatch.chdir("runs")
+    assert "fix: its configuration is a recipe: --recipe a/config.yaml" in problem(recipe="a")
 
 
 def test_config_error_is_a_value_error_and_carries_the_violations():
@@ -198,7 +277,8 @@ def test_a_wrong_yaml_file_is_explained(tmp_path, text, expected):
     path = tmp_path / "extra.yaml"
     path.write_text(text)
     assert expected in problem(files=[path])
-    assert "file not found" in problem(files=[tmp_path / "missing.yaml"])
+    assert "missing.yaml\n    fix: check the path" in problem(files=[tmp_path / "missing.yaml"])
+    assert f"fix: check the path, which begins in {Path.cwd()}" in problem(files=["no/missing.yaml"])
 
 
 def test_a_recipe_of_ones_own(tmp_path):
@@ -210,6 +290,12 @@ def test_a_recipe_of_ones_own(tmp_path):
     path.write_text("defaults: [model: llama_tny]\n")
     text = problem(recipe=path)
     assert "mine.yaml: there is no file model/llama_tny.yaml; did you mean 'llama_tiny'?" in text
+    path.write_text("defaults: [modle: llama_tiny]\n")
+    text = problem(recipe=path)
+    assert "mine.yaml: there is no config group modle; did you mean 'model'?\n    fix: the groups are model, " in text
+    path.write_text("defaults: [llama_tiny_pretrain_confg]\n")
+    text = problem(recipe=path)
+    assert f"mine.yaml: there is no recipe llama_tiny_pretrain_confg; did you mean '{TINY}'?\n    fix: mega" in text
     path.write_text("model: {num_layrs: 3}\n")
     assert "did you mean 'model.num_layers'?" in problem(recipe=path)
 

@@ -141,3 +141,13 @@ def test_no_config_has_unread_settings(choice: str) -> None:
     for environment in ("cpu", "gpu"):
         found = check(load_recipe(EXAMPLE_RECIPE, [choice]), 4, environment=environment)
         assert [violation for violation in found if violation.rule == "K19"] == []
+
+
+def test_experts_sizes_without_experts_are_left_out_where_they_do_not_fit() -> None:
+    """Their process groups are built for every model: the grid must fit, and nothing else reads its size."""
+    config = load_recipe(EXAMPLE_RECIPE, ["parallel=none", "model.expert_tensor_parallel_size=2"])
+    found = {each.rule: each for each in check(config, 1, environment="cpu")}
+    assert found.keys() == {"A3", "K19"} and found["A3"].field == found["K19"].field
+    fix = found["A3"].fix.partition(",")[0]
+    assert fix == "model.expert_tensor_parallel_size=null"
+    assert check(load_recipe(EXAMPLE_RECIPE, ["parallel=none", fix]), 1, environment="cpu") == []

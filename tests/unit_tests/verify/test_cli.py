@@ -57,6 +57,15 @@ def test_two_layouts_against_each_other() -> None:
     assert code == 1 and "DIFFERENT" in out, out
 
 
+def test_the_flags_of_a_run_lay_out_both_sides() -> None:
+    """As in ``train``; overrides, those of ``--against`` among them, win over them."""
+    flags = ["-cp", "2", "-tp", "2", "--micro-batch-size", "2"]
+    p2p = ["model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null"]
+    code, out, err = of_all_ranks(*flags, "--steps", "1", "--against", "model.cp_comm_type=a2a", *p2p)
+    assert code == 0 and "EQUAL" in out, (out, err)
+    assert err.count("TENSOR_MODEL_PARALLEL_GROUP [[0,1],[2,3]]") == 2, err
+
+
 def test_the_full_size() -> None:
     code, out, _ = of_all_ranks(
         "--full", "--steps", "1", "dataset.seq_length=64", "train.micro_batch_size=1", "model.num_layers=2"
