@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"megatron-cp: {fault}", file=sys.stderr, flush=True)
         _tell_other_nodes(fault)
-        return EXIT_FAILED
+        return EXIT_CONFIG if fault.of_data else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except SystemExit as stop:  # argparse
