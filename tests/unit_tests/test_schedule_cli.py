@@ -81,6 +81,22 @@ def test_reads_a_megatron_index(tmp_path, capsys):
     assert "3 samples, 2807 tokens (longest 2500" in capsys.readouterr().out
 
 
+def test_lengths_of_a_file_are_cut_where_that_is_asked_for(tmp_path, capsys):
+    path = tmp_path / "lengths.txt"
+    path.write_text("200000 100 200")
+    options = ["--lengths", str(path), "--ranks", "64"]
+    assert main(options) == 0
+    shown = capsys.readouterr()
+    assert "3 samples, 200300 tokens (longest 200000" in shown.out and shown.err == ""
+    assert main([*options, "--longest", "150"]) == 0
+    shown = capsys.readouterr()
+    assert "3 samples, 400 tokens (longest 150" in shown.out
+    assert shown.err == "2 of 3 samples cut to --longest 150\n"
+    path.write_text("1000000")
+    assert main(options) == 2
+    assert "cut the sample (--max-seqlen-per-rank, --ranks, --longest)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
