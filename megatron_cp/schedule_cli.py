@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -105,6 +106,9 @@ def _read(source: str) -> np.ndarray:
         if lengths.max(initial=0) < 2:
             raise ValueError(f"{source}: no document has two tokens, so none has anything to predict")
         return lengths[lengths >= 2]  # as training does
+    index = source.removesuffix(".bin") + ".idx"
+    if os.path.isfile(index) and (source.endswith(".bin") or not os.path.exists(source)):
+        raise ValueError(f"{source}: has no lengths; give the file beside it that has them, --lengths {index}")
     return parse_lengths(sys.stdin.read(), "-") if source == "-" else read_lengths(source)
 
 
@@ -118,6 +122,25 @@ def _complete(args: argparse.Namespace) -> None:
         elif source not in sources:
             fitting = " or ".join(option[s] for s in sources)
             raise ValueError(f"{option[name]} goes with {fitting}, and means nothing to {option[source]}")
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Before any work. Raises ValueError for a file that cannot be written."""
+    for name in ("output", "plot", "html"):
+        path = getattr(args, name)
+        if path is None:
+            continue
+        folder, option = path.parent, f"--{name} {path}"
+        if str(path) == "-":
+            raise ValueError(f"{option}: give a file's name; standard output has the figures")
+        if os.path.isdir(path):
+            raise ValueError(f"{option}: is a folder; name a file in it")
+        if not os.path.isdir(folder):
+            raise ValueError(
+                f"{option}: there is no folder {folder}; make it (mkdir -p {folder}), or name another file"
+            )
+        if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            raise ValueError(f"{option}: may not be written; name a file elsewhere")
 
 
 def _lengths(args: argparse.Namespace) -> tuple[np.ndarray, int]:
@@ -139,6 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         _complete(args)
+        _check_files(args)
         return _run(args)
     except BrokenPipeError:
         raise  # the reader (head, less) went away, which is no error of the input

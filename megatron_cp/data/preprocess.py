@@ -7,6 +7,7 @@ ends with the tokenizer's end-of-document token.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from megatron_cp.data.tokenizing import encode, indexed_writer
 from megatron_cp.errors import DataError, shown
 
 DEFAULT_SUFFIXES = (".txt", ".jsonl", ".json")
-_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_PACKED = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd", ".zip": "unzip"}
 _SUGGESTED = 4  # endings
 _CHUNK_BYTES = 1 << 18  # text handed to a worker at once
 _CHUNKS_IN_FLIGHT = 4  # per worker: bounds the memory
@@ -117,6 +118,9 @@ def read_documents(file: Path, json_key: str = "text") -> Iterator[tuple[str, in
         raw = file.read_bytes()
         yield raw.decode("utf-8"), len(raw)
     except UnicodeDecodeError as error:
+        if file.suffix in _PACKED:
+            command = f"{_PACKED[file.suffix]} {shlex.quote(str(file))}"
+            raise DataError(f"{file}: is compressed; uncompress it first: {command}") from error
         raise DataError(f"{file}: is not UTF-8 text (byte {error.start}): {error.reason}.") from error
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}.") from error

@@ -235,6 +235,32 @@ def test_a_broken_index_is_explained(tmp_path, capfd):
     assert "broken.idx: is not a Megatron index" in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--output", "--plot", "--html"])
+def test_files_that_cannot_be_written_are_told_before_any_work(tmp_path, capsys, monkeypatch, option):
+    monkeypatch.chdir(tmp_path)
+    nowhere = tmp_path / "no" / "x"
+    for path, message in (
+        (nowhere, f"{option} {nowhere}: there is no folder {nowhere.parent}; make it (mkdir -p"),
+        (tmp_path, f"{option} {tmp_path}: is a folder; name a file in it"),
+        ("-", f"{option} -: give a file's name; standard output has the figures"),
+    ):
+        assert main([*SMALL, option, str(path)]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "" and message in shown.err and shown.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_other_names_of_an_index_lead_to_it(tmp_path, capsys):
+    for name in ("text.bin", "text.idx"):
+        (tmp_path / name).write_bytes(b"\xff\xfe")
+    for source in ("text", "text.bin"):
+        assert main(["--lengths", str(tmp_path / source), "--ranks", "4"]) == 2
+        assert f"has them, --lengths {tmp_path / 'text.idx'}\n" in capsys.readouterr().err
+    (tmp_path / "text.idx").unlink()
+    assert main(["--lengths", str(tmp_path / "text.bin"), "--ranks", "4"]) == 2
+    assert "text.bin: is not text (byte 0); a file of lengths has whole numbers" in capsys.readouterr().err
+
+
 def test_a_missing_file_is_named(capsys):
     assert main(["--lengths", "no/such/file.txt", "--ranks", "4"]) == 2
     assert "no/such/file.txt" in capsys.readouterr().err

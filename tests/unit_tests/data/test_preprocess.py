@@ -1,3 +1,4 @@
+import gzip
 import importlib.util
 import json
 import signal
@@ -106,6 +107,10 @@ BAD = {
     "no matching file": ({"a.md": b"x"}, "no file that ends with .txt or .jsonl or .json in this folder. It has 1 .md"),
     "empty": ({"a.txt": b"", "b.txt": b" \n"}, "no text inside"),
     "not UTF-8": ({"a.txt": b"ab\xff"}, r"a.txt: is not UTF-8 text \(byte 2\)"),
+    "compressed": (
+        {"a.txt": b"x", "b.jsonl.gz": gzip.compress(b"x")},
+        "b.jsonl.gz: is compressed; .*: gunzip -k .*gz$",
+    ),
     "bad JSON": ({"a.jsonl": b'{"text": "x"}\n{"text": \n'}, r"a.jsonl:2: not valid JSON"),
     "not an object": ({"a.jsonl": b"[1]\n"}, r"a.jsonl:1: a JSON object is needed, found list"),
     "no such key": ({"a.jsonl": b'{"txt": "x"}\n'}, r"a.jsonl:1: no key 'text'; it has \['txt'\]"),
@@ -122,8 +127,9 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, case: str, worker
     for name, content in (contents or {}).items():
         (tmp_path / "in").mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_bytes(content)
+    inputs = [tmp_path / "in", *tmp_path.glob("in/*.gz")]
     with pytest.raises(DataError, match=message):
-        preprocess([tmp_path / "in"], tmp_path / "out" / "x", BYTES, workers=workers)
+        preprocess(inputs, tmp_path / "out" / "x", BYTES, workers=workers)
     assert list((tmp_path).glob("out/*")) == []
 
 
