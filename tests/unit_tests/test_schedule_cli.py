@@ -56,6 +56,18 @@ def test_draws_a_picture_and_a_page(tmp_path, capsys):
         assert f"CP {c}" in text
 
 
+def test_ranks_of_a_picture_are_whole_numbers(tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)  # as the picture's is
+    assert main(["--distribution", "chat", "--count", "8", "--ranks", "2", "--plot", str(tmp_path / "step.png")]) == 0
+    figure = pyplot.gcf()
+    monkeypatch.undo()
+    ticks = [float(tick) for axis in figure.axes for tick in axis.get_yticks()]
+    pyplot.close(figure)
+    assert {0, 1} <= set(ticks) and all(tick.is_integer() for tick in ticks)
+
+
 def test_reads_text_and_gzip(tmp_path, capsys):
     import gzip
 
