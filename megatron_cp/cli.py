@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"megatron-cp: {fault}", file=sys.stderr, flush=True)
         _tell_other_nodes(fault)
-        return EXIT_FAILED
+        return EXIT_CONFIG if fault.of_data else EXIT_FAILED
     except KeyboardInterrupt:
         if launcher.is_first_rank():
             print("megatron-cp: interrupted", file=sys.stderr, flush=True)

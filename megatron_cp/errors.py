@@ -78,12 +78,14 @@ class ConfigError(ValueError, AssertionError):
 class RuntimeFault(RuntimeError):
     """A running job cannot go on; the message names the rank, the step and what to do.
 
-    ``on_all_ranks``: every rank raises the same one, so that one of them is enough to say it.
+    ``on_all_ranks``: every rank raises the same one, so that one of them is enough to say it. ``of_data``: files or
+    settings are at fault, so that starting again would only meet it again.
     """
 
-    def __init__(self, message: str, *, on_all_ranks: bool = False) -> None:
+    def __init__(self, message: str, *, on_all_ranks: bool = False, of_data: bool = False) -> None:
         super().__init__(message)
         self.on_all_ranks = on_all_ranks
+        self.of_data = of_data
 
 
 class DataError(ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from megatron_cp.data.indexed import check_lengths, open_indexed, sequence_lengt
 from megatron_cp.dynamic_cp.cost import PRESETS, CostModel
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, parse_lengths, read_lengths, sample_lengths
 from megatron_cp.dynamic_cp.fixed import schedule_fixed_cp, smallest_cp_size
+from megatron_cp.dynamic_cp.problem import TooLongError
 from megatron_cp.dynamic_cp.recorded import read_step
 from megatron_cp.dynamic_cp.report import Report, as_text, report
 from megatron_cp.dynamic_cp.scheduler import schedule
@@ -25,13 +27,14 @@ from megatron_cp.parallel.layout import MOST_RANKS
 
 # A mistyped number is told at once; with these it takes seconds and minutes.
 _MOST_SAMPLES = 10_000_000
+_LONGEST = 131072  # that a distribution is drawn to
 # Options that only some sources look at (a run has recorded what the others are told), and what they are by default.
 _PLANNED = ("lengths", "distribution")
 _GOES_WITH: dict[str, tuple[tuple[str, ...], Any]] = {
     "iteration": (("from_run",), None),
     "seed": (("distribution",), 0),
     "count": (_PLANNED, None),
-    "longest": (_PLANNED, 131072),
+    "longest": (_PLANNED, None),
     "ranks": (_PLANNED, None),
     "max_seqlen_per_rank": (_PLANNED, 8192),
     "min_cp_size": (_PLANNED, 1),
@@ -71,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(option, type=_between(least, most), help=text)
 
     number("--count", 1, _MOST_SAMPLES, "samples to draw (default: 1024), or to read from the start of the file")
-    number("--longest", 1, 2**63 - 1, "longer samples are cut to this (default: 131072)")
+    cut = f"longer samples are cut to this (default: {_LONGEST} of --distribution; those of --lengths are kept)"
+    number("--longest", 1, 2**63 - 1, cut)
     number("--seed", 0, 2**63 - 1, "of --distribution (default: 0)")
     parser.add_argument("--iteration", type=int, help="of --from-run (default: the last one)")
     number("--ranks", 1, MOST_RANKS, "data parallel size times context parallel size")
@@ -102,6 +106,9 @@ def _read(source: str) -> np.ndarray:
         if lengths.max(initial=0) < 2:
             raise ValueError(f"{source}: no document has two tokens, so none has anything to predict")
         return lengths[lengths >= 2]  # as training does
+    index = source.removesuffix(".bin") + ".idx"
+    if os.path.isfile(index) and (source.endswith(".bin") or not os.path.exists(source)):
+        raise ValueError(f"{source}: has no lengths; give the file beside it that has them, --lengths {index}")
     return parse_lengths(sys.stdin.read(), "-") if source == "-" else read_lengths(source)
 
 
@@ -117,10 +124,33 @@ def _complete(args: argparse.Namespace) -> None:
             raise ValueError(f"{option[name]} goes with {fitting}, and means nothing to {option[source]}")
 
 
-def _lengths(args: argparse.Namespace) -> np.ndarray:
+def _check_files(args: argparse.Namespace) -> None:
+    """Before any work. Raises ValueError for a file that cannot be written."""
+    for name in ("output", "plot", "html"):
+        path = getattr(args, name)
+        if path is None:
+            continue
+        folder, option = path.parent, f"--{name} {path}"
+        if str(path) == "-":
+            raise ValueError(f"{option}: give a file's name; standard output has the figures")
+        if os.path.isdir(path):
+            raise ValueError(f"{option}: is a folder; name a file in it")
+        if not os.path.isdir(folder):
+            raise ValueError(
+                f"{option}: there is no folder {folder}; make it (mkdir -p {folder}), or name another file"
+            )
+        if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            raise ValueError(f"{option}: may not be written; name a file elsewhere")
+
+
+def _lengths(args: argparse.Namespace) -> tuple[np.ndarray, int]:
+    """The lengths to schedule, and how many of the user's own were cut to ``--longest``."""
     if args.distribution:
-        return sample_lengths(args.distribution, args.count or 1024, args.longest, args.seed)
-    return np.minimum(_read(args.lengths)[: args.count], args.longest)
+        return sample_lengths(args.distribution, args.count or 1024, args.longest or _LONGEST, args.seed), 0
+    lengths = _read(args.lengths)[: args.count]
+    if args.longest is None:
+        return lengths, 0
+    return np.minimum(lengths, args.longest), int((lengths > args.longest).sum())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -132,9 +162,13 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         _complete(args)
+        _check_files(args)
         return _run(args)
     except BrokenPipeError:
         raise  # the reader (head, less) went away, which is no error of the input
+    except TooLongError as error:
+        print(f"megatron-cp schedule: {error} (--max-seqlen-per-rank, --ranks, --longest).", file=sys.stderr)
+        return EXIT_CONFIG
     except (ValueError, OSError) as error:
         print(f"megatron-cp schedule: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -145,7 +179,7 @@ def _run(args: argparse.Namespace) -> int:
         return _show_run(args)
     if args.ranks is None:
         raise ValueError("--ranks is needed: data parallel size times context parallel size")
-    lengths, cost = _lengths(args), PRESETS[args.cost]
+    (lengths, cut), cost = _lengths(args), PRESETS[args.cost]
     common = {"cost": cost, "microbatch_multiple": args.microbatch_multiple}
     common["sequence_parallel_size"] = args.sequence_parallel_size
     keeping_step = _keeping_step(args, 1, 1)
@@ -156,6 +190,8 @@ def _run(args: argparse.Namespace) -> int:
     seconds = time.process_time() - begin
     dynamic = report("dynamic CP", found, lengths, cost, **keeping_step)
     static = _static(lengths, found, args.static_cp_size, keeping_step, common)
+    if cut:
+        print(f"{cut} of {len(lengths)} samples cut to --longest {args.longest}", file=sys.stderr)
     if args.json:
         figures = {"schedule_seconds": seconds, "dynamic": dynamic.as_dict()}
         print(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))

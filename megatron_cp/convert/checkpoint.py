@@ -34,6 +34,7 @@ from megatron_cp.training.checkpoint_files import (
     put_in_place,
     saved_iterations,
     stored_tensors,
+    what_is_meant,
 )
 from megatron_cp.training.checkpoint_writer import Writer
 from megatron_cp.training.resuming import FORMAT, check_format, read_common
@@ -117,7 +118,8 @@ def find_checkpoint(root: Path, iteration: int | None) -> Found:
     folder = None if iteration is None else existing_folder(root, iteration)
     if folder is None:
         others = saved_iterations(root)
-        instead = f"; there are iterations {others}" if others else ""
+        meant = what_is_meant(root, "--megatron-path ", "--iteration ") or "Give a run's folder, with iter_* in it."
+        instead = f"; there are iterations {others}" if others else f". {meant}"
         raise ConfigError(f"there is no checkpoint {'' if iteration is None else f'{iteration} '}in {root}{instead}")
     problems = damage(folder)
     if problems:

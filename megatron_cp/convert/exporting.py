@@ -49,11 +49,27 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
             copy_companions(tokenizer, partial)
     parameters = sum(tensor.numel() for tensor in tensors.values())
     said = [f"exported {parameters / 1e6:.1f}M parameters of {found.folder} ({family.architecture}, {dtype}): {target}"]
+    said += positions_said(trained, values["max_position_embeddings"])
     if trained.model.mtp_num_layers:
         said.append("without its layers for multi-token prediction, which are not converted")
     if without:
         said.append(f"without a tokenizer: {without}")
     return "\n".join(said)
+
+
+def positions_said(trained: RunConfig, declared: int) -> list[str]:
+    """What to say where the run's sequences were longer than its model's positions."""
+    model = trained.model
+    known, length = model.max_position_embeddings, model.seq_length
+    if known is None or length is None or length <= known:
+        return []
+    name = "max_position_embeddings in config.json is"
+    if declared == length:
+        return [f"{name} {length}, the length of its training sequences; model.max_position_embeddings was {known}"]
+    return [
+        f"{name} {known} as in the run, though its sequences had {length}: with YaRN it is part of the scaling, and "
+        "programs that serve the model may refuse longer texts"
+    ]
 
 
 def _published(whole: WholeModel, family: Family) -> dict[str, torch.Tensor]:

@@ -140,7 +140,7 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
     if model.architecture == "hybrid":
         hybrid = FAMILIES[nemotron_h.MODEL_TYPE]
         named = {"architectures": [hybrid.architecture], "model_type": hybrid.model_type}
-        return hybrid, named | nemotron_h.write(model, rows)
+        return hybrid, named | nemotron_h.write(model, rows) | {"max_position_embeddings": _positions(model)}
     found = Problems()
     plain = {
         "rotary_percent": 1.0,
@@ -195,7 +195,7 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.kv_channels,
-        "max_position_embeddings": model.max_position_embeddings,
+        "max_position_embeddings": _positions(model),
         "vocab_size": rows,
         "tie_word_embeddings": model.share_embeddings_and_output_weights,
         "rms_norm_eps": model.layernorm_epsilon,
@@ -237,6 +237,17 @@ def _check_types(family: Family, values: Mapping[str, Any]) -> None:
     for name in ("rms_norm_eps", "initializer_range"):
         found.unless(is_positive(values.get(name)), name, values.get(name), "a number above 0 is needed")
     found.tell()
+
+
+def _positions(model: ModelConfig) -> int | None:
+    """The longest text that is declared: one as long as those that it was trained with, if that is more.
+
+    No computation depends on it, but with YaRN, whose factor some versions of Hugging Face's library take for its ratio
+    to the original length. What other scalings begin at is written beside them.
+    """
+    if model.position_embedding_type == "yarn" or model.seq_length is None:
+        return model.max_position_embeddings
+    return max(model.max_position_embeddings or 0, model.seq_length)
 
 
 def _padding_unit(values: Mapping[str, Any]) -> int:

@@ -169,5 +169,7 @@ def check_ids(path: str, smallest: int, largest: int, vocab_size: int | None) ->
         known = "0 and above" if vocab_size is None else f"0 to {vocab_size - 1}"
         raise DataError(
             f"{path}: holds token {smallest if smallest < 0 else largest}, but the tokenizer's ids are {known}. "
-            "If the files were made with another tokenizer, set tokenizer.tokenizer_model to that one."
+            "Name the tokenizer that the files were made with: tokenizer.tokenizer_type=HuggingFaceTokenizer "
+            "tokenizer.tokenizer_model=PATH; or, where there is none to read, tokenizer.tokenizer_type=NullTokenizer "
+            "tokenizer.vocab_size=SIZE."
         )

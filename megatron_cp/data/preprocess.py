@@ -7,8 +7,9 @@ ends with the tokenizer's end-of-document token.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -23,45 +24,84 @@ from megatron_cp.config import TokenizerConfig
 from megatron_cp.data.jsonl import read_lines, text_under
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.data.tokenizing import encode, indexed_writer
-from megatron_cp.errors import DataError
+from megatron_cp.errors import DataError, shown
 
-DEFAULT_SUFFIXES = (".txt", ".jsonl")
+DEFAULT_SUFFIXES = (".txt", ".jsonl", ".json")
+_PACKED = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd", ".zip": "unzip"}
+_SUGGESTED = 4  # endings
 _CHUNK_BYTES = 1 << 18  # text handed to a worker at once
 _CHUNKS_IN_FLIGHT = 4  # per worker: bounds the memory
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What was written."""
+    """What was written, and what is said of a folder's files that were left out for their endings."""
 
     prefix: str
     documents: int
     tokens: int
     empty_documents: int
     text_bytes: int
+    left_out: str = ""
 
 
 def find_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> list[Path]:
     """The files to read: each input file as given, each folder searched for ``suffixes`` in sorted order.
 
+    A suffix may lack its dot; an empty one stands for files without an ending.
+
     Raises:
         DataError: an input that does not exist, or a folder without any such file.
     """
+    return _search(inputs, suffixes)[0]
+
+
+def _with_dots(suffixes: Sequence[str]) -> list[str]:
+    return [f".{suffix}" if suffix and not suffix.startswith(".") else suffix for suffix in suffixes]
+
+
+def _search(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str]) -> tuple[list[Path], Counter[str]]:
+    """The files to read, and how many others the folders hold, by their ending."""
+    suffixes = _with_dots(suffixes)
+    endings = tuple(filter(None, suffixes))
     files: list[Path] = []
+    others: Counter[str] = Counter()
     for item in inputs:
         path = Path(item)
         if os.path.isfile(path):  # which, unlike Path.is_file, never raises
             files.append(path)
         elif os.path.isdir(path):
-            found = sorted(p for p in path.rglob("*") if p.suffix in suffixes and os.path.isfile(p))
+            found, of_others = [], Counter[str]()
+            for file in filter(os.path.isfile, path.rglob("*")):
+                if file.name.endswith(endings) or ("" in suffixes and not file.suffix):
+                    found.append(file)
+                else:
+                    of_others[file.suffix] += 1
             if not found:
-                raise DataError(f"{path}: no file that ends with {' or '.join(suffixes)} in this folder.")
-            files += found
+                named = " or ".join(suffix or "no ending" for suffix in suffixes)
+                rest = f" It has {_left_out(of_others, suffixes)}" if of_others else ""
+                raise DataError(f"{path}: no file that ends with {named} in this folder.{rest}")
+            files += sorted(found)
+            others += of_others
         else:
             raise DataError(f"{path}: no such file or folder.")
     if not files:
         raise DataError("no input: name text files, .jsonl files or folders.")
-    return files
+    return files, others
+
+
+def _left_out(others: Counter[str], suffixes: Sequence[str]) -> str:
+    """How many files have endings that are not read, and how to read them."""
+    if not others:
+        return ""
+    by_number = [suffix for suffix, _ in others.most_common()]
+    text = shown([f"{others[suffix]:,} {suffix or 'without an ending'}" for suffix in by_number], ", ") + "."
+    packed = [suffix for suffix in by_number if suffix in _PACKED]
+    plain = [suffix for suffix in by_number if suffix not in _PACKED]
+    if plain:  # named beside those that are read, which the option would take away
+        named = " ".join(suffix or "''" for suffix in (*_with_dots(suffixes), *plain[:_SUGGESTED]))
+        text += f" --suffix {named} reads {'these' if len(plain) <= _SUGGESTED else 'the most frequent'} as text too."
+    return text + (f" Uncompress {' and '.join(packed)} first." if packed else "")
 
 
 def read_documents(file: Path, json_key: str = "text") -> Iterator[tuple[str, int]]:
@@ -78,6 +118,9 @@ def read_documents(file: Path, json_key: str = "text") -> Iterator[tuple[str, in
         raw = file.read_bytes()
         yield raw.decode("utf-8"), len(raw)
     except UnicodeDecodeError as error:
+        if file.suffix in _PACKED:
+            command = f"{_PACKED[file.suffix]} {shlex.quote(str(file))}"
+            raise DataError(f"{file}: is compressed; uncompress it first: {command}") from error
         raise DataError(f"{file}: is not UTF-8 text (byte {error.start}): {error.reason}.") from error
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
@@ -161,7 +204,7 @@ def preprocess(
     if workers < 1:
         raise DataError(f"workers={workers}: must be 1 or more.")
     tokenizer = build_tokenizer(tokenizer_config)
-    files = find_files(inputs, suffixes)
+    files, others = _search(inputs, suffixes)
     prefix = str(output_prefix).removesuffix(".bin").removesuffix(".idx")
     if not prefix or prefix.endswith(os.sep):
         raise DataError(f"output_prefix={str(output_prefix)!r}: must end in a name, to which .bin and .idx are added.")
@@ -187,7 +230,7 @@ def preprocess(
                 progress.advance(num_bytes)
     finally:
         progress.stop()
-    return Summary(prefix, documents, tokens, empty, text_bytes)
+    return Summary(prefix, documents, tokens, empty, text_bytes, _left_out(others, suffixes))
 
 
 def _tokenized(

@@ -111,7 +111,12 @@ def read_lengths(path: str) -> np.ndarray:
     try:
         raw = Path(path).read_bytes()
         text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: is not text (byte {error.start}); a file of lengths has whole numbers, one a line or "
+            "separated by spaces"
+        ) from error
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     return parse_lengths(text, path)
 

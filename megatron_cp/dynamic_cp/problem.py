@@ -91,12 +91,16 @@ def check_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return ids.astype(np.int64)
 
 
+class TooLongError(ValueError):
+    """A sample that the ranks cannot hold."""
+
+
 def does_not_fit(
     what: str, length: int, num_ranks: int, max_seqlen_per_rank: int, sequence_parallel_size: int
-) -> ValueError:
+) -> TooLongError:
     """The error for a sample that ``num_ranks`` ranks cannot hold in one microbatch."""
     padded = padded_length(length, num_ranks, sequence_parallel_size)
-    return ValueError(
+    return TooLongError(
         f"{what} of {length} tokens does not fit: {num_ranks} ranks of max_seqlen_per_rank={max_seqlen_per_rank} hold "
         f"{num_ranks * max_seqlen_per_rank} tokens and it takes {padded} with padding. Set max_seqlen_per_rank to at "
         f"least {padded // num_ranks}, use more ranks, or cut the sample"

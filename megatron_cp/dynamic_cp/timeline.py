@@ -100,6 +100,7 @@ def write_png(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: 
     from matplotlib import pyplot as plt
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Patch, Rectangle
+    from matplotlib.ticker import MaxNLocator
 
     latest = max(report.seconds for report in reports)
     idle: dict[str, Any] = {"facecolor": _IDLE, "edgecolor": "#999999", "hatch": "///", "linewidth": 0.0}
@@ -127,6 +128,7 @@ def write_png(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: 
             axis.text((end + latest) / 2, num_ranks * 0.46, f"saved: {latest - end:.2f} s", ha="center", va="bottom")
         axis.set_xlim(0, latest * 1.01)
         axis.set_ylim(num_ranks, 0)
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylabel("rank")
         axis.set_title(_caption(report), loc="left", fontsize=11)
         for side in ("top", "right"):

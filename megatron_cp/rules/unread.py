@@ -228,6 +228,12 @@ _READINGS = (
         lambda config: config.dataset.kind == "jsonl",
         "dataset.kind=jsonl",
     ),
+    _Reading(
+        "tokenizer",
+        ("tokenizer_model",),
+        lambda config: config.tokenizer.tokenizer_type == "HuggingFaceTokenizer",
+        "tokenizer.tokenizer_type=HuggingFaceTokenizer",
+    ),
     # Not by the kind of data: a recipe's mock_lengths are there for who has no documents yet.
     _Reading(
         "dataset",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_cp.dynamic_cp.iterator import StepPlan
 from megatron_cp.dynamic_cp.packing import mask_problems
-from megatron_cp.errors import RuntimeFault, shown
+from megatron_cp.errors import DataError, RuntimeFault, shown
 from megatron_cp.parallel.agree import everyones, found_by_anyone
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.parallel.transfer import send
@@ -23,6 +23,7 @@ from megatron_cp.rules.batch import KEYS, check_batch, check_pack, check_positio
 from megatron_cp.training.setup import Run
 
 Batch = Mapping[str, torch.Tensor]
+Problem = str | DataError  # the latter is of the data's files, which another start would find as they are
 
 
 class BatchChecks:
@@ -43,7 +44,7 @@ class BatchChecks:
         texts = [str(violation) for violation in found]
         return texts + (mask_problems(sliced["loss_mask"]) if "loss_mask" in sliced else [])
 
-    def agree(self, checksum: int, problems: Sequence[str]) -> None:
+    def agree(self, checksum: int, problems: Sequence[Problem]) -> None:
         """Compare what all ranks found; collective over the run's ranks.
 
         Args:
@@ -58,7 +59,9 @@ class BatchChecks:
         everyone = mine.new_empty(group.size() * 2)
         dist.all_gather_into_tensor(everyone, mine, group=group)
         counts, checksums = everyone.view(-1, 2).T.tolist()
-        _raise(self._run, found_by_anyone(problems, group) if any(counts) else self._disagreements(checksums))
+        if any(counts):
+            _raise_all(self._run, problems)
+        _raise(self._run, self._disagreements(checksums))
 
     def _disagreements(self, checksums: Sequence[int]) -> list[str]:
         members: dict[int, list[int]] = defaultdict(list)
@@ -83,7 +86,7 @@ class PackChecks:
         self._run = run
         self._size = batch_size
 
-    def agree(self, plan: StepPlan | None, problems: Sequence[str]) -> None:
+    def agree(self, plan: StepPlan | None, problems: Sequence[Problem]) -> None:
         """Check this rank's packs and compare what all ranks found; collective over the run's ranks, one exchange.
 
         All ranks must have made the same schedule of the same lengths, and ranks that read the same sample (those of a
@@ -108,7 +111,7 @@ class PackChecks:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._run.all_ranks)
         largest = largest.cpu()
         if largest[0]:
-            _raise(self._run, found_by_anyone(problems, self._run.all_ranks))
+            _raise_all(self._run, problems)
         if largest[1] != -largest[2]:
             _raise(self._run, self._differing_plans(made))
         read, same = largest[3:].view(2, -1)
@@ -154,11 +157,17 @@ def problems_of_packs(plan: StepPlan) -> list[str]:
     return [str(violation) for violation in found]
 
 
-def _raise(run: Run, texts: Sequence[str]) -> None:
+def _raise_all(run: Run, problems: Sequence[Problem]) -> None:
+    """What any rank found, on every rank; collective."""
+    of_data = any(everyones(any(isinstance(problem, DataError) for problem in problems), run.all_ranks))
+    _raise(run, found_by_anyone(list(map(str, problems)), run.all_ranks), of_data)
+
+
+def _raise(run: Run, texts: Sequence[str], of_data: bool = False) -> None:
     """On every rank at once, if there is anything to say."""
     if texts:
-        step = run.progress.iteration + 1
-        raise RuntimeFault(f"the batches of step {step} cannot be used.\n{shown(texts, '\n')}", on_all_ranks=True)
+        message = f"the batches of step {run.progress.iteration + 1} cannot be used.\n{shown(texts, '\n')}"
+        raise RuntimeFault(message, on_all_ranks=True, of_data=of_data)
 
 
 def checksum_of(batch: Batch, start: int = 0) -> int:

@@ -18,7 +18,7 @@ from megatron_cp.dynamic_cp.iterator import StepPlan
 from megatron_cp.dynamic_cp.packing import PackedMicrobatch
 from megatron_cp.errors import DataError
 from megatron_cp.parallel.transfer import pinned
-from megatron_cp.training.batch_checks import BatchChecks, checksum_of
+from megatron_cp.training.batch_checks import BatchChecks, Problem, checksum_of
 from megatron_cp.training.setup import Run
 
 Microbatch = Batch | PackedMicrobatch
@@ -66,7 +66,7 @@ class _Read:
 
     microbatches: list[Batch] = field(default_factory=list)
     checksum: int = 0
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
 
 class StaticSteps:
@@ -126,13 +126,15 @@ class StaticSteps:
         return read
 
     @contextmanager
-    def _noting(self, problems: list[str]) -> Iterator[None]:
+    def _noting(self, problems: list[Problem]) -> Iterator[None]:
         """Note what data can have, for all ranks to hear of; what is this rank's own fault is raised as it is."""
         try:
             yield
         except StopIteration:
             problems.append(f"the data ends after {self._batches.consumed_samples} samples")
-        except (DataError, ValueError, IndexError, OSError) as error:
+        except DataError as error:
+            problems.append(DataError(_without_traceback(str(error))))
+        except (ValueError, IndexError, OSError) as error:
             problems.append(_without_traceback(str(error)))
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_cp.errors import ConfigError
+from megatron_cp.errors import ConfigError, shown
 
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -57,6 +57,25 @@ def saved_iterations(root: str | Path) -> list[int]:
         return []
     names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*") if os.path.isdir(path))
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def what_is_meant(root: str | Path, option: str, step: str) -> str:
+    """What to give instead of a folder without checkpoints: of one of them its run, of several runs one of theirs.
+
+    ``option`` and ``step`` are what names a run's folder and one of its iterations, up to the value. Empty where
+    nothing can be told.
+    """
+    path = Path(root)
+    run, iteration = path.parent, path.name.removeprefix("iter_")
+    others = saved_iterations(run) if path.name.startswith("iter_") and iteration.isdecimal() else []
+    if others and int(iteration) in others:
+        return f"{path} is one checkpoint of {run}: give {option}{run} {step}{int(iteration)}."
+    if others:
+        return f"{run} has those of iterations {others}: give {option}{run} {step}{others[-1]}, or another."
+    runs = sorted(inside.name for inside in path.glob("*") if saved_iterations(inside)) if os.path.isdir(path) else []
+    if runs:
+        return f"The runs in it that have some are {shown(runs, ', ')}: give {option}{path / runs[0]}, or another."
+    return ""
 
 
 def create_partial(final: Path) -> Path:

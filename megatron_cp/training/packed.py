@@ -13,7 +13,7 @@ from megatron_cp.dynamic_cp.iterator import DynamicBatches, SampleSource, StepPl
 from megatron_cp.dynamic_cp.packing import Sample
 from megatron_cp.errors import DataError
 from megatron_cp.parallel.layout import layout_of
-from megatron_cp.training.batch_checks import PackChecks
+from megatron_cp.training.batch_checks import PackChecks, Problem
 from megatron_cp.training.batches import Step, steps_to_come
 from megatron_cp.training.calibrate import CostTracker
 from megatron_cp.training.scheduling import keeps_step, make_schedule, model_cost
@@ -84,12 +84,14 @@ class PackedSteps:
         )
 
     def __next__(self) -> Step:
-        problems: list[str] = []
+        problems: list[Problem] = []
         plan = None
         with self._run.phases("schedule"):
             try:
                 plan = next(self._batches)
-            except (DataError, ValueError, IndexError, OSError) as error:
+            except DataError as error:
+                problems.append(error)
+            except (ValueError, IndexError, OSError) as error:
                 problems.append(str(error))
         with self._run.phases("data"):
             self._checks.agree(plan, problems)

@@ -17,7 +17,12 @@ from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.errors import ConfigError
 from megatron_cp.models.hybrid_pattern import layers_of, without_stages
 from megatron_cp.models.vocabulary import padded
-from megatron_cp.training.checkpoint_files import checkpoint_folder, existing_folder, latest_iteration
+from megatron_cp.training.checkpoint_files import (
+    checkpoint_folder,
+    existing_folder,
+    latest_iteration,
+    what_is_meant,
+)
 from megatron_cp.training.optimizer import schedule_of
 
 # The layout of what a checkpoint holds besides tensors; a newer one cannot be read.
@@ -167,16 +172,16 @@ def find_start(config: RunConfig) -> Start | None:
     has_begun = not finetune and (bool(wanted.pretrained_checkpoint) or root != wanted.load)
     step = None if has_begun else wanted.ckpt_step
     iteration = latest_iteration(root) if step is None and root else step
+    option = "checkpoint.pretrained_checkpoint" if root == wanted.pretrained_checkpoint else "checkpoint.load"
+    meant = what_is_meant(root, f"{option}=", "checkpoint.ckpt_step=") if root else ""
     if iteration is None:
         if finetune or measured or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:
-            raise ConfigError(f"there is no checkpoint in {root} to load (no iter_* folder). {advice}")
+            raise ConfigError(f"there is no checkpoint in {root} to load (no iter_* folder). {meant or advice}")
         return None
     folder = existing_folder(root, iteration)
     if folder is None:
-        raise ConfigError(
-            f"there is no checkpoint {checkpoint_folder(root, iteration)}; choose one of the iter_* folders beside it "
-            "with checkpoint.ckpt_step"
-        )
+        advice = "Choose one of the iter_* folders beside it with checkpoint.ckpt_step."
+        raise ConfigError(f"there is no checkpoint {checkpoint_folder(root, iteration)}. {meant or advice}")
     try:
         common = read_common(folder)
     except (Exception, CheckpointException):  # damaged; load_checkpoint looks closer, and says so once for all ranks

@@ -32,7 +32,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=list(DEFAULT_SUFFIXES),
         metavar=".EXT",
-        help=f"which files of a folder to read (default: {' '.join(DEFAULT_SUFFIXES)})",
+        help=f"endings of the files of a folder to read (default: {' '.join(DEFAULT_SUFFIXES)}); named files are read "
+        "whatever their ending",
     )
     parser.add_argument("--tokenizer-type", choices=["HuggingFaceTokenizer", "ByteLevelTokenizer", "NullTokenizer"])
     parser.add_argument("--tokenizer-model", metavar="PATH", help="a tokenizer.json, or the folder that holds one")
@@ -91,6 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"{summary.prefix}.bin, .idx: {summary.documents:,} documents{skipped}, {summary.tokens:,} tokens "
         f"of {summary.text_bytes / 1e6:.1f} MB text in {seconds:.1f} s"
     )
+    if summary.left_out:
+        print(f"left out of the folders, for their endings: {summary.left_out}")
     return EXIT_OK
 
 

@@ -184,6 +184,7 @@ def test_a_rank_that_is_not_there(run, started, monkeypatch):
         (ConfigError("no such file"), 2),
         (DataError("empty corpus"), 2),
         (RuntimeFault("rank 3 died"), 1),
+        (RuntimeFault("corpus holds token 502", on_all_ranks=True, of_data=True), 2),
         (KeyboardInterrupt(), 130),
     ],
 )

@@ -56,6 +56,18 @@ def test_draws_a_picture_and_a_page(tmp_path, capsys):
         assert f"CP {c}" in text
 
 
+def test_ranks_of_a_picture_are_whole_numbers(tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)  # as the picture's is
+    assert main(["--distribution", "chat", "--count", "8", "--ranks", "2", "--plot", str(tmp_path / "step.png")]) == 0
+    figure = pyplot.gcf()
+    monkeypatch.undo()
+    ticks = [float(tick) for axis in figure.axes for tick in axis.get_yticks()]
+    pyplot.close(figure)
+    assert {0, 1} <= set(ticks) and all(tick.is_integer() for tick in ticks)
+
+
 def test_reads_text_and_gzip(tmp_path, capsys):
     import gzip
 
@@ -79,6 +91,22 @@ def test_reads_a_megatron_index(tmp_path, capsys):
     builder.finalize(str(tmp_path / "text.idx"))
     assert main(["--lengths", str(tmp_path / "text.idx"), "--ranks", "4", "--max-seqlen-per-rank", "1024"]) == 0
     assert "3 samples, 2807 tokens (longest 2500" in capsys.readouterr().out
+
+
+def test_lengths_of_a_file_are_cut_where_that_is_asked_for(tmp_path, capsys):
+    path = tmp_path / "lengths.txt"
+    path.write_text("200000 100 200")
+    options = ["--lengths", str(path), "--ranks", "64"]
+    assert main(options) == 0
+    shown = capsys.readouterr()
+    assert "3 samples, 200300 tokens (longest 200000" in shown.out and shown.err == ""
+    assert main([*options, "--longest", "150"]) == 0
+    shown = capsys.readouterr()
+    assert "3 samples, 400 tokens (longest 150" in shown.out
+    assert shown.err == "2 of 3 samples cut to --longest 150\n"
+    path.write_text("1000000")
+    assert main(options) == 2
+    assert "cut the sample (--max-seqlen-per-rank, --ranks, --longest)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -217,6 +245,32 @@ def test_a_broken_index_is_explained(tmp_path, capfd):
     assert main(["--lengths", str(index), "--ranks", "4"]) == 2
     error = capfd.readouterr().err
     assert "broken.idx: is not a Megatron index" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--output", "--plot", "--html"])
+def test_files_that_cannot_be_written_are_told_before_any_work(tmp_path, capsys, monkeypatch, option):
+    monkeypatch.chdir(tmp_path)
+    nowhere = tmp_path / "no" / "x"
+    for path, message in (
+        (nowhere, f"{option} {nowhere}: there is no folder {nowhere.parent}; make it (mkdir -p"),
+        (tmp_path, f"{option} {tmp_path}: is a folder; name a file in it"),
+        ("-", f"{option} -: give a file's name; standard output has the figures"),
+    ):
+        assert main([*SMALL, option, str(path)]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "" and message in shown.err and shown.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_other_names_of_an_index_lead_to_it(tmp_path, capsys):
+    for name in ("text.bin", "text.idx"):
+        (tmp_path / name).write_bytes(b"\xff\xfe")
+    for source in ("text", "text.bin"):
+        assert main(["--lengths", str(tmp_path / source), "--ranks", "4"]) == 2
+        assert f"has them, --lengths {tmp_path / 'text.idx'}\n" in capsys.readouterr().err
+    (tmp_path / "text.idx").unlink()
+    assert main(["--lengths", str(tmp_path / "text.bin"), "--ranks", "4"]) == 2
+    assert "text.bin: is not text (byte 0); a file of lengths has whole numbers" in capsys.readouterr().err
 
 
 def test_a_missing_file_is_named(capsys):

@@ -191,6 +191,9 @@ def test_a_checkpoint_that_cannot_be_exported(convert: Any, tmp_path: Path) -> N
     assert "there are iterations [0]" in export("mcore", "--iteration", "7")
     assert "there is no checkpoint in" in export("empty")
     assert "there is no checkpoint in" in export("nowhere")
+    run = tmp_path / "mcore"
+    assert f"is one checkpoint of {run}: give --megatron-path {run} --iteration 0." in export("mcore/iter_0000000")
+    assert f"The runs in it that have some are damaged, mcore: give --megatron-path {tmp_path}/damaged" in export("")
     assert "is damaged" in export("damaged")
     for path in (tmp_path / "mcore/iter_0000000").glob("*.distcp"):
         path.write_bytes(path.read_bytes()[:100])

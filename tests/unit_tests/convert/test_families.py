@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from megatron_cp.config import ModelConfig, RunConfig
+from megatron_cp.convert.exporting import positions_said
 from megatron_cp.convert.families import FAMILIES, hf_from_model, model_from_hf
 from megatron_cp.errors import ConfigError
 
-LLAMA = RunConfig(model=ModelConfig(vocab_size=256, max_position_embeddings=64, num_query_groups=2)).finalize().model
+LLAMA = ModelConfig(vocab_size=256, seq_length=64, max_position_embeddings=64, num_query_groups=2)
+LLAMA = RunConfig(model=LLAMA).finalize().model
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 512}
 YARN: dict[str, Any] = {
     "position_embedding_type": "yarn",
@@ -129,6 +131,28 @@ def test_settings_go_out_and_come_back(name: str) -> None:
     again_family, again = model_from_hf(values)
     assert again_family == family
     assert replace(again, seq_length=model.seq_length, expert_tensor_parallel_size=1) == model
+
+
+@pytest.mark.parametrize(("name", "declared"), [("plain", 96), ("llama 3", 96), ("hybrid", 96), ("yarn", 64)])
+def test_training_at_a_greater_length_is_declared(name: str, declared: int) -> None:
+    """But with YaRN, where the ratio to the original length may count."""
+    model = replace(LLAMA, **MODELS[name][1])
+    _, longer = hf_from_model(replace(model, seq_length=96), rows=256)
+    _, shorter = hf_from_model(replace(model, seq_length=32), rows=256)
+    assert (longer["max_position_embeddings"], shorter["max_position_embeddings"]) == (declared, 64)
+    assert longer | {"max_position_embeddings": 64} == shorter, "the scaling begins where it did"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("plain", "is 96, the length of its training"), ("yarn", "is 64 as in the")]
+)
+def test_training_at_a_greater_length_is_said(name: str, said: str) -> None:
+    trained = RunConfig(model=replace(LLAMA, **MODELS[name][1], seq_length=96))
+    _, values = hf_from_model(trained.model, rows=256)
+    (text,) = positions_said(trained, values["max_position_embeddings"])
+    assert text.startswith(f"max_position_embeddings in config.json {said}")
+    trained.model.seq_length = 64
+    assert positions_said(trained, 64) == []
 
 
 NO_COUNTERPART: dict[str, dict[str, Any]] = {

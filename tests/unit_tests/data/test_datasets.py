@@ -260,7 +260,7 @@ def test_tokens_of_another_tokenizer(config: RunConfig, corpus: Callable[..., st
     config.dataset.data_path = corpus()
     config.tokenizer.tokenizer_type, config.tokenizer.vocab_size = "NullTokenizer", 100
     train, _, _ = build_datasets(config, build_tokenizer(config.tokenizer), 10)
-    with pytest.raises(DataError, match="tokenizer's ids are 0 to 99"):
+    with pytest.raises(DataError, match=r"ids are 0 to 99. .*tokenizer_type=HuggingFaceTokenizer"):
         train[0]
 
 

@@ -1,3 +1,4 @@
+import gzip
 import importlib.util
 import json
 import signal
@@ -70,7 +71,29 @@ def test_json_key_and_suffixes(mixed: Path, tmp_path: Path) -> None:
     (mixed / "a.json").write_text('[\n{"body": "one"}\n]\n')
     with pytest.raises(DataError, match=r"a.json:1: not valid JSON"):
         preprocess([mixed / "a.json"], tmp_path / "x", BYTES, json_key="body")
-    assert [p.name for p in find_files([mixed], [".py"])] == ["c.py"]
+    for suffix in (".py", "py"):
+        assert [p.name for p in find_files([mixed], [suffix])] == ["c.py"]
+
+
+def test_files_that_are_left_out_are_told(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.txt", "b.md", "c.md", "d.json", "LICENSE", "e.jsonl.gz"):
+        (tmp_path / "in" / name[0]).mkdir(parents=True)
+        (tmp_path / "in" / name[0] / name).write_text('{"text": "x"}')
+    arguments = ["--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x"), "--workers", "1"]
+    arguments += ["--tokenizer-type", "ByteLevelTokenizer"]
+    assert script.main(arguments) == 0
+    told = capsys.readouterr().out
+    assert "2 documents" in told
+    assert "2 .md, 1 without an ending, 1 .gz. --suffix .txt .jsonl .json .md '' reads these as text too." in told
+    assert "Uncompress .gz first" in told
+    (tmp_path / "in" / "e" / "e.jsonl.gz").unlink()
+    assert script.main([*arguments, "--suffix", "txt", "json", "md", ""]) == 0
+    told = capsys.readouterr().out
+    assert "5 documents" in told and "left out" not in told
+    assert script.main([*arguments, "--suffix", ".py"]) == 2
+    assert "no file that ends with .py in this folder. It has 2 .md" in capsys.readouterr().err
 
 
 def test_large_input_in_several_chunks_keeps_its_order(tmp_path: Path) -> None:
@@ -81,9 +104,13 @@ def test_large_input_in_several_chunks_keeps_its_order(tmp_path: Path) -> None:
 
 BAD = {
     "missing file": (None, "no such file or folder"),
-    "no matching file": ({"a.md": b"x"}, "no file that ends with .txt or .jsonl"),
+    "no matching file": ({"a.md": b"x"}, "no file that ends with .txt or .jsonl or .json in this folder. It has 1 .md"),
     "empty": ({"a.txt": b"", "b.txt": b" \n"}, "no text inside"),
     "not UTF-8": ({"a.txt": b"ab\xff"}, r"a.txt: is not UTF-8 text \(byte 2\)"),
+    "compressed": (
+        {"a.txt": b"x", "b.jsonl.gz": gzip.compress(b"x")},
+        "b.jsonl.gz: is compressed; .*: gunzip -k .*gz$",
+    ),
     "bad JSON": ({"a.jsonl": b'{"text": "x"}\n{"text": \n'}, r"a.jsonl:2: not valid JSON"),
     "not an object": ({"a.jsonl": b"[1]\n"}, r"a.jsonl:1: a JSON object is needed, found list"),
     "no such key": ({"a.jsonl": b'{"txt": "x"}\n'}, r"a.jsonl:1: no key 'text'; it has \['txt'\]"),
@@ -100,8 +127,9 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, case: str, worker
     for name, content in (contents or {}).items():
         (tmp_path / "in").mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_bytes(content)
+    inputs = [tmp_path / "in", *tmp_path.glob("in/*.gz")]
     with pytest.raises(DataError, match=message):
-        preprocess([tmp_path / "in"], tmp_path / "out" / "x", BYTES, workers=workers)
+        preprocess(inputs, tmp_path / "out" / "x", BYTES, workers=workers)
     assert list((tmp_path).glob("out/*")) == []
 
 

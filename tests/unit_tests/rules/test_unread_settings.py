@@ -88,6 +88,9 @@ UNREAD = [
     ("dataset.mock_masked_fraction=0.5", f"{PACKS} dataset.data_path=a", "dataset.data_path=null"),
     *[(f"dataset.{name}=question", "", f"{PACKS} dataset.kind=jsonl dataset.data_path=a.jsonl")
       for name in ("text_key", "prompt_key", "response_key")],
+    *[("tokenizer.tokenizer_model=data/tokenizer", f"tokenizer.tokenizer_type={kind} {more}",
+       "tokenizer.tokenizer_type=HuggingFaceTokenizer")
+      for kind, more in (("ByteLevelTokenizer", ""), ("NullTokenizer", "tokenizer.vocab_size=512"))],
     ("dataset.mock_lengths=chat", "", PACKS),
     ("dataset.too_long=refuse", "", PACKS),
 ]  # fmt: skip

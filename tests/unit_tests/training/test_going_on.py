@@ -1,12 +1,17 @@
 """A run that was told how to begin goes on where it has come when the same command is given again."""
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron_cp.config import ModelConfig, RunConfig
+from megatron_cp.errors import ConfigError
 from megatron_cp.run_lines import read_lines
-from megatron_cp.training.resuming import has_written
+from megatron_cp.training.resuming import find_start, has_written
+from tests.training_runs import tiny_config
 
 SCHEDULE = ["scheduler.lr_decay_iters=10", "scheduler.lr_warmup_iters=1"]
 
@@ -50,6 +55,24 @@ def test_after_it_began_with_the_weights_of_another(cli: Any, tmp_path: Path) ->
     assert code == 0 and f"begun with the weights of iteration 2 of {tmp_path}/first" in text, text
     code, text = cli(*tuned, "train.exit_interval=3")
     assert code == 0 and f"resumed from iteration 3 of {tmp_path}/run" in text, text
+
+
+@pytest.mark.parametrize("setting", ["load", "pretrained_checkpoint"])
+def test_a_folder_near_the_checkpoints_leads_to_them(tmp_path: Path, setting: str) -> None:
+    run = tmp_path / "runs" / "b1"
+    for iteration in (5, 10):
+        (run / f"iter_{iteration:07d}").mkdir(parents=True)
+    to_run = f"give checkpoint.{setting}={run}"
+    for given, step, message in (
+        (run / "iter_0000005", None, f"iter_0000005 is one checkpoint of {run}: {to_run} checkpoint.ckpt_step=5."),
+        (run / "iter_0000005", 5, f"{to_run} checkpoint.ckpt_step=5."),
+        (run / "iter_0000007", None, f"has those of iterations [5, 10]: {to_run} checkpoint.ckpt_step=10, or another."),
+        (run.parent, None, f"The runs in it that have some are b1: {to_run}, or another."),
+        (run, 7, "iter_0000007. Choose one of the iter_* folders beside it"),
+    ):
+        config = tiny_config(**{f"checkpoint__{setting}": str(given), "checkpoint__ckpt_step": step})
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            find_start(config)
 
 
 def test_settings_that_came_later_count_as_they_are_by_default() -> None:

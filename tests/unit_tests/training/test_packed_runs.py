@@ -17,6 +17,7 @@ from megatron_cp import schedule_cli
 from megatron_cp.data.varlen import MockVarlenDataset
 from megatron_cp.dynamic_cp.iterator import DynamicBatches
 from megatron_cp.dynamic_cp.recorded import read_step
+from megatron_cp.errors import DataError
 from megatron_cp.training import scheduling
 from tests.packed_runs import lengths_file
 
@@ -167,6 +168,13 @@ def unreadable() -> None:
     change_samples(fail)
 
 
+def another_tokenizers() -> None:
+    def fail(sample: dict) -> dict:
+        raise DataError("corpus: holds token 502, but the tokenizer's ids are 0 to 256.")
+
+    change_samples(fail)
+
+
 def other_lengths() -> None:
     original = MockVarlenDataset.lengths
     MockVarlenDataset.lengths = lambda self, indices: np.minimum(90, original(self, indices))  # type: ignore[method-assign]
@@ -200,6 +208,7 @@ def pack_of_another_length() -> None:
         pytest.param(empty, "rank 1: sample 0 of the data set is empty", marks=pytest.mark.slow),
         (fewer_labels, "labels, but has"),
         pytest.param(unreadable, "rank 1: corpus.bin: Input/output error", marks=pytest.mark.slow),
+        pytest.param(another_tokenizers, "rank 1: corpus: holds token 502", marks=pytest.mark.slow),
         (weighed_tokens, "of the data set: the loss mask has values other than 0 and 1"),
         (other_samples, "ranks [1] read other tokens, labels or loss masks than rank 0"),
         pytest.param(
@@ -218,4 +227,5 @@ def pack_of_another_length() -> None:
 )
 def test_one_ranks_fault_ends_all_ranks(packed: Any, change: Callable[[], None], message: str) -> None:
     code, text = packed(before=lambda: on_rank_one(change))
-    assert code == 1 and text.count("the batches of step 1 cannot be used.") == 1 and message in text, text
+    expected = 2 if change is another_tokenizers else 1
+    assert code == expected and text.count("the batches of step 1 cannot be used.") == 1 and message in text, text
