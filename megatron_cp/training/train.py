@@ -27,6 +27,7 @@ from megatron_cp.recipes import settings_of
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.agreement import agreed_start, check_all_ranks_agree
 from megatron_cp.training.checkpoint import load_checkpoint
+from megatron_cp.training.checkpoint_files import latest_iteration
 from megatron_cp.training.folder_lock import only_run_in
 from megatron_cp.training.loop import Outcome, evaluate_all, train
 from megatron_cp.training.metrics import Reporter, WritingReporter, logger, start_logging, wants_live_line
@@ -138,6 +139,8 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
         asked = config.checkpoint.ckpt_step
         if asked is not None and asked != start.iteration:
             logger.info("checkpoint.ckpt_step=%d is where this run began, and it has come further since", asked)
+        elif measured and asked is not None and asked != (newest := latest_iteration(start.root)):
+            logger.info("checkpoint.ckpt_step=%d names it; the newest one is of iteration %d", asked, newest)
     if not measured:
         _write_config(config, folder)
     _announce(ready, vocab_size)

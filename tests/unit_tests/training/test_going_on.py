@@ -115,6 +115,7 @@ def test_a_look_at_checkpoints_changes_nothing(cli: Any, tmp_path: Path) -> None
     assert code == 0 and f"measuring iteration 4 of {run}" in text, text
     code, text = cli(*look, "checkpoint.ckpt_step=2", "optimizer.lr=0.1", "model.context_parallel_size=1")
     assert code == 0 and f"measuring iteration 2 of {run}" in text, text
+    assert "checkpoint.ckpt_step=2 names it; the newest one is of iteration 4" in text
     assert (run / "metrics.jsonl").read_text().startswith(lines)
     assert {path: path.read_bytes() for path in before} == before
     losses, tests = held_out(), held_out("test_loss")
