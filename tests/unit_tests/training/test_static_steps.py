@@ -17,6 +17,7 @@ import torch
 from megatron_cp.data.datasets import SAMPLE_KEYS
 from megatron_cp.errors import DataError
 from megatron_cp.training import batches
+from megatron_cp.training.batch_checks import Problem
 from megatron_cp.training.batches import StaticSteps
 from tests.ranks import run_ranks
 
@@ -51,11 +52,11 @@ class Agreeing:
     def problems_of(self, sliced: Any) -> list[str]:
         return []
 
-    def agree(self, checksum: int, problems: list[str]) -> None:
+    def agree(self, checksum: int, problems: list[Problem]) -> None:
         self.threads.add(threading.current_thread())
-        self.told.append(list(problems))
+        self.told.append(list(map(str, problems)))
         if problems:
-            raise DataError(problems[0])
+            raise DataError(self.told[-1][0])
 
 
 def open_static(dataset: Any, *, iteration: int = 0, training: bool = True, workers: int = 0) -> StaticSteps:
