@@ -102,7 +102,8 @@ def _missing_to_compile() -> Iterator[str]:
     """As Triton looks for it: it compiles, in C, how each of its kernels is started."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         yield "a C compiler (gcc)"
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    if not Path(sysconfig.get_path("include", scheme), "Python.h").is_file():
         yield "Python's headers (python3-dev)"
 
 

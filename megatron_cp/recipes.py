@@ -107,7 +107,7 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(settings_of(config), sort_keys=False, width=120)
 
 
-_FOLLOWING = ("expert_tensor_parallel_size", "max_position_embeddings", "max_seqlen_per_dp_cp_rank")
+_FOLLOWING = ["expert_tensor_parallel_size", "max_seqlen_per_dp_cp_rank"]
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
@@ -119,7 +119,9 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     settings = asdict(config)
     if config.checkpoint.load == config.checkpoint.save:
         settings["checkpoint"]["load"] = None
-    for name in _FOLLOWING:
+    # Learned positions are weights, and YaRN's part of the scaling.
+    is_free = config.model.position_embedding_type in ("rope", "none")
+    for name in _FOLLOWING + ["max_position_embeddings"] * is_free:
         without = copy.deepcopy(config)
         setattr(without.model, name, None)
         if getattr(without.finalize().model, name) == getattr(config.model, name):

@@ -117,7 +117,11 @@ def gaps(config: RunConfig, version: str, packed_sizes: Collection[int], flash: 
                 since = SINCE[feature][transport]
                 when = f"before version {since}" if since else "in any version"
                 yield Gap(_RULE[feature], field, f"no {feature} {where} {when} ({version} here)")
-        if transport == "a2a" and packing[1] and parse_version(version) < parse_version(PACKS_WITHOUT_WAITS):
+        if (
+            transport == "a2a"
+            and model.sequence_packing_scheduler is not None  # for an evaluation's alone it does not matter
+            and parse_version(version) < parse_version(PACKS_WITHOUT_WAITS)
+        ):
             message = f"packs make the host wait for the GPU, for each sequence, {where} before {PACKS_WITHOUT_WAITS}"
             yield Gap("F5", packing[0], f"{message} ({version} here)", slow=True)
         yield from _head_gaps(config, transport, packed_sizes)

@@ -26,7 +26,7 @@ from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.data.tokenizing import encode, indexed_writer
 from megatron_cp.errors import DataError, shown
 
-DEFAULT_SUFFIXES = (".txt", ".jsonl", ".json")
+DEFAULT_SUFFIXES = (".txt", ".jsonl")
 _PACKED = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd", ".zip": "unzip"}
 _SUGGESTED = 4  # endings
 _CHUNK_BYTES = 1 << 18  # text handed to a worker at once
@@ -94,7 +94,7 @@ def _left_out(others: Counter[str], suffixes: Sequence[str]) -> str:
     """How many files have endings that are not read, and how to read them."""
     if not others:
         return ""
-    by_number = [suffix for suffix, _ in others.most_common()]
+    by_number = sorted(others, key=lambda suffix: (-others[suffix], suffix))
     text = shown([f"{others[suffix]:,} {suffix or 'without an ending'}" for suffix in by_number], ", ") + "."
     packed = [suffix for suffix in by_number if suffix in _PACKED]
     plain = [suffix for suffix in by_number if suffix not in _PACKED]

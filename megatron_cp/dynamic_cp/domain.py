@@ -87,8 +87,9 @@ class DynamicGroups:
         return new
 
     def _connect(self, block: Positions) -> None:
-        """Let the members of a block's groups meet. Only NCCL's have not: it connects a group in its first collective,
-        which would otherwise be in the middle of a step, and in the times that calibration takes."""
+        """Let the members of a block's groups meet. Only NCCL's have not: it sets a group up in its first collective,
+        which would otherwise be in the middle of a step, and in the times that calibration takes. (Single pairs of
+        ranks it connects still later, which takes much less.)"""
         groups = [*(self._groups[positions] for positions in self._parts(block)), self._wide_groups.get(block)]
         for group in groups:
             if group is not None and group.size() > 1 and dist.get_backend(group) == "nccl":

@@ -26,5 +26,5 @@ def padded(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int
 
 def known_vocab_size(config: RunConfig) -> int | None:
     """Of the model or else the tokenizer; None where only the tokenizer's file tells it."""
-    of_bytes = _BYTE_LEVEL if config.tokenizer.tokenizer_type == "ByteLevelTokenizer" else None
-    return config.model.vocab_size or config.tokenizer.vocab_size or of_bytes
+    of_tokenizer = {"ByteLevelTokenizer": _BYTE_LEVEL, "NullTokenizer": config.tokenizer.vocab_size}
+    return config.model.vocab_size or of_tokenizer.get(config.tokenizer.tokenizer_type)

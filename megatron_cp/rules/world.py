@@ -345,7 +345,7 @@ def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
         return
     fitting = math.lcm(unit, c.tp)
     if size is None:
-        rows = f"to a multiple of {fitting} here and of {unit} on one rank"
+        rows = f"to a multiple of {fitting} here and of {unit} on one rank, which may be another number of rows"
     elif padded(size, unit, c.tp) != padded(size, unit, 1):
         rows = f"to {padded(size, unit, c.tp)} rows here and to {padded(size, unit, 1)} on one rank"
     else:
@@ -354,4 +354,5 @@ def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
         "model.make_vocab_size_divisible_by",
         f"is no multiple of tp {c.tp}: the vocabulary is padded {rows}",
         f"model.make_vocab_size_divisible_by={fitting} (the same model under this tp and all that divide it)",
+        severity=None if size else "warning",  # of some sizes neither pads any
     )

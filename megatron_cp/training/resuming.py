@@ -173,15 +173,18 @@ def find_start(config: RunConfig) -> Start | None:
     step = None if has_begun else wanted.ckpt_step
     iteration = latest_iteration(root) if step is None and root else step
     option = "checkpoint.pretrained_checkpoint" if root == wanted.pretrained_checkpoint else "checkpoint.load"
-    meant = what_is_meant(root, f"{option}=", "checkpoint.ckpt_step=") if root else ""
+
+    def meant() -> str:
+        return what_is_meant(root, f"{option}=", "checkpoint.ckpt_step=") if root else ""
+
     if iteration is None:
         if finetune or measured or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:
-            raise ConfigError(f"there is no checkpoint in {root} to load (no iter_* folder). {meant or advice}")
+            raise ConfigError(f"there is no checkpoint in {root} to load (no iter_* folder). {meant() or advice}")
         return None
     folder = existing_folder(root, iteration)
     if folder is None:
         advice = "Choose one of the iter_* folders beside it with checkpoint.ckpt_step."
-        raise ConfigError(f"there is no checkpoint {checkpoint_folder(root, iteration)}. {meant or advice}")
+        raise ConfigError(f"there is no checkpoint {checkpoint_folder(root, iteration)}. {meant() or advice}")
     try:
         common = read_common(folder)
     except (Exception, CheckpointException):  # damaged; load_checkpoint looks closer, and says so once for all ranks

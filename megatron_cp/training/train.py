@@ -139,7 +139,7 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
         asked = config.checkpoint.ckpt_step
         if asked is not None and asked != start.iteration:
             logger.info("checkpoint.ckpt_step=%d is where this run began, and it has come further since", asked)
-        elif measured and asked is not None and asked != (newest := latest_iteration(start.root)):
+        elif measured and asked is not None and (newest := latest_iteration(start.root)) not in (asked, None):
             logger.info("checkpoint.ckpt_step=%d names it; the newest one is of iteration %d", asked, newest)
     if not measured:
         _write_config(config, folder)

@@ -187,7 +187,7 @@ def test_what_is_compiled_in_the_first_step_can_be(run):
 def test_a_compiler_is_looked_for_as_triton_does(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
     assert doctor.survey().to_compile == ("a C compiler (gcc)", "Python's headers (python3-dev)")
     (tmp_path / "Python.h").touch()
     (tmp_path / "clang").touch(mode=0o755)

@@ -449,3 +449,12 @@ def test_what_follows_from_a_layout_is_left_to_follow(tmp_path: Path) -> None:
         model = load_recipe(tmp_path / "config.yaml", other).model
         assert (model.expert_tensor_parallel_size, model.max_position_embeddings) == (1, positions)
         assert (model.max_seqlen_per_dp_cp_rank, model.seq_length) == (64, 256)
+
+
+def test_positions_that_are_part_of_the_model_stay(tmp_path: Path) -> None:
+    """Of YaRN's scaling, or rows of weights."""
+    for overrides in (["model.position_embedding_type=learned_absolute"], ["model.position_embedding_type=yarn"]):
+        config = load_recipe("llama_tiny_pretrain_config", [*overrides, "dataset.seq_length=128"])
+        (tmp_path / "config.yaml").write_text(to_yaml(config))
+        model = load_recipe(tmp_path / "config.yaml", ["dataset.seq_length=64"]).model
+        assert model.max_position_embeddings == 128

@@ -85,8 +85,8 @@ def test_files_that_are_left_out_are_told(
     arguments += ["--tokenizer-type", "ByteLevelTokenizer"]
     assert script.main(arguments) == 0
     told = capsys.readouterr().out
-    assert "2 documents" in told
-    assert "2 .md, 1 without an ending, 1 .gz. --suffix .txt .jsonl .json .md '' reads these as text too." in told
+    assert "1 documents" in told
+    assert "2 .md, 1 without an ending, 1 .gz, 1 .json. --suffix .txt .jsonl .md '' .json reads these" in told
     assert "Uncompress .gz first" in told
     (tmp_path / "in" / "e" / "e.jsonl.gz").unlink()
     assert script.main([*arguments, "--suffix", "txt", "json", "md", ""]) == 0
@@ -104,7 +104,7 @@ def test_large_input_in_several_chunks_keeps_its_order(tmp_path: Path) -> None:
 
 BAD = {
     "missing file": (None, "no such file or folder"),
-    "no matching file": ({"a.md": b"x"}, "no file that ends with .txt or .jsonl or .json in this folder. It has 1 .md"),
+    "no matching file": ({"a.md": b"x"}, "no file that ends with .txt or .jsonl in this folder. It has 1 .md"),
     "empty": ({"a.txt": b"", "b.txt": b" \n"}, "no text inside"),
     "not UTF-8": ({"a.txt": b"ab\xff"}, r"a.txt: is not UTF-8 text \(byte 2\)"),
     "compressed": (

@@ -82,10 +82,10 @@ class TestTransformerEngine:
     @pytest.mark.parametrize("groups", [DYNAMIC, EVALUATION])
     def test_an_all_to_all_over_the_groups_of_packs_needs_key_value_heads_too(self, groups):
         overrides = (*self.A2A, *groups, "model.num_query_groups=2", "train.micro_batch_size=1")
-        slow = ("F5", "warning")
-        assert self.rules(*overrides, "model.attention_backend=te") == {("D1", "error"), slow}
-        assert self.rules(*overrides) == {("D1", "warning"), slow}  # ours gives several ranks the same head
-        assert self.rules(*overrides, "model.num_query_groups=4") == {slow}
+        slow = {("F5", "warning")} if groups is self.DYNAMIC else set()  # evaluation alone is no reason
+        assert self.rules(*overrides, "model.attention_backend=te") == {("D1", "error")} | slow
+        assert self.rules(*overrides) == {("D1", "warning")} | slow  # ours gives several ranks the same head
+        assert self.rules(*overrides, "model.num_query_groups=4") == slow
 
     def test_an_all_to_all_never_meets_three_quarters_of_a_block(self):
         slow = ("F5", "warning")
