@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from megatron_cp.config import TokenizerConfig
 from megatron_cp.errors import DataError
+from megatron_cp.models.vocabulary import BYTE_LEVEL
 
 END_OF_DOCUMENT = "<|endoftext|>"
 NO_TOKEN = -1  # megatron-core's value for "there is no such token"
@@ -71,7 +72,7 @@ class ByteLevelTokenizer(_Base):
     """The 256 bytes of UTF-8 and one more token that ends a document. Needs no file."""
 
     def __init__(self) -> None:
-        super().__init__(vocab_size=257, eod=256)
+        super().__init__(vocab_size=BYTE_LEVEL, eod=BYTE_LEVEL - 1)
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))

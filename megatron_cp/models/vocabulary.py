@@ -6,7 +6,7 @@ import math
 
 from megatron_cp.config import RunConfig
 
-_BYTE_LEVEL = 257  # 256 bytes and the end of a document
+BYTE_LEVEL = 257  # 256 bytes and the end of a document
 
 
 def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
@@ -26,5 +26,5 @@ def padded(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int
 
 def known_vocab_size(config: RunConfig) -> int | None:
     """Of the model or else the tokenizer; None where only the tokenizer's file tells it."""
-    of_tokenizer = {"ByteLevelTokenizer": _BYTE_LEVEL, "NullTokenizer": config.tokenizer.vocab_size}
+    of_tokenizer = {"ByteLevelTokenizer": BYTE_LEVEL, "NullTokenizer": config.tokenizer.vocab_size}
     return config.model.vocab_size or of_tokenizer.get(config.tokenizer.tokenizer_type)
