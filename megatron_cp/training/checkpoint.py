@@ -35,6 +35,7 @@ from megatron_cp.training.checkpoint_files import (
     stored_names,
 )
 from megatron_cp.training.checkpoint_writer import Writer
+from megatron_cp.training.folder_lock import check_still_held
 from megatron_cp.training.metrics import logger
 from megatron_cp.training.nonfinite import parameters_are_finite
 from megatron_cp.training.optimizer_state import by_number, shaped_as_now, with_common_steps
@@ -105,7 +106,7 @@ class CheckpointSaver:
             message = "parameters are not finite; the previous checkpoint stays the latest"
             raise RuntimeFault(f"checkpoint {final} could not be written: {message}", on_all_ranks=True)
         failed = self._failed(final)
-        partial = self._on_rank_0(failed, lambda: create_partial(final))
+        partial = self._on_rank_0(failed, lambda: self._create_partial(final))
         self._pending = pending = _Pending(iteration, final, partial, Writer(run.groups.dp_cp), started)
         with self._cleaned_up(partial):
             with _reported_on_all_ranks(failed):  # before ranks need each other
@@ -154,7 +155,12 @@ class CheckpointSaver:
             self._pending.writer.close()
             self._pending = None
 
+    def _create_partial(self, final: Path) -> Path:
+        check_still_held(self._root)
+        return create_partial(final)
+
     def _complete(self, pending: _Pending, written: list[Any]) -> None:
+        check_still_held(self._root)
         with completing:  # every rank has written: nobody else is needed for it any more
             pending.writer.write_index(written)
             put_in_place(pending.partial, pending.final)

@@ -1,15 +1,12 @@
 """One run at a time writes into a folder, which all its nodes see: another run would take its unfinished checkpoints
 for leftovers, and a node with a folder of its own could not save its part.
 
-Rank 0 holds a lock of the operating system (POSIX record locks, which network file systems know too) on a file in the
-folder. It goes when the process ends, however it ends; processes forked from it do not hold it. What rank 0 writes into
-the file all ranks must find there.
+Rank 0 locks a file in the folder (see ``file_lock``). The lock ends with the process, however that ends. What rank 0
+writes into the file all ranks must find there.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import math
 import os
 import socket
@@ -18,12 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO
 
 import torch.distributed as dist
 
 from megatron_cp.errors import RuntimeFault, shown, shown_ranks
 from megatron_cp.parallel.agree import everyones
+from megatron_cp.training.file_lock import FileLock
 from megatron_cp.training.metrics import logger
 from megatron_cp.training.sinks import writing_into
 
@@ -31,6 +28,9 @@ LOCK = ".lock"
 PATIENCE = 120.0  # seconds: a file server takes that long to forget a machine that died
 SIGHT = 10.0  # seconds: a network file system may show a new file late
 _POLL = 0.5
+
+_locks: dict[Path, FileLock] = {}
+"""The locks that this process holds, by the folder's name as configured."""
 
 
 @contextmanager
@@ -44,20 +44,25 @@ def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
         RuntimeFault: on every rank: another run still writes there, or nothing can be written there, or not all ranks
             see the same folder.
     """
-    file, problem, owner = None, "", ""
+    lock, problem, owner = None, "", ""
     try:
         if dist.get_rank() == 0:
+            lock = FileLock(folder / LOCK)
             try:
                 with writing_into(folder):
-                    file = (folder / LOCK).open("a+", encoding="utf-8")
-                    problem = _take(file, folder, min(PATIENCE, longest_wait / 2))
-                    owner = "" if problem else _sign(file)
+                    problem = _take(lock, folder, min(PATIENCE, longest_wait / 2))
+                    owner = "" if problem else _sign(lock)
             except RuntimeFault as fault:
                 problem = str(fault)
+            else:
+                if not problem:
+                    _locks[folder] = lock
         problem, owner = everyones((problem, owner))[0]
         if problem:
             raise RuntimeFault(problem, on_all_ranks=True)
-        hosts = everyones("" if _is_of(folder, owner, min(SIGHT, longest_wait / 2)) else socket.gethostname())
+        # Rank 0 does not open its file a second time, which would drop a record lock.
+        sees_it = lock is not None or _is_of(folder, owner, min(SIGHT, longest_wait / 2))
+        hosts = everyones("" if sees_it else socket.gethostname())
         without = [rank for rank, host in enumerate(hosts) if host]
         if without:
             where = shown(list(dict.fromkeys(filter(None, hosts))), ", ")
@@ -68,41 +73,73 @@ def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
             )
         yield
     finally:
-        if file is not None:
-            if owner:
-                file.truncate(0)
-            file.close()
+        if lock is not None:
+            _locks.pop(folder, None)
+            lock.release()
 
 
-def _take(file: IO[str], folder: Path, patience: float) -> str:
-    """Take the lock; or why it is another's after ``patience`` seconds."""
+def check_still_held(folder: Path) -> None:
+    """Check, before something is saved, that this process's lock on ``folder`` still keeps others out; on rank 0.
+
+    Somebody may have deleted or moved the folder or the file in it. Then the lock is taken anew.
+
+    Raises:
+        OSError: another run has taken the folder meanwhile.
+    """
+    lock = _locks.get(folder)
+    if lock is None or lock.in_place:
+        return
+    lock.release()
+    folder.mkdir(parents=True, exist_ok=True)
+    holder = lock.take()
+    if holder is not None:
+        raise OSError(
+            f"checkpoint.save={folder}: the folder was deleted or moved while this run trained, and another run writes "
+            f"there now ({_named(holder)}). Fix: set checkpoint.save={folder}-2"
+        )
+    _sign(lock)
+    logger.warning(
+        "warning: checkpoint.save=%s: the folder or its %s was deleted or moved while this run trained. The run goes "
+        "on and saves there again. What was in the folder before is not restored",
+        folder,
+        LOCK,
+    )
+
+
+def _take(lock: FileLock, folder: Path, patience: float) -> str:
+    """Take the lock; returns "", or after ``patience`` seconds a message that says who holds it."""
     began, waited = time.monotonic(), False
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                logger.info("nothing keeps a second run out of %s, which knows no locks: %s", folder, error.strerror)
-                return ""
-        else:
-            return ""
-        file.seek(0)
-        who = file.read() or "it does not say which"
+    while (holder := lock.take()) is not None:
         if time.monotonic() - began >= patience:
-            return f"another run writes into {folder} ({who}). Let it end, or give this one another checkpoint.save."
+            return (
+                f"checkpoint.save={folder}: another run writes into this folder ({_named(holder)}). Fix: wait until "
+                f"that run has ended, or set checkpoint.save={folder}-2"
+            )
         if not waited:
-            logger.info("another run writes into %s (%s). Waiting %d s for it to end", folder, who, patience)
+            logger.info(
+                "another run writes into %s (%s). Waiting %.0f s for it to end", folder, _named(holder), patience
+            )
         waited = True
         time.sleep(_POLL)
+    if lock.unsupported:
+        logger.warning(
+            "warning: checkpoint.save=%s: the file system supports no locks (%s), so nothing keeps a second run out of "
+            "this folder: start only one. To silence this warning, set checkpoint.save to a folder on a file system "
+            "with locks (Lustre: mounted with -o flock)",
+            folder,
+            lock.unsupported,
+        )
+    return ""
 
 
-def _sign(file: IO[str]) -> str:
-    """Write whose the folder is, to where other nodes see it; returns that."""
+def _named(holder: str) -> str:
+    return holder or "its process is unknown"
+
+
+def _sign(lock: FileLock) -> str:
+    """Write which process holds the folder to where other nodes see it; returns that text."""
     owner = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
-    file.truncate(0)
-    file.write(owner)
-    file.flush()
-    os.fsync(file.fileno())
+    lock.write(owner)
     return owner
 
 
