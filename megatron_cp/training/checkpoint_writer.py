@@ -23,6 +23,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed import ProcessGroup
 
+from megatron_cp.errors import EXIT_FAILED
+
 _PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 
 
@@ -127,7 +129,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
 def _write(report: IO[bytes], buckets: list[Any] | None, transforms: Any, parent: int) -> None:
     """Write files and report what is in them, or the error; in the calling process or one forked from it."""
     if os.getpid() != parent:
-        _die_with_parent()
+        _die_with(parent)
     outcome: Any = []
     try:
         for number, bucket in enumerate(buckets or []):
@@ -151,7 +153,9 @@ def _root_of(error: BaseException) -> BaseException:
     return root or error
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
     """A writer whose rank is gone writes for nobody, and would hold the rank's connections open."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the rank ended before the call above, so no signal will come
+            os._exit(EXIT_FAILED)

@@ -44,6 +44,21 @@ def save_in_the_background(overrides: dict[str, Any], folder: str) -> list[tuple
     return losses
 
 
+def test_a_writer_whose_rank_ended_before_it_began_writes_nothing(tmp_path: Path) -> None:
+    """The kernel's signal for a parent's death does not come for one that has died already."""
+    from megatron_cp.training import checkpoint_writer
+
+    report = tmp_path / "report"
+    pid = os.fork()
+    if not pid:
+        try:
+            with report.open("wb") as file:
+                checkpoint_writer._write(file, None, None, -1)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1 and not report.read_bytes()
+
+
 def resume_at(overrides: dict[str, Any], folder: str, iteration: int, steps: int) -> list[tuple[float, float]]:
     run, batches = start(tiny_config(**overrides))
     batches.load_state_dict(load_checkpoint(run, folder, iteration)["train"])
