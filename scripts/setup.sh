@@ -211,6 +211,8 @@ if command -v flock >/dev/null; then
     if is_current; then
         exit 0
     fi
+else
+    echo "setup: no flock here (Debian: util-linux), so do not set this folder up twice at once" >&2
 fi
 
 # A half-unpacked package can look installed, a moved .venv has wrong paths inside, and what was compiled for another

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +39,9 @@ def indexed_writer(prefix: str, vocab_size: int, source: str) -> Iterator[Any]:
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # takes seconds
 
-    aside = {ending: f"{prefix}{ending}.tmp-{os.getpid()}" for ending in (".bin", ".idx")}
+    # Not the process's number: on two nodes or in two containers it may be the same.
+    name = uuid.uuid4().hex[:8]
+    aside = {ending: f"{prefix}{ending}.tmp-{name}" for ending in (".bin", ".idx")}
     try:
         builder = IndexedDatasetBuilder(aside[".bin"], dtype=DType.optimal_dtype(vocab_size))
         yield builder

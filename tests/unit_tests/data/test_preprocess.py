@@ -12,6 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_cp.config import TokenizerConfig
 from megatron_cp.data.preprocess import find_files, preprocess
 from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.data.tokenizing import indexed_writer
 from megatron_cp.errors import DataError
 
 BYTES = TokenizerConfig("ByteLevelTokenizer")
@@ -139,6 +140,18 @@ def test_output_without_a_name(mixed: Path, tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(DataError, match="must end in a name"):
         preprocess([mixed], prefix, BYTES)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_two_nodes_write_one_pair_at_once(tmp_path: Path) -> None:
+    """Their processes may have the same number, as here."""
+    prefix = str(tmp_path / "x")
+    with indexed_writer(prefix, 257, "first") as first:
+        first.add_document([1, 2, 256], [3])
+        with indexed_writer(prefix, 257, "second") as second:
+            second.add_document([98, 256], [2])
+        assert _documents(prefix) == ["b"]
+    assert _documents(prefix) == ["\x01\x02"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
 
 
 def test_a_failed_run_keeps_the_earlier_result(tmp_path: Path) -> None:
