@@ -75,6 +75,14 @@ def test_the_two_kinds_of_lock_exclude_each_other(path: Path, monkeypatch: pytes
     other.kill()
 
 
+def test_another_name_of_the_folder_makes_no_difference(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    other = Holder(tmp_path / "run" / "lock")
+    assert FileLock(tmp_path / "link" / "lock").take() == "the other"
+    other.kill()
+
+
 def test_reading_the_file_does_not_drop_the_lock(path: Path) -> None:
     """A process that closes any descriptor of a file drops its record locks on it."""
     lock = FileLock(path)
