@@ -41,6 +41,7 @@ class Strike:
     moment: str
     launcher: str
     problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0  # from the strike to the end of all processes
 
     @property
     def kind(self) -> tuple[str, str, str, str]:
@@ -157,8 +158,8 @@ def chaos(count: int, seed: int, home: Path, tell: Callable[[str], None] = print
             if life.trains and moment == "start-up":
                 moment = "training"
             strike = Strike(action, target, moment, life.launcher)
-            began = time.monotonic()
             struck = strike_down(life, strike, chain, draw)
+            struck_at = time.monotonic()
             if struck:
                 strikes.append(strike)
                 chain.unproven.append(strike)
@@ -170,8 +171,8 @@ def chaos(count: int, seed: int, home: Path, tell: Callable[[str], None] = print
             if struck and action == THAW and life.code != 0:
                 problems.append(f"exit code {life.code} after it was frozen for a moment")
             if struck:
-                took = time.monotonic() - began
-                tell(f"{len(strikes)}: {', '.join(strike.kind)}: exit code {life.code}, {took:.0f} s")
+                strike.seconds = time.monotonic() - struck_at
+                tell(f"{len(strikes)}: {', '.join(strike.kind)}: exit code {life.code} after {strike.seconds:.1f} s")
             chain.has_ended(life, problems, strike if struck else None, tell)
             life = None
         for chain in chains.values():  # the last recoveries
@@ -190,14 +191,21 @@ def table(strikes: list[Strike]) -> str:
     by_kind: dict[tuple[str, ...], list[Strike]] = defaultdict(list)
     for strike in strikes:
         by_kind[strike.kind].append(strike)
-    lines = ["| signal | target | moment | launcher | tried | held |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| signal | target | moment | launcher | tried | held | slowest end (s) |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for kind, of_kind in sorted(by_kind.items()):
-        lines.append(f"| {' | '.join(kind)} | {len(of_kind)} | {sum(not each.problems for each in of_kind)} |")
-    held = sum(not strike.problems for strike in strikes)
-    lines.append(f"| all | | | | {len(strikes)} | {held} |")
+        lines.append(f"| {' | '.join(kind)} | {_counts(of_kind)} |")
+    lines.append(f"| all | | | | {_counts(strikes)} |")
     for strike in strikes:
         lines += [f"failed: {', '.join(strike.kind)}: {problem}" for problem in strike.problems]
     return "\n".join(lines)
+
+
+def _counts(strikes: list[Strike]) -> str:
+    held = sum(not strike.problems for strike in strikes)
+    return f"{len(strikes)} | {held} | {max((strike.seconds for strike in strikes), default=0.0):.1f}"
 
 
 def main(argv: list[str] | None = None) -> int:

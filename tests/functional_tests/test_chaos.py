@@ -71,6 +71,6 @@ def test_chaos_tells_torchruns_own_tracebacks_from_ours() -> None:
 
 def test_chaos_prints_what_was_tried_and_what_held() -> None:
     kind = ("SIGKILL", "rank", "saving", "torchrun")
-    text = table([Strike(*kind), Strike(*kind, problems=["a traceback"])])
-    assert "| SIGKILL | rank | saving | torchrun | 2 | 1 |" in text
+    text = table([Strike(*kind, seconds=2.5), Strike(*kind, problems=["a traceback"])])
+    assert "| SIGKILL | rank | saving | torchrun | 2 | 1 | 2.5 |" in text
     assert text.endswith("failed: SIGKILL, rank, saving, torchrun: a traceback")
