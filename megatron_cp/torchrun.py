@@ -2,13 +2,17 @@
 
 A run that is asked to stop finishes its step and saves. torchrun gives it 30 seconds for that, then kills it; and with
 --max-restarts it starts ranks again that stopped because one of them was asked to. Here a launcher that is asked to
-stop waits for ``MEGATRON_CP_STOP_SECONDS`` (600), and ranks that all end with 143 or 130 (SIGTERM, SIGINT; see
-training/signals.py) are not started again. A rank that fails is torchrun's business: the others have 30 seconds, and
---max-restarts counts, unless the rank ended with 2: what is wrong with a recipe is wrong again. Ranks of other nodes
-hear of one that was killed, and a launcher on another machine can take the place of one that is lost.
+stop waits for ``MEGATRON_CP_STOP_SECONDS`` (600), and ranks that all end with 143, 130 or 129 (SIGTERM, SIGINT, SIGHUP;
+see training/signals.py) are not started again. A rank that fails is torchrun's business: the others have 30 seconds,
+and --max-restarts counts, unless the rank ended with 2: what is wrong with a recipe is wrong again. Ranks of other
+nodes hear of one that was killed, and a launcher on another machine can take the place of one that is lost.
 
-Exit codes: 0 done; the first failing rank's own (1, or 2 for what a user can mend); 1 where a rank had to be killed;
-2 usage; 143 and 130 stopped (128 + the signal, for any other). torchrun ends with 1 and a traceback for all of these.
+Stores listen on the loopback or the endpoint's address (parallel/rendezvous.py). Ranks end when this process is killed
+(process.py).
+
+Exit codes: 0 done; the first failing rank's own (1, or 2 for what a user can mend); 1 where a rank had to be killed or
+a port is taken; 2 usage; 143, 130 and 129 stopped (128 + the signal, for any other). torchrun ends with 1 and a
+traceback for all of these.
 
 In torch 2.11 the 30 seconds are the default of ``PContext.close`` (distributed/elastic/multiprocessing/api.py:649), as
 ``LocalElasticAgent._shutdown`` and ``SubprocessContext._poll`` call it; ``_remaining_restarts`` is its agent's, which
@@ -151,6 +155,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if parser.get_default("master_port") == _DEFAULT_PORT:
         parser.set_defaults(master_port=None)
     args = parser.parse_args(argv)
+    if args.master_port is not None and not 0 <= args.master_port < 2**16:
+        parser.error(f"--master_port={args.master_port}: ports go from 0 to 65535. Fix: --master_port=29501")
     try:
         confine_arguments(args)
     except ValueError as error:

@@ -35,11 +35,9 @@ logger = logging.getLogger(__name__)
 class PortError(RuntimeFault):
     """A port cannot be used; the message names it. ``free`` is one that was free just now, if that would help."""
 
-    fix = f"name an address of this machine, or set {_LISTEN}=0.0.0.0 to listen on all"
-
-    def __init__(self, host: str, port: int, what: str, free: int = 0) -> None:
+    def __init__(self, host: str, port: int, what: str, fix: str = "", free: int = 0) -> None:
         super().__init__(f"port {port} of {host}: {what}")
-        self.host, self.port, self.free = host, port, free
+        self.host, self.fix, self.free = host, fix, free
 
 
 def address_of(host: str) -> str:
@@ -115,8 +113,12 @@ def tcp_store(
             seconds, lambda: dist.TCPStore(host_name, port, world_size, is_master, timeout=timeout, **options)
         )
     except TimeoutError:
-        what = f"what listens there did not answer in {seconds:.0f} seconds; it may be another program"
-        raise PortError(host_name, port, what) from None
+        what = f"what listens there did not answer in {seconds:.0f} seconds"
+    except dist.DistNetworkError as error:
+        what = f"no store answers there ({(str(error).splitlines() or [''])[0]})"
+    raise PortError(
+        host_name, port, what, f"start rank 0 on {host_name}, or give all another port if another program has this one"
+    )
 
 
 def environment_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
@@ -128,17 +130,17 @@ def environment_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """
     said = os.environ
     port, size = launcher.number("MASTER_PORT", "MASTER_PORT=29500"), launcher.world_size()
-    if said.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and "MASTER_ADDR" in said:
-        if launcher.on_one_node():
-            said["MASTER_ADDR"] = LOOPBACK
-        if launcher.rank() == 0 and port is not None and size is not None:
-            return _store_of_rank_0(said["MASTER_ADDR"], port, size, timeout), 0, size
-    return next(rendezvous("env://", timeout=timeout))
+    if "MASTER_ADDR" not in said or port is None or port >= 2**16 or size is None:
+        return next(rendezvous("env://", timeout=timeout))  # which raises an error that names the variable
+    rank, by_launcher = launcher.rank(), said.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if launcher.on_one_node() and not by_launcher:
+        said["MASTER_ADDR"] = LOOPBACK
+    return _store_at(said["MASTER_ADDR"], port, size, rank == 0 and not by_launcher, timeout), rank, size
 
 
-def _store_of_rank_0(host: str, port: int, size: int, timeout: timedelta) -> dist.Store:
+def _store_at(host: str, port: int, size: int, is_master: bool, timeout: timedelta) -> dist.Store:
     try:
-        return tcp_store(host, port, size, True, timeout, multi_tenant=True)
+        return tcp_store(host, port, size, is_master, timeout, multi_tenant=is_master)
     except PortError as error:
         fix = f"MASTER_PORT={error.free} on every rank" if error.free else error.fix
         raise RuntimeFault(f"MASTER_ADDR={host}, MASTER_PORT={port}: {error}. Fix: {fix}") from None
@@ -156,9 +158,10 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = _bound(address, port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise PortError(host, port, error.strerror or str(error)) from None
+            fix = f"name an address of this machine, or set {_LISTEN}=0.0.0.0 to listen on all"
+            raise PortError(host, port, error.strerror or str(error), fix) from None
         with _bound(address, 0) as other:
-            raise PortError(host, port, "another process listens there", other.getsockname()[1]) from None
+            raise PortError(host, port, "another process listens there", free=other.getsockname()[1]) from None
     if address.startswith("127.") and host != "localhost" and not host.startswith("127."):
         logger.warning(
             "%s is %s on this machine, where no other machine can connect. To silence this warning give its address "

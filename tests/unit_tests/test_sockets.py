@@ -227,7 +227,7 @@ def test_an_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch)
     """As behind a translation of addresses, where the fix lets others connect."""
     port = free_port()
     with pytest.raises(RuntimeFault, match=f"port {port} of 192.0.2.1: Cannot .* or set MEGATRON_CP_LISTEN=0.0.0.0"):
-        sockets._store_of_rank_0("192.0.2.1", port, 2, timedelta(seconds=5))
+        sockets._store_at("192.0.2.1", port, 2, True, timedelta(seconds=5))
     monkeypatch.setenv("MEGATRON_CP_LISTEN", "0.0.0.0")
     with sockets._listen("192.0.2.1", port):
         assert listening(psutil.Process()) >= {"0.0.0.0"}
