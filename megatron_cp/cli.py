@@ -27,6 +27,7 @@ from megatron_cp.errors import (
 )
 from megatron_cp.flags import add_flags, given
 from megatron_cp.parallel.layout import group_lines, layout_of
+from megatron_cp.process import end_with_launcher
 from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
 from megatron_cp.rules import Environment, check, check_or_raise, resolve_auto
 from megatron_cp.rules.resolve import ranks_to_check
@@ -183,10 +184,11 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit codes: 0 done, 1 failed while running, 2 usage or configuration, 130 and 143 stopped."""
+    """Run a command. Exit codes: 0 done, 1 failed while running, 2 usage or configuration, 129, 130 and 143 stopped."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started us (>&-), and thus None in Python
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    end_with_launcher()
     try:
         slurm.take_rank()
         code = _dispatch(sys.argv[1:] if argv is None else list(argv))

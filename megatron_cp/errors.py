@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 # EXIT_FAILED is also for a layout that verify finds different, and for what doctor finds missing.
-EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
-EXIT_OF_SIGNAL = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 129, 130, 143
+EXIT_OF_SIGNAL = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED, signal.SIGHUP: EXIT_HUNG_UP}
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,12 @@ def local_world_size() -> int | None:
     return number("LOCAL_WORLD_SIZE")
 
 
+def on_one_node() -> bool:
+    """Whether all ranks are known to be on this node."""
+    size = world_size()
+    return size in (None, 1, local_world_size())
+
+
 def is_first_rank() -> bool:
     """Whether this process is the one that speaks for all. So is each one whose rank is no number."""
     try:

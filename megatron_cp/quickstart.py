@@ -18,7 +18,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.panel import Panel
@@ -29,6 +31,7 @@ from megatron_cp.data.corpus import standard_library_sources
 from megatron_cp.data.preprocess import RichProgress, preprocess
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, DataError
+from megatron_cp.process import drop_lost_output, end_with_parent, signals_to_stop_at
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check_or_raise
 from megatron_cp.rules.environment import Environment
@@ -137,12 +140,17 @@ def _short(path: Path) -> Path:
 def _train(overrides: Sequence[str], ranks: int) -> int:
     command = [sys.executable, "-m", "megatron_cp.torchrun", "--standalone", f"--nproc_per_node={ranks}"]
     command += [str(ROOT / "scripts/training/run_recipe.py"), "--recipe", RECIPE, *overrides]
-    process = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ})
-    # Ctrl-C reaches all processes of the terminal by itself; the ranks save a checkpoint before they end.
-    previous = {
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: process.terminate()),
-    }
+    process = subprocess.Popen(
+        command, env={"OMP_NUM_THREADS": "1", **os.environ}, preexec_fn=partial(end_with_parent, signal.SIGTERM)
+    )
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        drop_lost_output()
+        if number != signal.SIGINT:  # Ctrl-C reaches all processes of the terminal by itself
+            process.send_signal(number)
+
+    # The ranks save a checkpoint before they end.
+    previous = {number: signal.signal(number, pass_on) for number in signals_to_stop_at()}
     try:
         return process.wait()
     finally:
@@ -173,7 +181,9 @@ def last_screen(console: Console, config: RunConfig, parts: Parts, ranks: int) -
     console.print()
     console.print(Panel(table, title="done", title_align="left", border_style="green"))
 
-    launch = f"OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc_per_node={ranks} scripts/training/run_recipe.py --recipe"
+    launch = (
+        f".venv/bin/python -m megatron_cp.torchrun --nproc_per_node={ranks} scripts/training/run_recipe.py --recipe"
+    )
     more = f"train.train_iters={2 * config.train.train_iters} scheduler.override_opt_param_scheduler=true"
     console.print("[bold]What to try next[/]")
     for what, command in (

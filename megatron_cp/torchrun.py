@@ -2,13 +2,17 @@
 
 A run that is asked to stop finishes its step and saves. torchrun gives it 30 seconds for that, then kills it; and with
 --max-restarts it starts ranks again that stopped because one of them was asked to. Here a launcher that is asked to
-stop waits for ``MEGATRON_CP_STOP_SECONDS`` (600), and ranks that all end with 143 or 130 (SIGTERM, SIGINT; see
-training/signals.py) are not started again. A rank that fails is torchrun's business: the others have 30 seconds, and
---max-restarts counts, unless the rank ended with 2: what is wrong with a recipe is wrong again. Ranks of other nodes
-hear of one that was killed, and a launcher on another machine can take the place of one that is lost.
+stop waits for ``MEGATRON_CP_STOP_SECONDS`` (600), and ranks that all end with 143, 130 or 129 (SIGTERM, SIGINT, SIGHUP;
+see training/signals.py) are not started again. A rank that fails is torchrun's business: the others have 30 seconds,
+and --max-restarts counts, unless the rank ended with 2: what is wrong with a recipe is wrong again. Ranks of other
+nodes hear of one that was killed, and a launcher on another machine can take the place of one that is lost.
 
-Exit codes: 0 done; the first failing rank's own (1, or 2 for what a user can mend); 1 where a rank had to be killed;
-2 usage; 143 and 130 stopped (128 + the signal, for any other). torchrun ends with 1 and a traceback for all of these.
+Stores listen on the loopback or the endpoint's address (parallel/rendezvous.py). Ranks end when this process is killed
+(process.py).
+
+Exit codes: 0 done; the first failing rank's own (1, or 2 for what a user can mend); 1 where a rank had to be killed or
+a port is taken; 2 usage; 143, 130 and 129 stopped (128 + the signal, for any other). torchrun ends with 1 and a
+traceback for all of these.
 
 In torch 2.11 the 30 seconds are the default of ``PContext.close`` (distributed/elastic/multiprocessing/api.py:649), as
 ``LocalElasticAgent._shutdown`` and ``SubprocessContext._poll`` call it; ``_remaining_restarts`` is its agent's, which
@@ -20,6 +24,7 @@ tests/unit_tests/test_torchrun.py or tests/functional_tests/test_restarts.py fai
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -30,20 +35,25 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, ClassVar
 
+import torch.distributed.elastic.multiprocessing.api as multiprocessing_api
 import torch.distributed.launcher.api as launcher_api
 import torch.distributed.run as torchrun
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from megatron_cp import launcher
 from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OF_SIGNAL, EXIT_OK, ConfigError
+from megatron_cp.parallel.rendezvous import confine_arguments, confine_stores
+from megatron_cp.parallel.sockets import LOOPBACK, PortError
+from megatron_cp.process import announce_launcher, drop_lost_output, signals_to_stop_at
 from megatron_cp.training.roll_call import say_for_the_killed
 
 _STOPPED = set(EXIT_OF_SIGNAL.values())
+_DEFAULT_PORT = 29500  # torchrun's
 _SECONDS_TO_MEET = 30.0  # for the launchers of all nodes, whose ranks stopped together; torch has 300
 
 
@@ -67,9 +77,10 @@ class PatientAgent(LocalElasticAgent):
         return [handler.proc for handler in context.subprocess_handlers.values()]
 
     def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **kwargs: Any) -> None:
+        drop_lost_output()
         if death_sig is not None and self._pcontext is not None and (ranks := self._ranks()):
             # This launcher was asked to stop. What it is asked from now on goes to the ranks: nothing ends the waiting.
-            for number in EXIT_OF_SIGNAL:
+            for number in signals_to_stop_at():
                 signal.signal(number, self._pass_on)
             self._pcontext.close(death_sig, timeout=self.seconds)
             codes = {rank.returncode for rank in ranks}
@@ -131,6 +142,43 @@ class PatientAgent(LocalElasticAgent):
         return result
 
 
+def _stop_once(number: int, frame: FrameType | None) -> None:
+    """What torch's handler does, but not twice: a terminal that hangs up has its shell send SIGHUP once more."""
+    for each in signals_to_stop_at():
+        signal.signal(each, signal.SIG_IGN)  # until PatientAgent._shutdown passes them on
+    raise SignalException(f"Process {os.getpid()} got signal: {signal.Signals(number)}", signal.Signals(number))
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """torchrun's arguments, changed so that the launcher listens where it must."""
+    parser = torchrun.get_args_parser()
+    if parser.get_default("master_port") == _DEFAULT_PORT:
+        parser.set_defaults(master_port=None)
+    args = parser.parse_args(argv)
+    if args.master_port is not None and not 0 <= args.master_port < 2**16:
+        parser.error(f"--master_port={args.master_port}: ports go from 0 to 65535. Fix: --master_port=29501")
+    try:
+        confine_arguments(args)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.master_port is None:
+        args.master_port = _DEFAULT_PORT
+    handled = args.signals_to_handle.split(",")
+    if signal.SIGHUP not in signals_to_stop_at() and "SIGHUP" in handled:  # nohup
+        args.signals_to_handle = ",".join(name for name in handled if name != "SIGHUP")
+    return args
+
+
+def _fix(error: PortError, args: argparse.Namespace) -> str:
+    if not error.free:
+        return error.fix
+    if args.rdzv_backend == "static":
+        return f"--master_port={error.free} on every node"
+    if error.host == LOOPBACK:
+        return f"--rdzv_endpoint=localhost:{error.free}, or --standalone, which finds a free port"
+    return f"--rdzv_endpoint={error.host}:{error.free} on every node"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun and return the exit code."""
     try:
@@ -139,9 +187,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-cp: {error}", file=sys.stderr)
         return EXIT_CONFIG
     PatientAgent.seconds = PatientAgent.seconds if seconds is None else seconds
+    args = _arguments(argv)
     launcher_api.LocalElasticAgent = PatientAgent  # type: ignore[misc]
+    multiprocessing_api._terminate_process_handler = _stop_once  # type: ignore[assignment]
+    confine_stores()
+    announce_launcher()
     try:
-        torchrun.main(argv)
+        record(torchrun.run)(args)
     except ChildFailedError as failed:
         # Not those that stopped as asked, while another did not.
         failures = {rank: each for rank, each in failed.failures.items() if each.exitcode not in _STOPPED}
@@ -150,7 +202,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         how = f"ended with {first.exitcode}; what it said is above" if first.exitcode > 0 else killed
         print(f"megatron-cp: rank {rank} failed first: it {how}", file=sys.stderr)
         return max(first.exitcode, EXIT_FAILED)
-    except (RendezvousError, DistError) as error:
+    except (RendezvousError, DistError, PortError) as error:
+        for cause in (error, error.__cause__):
+            if isinstance(cause, PortError):
+                print(f"megatron-cp: {cause}. Fix: {_fix(cause, args)}", file=sys.stderr)
+                return EXIT_FAILED
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")
         print(f"megatron-cp: this launcher does not find those of other nodes, or no more ({reason})", file=sys.stderr)
         return EXIT_FAILED

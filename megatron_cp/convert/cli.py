@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_cp import launcher
-from megatron_cp.errors import EXIT_OK, EXIT_TERMINATED
+from megatron_cp.errors import EXIT_OF_SIGNAL, EXIT_OK
+from megatron_cp.process import signals_to_stop_at
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -36,7 +37,10 @@ def main(argv: Sequence[str]) -> int:
     if (launcher.world_size() or 1) > 1:
         parser.error("one process converts a whole model: start it without torchrun")
     os.environ.pop("RANK", None)  # of some launcher's; this process speaks for itself
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that what is half written goes
+    for number in signals_to_stop_at():
+        if number != signal.SIGINT:
+            # So that what is half written goes.
+            signal.signal(number, lambda number, _: sys.exit(EXIT_OF_SIGNAL[signal.Signals(number)]))
     # A model need not fit a GPU to be copied; what comes of it is the same.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # As in a run: that the model classes which everybody uses are deprecated is nothing to act on here.

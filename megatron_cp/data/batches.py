@@ -118,8 +118,10 @@ class BatchIterator:
 
 
 def _leave_stopping_to_the_rank(worker: int) -> None:
-    """Launchers send SIGTERM to a rank's workers, too: one that ends takes with it the rank that is to save."""
+    """Launchers and terminals send signals to a rank's workers, too: one that ends takes with it the rank that is to
+    save. (torch answers SIGINT itself.)"""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _stack(samples: Sequence[Batch]) -> Batch:

@@ -20,6 +20,7 @@ from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, DataError, RuntimeFault, Violation
 from megatron_cp.parallel import staged
 from megatron_cp.parallel.meeting import meet
+from megatron_cp.parallel.sockets import use_one_interface
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def start_distributed(config: RunConfig) -> None:
         _take_gpu((launcher.local_rank() or 0) % gpus)
     if dist.is_initialized():
         return
+    use_one_interface()
     backend = config.dist.distributed_backend or ("nccl" if gpus else "gloo")
     timeout = timedelta(minutes=config.dist.distributed_timeout_minutes)
     # Slurm may show each of its tasks only the GPU that is the task's.

@@ -22,7 +22,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.rendezvous import rendezvous
 
 from megatron_cp import launcher
 from megatron_cp.errors import (
@@ -35,6 +34,7 @@ from megatron_cp.errors import (
     shown,
     shown_ranks,
 )
+from megatron_cp.parallel.sockets import environment_store
 
 _START, _ANSWER, _GONE = "start", "answer", "gone"
 # Where a collective fails or is not done in time, NCCL's watchdog writes this, below all names that a store was given
@@ -56,7 +56,7 @@ def meet(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
             later, or not at all.
     """
     global _met_in
-    launchers, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    launchers, rank, world_size = environment_store(timeout)
     ranks = [f"here_{other}" for other in range(world_size)]
     said = f"{socket.gethostname()} {means}"
     if rank == 0:
@@ -152,7 +152,7 @@ def tell_those_who_wait(reason: Exception) -> None:
     code = EXIT_CONFIG if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
     what = str(reason) if isinstance(reason, ConfigError | DataError | RuntimeFault) else repr(reason)
     with contextlib.suppress(RuntimeError, ValueError):  # who keeps the store may be gone, too
-        launchers, rank, _ = next(rendezvous("env://", timeout=_SECONDS_TO_TELL))
+        launchers, rank, _ = environment_store(_SECONDS_TO_TELL)
         _leave_word(launchers, rank, code, what)
 
 

@@ -6,11 +6,8 @@ megatron-core plans who writes what and writes the files. Its own last part is n
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
-import signal
-import sys
 import tempfile
 from pathlib import Path
 from typing import IO, Any
@@ -23,9 +20,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed import ProcessGroup
 
-from megatron_cp.errors import EXIT_FAILED
-
-_PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
+from megatron_cp.process import end_with_parent
 
 
 class Writer:
@@ -129,7 +124,8 @@ class _Strategy(TorchDistSaveShardedStrategy):
 def _write(report: IO[bytes], buckets: list[Any] | None, transforms: Any, parent: int) -> None:
     """Write files and report what is in them, or the error; in the calling process or one forked from it."""
     if os.getpid() != parent:
-        _die_with(parent)
+        # A writer whose rank is gone writes for nobody, and would hold the rank's connections open.
+        end_with_parent(parent=parent)
     outcome: Any = []
     try:
         for number, bucket in enumerate(buckets or []):
@@ -151,11 +147,3 @@ def _root_of(error: BaseException) -> BaseException:
     while root is not None and not isinstance(root, OSError):
         root = root.__cause__ or root.__context__
     return root or error
-
-
-def _die_with(parent: int) -> None:
-    """A writer whose rank is gone writes for nobody, and would hold the rank's connections open."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the rank ended before the call above, so no signal will come
-            os._exit(EXIT_FAILED)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run after a checkpoint: noticed between steps, agreed on by all ranks."""
+"""SIGINT, SIGTERM and SIGHUP end a run after a checkpoint: noticed between steps, agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from megatron_cp.errors import EXIT_OF_SIGNAL
 from megatron_cp.parallel.transfer import send
+from megatron_cp.process import drop_lost_output, signals_to_stop_at
 
 _SAME_KEY_PRESS = 1.0  # seconds: a terminal and a launcher may both pass one Ctrl-C on
 
@@ -25,10 +25,12 @@ class SignalWatch:
         self._at = 0.0
         self._previous = {}
         if enabled:
-            for number in EXIT_OF_SIGNAL:
+            for number in signals_to_stop_at():
                 self._previous[number] = signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            drop_lost_output()
         if not self.received:
             self.received, self._at = number, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._at > _SAME_KEY_PRESS:
@@ -41,13 +43,14 @@ class SignalWatch:
 
 @contextmanager
 def sigterm_waits(enabled: bool) -> Iterator[None]:
-    """Within, SIGTERM does nothing: launchers send it to the ranks left, which have yet to say what they lost."""
-    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN) if enabled else None
+    """Ignore SIGTERM and SIGHUP: launchers send them to the ranks left, which have yet to report what they lost."""
+    numbers = (signal.SIGTERM, signal.SIGHUP) if enabled else ()
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:
-        if enabled:
-            signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def agreed_maximum(values: Sequence[int], device: torch.device) -> list[int]:

@@ -23,7 +23,7 @@ ORDER = [
     {"schema", "one_rank", "bridge_names"},
     {"config"},
     {"slurm"},
-    {"ahead", "flags", "launcher", "run_lines"},
+    {"ahead", "flags", "launcher", "process", "run_lines"},
     {"backend", ""},
     {"errors"},
 ]

@@ -1,9 +1,12 @@
 """The patient launcher: ranks that are asked to stop get their time, and are not started again."""
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +32,8 @@ def ask(number, frame):
     (folder / f"asked{rank}").touch()
 signal.signal(signal.SIGTERM, ask)
 signal.signal(signal.SIGINT, ask)
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, ask)
 (folder / f"pid{rank}.{restart}.tmp").write_text(str(os.getpid()))
 (folder / f"pid{rank}.{restart}.tmp").rename(folder / f"pid{rank}.{restart}")
 if how in ("fail", "refuse") and rank == "0":
@@ -72,6 +77,17 @@ dist.barrier()
 (folder / f"pid{rank}.tmp").write_text(str(os.getpid()))
 (folder / f"pid{rank}.tmp").rename(folder / f"pid{rank}.0")
 time.sleep(300)
+"""
+
+OUTLIVING_LAUNCHER = """
+import signal, subprocess, sys
+from pathlib import Path
+
+signal.signal(signal.SIGHUP, lambda number, frame: None)
+command = [sys.executable, "-m", "megatron_cp.torchrun", "--nproc_per_node=2", "rank.py", ".", "2", "stop"]
+code = subprocess.call(command)
+Path("code.tmp").write_text(str(code))
+Path("code.tmp").rename("code")
 """
 
 ALONE = ("--standalone", "--nproc_per_node=2")
@@ -166,6 +182,52 @@ def test_the_ranks_are_asked_again_when_the_launcher_is(launch: Callable[..., La
     code, text = run.ended()
     assert code == 130 and "Traceback" not in text, text
     assert (run.folder / "saved1").read_text() == "SIGINT SIGINT"
+
+
+def test_a_terminal_that_hangs_up_stops_the_ranks(tmp_path: Path) -> None:
+    """As an ssh connection that closes does: the terminal's shell and the launcher have SIGHUP, some of them twice, and
+    nothing that is written arrives."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "launch.py").write_text(OUTLIVING_LAUNCHER)
+    terminal, slave = pty.openpty()
+    shell = subprocess.Popen(
+        ["bash", "--norc", "-i"], stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=tmp_path,
+        preexec_fn=take_terminal, start_new_session=True,
+    )  # fmt: skip
+    os.close(slave)
+    os.write(terminal, f"{sys.executable} launch.py\n".encode())
+    deadline = time.monotonic() + 120
+    while not all((tmp_path / f"pid{rank}.0").exists() for rank in range(2)):
+        assert time.monotonic() < deadline, os.read(terminal, 10000)
+        time.sleep(0.05)
+    os.close(terminal)
+    shell.wait(timeout=60)
+    while not (tmp_path / "code").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (tmp_path / "code").read_text() == "129"
+    assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved0", "saved1"]
+    assert (tmp_path / "saved0").read_text().split()[0] == "SIGHUP"
+
+
+def take_terminal() -> None:
+    """Make standard input the session's terminal."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_nohup_ignores_a_terminal_that_hangs_up(launch: Callable[..., Launched]) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ignored by what is started now, too
+    try:
+        run = launch()
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    for process in (*run.pids(), run.process.pid):
+        os.kill(process, signal.SIGHUP)
+    time.sleep(0.5)
+    assert run.process.poll() is None and run.written("asked*") == []
+    run.process.terminate()
+    assert run.ended()[0] == 143 and run.written("saved*") == ["saved0", "saved1"]
 
 
 def test_what_stopped_is_not_started_again(launch: Callable[..., Launched]) -> None:

@@ -238,19 +238,20 @@ def test_exit_interval_and_a_save_in_the_background(cli: Any, tmp_path: Path, ba
     assert sorted(path.name for path in (tmp_path / "run").glob("*iter_*")) == ["iter_0000005", "iter_0000006"]
 
 
-def test_data_workers_leave_a_signal_to_their_rank(cli: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "ended"), [("TERM", 143), ("HUP", 129)])
+def test_data_workers_leave_a_signal_to_their_rank(cli: Any, tmp_path: Path, name: str, ended: int) -> None:
     """Launchers send it to both."""
 
     def ask_all() -> None:
         workers = [str(each.pid) for each in psutil.Process().children()]
         assert workers
         # By another process: torch obeys where it is the rank that asks.
-        subprocess.run(["sh", "-c", 'kill "$@"', "sh", *workers, str(os.getpid())], check=True)
+        subprocess.run(["sh", "-c", f'kill -{name} "$@"', "sh", *workers, str(os.getpid())], check=True)
         time.sleep(0.5)
 
     arguments = ["train.train_iters=50", "dataset.num_workers=1"]
     code, text = cli(*arguments, before=at_iteration(2, 1, ask_all))
-    assert code == 143 and "SIGTERM: stopping after iteration 2 and a checkpoint" in text, text
+    assert code == ended and f"SIG{name}: stopping after iteration 2 and a checkpoint" in text, text
     assert (tmp_path / "run" / LATEST).read_text() == "2"
 
 

@@ -1,0 +1,78 @@
+"""What a process shares with the one that started it: its end, and its terminal."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_cp.errors import EXIT_FAILED, EXIT_OF_SIGNAL
+
+_PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
+_LAUNCHER = "MEGATRON_CP_LAUNCHER"
+
+
+def end_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> None:
+    """Have the kernel send this process a signal when its parent ends (Linux).
+
+    The parent is the thread that forked this process: it must live as long as the parent does.
+
+    Args:
+        parent: the parent's process id. If it is gone already, no signal would come: this process ends at once.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
+        if parent is not None and os.getppid() != parent:
+            os._exit(EXIT_FAILED)
+
+
+def announce_launcher() -> None:
+    """Let the ranks that this process will start check whether it still runs."""
+    os.environ[_LAUNCHER] = f"{os.getpid()} {_namespace()}"
+
+
+def end_with_launcher() -> None:
+    """End this rank when torchrun is killed; does nothing in a process that torchrun has not started.
+
+    SIGKILL, at once: torchrun keeps the store, without which ranks could not report each other's end, and a checkpoint
+    is complete or absent.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    end_with_parent()
+    pid, _, namespace = os.environ.get(_LAUNCHER, "").partition(" ")
+    if pid and namespace == _namespace() and not Path("/proc", pid).exists():  # it ended before the line above
+        print("megatron-cp: the launcher was killed; aborting", file=sys.stderr, flush=True)
+        os._exit(EXIT_FAILED)
+
+
+def signals_to_stop_at() -> list[signal.Signals]:
+    """The signals that stop a run; not SIGHUP if it is ignored, as under nohup."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in EXIT_OF_SIGNAL if not (ignored and number == signal.SIGHUP)]
+
+
+def _namespace() -> str:
+    """In which process ids have the same meaning: a container may have its own."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return "unknown"
+
+
+def drop_lost_output() -> None:
+    """Send standard output and errors nowhere if nobody can read them any more, so that writing raises no error.
+
+    A terminal that hung up, or a pipe without a reader; both are the usual cause of SIGHUP.
+    """
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        with suppress(OSError):
+            if any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0)):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
