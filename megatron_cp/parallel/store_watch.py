@@ -35,16 +35,16 @@ _stopped = threading.Event()
 
 
 class StoreSilentError(RuntimeFault):
-    """The process that keeps the store does not answer."""
+    """The process that keeps the store does not answer; ``why`` says so without this rank and what to do."""
 
     def __init__(self, seconds: float) -> None:
         where = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '?')}"
         keeper = "the launcher" if _launcher_keeps_it() else "rank 0"
-        super().__init__(
-            f"rank {launcher.rank()}: {keeper}, which keeps torch.distributed's store at {where}, has not answered "
-            f"for {seconds:.3g} seconds: it is frozen or gone, or its machine is out of reach. {GO_ON}",
-            on_all_ranks=not _reports(),
+        self.why = (
+            f"{keeper}, which keeps torch.distributed's store at {where}, has not answered for {seconds:.3g} seconds "
+            "(it is frozen or gone, or its machine is out of reach)"
         )
+        super().__init__(f"rank {launcher.rank()}: {self.why}. {GO_ON}", on_all_ranks=not _reports())
 
 
 def within[T](seconds: float, request: Callable[[], T]) -> T:

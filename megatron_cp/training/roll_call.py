@@ -35,7 +35,7 @@ _NAME = "roll_call"
 _LOOK = 1.0  # seconds between looks at the store
 _GRACE = 10.0  # seconds from an alarm, for this rank to end by itself
 _SIGNING = 20.0  # seconds between the first thread's signature at a standstill and the last's
-_ANSWER = 10.0  # seconds for the store to answer one request of a rank that is to end
+_ANSWER = 5.0  # seconds for the store to answer one request of a rank that is to end
 
 completing = store_watch.completing
 
@@ -110,7 +110,7 @@ class RollCall:
         try:
             return board.find_out(self.doing(), broken=broken)
         except StoreSilentError as silent:
-            return Found(str(silent), -1 if silent.on_all_ranks else self._rank, all_well=False)
+            return Found(silent.why, -1 if silent.on_all_ranks else self._rank, all_well=False)
         except RuntimeError:
             return Found("rank 0 is gone, and with it the store through which the ranks met", self._rank, False)
 
