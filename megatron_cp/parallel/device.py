@@ -21,6 +21,7 @@ from megatron_cp.errors import ConfigError, DataError, RuntimeFault, Violation
 from megatron_cp.parallel import staged
 from megatron_cp.parallel.meeting import meet
 from megatron_cp.parallel.sockets import use_one_interface
+from megatron_cp.parallel.store_watch import stop_watching
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ def stop_distributed(*, alone: bool = False) -> None:
     """
     if dist.is_initialized() and not (alone and dist.get_backend() == "nccl"):
         dist.destroy_process_group()
+    stop_watching()
 
 
 def random_state() -> dict[str, Any]:

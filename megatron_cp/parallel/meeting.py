@@ -35,12 +35,14 @@ from megatron_cp.errors import (
     shown_ranks,
 )
 from megatron_cp.parallel.sockets import environment_store
+from megatron_cp.parallel.store_watch import watch, within
 
 _START, _ANSWER, _GONE = "start", "answer", "gone"
 # Where a collective fails or is not done in time, NCCL's watchdog writes this, below all names that a store was given
 # (torch 2.11, ProcessGroupNCCL's store for all): every later start would read it there, and be ended.
 _OF_NCCL = "exception_dump"
 _SECONDS_TO_TELL = timedelta(seconds=5)
+_SECONDS_TO_ANSWER = 10.0  # beyond a time limit, for a store that has many ranks to serve
 
 _met_in: dist.Store | None = None
 
@@ -54,8 +56,17 @@ def meet(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
         DataError, RuntimeFault: a rank of another node has said why it does not come.
         RuntimeFault: some have not come, or would speak by other means. torch would say so by the name of a key, or
             later, or not at all.
+        StoreSilentError: whoever keeps the store does not answer. After the rendezvous a thread watches for that.
     """
     global _met_in
+    seconds = timeout.total_seconds()
+    store, rank, world_size = within(seconds + _SECONDS_TO_ANSWER, lambda: _meet(means, timeout))
+    watch(store, seconds)
+    _met_in = store
+    return store, rank, world_size
+
+
+def _meet(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
     launchers, rank, world_size = environment_store(timeout)
     ranks = [f"here_{other}" for other in range(world_size)]
     said = f"{socket.gethostname()} {means}"
@@ -66,7 +77,6 @@ def meet(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
     problem = store.get(_ANSWER).decode()
     if problem:
         raise RuntimeFault(problem, on_all_ranks=True)
-    _met_in = store
     return store, rank, world_size
 
 
@@ -151,9 +161,13 @@ def tell_those_who_wait(reason: Exception) -> None:
         return
     code = EXIT_CONFIG if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
     what = str(reason) if isinstance(reason, ConfigError | DataError | RuntimeFault) else repr(reason)
-    with contextlib.suppress(RuntimeError, ValueError):  # who keeps the store may be gone, too
+
+    def tell() -> None:
         launchers, rank, _ = environment_store(_SECONDS_TO_TELL)
         _leave_word(launchers, rank, code, what)
+
+    with contextlib.suppress(RuntimeError, ValueError):  # who keeps the store may be gone or frozen, too
+        within(_SECONDS_TO_ANSWER, tell)
 
 
 def begun(address: str, port: int, killed: int, how: str) -> dist.Store | None:

@@ -12,9 +12,6 @@ import ipaddress
 import logging
 import os
 import socket
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -24,10 +21,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_cp import launcher
 from megatron_cp.errors import RuntimeFault
+from megatron_cp.parallel.store_watch import StoreSilentError, within
 
 LOOPBACK = "127.0.0.1"
 _LISTEN = "MEGATRON_CP_LISTEN"  # the address that stores listen on, where the one that others connect to is not it
-_SECONDS_TO_ANSWER = 10.0  # beyond a time limit
+_SECONDS_TO_ANSWER = 5.0  # beyond a time limit; less than the rendezvous as a whole has
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +105,13 @@ def tcp_store(
         listener = _listen(host_name, port)
         port = listener.getsockname()[1]
         options["master_listen_fd"] = listener.detach()
+    # torch waits without end for a program that accepts the connection and says nothing.
     seconds = timeout.total_seconds() + _SECONDS_TO_ANSWER
     try:
-        return _within(
+        return within(
             seconds, lambda: dist.TCPStore(host_name, port, world_size, is_master, timeout=timeout, **options)
         )
-    except TimeoutError:
+    except StoreSilentError:
         what = f"what listens there did not answer in {seconds:.0f} seconds"
     except dist.DistNetworkError as error:
         what = f"no store answers there ({(str(error).splitlines() or [''])[0]})"
@@ -181,17 +180,3 @@ def _bound(address: str, port: int) -> socket.socket:
         made.close()
         raise
     return made
-
-
-def _within(seconds: float, make: Callable[[], dist.TCPStore]) -> dist.TCPStore:
-    """Raises TimeoutError after that time: torch waits without end for a program that accepts and says nothing."""
-    result: Future[dist.TCPStore] = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(make())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=work, name="store", daemon=True).start()
-    return result.result(seconds)

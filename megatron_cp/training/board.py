@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megatron_cp.errors import shown, shown_ranks
 
@@ -29,11 +29,15 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Roll:
-    """Who answered: what each present rank was doing, what each fallen one said, and who said nothing."""
+    """Who answered: what each present rank was doing, what each fallen one said, and who said nothing.
+
+    ``broken``: whether any rank lost a connection, or waited for the whole time limit.
+    """
 
     present: dict[int, str]
     fallen: dict[int, str]
     missing: list[int]
+    broken: bool = False
 
     def __str__(self) -> str:
         reasons = [f"rank {rank} had failed: {why}" for rank, why in sorted(self.fallen.items())]
@@ -49,6 +53,15 @@ class Roll:
         fewest_first = sorted(by_doing.items(), key=lambda item: (len(item[1]), item[1]))
         doing = [f"{shown_ranks(ranks)}: {what}" for what, ranks in fewest_first]
         return f"every rank still answers ({shown(doing, '; ')})"
+
+
+class Found(NamedTuple):
+    """Why the run cannot go on, the lowest rank that lives, which reports it, and whether all ranks are well: each
+    answers, none has failed, no connection broke."""
+
+    why: str
+    lowest: int
+    all_well: bool
 
 
 class Board:
@@ -73,24 +86,31 @@ class Board:
         self._append("fallen", why)
         self._store.set(_ALARM, "")
 
-    def find_out(self, doing: str) -> tuple[str, int]:
-        """Why the run cannot go on, and the lowest rank that lives, which is to say so; takes up to a few seconds.
+    def find_out(self, doing: str, *, broken: bool = False) -> Found:
+        """Ask why the run cannot go on; takes up to a few seconds. ``broken``: this rank lost a connection.
 
         Raises the alarm. The first rank that asks finds out, the others are told.
         """
         self._store.set(_ALARM, "")
+        if broken:
+            self._append("broken", "")
         self.sign(doing)
         collector = int(self._store.compare_set(_COLLECTOR, "", str(self._rank)))
         if collector == self._rank:
-            roll = self._collect()
-            self._store.set(_FOUND, json.dumps([str(roll), min(roll.present, default=self._rank)]))
+            self._store.set(_FOUND, json.dumps(self._found_now()))
         deadline = time.monotonic() + 2 * self._patience
         while not self._store.check([_FOUND]):
             if time.monotonic() > deadline:
-                return f"rank {collector}, which asked who is there, is gone before it could tell", self._rank
+                why = f"rank {collector}, which asked who is there, is gone before it could tell"
+                return Found(why, self._rank, all_well=False)
             time.sleep(self._patience / 8)
-        who, lowest = json.loads(self._store.get(_FOUND))
-        return who, lowest
+        found = Found(*json.loads(self._store.get(_FOUND)))
+        return self._found_now() if found.all_well else found  # a rank may have failed since then
+
+    def _found_now(self) -> Found:
+        roll = self._collect()
+        all_well = not roll.missing and not roll.fallen and not roll.broken
+        return Found(str(roll), min(roll.present, default=self._rank), all_well)
 
     def _append(self, kind: str, text: str) -> None:
         self._store.append(_SIGNED, json.dumps([kind, self._rank, text]) + "\n")
@@ -98,7 +118,7 @@ class Board:
     def _collect(self) -> Roll:
         deadline = time.monotonic() + self._patience
         while True:
-            signed: dict[str, dict[int, str]] = {"present": {}, "fallen": {}}
+            signed: dict[str, dict[int, str]] = {"present": {}, "fallen": {}, "broken": {}}
             for line in self._store.get(_SIGNED).decode().splitlines():
                 kind, rank, text = json.loads(line)
                 signed[kind][rank] = text
@@ -106,5 +126,5 @@ class Board:
             present = {rank: text for rank, text in signed["present"].items() if rank not in fallen}
             missing = [rank for rank in range(self._size) if rank not in present and rank not in fallen]
             if not missing or time.monotonic() > deadline:
-                return Roll(present, fallen, missing)
+                return Roll(present, fallen, missing, bool(signed["broken"]))
             time.sleep(self._patience / 16)

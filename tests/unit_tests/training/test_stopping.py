@@ -95,17 +95,41 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path, monkeypatch: Any, layout
 
 
 @slow
-def test_a_rank_that_is_frozen_is_named_after_the_timeout(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("when", "frozen"), [("step", 1), ("step", 0), ("save", 0), ("end", 0)])
+def test_a_rank_that_is_frozen_is_named_after_the_timeout(
+    tmp_path: Path, monkeypatch: Any, when: str, frozen: int
+) -> None:
+    """Rank 0 keeps the store here, as of ranks that srun or a person starts."""
+
     def stop() -> None:
         (tmp_path / "lost").write_text(str(time.time()))
         (tmp_path / "frozen").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    freeze = at_iteration(2, 1, stop)
-    arguments = ["train.train_iters=50", "dist.distributed_timeout_minutes=0.1"]
+    def freeze_outside_steps() -> None:
+        from megatron_cp.training import checkpoint, loop
+
+        module, name = (checkpoint, "put_in_place") if when == "save" else (loop, "evaluate_all")
+
+        def freeze(*args: Any, **kwargs: Any) -> Any:
+            if int(os.environ["RANK"]) == frozen:
+                stop()
+            return original(*args, **kwargs)
+
+        original = getattr(module, name)
+        setattr(module, name, freeze)
+
+    freeze = at_iteration(2, frozen, stop) if when == "step" else freeze_outside_steps
+    arguments = ["train.train_iters=3", "validation.eval_iters=1", "dist.distributed_timeout_minutes=0.1"]
     text, codes = lose(tmp_path, monkeypatch, 2, arguments, freeze)
-    assert list(codes) == ["code0"] and codes["code0"].startswith("1 "), (codes, text)
-    assert "failed because rank 1 is gone (killed, crashed or frozen). It said:" in text, text
+    left = 1 - frozen
+    assert list(codes) == [f"code{left}"] and codes[f"code{left}"].startswith("1 "), (codes, text)
+    assert float(codes[f"code{left}"].split()[1]) < 30, codes
+    if frozen == 0:
+        assert "because rank 0, which keeps torch.distributed's store at 127.0.0.1:" in text, text
+    else:
+        assert "failed because rank 1 is gone (killed, crashed or frozen). It said:" in text, text
+    assert text.count("megatron-cp: rank") == 1 and "Traceback" not in text, text
 
 
 def fail_with(error: BaseException) -> Any:

@@ -1,0 +1,85 @@
+"""Tell exceptions that came out of an exchange between ranks: by where they were raised, not by their text.
+
+A lost peer has no exception of its own. gloo raises RuntimeError with many texts, also for wrong arguments; so does
+torch for almost every other error. What is certain is the call that raised. An exchange is
+
+- an exception of torch.distributed's own types (``DistError``: NCCL, stores);
+- a RuntimeError with a frame of torch.distributed in its traceback;
+- one that a ``.wait()`` raised: handles of asynchronous collectives have no Python frame;
+- one out of autograd's engine, which runs collectives of its own threads and loses their frames.
+
+The rest is a question to the other ranks (``RollCall.explain``): an exchange that fails while another rank is gone or
+has failed is a lost peer. So is one that took the whole time limit or broke a connection (by the system's own words for
+that), on this rank or another. Else all ranks are well: the error is this rank's own and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import linecache
+import os
+import traceback
+from pathlib import Path
+from typing import cast
+
+import torch.distributed as dist
+
+_NETWORK_ERRORS = (
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETRESET,
+    errno.ENETUNREACH,
+    errno.EPIPE,
+    errno.ETIMEDOUT,
+)
+
+
+def is_exchange(error: BaseException) -> bool:
+    """Whether ``error`` came out of an exchange between ranks."""
+    if isinstance(error, dist.DistError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, RuntimeError) and any(
+        _of_torch(frame, "distributed") or _of_torch(frame, "autograd/graph.py") or _is_wait(frame) for frame in frames
+    )
+
+
+def is_network_error(error: BaseException) -> bool:
+    """Whether an exchange failed by a broken connection: torch's own type, or the system's words for it."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(os.strerror(number).lower() in text for number in _NETWORK_ERRORS)
+
+
+def name_of_exchange(error: BaseException) -> str:
+    """The torch.distributed call that failed and its caller, from the traceback."""
+    collective, caller = "", ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if path.name == "distributed_c10d.py":
+            collective = collective or frame.name
+        elif {"megatron_cp", "megatron"} & set(path.parts) and not collective:
+            caller = f"{path.stem}.{frame.name}"
+    return f"{collective or 'an exchange'} in {caller}" if caller else collective or "a collective"
+
+
+def _of_torch(frame: traceback.FrameSummary, part: str) -> bool:
+    return f"/torch/{part}" in Path(frame.filename).as_posix()
+
+
+def _is_wait(frame: traceback.FrameSummary) -> bool:
+    """Whether the call that raised in this frame is a ``.wait(...)``."""
+    if None in (frame.lineno, frame.end_lineno, frame.colno, frame.end_colno):
+        return False
+    first, last = cast(int, frame.lineno), cast(int, frame.end_lineno)
+    lines = [linecache.getline(frame.filename, number).encode() for number in range(first, last + 1)]
+    lines[-1] = lines[-1][: frame.end_colno]
+    lines[0] = lines[0][frame.colno :]
+    try:
+        call = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+    except (SyntaxError, ValueError):  # changed since it was read
+        return False
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "wait"
