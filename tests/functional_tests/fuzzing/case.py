@@ -52,7 +52,7 @@ class Case:
         self.change_some([self.work / path])
 
     def change_some(self, files: list[Path]) -> None:
-        """One of the files, sometimes two."""
+        """One of the files, sometimes two; they are different ones."""
         for file in self.rng.sample(files, min(len(files), self.rng.choice([1, 1, 1, 2]))):
             if not self.valid:
                 mutate(self.rng, file)
