@@ -31,6 +31,7 @@ from megatron_cp.data.corpus import standard_library_sources
 from megatron_cp.data.preprocess import RichProgress, preprocess
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, DataError
+from megatron_cp.input_files import read_json
 from megatron_cp.process import drop_lost_output, end_with_parent, signals_to_stop_at
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check_or_raise
@@ -102,7 +103,7 @@ def _fingerprint(sources: Sequence[Path]) -> dict[str, object]:
 
 def _read(path: Path) -> object:
     try:
-        return json.loads(path.read_text())
+        return read_json(path)
     except (OSError, ValueError):
         return None
 

@@ -9,6 +9,7 @@ error that names the nearest valid one, wherever it was written.
 from __future__ import annotations
 
 import copy
+import io
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 from megatron_cp import bridge_names
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.input_files import read_bytes
 from megatron_cp.schema import alternatives, build, field_paths, hints, kind_of, nearest, nearest_first, section_names
 
 # Bridge's names for mixed_precision; the underscore and the dash are both in use there.
@@ -289,7 +291,8 @@ def _load_yaml(path: Path) -> dict[str, Any]:
     from yaml import YAMLError
 
     try:
-        loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        text = io.StringIO(read_bytes(path).decode("utf-8"))
+        loaded: Any = OmegaConf.to_container(OmegaConf.load(text), resolve=False)
     except FileNotFoundError as error:
         fix = f"check the path{'' if path.is_absolute() else f', which begins in {Path.cwd()}'}"
         raise _problem("K4", "--config", f"file not found: {path}", fix) from error

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_cp.input_files import file_or_pipe, parse_json, read_bytes
+
 METRICS = "metrics.jsonl"
 SCHEDULES = "schedules.jsonl"
-_BEGINS = re.compile(rb'\{"iteration": (\d+)[,}]')
+_BEGINS = re.compile(rb'\{"iteration": (\d{1,18})[,}]')
+_LAST = 10**18 - 1  # an iteration that no run gets to: numbers beyond it are damage
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -21,12 +23,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         OSError: the file cannot be read.
     """
     lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_bytes(path).splitlines():
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
+            values = parse_json(line)
+        except ValueError:
             continue
-        if isinstance(values, dict) and isinstance(values.get("iteration"), int):
+        if isinstance(values, dict) and type(number := values.get("iteration")) is int and abs(number) <= _LAST:
             lines.append(values)
     return lines
 
@@ -37,7 +39,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     Raises:
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
+    with open(path, "rb", opener=file_or_pipe) as file:
         for line in file:
             iteration = _iteration_of(line)
             if iteration is not None:

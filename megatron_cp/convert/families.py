@@ -224,15 +224,22 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
     return family, values
 
 
-def _check_types(family: Family, values: Mapping[str, Any]) -> None:
-    """What the rest computes with: not every version of Hugging Face's library looks."""
-    found = Problems("the value that the model was published with")
+def count_names(family: Family, values: Mapping[str, Any]) -> list[str]:
+    """The settings of a published ``config.json`` that count something in its family's models."""
+    if family.hybrid:
+        return nemotron_h.count_names(values)
     counts = [*_COUNTS, *(name for name in _MAYBE_COUNTS if values.get(name) is not None)]
     if family.latent:
         counts += [*deepseek.COUNTS, *(name for name in deepseek.MAYBE_COUNTS if values.get(name) is not None)]
     elif family.experts is not None:
         counts += [family.experts.count, family.experts.width, "num_experts_per_tok"]
-    for name in counts:
+    return counts
+
+
+def _check_types(family: Family, values: Mapping[str, Any]) -> None:
+    """What the rest computes with: not every version of Hugging Face's library looks."""
+    found = Problems("the value that the model was published with")
+    for name in count_names(family, values):
         found.unless(is_count(values.get(name)), name, values.get(name), "a whole number of at least 1 is needed")
     for name in ("rms_norm_eps", "initializer_range"):
         found.unless(is_positive(values.get(name)), name, values.get(name), "a number above 0 is needed")

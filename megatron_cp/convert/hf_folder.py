@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +15,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_cp import input_files
 from megatron_cp.convert.families import FAMILIES
+from megatron_cp.convert.sizes import check_sizes
 from megatron_cp.errors import ConfigError, RuntimeFault
 
 _INDEX = "model.safetensors.index.json"
@@ -35,13 +38,19 @@ _COMPANIONS = (
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """A folder's ``config.json``, with the defaults of the family's own class in Hugging Face's library.
 
+    Args:
+        shapes: of the weights, by the tensors' names: the library makes lists as long as the settings say.
+
     Raises:
-        ConfigError: there is none, it cannot be read, or it is of a family that has no counterpart.
+        ConfigError: there is none, it cannot be read, it is of a family that has no counterpart, or its sizes are
+            larger than the weights'.
     """
-    _check_family(folder, read_json(folder / "config.json").get("model_type"))
+    written = read_json(folder / "config.json")
+    _check_family(folder, written.get("model_type"))
+    check_sizes(written, shapes)
     from transformers import AutoConfig
 
     try:
@@ -51,6 +60,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except Exception as error:  # of many kinds, whatever a value is used for first
         raise ConfigError(f"{folder / 'config.json'} cannot be read as a model's: {_in_a_line(error)}") from error
     _check_family(folder, values.get("model_type"))  # some settings make it another one's
+    check_sizes(values, shapes)  # once more by the names that all families share, and with the defaults
     return values
 
 
@@ -71,13 +81,18 @@ class PublishedWeights:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        if (folder / _SINGLE).exists():  # also where there is an index as well, as Hugging Face's library does
+        check_plain_files(folder)
+        if os.path.exists(folder / _SINGLE):  # also where there is an index as well, as Hugging Face's library does
             files = [_SINGLE]
-        elif (folder / _INDEX).exists():
+        elif os.path.exists(folder / _INDEX):
             places = read_json(folder / _INDEX).get("weight_map")
             if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
                 raise ConfigError(f"{folder / _INDEX} holds no weight_map from tensors to files. Fetch it again.")
             files = sorted(set(places.values()))
+            if elsewhere := [file for file in files if Path(file).name != file]:
+                raise ConfigError(
+                    f"{folder / _INDEX}: names {elsewhere[0]!r}, a file outside of the folder. Fetch the model again."
+                )
         else:
             raise ConfigError(
                 f"{folder} has neither {_SINGLE} nor {_INDEX}. Weights in another format become safetensors by "
@@ -91,6 +106,8 @@ class PublishedWeights:
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{folder / file} cannot be read: {_in_a_line(error)}. Fetch it again.") from error
 
+        self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
+
     def names(self) -> set[str]:
         return set(self._file_of)
 
@@ -102,9 +119,6 @@ class PublishedWeights:
             has = f"weights of {', '.join(other)}" if other else "no weights"
             raise ConfigError(f"{self._folder}: {has}; {', '.join(_DTYPES)} are needed")
         return (_DTYPES[given.pop()], True) if len(given) == 1 else ("float32", False)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def __getitem__(self, name: str) -> Tensor:
         return self._file_of[name].get_tensor(name)
@@ -167,12 +181,18 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
+def check_plain_files(folder: Path) -> None:
+    """Raises ConfigError for what no library may be given: a device has no end, a pipe waits for a writer."""
+    if special := input_files.special_files(folder):
+        raise ConfigError(f"{special[0]}: is neither a file nor a folder. Fix: rm {shlex.quote(str(special[0]))}")
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A file's object; raises ConfigError where there is none."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = input_files.read_json(file)
     except OSError as error:
-        hint = "; nothing is downloaded, 'hf download NAME --local-dir FOLDER' fetches one" * (not file.exists())
+        hint = "; nothing is downloaded, 'hf download NAME --local-dir FOLDER' fetches one" * (not os.path.exists(file))
         raise ConfigError(f"{file} cannot be read: {error.strerror}{hint}") from error
     except ValueError as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error

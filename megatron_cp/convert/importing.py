@@ -35,9 +35,8 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
     """
     root = root.resolve()
     check_absent(root, "--megatron-path")
-    values = read_config(source)
-    family, model = model_from_hf(values)
     published = PublishedWeights(source)
+    family, model = model_from_hf(read_config(source, published.shapes))
     ahead = further_ahead(published.names())
     weights = (name for name in published.names() - ahead if not is_spare(name, model))
     own, alike = published.dtype(name for name in weights if not name.endswith(KEPT_IN_FLOAT32))
@@ -49,8 +48,10 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
         if not without:
             tokenizer.tokenizer_model = str(root / TOKENIZER)
         config = undivided(RunConfig(model=model, tokenizer=tokenizer, recipe=root.name), dtype)
+        with torch.device("meta"), whole_model(config) as shapes_alone:
+            _check_fits(shapes_alone, published, family, ahead)
         with whole_model(config) as whole:
-            parameters = _fill(whole, published, family, ahead)
+            parameters = _fill(whole, published, family)
             check_finite(whole.parameters(), own, dtype)
             iteration = whole.save(partial, 0).name
         title = f"{source.resolve().name}, imported ({family.architecture})"
@@ -75,8 +76,17 @@ def _check_rules(model: ModelConfig) -> None:
     check_or_raise(config.finalize(), 1, None, Environment.of("cpu"))
 
 
-def _fill(whole: WholeModel, published: PublishedWeights, family: Family, ahead: set[str]) -> int:
-    """Give every parameter its value; returns how many numbers that are.
+def _fill(whole: WholeModel, published: PublishedWeights, family: Family) -> int:
+    """Give every parameter its value; returns how many numbers that are."""
+    model, parameters = whole.config.model, whole.parameters()
+    for name, parameter in parameters.items():
+        part = part_of(name, family)
+        parameter.data.copy_(part.join([published[tensor] for tensor in part.published], model))
+    return sum(parameter.numel() for parameter in parameters.values())
+
+
+def _check_fits(whole: WholeModel, published: PublishedWeights, family: Family, ahead: set[str]) -> None:
+    """Compare a model's parameters with the published weights; of the model, shapes are enough.
 
     Raises:
         ConfigError: tensors are missing, of another shape, or have no place; tells all of them.
@@ -95,15 +105,12 @@ def _fill(whole: WholeModel, published: PublishedWeights, family: Family, ahead:
     problems = [f"{name} is missing" for name in sorted(expected.keys() - there)]
     problems += [f"{name} has no place" for name in sorted(there - expected.keys()) if not is_spare(name, model)]
     problems += [
-        f"{name} has shape {published.shape(name)} and not {shape}"
+        f"{name} has shape {published.shapes[name]} and not {shape}"
         for name, shape in expected.items()
-        if name in there and published.shape(name) != shape
+        if name in there and published.shapes[name] != shape
     ]
     if problems:
         raise ConfigError(f"the weights are not of the model that config.json describes: {shown(problems, '; ')}")
-    for name, part in parts.items():
-        parameters[name].data.copy_(part.join([published[tensor] for tensor in part.published], model))
-    return sum(parameter.numel() for parameter in parameters.values())
 
 
 def _check_tied(model: ModelConfig, published: PublishedWeights) -> None:

@@ -76,6 +76,12 @@ _NEEDED_OF_EXPERTS: dict[str, Any] = {
 _SCORES_OF_A_GROUP = 2
 
 
+def count_names(values: Mapping[str, Any]) -> list[str]:
+    """The settings that count something in a published model of these settings."""
+    kinds = values.get("layers_block_type")
+    return [*_COUNTS, *(_COUNTS_OF_EXPERTS if isinstance(kinds, list) and "moe" in kinds else ())]
+
+
 def read(values: Mapping[str, Any]) -> ModelConfig:
     """The settings of a published model.
 

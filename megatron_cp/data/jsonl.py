@@ -6,7 +6,6 @@ loss. Every document ends with the tokenizer's end-of-document token, which is p
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from megatron_cp.data.cache import build_cached, cache_key, cache_root, map_arra
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.data.tokenizing import encode, indexed_writer
 from megatron_cp.errors import DataError
+from megatron_cp.input_files import file_or_pipe, parse_json
 
 logger = logging.getLogger(__name__)
 _FORMAT = 1  # of the cached files; another number makes them anew
@@ -53,7 +53,9 @@ def tokenized(path: str, tokenizer: Tokenizer, keys: Keys, path_to_cache: str | 
     """
     file = Path(path)
     try:
-        with file.open("rb") as stream:  # a network file system may tell a file's old size until it is opened
+        with open(
+            file, "rb", opener=file_or_pipe
+        ) as stream:  # a network file system may tell a file's old size until it is opened
             status = os.fstat(stream.fileno())
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
@@ -100,7 +102,7 @@ def read_lines[T](file: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[
         DataError: the file cannot be read, or a line holds no object, or one for which ``parse`` raises ValueError.
     """
     try:
-        with file.open("rb") as stream:
+        with open(file, "rb", opener=file_or_pipe) as stream:
             for number, line in enumerate(stream, 1):
                 try:
                     value = parse(_object(line)) if line.strip() else None
@@ -128,13 +130,11 @@ def _sample(value: dict[str, Any], keys: Keys) -> tuple[str, str]:
 def _object(line: bytes) -> dict[str, Any]:
     """The object that a line of JSON holds. Raises ValueError saying why it holds none."""
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 text: {error.reason}.") from error
     except ValueError as error:
         raise ValueError(f"not valid JSON: {error}." + _cut_short(line)) from error
-    except RecursionError as error:
-        raise ValueError("is nested too deeply.") from error
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object is needed, found {type(value).__name__}.")
     return value

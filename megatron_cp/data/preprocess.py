@@ -25,6 +25,7 @@ from megatron_cp.data.jsonl import read_lines, text_under
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.data.tokenizing import encode, indexed_writer
 from megatron_cp.errors import DataError, shown
+from megatron_cp.input_files import read_bytes
 
 DEFAULT_SUFFIXES = (".txt", ".jsonl")
 _PACKED = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd", ".zip": "unzip"}
@@ -115,7 +116,7 @@ def read_documents(file: Path, json_key: str = "text") -> Iterator[tuple[str, in
             yield text or "", num_bytes
         return
     try:
-        raw = file.read_bytes()
+        raw = read_bytes(file)
         yield raw.decode("utf-8"), len(raw)
     except UnicodeDecodeError as error:
         if file.suffix in _PACKED:

@@ -23,6 +23,7 @@ from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.data.varlen import DocumentDataset, MockVarlenDataset, Sample
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, read_lengths, sample_lengths
 from megatron_cp.errors import DataError
+from megatron_cp.input_files import file_or_pipe
 
 KINDS = ("documents", "jsonl", "mock_documents")
 
@@ -177,7 +178,7 @@ def check_files(config: DatasetConfig) -> None:
 
 def _readable(path: str) -> None:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=file_or_pipe) as file:
             empty = not file.read(1)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error

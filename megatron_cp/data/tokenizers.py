@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 from megatron_cp.config import TokenizerConfig
 from megatron_cp.errors import DataError
+from megatron_cp.input_files import read_json, special_files
 from megatron_cp.models.vocabulary import BYTE_LEVEL
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -118,6 +120,11 @@ class HuggingFaceTokenizer(_Base):
                 f"tokenizer.tokenizer_model={path}: no such file or folder. Give a tokenizer.json or the folder that "
                 "holds one; nothing is downloaded."
             )
+        if special := special_files(self.path):
+            raise DataError(
+                f"tokenizer.tokenizer_model={path}: {special[0]} is neither a file nor a folder. "
+                f"Fix: rm {shlex.quote(str(special[0]))}"
+            )
         self._tokenizer = _load(self.path)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
@@ -173,7 +180,7 @@ def _named_end_token(path: Path) -> str | None:
         if not os.path.exists(file):
             continue
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
+            values = read_json(file)
         except OSError as error:
             raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
         except ValueError as error:

@@ -9,9 +9,10 @@ import zlib
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.resources import files
-from pathlib import Path
 
 import numpy as np
+
+from megatron_cp.input_files import read_bytes
 
 _MOST_DIGITS = 18  # of a length: any such number is an int64
 LEAST_LONGEST = {"long": 8192}  # distributions that begin at a length: what ``longest`` must be at least
@@ -109,7 +110,7 @@ def read_lengths(path: str) -> np.ndarray:
         ValueError: what is wrong with the file, or that it holds none.
     """
     try:
-        raw = Path(path).read_bytes()
+        raw = read_bytes(path)
         text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(

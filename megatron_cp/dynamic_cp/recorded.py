@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.types import Group, Schedule
+from megatron_cp.input_files import parse_json
+from megatron_cp.parallel.layout import MOST_RANKS
 from megatron_cp.run_lines import METRICS, SCHEDULES, numbered_lines, read_lines
 
 
@@ -44,6 +46,8 @@ class RecordedStep:
     pipeline_size: int = 1
 
 
+_LONGEST_STEP = 1e9  # seconds
+_MOST = {"num_ranks": MOST_RANKS, "max_seqlen_per_rank": 2**31 - 1, "sequence_parallel_size": MOST_RANKS}
 # What runs of older versions have not recorded.
 _SETTINGS = ("context_parallel_size", "microbatch_multiple", "sync_ranks", "pipeline_size")
 
@@ -75,7 +79,7 @@ def read_step(folder: Path, iteration: int | None = None) -> RecordedStep:
         ValueError: the run has recorded no such step, or a damaged one.
     """
     path = folder / SCHEDULES
-    if not path.is_file():
+    if not os.path.isfile(path):  # which, unlike Path.is_file, never raises
         raise ValueError(
             f"{path}: there is no such file. Runs with model.sequence_packing_scheduler write one into their folder"
         )
@@ -91,17 +95,19 @@ def read_step(folder: Path, iteration: int | None = None) -> RecordedStep:
         wanted = last if iteration is None else iteration
         if found is None:
             raise ValueError(f"has no iteration {wanted}, only {first} to {last}")
-        return _step(json.loads(found), _measured_seconds(folder / METRICS, wanted))
+        return _step(parse_json(found), _measured_seconds(folder / METRICS, wanted))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def _measured_seconds(metrics: Path, iteration: int) -> float | None:
-    lines = read_lines(metrics) if metrics.is_file() else []
-    return {line["iteration"]: line["step_time_s"] for line in lines if "step_time_s" in line}.get(iteration)
+    lines = read_lines(metrics) if os.path.isfile(metrics) else []
+    seconds: Any = {line["iteration"]: line["step_time_s"] for line in lines if "step_time_s" in line}.get(iteration)
+    return float(seconds) if type(seconds) in (int, float) and 0 < seconds < _LONGEST_STEP else None
 
 
 def _step(values: dict[str, Any], seconds: float | None) -> RecordedStep:
+    _check(values)
     microbatches = [
         [Group(tuple(range(first, first + size)), tuple(ids)) for first, size, ids in groups]
         for groups in values["microbatches"]
@@ -112,3 +118,28 @@ def _step(values: dict[str, Any], seconds: float | None) -> RecordedStep:
     settings = {name: values[name] for name in _SETTINGS if name in values}
     cost = CostModel(**values["cost"])
     return RecordedStep(values["iteration"], schedule, tuple(values["lengths"]), cost, seconds, **settings)
+
+
+def _check(values: dict[str, Any]) -> None:
+    """Check a line's types and ranges before anything is made of its numbers; raises ValueError and KeyError."""
+    for name, most in (_MOST | dict.fromkeys(_SETTINGS, MOST_RANKS)).items():
+        if name in _MOST or name in values:
+            _check_number(values[name], name, 1, most)
+    lengths, ranks = values["lengths"], values["num_ranks"]
+    for length in lengths:
+        _check_number(length, "lengths", 1, 2**31 - 1)
+    seen: list[int] = []
+    for groups in values["microbatches"]:
+        for first, size, ids in groups:
+            _check_number(first, "the first rank of a group", 0, ranks - 1)
+            _check_number(size, "the ranks of a group", 1, ranks - first)
+            seen += ids
+    if not lengths or sorted(seen) != list(range(len(lengths))):
+        raise ValueError("is damaged: its microbatches do not hold each sample once")
+    if not isinstance(values["cost"], dict):
+        raise ValueError("is damaged: cost is no mapping")
+
+
+def _check_number(value: Any, name: str, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"is damaged: {name}={str(value)[:40]} is not a whole number from {least} to {most}")

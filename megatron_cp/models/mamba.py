@@ -127,7 +127,9 @@ class ContextParallelMambaMixer(MambaMixer):
             parts: list[int], rest: tuple[int, ...], draw: Callable, dtype: torch.dtype
         ) -> torch.nn.Parameter:
             drawn = self._draw(parts, rest, draw)
-            return _tensor_parallel(drawn.to(device=torch.cuda.current_device(), dtype=dtype))
+            # A model that is built for its shapes alone holds no data that could be moved.
+            device = drawn.device if drawn.is_meta else torch.cuda.current_device()
+            return _tensor_parallel(drawn.to(device=device, dtype=dtype))
 
         self.conv1d_weight = parameter(whole.convolved, (1, CONV_WIDTH), _draw_convolution, config.params_dtype)
         self.conv1d_bias = parameter(whole.convolved, (), _draw_convolution, config.params_dtype)

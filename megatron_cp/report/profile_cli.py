@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 def _traces(paths: Sequence[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in paths:
-        if path.is_dir():
+        if os.path.isdir(path):  # which, unlike Path.is_dir, never raises
             inside = sorted((path / "profile").glob("*.json.gz"))
             if not inside:
                 raise DataError(f"{path} has no profiles; profiling.use_pytorch_profiler=true has a run write them")

@@ -12,8 +12,10 @@ from typing import Any
 import yaml
 
 from megatron_cp.errors import DataError
+from megatron_cp.input_files import read_bytes
 from megatron_cp.run_lines import METRICS, read_lines
 
+_LARGEST = 1e100
 Points = tuple[list[int], list[float]]  # iterations and values
 
 
@@ -32,18 +34,18 @@ class LoggedRun:
     events: Sequence[Mapping[str, Any]]
 
     def points(self, field: str) -> Points:
-        """A number by iteration, wherever it was written; what is absent or not finite is left out."""
-        found = [(line["iteration"], line.get(field)) for line in (*self.steps, *self.events)]
-        kept = sorted((i, float(value)) for i, value in found if isinstance(value, int | float))
+        """A number by iteration, wherever it was written; what is absent or no number is left out."""
+        found = [(line["iteration"], number_of(line.get(field))) for line in (*self.steps, *self.events)]
+        kept = sorted((i, value) for i, value in found if value is not None)
         return [i for i, _ in kept], [value for _, value in kept]
 
     @property
     def ranks(self) -> int | None:
         """The number of devices that the rates were divided by."""
         for step in self.steps:
-            whole, one = step.get("tokens_per_s"), step.get("tokens_per_s_per_device")
-            if whole and one:
-                return round(whole / one)
+            whole, one = number_of(step.get("tokens_per_s")), number_of(step.get("tokens_per_s_per_device"))
+            if whole and one and (ranks := number_of(whole / one)):
+                return round(ranks)
         return None
 
     @property
@@ -53,7 +55,7 @@ class LoggedRun:
         readings = [step["timers_s"] for step in self.steps if isinstance(step.get("timers_s"), dict)]
         for reading in readings:
             for name, seconds in reading.items():
-                sums[name] += seconds / len(readings)
+                sums[name] += (number_of(seconds) or 0.0) / len(readings)
         return dict(sums)
 
     @property
@@ -83,6 +85,11 @@ class LoggedRun:
             parts += [f"dp {replicas}"] if replicas > 1 else []
         ranks = "? ranks" if self.ranks is None else "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         return f"{ranks}: {', '.join(parts)}" if parts else ranks
+
+
+def number_of(value: Any) -> float | None:
+    """A number as it was logged; None for what is no number, not finite, or too large to be drawn."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= _LARGEST else None
 
 
 def read_runs(folders: Sequence[Path]) -> list[LoggedRun]:
@@ -122,7 +129,7 @@ def _read(folder: Path, name: str) -> LoggedRun:
 
 def _config(folder: Path) -> Mapping[str, Any]:
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        config = yaml.safe_load(read_bytes(folder / "config.yaml"))
     except (OSError, yaml.YAMLError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}

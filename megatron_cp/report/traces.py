@@ -7,7 +7,6 @@ do. Without one it is the host's operators, each without those that it called.
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import zlib
 from collections import defaultdict
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_cp.errors import DataError
+from megatron_cp.input_files import parse_json, read_bytes
 
 Span = tuple[int, int]  # nanoseconds, whole ones: what begins where another ends is beside it, not within
 
@@ -44,6 +44,7 @@ _OPERATORS = ("aten::", "c10d::", "gloo:", "mkldnn::", "mkl::")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
 _WAITS = re.compile(r"Synchronize$|^cudaMemcpy$")
+_LATEST = 1e17  # microseconds, 3,000 years
 _ITERATION = re.compile(r"^iteration \d+$")
 
 
@@ -112,14 +113,17 @@ def read_trace(path: Path) -> Breakdown:
         DataError: it cannot be read, is no trace, or no iteration is in it.
     """
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        raw = read_bytes(path)
+        content = parse_json(gzip.decompress(raw) if path.suffix == ".gz" else raw)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise DataError(f"{path}: cannot be read as a trace of PyTorch's profiler: {error}") from error
     listed = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(listed, list):
         raise DataError(f"{path}: is no trace of PyTorch's profiler: it has no list traceEvents")
-    events = [_event(each) for each in listed if isinstance(each, dict) and each.get("ph") == "X" and "ts" in each]
+    try:
+        events = [_event(each) for each in listed if isinstance(each, dict) and each.get("ph") == "X" and "ts" in each]
+    except ValueError as error:
+        raise DataError(f"{path}: is damaged: {error}. Fix: profile the run again") from error
     iterations = [each for each in events if each.category == "user_annotation" and _ITERATION.match(each.name)]
     if not iterations:
         raise DataError(f"{path}: no iteration is in this trace; profile steps of training, see profiling.*")
@@ -128,14 +132,24 @@ def read_trace(path: Path) -> Breakdown:
 
 
 def _event(found: Mapping[str, Any]) -> _Event:
-    begin, arguments = round(1e3 * float(found["ts"])), found.get("args")
+    begin, arguments = _nanoseconds(found, "ts", -_LATEST), found.get("args")
+    correlation = arguments.get("correlation") if isinstance(arguments, dict) else None
     return _Event(
         category=str(found.get("cat")),
         name=str(found.get("name")),
-        span=(begin, begin + round(1e3 * float(found.get("dur", 0)))),
+        span=(begin, begin + (_nanoseconds(found, "dur", 0) if "dur" in found else 0)),
         thread=found.get("tid"),
-        correlation=arguments.get("correlation") if isinstance(arguments, dict) else None,
+        correlation=correlation if isinstance(correlation, int | str) else None,
     )
+
+
+def _nanoseconds(found: Mapping[str, Any], field: str, least: float) -> int:
+    """A time of an event, which is in microseconds. Raises ValueError for what is none."""
+    time = found[field]
+    if type(time) not in (int, float) or not least <= time <= _LATEST:  # nan is in no range
+        what = f"{field}={str(time)[:40]} is not a number of microseconds"
+        raise ValueError(f"the event {str(found.get('name'))[:80]!r}: {what} from {least:g} to {_LATEST:g}")
+    return round(1e3 * time)
 
 
 def _device(content: Mapping[str, Any]) -> str:
@@ -149,6 +163,8 @@ def _breakdown(name: str, device: str | None, events: Sequence[_Event], iteratio
     on_device = [each for each in events if each.category in _DEVICE]
     begin = min(each.span[0] for each in iterations)
     end = max(each.span[1] for each in (*iterations, *on_device))
+    if end <= begin:
+        raise DataError(f"{name}: is damaged: its iterations take no time. Fix: profile the run again")
     if device is not None:
         timed = [each for each in on_device if each.span[1] > begin]
         own = [each.span[1] - max(each.span[0], begin) for each in timed]

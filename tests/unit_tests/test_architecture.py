@@ -25,7 +25,7 @@ ORDER = [
     {"slurm"},
     {"ahead", "flags", "launcher", "process", "run_lines"},
     {"backend", ""},
-    {"errors"},
+    {"errors", "input_files"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 # The one room that is both: what runs schedules needs torch, and all else of it thinks.
@@ -37,6 +37,7 @@ PURE = [
     "megatron_cp.bridge_names",
     "megatron_cp.config",
     "megatron_cp.flags",
+    "megatron_cp.input_files",
     "megatron_cp.one_rank",
     "megatron_cp.recipes",
     "megatron_cp.run_lines",

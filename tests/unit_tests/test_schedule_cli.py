@@ -235,6 +235,32 @@ def test_damaged_lines_of_a_run_are_left_out(tmp_path, capsys):
         assert (shown["iteration"], shown["measured_seconds"]) == (iteration, seconds)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("num_ranks", value) for value in (0, -1, 10**30, "4", None, 2.0)),
+        *(("lengths", value) for value in ([], None, ["a", "b"], [10, -5], [10, 10**30], {"a": 1})),
+        *(("microbatches", value) for value in (None, [], [[[0, 10**9, [0, 1]]]], [[[9, 1, [0, 1]]]], [[[0, 1, [0]]]])),
+        *(("microbatches", value) for value in ([[[0, 1, [0, "a"]]]], [[["a", 1, [0, 1]]]], [[[0, 1]]], 3)),
+        *(("cost", value) for value in (None, [], {}, {"quadratic": "a"}, {"per_microbatch": 10**400})),
+        *(("pipeline_size", value) for value in (0, None, "2", 10**30)),
+    ],
+)
+def test_a_recorded_step_with_other_values_is_refused(tmp_path, capsys, field, value):
+    step = SimpleNamespace(schedule=schedule([10, 20], 4, 64), lengths=[10, 20], cost=DEFAULT_COST)
+    line = {"iteration": 1} | record(step) | {field: value}
+    (tmp_path / "schedules.jsonl").write_text(json.dumps(line) + "\n")
+    assert main(["--from-run", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "schedules.jsonl: " in error and error.count("\n") == 1
+
+
+def test_a_recorded_step_that_is_nested_too_deeply_is_refused(tmp_path, capsys):
+    (tmp_path / "schedules.jsonl").write_text('{"iteration": 1, "a": ' + "[" * 100_000 + "}\n")
+    assert main(["--from-run", str(tmp_path)]) == 2
+    assert "nested too deeply" in capsys.readouterr().err
+
+
 def test_a_broken_index_is_explained(tmp_path, capfd):
     index = tmp_path / "broken.idx"
     index.write_bytes(b"abcd")

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,17 @@ def change_weights(folder: Path, **shapes: Any) -> None:
         else:
             tensors[name] = make(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def change_header(folder: Path, length: int | None = None, **values: Any) -> None:
+    """Another header of the weights' file: its length, or what it says of the last norm."""
+    path = folder / "hf/model.safetensors"
+    content = path.read_bytes()
+    (size,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + size])
+    header["model.norm.weight"] |= values
+    written = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", length or len(written)) + written + content[8 + size :])
 
 
 def other_index(folder: Path, places: Any) -> None:
@@ -90,7 +102,25 @@ BROKEN = {
         lambda f: change_weights(f, **{NORM: lambda t: t["model.norm.weight"][:32].clone()}),
         "model.norm.weight has shape (32,) and not (64,)",
     ),
-    "layers": (lambda f: change(f, num_hidden_layers=3), "model.layers.2.input_layernorm.weight is missing"),
+    "layers": (lambda f: change(f, num_hidden_layers=3), "num_hidden_layers=3: the weights have 2 layers"),
+    # Sizes that would fill the memory, mostly before there is a tensor of them.
+    "many layers": (lambda f: change(f, num_hidden_layers=10**9), "=1000000000: the weights have 2 layers"),
+    "wide": (lambda f: change(f, hidden_size=10**9), "hidden_size=1000000000: the weights' largest dimension is 192"),
+    "wide heads": (lambda f: change(f, head_dim=10**30), "head_dim=1000000000000000000000000000000: the weights'"),
+    "all wide": (
+        lambda f: (
+            change_weights(f, extra=lambda t: torch.zeros(10**6))
+            or change(f, intermediate_size=10**6, vocab_size=10**6, hidden_size=10**6)
+        ),
+        "model.embed_tokens.weight has shape (192, 64) and not (1000000, 1000000)",
+    ),
+    "deep": (lambda f: (f / "hf/config.json").write_text("[" * 10**5), "is not valid JSON: nested too deeply"),
+    "digits": (lambda f: (f / "hf/config.json").write_text("9" * 5000), "is not valid JSON: Exceeds the limit"),
+    "device": (lambda f: (f / "hf/a").symlink_to("/dev/zero"), "hf/a: is neither a file nor a folder. Fix: rm "),
+    "pipe": (
+        lambda f: os.mkfifo(f / "hf/tokenizer.json"),
+        "hf/tokenizer.json: is neither a file nor a folder. Fix: rm ",
+    ),
     "dtype": (
         lambda f: change_weights(f, model__embed_tokens__weight=lambda t: t["model.embed_tokens.weight"].double()),
         "weights of F64; F32, BF16, F16 are needed",
@@ -111,6 +141,14 @@ BROKEN = {
     "family of families": (lambda f: change(f, model_type=["llama"]), "model_type ['llama'] has no counterpart"),
     "index of numbers": (lambda f: other_index(f, {"a": 3}), "holds no weight_map from tensors to files"),
     "index of nothing": (lambda f: other_index(f, None), "holds no weight_map from tensors to files"),
+    "header length": (lambda f: change_header(f, length=2**62), "model.safetensors cannot be read"),
+    "header beyond": (lambda f: change_header(f, data_offsets=[0, 2**40]), "model.safetensors cannot be read"),
+    "header overlaps": (lambda f: change_header(f, data_offsets=[64, 320]), "model.safetensors cannot be read"),
+    "header negative": (lambda f: change_header(f, data_offsets=[-8, 248]), "model.safetensors cannot be read"),
+    "header dtype": (lambda f: change_header(f, dtype="F99"), "model.safetensors cannot be read"),
+    "header shape": (lambda f: change_header(f, shape=[2**40]), "model.safetensors cannot be read"),
+    "index of other folders": (lambda f: other_index(f, {"a": "../b"}), "names '../b', a file outside of the folder"),
+    "index of paths": (lambda f: other_index(f, {"a": "/etc/passwd"}), "names '/etc/passwd', a file outside"),
     "index": (
         lambda f: (
             (f / "hf/model.safetensors").rename(f / "hf/other")
@@ -126,6 +164,8 @@ BROKEN = {
 def publish_and(folder: Path, damage: Any) -> None:
     publish(folder / "hf", "llama")
     damage(folder)
+    space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (space + 2**31,) * 2)
 
 
 @pytest.mark.parametrize("what", BROKEN)

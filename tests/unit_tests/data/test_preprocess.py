@@ -117,7 +117,7 @@ BAD = {
     "no such key": ({"a.jsonl": b'{"txt": "x"}\n'}, r"a.jsonl:1: no key 'text'; it has \['txt'\]"),
     "not text": ({"a.jsonl": b'{"text": 3}\n'}, r"a.jsonl:1: the value of 'text' is int"),
     "half a pair": ({"a.jsonl": b'{"text": "x"}\n{"text": "a\\ud800b"}\n'}, "a.jsonl:2: .*holds half a surrogate pair"),
-    "too deep": ({"a.jsonl": b"[" * 200_000}, "a.jsonl:1: is nested too deeply"),
+    "too deep": ({"a.jsonl": b"[" * 200_000}, "a.jsonl:1: not valid JSON: nested too deeply"),
 }
 
 

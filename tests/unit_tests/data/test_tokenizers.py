@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,23 @@ def test_a_config_that_is_no_object(bpe: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(DataError, match=r"tokenizer_config\.json: a JSON object is needed, found list"):
         HuggingFaceTokenizer(tmp_path)
+
+
+def test_a_config_that_is_nested_too_deeply(bpe: Path, tmp_path: Path) -> None:
+    shutil.copytree(bpe, tmp_path / "deep")
+    (tmp_path / "deep/special_tokens_map.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"special_tokens_map\.json: not valid JSON: nested too deeply"):
+        HuggingFaceTokenizer(tmp_path / "deep")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
+def test_pipes_and_devices_are_not_read(bpe: Path, tmp_path: Path, name: str) -> None:
+    for place, make in ((tmp_path / "pipe", os.mkfifo), (tmp_path / "device", lambda p: p.symlink_to("/dev/zero"))):
+        shutil.copytree(bpe, place)
+        (place / name).unlink(missing_ok=True)
+        make(place / name)
+        with pytest.raises(DataError, match=f"{name} is neither a file nor a folder. Fix: rm "):
+            HuggingFaceTokenizer(place)
 
 
 def test_null_tokenizer_takes_the_models_vocabulary() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import struct
@@ -92,6 +93,28 @@ def test_a_config_that_is_none_is_left_out(tmp_path: Path, config: str) -> None:
     (folder / "config.yaml").write_text(config)
     assert read_runs([folder])[0].layout == "4 ranks" or "abc" in config
     assert main(["report", str(folder), "--png", str(tmp_path / "a.png")]) == 0
+
+
+ODD = ['"a"', "[1]", "{}", "NaN", "Infinity", "1e999", "1" + "0" * 4000, "-1", "true", "1e308"]
+
+
+@pytest.mark.parametrize("field", ["lm_loss", "tokens_per_s", "tokens_per_s_per_device", "timers_s", "iteration"])
+def test_values_that_are_no_numbers_are_left_out(tmp_path: Path, field: str) -> None:
+    folder = run_folder(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a") as file:
+        for number, value in enumerate(ODD):
+            line = {"iteration": 40 + number, "lm_loss": 2.0, "tokens_per_s": 4.0, "tokens_per_s_per_device": 1.0}
+            odd = value if field != "timers_s" else f'{{"data": {value}}}'
+            file.write(json.dumps(line | {field: "@"}).replace('"@"', odd) + "\n")
+        file.write("[" * 100_000 + "\n")
+    assert main(["report", str(folder), "--html", str(tmp_path / "a.html")]) == 0
+
+
+def test_a_pipe_for_a_config_is_not_waited_for(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a")
+    (folder / "config.yaml").unlink(missing_ok=True)
+    os.mkfifo(folder / "config.yaml")
+    assert read_runs([folder])[0].layout == "4 ranks"
 
 
 def test_a_name_that_is_too_long(capsys: pytest.CaptureFixture) -> None:

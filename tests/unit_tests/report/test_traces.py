@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,43 @@ def test_the_command_prints_a_run_s_profiles(tmp_path: Path, capsys: pytest.Capt
 def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "trace.json").write_bytes(content)
     with pytest.raises(DataError, match=says):
+        read_trace(tmp_path / "trace.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("ts", value) for value in (math.nan, math.inf, -math.inf, 1e300, 10**30, "12", None, [1], {}, True)),
+        *(("dur", value) for value in (math.nan, -1.0, 1e300, "long", None, [])),
+    ],
+)
+def test_times_that_are_none_are_refused(
+    tmp_path: Path, field: str, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = two_steps()
+    events[-1][field] = value
+    assert main(["profile", str(written(tmp_path, events))]) == 2
+    said = capsys.readouterr().err
+    assert f"is damaged: the event 'cudaStreamSynchronize': {field}={value} is not a number of micro" in said
+
+
+def test_a_trace_that_takes_no_time_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="its iterations take no time"):
+        read_trace(written(tmp_path, [event("user_annotation", "iteration 2", 5, 0)]))
+
+
+def test_a_correlation_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+    events = two_steps()
+    for each in events:
+        if each.get("cat") in ("kernel", "cuda_runtime"):
+            each["args"]["correlation"] = {"a": [1]}
+    assert read_trace(written(tmp_path, events)).iterations == 2
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"\xff\xfe\x00"])
+def test_json_that_python_cannot_hold_is_no_trace(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "trace.json").write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read as a trace"):
         read_trace(tmp_path / "trace.json")
 
 

@@ -1,0 +1,63 @@
+"""Read files that somebody else wrote: open them without waiting, and parse JSON with one kind of error."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+
+def file_or_pipe(path: str, flags: int) -> int:
+    """Open a regular file, or a pipe that has a writer (a shell's ``<(...)``): the ``opener`` of :func:`open`.
+
+    A named pipe without a writer reads as an empty file instead of waiting for one.
+
+    Raises:
+        OSError: the file cannot be opened, or is a folder or a device, which may have no end.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISFIFO(mode):
+        os.set_blocking(descriptor, True)
+        return descriptor
+    os.close(descriptor)
+    number = errno.EISDIR if stat.S_ISDIR(mode) else errno.ENODEV
+    raise OSError(number, "Is a directory" if stat.S_ISDIR(mode) else "Is a device, not a file", path)
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The whole content of a file or pipe; raises OSError as :func:`file_or_pipe` does, and for a pipe without any."""
+    with open(path, "rb", opener=file_or_pipe) as file:
+        content = file.read()
+        if not content and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.ENODATA, "Is a pipe that nobody has written to", str(path))
+        return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that a JSON text holds.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deeply, or holds a number of thousands of digits.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def read_json(path: Path) -> Any:
+    """The value that a JSON file holds; raises OSError and ValueError as :func:`parse_json` does."""
+    return parse_json(read_bytes(path))
+
+
+def special_files(folder: Path) -> list[Path]:
+    """What a folder has besides files and folders (links to them too): devices, pipes, sockets.
+
+    Libraries that open files by themselves would read a device without end, and wait for a pipe's writer.
+    """
+    there = sorted(folder.iterdir()) if os.path.isdir(folder) else [folder]
+    return [path for path in there if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))]

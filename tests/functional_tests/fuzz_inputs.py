@@ -1,0 +1,206 @@
+"""Mutated inputs: every command ends with 0, 1 or 2, soon, in little memory, without a traceback or files elsewhere.
+
+``python -m tests.functional_tests.fuzz_inputs --count 5000 --seed 1`` makes a small valid input of each kind once. Each
+case changes one or two files (or arguments) and runs the command that reads them in a process forked from this one. A
+case depends on the seed and its number alone. A failure prints the command that repeats it, and keeps its folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import os
+import random
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from megatron_cp import cli
+from tests.functional_tests.fuzzing import examples
+from tests.functional_tests.fuzzing.case import Case
+from tests.functional_tests.fuzzing.kinds import KINDS
+from tests.functional_tests.fuzzing.trial import Ended, Limits, Trial
+
+ROOT = Path(__file__).parents[2]
+_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case that did not end as it has to."""
+
+    number: int
+    kind: str
+    arguments: list[str]
+    ended: Ended
+
+
+@dataclass
+class Tally:
+    """What came of the cases of each kind: exit codes (None for failures)."""
+
+    counts: Counter[tuple[str, int | None]]
+    failures: list[Failure]
+
+    def table(self) -> str:
+        rows = [("kind", "tried", "exit 0", "exit 1", "exit 2", "failed")]
+        for kind in [*KINDS, "all"]:
+            found: Counter[int | None] = Counter()
+            for (of, code), count in self.counts.items():
+                found[code] += count * (kind in (of, "all"))
+            if found.total():
+                rows.append((kind, *(str(n) for n in (found.total(), found[0], found[1], found[2], found[None]))))
+        return "\n".join(f"{row[0]:12}" + "".join(f"{cell:>8}" for cell in row[1:]) for row in rows)
+
+
+def command(arguments: Sequence[str], preprocess: Callable[[list[str]], int]) -> Callable[[], int]:
+    """The code that a shell would run for these arguments."""
+    if arguments[0] == "preprocess":
+        return lambda: preprocess(list(arguments[1:]))
+    return lambda: cli.main(arguments)
+
+
+def fuzz(
+    count: int,
+    seed: int,
+    kinds: Sequence[str] = tuple(KINDS),
+    *,
+    folder: Path,
+    jobs: int = 1,
+    only: int | None = None,
+    valid: bool = False,
+    limits: Limits = _LIMITS,
+    told: Callable[[Failure], None] = lambda failure: None,
+) -> Tally:
+    """Try ``count`` cases, or the one numbered ``only``; those that fail are kept in ``folder``.
+
+    ``valid``: nothing is changed, so that each case has to end with 0.
+    """
+    preprocess = _warm()
+    made = folder / "examples"
+    if not made.is_dir():
+        _make_examples(made)
+    tally, running = Tally(Counter(), []), dict[int, tuple[Trial, list[str]]]()
+    gc.freeze()
+    numbers = iter([only] if only is not None else range(count))
+    while True:
+        while len(running) < jobs and (number := next(numbers, None)) is not None:
+            place = folder / f"case{number}"
+            shutil.rmtree(place, ignore_errors=True)
+            case = Case(random.Random(f"{seed}:{number}"), place / "work", made, valid)
+            arguments = KINDS[kinds[number % len(kinds)]](case)
+            running[number] = (Trial(command(arguments, preprocess), place, limits), arguments)
+        if not running:
+            gc.unfreeze()
+            return tally
+        for number, ended in [(n, end) for n, (trial, _) in running.items() if (end := trial.ended())]:
+            _, arguments = running.pop(number)
+            if valid and ended.code:
+                ended.problems.append(f"ended with {ended.code} though nothing was changed")
+            kind = kinds[number % len(kinds)]
+            tally.counts[kind, None if ended.problems else ended.code] += 1
+            if ended.problems:
+                tally.failures.append(failure := Failure(number, kind, arguments, ended))
+                told(failure)
+            elif only is None:
+                shutil.rmtree(folder / f"case{number}")
+        time.sleep(0.002)
+
+
+def _make_examples(valid: Path) -> None:
+    aside = valid.with_name("making")
+    shutil.rmtree(aside, ignore_errors=True)
+
+    def make() -> int:
+        examples.make(aside / "work/out")
+        return 0
+
+    trial = Trial(make, aside, Limits(seconds=300))
+    while (ended := trial.ended()) is None:
+        time.sleep(0.05)
+    if ended.code:
+        raise RuntimeError(f"the examples could not be made: {(aside / 'stderr').read_text()[-2000:]}")
+    (aside / "work/out").rename(valid)
+    shutil.rmtree(aside)
+
+
+def _warm() -> Callable[[list[str]], int]:
+    """Import what the commands import, so that forked processes need not; returns the main of preprocess_data.py."""
+    for name in _MODULES:
+        importlib.import_module(name)
+    spec: Any = importlib.util.spec_from_file_location("preprocess_data", ROOT / "scripts/data/preprocess_data.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+_MODULES = (
+    "hydra",
+    "hydra.core.override_parser.overrides_parser",
+    "tokenizers",
+    "transformers",
+    "megatron.core.datasets.indexed_dataset",
+    "torch._dynamo",
+    "torch.profiler",
+    "megatron_cp.training.train",
+    "megatron_cp.convert.importing",
+    "megatron_cp.convert.exporting",
+    "megatron_cp.report.page",
+    "megatron_cp.report.figures",
+    "megatron_cp.rules.explain",
+    *(module for module, _ in cli._MODULES.values()),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("fuzz_inputs", description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="this case alone; its folder is kept")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for examples and failed cases")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--valid", action="store_true", help="change nothing: each case has to end with 0")
+    parser.add_argument("--seconds", type=float, default=60.0, help="that a case may take")
+    args = parser.parse_args(argv)
+    folder = (args.keep or Path(tempfile.mkdtemp(prefix="fuzz-"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds = [] if args.kind == list(KINDS) else ["--kind", *args.kind]
+
+    def tell(failure: Failure) -> None:
+        again = ["--seed", str(args.seed), "--only", str(failure.number), *kinds, "--keep", str(folder)]
+        print(f"case {failure.number}, {failure.kind}: {'; '.join(failure.ended.problems)}")
+        print(f"    {shlex.join(failure.arguments)[:400]}\n    in {folder / f'case{failure.number}'}")
+        print(f"    repeat: python -m tests.functional_tests.fuzz_inputs {shlex.join(again)}", flush=True)
+
+    began = time.monotonic()
+    tally = fuzz(
+        args.count,
+        args.seed,
+        args.kind,
+        folder=folder,
+        jobs=args.jobs,
+        only=args.only,
+        valid=args.valid,
+        limits=Limits(seconds=args.seconds),
+        told=tell,
+    )
+    print(f"{tally.table()}\nseed {args.seed}, {time.monotonic() - began:.0f} s")
+    if not tally.failures and args.keep is None and args.only is None:
+        shutil.rmtree(folder)
+    return 1 if tally.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
