@@ -21,7 +21,8 @@ Points = tuple[list[int], list[float]]  # iterations and values
 class LoggedRun:
     """A run folder's content.
 
-    steps: the lines of optimizer steps, by iteration. events: the other lines (evaluations, checkpoints).
+    steps: the lines of optimizer steps, by iteration. events: the other lines (evaluations), in the order of writing.
+    measured: of these, evaluations of other data or weights than the run's (train.skip_train), each ``measured_with``.
     config: its ``config.yaml``, {} if it has none.
     """
 
@@ -30,11 +31,12 @@ class LoggedRun:
     config: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
+    measured: Sequence[Mapping[str, Any]] = ()
 
     def points(self, field: str) -> Points:
-        """A number by iteration, wherever it was written; what is absent or not finite is left out."""
-        found = [(line["iteration"], line.get(field)) for line in (*self.steps, *self.events)]
-        kept = sorted((i, float(value)) for i, value in found if isinstance(value, int | float))
+        """A number by iteration, the latest where there are several; those not finite are left out."""
+        latest = {line["iteration"]: line[field] for line in (*self.steps, *self.events) if field in line}
+        kept = [(i, float(latest[i])) for i in sorted(latest) if isinstance(latest[i], int | float)]
         return [i for i, _ in kept], [value for _, value in kept]
 
     @property
@@ -103,7 +105,9 @@ def _read(folder: Path, name: str) -> LoggedRun:
         inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
         hint = f"; the run folders in it are {', '.join(inside[:8])}" if inside else ""
         raise DataError(f"{folder} is no run folder: it has no {METRICS}{hint}")
-    steps, events = {}, []
+    steps: dict[int, Mapping[str, Any]] = {}
+    events: list[Mapping[str, Any]] = []
+    measured: list[Mapping[str, Any]] = []
     try:
         lines = read_lines(metrics)
     except OSError as error:
@@ -112,12 +116,12 @@ def _read(folder: Path, name: str) -> LoggedRun:
         if "lm_loss" in line:
             steps[line["iteration"]] = line
         else:
-            events.append(line)
+            (measured if line.get("measured_with") else events).append(line)
     if not steps:
         raise DataError(
             f"{metrics} holds no complete line of a step: the run ended before its first one, or just began"
         )
-    return LoggedRun(folder, name, _config(folder), [steps[i] for i in sorted(steps)], events)
+    return LoggedRun(folder, name, _config(folder), [steps[i] for i in sorted(steps)], events, measured)
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
