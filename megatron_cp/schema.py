@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import sys
 import types
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -73,7 +75,8 @@ def describe(kind: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(describe(a) for a in args)
     if origin is list:
-        return f"list of {describe(args[0])}"
+        inner = describe(args[0])
+        return f"list of ({inner})" if " or " in inner else f"list of {inner}"
     if origin is dict:
         return f"mapping of str to {describe(args[1])}"
     if kind is float:
@@ -117,7 +120,8 @@ def convert(value: Any, kind: Any) -> Any:
             return value
     elif origin is list:
         if isinstance(value, list | tuple):
-            return [convert(v, args[0]) for v in value]
+            with suppress(_Mismatch):  # the whole list's expectation is the one to tell
+                return [convert(v, args[0]) for v in value]
     elif origin is dict:
         if isinstance(value, dict):
             return {str(k): convert(str(v) if type(v) in (bool, int, float) else v, args[1]) for k, v in value.items()}
@@ -125,9 +129,23 @@ def convert(value: Any, kind: Any) -> Any:
         # Neither nan nor inf, which every comparison would let pass or explain with another setting.
         if type(value) in (int, float) and abs(value) <= sys.float_info.max:
             return float(value)
-    elif type(value) is kind:
+    elif type(value) is kind and (kind is not int or _fits_64_bits(value)):
         return value
     raise _Mismatch(describe(kind))
+
+
+def _fits_64_bits(value: int) -> bool:
+    return -(2**63) <= value < 2**63
+
+
+def _bad_number(value: Any) -> str:
+    """The first number of a value or a list that no setting takes, and why; else nothing."""
+    for number in value if isinstance(value, list) else [value]:
+        if type(number) is int and not _fits_64_bits(number):
+            return f"; {str(number)[:20]}... does not fit 64 bits"
+        if type(number) is float and not math.isfinite(number):
+            return f"; {number} is not finite"
+    return ""
 
 
 _WORDS: dict[Any, str] = {
@@ -167,6 +185,7 @@ def _guesses(value: Any) -> Iterator[Any]:
         yield [value]
         yield str(value)
     if isinstance(value, list) and all(type(part) in (int, float) for part in value):
+        yield [int(part) if type(part) is float and part.is_integer() else part for part in value]
         yield ",".join(map(str, value))
 
 
@@ -204,8 +223,8 @@ def build(
             try:
                 values[key] = convert(value, kind)
             except _Mismatch as expected:
-                suggestion = nearest(value, list(_choices(kind))) if isinstance(value, str) else ""
+                hint = nearest(value, list(_choices(kind))) if isinstance(value, str) else _bad_number(value)
                 wanted = _upstreams_words(cls, key) or f"expected {expected}"
                 fix = remedy(path, value, kind)
-                problems.append(Violation("K2", "error", path, f"{wanted}, got {value!r}{suggestion}", fix))
+                problems.append(Violation("K2", "error", path, f"{wanted}, got {value!r}{hint}", fix))
     return cls(**values)

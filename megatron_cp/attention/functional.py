@@ -20,6 +20,7 @@ from megatron_cp.attention.sharding import Layout, read_offsets
 from megatron_cp.attention.tiles import Mask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOAT32 = torch.finfo(torch.float32)  # in which kernels apply the scale
 
 
 def context_parallel_attention(
@@ -53,7 +54,7 @@ def context_parallel_attention(
         cu_seqlens: int [sequences + 1], cumulative numbers of real tokens of the whole pack, the same on every rank.
         cu_seqlens_padded: the same with each sequence's padding (default: none); every sequence's padded length divides
             by twice the group's size. Padding, and rows behind the last sequence, give zeros and get zero gradients.
-        softmax_scale: factor on the scores, default ``1 / sqrt(d_qk)``.
+        softmax_scale: factor on the scores, default ``1 / sqrt(d_qk)``; may be 0 or negative.
         softmax_offset: [heads], the score per head of one more key whose value is zero (attention sink); zeros for
             ``off-by-one``. Its gradient is this rank's part: sum it over the ranks of the group.
         deterministic: the same bits on every run. (The CPU kernels always are; CUDA kernels are chosen accordingly.)
@@ -62,8 +63,8 @@ def context_parallel_attention(
     TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL the ranks first compare their arguments, and all raise if any differ.
     """
     mask = Mask.build(causal, window_size)
-    if softmax_scale is not None and not (isinstance(softmax_scale, Real) and math.isfinite(softmax_scale)):
-        raise ValueError(f"softmax_scale must be a finite number, got {softmax_scale!r}")
+    if softmax_scale is not None and not (isinstance(softmax_scale, Real) and abs(softmax_scale) <= _FLOAT32.max):
+        raise ValueError(f"softmax_scale must be a finite number (of float32), got {softmax_scale!r}")
     if softmax_offset is not None and not isinstance(softmax_offset, Tensor):
         raise ValueError(f"softmax_offset must be a tensor of one number per head, got {softmax_offset!r}")
     return attend_in_context(
@@ -124,7 +125,8 @@ def attend_in_context(
             )
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
     rows = query.shape[0]
-    scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
+    scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else float(softmax_scale)
+    query, scale = _with_positive_scale(query, scale)
     call = AttentionCall(layout, mask, scale, deterministic, transformer_engine)
     if rows == layout.rows:
         out = _transport(context, query, key, value, softmax_offset, call)
@@ -134,6 +136,16 @@ def attend_in_context(
         out = _transport(context, query, key, value, softmax_offset, call)
         out = torch.cat([out, out.new_zeros((rows - layout.rows, *out.shape[1:]))])
     return out.squeeze(1) if packed else out
+
+
+def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Query and scale that give the same scores, with a scale above 0.
+
+    Kernels mask scores with -inf and then scale them: by 0 or a negative number the masked ones become nan or inf.
+    """
+    if scale >= _FLOAT32.tiny:
+        return query, scale
+    return (-query, -scale) if scale <= -_FLOAT32.tiny else (query * scale, 1.0)
 
 
 def _transport(

@@ -1,11 +1,9 @@
-"""Several files in one data set: what ``dataset.data_path`` says, and the pattern in which they take turns."""
+"""Several files in one data set: the pattern in which they take turns."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,36 +11,6 @@ from megatron_cp.errors import DataError
 
 logger = logging.getLogger(__name__)
 _PERIOD = 1 << 16
-
-
-def parse_blend(data_path: Any, name: str = "dataset.data_path") -> tuple[list[str], list[float] | None]:
-    """``dataset.data_path``, or the setting ``name``, as (paths, weights).
-
-    It is a path, a list of paths, or weight, path, weight, path, ...
-
-    Raises:
-        DataError: nothing given, a weight without its path, or a weight that is not above zero.
-    """
-    if not data_path:
-        raise DataError(f"{name} is not set: give the prefix of a .bin/.idx pair, or dataset.kind=mock.")
-    items = [str(item) for item in ([data_path] if isinstance(data_path, str) else data_path)]
-    if _number(items[0]) is None or os.path.exists(items[0] + ".idx"):
-        return items, None
-    weights = [_number(item) for item in items[0::2]]
-    if len(items) % 2 or None in weights:
-        raise DataError(
-            f"{name}={items}: a blend is weight, prefix, weight, prefix, ... or a list of prefixes without any weight."
-        )
-    if min(w for w in weights if w is not None) <= 0:
-        raise DataError(f"{name}={items}: every weight must be above zero; leave out what is not wanted.")
-    return items[1::2], [w for w in weights if w is not None]
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 class Turns:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_cp.config import DatasetConfig
-from megatron_cp.data.blend import parse_blend
+from megatron_cp.data.data_path import parse_blend
 from megatron_cp.data.split import shares
 from megatron_cp.errors import DataError
 

@@ -23,7 +23,8 @@ Points = tuple[list[int], list[float]]  # iterations and values
 class LoggedRun:
     """A run folder's content.
 
-    steps: the lines of optimizer steps, by iteration. events: the other lines (evaluations, checkpoints).
+    steps: the lines of optimizer steps, by iteration. events: the other lines (evaluations), in the order of writing.
+    measured: of these, evaluations of other data or weights than the run's (train.skip_train), each ``measured_with``.
     config: its ``config.yaml``, {} if it has none.
     """
 
@@ -32,11 +33,13 @@ class LoggedRun:
     config: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
+    measured: Sequence[Mapping[str, Any]] = ()
 
     def points(self, field: str) -> Points:
-        """A number by iteration, wherever it was written; what is absent or no number is left out."""
+        """A number by iteration, the latest where there are several; what is absent or no number is left out."""
         found = [(line["iteration"], number_of(line.get(field))) for line in (*self.steps, *self.events)]
-        kept = sorted((i, value) for i, value in found if value is not None)
+        latest = {i: value for i, value in found if value is not None}
+        kept = sorted(latest.items())
         return [i for i, _ in kept], [value for _, value in kept]
 
     @property
@@ -110,7 +113,9 @@ def _read(folder: Path, name: str) -> LoggedRun:
         inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
         hint = f"; the run folders in it are {', '.join(inside[:8])}" if inside else ""
         raise DataError(f"{folder} is no run folder: it has no {METRICS}{hint}")
-    steps, events = {}, []
+    steps: dict[int, Mapping[str, Any]] = {}
+    events: list[Mapping[str, Any]] = []
+    measured: list[Mapping[str, Any]] = []
     try:
         lines = read_lines(metrics)
     except OSError as error:
@@ -119,12 +124,12 @@ def _read(folder: Path, name: str) -> LoggedRun:
         if "lm_loss" in line:
             steps[line["iteration"]] = line
         else:
-            events.append(line)
+            (measured if line.get("measured_with") else events).append(line)
     if not steps:
         raise DataError(
             f"{metrics} holds no complete line of a step: the run ended before its first one, or just began"
         )
-    return LoggedRun(folder, name, _config(folder), [steps[i] for i in sorted(steps)], events)
+    return LoggedRun(folder, name, _config(folder), [steps[i] for i in sorted(steps)], events, measured)
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

@@ -69,6 +69,19 @@ def _held_out(run: LoggedRun) -> str:
     return f"{losses[-1]:.4f}" if losses else ""
 
 
+def _measured(run: LoggedRun) -> str:
+    """The latest loss of each iteration, part and data."""
+    latest: dict[str, str] = {}
+    for line in run.measured:
+        of = line["measured_with"]
+        settings = ", ".join(f"{name}={value}" for name, value in of.items()) if isinstance(of, Mapping) else str(of)
+        for part in ("validation", "test"):
+            loss = line.get(f"{part}_loss")
+            if isinstance(loss, int | float):
+                latest[f"{part}, iteration {line['iteration']:,}, {settings}"] = f"{loss:.4f}"
+    return "; ".join(f"{loss} ({what})" for what, loss in latest.items())
+
+
 def _largest(field: str, form: str, scale: float) -> Any:
     def cell(run: LoggedRun) -> str:
         values = run.points(field)[1]
@@ -96,6 +109,7 @@ _ROWS = {
     "iterations": _iterations,
     "lm loss": _loss,
     "validation loss": _held_out,
+    "other evaluations": _measured,
     "tokens/s": _typical("tokens_per_s", "{:,.0f}"),
     "tokens/s a device": _typical("tokens_per_s_per_device", "{:,.0f}"),
     "TFLOP/s a device": _typical("tflops_per_device", "{:.4g}"),

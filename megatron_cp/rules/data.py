@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.data.data_path import number_in, paths_and_weights
 from megatron_cp.data.split import shares
 from megatron_cp.rules.rule import Context, Finding, broken, rule
 from megatron_cp.schema import nearest
@@ -228,3 +229,20 @@ def data_settings_are_read(c: Context) -> Iterator[Finding]:
             "validation.eval_iters=10, or validation.eval_interval=null",
             severity="warning",
         )
+
+
+@rule(
+    "K58",
+    "A blend is weight, path, weight, path, ..., and each weight is a number above zero.",
+    "The shares of all files follow from their sum: one weight that is nan, or too large to add, spoils every share.",
+    broken("dataset.kind=indexed", "dataset.data_path=[1e308,a,1e308,b]"),
+)
+def blends_have_weights(c: Context) -> Iterator[Finding]:
+    for name in ("data_path", "valid_data_path", "test_data_path"):
+        given = getattr(c.config.dataset, name)
+        try:
+            paths_and_weights(given or "")
+        except ValueError as error:
+            paths = [item for item in given if isinstance(item, str) and number_in(item) is None]
+            plain = f"dataset.{name}=[{','.join(paths)}]" if paths else f"dataset.{name}=PATH"
+            yield Finding(f"dataset.{name}", str(error), f'"{plain}" gives every file the share that it has')

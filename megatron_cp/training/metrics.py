@@ -107,13 +107,22 @@ class WritingReporter(Reporter):
         folder: the run's folder.
         start: iterations that are done already; what an earlier attempt wrote about later ones is dropped.
         world_size: ranks of the run.
+        unlike: what sets evaluations apart from the run's own; these go to ``metrics.jsonl`` alone.
     """
 
     writes = True
 
-    def __init__(self, config: RunConfig, folder: Path, start: int, world_size: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        start: int,
+        world_size: int,
+        unlike: Mapping[str, object] | None = None,
+    ) -> None:
         super().__init__(config)
         self._folder = folder
+        self._unlike = unlike or {}
         trains = start < self._total and not config.train.skip_train
         resume_after = start if trains else None
         self._lines = JsonLines(folder / METRICS, resume_after)
@@ -156,9 +165,15 @@ class WritingReporter(Reporter):
             self._schedules.write(iteration, record(plan, **self._of_every_schedule))
 
     def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
-        logger.info("%s loss at iteration %d: %.6f", name, iteration, loss)
-        values = {f"{name}_loss": loss}
-        self._write(iteration, values if seconds is None else values | {"evaluation_time_s": seconds})
+        with_what = "".join(f", {setting}={value}" for setting, value in self._unlike.items())
+        logger.info("%s loss at iteration %d%s: %.6f", name, iteration, with_what, loss)
+        values: dict[str, object] = {f"{name}_loss": loss}
+        values |= {} if seconds is None else {"evaluation_time_s": seconds}
+        if not self._unlike:
+            self._write(iteration, values)
+        else:
+            with writing_into(self._folder):
+                self._lines.write(iteration, values | {"measured_with": self._unlike})
 
     def saved(self, iteration: int, seconds: float) -> None:
         with writing_into(self._folder):

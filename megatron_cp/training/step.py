@@ -30,7 +30,13 @@ from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.parallel.pipeline import PipelineCommunicator
 from megatron_cp.parallel.transfer import send
 from megatron_cp.training.batches import Microbatch, Steps
-from megatron_cp.training.gradients import apply_gradients, measure_gradients
+from megatron_cp.training.gradients import (
+    apply_gradients,
+    exact_norm,
+    measure_gradients,
+    overflows_in_optimizer,
+    unscale_gradients,
+)
 from megatron_cp.training.metrics import logger
 from megatron_cp.training.nonfinite import MAX_SKIPPED_IN_A_ROW, gradients_are_finite, origin
 from megatron_cp.training.setup import Run
@@ -101,19 +107,22 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch], tell: Tell) -> Ste
         losses, norm, suspected, told = _read_at_once(run, sums, gradients, tell)
         checked = run.config.ddp.check_for_nan_in_grad
         if not math.isfinite(losses.loss) or (checked and suspected and not gradients_are_finite(run)):
-            _skip_or_stop(run, losses.loss, microbatches, randomness)
+            where, damaged = _origin(run, microbatches, randomness)
+            _skip_or_stop(run, f"{_not_finite(losses.loss)}; {where}", damaged)
             return StepResult(*losses, told=told)
         if not losses.tokens:
             # A router's losses would be divided by nothing, and momentum alone would move the parameters.
             logger.info("iteration %d: no token has a loss. The step is left out", run.progress.iteration + 1)
             return StepResult(*losses, told=told)
-        if scaled:
-            success, found, _ = run.optimizer.step()
-            grad_norm = None if found is None else float(found)
-            if not success:
-                _stop_if_the_scale_is_stuck(run, microbatches, randomness)
-        else:
-            success, grad_norm = apply_gradients(run.optimizer, norm), norm
+        grad_norm = unscale_gradients(run) if scaled else exact_norm(run, norm)
+        if grad_norm is None:
+            _stop_if_the_scale_is_stuck(run, microbatches, randomness)
+            return StepResult(*losses, told=told)
+        if checked and overflows_in_optimizer(run.config.optimizer, grad_norm):
+            what = f"the loss is {losses.loss:.6f}, but the gradients' norm is {grad_norm:.3g}"
+            _skip_or_stop(run, f"{what}: its square overflows float32 in the optimizer. optimizer.clip_grad=1 clips it")
+            return StepResult(*losses, grad_norm=grad_norm, told=told)
+        success = apply_gradients(run.optimizer, grad_norm)
         if success:
             run.skipped_in_a_row = 0
             run.scheduler.step(increment=run.config.train.global_batch_size)
@@ -154,16 +163,17 @@ def _origin(run: Run, microbatches: Sequence[Microbatch], randomness: dict[str, 
     return origin(run, repeat)
 
 
-def _skip_or_stop(run: Run, loss: float, microbatches: Sequence[Microbatch], randomness: dict[str, Any]) -> None:
-    """Say where numbers that are not finite came from; return if the step may be left out.
+def _not_finite(loss: float) -> str:
+    return f"the loss is {loss}" if not math.isfinite(loss) else f"the loss is {loss:.6f}, but gradients are not finite"
+
+
+def _skip_or_stop(run: Run, what: str, damaged: bool = False) -> None:
+    """Say ``what`` is wrong with a step's numbers; return if the step may be left out.
 
     Raises:
         RuntimeFault: on every rank.
     """
-    where, damaged = _origin(run, microbatches, randomness)
-    what = f"iteration {run.progress.iteration + 1}: " + (
-        f"the loss is {loss}" if not math.isfinite(loss) else f"the loss is {loss:.6f}, but gradients are not finite"
-    )
+    what = f"iteration {run.progress.iteration + 1}: {what}"
     run.skipped_in_a_row += 1
     if run.config.train.on_nonfinite == "stop" or damaged or run.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         hint = "checkpoint.ckpt_step goes back to an older checkpoint"
@@ -171,8 +181,8 @@ def _skip_or_stop(run: Run, loss: float, microbatches: Sequence[Microbatch], ran
             hint = "train.on_nonfinite=skip leaves such a step out; " + hint
         elif not damaged:
             hint = f"{run.skipped_in_a_row} steps in a row were left out; " + hint
-        raise RuntimeFault(f"{what}; {where}. The parameters were not changed. {hint}.", on_all_ranks=True)
-    logger.info("%s; %s. The step is left out", what, where)
+        raise RuntimeFault(f"{what}. The parameters were not changed. {hint}.", on_all_ranks=True)
+    logger.info("%s. The step is left out", what)
 
 
 def _stop_if_the_scale_is_stuck(run: Run, microbatches: Sequence[Microbatch], randomness: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from megatron_cp.training.checkpoint import load_checkpoint
 from megatron_cp.training.checkpoint_files import latest_iteration
 from megatron_cp.training.folder_lock import only_run_in
 from megatron_cp.training.loop import Outcome, evaluate_all, train
+from megatron_cp.training.measuring import unlike_the_run
 from megatron_cp.training.metrics import Reporter, WritingReporter, logger, start_logging, wants_live_line
 from megatron_cp.training.resuming import Start, find_start
 from megatron_cp.training.roll_call import RollCall
@@ -141,12 +142,14 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
             logger.info("checkpoint.ckpt_step=%d is where this run began, and it has come further since", asked)
         elif measured and asked is not None and (newest := latest_iteration(start.root)) not in (asked, None):
             logger.info("checkpoint.ckpt_step=%d names it; the newest one is of iteration %d", asked, newest)
-    if not measured:
+    trains = not measured and ready.progress.iteration < config.train.train_iters
+    if trains:  # else the folder keeps the settings that its iterations were trained with
         _write_config(config, folder)
     _announce(ready, vocab_size)
     reporter = Reporter(config)
     if dist.get_rank() == 0:
-        reporter = WritingReporter(config, folder, ready.progress.iteration, dist.get_world_size())
+        unlike = {} if trains or start is None else unlike_the_run(config, folder, Path(start.root))
+        reporter = WritingReporter(config, folder, ready.progress.iteration, dist.get_world_size(), unlike)
     with closing(SignalWatch(config.train.exit_signal_handler)) as watch, closing(reporter):
         if measured:
             outcome = Outcome(evaluate_all(ready, datasets, reporter, watch), None, None)

@@ -41,6 +41,9 @@ CASES = {
     "window open to the right": Case(heads=12, kv_heads=4, causal=False, window=(3, -1)),
     "offset": Case(heads=12, kv_heads=4, offset=True),
     "offset and window": Case(heads=12, kv_heads=4, offset=True, window=(11, 0)),
+    "scale of 0": Case(heads=12, kv_heads=4, scale=0.0, offset=True),
+    "negative scale": Case(heads=12, kv_heads=4, scale=-0.3, offset=True, window=(11, 0)),
+    "pack, negative scale": Case(heads=12, kv_heads=4, scale=-1.0, **PACK),
     "pack": Case(heads=12, kv_heads=4, **PACK),
     "pack without padding": Case(heads=12, kv_heads=4, cu_seqlens=(0, 24, 72, 96, 96)),
     "pack, bidirectional": Case(heads=12, kv_heads=4, causal=False, **PACK),
@@ -61,6 +64,22 @@ def test_all_transports_and_features(size, a2a_size):
     for errors in run_ranks(run_cases, size, chosen, a2a_size, timeout=280):
         for (comm_type, case), error in zip(chosen, errors, strict=True):
             assert error <= TOLERANCE[case.dtype], (comm_type, case, error)
+
+
+def _with_scale(scales: list[float]) -> list[list[torch.Tensor]]:
+    pair = make_groups(2)
+    cases = [Case(scale=scale, dtype=torch.float32) for scale in scales]
+    return [
+        run_sharded(case, pair if comm_type == "a2a+p2p" else dist.group.WORLD, comm_type)
+        for comm_type in COMM_TYPES
+        for case in cases
+    ]
+
+
+def test_a_scale_that_float32_rounds_to_0_is_one_of_0():
+    for results in run_ranks(_with_scale, 4, [0.0, 1e-300]):
+        for zero, tiny in zip(results[::2], results[1::2], strict=True):
+            assert all(map(torch.equal, zero, tiny)) and zero[0].isfinite().all() and zero[0].any()
 
 
 @st.composite

@@ -14,7 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_cp.config import RunConfig, TokenizerConfig
 from megatron_cp.data import datasets, together
-from megatron_cp.data.blend import parse_blend
+from megatron_cp.data.data_path import parse_blend
 from megatron_cp.data.datasets import SAMPLE_KEYS, build_datasets
 from megatron_cp.data.parts import has_test_part
 from megatron_cp.data.preprocess import preprocess
@@ -191,9 +191,26 @@ def test_blends(data_path: object, expected: object) -> None:
     assert parse_blend(data_path) == expected
 
 
-@pytest.mark.parametrize("data_path", [None, [], [0.3, "a", "b"], ["0.3", "a", "b", "c"], [0.0, "a"], [-1, "a"]])
-def test_bad_blends(data_path: object) -> None:
-    with pytest.raises(DataError, match=r"dataset\.data_path"):
+@pytest.mark.parametrize(
+    ("data_path", "message"),
+    [
+        (None, "is not set"),
+        ([], "is not set"),
+        ([0.3, "a", "b"], "a blend is weight, prefix"),
+        (["0.3", "a", "b", "c"], "a blend is weight, prefix"),
+        (["a", 0.3, "b", 0.7], "a blend is weight, prefix"),
+        ([3], "a blend is weight, prefix"),
+        ([0.0, "a"], "the weight of a must be above zero, .* got 0.0"),
+        ([1, "a", -1, "b"], "the weight of b must be above zero, .* got -1"),
+        ([1, "a", "nan", "b"], "the weight of b must .* got nan"),
+        (["inf", "a", 1, "b"], "the weight of a must .* got inf"),
+        ([1e308, "a", 1e308, "b"], r"the weight of a must .* from 1e-100 to 1e\+100, got 1e\+308"),
+        ([1, "a", 5e-324, "b"], "the weight of b must .* got 5e-324"),
+        (["a"] * 40_000, "has 40000 entries, at most 32767 can be blended"),
+    ],
+)
+def test_bad_blends(data_path: object, message: str) -> None:
+    with pytest.raises(DataError, match=rf"dataset\.data_path.*{message}"):
         parse_blend(data_path)
 
 

@@ -62,6 +62,30 @@ def test_the_numbers(tmp_path: Path) -> None:
     assert "padding" not in rows
 
 
+def test_the_latest_value_of_an_iteration_counts_and_other_data_is_told_apart(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a")
+    later: list[dict[str, Any]] = [
+        {"iteration": 10, "validation_loss": 9.0},
+        {"iteration": 10, "validation_loss": None},  # not finite: no older value stands in for it
+        {"iteration": 30, "validation_loss": 3.5},
+        {"iteration": 30, "validation_loss": 3.125},
+        {"iteration": 20, "validation_loss": 4.5},
+        {"iteration": 30, "validation_loss": 8.0, "measured_with": {"dataset.valid_data_path": "other"}},
+        {"iteration": 30, "validation_loss": 7.0, "measured_with": {"dataset.valid_data_path": "other"}},
+        {"iteration": 5, "test_loss": 6.0, "measured_with": {"checkpoint.load": "b", "validation.eval_iters": 3}},
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in later)
+    (run,) = read_runs([folder])
+    assert run.points("validation_loss") == ([20, 30], [4.5, 3.125])
+    rows = dict(table([run]))
+    assert rows["validation loss"] == ["3.1250"]
+    assert rows["other evaluations"] == [
+        "7.0000 (validation, iteration 30, dataset.valid_data_path=other); "
+        "6.0000 (test, iteration 5, checkpoint.load=b, validation.eval_iters=3)"
+    ]
+
+
 @pytest.mark.parametrize(
     ("model", "ranks", "layout"),
     [

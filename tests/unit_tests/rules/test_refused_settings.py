@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
 from megatron_cp.rules.explain import EXAMPLE_RECIPE
 from megatron_cp.rules.rule import divisors
+from megatron_cp.schema import describe, field_paths, kind_of
 
 ONE_RANK = ("parallel=none",)
 EXPERTS = ("model.num_moe_experts=4",)
@@ -141,6 +143,12 @@ REFUSED = [
     (["dataset.split='a,b,c'"], "K32", "dataset.split='98,1,1'"),
     (["dataset.kind=mock", "dataset.data_path=corpus"], "K54", "dataset.kind=indexed"),
     (["dataset.kind=mock", "dataset.data_path=corpus"], "K54", "dataset.data_path=null"),
+    (["dataset.data_path=[1e308,a,1e308,b]"], "K58", "dataset.data_path=[a,b]"),
+    (["dataset.data_path=[1,a,'nan',b]"], "K58", "dataset.data_path=[a,b]"),
+    (["dataset.data_path=[a,1,b,1]"], "K58", "dataset.data_path=[a,b]"),
+    ([*INDEXED, "dataset.valid_data_path=[0,a]", "validation.eval_iters=2"], "K58", "dataset.valid_data_path=[a]"),
+    ([*INDEXED, "dataset.valid_data_path=a", "dataset.test_data_path=[inf2,1]", "validation.eval_iters=2"], "K58",
+     "dataset.test_data_path=[inf2]"),
     (["dataset.kind=mock", "dataset.eod_mask_loss=true"], "K54", "dataset.eod_mask_loss=false"),
     (["dataset.split='0,0,0'"], "K32", "dataset.split='98,1,1'"),
     (["dataset.split='\u0663,1,1'"], "K32", "dataset.split='98,1,1'"),
@@ -511,3 +519,37 @@ def test_whose_fused_loss_has_no_effect_without_one():
 )  # fmt: skip
 def test_the_experts_grid_gets_sizes_that_fit_where_there_are_any(world_size, overrides, fix):
     assert errors(*overrides, world_size=world_size)["A3"] == fix
+
+
+# A number out of range in each setting that may hold a list of numbers, and the rule that refuses it.
+OUT_OF_RANGE = {
+    "model.window_size": ("[-2,0]", "K12"),
+    "model.window_attn_skip_freq": ("[1,0,2,0]", "K12"),
+    "model.moe_layer_freq": ("[1,0,-1,0]", "K15"),
+    "model.hierarchical_context_parallel_sizes": ("[-2,-2]", "C7"),
+    "profiling.profile_ranks": ("[-1]", "K40"),
+    "dataset.data_path": ("[0,a]", "K58"),
+    "dataset.valid_data_path": ("[0,a]", "K58"),
+    "dataset.test_data_path": ("[0,a]", "K58"),
+}
+
+
+def number_lists():
+    """Settings that may be a list or mapping with numbers in it, found by their types."""
+    for path in field_paths(RunConfig):
+        text = describe(kind_of(RunConfig, path))
+        if "int" in text.partition("list of")[2] or "number" in text.partition(" of ")[2]:
+            yield path
+
+
+def test_every_number_in_a_list_is_checked():
+    assert set(number_lists()) == set(OUT_OF_RANGE)
+    read = ("model.num_moe_experts=4", "profiling.use_pytorch_profiler=true", "validation.eval_iters=2")
+    for path, (value, rule) in OUT_OF_RANGE.items():
+        window = ("model.window_size=[8,0]",) if path == "model.window_attn_skip_freq" else ()
+        other = ("dataset.data_path=corpus",) if path.startswith("dataset.") else ()
+        assert rule in errors(*read, *other, *window, f"{path}={value}"), path
+        weights = "data_path" in path
+        for number in ("nan", "inf", "-inf", 10**309 if weights else 2**63):
+            with pytest.raises(ConfigError, match=f"error K2: {path}"):
+                load_recipe(EXAMPLE_RECIPE, [f"{path}=[{number},{'a' if weights else 0}]"])

@@ -1,6 +1,7 @@
 """A run that was told how to begin goes on where it has come when the same command is given again."""
 
 import re
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from megatron_cp.config import ModelConfig, RunConfig
 from megatron_cp.errors import ConfigError
+from megatron_cp.report.runs import read_runs
 from megatron_cp.run_lines import read_lines
 from megatron_cp.training.resuming import find_start, has_written
 from tests.training_runs import tiny_config
@@ -121,3 +123,22 @@ def test_a_look_at_checkpoints_changes_nothing(cli: Any, tmp_path: Path) -> None
     losses, tests = held_out(), held_out("test_loss")
     assert losses[4][0] == losses[4][1] and abs(losses[2][0] - losses[2][1]) < 2e-6 * losses[2][0]
     assert tests[4][0] == tests[4][1] and list(tests) == [4, 2]
+    # Other data, another run's weights, and a finished run that is started again: told apart.
+    code, text = cli(*look, "dataset.random_seed=7")
+    assert code == 0 and "validation loss at iteration 4, dataset.random_seed=7: " in text, text
+    elsewhere = tmp_path / "elsewhere"
+    run.rename(elsewhere)
+    code, text = cli(*look, f"checkpoint.load={elsewhere}")
+    assert code == 0, text
+    (line, _) = read_lines(run / "metrics.jsonl")
+    assert line["measured_with"] == {"checkpoint.load": str(elsewhere)}
+    assert line["validation_loss"] == losses[4][0]
+    shutil.rmtree(run)
+    elsewhere.rename(run)
+    code, text = cli("train.train_iters=4", *look[1:], "dataset.random_seed=8")
+    assert code == 0, text
+    seeds = [line.get("measured_with", {}).get("dataset.random_seed") for line in read_lines(run / "metrics.jsonl")]
+    assert seeds[-4:] == [7, 7, 8, 8] and not any(seeds[:-4])
+    assert {path: path.read_bytes() for path in before} == before
+    (found,) = read_runs([run])
+    assert found.points("validation_loss") == ([2, 4], [losses[2][1], losses[4][1]])

@@ -13,6 +13,7 @@ from megatron_cp.training.setup import Run
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config
 from tests.unit_tests.training.layouts import CP2, PP2, SP, TP2
+from tests.unit_tests.training.test_fp16 import FP16
 from tests.unit_tests.training.test_model_variants import EP2, ETP1, MOE, OVERLAPPED
 
 PLAIN = {"optimizer__use_distributed_optimizer": False}
@@ -25,6 +26,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "whole experts, sums of two groups": (2, MOE | TP2 | SP | ETP1 | PLAIN),
     "bf16": (2, BF16),
     "bf16, plain": (2, BF16 | PLAIN),
+    "fp16": (2, FP16 | CP2),
     "overlapped": (2, OVERLAPPED),
     "not clipped": (2, {"optimizer__clip_grad": 0.0}),
     "clipped hard": (2, {"optimizer__clip_grad": 1e-3}),
@@ -44,6 +46,7 @@ def as_upstream() -> None:
 
     norms, original = [0.0], step.StepResult
     step.measure_gradients = lambda run: torch.zeros(2, dtype=torch.float64)
+    step.unscale_gradients = lambda run: 0.0
     step.apply_gradients, step.StepResult = apply, result  # type: ignore[misc,assignment]
 
 
@@ -75,18 +78,36 @@ def changed_gradient(run: Run, rank: int, name: str, value: float) -> None:
         parameter.register_hook(lambda gradient: torch.full_like(gradient, next(values, 0.0)))
 
 
-def with_large_gradients() -> tuple[bool, float | None, bool]:
-    run, batches = start(tiny_config(optimizer__weight_decay=0.0, scheduler__lr_warmup_iters=0))
-    changed_gradient(run, 0, "decoder.layers.2.mlp.linear_fc2.weight", 3e38)
-    before = [parameter.detach().clone() for parameter in run.model[0].parameters()]
-    result = step.train_step(run, next(batches).microbatches)
-    pairs = zip(run.model[0].parameters(), before, strict=True)
-    return result.skipped, result.grad_norm, all(torch.equal(parameter, old) for parameter, old in pairs)
+def with_large_gradients(overrides: dict[str, Any], factor: float) -> Trained:
+    """Steps on gradients that are this many times as large."""
+    run, batches = start(tiny_config(optimizer__clip_grad=1e-3, **overrides))
+    for parameter in (parameter for chunk in run.model for parameter in chunk.module.parameters()):
+        parameter.register_hook(lambda gradient: gradient * factor)
+    results = [step.train_step(run, next(batches).microbatches) for _ in range(2)]
+    parameters = [parameter.detach().float() for chunk in run.model for parameter in chunk.parameters()]
+    return [(each.loss, each.grad_norm or 0.0) for each in results], parameters
 
 
-def test_gradients_whose_norm_overflows_are_no_fault() -> None:
-    """They are clipped to nothing, as by megatron-core."""
-    assert run_ranks(with_large_gradients, 1) == [(False, math.inf, True)]
+@pytest.mark.parametrize("name", ["tp2 cp2", "pp2 tied", "spread experts", "spread experts, sums of two groups"])
+def test_a_norm_whose_square_overflows_is_exact(name: str) -> None:
+    """Squares of 1e20 overflow float32. Clipped, these gradients are those of a run without the factor."""
+    ranks, overrides = CASES[name]
+    usual, large = (run_ranks(with_large_gradients, ranks, overrides, factor) for factor in (1.0, 2.0**80))
+    for (results, parameters), (expected, same) in zip(large, usual, strict=True):
+        for (loss, norm), (usual_loss, usual_norm) in zip(results, expected, strict=True):
+            assert loss == pytest.approx(usual_loss, rel=1e-6) and norm == pytest.approx(2.0**80 * usual_norm, rel=1e-6)
+        for one, other in zip(parameters, same, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_the_largest_gradients_have_a_norm() -> None:
+    def norm() -> float:
+        run, batches = start(tiny_config())
+        changed_gradient(run, 0, "decoder.layers.2.mlp.linear_fc2.weight", 3e38)
+        result = step.train_step(run, next(batches).microbatches)
+        return result.grad_norm * result.tokens  # it is of the mean over them
+
+    assert run_ranks(norm, 1)[0] == pytest.approx(3e38 * math.sqrt(64 * 96), rel=1e-6)
 
 
 def faults(overrides: dict[str, Any], damage: Any) -> str:
@@ -94,11 +115,27 @@ def faults(overrides: dict[str, Any], damage: Any) -> str:
     damage(run)
     before = [parameter.detach().clone() for parameter in run.model[0].parameters()]
     try:
-        step.train_step(run, next(batches).microbatches)
+        skipped = step.train_step(run, next(batches).microbatches).skipped
     except RuntimeFault as fault:
         assert all(torch.equal(a, b) for a, b in zip(run.model[0].parameters(), before, strict=True))
         return str(fault)
-    return "no fault"
+    return "left out" if skipped else "no fault"
+
+
+def large(run: Run) -> None:
+    changed_gradient(run, 0, "decoder.layers.2.mlp.linear_fc2.weight", 1e25)
+
+
+@pytest.mark.parametrize("overrides", [{}, PLAIN], ids=["distributed optimizer", "plain"])
+def test_gradients_that_adam_cannot_square_end_all(overrides: dict[str, Any]) -> None:
+    """Nothing clips them, and a second moment of infinity would freeze a parameter for ever."""
+    unclipped = overrides | {"optimizer__clip_grad": 0.0}
+    for text in run_ranks(faults, 2, unclipped, large):
+        assert "but the gradients' norm is " in text and "e+24: its square overflows" in text, text
+        assert "optimizer.clip_grad=1 clips it" in text and "train.on_nonfinite=skip" in text, text
+    assert run_ranks(faults, 2, unclipped | {"train__on_nonfinite": "skip"}, large) == ["left out"] * 2
+    clipped = overrides | {"optimizer__clip_grad": 1.0}
+    assert run_ranks(faults, 2, clipped, large) == ["no fault"] * 2
 
 
 def in_a_copy(run: Run) -> None:

@@ -248,6 +248,15 @@ def test_lines_and_tensorboard(tmp_path: Path) -> None:
     assert {"timers_s/forward_backward", "peak_memory_bytes", "validation_loss", "checkpoint_time_s"} <= tags
 
 
+def test_evaluations_unlike_the_runs_are_marked_and_in_no_chart(tmp_path: Path) -> None:
+    reporter = WritingReporter(tiny_config(), tmp_path, 3, 1, {"dataset.random_seed": 7})
+    reporter.evaluation(3, "validation", 4.5)
+    reporter.close()
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    assert line == {"iteration": 3, "validation_loss": 4.5, "measured_with": {"dataset.random_seed": 7}}
+    assert not any(b"validation_loss" in path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
+
+
 def test_a_number_that_is_none_is_null_in_the_lines(tmp_path: Path) -> None:
     reporter = WritingReporter(tiny_config(logger__tensorboard=False), tmp_path, 0, 1)
     reporter.step(step(1, lm_loss=float("nan"), grad_norm=float("inf")))

@@ -1,0 +1,56 @@
+"""Read ``dataset.data_path``: a path, a list of paths, or a blend of them by weights. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from megatron_cp.errors import DataError
+
+_LEAST, _MOST = 1e-100, 1e100  # sums and products of weights in this range neither overflow nor become 0
+_MOST_FILES = 32767  # megatron-core numbers the files of a blend in 16 bits
+
+
+def parse_blend(data_path: Any, name: str = "dataset.data_path") -> tuple[list[str], list[float] | None]:
+    """``dataset.data_path``, or the setting ``name``, as (paths, weights).
+
+    Raises:
+        DataError: nothing given, or as :func:`paths_and_weights`.
+    """
+    if not data_path:
+        raise DataError(f"{name} is not set: give the prefix of a .bin/.idx pair, or dataset.kind=mock.")
+    try:
+        return paths_and_weights(data_path)
+    except ValueError as error:
+        raise DataError(f"{name}={data_path}: {error}.") from error
+
+
+def paths_and_weights(data_path: str | list[str | int | float]) -> tuple[list[str], list[float] | None]:
+    """A path, a list of paths, or weight, path, weight, path, ... as (paths, weights).
+
+    Raises:
+        ValueError: a weight without its path, a path without its weight, a weight out of range, or too many files.
+    """
+    given = [data_path] if isinstance(data_path, str) else data_path
+    items = [str(item) for item in given]
+    if len(items) > _MOST_FILES:
+        raise ValueError(f"has {len(items)} entries, at most {_MOST_FILES} can be blended: join some of the files")
+    if not any(isinstance(item, int | float) for item in given) and (
+        number_in(items[0]) is None or os.path.exists(items[0] + ".idx")
+    ):
+        return items, None
+    weights = [weight for weight in map(number_in, items[0::2]) if weight is not None]
+    if len(items) % 2 or 2 * len(weights) < len(items):
+        raise ValueError("a blend is weight, prefix, weight, prefix, ... or a list of prefixes without any weight")
+    for weight, path in zip(items[0::2], items[1::2], strict=True):
+        if not _LEAST <= float(weight) <= _MOST:
+            raise ValueError(f"the weight of {path} must be above zero, from {_LEAST:g} to {_MOST:g}, got {weight}")
+    return items[1::2], weights
+
+
+def number_in(text: str) -> float | None:
+    """The number that a text is, if it is one."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
