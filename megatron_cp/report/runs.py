@@ -37,9 +37,8 @@ class LoggedRun:
 
     def points(self, field: str) -> Points:
         """A number by iteration, the latest where there are several; what is absent or no number is left out."""
-        found = [(line["iteration"], number_of(line.get(field))) for line in (*self.steps, *self.events)]
-        latest = {i: value for i, value in found if value is not None}
-        kept = sorted(latest.items())
+        latest = {line["iteration"]: number_of(line[field]) for line in (*self.steps, *self.events) if field in line}
+        kept = [(i, value) for i, value in sorted(latest.items()) if value is not None]
         return [i for i, _ in kept], [value for _, value in kept]
 
     @property
