@@ -113,8 +113,8 @@ def convert(value: Any, kind: Any) -> Any:
             except _Mismatch:
                 continue
     elif origin is Literal:
-        if any(value == a and type(value) is type(a) for a in args):
-            return value
+        if value in [choice for choice in args if isinstance(value, type(choice))]:
+            return args[args.index(value)]  # the choice itself, which is no FromEnvironment
     elif origin is list:
         if isinstance(value, list | tuple):
             return [convert(v, args[0]) for v in value]
@@ -125,7 +125,7 @@ def convert(value: Any, kind: Any) -> Any:
         # Neither nan nor inf, which every comparison would let pass or explain with another setting.
         if type(value) in (int, float) and abs(value) <= sys.float_info.max:
             return float(value)
-    elif type(value) is kind:
+    elif type(value) is kind or (kind is str and isinstance(value, str)):
         return value
     raise _Mismatch(describe(kind))
 

@@ -13,6 +13,7 @@ import yaml
 
 from megatron_cp.errors import DataError
 from megatron_cp.run_lines import METRICS, read_lines
+from megatron_cp.yaml_files import read_yaml
 
 Points = tuple[list[int], list[float]]  # iterations and values
 
@@ -122,8 +123,8 @@ def _read(folder: Path, name: str) -> LoggedRun:
 
 def _config(folder: Path) -> Mapping[str, Any]:
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, ValueError, RecursionError):
+        config = read_yaml(folder / "config.yaml")
+    except (OSError, yaml.YAMLError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
 
