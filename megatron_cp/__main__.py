@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Sequence
 
+from megatron_cp.terminal import say
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code, also where it is interrupted before it is there."""
@@ -13,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron_cp.launcher import is_first_rank
 
         if is_first_rank():
-            print("megatron-cp: interrupted", file=sys.stderr, flush=True)
+            say("megatron-cp: interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     return run(argv)
 

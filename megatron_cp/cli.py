@@ -31,6 +31,7 @@ from megatron_cp.process import end_with_launcher
 from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
 from megatron_cp.rules import Environment, check, check_or_raise, resolve_auto
 from megatron_cp.rules.resolve import ranks_to_check
+from megatron_cp.terminal import ArgumentParser, say
 
 _SECONDS_TO_SPEAK = 3.0
 
@@ -46,7 +47,7 @@ _MODULES = {
 
 
 def _recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(f"megatron-cp {command}", description=description, allow_abbrev=False)
+    parser = ArgumentParser(f"megatron-cp {command}", description=description, allow_abbrev=False)
     parser.add_argument("--recipe", metavar="NAME|FILE.yaml", help="what to run; 'megatron-cp recipes' lists the names")
     parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merged over the recipe")
     parser.add_argument(
@@ -78,10 +79,10 @@ def _train(argv: Sequence[str]) -> int:
         return _explain(args.explain)
     config = _load(parser, args)
     if args.print_config:
-        print(to_yaml(config), end="")
+        say(to_yaml(config), end="")
         return EXIT_OK
     if args.dry_run:
-        print(to_yaml(config))
+        say(to_yaml(config))
         return _report(config, args)
     if args.environment or args.world_size is not None:
         parser.error("--environment and --world-size are for --dry-run; a run has the ones it is started with")
@@ -90,7 +91,7 @@ def _train(argv: Sequence[str]) -> int:
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
     warnings = check_or_raise(config, world_size, args.gpus_per_node, environment)
     if launcher.is_first_rank():
-        print("\n".join([*([choice] if choice else []), *map(str, warnings)]), end="\n" if choice or warnings else "")
+        say("\n".join([*([choice] if choice else []), *map(str, warnings)]), end="\n" if choice or warnings else "")
     launcher.add_variables(config.env_vars)  # before torch, which reads some as it is imported
     # Where a rank is lost we say so; torch would add a C++ stack for each rank and store operation.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -109,18 +110,18 @@ def _validate(argv: Sequence[str]) -> int:
 
 
 def _recipes(argv: Sequence[str]) -> int:
-    argparse.ArgumentParser("megatron-cp recipes", description="List the recipes.").parse_args(argv)
+    ArgumentParser("megatron-cp recipes", description="List the recipes.").parse_args(argv)
     recipes = list_recipes()
     width = max(map(len, recipes))
     for name, description in recipes.items():
-        print(f"{name:{width}}  {description}")
+        say(f"{name:{width}}  {description}")
     return EXIT_OK
 
 
 def _explain(rule_id: str) -> int:
     from megatron_cp.rules.explain import explain  # all that is known about constraints: only where it is asked for
 
-    print(explain(rule_id))
+    say(explain(rule_id))
     return EXIT_OK
 
 
@@ -135,22 +136,22 @@ def _report(config: RunConfig, args: argparse.Namespace) -> int:
     world_size, environment = ranks_to_check(config, args.world_size), Environment.of(args.environment)
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
     violations = check(config, world_size, args.gpus_per_node, environment)
-    print(f"# {config.recipe} on {world_size} ranks")
+    say(f"# {config.recipe} on {world_size} ranks")
     if choice:
-        print(choice)
+        say(choice)
     with contextlib.suppress(ValueError):  # an impossible layout: the violations below say why
         layout = layout_of(config, world_size)
-        print("\n".join(group_lines(layout)))
+        say("\n".join(group_lines(layout)))
         if config.runs_packs:
             from megatron_cp.dynamic_cp.groups import configured_blocks, group_line
 
-            print(group_line(configured_blocks(config, layout), at_start=config.dist.dynamic_groups_at_start))
+            say(group_line(configured_blocks(config, layout), at_start=config.dist.dynamic_groups_at_start))
     sys.stdout.flush()
     errors = [v for v in violations if v.severity == "error"]
     if violations:
-        print(format_violations(violations), file=sys.stderr)
+        say(format_violations(violations), file=sys.stderr)
     if not errors:
-        print("every rule holds" if not violations else "no errors")
+        say("every rule holds" if not violations else "no errors")
     return EXIT_CONFIG if errors else EXIT_OK
 
 
@@ -170,13 +171,13 @@ def _usage() -> str:
 
 def _dispatch(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(_usage(), file=sys.stdout if argv else sys.stderr)
+        say(_usage(), file=sys.stdout if argv else sys.stderr)
         return EXIT_OK if argv else EXIT_CONFIG
     name, rest = argv[0], argv[1:]
     if name not in _commands():
         from megatron_cp.schema import nearest
 
-        print(f"megatron-cp: unknown command '{name}'{nearest(name, list(_commands()))}\n{_usage()}", file=sys.stderr)
+        say(f"megatron-cp: unknown command '{name}'{nearest(name, list(_commands()))}\n{_usage()}", file=sys.stderr)
         return EXIT_CONFIG
     if name in _MODULES:
         return importlib.import_module(_MODULES[name][0]).main(rest)
@@ -196,19 +197,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except (ConfigError, DataError) as error:
         what = "the configuration cannot run\n" if isinstance(error, ConfigError) else ""
-        print(f"megatron-cp: {_its_turn()}{what}{error}", file=sys.stderr, flush=True)
+        say(f"megatron-cp: {_its_turn()}{what}{error}", file=sys.stderr, flush=True)
         _tell_other_nodes(error)
         return EXIT_CONFIG
     except RuntimeFault as fault:
         if fault.on_all_ranks and not launcher.is_first_rank():
             time.sleep(_SECONDS_TO_SPEAK)
         else:
-            print(f"megatron-cp: {fault}", file=sys.stderr, flush=True)
+            say(f"megatron-cp: {fault}", file=sys.stderr, flush=True)
         _tell_other_nodes(fault)
         return EXIT_CONFIG if fault.of_data else EXIT_FAILED
     except KeyboardInterrupt:
         if launcher.is_first_rank():
-            print("megatron-cp: interrupted", file=sys.stderr, flush=True)
+            say("megatron-cp: interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except SystemExit as stop:  # argparse
         return stop.code if isinstance(stop.code, int) else EXIT_CONFIG
@@ -220,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _tell_other_nodes(error)
             raise
         _drop_output()
-        print(f"megatron-cp: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        say(f"megatron-cp: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     except Exception as error:
         _tell_other_nodes(error)

@@ -10,8 +10,10 @@ Sizes are counts, times are in the unit their name says, ``None`` means "decided
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from megatron_cp.interpolation import as_written
 
 # What is counted in iterations or in samples: NAME_iters and NAME_samples.
 TRAINING_LENGTHS, SCHEDULE_LENGTHS = ("train",), ("lr_warmup", "lr_decay", "lr_wsd_decay")
@@ -436,6 +438,10 @@ class RunConfig:
         if self.checkpoint.load is None:
             self.checkpoint.load = self.checkpoint.save
         return self
+
+    def as_written(self) -> dict[str, Any]:
+        """All settings as they may be written: what environment variables gave as the recipe refers to it."""
+        return as_written(asdict(self))
 
     def _count_in_iterations(self) -> None:
         """Turn lengths in samples into iterations. What is given in both stays, and rule K56 refuses it."""

@@ -28,6 +28,7 @@ from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.environment import installed_version
 from megatron_cp.rules.nvml import Driver, read_driver
 from megatron_cp.rules.resolve import backend_in, its_layers_in, packed_sizes, ranks_to_check
+from megatron_cp.terminal import ArgumentParser, say
 
 MEGATRON_CORE = "0.19.2"
 _EXTRA = "in the clone, scripts/setup.sh --gpu"
@@ -238,7 +239,7 @@ def _line(name: str, text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "megatron-cp doctor",
         description="Show what is installed here, which attention a recipe would use and why, and what to install. "
         "Exit code: 0 if this machine can train (the recipe, if one is given), 1 if something that is needed is "
@@ -273,38 +274,38 @@ def main(argv: Sequence[str]) -> int:
     for name, error in broken.items():
         to_do.append(Finding(name in ("megatron-core", "torch"), f"{name} cannot be imported: {error}"))
 
-    print("machine", *_machine_lines(found), sep="\n")
-    print("libraries")
+    say("machine", *_machine_lines(found), sep="\n")
+    say("libraries")
     for library in found.libraries:
         state = "missing" if library.version is None else library.version
         fails = " (cannot be imported)" if library.name in broken else ""
         if args.trial and library.name in left_out:
             fails = " (not tried: no driver)"
-        print(_line(library.name, f"{state}{fails}{'; ' + library.note if library.note else ''}"))
+        say(_line(library.name, f"{state}{fails}{'; ' + library.note if library.note else ''}"))
     violations = []
     if config is not None:
         world_size = ranks_to_check(config, args.world_size)
         config, choice = resolve_auto(config, world_size, None, found.environment)
         attention, why = attention_of(config, found.environment, world_size)
         backend = config.dist.distributed_backend or ("nccl" if found.environment.device == "gpu" else "gloo")
-        print(f"{config.recipe} on {world_size} ranks")
+        say(f"{config.recipe} on {world_size} ranks")
         its_layers = its_layers_in(found.environment, config)
         if its_layers and attention == "our own":
             attention += ", by Transformer Engine's kernels"
-        print(_line("attention", f"{attention}: {why[0]}"), *(_line("", reason) for reason in why[1:]), sep="\n")
-        print(_line("layers", "Transformer Engine's" if its_layers else "megatron-core's own"))
+        say(_line("attention", f"{attention}: {why[0]}"), *(_line("", reason) for reason in why[1:]), sep="\n")
+        say(_line("layers", "Transformer Engine's" if its_layers else "megatron-core's own"))
         fused = kernels_in_use(config, its_layers)
-        print(_line("fused kernels", ", ".join(fused) or "none of Transformer Engine's"))
-        print(_line("communication", backend), *([_line("", choice)] if choice else []), sep="\n")
+        say(_line("fused kernels", ", ".join(fused) or "none of Transformer Engine's"))
+        say(_line("communication", backend), *([_line("", choice)] if choice else []), sep="\n")
         violations = check(config, world_size, None, found.environment)
         to_do += [Finding(False, f"{v.message}; {v.fix}") for v in violations if v.rule == "K57"]
         violations = [v for v in violations if v.rule != "K57"]
-    print("to do" if to_do else "nothing to do")
+    say("to do" if to_do else "nothing to do")
     for finding in sorted(to_do, key=lambda finding: not finding.needed):
-        print(f"  {'needed: ' if finding.needed else ''}{finding.text}")
+        say(f"  {'needed: ' if finding.needed else ''}{finding.text}")
     sys.stdout.flush()
     if violations:
-        print(format_violations(violations), file=sys.stderr)
+        say(format_violations(violations), file=sys.stderr)
     if any(finding.needed for finding in to_do):
         return EXIT_FAILED
     return EXIT_CONFIG if any(violation.severity == "error" for violation in violations) else EXIT_OK

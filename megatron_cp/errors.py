@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_cp.interpolation import as_written
+from megatron_cp.terminal import in_a_line
+
 # EXIT_FAILED is also for a layout that verify finds different, and for what doctor finds missing.
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 129, 130, 143
 EXIT_OF_SIGNAL = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED, signal.SIGHUP: EXIT_HUNG_UP}
@@ -28,10 +31,10 @@ class Violation:
     value: Any = None
 
     def __str__(self) -> str:
-        where = self.field if self.value is None else f"{self.field}={self.value}"
+        where = self.field if self.value is None else f"{self.field}={as_written(self.value)}"
         head = f"{self.severity} {self.rule}".rstrip()
-        text = ": ".join(part for part in (head, where, self.message) if part)
-        return f"{text}\n    fix: {self.fix}" if self.fix else text
+        text = in_a_line(": ".join(part for part in (head, where, self.message) if part))
+        return f"{text}\n    fix: {in_a_line(self.fix)}" if self.fix else text
 
 
 def format_violations(violations: Sequence[Violation]) -> str:

@@ -28,10 +28,14 @@ def file_or_pipe(path: str, flags: int) -> int:
     raise OSError(number, "Is a directory" if stat.S_ISDIR(mode) else "Is a device, not a file", path)
 
 
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The whole content of a file or pipe; raises OSError as :func:`file_or_pipe` does, and for a pipe without any."""
+def read_bytes(path: str | os.PathLike[str], most: int = -1) -> bytes:
+    """Read a file or pipe, or its first ``most`` bytes.
+
+    Raises:
+        OSError: as :func:`file_or_pipe` does, and for a pipe without content.
+    """
     with open(path, "rb", opener=file_or_pipe) as file:
-        content = file.read()
+        content = file.read(most)
         if not content and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.ENODATA, "Is a pipe that nobody has written to", str(path))
         return content

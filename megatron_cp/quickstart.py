@@ -6,7 +6,6 @@ so no network is needed. Arguments are overrides of the recipe, as ``megatron-cp
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -37,6 +36,7 @@ from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check_or_raise
 from megatron_cp.rules.environment import Environment
 from megatron_cp.run_lines import METRICS, read_lines
+from megatron_cp.terminal import ArgumentParser, printable, say
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "llama_tiny_pretrain_config"
@@ -135,7 +135,7 @@ def _ranks(gpus: int) -> int:
 def _short(path: Path) -> Path:
     """Relative to the current folder where that is shorter to read."""
     path = path.absolute()
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return Path(printable(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def _train(overrides: Sequence[str], ranks: int) -> int:
@@ -204,7 +204,7 @@ def main(
     sources: Sequence[Path] | None = None,
 ) -> int:
     """Run the quick start; returns the exit code. ``home`` holds its data and runs, ``sources`` replace the corpus."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="scripts/quickstart.sh",
         description=f"Train {RECIPE} on the Python standard library's source: {RANKS} processes on CPUs, or up to "
         f"{RANKS} GPUs where there are some.",
@@ -233,17 +233,17 @@ def main(
             console.print("    starting the processes", style="dim")
             code = _train(overrides, ranks)
     except (ConfigError, DataError, FileNotFoundError) as error:
-        print(f"quickstart: {error}", file=sys.stderr)
+        say(f"quickstart: {error}", file=sys.stderr)
         return EXIT_CONFIG
     except KeyboardInterrupt:
-        print("quickstart: interrupted", file=sys.stderr)
+        say("quickstart: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     if code == 0:
         last_screen(console, config, parts, ranks)
     elif code > 128:
-        print(f"quickstart: stopped; the run folder is {_short(Path(config.checkpoint.save or ''))}", file=sys.stderr)
+        say(f"quickstart: stopped; the run folder is {_short(Path(config.checkpoint.save or ''))}", file=sys.stderr)
     else:
-        print("quickstart: training failed; the messages above say why", file=sys.stderr)
+        say("quickstart: training failed; the messages above say why", file=sys.stderr)
     return code
 
 

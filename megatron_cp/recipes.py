@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import os
 import re
 import sys
@@ -18,11 +19,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_cp import bridge_names
+from megatron_cp import bridge_names, launcher
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, Violation
-from megatron_cp.input_files import read_bytes
+from megatron_cp.interpolation import MOST_CHAINED, FromEnvironment, as_written, chained, reads_recorded, resolved
 from megatron_cp.schema import alternatives, build, field_paths, hints, kind_of, nearest, nearest_first, section_names
+from megatron_cp.terminal import in_a_line
+from megatron_cp.yaml_files import TooLargeError, bounded_hydra, bounded_text
+
+logger = logging.getLogger(__name__)
 
 # Bridge's names for mixed_precision; the underscore and the dash are both in use there.
 _PRECISIONS = {
@@ -76,30 +81,49 @@ def load_recipe(
     Raises:
         ConfigError: with all problems found.
     """
-    # Here, because Hydra takes a third of a second to import, and listing or explaining needs none of it.
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     choices, values = _split_overrides([overrides] if isinstance(overrides, str) else overrides)
-    recipe, name = _compose(name_or_path, choices)
-    layers = [recipe, *(_load_yaml(Path(file)) for file in files), _nest((flags or {}).items()), _nest(values)]
-    layers = [_normalize(layer) for layer in layers]
-    problems = [
-        Violation("K2", "error", path, "??? stands for a value that is still to be given", f"{path}=VALUE")
-        for path in _still_missing(layers)
-    ]
-    if problems:
-        raise ConfigError(problems)
-    try:
-        merged = OmegaConf.merge(asdict(RunConfig(recipe=name)), *layers)
-        plain: Any = OmegaConf.to_container(merged, resolve=True)
-    except OmegaConfBaseException as error:
-        raise _unresolved(error) from error
+    with reads_recorded() as variables:
+        recipe, name = _compose(name_or_path, choices)
+        layers = [recipe, *(_load_yaml(Path(file)) for file in files), _nest((flags or {}).items()), _nest(values)]
+        plain = _resolve([_normalize(layer) for layer in layers], name, variables)
+    if variables and launcher.is_first_rank():
+        read = ", ".join(in_a_line(variable) for variable in dict.fromkeys(variables))
+        logger.warning("recipe %s reads environment variables: %s", in_a_line(name), read)
     problems = bridge_names.settle(plain)
     config: RunConfig = build(RunConfig, plain, problems)
     if problems:
         raise ConfigError(problems)
     return config.finalize()
+
+
+def _resolve(layers: list[dict[str, Any]], name: str, variables: list[str]) -> dict[str, Any]:
+    """Merge layers over the defaults and resolve interpolations; ``variables``: see :func:`reads_recorded`."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    last = _last(layers)
+    problems = [
+        Violation("K2", "error", path, "??? stands for a value that is still to be given", f"{path}=VALUE")
+        for path, value in last.items()
+        if value == "???"
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if (number := chained(last)) > MOST_CHAINED:
+        message = f"{number} interpolations refer to interpolated values, more than {MOST_CHAINED}"
+        raise _problem("K3", "--recipe", message, "write the values themselves instead of ${section.setting}")
+    try:
+        merged = OmegaConf.merge(asdict(RunConfig(recipe=name)), *layers)
+        plain: dict[str, Any] = resolved(merged, variables, by_value=("model",))
+    except OmegaConfBaseException as error:
+        raise _unresolved(error) from error
+    except ValueError as error:
+        message = "an environment variable gives one value, not a list or a mapping of texts"
+        raise _problem("K3", str(error), message, f"{error}=[${{oc.env:FIRST}},${{oc.env:SECOND}}]") from error
+    if isinstance(plain["recipe"], FromEnvironment):
+        message = "names the run folder, and cannot come from an environment variable"
+        raise _problem("K3", "recipe", message, "checkpoint.save=${oc.env:NAME} names another folder")
+    return plain
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -115,6 +139,8 @@ _FOLLOWING = ["expert_tensor_parallel_size", "max_seqlen_per_dp_cp_rank"]
 def settings_of(config: RunConfig) -> dict[str, Any]:
     """The whole configuration as plain values, of which a recipe can be made.
 
+    Environment variables stay as the recipe refers to them.
+
     A folder to load from that follows from the folder to save to is left to follow: the recipe may be given another. So
     are what follows from a layout and from the sequence length.
     """
@@ -128,7 +154,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
         setattr(without.model, name, None)
         if getattr(without.finalize().model, name) == getattr(config.model, name):
             settings["model"][name] = None
-    return settings
+    return as_written(settings)
 
 
 def _problem(rule: str, field: str, message: str, fix: str = "") -> ConfigError:
@@ -142,6 +168,8 @@ def _one_line(error: Exception) -> str:
 def _unresolved(error: Any) -> ConfigError:
     """OmegaConf's complaint about a value that refers to something else, without its notes about types."""
     why = str(error).partition("\n")[0]
+    if "GrammarParseError" in why and "oc.decode" in str(error):  # its text holds parts of the variable's value
+        why = "an environment variable's value is neither a number, a switch nor a list of them"
     fix = "write ${section.setting} for another setting's value, ${oc.env:NAME} for an environment variable's"
     if variable := re.search(r"Environment variable '(.*)' not found", why):
         name = variable.group(1)
@@ -235,7 +263,7 @@ def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, An
 
     search = f"hydra.searchpath=[{','.join(f"'file://{_library(kind)}'" for kind in ('configs', 'recipes'))}]"
     try:
-        with initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
+        with bounded_hydra(), initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
             used = _groups_of(path.name, search) if choices else set()
             # Hydra replaces the file of a group; where the recipe has none, '+' lays the file over the recipe.
             known = [choice if choice.partition("=")[0] in used else f"+{choice}" for choice in choices]
@@ -243,11 +271,8 @@ def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, An
         plain: Any = OmegaConf.to_container(composed, resolve=False)
     except MissingConfigException as error:
         raise _missing(error, path, choices) from error
-    except RecursionError as error:
-        message = f"cannot compose {path}: it names itself in its defaults list, or is nested too deeply"
-        raise _problem(
-            "K4", "--recipe", message, "name other files in 'defaults', and sections of plain values"
-        ) from error
+    except TooLargeError as error:
+        raise _problem("K4", "--recipe", f"cannot compose {path}: {error.what}", error.fix) from error
     # Hydra raises these, without a type of its own, for a defaults list that is none or that holds something else.
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, AssertionError) as error:
         is_key = isinstance(error, AssertionError)
@@ -291,13 +316,12 @@ def _load_yaml(path: Path) -> dict[str, Any]:
     from yaml import YAMLError
 
     try:
-        text = io.StringIO(read_bytes(path).decode("utf-8"))
-        loaded: Any = OmegaConf.to_container(OmegaConf.load(text), resolve=False)
+        loaded: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(bounded_text(path))), resolve=False)
     except FileNotFoundError as error:
         fix = f"check the path{'' if path.is_absolute() else f', which begins in {Path.cwd()}'}"
         raise _problem("K4", "--config", f"file not found: {path}", fix) from error
-    except RecursionError as error:
-        raise _problem("K4", "--config", f"cannot read {path}: it is nested too deeply") from error
+    except TooLargeError as error:
+        raise _problem("K4", "--config", f"cannot read {path}: it {error.what}", error.fix) from error
     except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         raise _problem("K4", "--config", f"cannot read {path}: {_one_line(error)}") from error
     if not isinstance(loaded, dict):
@@ -323,12 +347,12 @@ def _nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return nested
 
 
-def _still_missing(layers: Sequence[dict[str, Any]]) -> list[str]:
-    """The settings that are ``???`` in the end, which OmegaConf would take for not mentioned."""
+def _last(layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last value that any layer gives a setting, by dotted names."""
     last: dict[str, Any] = {}
     for layer in layers:
         last |= _flat(layer)
-    return [path for path, value in last.items() if value == "???"]
+    return last
 
 
 def _flat(layer: dict[str, Any]) -> dict[str, Any]:

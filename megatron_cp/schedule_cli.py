@@ -24,6 +24,7 @@ from megatron_cp.dynamic_cp.scheduler import schedule
 from megatron_cp.dynamic_cp.types import Schedule
 from megatron_cp.errors import EXIT_CONFIG, EXIT_OK
 from megatron_cp.parallel.layout import MOST_RANKS
+from megatron_cp.terminal import ArgumentParser, say
 
 # A mistyped number is told at once; with these it takes seconds and minutes.
 _MOST_SAMPLES = 10_000_000
@@ -56,7 +57,7 @@ def _between(least: int, most: int) -> Callable[[str], int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "megatron-cp schedule",
         description="Schedule the samples of one global batch with dynamic CP, and compare with static CP.",
         epilog="example: megatron-cp schedule --distribution documents --count 1024 --ranks 64 --plot step.png",
@@ -167,10 +168,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         raise  # the reader (head, less) went away, which is no error of the input
     except TooLongError as error:
-        print(f"megatron-cp schedule: {error} (--max-seqlen-per-rank, --ranks, --longest).", file=sys.stderr)
+        say(f"megatron-cp schedule: {error} (--max-seqlen-per-rank, --ranks, --longest).", file=sys.stderr)
         return EXIT_CONFIG
     except (ValueError, OSError) as error:
-        print(f"megatron-cp schedule: {error}", file=sys.stderr)
+        say(f"megatron-cp schedule: {error}", file=sys.stderr)
         return EXIT_CONFIG
 
 
@@ -191,13 +192,13 @@ def _run(args: argparse.Namespace) -> int:
     dynamic = report("dynamic CP", found, lengths, cost, **keeping_step)
     static = _static(lengths, found, args.static_cp_size, keeping_step, common)
     if cut:
-        print(f"{cut} of {len(lengths)} samples cut to --longest {args.longest}", file=sys.stderr)
+        say(f"{cut} of {len(lengths)} samples cut to --longest {args.longest}", file=sys.stderr)
     if args.json:
         figures = {"schedule_seconds": seconds, "dynamic": dynamic.as_dict()}
-        print(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))
+        say(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))
     else:
-        print(as_text(dynamic, static, lengths, args.ranks))
-        print(f"scheduled in {1e3 * seconds:.0f} ms of CPU time; simulated with cost model {args.cost}")
+        say(as_text(dynamic, static, lengths, args.ranks))
+        say(f"scheduled in {1e3 * seconds:.0f} ms of CPU time; simulated with cost model {args.cost}")
     _write(args, found, [static[1], dynamic], lengths, cost)
     return EXIT_OK
 
@@ -230,11 +231,11 @@ def _show_run(args: argparse.Namespace) -> int:
     static = _static(lengths, found, static_size, keeping_step, common)
     if args.json:
         figures = {"iteration": step.iteration, "measured_seconds": step.measured_seconds, "run": real.as_dict()}
-        print(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))
+        say(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))
     else:
-        print(as_text(real, static, lengths, found.num_ranks))
+        say(as_text(real, static, lengths, found.num_ranks))
         measured = "" if step.measured_seconds is None else f"; the whole step took {step.measured_seconds:.3f} s"
-        print(f"simulated with the run's own cost model{measured}")
+        say(f"simulated with the run's own cost model{measured}")
     _write(args, found, [static[1], real], lengths, step.cost)
     return EXIT_OK
 
@@ -269,7 +270,7 @@ def _write(
         for path, write in ((args.plot, timeline.write_png), (args.html, timeline.write_html)):
             if path:
                 write(path, drawn, lengths, cost, found.num_ranks)
-                print(f"wrote {path}", file=sys.stderr)
+                say(f"wrote {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

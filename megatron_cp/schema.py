@@ -116,8 +116,8 @@ def convert(value: Any, kind: Any) -> Any:
             except _Mismatch:
                 continue
     elif origin is Literal:
-        if any(value == a and type(value) is type(a) for a in args):
-            return value
+        if value in [choice for choice in args if isinstance(value, type(choice))]:
+            return args[args.index(value)]  # the choice itself, which is no FromEnvironment
     elif origin is list:
         if isinstance(value, list | tuple):
             with suppress(_Mismatch):  # the whole list's expectation is the one to tell
@@ -129,7 +129,9 @@ def convert(value: Any, kind: Any) -> Any:
         # Neither nan nor inf, which every comparison would let pass or explain with another setting.
         if type(value) in (int, float) and abs(value) <= sys.float_info.max:
             return float(value)
-    elif type(value) is kind and (kind is not int or _fits_64_bits(value)):
+    elif (type(value) is kind and (kind is not int or _fits_64_bits(value))) or (
+        kind is str and isinstance(value, str)
+    ):
         return value
     raise _Mismatch(describe(kind))
 

@@ -50,6 +50,7 @@ from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_
 from megatron_cp.parallel.rendezvous import confine_arguments, confine_stores
 from megatron_cp.parallel.sockets import LOOPBACK, PortError
 from megatron_cp.process import announce_launcher, drop_lost_output, signals_to_stop_at
+from megatron_cp.terminal import say
 from megatron_cp.training.roll_call import say_for_the_killed
 
 _STOPPED = set(EXIT_OF_SIGNAL.values())
@@ -87,7 +88,7 @@ class PatientAgent(LocalElasticAgent):
             as_asked = {EXIT_OK, *_STOPPED, *(-number for number in self._asked_again)}
             type(self).exit_code = 128 + death_sig if codes <= as_asked else EXIT_FAILED
             said = ", ".join(map(str, sorted(codes)))
-            print(f"megatron-cp: {death_sig.name}: the ranks were told and ended with {said}", file=sys.stderr)
+            say(f"megatron-cp: {death_sig.name}: the ranks were told and ended with {said}", file=sys.stderr)
             if codes <= _STOPPED:  # and those of other nodes with them: this launcher may keep the store they still use
                 self._exit_barrier_timeout = _SECONDS_TO_MEET
                 self._exit_barrier()
@@ -184,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         seconds = launcher.number("MEGATRON_CP_STOP_SECONDS", "a number of whole seconds, or unset it")
     except ConfigError as error:
-        print(f"megatron-cp: {error}", file=sys.stderr)
+        say(f"megatron-cp: {error}", file=sys.stderr)
         return EXIT_CONFIG
     PatientAgent.seconds = PatientAgent.seconds if seconds is None else seconds
     args = _arguments(argv)
@@ -200,15 +201,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, first = min(failures.items(), key=lambda item: item[1].timestamp)
         killed = f"was killed by signal {-first.exitcode}"
         how = f"ended with {first.exitcode}; what it said is above" if first.exitcode > 0 else killed
-        print(f"megatron-cp: rank {rank} failed first: it {how}", file=sys.stderr)
+        say(f"megatron-cp: rank {rank} failed first: it {how}", file=sys.stderr)
         return max(first.exitcode, EXIT_FAILED)
     except (RendezvousError, DistError, PortError) as error:
         for cause in (error, error.__cause__):
             if isinstance(cause, PortError):
-                print(f"megatron-cp: {cause}. Fix: {_fix(cause, args)}", file=sys.stderr)
+                say(f"megatron-cp: {cause}. Fix: {_fix(cause, args)}", file=sys.stderr)
                 return EXIT_FAILED
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")
-        print(f"megatron-cp: this launcher does not find those of other nodes, or no more ({reason})", file=sys.stderr)
+        say(f"megatron-cp: this launcher does not find those of other nodes, or no more ({reason})", file=sys.stderr)
         return EXIT_FAILED
     except SignalException as stop:
         return PatientAgent.exit_code or 128 + stop.sigval

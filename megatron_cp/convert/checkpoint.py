@@ -68,7 +68,7 @@ class WholeModel:
             "model": self._sharded(),
             "format": FORMAT,
             "progress": asdict(Progress()),
-            "config": asdict(self.config),
+            "config": self.config.as_written(),
             "world_size": 1,
             "data": {},
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -13,12 +12,13 @@ from pathlib import Path
 from megatron_cp import launcher
 from megatron_cp.errors import EXIT_OF_SIGNAL, EXIT_OK
 from megatron_cp.process import signals_to_stop_at
+from megatron_cp.terminal import ArgumentParser, say
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "megatron-cp convert",
         description="Weights from Hugging Face's format and back, in one process, in host memory.",
         allow_abbrev=False,
@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
     if args.way == "import":
         from megatron_cp.convert.importing import import_model  # torch and megatron-core: ten seconds
 
-        print(import_model(args.hf_model, args.megatron_path, args.torch_dtype))
+        say(import_model(args.hf_model, args.megatron_path, args.torch_dtype))
     else:
         from megatron_cp.convert.exporting import export_model
 
-        print(export_model(args.megatron_path, args.hf_path, args.iteration, args.torch_dtype))
+        say(export_model(args.megatron_path, args.hf_path, args.iteration, args.torch_dtype))
     return EXIT_OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, copy_companio
 from megatron_cp.convert.weights import part_of
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import DataError
+from megatron_cp.interpolation import looked_up
 from megatron_cp.models.hybrid_pattern import layers_of
 
 
@@ -87,6 +89,8 @@ def _tokenizer(trained: RunConfig) -> tuple[Path | None, dict[str, Any], str]:
     """The folder of the run's tokenizer, the special tokens' ids, and why there is no folder, if there is none."""
     ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
     settings = trained.tokenizer
+    if settings.tokenizer_model:
+        settings = replace(settings, tokenizer_model=looked_up(settings.tokenizer_model))
     if settings.tokenizer_type == "NullTokenizer":
         return None, ids, "the run's was a NullTokenizer"
     try:

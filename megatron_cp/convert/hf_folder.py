@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -53,8 +54,9 @@ def read_config(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     check_sizes(written, shapes)
     from transformers import AutoConfig
 
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it repeats texts of the file
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         # What a setting was called before it got the name that all families share, or is called again since.
         values = config.to_dict() | {name: getattr(config, name) for name in config.attribute_map}
     except Exception as error:  # of many kinds, whatever a value is used for first

@@ -22,7 +22,7 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from megatron_cp.config import DatasetConfig, RunConfig
-from megatron_cp.data.cache import build_cached, cache_key, cache_root
+from megatron_cp.data.cache import build_cached, cache_key, cache_root, map_array
 from megatron_cp.data.indexed import IndexedFiles, check_ids, check_lengths, open_indexed
 from megatron_cp.data.order import shuffled
 from megatron_cp.data.parts import Part, parts_of
@@ -261,6 +261,7 @@ def _build_cached(
             raise DataError(str(error)) from error
 
     once_per_node(lambda: build_cached(fill, cache))
+    on_every_rank(lambda: [map_array(path) for path in cache.rglob("*.npy")])  # a damaged one: one message
     with _without_process_group():
         return build(cache)
 

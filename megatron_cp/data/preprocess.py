@@ -26,6 +26,7 @@ from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.data.tokenizing import encode, indexed_writer
 from megatron_cp.errors import DataError, shown
 from megatron_cp.input_files import read_bytes
+from megatron_cp.terminal import say
 
 DEFAULT_SUFFIXES = (".txt", ".jsonl")
 _PACKED = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd", ".zip": "unzip"}
@@ -177,7 +178,7 @@ class RichProgress(Progress):
         if self._done * 10 // self._total > self._tenths:
             self._tenths = self._done * 10 // self._total
             share = f"{self._tenths * 10}% of {self._total / 1e6:.1f} MB"
-            print(f"{self._description}: {share}", file=sys.stderr, flush=True)
+            say(f"{self._description}: {share}", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
         self._bar.stop()

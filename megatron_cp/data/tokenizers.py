@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shlex
 import tempfile
@@ -161,14 +162,21 @@ def _load(path: Path) -> Any:
         else:
             from transformers import AutoTokenizer
 
-            found = AutoTokenizer.from_pretrained(str(path), local_files_only=True, use_fast=True)
-            tokenizer = found.backend_tokenizer
+            logging.getLogger("transformers").setLevel(logging.ERROR)  # it repeats texts of the folder's files
+            options = {"local_files_only": True, "use_fast": True, "trust_remote_code": False}
+            tokenizer = AutoTokenizer.from_pretrained(str(path), **options).backend_tokenizer
         # A file may say how its texts were cut and padded once; a document has the length that it has.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
     except Exception as error:  # both libraries raise bare Exceptions
-        raise DataError(f"tokenizer.tokenizer_model={path}: cannot be read as a tokenizer: {error}") from error
+        why = " ".join(str(error).split())
+        if "trust_remote_code" in why:
+            raise DataError(
+                f"tokenizer.tokenizer_model={path}: needs Python code of its own (auto_map), which is never run. Fix: "
+                f"save it as {path / 'tokenizer.json'}, by transformers' save_pretrained, where you trust that code."
+            ) from error
+        raise DataError(f"tokenizer.tokenizer_model={path}: cannot be read as a tokenizer: {why}") from error
 
 
 def _named_end_token(path: Path) -> str | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_cp.errors import DataError
 from megatron_cp.report.runs import read_runs
 from megatron_cp.report.summary import as_text
+from megatron_cp.terminal import ArgumentParser, say
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         DataError: a folder is no run's, or a file cannot be written.
     """
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "megatron-cp report",
         description="Show runs side by side: loss, throughput, phases, memory and layout. Works while they run.",
         allow_abbrev=False,
@@ -27,18 +27,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--png", metavar="FILE.png", help="write a picture")
     args = parser.parse_args(argv)
     runs = read_runs(list(dict.fromkeys(args.runs)))
-    print(as_text(runs))
+    say(as_text(runs))
     try:
         if args.html:
             from megatron_cp.report.page import write_html  # matplotlib: a second
 
             write_html(args.html, runs)
-            print(f"wrote {args.html}")
+            say(f"wrote {args.html}")
         if args.png:
             from megatron_cp.report.figures import write_png
 
             write_png(args.png, runs)
-            print(f"wrote {args.png}")
+            say(f"wrote {args.png}")
     except OSError as error:
         raise DataError(f"the report could not be written: {error}") from error
     return 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_cp.errors import DataError
 from megatron_cp.report.traces import COMMUNICATION, PYTHON, Breakdown, read_trace
+from megatron_cp.terminal import ArgumentParser, say
 
 _NOTHING = "nothing"
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         DataError: there is no trace, or one cannot be read.
     """
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "megatron-cp profile",
         description="Show where the time of profiled steps went: kernels by kind, communication that nothing hides, "
         "and when the device had nothing to do.",
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         "--kernels", type=int, default=15, metavar="N", help="list the N longest (default: %(default)s)"
     )
     args = parser.parse_args(argv)
-    print("\n\n".join(as_text(read_trace(path), args.kernels) for path in _traces(args.paths)))
+    say("\n\n".join(as_text(read_trace(path), args.kernels) for path in _traces(args.paths)))
     return 0
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from megatron_cp.errors import DataError
-from megatron_cp.input_files import read_bytes
 from megatron_cp.run_lines import METRICS, read_lines
+from megatron_cp.yaml_files import read_yaml
 
 _LARGEST = 1e100
 Points = tuple[list[int], list[float]]  # iterations and values
@@ -133,7 +133,7 @@ def _read(folder: Path, name: str) -> LoggedRun:
 
 def _config(folder: Path) -> Mapping[str, Any]:
     try:
-        config = yaml.safe_load(read_bytes(folder / "config.yaml"))
+        config = read_yaml(folder / "config.yaml")
     except (OSError, yaml.YAMLError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}

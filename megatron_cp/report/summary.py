@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from megatron_cp.report.runs import LoggedRun
+from megatron_cp.terminal import in_a_line
 
 _WARM_UP = 2  # the first steps make buffers and connections
 
@@ -20,6 +21,7 @@ def table(runs: Sequence[LoggedRun]) -> list[tuple[str, list[str]]]:
 def as_text(runs: Sequence[LoggedRun]) -> str:
     """The table, for a terminal."""
     rows = [("", [run.name for run in runs]), *table(runs)]
+    rows = [(name, [in_a_line(cell) for cell in cells]) for name, cells in rows]
     first = max(len(name) for name, _ in rows)
     widths = [max(len(cells[k]) for _, cells in rows) for k in range(len(runs))]
     lines = []

@@ -28,6 +28,7 @@ from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the t
     sequence,
     settings,
     stages,
+    variables,
     world,
 )
 from megatron_cp.rules.environment import Environment

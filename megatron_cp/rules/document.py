@@ -12,6 +12,7 @@ from megatron_cp.rules.elsewhere import ELSEWHERE, GUARDS, KINDS, SILENT_UPSTREA
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.explain import EXAMPLE_RECIPE, example_command
 from megatron_cp.rules.rule import SECTIONS, order
+from megatron_cp.terminal import say
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "constraints.md"
 
@@ -85,4 +86,4 @@ def document() -> str:
 
 if __name__ == "__main__":
     PATH.write_text(document(), encoding="utf-8")
-    print(f"{PATH}: {len(RULES)} rules, {len(ELSEWHERE)} constraints that are none")
+    say(f"{PATH}: {len(RULES)} rules, {len(ELSEWHERE)} constraints that are none")

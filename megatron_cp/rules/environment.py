@@ -13,6 +13,7 @@ from megatron_cp import launcher
 from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.rules.nvml import read_driver
 from megatron_cp.schema import build
+from megatron_cp.yaml_files import TooLargeError, read_yaml
 
 # The variables that change what our libraries do; they are compared over ranks and shown in reports.
 VARIABLE_PREFIXES = (
@@ -71,11 +72,13 @@ class Environment:
         path = Path(text)
         if not os.path.isfile(path):  # which, unlike Path.is_file, never raises
             raise _error("K35", f"'{text}' is neither one of {', '.join(PRESETS)} nor a file that can be reached")
-        import yaml
+        from yaml import YAMLError
 
         try:
-            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+            loaded = read_yaml(path)
+        except TooLargeError as error:
+            raise _error("K4", f"cannot read {path}: it {error.what}", error.fix) from error
+        except (YAMLError, OSError, ValueError) as error:
             raise _error("K4", f"cannot read {path}: {error}") from error
         if not isinstance(loaded, dict):
             raise _error("K4", f"{path} does not hold a mapping")
@@ -103,8 +106,8 @@ PRESETS = {
 }
 
 
-def _error(rule: str, message: str) -> ConfigError:
-    return ConfigError([Violation(rule, "error", "--environment", message)])
+def _error(rule: str, message: str, fix: str = "") -> ConfigError:
+    return ConfigError([Violation(rule, "error", "--environment", message, fix)])
 
 
 def installed_version(distribution: str) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 import megatron_cp
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, RuntimeFault, Violation, format_violations, ranks_by_value, shown_ranks
+from megatron_cp.interpolation import FromEnvironment
 from megatron_cp.parallel.agree import everyones
 from megatron_cp.rules.environment import Environment, installed_version
 from megatron_cp.training.resuming import Start, find_start
@@ -103,6 +104,8 @@ def _flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
         return [
             entry for key, inner in value.items() for entry in _flatten(inner, f"{prefix}.{key}" if prefix else key)
         ]
+    if isinstance(value, FromEnvironment):  # compared, and not shown
+        return [(prefix, f"{value!r} of digest {hashlib.sha256(value.encode()).hexdigest()[:8]}")]
     return [(prefix, repr(value))]
 
 

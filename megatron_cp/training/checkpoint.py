@@ -118,7 +118,7 @@ class CheckpointSaver:
                 state = _sharded_state(run, is_loading=False) | {
                     "format": FORMAT,
                     "progress": asdict(run.progress),
-                    "config": asdict(run.config),
+                    "config": run.config.as_written(),
                     "world_size": dist.get_world_size(),
                     "data": data_state,
                 }

@@ -20,6 +20,7 @@ from megatron_cp.dynamic_cp.iterator import StepPlan
 from megatron_cp.dynamic_cp.recorded import record
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.run_lines import METRICS, SCHEDULES
+from megatron_cp.terminal import PrintableRecords
 from megatron_cp.training.phases import Interval
 from megatron_cp.training.scheduling import what_keeps_step
 from megatron_cp.training.sinks import JsonLines, open_charts, writing_into
@@ -297,6 +298,7 @@ def start_logging(rank: int, live: bool) -> None:
         handler = logging.StreamHandler()
         prefix = "" if rank == 0 else f"[rank {rank}] "
         handler.setFormatter(logging.Formatter(f"[%(asctime)s] {prefix}%(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+    handler.addFilter(PrintableRecords())
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.errors import ConfigError
+from megatron_cp.interpolation import as_written
 from megatron_cp.models.hybrid_pattern import layers_of, without_stages
 from megatron_cp.models.vocabulary import padded
 from megatron_cp.training.checkpoint_files import (
@@ -213,10 +214,11 @@ def _newest_of_its_own(config: RunConfig) -> Start | None:
 def has_written(config: RunConfig, common: dict[str, Any]) -> bool:
     """Whether a checkpoint is of this very configuration: it has begun as it says, and is not to begin once more.
 
-    Settings that the program which wrote it did not have yet count as they are by default.
+    Settings that the program which wrote it did not have yet count as they are by default. An environment variable that
+    a setting refers to may have another value by now.
     """
     saved = common.get("config")
-    return isinstance(saved, dict) and _of_today(saved) == asdict(config)
+    return isinstance(saved, dict) and _of_today(saved) in (config.as_written(), asdict(config))
 
 
 def _of_today(saved: dict[str, Any]) -> dict[str, Any]:
@@ -396,6 +398,6 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], names: Sequence[str
         here = now[section][field]
         # A version that did not know a setting did what its default does.
         there = saved[section].get(field, getattr(getattr(defaults, section), field))
-        if here != there:
+        if there not in (here, as_written(here)):
             found.append(f"{name} is {here!r} here and {there!r} in the checkpoint")
     return found

@@ -28,6 +28,7 @@ from megatron_cp.errors import EXIT_FAILED, RuntimeFault
 from megatron_cp.parallel import store_watch
 from megatron_cp.parallel.meeting import begun, common_store
 from megatron_cp.parallel.store_watch import GO_ON, BoundedStore, StoreSilentError, stop_watching, within
+from megatron_cp.terminal import say
 from megatron_cp.training.board import Board, Found, Store
 from megatron_cp.training.exchanges import is_exchange, is_network_error, name_of_exchange
 
@@ -87,7 +88,7 @@ class RollCall:
         if self._rank == lowest and not self._closed.is_set() and self.doing() == at:
             minutes = (self._standstill or 0.0) / 60
             text = f"rank {self._rank}, {at}, has not moved for {minutes:.3g} minutes: {who}"
-            print(f"megatron-cp: {text}", file=sys.stderr, flush=True)
+            say(f"megatron-cp: {text}", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
         """End this process, whose main thread waits for a rank that will not come, with a word by one of all ranks."""
@@ -100,7 +101,7 @@ class RollCall:
             try:
                 if self._rank == lowest:
                     where = f"rank {self._rank}, {self.doing()}"
-                    print(f"megatron-cp: {where}: waited in vain because {who}. {GO_ON}", file=sys.stderr, flush=True)
+                    say(f"megatron-cp: {where}: waited in vain because {who}. {GO_ON}", file=sys.stderr, flush=True)
             finally:
                 os._exit(EXIT_FAILED)
 

@@ -9,7 +9,6 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -102,7 +101,7 @@ class WeightsAndBiases:
             dir=str(folder),
             id=number.read_text().strip(),
             resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
-            config=asdict(config),
+            config=config.as_written(),
         )
 
     def write(self, iteration: int, values: Values) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from megatron_cp.flags import add_flags, given
 from megatron_cp.one_rank import on_one_rank
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
+from megatron_cp.terminal import ArgumentParser, say
 from megatron_cp.verify.reduce import comparable
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: a configuration cannot run.
         RuntimeFault: the comparison could not be made.
     """
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "megatron-cp verify",
         description="Run a layout and one rank on the same weights and tokens, and compare losses and gradients. "
         "Start it as a training run: torchrun --nproc_per_node=4 -m megatron_cp verify --recipe NAME [key=value ...]",
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     layouts = [_checked(config, world_size) for config in layouts]
     configs = [_checked(config, world_size) for config in comparable(layouts, world_size, args.steps, full=args.full)]
     if launcher.rank() == 0 and layouts[-1].model.moe_aux_loss_coeff != configs[-1].model.moe_aux_loss_coeff:
-        print(
+        say(
             "note: compared without the router's auxiliary loss (model.moe_aux_loss_coeff=0): a pack's depends on the "
             "samples that share it, and layouts pack differently",
             file=sys.stderr,

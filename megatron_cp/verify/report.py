@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from megatron_cp.terminal import printable
 from megatron_cp.verify.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, Comparison
 
 
@@ -37,7 +38,7 @@ def show(result: Comparison, names: tuple[str, str], console: Console) -> None:
     )
     console.print("[bold green]EQUAL[/]: the same model is trained" if result.equal else "[bold red]DIFFERENT[/]")
     for line in diagnose(result):
-        console.print(f"  {line}", markup=False)
+        console.print(f"  {printable(line)}", markup=False)
 
 
 def _verdict(good: bool) -> str:

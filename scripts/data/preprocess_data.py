@@ -13,10 +13,11 @@ from megatron_cp.config import TokenizerConfig
 from megatron_cp.data.preprocess import DEFAULT_SUFFIXES, RichProgress, find_files, preprocess, read_documents
 from megatron_cp.data.tokenizers import train_bpe
 from megatron_cp.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, DataError
+from megatron_cp.terminal import ArgumentParser, say
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Tokenize text into Megatron PREFIX.bin and PREFIX.idx. A text file is one document, and so "
         "is each line of a .jsonl or .json file. Every document ends with the tokenizer's end-of-document token.",
         epilog="example: preprocess_data.py --input corpus/ notes.txt --output-prefix data/corpus "
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
             files = find_files(options.input, options.suffix)
             texts = (text for file in files for text, _ in read_documents(file, options.json_key))
             train_bpe(texts, options.train_bpe, options.tokenizer_model)
-            print(f"{options.tokenizer_model}: byte-level BPE tokenizer, {time.perf_counter() - start:.1f} s")
+            say(f"{options.tokenizer_model}: byte-level BPE tokenizer, {time.perf_counter() - start:.1f} s")
         summary = preprocess(
             options.input,
             options.output_prefix,
@@ -81,19 +82,19 @@ def main(arguments: list[str] | None = None) -> int:
             progress=RichProgress("tokenizing"),
         )
     except (DataError, OSError) as error:
-        print(f"preprocess_data.py: {error}", file=sys.stderr)
+        say(f"preprocess_data.py: {error}", file=sys.stderr)
         return EXIT_CONFIG
     except KeyboardInterrupt:
-        print("preprocess_data.py: interrupted; nothing was written.", file=sys.stderr)
+        say("preprocess_data.py: interrupted; nothing was written.", file=sys.stderr)
         return EXIT_INTERRUPTED
     seconds = time.perf_counter() - start
     skipped = f" ({summary.empty_documents} empty left out)" if summary.empty_documents else ""
-    print(
+    say(
         f"{summary.prefix}.bin, .idx: {summary.documents:,} documents{skipped}, {summary.tokens:,} tokens "
         f"of {summary.text_bytes / 1e6:.1f} MB text in {seconds:.1f} s"
     )
     if summary.left_out:
-        print(f"left out of the folders, for their endings: {summary.left_out}")
+        say(f"left out of the folders, for their endings: {summary.left_out}")
     return EXIT_OK
 
 

@@ -25,7 +25,9 @@ ORDER = [
     {"slurm"},
     {"ahead", "flags", "launcher", "process", "run_lines"},
     {"backend", ""},
-    {"errors", "input_files"},
+    {"errors"},
+    {"interpolation"},
+    {"input_files", "terminal", "yaml_files"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 # The one room that is both: what runs schedules needs torch, and all else of it thinks.
@@ -38,9 +40,12 @@ PURE = [
     "megatron_cp.config",
     "megatron_cp.flags",
     "megatron_cp.input_files",
+    "megatron_cp.interpolation",
     "megatron_cp.one_rank",
     "megatron_cp.recipes",
     "megatron_cp.run_lines",
+    "megatron_cp.terminal",
+    "megatron_cp.yaml_files",
     "megatron_cp.rules",
     "megatron_cp.parallel.layout",
     "megatron_cp.dynamic_cp",
@@ -102,3 +107,11 @@ for name in {PURE!r}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-1500:]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_what_is_printed_is_made_printable(path: Path) -> None:
+    if path.name == "terminal.py":
+        return
+    calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert not {"print", "argparse.ArgumentParser", "sys.stdout.write", "sys.stderr.write"} & set(calls)

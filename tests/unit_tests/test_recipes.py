@@ -274,7 +274,7 @@ def test_precedence_recipe_then_files_then_flags_then_overrides(tmp_path):
         ("- 1", "does not hold a mapping"),
         ("a: [", "cannot read"),
         (f"a: {'9' * 5000}", "cannot read"),
-        (f"a: {'[' * 3000}{']' * 3000}", "it is nested too deeply"),
+        (f"a: {'[' * 3000}{']' * 3000}", "it is nested deeper than 32 levels"),
         ("model: {num_layers: 2, transformer: {num_layers: 3}}", "by model.transformer.num_layers to 3"),
     ],
 )
@@ -314,8 +314,8 @@ def test_a_recipe_of_ones_own(tmp_path):
         ("defaults: [5]", "Unsupported type in defaults"),
         ("defaults: [[a]]", "Unsupported type in defaults"),
         ("defaults: [{5: a}]", "defaults list holds a key that is no text"),
-        ("defaults: [mine, _self_]", "it names itself in its defaults list"),
-        (f"model: {'[' * 3000}{']' * 3000}", "or is nested too deeply"),
+        ("defaults: [mine, _self_]", "names itself in its defaults list"),
+        (f"model: {'[' * 3000}{']' * 3000}", "mine.yaml is nested deeper than 32 levels"),
         (f"model: {{num_layers: {'9' * 5000}}}", "cannot compose"),
     ],
 )

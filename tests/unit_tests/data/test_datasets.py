@@ -1,5 +1,6 @@
 import json
 import os
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,26 @@ def test_the_index_is_cached_and_follows_the_files(config: RunConfig, corpus: Ca
 def _order(config: RunConfig, samples: int, first: int) -> list[tuple[int, ...]]:
     train, _, _ = build_datasets(config, TOKENIZER, samples)
     return [tuple(train[i]["tokens"].tolist()) for i in range(first)]
+
+
+class _Runs:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.marker), "w")
+
+
+def test_an_index_of_pickled_objects_is_not_read(config: RunConfig, corpus: Callable[..., str], tmp_path: Path) -> None:
+    """Data from somebody else may have a cache beside them; megatron-core ends in a traceback."""
+    prefix, marker = corpus("a"), tmp_path / "marker"
+    config.dataset.data_path = prefix
+    build_datasets(config, TOKENIZER, 50)
+    for file in Path(prefix).parent.glob("cache/*/*.npy"):
+        file.write_bytes(pickle.dumps(_Runs(marker)))  # numpy takes what does not begin as an array for a pickle
+    with pytest.raises(DataError, match=r"\.npy: cannot be read .*delete its folder, and it is made anew"):
+        build_datasets(config, TOKENIZER, 50)
+    assert not marker.exists()
 
 
 def test_a_longer_run_deals_the_same_samples_first(config: RunConfig, corpus: Callable[..., str]) -> None:

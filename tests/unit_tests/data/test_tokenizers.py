@@ -1,7 +1,10 @@
+import io
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -131,3 +134,46 @@ def test_documents_are_neither_cut_nor_padded(bpe: Path, tmp_path: Path, alone: 
     (tmp_path / "tokenizer_config.json").write_text((bpe / "tokenizer_config.json").read_text())
     path = tmp_path / "tokenizer.json" if alone else tmp_path
     assert HuggingFaceTokenizer(path).tokenize("a few words " * 50) == whole
+
+
+CODE = """open({marker!r}, "w").write("ran")
+class Evil:
+    pass
+"""
+AUTO_MAP = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil"}
+OWN_CODE = {
+    "a tokenizer of its own": {"tokenizer_config.json": {"tokenizer_class": "Evil", "auto_map": AUTO_MAP}},
+    "a model of its own": {"config.json": {"model_type": "\x1b[2Jevil", "auto_map": AUTO_MAP}},
+    "code of the hub": {"tokenizer_config.json": {"auto_map": {"AutoTokenizer": "somebody/something--evil.Evil"}}},
+    "pickles": {"config.json": {"model_type": "llama", "auto_map": AUTO_MAP}, "tokenizer_config.json": {}},
+}
+
+
+class _Runs:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.marker), "w")
+
+
+@pytest.mark.parametrize("answers", ["y\n" * 50, "", None], ids=["yes", "no more input", "closed"])
+@pytest.mark.parametrize("name", OWN_CODE)
+def test_code_of_a_folder_is_never_run(
+    name: str, answers: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None if answers is None else io.StringIO(answers))
+    folder, marker = tmp_path / "tokenizer", tmp_path / "marker"
+    folder.mkdir()
+    for file, content in OWN_CODE[name].items():
+        (folder / file).write_text(json.dumps(content))
+    (folder / "evil.py").write_text(CODE.format(marker=str(marker)))
+    if name == "pickles":
+        for file in ("vocab.pkl", "vocab.bin", "tokenizer.pkl", "tokenizer.model", "pytorch_model.bin", "vocab.json"):
+            (folder / file).write_bytes(pickle.dumps(_Runs(marker)))
+    with pytest.raises(DataError, match=r"needs Python code of its own|cannot be read as a tokenizer") as error:
+        HuggingFaceTokenizer(folder)
+    assert not marker.exists() and "trust_remote_code" not in str(error.value) and "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
+    if name == "a tokenizer of its own":
+        assert "Fix: save it as" in str(error.value)

@@ -170,6 +170,7 @@ REFUSED = [
     ([*NULL, "tokenizer.eod_id=-1"], "K36", "tokenizer.eod_id=0"),
     (["train.skip_train=true", "validation.eval_iters=0"], "K54", "train.skip_train=false"),
     (["tokenizer.eod_id=2"], "K36", "tokenizer.eod_id=null"),
+    (["env_vars.NCCL_ALGO=\"'a\0b'\""], "K59", "env_vars.NCCL_ALGO=1"),
     ([*LONG, "dataset.seq_length=8191"], "K26", "dataset.seq_length=8192"),
     ([*LONG, "dataset.seq_length=4096"], "K26", "dataset.mock_lengths=lognormal"),
 ]  # fmt: skip
@@ -553,3 +554,35 @@ def test_every_number_in_a_list_is_checked():
         for number in ("nan", "inf", "-inf", 10**309 if weights else 2**63):
             with pytest.raises(ConfigError, match=f"error K2: {path}"):
                 load_recipe(EXAMPLE_RECIPE, [f"{path}=[{number},{'a' if weights else 0}]"])
+
+
+MAY_RUN_CODE = """
+LD_PRELOAD LD_LIBRARY_PATH LD_AUDIT DYLD_INSERT_LIBRARIES GCONV_PATH PATH BASH_ENV ENV HOME SHELL CC CXX TMPDIR
+PYTHONPATH PYTHONSTARTUP PYTHONHOME PYTHONINSPECT PYTHONBREAKPOINT PYTHONWARNINGS PYTHONUSERBASE PYTHONPLATLIBDIR
+NCCL_NET_PLUGIN NCCL_TUNER_PLUGIN NCCL_PROFILER_PLUGIN NCCL_ENV_PLUGIN NCCL_CONF_FILE NCCL_DEBUG_FILE NCCL_COMM_ID
+NCCL_TOPO_DUMP_FILE CUDA_INJECTION64_PATH CUDNN_LOGDEST_DBG NVTE_CUDA_INCLUDE_DIR OMP_TOOL_LIBRARIES UCX_MODULE_DIR
+TRITON_LIBCUDA_PATH TRITON_PTXAS_PATH TORCHINDUCTOR_CACHE_DIR TORCH_EXTENSIONS_DIR TORCH_LOGS TRUST_REMOTE_CODE
+TORCH_NCCL_DEBUG_INFO_TEMP_FILE HF_TOKEN HF_ENDPOINT HTTPS_PROXY https_proxy GIT_SSH_COMMAND WANDB_BASE_URL
+WANDB_API_KEY RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID SLURM_PROCID
+MEGATRON_CP_STOP_SECONDS nccl_algo XNCCL_ALGO NCCL_A=B
+"""
+TUNES = """
+NCCL_ALGO NCCL_SOCKET_IFNAME NCCL_P2P_DIRECT_DISABLE NCCL_IB_HCA TORCH_NCCL_AVOID_RECORD_STREAMS UB_SKIPMC
+NVTE_FUSED_ATTN NVTE_FWD_LAYERNORM_SM_MARGIN OMP_NUM_THREADS CUDA_DEVICE_MAX_CONNECTIONS GLOO_SOCKET_IFNAME
+PYTORCH_CUDA_ALLOC_CONF CUBLAS_WORKSPACE_CONFIG WANDB_MODE
+"""
+
+
+@pytest.mark.parametrize("name", [*MAY_RUN_CODE.split(), "", "NCCL_A\0", "NCCL_A\n"])
+def test_variables_that_may_run_code_are_refused(name):
+    config = load_recipe(EXAMPLE_RECIPE)
+    config.env_vars = {name: "1"}
+    (found,) = check(config, 4, environment="cpu")
+    assert (found.rule, found.severity, found.field) == ("K59", "error", f"env_vars.{name}")
+    assert f"export {name}=VALUE" in found.fix
+
+
+def test_variables_that_tune_are_fine():
+    config = load_recipe(EXAMPLE_RECIPE)
+    config.env_vars = dict.fromkeys(TUNES.split(), "1")
+    assert check(config, 4, environment="cpu") == []

@@ -1,0 +1,60 @@
+"""Text for a terminal: control characters are escaped, values of environment variables are hidden.
+
+Every message, log line and table of this program goes through here. Names and values in it may come from files that
+somebody else wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import sys
+from typing import IO, Any
+
+# C0 and C1 controls but tab and newline, line separators, marks that change the direction of text, lone surrogates
+# (bytes of a file name that are no UTF-8).
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# A shorter value also stands in text that has nothing to do with it.
+_SHORTEST_HIDDEN = 8
+_hidden: dict[str, str] = {}
+
+
+def hide(value: str, shown: str) -> None:
+    """Show ``shown`` instead of ``value`` from now on; nothing for a short value or the path of something."""
+    if len(value) >= _SHORTEST_HIDDEN and not os.path.exists(value):
+        _hidden[value] = shown
+
+
+def printable(text: object) -> str:
+    """Escape control characters as Python writes them (``\\x1b``), and hide values; newlines and tabs stay."""
+    shown = str(text)
+    for value, instead in _hidden.items():
+        shown = shown.replace(value, instead)
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), shown)
+
+
+def in_a_line(text: object) -> str:
+    """:func:`printable`, with newlines escaped too."""
+    return printable(text).replace("\n", "\\n")
+
+
+def say(*texts: object, sep: str = " ", end: str = "\n", file: IO[str] | None = None, flush: bool = False) -> None:
+    """Print texts as :func:`printable` makes them."""
+    print(*map(printable, texts), sep=sep, end=end, file=file, flush=flush)
+
+
+class PrintableRecords(logging.Filter):
+    """Make the message of each log record printable."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = printable(record.getMessage()), ()
+        return True
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's parser, with printable messages."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(printable(message) if message else message, file or sys.stderr)
