@@ -211,6 +211,17 @@ def test_a_terminal_that_hangs_up_stops_the_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "saved0").read_text().split()[0] == "SIGHUP"
 
 
+def test_a_signal_that_comes_again_and_again_is_one(launch: Callable[..., Launched]) -> None:
+    """A terminal's shell and the kernel both send SIGHUP, shortly after each other."""
+    run = launch(seconds=2.0)
+    run.pids()
+    for _ in range(200):
+        run.process.send_signal(signal.SIGHUP)
+        time.sleep(0.0005)
+    code, text = run.ended()
+    assert code == 129 and run.written("saved*") == ["saved0", "saved1"] and "Traceback" not in text, text
+
+
 def take_terminal() -> None:
     """Make standard input the session's terminal."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
