@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -212,20 +212,28 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="strikes (200)")
     parser.add_argument("--seed", type=int, default=1, help="of the random kinds and moments (1)")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep run folders and output there")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="keep run folders and output there, also if all held",
+    )
     options = parser.parse_args(argv)
     # Started in the background or under nohup, this process would hand "ignore this signal" on to the runs.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    if options.keep:
-        options.keep.mkdir(parents=True, exist_ok=True)
-    with nullcontext(str(options.keep)) if options.keep else tempfile.TemporaryDirectory() as home:
-        began = time.monotonic()
-        strikes = chaos(options.count, options.seed, Path(home).absolute())
+    home = Path(options.keep or tempfile.mkdtemp(prefix="chaos-")).absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    strikes = chaos(options.count, options.seed, home)
+    seconds, failed = time.monotonic() - began, any(strike.problems for strike in strikes)
     print(table(strikes))
-    seconds = time.monotonic() - began
     print(f"{len(strikes)} strikes in {seconds / 60:.1f} minutes, {seconds / max(1, len(strikes)):.1f} s each")
-    return int(any(strike.problems for strike in strikes))
+    if options.keep or failed:
+        print(f"run folders and output: {home}")
+    else:
+        shutil.rmtree(home)
+    return int(failed)
 
 
 if __name__ == "__main__":
