@@ -9,8 +9,10 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
-from megatron_cp.errors import EXIT_FAILED, EXIT_OF_SIGNAL
+from megatron_cp.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OF_SIGNAL
+from megatron_cp.terminal import say
 
 _PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 _LAUNCHER = "MEGATRON_CP_LAUNCHER"
@@ -46,8 +48,18 @@ def end_with_launcher() -> None:
     end_with_parent()
     pid, _, namespace = os.environ.get(_LAUNCHER, "").partition(" ")
     if pid and namespace == _namespace() and not Path("/proc", pid).exists():  # it ended before the line above
-        print("megatron-cp: the launcher was killed; aborting", file=sys.stderr, flush=True)
+        say("megatron-cp: the launcher was killed; aborting", file=sys.stderr, flush=True)
         os._exit(EXIT_FAILED)
+
+
+def end_when_interrupted() -> None:
+    """End this process at SIGINT with one line, not a traceback; for the time until a command handles SIGINT itself."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        say("megatron-cp: interrupted", file=sys.stderr, flush=True)
+        os._exit(EXIT_INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
 
 
 def signals_to_stop_at() -> list[signal.Signals]:

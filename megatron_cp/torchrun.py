@@ -35,6 +35,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, ClassVar
 
+from megatron_cp.process import announce_launcher, drop_lost_output, end_when_interrupted, signals_to_stop_at
+
+if __name__ == "__main__":
+    end_when_interrupted()  # importing torch takes seconds
+
 import torch.distributed.elastic.multiprocessing.api as multiprocessing_api
 import torch.distributed.launcher.api as launcher_api
 import torch.distributed.run as torchrun
@@ -49,7 +54,6 @@ from megatron_cp import launcher
 from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OF_SIGNAL, EXIT_OK, ConfigError
 from megatron_cp.parallel.rendezvous import confine_arguments, confine_stores
 from megatron_cp.parallel.sockets import LOOPBACK, PortError
-from megatron_cp.process import announce_launcher, drop_lost_output, signals_to_stop_at
 from megatron_cp.terminal import say
 from megatron_cp.training.roll_call import say_for_the_killed
 
@@ -182,6 +186,7 @@ def _fix(error: PortError, args: argparse.Namespace) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun and return the exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         seconds = launcher.number("MEGATRON_CP_STOP_SECONDS", "a number of whole seconds, or unset it")
     except ConfigError as error:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_cp import launcher
 from megatron_cp.errors import EXIT_FAILED, RuntimeFault
+from megatron_cp.terminal import say
 
 GO_ON = "Start the run again to go on from the last checkpoint (torchrun --max-restarts=N does so by itself)."
 _PAUSE = 10.0  # seconds between questions, at most; a tenth of the limit where that is less
@@ -122,7 +123,7 @@ def _end(error: StoreSilentError) -> None:
             return
         with suppress(OSError, ValueError):
             if not error.on_all_ranks:
-                print(f"megatron-cp: {error}", file=sys.stderr, flush=True)
+                say(f"megatron-cp: {error}", file=sys.stderr, flush=True)
         os._exit(EXIT_FAILED)
 
 

@@ -339,3 +339,17 @@ def test_patience_is_a_number(launch: Callable[..., Launched]) -> None:
         "    fix: a number of whole seconds, or unset it\n",
     )
     assert run.written("pid*") == []
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line() -> None:
+    script = """
+import os, runpy, signal, sys
+class Interrupting:
+    def find_spec(self, name, *others):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+runpy.run_module("megatron_cp.torchrun", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "megatron-cp: interrupted\n")
