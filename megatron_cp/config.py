@@ -340,6 +340,7 @@ class CheckpointConfig:
     save_retain_interval: int | None = None
     async_save: bool = False
     fully_parallel_save: bool = True
+    verify_checksums: bool = True  # of a checkpoint's files, before it is loaded
 
 
 @dataclass

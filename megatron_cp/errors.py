@@ -95,6 +95,10 @@ class DataError(ValueError):
     """A corpus, tokenizer or indexed file cannot be used; the message names it and says what is wrong with it."""
 
 
+class UnusableCheckpoint(ValueError):
+    """A checkpoint's file is damaged, or holds what no checkpoint of ours does; the message names it."""
+
+
 def failed_alone(error: BaseException | None) -> bool:
     """Whether an error is this rank's only, so that others may wait for it; ``None`` is no error."""
     if isinstance(error, RuntimeFault):

@@ -17,6 +17,7 @@ def apply() -> None:
     """Install all repairs. Called once, right after megatron.core was imported (see ``hook``)."""
     _distributed_optimizer_loads_torch_adam()
     _checkpoint_results_stay_in_process()
+    _checkpoints_run_no_code()
     _optimizer_state_of_several_buckets_is_saved_whole()
     _gradient_norms_are_exact()
     _packs_are_rotated_without_waiting()
@@ -79,6 +80,23 @@ def _checkpoint_results_stay_in_process() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.Queue()
+
+
+def _checkpoints_run_no_code() -> None:
+    """dist_checkpointing/strategies/torch.py:921 and serialization.py:225.
+
+    torch's reader unpickles the index, and torch's planner each object (``common_state``, ``rng``), without any
+    restriction: a crafted checkpoint runs code. ``common.pt`` is read so, too, where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD
+    is set. Here all three are read with a list of allowed classes. Test:
+    tests/unit_tests/training/test_crafted_checkpoints.py.
+    """
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+
+    from megatron_cp.backend.checkpoint_reader import CheckpointReader, load_common_file
+
+    strategies.FileSystemReader = CheckpointReader
+    serialization.load_common = load_common_file
 
 
 def _optimizer_state_of_several_buckets_is_saved_whole() -> None:

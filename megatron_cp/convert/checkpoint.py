@@ -16,7 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.config import CheckpointConfig, MixedPrecisionConfig, RunConfig
-from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.errors import ConfigError, RuntimeFault, Violation
 from megatron_cp.models.builder import build_model
 from megatron_cp.models.router import PackRouter
 from megatron_cp.models.transformer_config import transformer_config
@@ -24,11 +24,13 @@ from megatron_cp.one_rank import on_one_rank
 from megatron_cp.parallel.device import seed_everything, stop_distributed
 from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
 from megatron_cp.schema import build
-from megatron_cp.training.checkpoint import describe, fit_to_checkpoint
+from megatron_cp.training.checkpoint import fit_to_checkpoint
+from megatron_cp.training.checkpoint_check import complete_beside, describe, problems_of
+from megatron_cp.training.checkpoint_checksums import CHECKSUMS
+from megatron_cp.training.checkpoint_content import FORMAT, read_common
 from megatron_cp.training.checkpoint_files import (
     checkpoint_folder,
     create_partial,
-    damage,
     existing_folder,
     latest_iteration,
     put_in_place,
@@ -37,7 +39,7 @@ from megatron_cp.training.checkpoint_files import (
     what_is_meant,
 )
 from megatron_cp.training.checkpoint_writer import Writer
-from megatron_cp.training.resuming import FORMAT, check_format, read_common
+from megatron_cp.training.resuming import check_format
 from megatron_cp.training.setup import Progress
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -67,6 +69,7 @@ class WholeModel:
         state = {
             "model": self._sharded(),
             "format": FORMAT,
+            "checksums": CHECKSUMS,
             "progress": asdict(Progress()),
             "config": self.config.as_written(),
             "world_size": 1,
@@ -83,14 +86,14 @@ class WholeModel:
         """Load a checkpoint's weights.
 
         Raises:
-            ConfigError: they cannot be read.
+            RuntimeFault: they cannot be read.
         """
         state = self._sharded()
         try:
             fit_to_checkpoint(state, folder)
             loaded = dist_checkpointing.load({"model": state}, str(folder))
         except (Exception, CheckpointException) as error:
-            raise ConfigError(f"checkpoint {folder} cannot be read: {describe(error)}") from error
+            raise RuntimeFault(f"checkpoint {folder} cannot be read: {describe(error)}") from error
         self.module.load_state_dict(loaded["model"])
 
     def _sharded(self) -> dict[str, Any]:
@@ -111,7 +114,8 @@ def find_checkpoint(root: Path, iteration: int | None) -> Found:
     """A run's checkpoint, by default the latest.
 
     Raises:
-        ConfigError: it is not there, damaged, or of another program or a newer version.
+        ConfigError: it is not there, or of another program or a newer version.
+        RuntimeFault: it is damaged; says which other one is complete.
     """
     if iteration is None:
         iteration = latest_iteration(root)
@@ -121,19 +125,25 @@ def find_checkpoint(root: Path, iteration: int | None) -> Found:
         meant = what_is_meant(root, "--megatron-path ", "--iteration ") or "Give a run's folder, with iter_* in it."
         instead = f"; there are iterations {others}" if others else f". {meant}"
         raise ConfigError(f"there is no checkpoint {'' if iteration is None else f'{iteration} '}in {root}{instead}")
-    problems = damage(folder)
+    assert iteration is not None
+    problems = problems_of(folder, verify=True)
     if problems:
-        raise ConfigError(f"checkpoint {folder} is damaged: {'; '.join(problems[:4])}")
-    try:
-        common = read_common(folder)
-        embedding = stored_tensors(folder)[_EMBEDDING]
-    except (Exception, CheckpointException) as error:
-        raise ConfigError(f"checkpoint {folder} cannot be read: {describe(error)}") from error
+        other = complete_beside(root, iteration, verify=True)
+        instead = (
+            f"Iteration {other} is complete. Fix: --iteration {other}"
+            if other is not None
+            else (f"{root} has no other complete checkpoint")
+        )
+        raise RuntimeFault(f"checkpoint {folder} cannot be read: {'; '.join(problems[:4])}. {instead}")
+    common = read_common(folder)
+    embedding = stored_tensors(folder).get(_EMBEDDING)
     check_format(common, folder)
     unknown: list[Violation] = []
     config = build(RunConfig, common["config"], unknown)
     if unknown:
         raise ConfigError(unknown)
+    if embedding is None:
+        raise RuntimeFault(f"checkpoint {folder} has no {_EMBEDDING}: another program wrote it, or it is damaged")
     return Found(folder, config, embedding.size[0], str(embedding.properties.dtype).removeprefix("torch."))
 
 

@@ -17,6 +17,7 @@ from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import DataError
 from megatron_cp.interpolation import looked_up
 from megatron_cp.models.hybrid_pattern import layers_of
+from megatron_cp.training.checkpoint_files import LATEST, newer_than_latest
 
 
 def export_model(root: Path, target: Path, iteration: int | None = None, dtype: str | None = None) -> str:
@@ -26,8 +27,8 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
         dtype: of the weights: "float32", "bfloat16" or "float16"; by default as the checkpoint has them.
 
     Raises:
-        ConfigError: there is no such checkpoint, it is damaged, or no published family computes what it does.
-        RuntimeFault: ``target`` could not be written, and is absent.
+        ConfigError: there is no such checkpoint, or no published family computes what it does.
+        RuntimeFault: the checkpoint is damaged, or ``target`` could not be written; ``target`` is absent.
     """
     target = target.resolve()
     check_absent(target, "--hf-path")
@@ -54,6 +55,9 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
     said += positions_said(trained, values["max_position_embeddings"])
     if trained.model.mtp_num_layers:
         said.append("without its layers for multi-token prediction, which are not converted")
+    newer = newer_than_latest(root) if iteration is None else None
+    if newer is not None:
+        said.append(f"{root / LATEST} names this checkpoint; iteration {newer} is newer: --iteration {newer}")
     if without:
         said.append(f"without a tokenizer: {without}")
     return "\n".join(said)

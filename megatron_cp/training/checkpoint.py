@@ -10,7 +10,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,19 +19,21 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_cp.errors import RuntimeFault
+from megatron_cp.config import RunConfig
+from megatron_cp.errors import ConfigError, RuntimeFault
 from megatron_cp.parallel.agree import found_by_anyone
 from megatron_cp.parallel.device import random_state, restore_random_state
+from megatron_cp.training.checkpoint_check import checked_common, describe
+from megatron_cp.training.checkpoint_checksums import CHECKSUMS
+from megatron_cp.training.checkpoint_content import FORMAT, check_random_state
 from megatron_cp.training.checkpoint_files import (
     checkpoint_folder,
     clean_leftovers,
     create_partial,
-    damage,
     existing_folder,
     keep_most_recent,
     latest_iteration,
     put_in_place,
-    saved_iterations,
     stored_names,
 )
 from megatron_cp.training.checkpoint_writer import Writer
@@ -41,11 +43,9 @@ from megatron_cp.training.nonfinite import parameters_are_finite
 from megatron_cp.training.optimizer_state import by_number, shaped_as_now, with_common_steps
 from megatron_cp.training.resuming import (
     FORGOTTEN,
-    FORMAT,
     begins_further_tokens_anew,
     check_fits,
     other_data,
-    read_common,
     wants_optimizer,
 )
 from megatron_cp.training.roll_call import completing
@@ -117,6 +117,7 @@ class CheckpointSaver:
             with _reported_on_all_ranks(failed):
                 state = _sharded_state(run, is_loading=False) | {
                     "format": FORMAT,
+                    "checksums": CHECKSUMS,
                     "progress": asdict(run.progress),
                     "config": run.config.as_written(),
                     "world_size": dist.get_world_size(),
@@ -216,8 +217,12 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
         ConfigError: it does not fit; see :func:`megatron_cp.training.resuming.check_fits`.
     """
     folder = existing_folder(root, iteration) or checkpoint_folder(root, iteration)
-    common = _read_common(folder)
-    check_fits(run.config, common, folder, finetune)
+    common = checked_common(run.config, folder, iteration)
+    failed = f"checkpoint {folder} could not be loaded"
+    with _reported_on_all_ranks(failed):
+        refused = _refusal(run.config, common, folder, finetune)
+    if refused is not None:
+        raise refused
     wanted, saved = run.config.checkpoint, common["config"]["checkpoint"]
     with_optimizer = wants_optimizer(run.config, common) and not finetune
     same_layout = _layout_of(common["config"], common["world_size"]) == _layout_of(
@@ -227,35 +232,48 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     state = _sharded_state(run, is_loading=True, optimizer=with_optimizer, rng=with_rng)
     chunks = list(zip(_chunk_names(run), run.model, strict=True))
     ahead_anew = finetune and begins_further_tokens_anew(common["config"]["model"], asdict(run.config.model))
-    with _reported_on_all_ranks(f"checkpoint {folder} could not be loaded"):
+    with _reported_on_all_ranks(failed):
         for name, _ in chunks:
             fit_to_checkpoint(state[name], folder, ahead_anew)
         loaded = dist_checkpointing.load(state, str(folder))
+        if with_rng:
+            check_random_state(loaded["rng"], f"{folder}: rng")
     if ahead_anew and run.config.model.mtp_num_layers:
         logger.info("%s has no layers for multi-token prediction: they begin anew", folder)
-    for name, chunk in chunks:
-        own = {
-            key: value
-            for key, value in chunk.module.state_dict().items()
-            if key.endswith("_extra_state") or (ahead_anew and _is_ahead(key))
-        }
-        chunk.module.load_state_dict(own | loaded[name])
-    if with_optimizer:
-        _load_optimizer(run, loaded["optimizer"], common)
-    else:
-        run.optimizer.reload_model_params()
+    with _reported_on_all_ranks(failed):
+        for name, chunk in chunks:
+            own = {
+                key: value
+                for key, value in chunk.module.state_dict().items()
+                if key.endswith("_extra_state") or (ahead_anew and _is_ahead(key))
+            }
+            chunk.module.load_state_dict(own | loaded[name])
+        if with_optimizer:
+            _load_optimizer(run, loaded["optimizer"], common)
+        else:
+            run.optimizer.reload_model_params()
+            if not finetune:
+                logger.info("the optimizer begins anew (checkpoint.load_optim=false)")
         if not finetune:
-            logger.info("the optimizer begins anew (checkpoint.load_optim=false)")
+            _load_scheduler(run, common)
+        if with_rng:
+            restore_random_state(loaded["rng"])
     if finetune:
         return {}
-    _load_scheduler(run, common)
-    if with_rng:
-        restore_random_state(loaded["rng"])
-    run.progress = Progress(**common["progress"])
+    run.progress = Progress(**{each.name: common["progress"][each.name] for each in fields(Progress)})
     different = other_data(run.config, common)
     if different and dist.get_rank() == 0:
         logger.warning("the samples that follow are others than they were to be: %s", "; ".join(different))
     return common["data"]
+
+
+def _refusal(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> ConfigError | None:
+    """Why a checkpoint does not fit; the same on every rank."""
+    try:
+        check_fits(config, common, folder, finetune)
+    except ConfigError as error:
+        return error
+    return None
 
 
 def _is_ahead(name: str) -> bool:
@@ -264,11 +282,10 @@ def _is_ahead(name: str) -> bool:
 
 
 def fit_to_checkpoint(state: dict[str, Any], folder: Path, ahead_anew: bool = False) -> None:
-    """Take the modules' extra states that a checkpoint lacks out of a model's state that is to be loaded.
+    """Take out of a model's state what is not to be loaded: the modules' extra states.
 
-    Some of Transformer Engine's modules (norms, attention) have such a state, where the modules that compute the same
-    without it have none: numbers of float8 quantization, which begin anew. So do all of the layers for multi-token
-    prediction with ``ahead_anew``.
+    Transformer Engine's modules have such a state, of float8 quantization, which nothing here uses. It is a pickle,
+    which would be read without any restriction. With ``ahead_anew`` the layers for multi-token prediction begin anew.
 
     Raises:
         LookupError: it lacks weights.
@@ -276,8 +293,8 @@ def fit_to_checkpoint(state: dict[str, Any], folder: Path, ahead_anew: bool = Fa
     saved = stored_names(folder)
     lacking = []
     for name, entry in list(state.items()):
-        quantized = isinstance(entry, ShardedObject) and name.endswith("_extra_state")
-        if (ahead_anew and _is_ahead(name)) or (quantized and entry.unique_key not in saved):
+        is_extra = isinstance(entry, ShardedObject) and name.endswith("_extra_state")
+        if (ahead_anew and _is_ahead(name)) or is_extra:
             del state[name]
         elif isinstance(entry, ShardedTensor) and entry.key not in saved:
             lacking.append(entry.key)
@@ -354,19 +371,6 @@ def _sharded_state(run: Run, is_loading: bool, optimizer: bool = True, rng: bool
     return state
 
 
-def _read_common(folder: Path) -> dict[str, Any]:
-    with _reported_on_all_ranks(f"checkpoint {folder} cannot be read"):
-        problems = damage(folder) if dist.get_rank() == 0 else []
-        if problems:
-            others = [
-                iteration for iteration in saved_iterations(folder.parent) if folder.name != f"iter_{iteration:07d}"
-            ]
-            instead = f". Load another one by checkpoint.ckpt_step: {others}" if others else ""
-            raise OSError(f"{'; '.join(problems[:4])}{instead}")
-    with _reported_on_all_ranks(f"checkpoint {folder} cannot be read"):
-        return read_common(folder)
-
-
 def _layout_of(config: dict[str, Any], world_size: int) -> tuple:
     names = (
         "tensor_model_parallel_size",
@@ -390,10 +394,3 @@ def _reported_on_all_ranks(what: str) -> Any:
     failures = found_by_anyone(mine)
     if failures:
         raise RuntimeFault(f"{what}. {'; '.join(failures[:4])}", on_all_ranks=True)
-
-
-def describe(error: BaseException) -> str:
-    """One line; torch's ``CheckpointException`` (not an ``Exception``) holds the ranks' own errors and tracebacks."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"

@@ -8,15 +8,16 @@ the next run or the next save. All of this is one process's work; nothing here t
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import uuid
 from collections import defaultdict
 from pathlib import Path
 
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_cp.errors import ConfigError, shown
+from megatron_cp.backend.checkpoint_reader import read_index
+from megatron_cp.errors import ConfigError, UnusableCheckpoint, shown
 
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -37,12 +38,23 @@ def latest_iteration(root: str | Path) -> int | None:
     if not os.path.exists(path):  # which, unlike Path.exists, never raises
         return max(saved_iterations(root), default=None)
     try:
-        return int(path.read_text().strip())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} does not hold an iteration number ({error}). Write the number of one of the iter_* folders beside "
-            "it into it, or give another checkpoint.load."
-        ) from error
+        content, why = path.read_bytes(), ""
+    except OSError as error:
+        content, why = b"", f" ({error.strerror})"
+    if not re.fullmatch(rb"[0-9]{1,18}\r?\n?", content):
+        others = saved_iterations(root)
+        fix = f"echo {others[-1]} > {path}" if others else "give another checkpoint.load"
+        raise ConfigError(f"{path} does not hold an iteration number{why or f': {content[:40]!r}'}. Fix: {fix}")
+    return int(content)
+
+
+def newer_than_latest(root: str | Path) -> int | None:
+    """The newest checkpoint's iteration, where the file that names the latest names an older one.
+
+    So it is after a crash between the two, after a run that went back, and where a bit of the file has changed.
+    """
+    newest = max(saved_iterations(root), default=None)
+    return newest if newest is not None and newest != latest_iteration(root) else None
 
 
 def existing_folder(root: str | Path, iteration: int) -> Path | None:
@@ -92,11 +104,11 @@ def damage(folder: str | Path) -> list[str]:
     """What is missing from a checkpoint, by its own index: files that are gone or too short. Reads no tensors."""
     folder = Path(folder)
     try:
-        stored = _index(folder).storage_data
-    except Exception as error:  # unpickling a damaged file can raise anything
-        return [f"{folder / '.metadata'} cannot be read ({type(error).__name__}: {error})"]
+        stored = read_index(folder).storage_data
+    except UnusableCheckpoint as error:
+        return [str(error)]
     needed: dict[str, int] = defaultdict(int)
-    for place in (stored or {}).values():
+    for place in stored.values():
         needed[place.relative_path] = max(needed[place.relative_path], place.offset + place.length)
     problems = []
     for name, size in sorted(needed.items()):
@@ -110,7 +122,7 @@ def damage(folder: str | Path) -> list[str]:
 
 def stored_names(folder: str | Path) -> set[str]:
     """What a checkpoint holds, as its index calls it: keys of tensors, and of objects with their shard's number."""
-    return set(_index(folder).state_dict_metadata)
+    return set(read_index(Path(folder)).state_dict_metadata)
 
 
 def stored_tensors(folder: str | Path) -> dict[str, TensorStorageMetadata]:
@@ -118,12 +130,8 @@ def stored_tensors(folder: str | Path) -> dict[str, TensorStorageMetadata]:
 
     megatron-core's ``load_tensors_metadata`` cannot, with torch 2.15, which has more properties than it hands on.
     """
-    stored = _index(folder).state_dict_metadata.items()
+    stored = read_index(Path(folder)).state_dict_metadata.items()
     return {name: each for name, each in stored if isinstance(each, TensorStorageMetadata)}
-
-
-def _index(folder: str | Path) -> Metadata:
-    return FileSystemReader(str(folder)).read_metadata()
 
 
 def put_in_place(partial: Path, final: Path) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
@@ -21,6 +23,15 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed import ProcessGroup
 
 from megatron_cp.process import end_with_parent
+from megatron_cp.training.checkpoint_checksums import FileSum, SummingTransforms, write_checksums
+
+
+@dataclass
+class Written:
+    """What a rank has written: torch's ``WriteResult`` of each part, and each file's checksum."""
+
+    parts: list[Any] = field(default_factory=list)
+    files: dict[str, FileSum] = field(default_factory=dict)
 
 
 class Writer:
@@ -69,15 +80,14 @@ class Writer:
         )
         assert request is not None
         self._report = tempfile.TemporaryFile()  # noqa: SIM115 - read and closed by finish
-        arguments = [self._report, None, self._strategy.writer.transforms, os.getpid()]
         if background:
+            arguments = [self._report, None, os.getpid()]  # the second one is what preload_fn returns
             self._caller.schedule_async_call(request._replace(async_fn=_write, async_fn_args=arguments))
         else:
-            arguments[1] = request.preload_fn() if request.preload_fn else None
-            _write(*arguments)
+            _write(self._report, request.preload_fn() if request.preload_fn else None, os.getpid())
 
-    def finish(self) -> list[Any]:
-        """Wait for this rank's files; returns torch's ``WriteResult`` of each of their parts.
+    def finish(self) -> Written:
+        """Wait for this rank's files.
 
         Raises:
             OSError: the files could not be written.
@@ -99,10 +109,11 @@ class Writer:
             raise written
         return written
 
-    def write_index(self, written: list[list[Any]]) -> None:
+    def write_index(self, written: list[Written]) -> None:
         """Write what makes the files a checkpoint, from every rank's results; on rank 0."""
-        self._strategy.writer.finish(self._strategy.metadata, written)
+        self._strategy.writer.finish(self._strategy.metadata, [each.parts for each in written])
         save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self._folder))
+        write_checksums(self._folder, {name: file for each in written for name, file in each.files.items()})
 
     def close(self) -> None:
         """Stop the background process, if there is one."""
@@ -121,22 +132,26 @@ class _Strategy(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [], preload_fn=preload)
 
 
-def _write(report: IO[bytes], buckets: list[Any] | None, transforms: Any, parent: int) -> None:
+def _write(report: IO[bytes], buckets: list[Any] | None, parent: int) -> None:
     """Write files and report what is in them, or the error; in the calling process or one forked from it."""
     if os.getpid() != parent:
         # A writer whose rank is gone writes for nobody, and would hold the rank's connections open.
         end_with_parent(parent=parent)
-    outcome: Any = []
+    outcome: Any = Written()
+    checked = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # torch's own, which nothing compares, costs more than ours
     try:
         for number, bucket in enumerate(buckets or []):
-            _, written = FileSystemWriterAsync.write_preloaded_data(
-                [transforms], number, bucket, None, None, use_fsync=True
-            )
-            if isinstance(written, Exception):
-                raise written
-            outcome += written
+            summing = SummingTransforms()
+            _, parts = FileSystemWriterAsync.write_preloaded_data([summing], number, bucket, None, None, use_fsync=True)
+            if isinstance(parts, Exception):
+                raise parts
+            outcome.parts += parts
+            outcome.files[Path(bucket[0]).name] = summing.result
     except Exception as error:
         outcome = _root_of(error)
+    finally:
+        torch.serialization.set_crc32_options(checked)
     pickle.dump(outcome, report)
     report.flush()
 

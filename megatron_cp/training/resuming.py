@@ -10,14 +10,12 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
-from torch.distributed.checkpoint.api import CheckpointException
-
 from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.errors import ConfigError
 from megatron_cp.interpolation import as_written
 from megatron_cp.models.hybrid_pattern import layers_of, without_stages
 from megatron_cp.models.vocabulary import padded
+from megatron_cp.training.checkpoint_content import FORMAT, read_common
 from megatron_cp.training.checkpoint_files import (
     checkpoint_folder,
     existing_folder,
@@ -25,9 +23,6 @@ from megatron_cp.training.checkpoint_files import (
     what_is_meant,
 )
 from megatron_cp.training.optimizer import schedule_of
-
-# The layout of what a checkpoint holds besides tensors; a newer one cannot be read.
-FORMAT = 1
 
 # What decides which weights there are: with other values of these a checkpoint's do not fit.
 _WEIGHTS = (
@@ -186,28 +181,48 @@ def find_start(config: RunConfig) -> Start | None:
     if folder is None:
         advice = "Choose one of the iter_* folders beside it with checkpoint.ckpt_step."
         raise ConfigError(f"there is no checkpoint {checkpoint_folder(root, iteration)}. {meant() or advice}")
-    try:
-        common = read_common(folder)
-    except (Exception, CheckpointException):  # damaged; load_checkpoint looks closer, and says so once for all ranks
+    common = _read_and_check(config, folder, finetune or measured)
+    if common is None:
         return Start(root, iteration, finetune)
-    check_fits(config, common, folder, finetune or measured)
     return Start(root, iteration, finetune, 0 if finetune else common["progress"]["consumed_samples"])
 
 
+def _read_and_check(config: RunConfig, folder: Path, finetune: bool) -> dict[str, Any] | None:
+    """What a checkpoint holds beside tensors; None if it is damaged, which :func:`load_checkpoint` says for all ranks.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    try:
+        common = read_common(folder, config.checkpoint.verify_checksums)
+        check_fits(config, common, folder, finetune)
+    except ConfigError:
+        raise
+    except Exception:  # of damaged bytes, which can end in any error
+        return None
+    return common
+
+
 def _newest_of_its_own(config: RunConfig) -> Start | None:
-    """The newest checkpoint of the run's folder where this very configuration wrote it, ``None`` where another did."""
+    """The newest checkpoint of the run's folder where this very configuration wrote it, ``None`` where another did.
+
+    A damaged one does not say who wrote it. To begin anew over it, or to go on from another, has to be asked for.
+    """
     root = config.checkpoint.save
     iteration = latest_iteration(root) if root else None
     folder = existing_folder(root, iteration) if root and iteration is not None else None
     if root is None or iteration is None or folder is None:
         return None
     try:
-        common = read_common(folder)
-    except (Exception, CheckpointException):  # damaged
-        return None
+        common = read_common(folder, config.checkpoint.verify_checksums)
+    except Exception:  # of damaged bytes, which can end in any error
+        wanted = config.checkpoint
+        other = wanted.ckpt_step is not None and wanted.load == root and not wanted.pretrained_checkpoint
+        return None if config.train.skip_train or (other and not wanted.finetune) else Start(root, iteration, False)
     if not has_written(config, common):
         return None
-    check_fits(config, common, folder, finetune=False)
+    if _read_and_check(config, folder, finetune=False) is None:
+        return Start(root, iteration, False)
     return Start(root, iteration, False, common["progress"]["consumed_samples"])
 
 
@@ -239,11 +254,6 @@ def wants_optimizer(config: RunConfig, common: dict[str, Any]) -> bool:
     """
     own = has_written(config, common) and config.checkpoint.save_optim
     return config.checkpoint.load_optim or own
-
-
-def read_common(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors, with the ``config`` that wrote it."""
-    return dist_checkpointing.load_common_state_dict(str(folder))
 
 
 def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> None:
@@ -293,7 +303,7 @@ def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetu
         for model in (saved, now):
             model["hybrid_layer_pattern"] = layers_of(model["hybrid_layer_pattern"]) or None
             model["mtp_num_layers"] = model["mtp_use_repeated_layer"] = None
-    if _parts_of_layers(saved) == _parts_of_layers(now):
+    if saved["num_layers"] == now["num_layers"] and _parts_of_layers(saved) == _parts_of_layers(now):
         saved["moe_layer_freq"] = now["moe_layer_freq"]  # one number and a list can say the same
     # With YaRN the same weights are turned by other frequencies.
     turned = {saved["position_embedding_type"], now["position_embedding_type"]} == {"rope", "yarn"}

@@ -27,7 +27,8 @@ from megatron_cp.recipes import settings_of
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.agreement import agreed_start, check_all_ranks_agree
 from megatron_cp.training.checkpoint import load_checkpoint
-from megatron_cp.training.checkpoint_files import latest_iteration
+from megatron_cp.training.checkpoint_check import begin_with
+from megatron_cp.training.checkpoint_files import LATEST, latest_iteration, newer_than_latest
 from megatron_cp.training.folder_lock import only_run_in
 from megatron_cp.training.loop import Outcome, evaluate_all, train
 from megatron_cp.training.measuring import unlike_the_run
@@ -142,6 +143,10 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
             logger.info("checkpoint.ckpt_step=%d is where this run began, and it has come further since", asked)
         elif measured and asked is not None and (newest := latest_iteration(start.root)) not in (asked, None):
             logger.info("checkpoint.ckpt_step=%d names it; the newest one is of iteration %d", asked, newest)
+        newer = newer_than_latest(start.root)
+        if asked is None and newer is not None and start.iteration == latest_iteration(start.root):
+            way = begin_with(config, start.root, newer)
+            logger.warning("%s/%s names iteration %d; %d is newer: %s", start.root, LATEST, start.iteration, newer, way)
     trains = not measured and ready.progress.iteration < config.train.train_iters
     if trains:  # else the folder keeps the settings that its iterations were trained with
         _write_config(config, folder)

@@ -2,7 +2,10 @@
 
 import json
 import os
+import pickle
+import random
 import resource
+import shutil
 import signal
 import struct
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.crafted_checkpoints import Command, flip, replace_index, replace_object, saved
 from tests.unit_tests.convert.published import publish
 
 
@@ -220,10 +224,10 @@ def test_a_checkpoint_that_cannot_be_exported(convert: Any, tmp_path: Path) -> N
         (folder / "damaged/iter_0000000").mkdir(parents=True)
         (folder / "empty").mkdir()
 
-    def export(root: str, *options: str, before: Any = None) -> str:
+    def export(root: str, *options: str, before: Any = None, expected: int = 2) -> str:
         out = ("--hf-path", tmp_path / "out")
         code, text = convert("export", "--megatron-path", tmp_path / root, *out, *options, before=before)
-        assert code == 2
+        assert code == expected
         assert not (tmp_path / "out").exists()
         return text
 
@@ -234,10 +238,43 @@ def test_a_checkpoint_that_cannot_be_exported(convert: Any, tmp_path: Path) -> N
     run = tmp_path / "mcore"
     assert f"is one checkpoint of {run}: give --megatron-path {run} --iteration 0." in export("mcore/iter_0000000")
     assert f"The runs in it that have some are damaged, mcore: give --megatron-path {tmp_path}/damaged" in export("")
-    assert "is damaged" in export("damaged")
+    assert "damaged/iter_0000000/.metadata cannot be read: No such file" in export("damaged", expected=1)
     for path in (tmp_path / "mcore/iter_0000000").glob("*.distcp"):
         path.write_bytes(path.read_bytes()[:100])
-    assert "is damaged" in export("mcore")
+    assert "has 100 bytes where" in export("mcore", expected=1)
+
+
+def test_a_damaged_or_crafted_checkpoint_is_not_exported(convert: Any, tmp_path: Path) -> None:
+    def before(folder: Path) -> None:
+        from megatron_cp.convert.importing import import_model
+
+        publish(folder / "hf", "llama")
+        import_model(folder / "hf", folder / "mcore")
+
+    def export(*options: str, before: Any = None) -> tuple[int, str]:
+        target = tmp_path / f"out{len(list(tmp_path.glob('out*')))}"
+        code, text = convert("export", "--megatron-path", run, "--hf-path", target, *options, before=before)
+        assert target.exists() == (code == 0)
+        return code, text
+
+    run, marker = tmp_path / "mcore", tmp_path / "marker"
+    assert export(before=before)[0] == 0
+    newer = Path(shutil.copytree(run / "iter_0000000", run / "iter_0000001"))
+    code, text = export()
+    assert code == 0 and "names this checkpoint; iteration 1 is newer: --iteration 1" in text, text
+    data = newer / "__0_0.distcp"
+    flip(data, random.Random(1))
+    code, text = export("--iteration", "1")
+    assert code == 1 and f"{data} has other bytes than were written" in text, text
+    assert "Iteration 0 is complete. Fix: --iteration 0\n" in text, text
+    assert export("--iteration", "0")[0] == 0
+    replace_object(newer, "common_state", saved(Command(marker)))
+    code, text = export("--iteration", "1")
+    assert code == 1 and "posix.system, which no checkpoint of megatron_cp does" in text, text
+    replace_index(newer, pickle.dumps(Command(marker)))
+    code, text = export("--iteration", "1")
+    assert code == 1 and "posix.system, which no checkpoint of megatron_cp does" in text, text
+    assert not marker.exists()
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
