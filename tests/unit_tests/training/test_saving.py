@@ -53,7 +53,7 @@ def test_a_writer_whose_rank_ended_before_it_began_writes_nothing(tmp_path: Path
     if not pid:
         try:
             with report.open("wb") as file:
-                checkpoint_writer._write(file, None, None, -1)
+                checkpoint_writer._write(file, None, -1)
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1 and not report.read_bytes()
