@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_cp.errors import ConfigError, shown
+from megatron_cp.input_files import read_bytes
 
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -37,7 +38,7 @@ def latest_iteration(root: str | Path) -> int | None:
     if not os.path.exists(path):  # which, unlike Path.exists, never raises
         return max(saved_iterations(root), default=None)
     try:
-        return int(path.read_text().strip())
+        return int(read_bytes(path).strip())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} does not hold an iteration number ({error}). Write the number of one of the iter_* folders beside "
