@@ -198,6 +198,9 @@ def _named_end_token(path: Path) -> str | None:
         token = values.get("eos_token")
         if isinstance(token, dict):
             token = token.get("content")
+        if not isinstance(token, str | None):
+            fix = f'"eos_token": "{END_OF_DOCUMENT}", or whatever text ends a document'
+            raise DataError(f"{file}: eos_token={str(token)[:40]}: is not a text. Fix: {fix}")
         named = token or named
     return named
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_cp.backend.checkpoint_reader import read_index
 from megatron_cp.errors import ConfigError, UnusableCheckpoint, shown
+from megatron_cp.input_files import read_bytes
 
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -38,7 +39,7 @@ def latest_iteration(root: str | Path) -> int | None:
     if not os.path.exists(path):  # which, unlike Path.exists, never raises
         return max(saved_iterations(root), default=None)
     try:
-        content, why = path.read_bytes(), ""
+        content, why = read_bytes(path, 100), ""
     except OSError as error:
         content, why = b"", f" ({error.strerror})"
     if not re.fullmatch(rb"[0-9]{1,18}\r?\n?", content):

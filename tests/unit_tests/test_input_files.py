@@ -10,6 +10,7 @@ from megatron_cp.cli import main
 from megatron_cp.errors import ConfigError
 from megatron_cp.input_files import parse_json, read_bytes, special_files
 from megatron_cp.recipes import load_recipe
+from megatron_cp.training.checkpoint_files import LATEST, latest_iteration
 
 
 def test_a_pipe_is_read_to_its_end_and_its_writer_not_waited_for(tmp_path: Path) -> None:
@@ -44,6 +45,13 @@ def test_special_files_are_found(tmp_path: Path) -> None:
 def test_json_has_one_kind_of_error(text: str | bytes) -> None:
     with pytest.raises(ValueError):
         parse_json(text)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_a_number_of_a_checkpoint_that_has_no_end_is_refused(tmp_path: Path, make: object) -> None:
+    make(tmp_path / LATEST)  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="does not hold an iteration number"):
+        latest_iteration(tmp_path)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])

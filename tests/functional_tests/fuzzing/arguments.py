@@ -79,4 +79,5 @@ def flags(case: Case) -> list[str]:
     example, (command, *options) = rng.choice(_MORE)
     if example is not None:
         case.take(example)
-    return [command, *(_text(case, each) if rng.random() < 0.4 else each for each in options)]
+    # What is written to keeps its name: it would rightly be written elsewhere.
+    return [command, *(_text(case, each) if rng.random() < 0.4 and "=out/" not in each else each for each in options)]

@@ -228,7 +228,7 @@ BAD_LINES = [
     ('{"text": 3}', r":2: the value of 'text' is int, not text"),
     ('{"prompt": "a", "response": null}', r":2: the value of 'response' is NoneType, not text"),
     ('{"prompt": "a", "response": "\\ud800"}', r":2: the value of 'response' holds half a surrogate pair"),
-    pytest.param("[" * 200_000, r":2: is nested too deeply", id="deep"),
+    pytest.param("[" * 200_000, r":2: not valid JSON: nested too deeply", id="deep"),
 ]
 
 

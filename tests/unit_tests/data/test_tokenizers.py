@@ -89,6 +89,14 @@ def test_a_config_that_is_no_object(bpe: Path, tmp_path: Path) -> None:
         HuggingFaceTokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("token", [["</s>"], 3, {"content": []}, {"content": {}}])
+def test_an_end_token_that_is_no_text(bpe: Path, tmp_path: Path, token: object) -> None:
+    shutil.copytree(bpe, tmp_path / "odd")
+    (tmp_path / "odd/special_tokens_map.json").write_text(json.dumps({"eos_token": token}))
+    with pytest.raises(DataError, match=r"special_tokens_map\.json: eos_token=.*: is not a text"):
+        HuggingFaceTokenizer(tmp_path / "odd")
+
+
 def test_a_config_that_is_nested_too_deeply(bpe: Path, tmp_path: Path) -> None:
     shutil.copytree(bpe, tmp_path / "deep")
     (tmp_path / "deep/special_tokens_map.json").write_text("[" * 100_000)
