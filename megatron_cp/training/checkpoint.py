@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.errors import RuntimeFault
+from megatron_cp.limits import reached_limit
 from megatron_cp.parallel.agree import found_by_anyone
 from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.training.checkpoint_files import (
@@ -390,4 +391,6 @@ def describe(error: BaseException) -> str:
     """One line; torch's ``CheckpointException`` (not an ``Exception``) holds the ranks' own errors and tracebacks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"
+    first_line = str(error).splitlines()[0] if str(error) else "no details"
+    limit = reached_limit(error)
+    return f"{type(error).__name__}: {first_line}{f' ({limit})' if limit else ''}"

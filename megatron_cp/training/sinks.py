@@ -15,6 +15,7 @@ from typing import Any, Protocol, TextIO
 
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import RuntimeFault
+from megatron_cp.limits import reached_limit
 from megatron_cp.run_lines import keep_lines_until
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,9 @@ def writing_into(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        why = reached_limit(error) or error.strerror or error
         raise RuntimeFault(
-            f"the run folder {folder} cannot be written: {error.strerror or error}. Mend that (a full disk: make room) "
+            f"the run folder {folder} cannot be written: {why}. Mend that (a full disk: make room) "
             "and start the run again to go on from the last checkpoint."
         ) from error
 

@@ -23,7 +23,7 @@ ORDER = [
     {"schema", "one_rank", "bridge_names"},
     {"config"},
     {"slurm"},
-    {"ahead", "flags", "launcher", "run_lines"},
+    {"ahead", "flags", "launcher", "limits", "run_lines"},
     {"backend", ""},
     {"errors"},
 ]
@@ -37,6 +37,7 @@ PURE = [
     "megatron_cp.bridge_names",
     "megatron_cp.config",
     "megatron_cp.flags",
+    "megatron_cp.limits",
     "megatron_cp.one_rank",
     "megatron_cp.recipes",
     "megatron_cp.run_lines",
