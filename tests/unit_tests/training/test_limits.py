@@ -1,9 +1,11 @@
 """Limits of memory, files, processes and shared memory that a rank really reaches: each is named, on every rank."""
 
+import io
 import mmap
 import os
 import resource
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from megatron_cp.errors import RuntimeFault
 from megatron_cp.limits import reached_limit
 from megatron_cp.training import train  # noqa: F401 - so that no forked rank has to
+from megatron_cp.training.metrics import start_logging
 from megatron_cp.training.sinks import JsonLines, writing_into
 from tests.ranks import run_ranks
 from tests.unit_tests.training.test_stopping import at_iteration
@@ -82,6 +85,8 @@ def named(reach: Callable[[], None]) -> str | None:
         reach()
     except Exception as error:
         return reached_limit(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))  # for this rank to report
     return "not reached"
 
 
@@ -143,10 +148,12 @@ def test_a_limit_of_open_files_is_named_before_the_rendezvous(cli: Any) -> None:
     assert code == 1 and text.count("the limit of open files is reached. Fix: ulimit -n 65536") == 2, text
 
 
-def little_shared_memory(size: str) -> None:
+def mount(folder: str, options: str) -> None:
+    """A file system of its own for this rank alone, which takes it along."""
     os.unshare(os.CLONE_NEWNS)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
 
 
 @as_root
@@ -154,5 +161,46 @@ def little_shared_memory(size: str) -> None:
 def test_full_shared_memory_is_named(cli: Any, size: str) -> None:
     """Semaphores do not fit, or batches do not."""
     arguments = ["train.train_iters=5", "dataset.num_workers=1", "dataset.seq_length=16384"]
-    code, text = cli(*arguments, before=lambda: little_shared_memory(size))
+    code, text = cli(*arguments, before=lambda: mount("/dev/shm", f"size={size}"))
     assert code == 1 and "/dev/shm=0 MiB: shared memory" in text and "dataset.num_workers=0" in text, text
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("disk", "options", "why"),
+    [
+        ("run", "size=32k", "No space left on device"),
+        pytest.param("charts", "size=16k", "No space left on device", marks=pytest.mark.slow),
+        pytest.param("charts", "ro", "Read-only file system", marks=pytest.mark.slow),
+    ],
+)
+def test_metrics_that_cannot_be_written_end_the_run(
+    cli: Any, tmp_path: Path, disk: str, options: str, why: str
+) -> None:
+    """One message, and no thread's traceback; also where TensorBoard's files are on another disk than the rest."""
+    arguments = ["logger.tensorboard=true", f"logger.tensorboard_dir={tmp_path}/{disk}/tensorboard"]
+    code, text = cli(
+        *arguments,
+        "train.train_iters=60",
+        "model.context_parallel_size=1",
+        ranks=1,
+        before=lambda: mount(str(tmp_path / disk), options),
+    )
+    assert code == 1 and f"/{disk}" in text and f" cannot be written: {why}. " in text, text
+    assert text.count("megatron-cp: ") == 1 and "thread" not in text, text
+
+
+def test_a_thread_that_fails_takes_one_line() -> None:
+    (text,) = run_ranks(fail_in_a_thread, 1)
+    assert text.startswith("[rank 3] thread worker failed, everything else goes on: ZeroDivisionError: "), text
+    assert "\n" not in text
+
+
+def fail_in_a_thread() -> str:
+    written, sys.stderr = sys.stderr, io.StringIO()
+    start_logging(3, live=False)
+    thread = threading.Thread(target=lambda: 1 // 0, name="worker")
+    thread.start()
+    thread.join()
+    text, sys.stderr = sys.stderr.getvalue(), written
+    return text.strip().partition("] ")[2]
