@@ -26,6 +26,7 @@ from megatron_cp.errors import (
     format_violations,
 )
 from megatron_cp.flags import add_flags, given
+from megatron_cp.limits import reached_limit
 from megatron_cp.parallel.layout import group_lines, layout_of
 from megatron_cp.process import end_with_launcher
 from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
@@ -218,14 +219,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_OK
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
-            _tell_other_nodes(error)
+            if _is_limit(error):
+                return EXIT_FAILED
             raise
         _drop_output()
         say(f"megatron-cp: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     except Exception as error:
-        _tell_other_nodes(error)
+        if _is_limit(error):
+            return EXIT_FAILED
         raise
+
+
+def _is_limit(error: Exception) -> bool:
+    """Whether a limit of the system is reached, which is then reported; other nodes are told of any error."""
+    limit = reached_limit(error)
+    if limit is not None:
+        rank = launcher.number("RANK") or 0
+        print(f"megatron-cp: rank {rank}, on {socket.gethostname()}: {limit}", file=sys.stderr, flush=True)
+    _tell_other_nodes(error if limit is None else RuntimeFault(limit))
+    return limit is not None
 
 
 def _its_turn() -> str:

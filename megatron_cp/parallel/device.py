@@ -18,12 +18,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_cp import launcher, slurm
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, DataError, RuntimeFault, Violation
+from megatron_cp.limits import lacks_files
 from megatron_cp.parallel import staged
 from megatron_cp.parallel.meeting import meet
 from megatron_cp.parallel.sockets import use_one_interface
 from megatron_cp.parallel.store_watch import stop_watching
 
 logger = logging.getLogger(__name__)
+
+_FILES_OF_A_RANK = 16  # of torch.distributed until groups are made
+_CONNECTIONS_OF_A_RANK = 3  # to the store: torch's, the roll call's, the store watch's
 
 
 def device() -> torch.device:
@@ -53,6 +57,7 @@ def start_distributed(config: RunConfig) -> None:
                 "dist.distributed_backend=staged carries GPU tensors through host memory and gloo: for correctness "
                 "and debugging, not for speed"
             )
+    check_open_files()
     try:
         if "RANK" in os.environ:
             store, rank, world_size = meet(backend if gpus else f"{backend}, without a GPU,", timeout)
@@ -66,6 +71,14 @@ def start_distributed(config: RunConfig) -> None:
             f"torch.distributed could not start with dist.distributed_backend={backend!r}: {error}. "
             "Start the run with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)."
         ) from error
+
+
+def check_open_files() -> None:
+    """Raises RuntimeFault where the connections of the rendezvous would reach the limit of open files."""
+    keeps_store = launcher.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    needed = _FILES_OF_A_RANK + (_CONNECTIONS_OF_A_RANK * (launcher.world_size() or 1) if keeps_store else 0)
+    if (limit := lacks_files(needed)) is not None:
+        raise RuntimeFault(f"rank {launcher.rank()}, on {socket.gethostname()}: {limit}")
 
 
 def _take_gpu(gpu: int) -> None:

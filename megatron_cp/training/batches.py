@@ -6,6 +6,7 @@ Two kinds: :class:`StaticSteps`, samples of one length in microbatches of one si
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from megatron_cp.data.batches import Batch, BatchIterator, slice_for_context_par
 from megatron_cp.dynamic_cp.iterator import StepPlan
 from megatron_cp.dynamic_cp.packing import PackedMicrobatch
 from megatron_cp.errors import DataError
+from megatron_cp.limits import reached_limit, shared_memory_full
 from megatron_cp.parallel.transfer import pinned
 from megatron_cp.training.batch_checks import BatchChecks, Problem, checksum_of
 from megatron_cp.training.setup import Run
@@ -134,12 +136,15 @@ class StaticSteps:
             problems.append(f"the data ends after {self._batches.consumed_samples} samples")
         except DataError as error:
             problems.append(DataError(_without_traceback(str(error))))
-        except (ValueError, IndexError, OSError) as error:
+        except OSError as error:
+            full = error.errno == errno.ENOSPC  # reading needs no disk
+            problems.append(shared_memory_full() if full else reached_limit(error) or _without_traceback(str(error)))
+        except (ValueError, IndexError) as error:
             problems.append(_without_traceback(str(error)))
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
-            problems.append(_without_traceback(str(error)))
+            problems.append(reached_limit(error) or _without_traceback(str(error)))
 
     def observe(self) -> None:
         """Nothing depends on it."""

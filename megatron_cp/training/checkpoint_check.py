@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, RuntimeFault, UnusableCheckpoint
+from megatron_cp.limits import reached_limit
 from megatron_cp.parallel.agree import everyones
 from megatron_cp.training.checkpoint_checksums import changed_files, read_checksums
 from megatron_cp.training.checkpoint_content import read_common
@@ -97,4 +98,6 @@ def describe(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, UnusableCheckpoint):
         return str(error)
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"
+    first_line = str(error).splitlines()[0] if str(error) else "no details"
+    limit = reached_limit(error)
+    return f"{type(error).__name__}: {first_line}{f' ({limit})' if limit else ''}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -300,7 +301,15 @@ def start_logging(rank: int, live: bool) -> None:
         handler.setFormatter(logging.Formatter(f"[%(asctime)s] {prefix}%(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     handler.addFilter(PrintableRecords())
     root.addHandler(handler)
+    threading.excepthook = _log_thread_failure
     root.setLevel(logging.WARNING)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     # megatron-core logs the deprecation of the model classes that everybody uses, and the same advice on every rank.
     logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+def _log_thread_failure(failed: threading.ExceptHookArgs) -> None:
+    """In one line, where Python prints a traceback."""
+    name = failed.thread.name if failed.thread else "unknown"
+    first_line = (str(failed.exc_value).splitlines() or [""])[0]
+    logger.error("thread %s failed, everything else goes on: %s: %s", name, failed.exc_type.__name__, first_line)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cp.errors import EXIT_FAILED, RuntimeFault
+from megatron_cp.limits import reached_limit
 from megatron_cp.parallel import store_watch
 from megatron_cp.parallel.meeting import begun, common_store
 from megatron_cp.parallel.store_watch import GO_ON, BoundedStore, StoreSilentError, stop_watching, within
@@ -142,6 +143,9 @@ class RollCall:
                 f"{where}: out of GPU memory ({_first_line(error)}). Activations shrink with more "
                 "model.context_parallel_size, model.recompute_granularity=full or a smaller train.micro_batch_size."
             )
+        if (limit := reached_limit(error)) is not None:
+            self._fell(limit)
+            return RuntimeFault(f"{where}: {limit}. It said: {_first_line(error)}")
         if isinstance(error, OSError):
             self._fell(str(error))
             return RuntimeFault(f"{where}: {error}")

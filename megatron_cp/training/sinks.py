@@ -6,14 +6,17 @@ import json
 import logging
 import math
 import os
+import socket
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import RuntimeFault
+from megatron_cp.limits import reached_limit
 from megatron_cp.run_lines import keep_lines_until
 
 logger = logging.getLogger(__name__)
@@ -31,8 +34,9 @@ def writing_into(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        why = reached_limit(error) or error.strerror or error
         raise RuntimeFault(
-            f"the run folder {folder} cannot be written: {error.strerror or error}. Mend that (a full disk: make room) "
+            f"the run folder {folder} cannot be written: {why}. Mend that (a full disk: make room) "
             "and start the run again to go on from the last checkpoint."
         ) from error
 
@@ -67,19 +71,41 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars under ``tensorboard/``."""
+    """Scalars under ``tensorboard/``, complete as soon as they are written.
+
+    Without torch's ``SummaryWriter``, whose thread prints a traceback where the disk is full.
+    """
 
     def __init__(self, folder: Path, resume_after: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=None if resume_after is None else resume_after + 1)
+        self._event, self._folder = event_pb2, folder
+        # Files are read in the order of their names, so a later attempt's must come after.
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        with writing_into(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._records = RecordWriter((folder / name).open("wb"))
+            self._write(file_version="brain.Event:2")
+            if resume_after is not None:  # what an earlier attempt wrote from here on is not shown
+                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                self._write(step=resume_after + 1, session_log=start)
+            self._records.flush()
 
     def write(self, iteration: int, values: Values) -> None:
-        for name, value in scalars(values).items():
-            self._writer.add_scalar(name, value, iteration)
+        from torch.utils.tensorboard.summary import scalar
+
+        with writing_into(self._folder):
+            for name, value in scalars(values).items():
+                self._write(step=iteration, summary=scalar(name, value))
+            self._records.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with writing_into(self._folder):
+            self._records.close()
+
+    def _write(self, **content: Any) -> None:
+        self._records.write(self._event.Event(wall_time=time.time(), **content).SerializeToString())
 
 
 class WeightsAndBiases:
@@ -94,7 +120,7 @@ class WeightsAndBiases:
         chosen, number = config.logger, folder / "wandb_run_id.txt"
         if not number.exists():
             number.write_text(uuid.uuid4().hex[:12])
-        self._run = wandb.init(
+        self._run: Any = wandb.init(
             project=chosen.wandb_project,
             name=chosen.wandb_exp_name,
             entity=chosen.wandb_entity,
@@ -105,10 +131,19 @@ class WeightsAndBiases:
         )
 
     def write(self, iteration: int, values: Values) -> None:
-        self._run.log(scalars(values), step=iteration)
+        self._try(lambda: self._run.log(scalars(values), step=iteration))
 
     def close(self) -> None:
-        self._run.finish()
+        self._try(lambda: self._run.finish())
+
+    def _try(self, request: Callable[[], object]) -> None:
+        if self._run is None:
+            return
+        try:
+            request()
+        except Exception as error:
+            self._run = None
+            _warn_without_wandb(error)
 
 
 def open_charts(config: RunConfig, folder: Path, resume_after: int | None) -> list[Sink]:
@@ -121,13 +156,17 @@ def open_charts(config: RunConfig, folder: Path, resume_after: int | None) -> li
         try:
             charts.append(WeightsAndBiases(config, folder))
         except Exception as error:  # no network, no key, a broken installation: no reason to lose a training run
-            logger.warning(
-                "Weights & Biases is off, everything else goes on: %s (%s). Without a network set WANDB_MODE=offline, "
-                "and later 'wandb sync' what it wrote.",
-                error,
-                type(error).__name__,
-            )
+            _warn_without_wandb(error)
     return charts
+
+
+def _warn_without_wandb(error: Exception) -> None:
+    logger.warning(
+        "Weights & Biases is off, everything else goes on: %s (%s). Without a network set WANDB_MODE=offline, "
+        "and later 'wandb sync' what it wrote.",
+        error,
+        type(error).__name__,
+    )
 
 
 def scalars(values: Values) -> dict[str, float]:

@@ -353,6 +353,21 @@ def test_a_run_goes_on_without_weights_and_biases(
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 4
 
 
+def test_a_run_goes_on_without_weights_and_biases_that_fail_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Run:
+        def log(self, *arguments: Any, **named: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    stand_in = types.ModuleType("wandb")
+    stand_in.init = lambda **arguments: Run()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    report(tmp_path, wandb_project="mine", tensorboard=False)
+    assert caplog.text.count("Weights & Biases is off, everything else goes on: [Errno 28] No space left") == 1
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 4
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="the extra megatron-cp[wandb] is not installed")
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,93 @@
+"""Limits of the system that a process has reached: which one it is, its value, and what raises it. Pure."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+_MEMORY = ("can't allocate memory", "bad_alloc", "failed to map segment", os.strerror(errno.ENOMEM))
+_FILES = (os.strerror(errno.EMFILE), os.strerror(errno.ENFILE))
+_PROCESSES = ("can't start new thread", os.strerror(errno.EAGAIN))
+_SIZE = (os.strerror(errno.EFBIG),)
+_SHARED_MEMORY = ("shared memory",)  # torch's words, of its DataLoader's processes too
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def reached_limit(error: BaseException) -> str | None:
+    """Name the limit that an exception is about, with its value and what to type; ``None`` if it is about no limit.
+
+    An exception's own type and number where it has them: C++ code and other processes have only their texts.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    text = str(error)
+    if number in (errno.EMFILE, errno.ENFILE) or _says(error, text, _FILES):
+        return _too_few("open files", "ulimit -n", resource.RLIMIT_NOFILE, 65536)
+    if _says(error, text, _SHARED_MEMORY):
+        return shared_memory_full()
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or _says(error, text, _MEMORY):
+        return _memory()
+    if number == errno.EAGAIN or _says(error, text, _PROCESSES):
+        found = _too_few("processes and threads", "ulimit -u", resource.RLIMIT_NPROC, 65536)
+        return f"{found}{_of_cgroup('pids.max', ' (docker run --pids-limit=-1)')}"
+    if number == errno.EFBIG or _says(error, text, _SIZE):
+        return _too_few("bytes in a file", "ulimit -f", resource.RLIMIT_FSIZE, None)
+    return None
+
+
+def lacks_files(needed: int) -> str | None:
+    """Name the limit of open files where this process cannot open ``needed`` more; ``None`` if it can.
+
+    torch.distributed does not name it: it tries to connect again until its time limit.
+    """
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY or not os.path.isdir("/proc/self/fd"):
+        return None
+    if soft - len(os.listdir("/proc/self/fd")) >= needed:
+        return None
+    return _too_few("open files", "ulimit -n", resource.RLIMIT_NOFILE, max(65536, 2 * needed))
+
+
+def _says(error: BaseException, text: str, marks: tuple[str, ...]) -> bool:
+    return isinstance(error, RuntimeError | ImportError) and any(mark in text for mark in marks)
+
+
+def _too_few(what: str, command: str, kind: int, enough: int | None) -> str:
+    soft, hard = (None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind))
+    wanted = "unlimited" if enough is None else str(enough)
+    if hard is not None and (enough is None or hard < enough):
+        wanted = f"{wanted}, as root or in /etc/security/limits.conf (the hard limit is {hard})"
+    value = "unlimited" if soft is None else soft
+    return f"{command}={value}: the limit of {what} is reached. Fix: {command} {wanted}"
+
+
+def _memory() -> str:
+    less = "a smaller train.micro_batch_size or fewer ranks on this machine"
+    for command, kind in (("ulimit -v", resource.RLIMIT_AS), ("ulimit -d", resource.RLIMIT_DATA)):
+        soft = resource.getrlimit(kind)[0]
+        if soft != resource.RLIM_INFINITY:
+            kibibytes = soft // 1024
+            return f"{command}={kibibytes}: this process is out of host memory. Fix: {command} unlimited, or {less}"
+    return f"out of host memory{_of_cgroup('memory.max', ' (Slurm: sbatch --mem=0)')}. Fix: {less}"
+
+
+def shared_memory_full() -> str:
+    """Say that shared memory is full, which some calls report as a full disk."""
+    where = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    size = "" if where is None else f"={where.f_frsize * where.f_blocks // 2**20} MiB"
+    return (
+        f"/dev/shm{size}: shared memory, through which dataset.num_workers hand over batches, is full. "
+        "Fix: dataset.num_workers=0, or mount -o remount,size=8G /dev/shm (docker run --shm-size=8g)"
+    )
+
+
+def _of_cgroup(name: str, how: str) -> str:
+    """A limit of this process's control group (Slurm, containers), where there is one."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
+        values = [(folder / name).read_text().strip() for folder in (_CGROUP / group.lstrip("/"), _CGROUP)]
+    except OSError:
+        return ""
+    set_to = [value for value in values if value != "max"]
+    return f"; the control group's {name} is {set_to[0]}{how}" if set_to else ""
