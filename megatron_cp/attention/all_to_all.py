@@ -2,7 +2,7 @@
 
 Before: every rank has its tokens of all heads. After: every rank has all tokens of heads/size query heads and of the
 key/value heads that those use. Where there are fewer key/value heads than ranks, several ranks get the same one and
-its gradients are summed on the way back. The result is the unsharded one, bit for bit: each head is computed whole.
+its gradients are summed on the way back. Each head is computed whole, so nothing is merged.
 """
 
 from __future__ import annotations

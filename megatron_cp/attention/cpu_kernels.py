@@ -24,7 +24,7 @@ class CpuFlash:
         The kernel visits keys in blocks of 512 and computes a whole block where the diagonal crosses it, so a large
         causal tile wastes a fifth of its time; cut to 256 rows, most of that work runs as unmasked tiles. It is as
         fast in float32 as in half precision, so partial results are never rounded before they are merged. float64
-        is for verification: one call for a sequence keeps it identical, bit for bit, to PyTorch's own attention.
+        is for verification: one call for a sequence gives the bits of PyTorch's own attention.
         """
         return TileSize(causal=0 if dtype == torch.float64 else 256, band=256)
 

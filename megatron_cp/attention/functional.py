@@ -14,6 +14,7 @@ from megatron_cp.attention.all_gather import all_gather_attention
 from megatron_cp.attention.all_to_all import all_to_all_attention
 from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import AttentionCall, CPContext, GroupOrPair
+from megatron_cp.attention.eager import never_compiled
 from megatron_cp.attention.hierarchical import hierarchical_attention
 from megatron_cp.attention.ring import ring_attention
 from megatron_cp.attention.sharding import Layout, read_offsets
@@ -23,6 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FLOAT32 = torch.finfo(torch.float32)  # in which kernels apply the scale
 
 
+@never_compiled
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
@@ -59,6 +61,8 @@ def context_parallel_attention(
             ``off-by-one``. Its gradient is this rank's part: sum it over the ranks of the group.
         deterministic: the same bits on every run. (The CPU kernels always are; CUDA kernels are chosen accordingly.)
 
+    ``torch.compile`` leaves it out: a compiled caller runs it between two graphs (so not with ``fullgraph=True``).
+
     Raises ValueError naming the argument for values, sizes, dtypes, devices or groups that do not fit. With
     TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL the ranks first compare their arguments, and all raise if any differ.
     """
@@ -81,6 +85,7 @@ def context_parallel_attention(
     )
 
 
+@never_compiled
 def attend_in_context(
     context: CPContext,
     query: Tensor,
