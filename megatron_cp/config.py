@@ -10,8 +10,8 @@ Sizes are counts, times are in the unit their name says, ``None`` means "decided
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 # What is counted in iterations or in samples: NAME_iters and NAME_samples.
 TRAINING_LENGTHS, SCHEDULE_LENGTHS = ("train",), ("lr_warmup", "lr_decay", "lr_wsd_decay")
@@ -409,6 +409,7 @@ class RunConfig:
 
     def finalize(self) -> RunConfig:
         """Fill every value that the others decide, in place; returns self. Idempotent; checks nothing."""
+        given = asdict(self)
         model, data = self.model, self.dataset
         if model.seq_length is None:
             model.seq_length = data.seq_length
@@ -435,7 +436,17 @@ class RunConfig:
             self.checkpoint.save = f"runs/{self.recipe}"
         if self.checkpoint.load is None:
             self.checkpoint.load = self.checkpoint.save
+        self.__dict__.setdefault("_given", (given, asdict(self)))  # no field: no setting, and not compared
         return self
+
+    def given(self) -> dict[str, Any]:
+        """The settings as plain values before :meth:`finalize` filled what the others decide.
+
+        All of them where the configuration was changed since, or never finalized.
+        """
+        given, filled = self.__dict__.get("_given", (None, None))
+        now = asdict(self)
+        return given if given is not None and filled == now else now
 
     def _count_in_iterations(self) -> None:
         """Turn lengths in samples into iterations. What is given in both stays, and rule K56 refuses it."""
