@@ -46,21 +46,25 @@ def _absent(why: str, fix: str = _LEAVE_OUT) -> _Meaning:
 _FLOAT32 = _always("float32", "torch.float32", "fp32")
 _UNREAD = _Meaning("", "", None)  # upstream reads it only where something is on that is not offered here
 _ALWAYS_WRITTEN = _Meaning("is always written", _LEAVE_OUT, (None, True, False))
-_NO_FP8 = _absent("there is no FP8 or FP4 training", "bf16: mixed_precision=bf16_mixed")
+_NO_FP8 = _absent("there is no FP8 or FP4 training", "mixed_precision=bf16_mixed")
 _NO_GRAPHS = _absent("there are no CUDA graphs")
-_NO_FSDP = _absent("there is no FSDP", "optimizer.use_distributed_optimizer=true shards the optimizer's state")
+_NO_FSDP = _absent("there is no FSDP", "optimizer.use_distributed_optimizer=true (shards the optimizer's state)")
 _NO_TP_OVERLAP = _absent("tensor-parallel messages are not overlapped with computation")
-_DTYPE = _Meaning("follows from mixed_precision", "mixed_precision=bf16_mixed, fp16_mixed or fp32", (None,))
+_DTYPE = _Meaning(
+    "follows from mixed_precision",
+    "mixed_precision=bf16_mixed, or mixed_precision=fp16_mixed, or mixed_precision=fp32",
+    (None,),
+)
 _PRECISION_OF = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 _PACKING = _absent(
-    "samples are packed by the scheduler, whole", "model.sequence_packing_scheduler=dp_balanced, dataset.kind=documents"
+    "samples are packed by the scheduler, whole", "model.sequence_packing_scheduler=dp_balanced dataset.kind=documents"
 )
 _OTHER_LOGGER = _absent("numbers go to TensorBoard, metrics.jsonl and Weights & Biases", "logger.wandb_project=NAME")
 _WHOLE_SECTION = {
     "peft": _absent("there are no adapters: all weights are trained"),
     "comm_overlap": _absent(
         "messages are overlapped by settings of the model and ddp",
-        "model.overlap_p2p_comm=true, ddp.overlap_grad_reduce=true",
+        "model.overlap_p2p_comm=true ddp.overlap_grad_reduce=true",
     ),
     "ft": _absent("NVIDIA's fault tolerance is not used; a run started again goes on from its checkpoint"),
     "straggler": _absent("no rank is compared with others", "profiling.use_pytorch_profiler=true"),
@@ -86,8 +90,10 @@ _NAMES = {
     "model.original_max_position_embeddings": _called("model.yarn_original_max_position_embeddings"),
     "model.beta_fast": _called("model.yarn_beta_fast"),
     "model.beta_slow": _called("model.yarn_beta_slow"),
-    "model.mscale": _called("model.yarn_mscale", "model.yarn_mscale=VALUE, with model.yarn_mscale_all_dim"),
-    "model.mscale_all_dim": _called("model.yarn_mscale_all_dim", "model.yarn_mscale_all_dim=VALUE, with yarn_mscale"),
+    "model.mscale": _called("model.yarn_mscale", "model.yarn_mscale=VALUE model.yarn_mscale_all_dim=VALUE"),
+    "model.mscale_all_dim": _called(
+        "model.yarn_mscale_all_dim", "model.yarn_mscale=VALUE model.yarn_mscale_all_dim=VALUE"
+    ),
     "model.cache_mla_latents": _absent("there is no inference"),
     "model.mla_down_proj_fusion": _absent("the down-projections are products of their own"),
     "model.hybrid_override_pattern": _called("model.hybrid_layer_pattern"),
@@ -108,7 +114,7 @@ _NAMES = {
     "model.autocast_dtype": _DTYPE,
     "model.pipeline_model_parallel_layout": _absent(
         "the first and the last stage may have numbers of layers of their own",
-        "model.num_layers_in_first_pipeline_stage=N, model.num_layers_in_last_pipeline_stage=N",
+        "model.num_layers_in_first_pipeline_stage=N model.num_layers_in_last_pipeline_stage=N",
     ),
     "model.deallocate_pipeline_outputs": _Meaning("what was sent is always freed", _LEAVE_OUT, (None, True, False)),
     "model.fp8": _NO_FP8,
@@ -193,15 +199,19 @@ _NAMES = {
     "train.empty_unused_memory_level": _absent("CUDA's allocator keeps its memory"),
     "train.skip_sync_grad_norm_across_mp": _absent("the gradient norm is that of all ranks"),
     "validation.full_validation": _absent("an evaluation is validation.eval_iters batches"),
-    "validation.multiple_validation_sets": _absent("files of one set are a blend", "dataset.valid_data_path=[A,B]"),
+    "validation.multiple_validation_sets": _absent(
+        "files of one set are a blend", '"dataset.valid_data_path=[PATH,PATH]"'
+    ),
     "validation.start_eval_at_iter": _absent("evaluations start at the first interval", "validation.eval_interval=N"),
-    "dataset.blend": _called("dataset.data_path", "dataset.data_path=PATH, or [WEIGHT,PATH,WEIGHT,PATH]"),
+    "dataset.blend": _called(
+        "dataset.data_path", 'dataset.data_path=PATH, or "dataset.data_path=[WEIGHT,PATH,WEIGHT,PATH]"'
+    ),
     "dataset.blend_per_split": _called(
-        "dataset.valid_data_path", "dataset.data_path, dataset.valid_data_path and dataset.test_data_path"
+        "dataset.valid_data_path", "dataset.data_path=PATH dataset.valid_data_path=PATH dataset.test_data_path=PATH"
     ),
     "dataset.sequence_length": _called("dataset.seq_length"),
     "dataset.seed": _called("dataset.random_seed"),
-    "dataset.dataset_root": _called("dataset.data_path", "dataset.data_path=FILE.jsonl"),
+    "dataset.dataset_root": _called("dataset.data_path", "dataset.data_path=PATH (a .jsonl file)"),
     "dataset.skip_getting_attention_mask_from_dataset": _always(True),
     "dataset.create_attention_mask": _absent("attention knows its mask"),
     "dataset.dataloader_type": _always("single"),
@@ -212,7 +222,9 @@ _NAMES = {
     "dataset.packed_sequence_specs": _PACKING,
     "dataset.enable_in_batch_packing": _PACKING,
     "dataset.enable_offline_packing": _PACKING,
-    "tokenizer.vocab_file": _called("tokenizer.tokenizer_model", "tokenizer.tokenizer_model=FOLDER or tokenizer.json"),
+    "tokenizer.vocab_file": _called(
+        "tokenizer.tokenizer_model", "tokenizer.tokenizer_model=PATH (a folder or a tokenizer.json)"
+    ),
     "tokenizer.hf_tokenizer_kwargs": _absent("a tokenizer is loaded as it was saved"),
     "rng.te_rng_tracker": _NO_GRAPHS,
     "rng.inference_rng_tracker": _absent("there is no inference"),
@@ -233,7 +245,7 @@ _NAMES = {
     "comm_overlap.overlap_grad_reduce": _called("ddp.overlap_grad_reduce"),
     "comm_overlap.overlap_param_gather": _called("ddp.overlap_param_gather"),
     "comm_overlap.bucket_size": _called("ddp.bucket_size"),
-    "rerun_state_machine.check_for_nan_in_loss": _always(True, fix="train.on_nonfinite=skip leaves such steps out"),
+    "rerun_state_machine.check_for_nan_in_loss": _always(True, fix="train.on_nonfinite=skip (leaves such steps out)"),
     "rerun_state_machine.rerun_mode": _always("disabled"),
 }
 _TE = "model.attention_backend=te: Transformer Engine takes the fastest; env_vars.{}=0 takes the other away from it"

@@ -135,8 +135,8 @@ def _load(parser: argparse.ArgumentParser, args: argparse.Namespace) -> RunConfi
 def _report(config: RunConfig, args: argparse.Namespace) -> int:
     """Print what auto settings come to, the process groups and the violations."""
     world_size, environment = ranks_to_check(config, args.world_size), Environment.of(args.environment)
-    config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
     violations = check(config, world_size, args.gpus_per_node, environment)
+    config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
     say(f"# {config.recipe} on {world_size} ranks")
     if choice:
         say(choice)
@@ -152,7 +152,7 @@ def _report(config: RunConfig, args: argparse.Namespace) -> int:
     if violations:
         say(format_violations(violations), file=sys.stderr)
     if not errors:
-        say("every rule holds" if not violations else "no errors")
+        say(f"{'no errors' if violations else 'no setting breaks a rule'}; memory is not checked")
     return EXIT_CONFIG if errors else EXIT_OK
 
 

@@ -412,6 +412,7 @@ class RunConfig:
 
     def finalize(self) -> RunConfig:
         """Fill every value that the others decide, in place; returns self. Idempotent; checks nothing."""
+        given = asdict(self)
         model, data = self.model, self.dataset
         if model.seq_length is None:
             model.seq_length = data.seq_length
@@ -438,11 +439,21 @@ class RunConfig:
             self.checkpoint.save = f"runs/{self.recipe}"
         if self.checkpoint.load is None:
             self.checkpoint.load = self.checkpoint.save
+        self.__dict__.setdefault("_given", (given, asdict(self)))  # no field: no setting, and not compared
         return self
 
     def as_written(self) -> dict[str, Any]:
         """All settings as they may be written: what environment variables gave as the recipe refers to it."""
         return as_written(asdict(self))
+
+    def given(self) -> dict[str, Any]:
+        """The settings as plain values before :meth:`finalize` filled what the others decide.
+
+        All of them where the configuration was changed since, or never finalized.
+        """
+        given, filled = self.__dict__.get("_given", (None, None))
+        now = asdict(self)
+        return given if given is not None and filled == now else now
 
     def _count_in_iterations(self) -> None:
         """Turn lengths in samples into iterations. What is given in both stays, and rule K56 refuses it."""

@@ -126,6 +126,15 @@ def _resolve(layers: list[dict[str, Any]], name: str, variables: list[str]) -> d
     return plain
 
 
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Overrides of settings (not of config groups) as nested plain values.
+
+    Raises:
+        ConfigError: they cannot be parsed.
+    """
+    return _nest(_split_overrides(overrides)[1])
+
+
 def to_yaml(config: RunConfig) -> str:
     """The whole configuration as YAML; a recipe by itself."""
     import yaml
@@ -383,10 +392,11 @@ def _normalize(layer: dict[str, Any]) -> dict[str, Any]:
                 raise _problem(
                     "K2", f"model.{key}", f"set to {model[key]!r}, and by model.transformer.{key} to {value!r}"
                 )
-    # One sequence length serves the model and the data: a layer that gives one of them gives both.
+    # One sequence length serves the model and the data: a layer that gives one of them gives both, and the model's is
+    # left to follow the data's.
     model_length, data_length = (model or {}).get("seq_length"), (dataset or {}).get("seq_length")
     if model_length is None and isinstance(data_length, int):
-        layer["model"] = {**(model or {}), "seq_length": data_length}
+        layer["model"] = {**(model or {}), "seq_length": None}
     elif data_length is None and isinstance(model_length, int):
         layer["dataset"] = {**(dataset or {}), "seq_length": model_length}
     return layer

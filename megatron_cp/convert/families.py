@@ -60,6 +60,11 @@ class Family:
     latent: bool = False
     hybrid: bool = False
 
+    @property
+    def may_have_window(self) -> bool:
+        """Whether its layers can have a sliding window: Qwen's where use_sliding_window says so."""
+        return self.window or ((self.qkv_bias or self.qk_norm) and not self.latent)
+
 
 _MIXTRAL = Experts("block_sparse_moe", "w1", "w3", "w2", "num_local_experts", "intermediate_size")
 _QWEN3 = Experts("mlp", "gate_proj", "up_proj", "down_proj", "num_experts", "moe_intermediate_size")
@@ -212,6 +217,8 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
         values["attention_bias"] = False
     if family.window:
         values["sliding_window"] = window[0] + 1 if window else None  # here the token itself counts
+    elif window:
+        values |= {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": window[0] + 1}
     if family.experts is not None:
         values |= {
             family.experts.count: model.num_moe_experts,
@@ -270,7 +277,7 @@ def _family_of(model: ModelConfig) -> Family | None:
             and family.latent == model.multi_latent_attention
             and (not family.latent or (family.model_type == deepseek.V3) == sigmoid)
             and (family.experts is not None) == (model.num_moe_experts is not None)
-            and (family.window or model.window_size is None)
+            and (family.may_have_window or model.window_size is None)
             # A softmax over all experts whose chosen part is not normalized again: Mixtral's always is.
             and (not model.moe_router_pre_softmax or family.model_type != "mixtral" or model.num_moe_experts is None)
         )
@@ -367,10 +374,16 @@ def _read_window(family: Family, values: Mapping[str, Any], model: ModelConfig, 
         found.unless(window is None or is_count(window), "sliding_window", window, "at least 1, or null, is needed")
         model.window_size = [window - 1, 0] if is_count(window) else None  # here the token itself does not count
         return
-    layers = values.get("layer_types")
-    some = bool(values.get("use_sliding_window")) and values.get("max_window_layers", 0) < model.num_layers
-    windows = "sliding_attention" in layers if layers else some and window is not None
-    found.unless(not windows, "use_sliding_window", True, "windows in some layers only have no counterpart")
+    layers, used = values.get("layer_types"), bool(values.get("use_sliding_window")) and window is not None
+    first = 0 if family.experts is not None else values.get("max_window_layers", 0)  # Qwen 3's experts do not read it
+    have_window = [kind == "sliding_attention" for kind in layers or ()]
+    have_window = have_window or [used and layer >= first for layer in range(model.num_layers)]
+    if not any(have_window):
+        return
+    message = "a window in all layers, and at least 1 token wide, is needed"
+    holds = used and all(have_window) and is_count(window)
+    found.unless(holds, "use_sliding_window", values.get("use_sliding_window"), message)
+    model.window_size = [window - 1, 0] if holds else None
 
 
 def _read_experts(family: Family, values: Mapping[str, Any], model: ModelConfig, found: Problems) -> None:

@@ -5,7 +5,7 @@ Pure Python: checking a layout of a thousand ranks takes milliseconds, and nothi
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, Violation
@@ -32,6 +32,7 @@ from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the t
     world,
 )
 from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.remedies import Case, keep_working_fixes
 from megatron_cp.rules.resolve import resolve_auto
 from megatron_cp.rules.rule import RULES, Context, Example, Rule, order
 from megatron_cp.schema import build
@@ -67,11 +68,16 @@ def check(
         problems.append(Violation("A1", "error", "--gpus-per-node", message, "leave it out where nodes do not matter"))
     if problems:  # the checks calculate with these values
         return problems
-    surroundings = Environment.of(environment)
-    if world.oversized(config, world_size):
-        return list(RULES["A1"].violations(Context(config, world_size, gpus_per_node, surroundings)))
-    config, _ = resolve_auto(config, world_size, gpus_per_node, surroundings)
-    context = Context(config, world_size, gpus_per_node, surroundings)
+    case = Case(config, world_size, gpus_per_node, Environment.of(environment))
+    return keep_working_fixes(_violations(case), case, _violations)
+
+
+def _violations(case: Case) -> list[Violation]:
+    """What the rules say about a case whose values have the right types."""
+    if world.oversized(case.config, case.world_size):
+        return list(RULES["A1"].violations(Context(**vars(case))))
+    config, _ = resolve_auto(**vars(case))
+    context = Context(**vars(replace(case, config=config)))
     found = [violation for id in sorted(RULES, key=order) for violation in RULES[id].violations(context)]
     return sorted(found, key=lambda violation: violation.severity != "error")
 

@@ -6,18 +6,19 @@ import math
 from collections.abc import Iterator
 
 from megatron_cp.config import ModelConfig, RunConfig
-from megatron_cp.models.hybrid_pattern import LETTERS, ahead_of, layers_of, with_stages
-from megatron_cp.rules.rule import (
-    Context,
-    Finding,
-    broken,
+from megatron_cp.models.hybrid_pattern import LETTERS, ahead_of, layers_of, with_stages, without_stages
+from megatron_cp.rules.proposals import (
+    closest,
     default_of,
     divisors,
-    listed,
+    either,
     nearest_multiples,
-    rule,
+    one_of,
+    resized,
+    typed,
     value_at,
 )
+from megatron_cp.rules.rule import Context, Finding, broken, rule
 from megatron_cp.rules.unread import unread
 
 # megatron-core's latent attention makes its own projections, scale and rotary embedding, without asking for these.
@@ -44,39 +45,47 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
     window, every = model.window_size, model.window_attn_skip_freq
     if window is not None and (len(window) != 2 or min(window) < -1):
         left = window[0] if window and window[0] > 0 else 1024
-        fix = f'"model.window_size=[{left},0]"'
-        yield Finding("model.window_size", f"must be [left, right], -1 for no limit, got {window}", fix)
+        message = f"must be [left, right], -1 for no limit, got {window}"
+        yield Finding("model.window_size", message, typed("model.window_size", [left, 0]))
     elif window is not None and model.attention_mask_type == "causal" and window[1] > 0:
         message = f"causal attention sees nothing ahead; the right part of {window} has no effect"
-        yield Finding("model.window_size", message, f"[{window[0]}, 0]", severity="warning")
+        yield Finding("model.window_size", message, typed("model.window_size", [window[0], 0]), severity="warning")
     # megatron-core numbers the layers of multi-token prediction from 1 again, and looks them up in the same list.
     depths = min(model.mtp_num_layers or 0, 1) if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
     # In a hybrid model attention alone does.
     ahead = max((layers.rfind("*") + 1 for layers in ahead_of(model.hybrid_layer_pattern)), default=depths)
     if isinstance(every, list) and len(every) != model.num_layers:
-        yield Finding(
-            "model.window_attn_skip_freq", f"has {len(every)} entries for {model.num_layers} layers", "one a layer"
-        )
+        message = f"has {len(every)} entries for {model.num_layers} layers"
+        fix = one_of("model.window_attn_skip_freq", [resized(every, model.num_layers) if every else None, None])
+        yield Finding("model.window_attn_skip_freq", message, fix)
     elif isinstance(every, list) and window is not None and len(every) < ahead:
-        fewer = "fewer behind each /" if model.architecture == "hybrid" else f"model.mtp_num_layers={len(every)}"
-        yield Finding(
-            "model.window_attn_skip_freq",
-            f"has {len(every)} entries for {ahead} layers of multi-token prediction, which take them from the first on",
-            f"{fewer}, or a number instead of the list",
-        )
+        message = f"has {len(every)} entries for {ahead} layers of multi-token prediction, which take them from the "
+        fewer = f"model.mtp_num_layers={len(every)}"
+        if model.architecture == "hybrid":
+            shorter = [layers[: len(every)] for layers in ahead_of(model.hybrid_layer_pattern)]
+            fewer = _pattern("/".join([(model.hybrid_layer_pattern or "").split("/")[0], *shorter]))
+        everywhere = "model.window_attn_skip_freq=null (a window in all layers)"
+        yield Finding("model.window_attn_skip_freq", f"{message}first on", either(fewer, everywhere))
     elif isinstance(every, int) and every < 1:
         yield Finding(
             "model.window_attn_skip_freq",
             f"leaves every n-th layer without a window, n at least 1, got {every}",
-            "model.window_attn_skip_freq=null for a window in all layers",
+            "model.window_attn_skip_freq=null (a window in all layers)",
         )
     elif isinstance(every, list) and not set(every) <= {0, 1}:
         message = f"says 1 for a layer with a window and 0 for one without, got {every}"
-        fix = f"model.window_attn_skip_freq=[{','.join(str(int(bool(each))) for each in every)}]"
-        yield Finding("model.window_attn_skip_freq", message, fix)
+        yield Finding("model.window_attn_skip_freq", message, typed("model.window_attn_skip_freq", _ones(every)))
     elif every is not None and window is None:
         message = "has no effect: model.window_size is null, and no layer has a window"
-        yield Finding("model.window_attn_skip_freq", message, "null, or a model.window_size", severity="warning")
+        yield Finding("model.window_attn_skip_freq", message, "model.window_attn_skip_freq=null", severity="warning")
+
+
+def _ones(entries: list[int]) -> list[int]:
+    return [int(bool(entry)) for entry in entries]
+
+
+def _pattern(pattern: str) -> str:
+    return f'"model.hybrid_layer_pattern={pattern}"'
 
 
 @rule(
@@ -91,9 +100,11 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
     pattern, layers = model.hybrid_layer_pattern, layers_of(model.hybrid_layer_pattern)
     if model.architecture != "hybrid":
         if pattern is not None:
-            yield Finding(field, "is set, but model.architecture is gpt", "model.architecture=hybrid")
+            yield Finding(field, "is set, but model.architecture is gpt", f"{field}=null, or model.architecture=hybrid")
     elif not layers or set(layers) - set(LETTERS):
-        yield Finding(field, "must be letters among M, *, - and E", "model.hybrid_layer_pattern=M*-M*-")
+        yield Finding(
+            field, "must be letters among M, *, - and E", _pattern(("M*-" * model.num_layers)[: model.num_layers])
+        )
     elif len(layers) != model.num_layers:
         message = f"has {len(layers)} letters for {model.num_layers} layers"
         yield Finding(field, message, f"model.num_layers={len(layers)}")
@@ -104,7 +115,7 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
         try:
             with_stages(pattern or "", stages)
         except ValueError as error:
-            yield Finding(field, str(error), f"{stages - 1} times | between layers, or none")
+            yield Finding(field, str(error), _pattern(without_stages(pattern)))
 
 
 def _patterns_ahead(model: ModelConfig) -> Iterator[Finding]:
@@ -112,10 +123,10 @@ def _patterns_ahead(model: ModelConfig) -> Iterator[Finding]:
     own = (model.hybrid_layer_pattern or "").split("/")[0]
     if not ahead:
         message = f"has no layers for the {depths} depths of multi-token prediction (model.mtp_num_layers)"
-        yield Finding(field, message, f"{field}={own}{'/*-' * min(depths, 8)}")
+        yield Finding(field, message, either(_pattern(f"{own}{'/*-' * min(depths, 8)}"), "model.mtp_num_layers=null"))
     elif not ahead[0] or set(ahead[0]) - set(LETTERS) or len(set(ahead)) > 1:
         message = f"each depth of multi-token prediction has the same layers, letters among M, *, - and E; got {ahead}"
-        yield Finding(field, message, f"{field}={own}{'/*-' * len(ahead)}")
+        yield Finding(field, message, _pattern(f"{own}{'/*-' * len(ahead)}"))
     elif len(ahead) != depths:
         message = (
             f"is {depths or 'null'}, and model.hybrid_layer_pattern has layers for {len(ahead)} depths, after each /"
@@ -162,18 +173,20 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
     if model.position_embedding_type != "yarn":
         return
     factor, original = model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings
-    needed = {
-        "model.yarn_rotary_scaling_factor": (factor, "4.0 for sequences of 4 times the original length"),
-        "model.yarn_original_max_position_embeddings": (original, "4096 for a model that was trained on 4096 tokens"),
+    examples = {
+        "model.yarn_rotary_scaling_factor": 4.0,
+        "model.yarn_original_max_position_embeddings": 4096,
     }
-    for field, (value, example) in needed.items():
-        if value is None:
-            yield Finding(field, "is needed with position_embedding_type=yarn", f"{field}={example}")
+    missing = {field: value for field, value in examples.items() if value_at(c.config, field) is None}
+    for field in missing:
+        fix = " ".join(typed(name, value) for name, value in missing.items())
+        note = "a model that was trained on 4096 tokens, for sequences of 4 times as many"
+        yield Finding(field, "is needed with position_embedding_type=yarn", f"{fix} ({note})")
     if model.multi_latent_attention and original and original % (2 * c.cp):
         message = f"megatron-core's latent attention slices so many positions: {original} are not a multiple of "
         message += f"2 * context_parallel_size = {2 * c.cp}"
         field = "model.yarn_original_max_position_embeddings"
-        yield Finding(field, message, f"{field}={nearest_multiples(original, 2 * c.cp)}")
+        yield Finding(field, message, one_of(field, nearest_multiples(original, 2 * c.cp)))
     if model.yarn_beta_fast <= model.yarn_beta_slow:
         message = f"must be above yarn_beta_slow ({model.yarn_beta_slow}), got {model.yarn_beta_fast}"
         yield Finding("model.yarn_beta_fast", message, "model.yarn_beta_fast=32.0 model.yarn_beta_slow=1.0")
@@ -202,11 +215,13 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
 )
 def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
     heads, groups = c.config.model.num_attention_heads, c.config.model.num_query_groups
+    if c.config.model.multi_latent_attention:
+        return  # has no key/value heads, and rule K19 says so
     if groups and groups > 0 and heads > 0 and heads % groups:
         yield Finding(
             "model.num_query_groups",
             f"{groups} key/value heads do not divide {heads} attention heads",
-            f"one of {listed(divisors(heads))}",
+            one_of("model.num_query_groups", closest(divisors(heads), groups)),
         )
 
 
@@ -215,7 +230,13 @@ def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
     "Every setting given is built.",
     "A setting that is accepted and then ignored gives another model than the configuration says. One that nothing "
     "reads while another is off, such as rope_scaling_factor without rope_scaling, is warned of.",
-    broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.multi_latent_attention=true"),
+    broken(
+        "model.architecture=hybrid",
+        "model.hybrid_layer_pattern=M*M*",
+        "model.mamba_num_groups=4",
+        "model.num_query_groups=null",
+        "model.multi_latent_attention=true",
+    ),
 )
 def everything_is_built(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -225,15 +246,16 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
     }
     for field, asked in not_built_in_hybrids.items():
         if asked and model.architecture == "hybrid":
-            yield Finding(field, "is not built into hybrid models by this version", "model.architecture=gpt")
+            fix = either(f"{field}=false", "model.architecture=gpt")
+            yield Finding(field, "is not built into hybrid models by this version", fix)
     for name in _STAGES if model.architecture == "hybrid" else []:
         if getattr(model, name):
             message = "does not move the layers of a hybrid model, which its pattern gives to the stages"
-            fix = f"{default_of(f'model.{name}')}, and | between the stages of the pattern"
+            fix = f"{default_of(f'model.{name}')} (| in the pattern begins a stage)"
             yield Finding(f"model.{name}", message, fix)
     if model.architecture == "hybrid" and model.moe_layer_freq != 1:
         message = "does not say which layers of a hybrid model have experts: E in its pattern does"
-        yield Finding("model.moe_layer_freq", message, "model.moe_layer_freq=1, and E in model.hybrid_layer_pattern")
+        yield Finding("model.moe_layer_freq", message, "model.moe_layer_freq=1")
     if model.multi_latent_attention:
         yield from _not_read_by_latent_attention(model)
     yield from unread(c.config)
@@ -248,7 +270,7 @@ def _not_read_by_latent_attention(model: ModelConfig) -> Iterator[Finding]:
             yield Finding(field, f"does not reach {which}, which goes on without it", default_of(field))
     if kind not in ("rope", "yarn"):
         message = "does not reach multi-latent attention, which has rotary embeddings of its own"
-        yield Finding("model.position_embedding_type", message, "model.position_embedding_type=rope, or yarn")
+        yield Finding("model.position_embedding_type", message, "model.position_embedding_type=rope")
 
 
 @rule(
@@ -266,7 +288,9 @@ def compressed_vectors_are_divided(c: Context) -> Iterator[Finding]:
         return
     if model.q_lora_rank and model.q_lora_rank % c.tp:
         message = f"tensor_model_parallel_size ({c.tp}) does not divide {model.q_lora_rank}"
-        yield Finding("model.q_lora_rank", message, f"model.q_lora_rank={nearest_multiples(model.q_lora_rank, c.tp)}")
+        yield Finding(
+            "model.q_lora_rank", message, one_of("model.q_lora_rank", nearest_multiples(model.q_lora_rank, c.tp))
+        )
     shared = model.qk_pos_emb_head_dim
     if (model.kv_lora_rank + shared) % c.tp:
         message = f"tensor_model_parallel_size ({c.tp}) does not divide {model.kv_lora_rank}, with "
@@ -313,4 +337,4 @@ def feed_forward_divides(c: Context) -> Iterator[Finding]:
         width = getattr(model, name)
         if width is not None and width % size:
             message = f"{width} is not divisible by {ranks} ({size})"
-            yield Finding(f"model.{name}", message, f"nearest valid: {nearest_multiples(width, size)}")
+            yield Finding(f"model.{name}", message, one_of(f"model.{name}", nearest_multiples(width, size)))

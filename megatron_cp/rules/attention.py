@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.rules.proposals import either
 from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 
@@ -55,7 +56,10 @@ def no_mask_from_data(c: Context) -> Iterator[Finding]:
         yield Finding(
             "dataset.reset_attention_mask",
             "the mask would be ignored: attention sees over document borders as before",
-            "dataset.reset_attention_mask=false; model.sequence_packing_scheduler=dp_balanced keeps documents apart",
+            either(
+                "dataset.reset_attention_mask=false",
+                "dataset.reset_attention_mask=false model.sequence_packing_scheduler=dp_balanced (separates documents)",
+            ),
         )
 
 
@@ -107,7 +111,7 @@ def a_kernel_is_left(c: Context) -> Iterator[Finding]:
                 "env_vars.NVTE_FUSED_ATTN",
                 "No dot product attention backend is available: fused attention is off by NVTE_FUSED_ATTN=0, and flash "
                 "attention is off or not installed",
-                "unset NVTE_FUSED_ATTN, or model.attention_backend=native",
+                either(c.set_variable("NVTE_FUSED_ATTN", "1"), "model.attention_backend=native"),
             )
 
 
@@ -116,7 +120,7 @@ def a_kernel_is_left(c: Context) -> Iterator[Finding]:
     "Determinism asked for is determinism given.",
     "Transformer Engine reads NVTE_ALLOW_NONDETERMINISTIC_ALGO, NCCL chooses algorithms by itself, the fused "
     "cross-entropy is not deterministic, and mamba-ssm's gradients are added up in any order.",
-    broken("model.deterministic_mode=true", "model.cross_entropy_loss_fusion=true"),
+    broken("model.deterministic_mode=true", "model.cross_entropy_loss_fusion=true", "mixed_precision=bf16_mixed"),
 )
 def determinism(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -170,5 +174,5 @@ def deterministic_packing(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.deterministic_mode",
             "the deterministic backward pass of packed attention may run out of memory on Hopper",
-            "model.attention_backend=native, or a smaller model.max_seqlen_per_dp_cp_rank",
+            "model.attention_backend=native",
         )

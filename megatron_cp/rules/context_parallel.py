@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from megatron_cp.config import CP_COMM_TYPES
 from megatron_cp.rules.environment import PRESETS
-from megatron_cp.rules.rule import Context, Finding, broken, divisors, rule
+from megatron_cp.rules.proposals import divisors, either, one_of, resized, typed
+from megatron_cp.rules.rule import Context, Finding, broken, rule
 from megatron_cp.schema import nearest
 
 # What other projects call our transports.
@@ -27,27 +28,50 @@ _OTHER_NAMES = {
 }
 
 
+_SIZES = "model.hierarchical_context_parallel_sizes"
+FLAT = f"model.cp_comm_type=p2p {_SIZES}=null"
+
+
+def splits(c: Context) -> list[str]:
+    """Two levels for cp, neither of size 1, whose all-to-all divides the heads (rule D2)."""
+    fitting = [d for d in divisors(c.cp) if c.heads % d == 0 and (c.backend == "native" or c.kv_heads % d == 0)]
+    return [typed(_SIZES, [d, c.cp // d]) for d in fitting if 1 < d < c.cp]
+
+
+def plain_transports(c: Context) -> list[str]:
+    """Transports of one level."""
+    fits = c.heads % c.cp == 0 and (c.backend == "native" or c.kv_heads % c.cp == 0)
+    return [FLAT, *([f"model.cp_comm_type=a2a {_SIZES}=null"] if fits else [])]
+
+
 @rule(
     "C1",
     "cp_comm_type is p2p, all_gather, a2a, a2a+p2p or auto.",
     "Transformer Engine finds out in the first forward pass.",
-    broken("model.cp_comm_type=ring"),
+    broken("model.cp_comm_type=ring", "model.hierarchical_context_parallel_sizes=null"),
 )
 def transport_is_known(c: Context) -> Iterator[Finding]:
     valid = (*CP_COMM_TYPES, "auto")
     for kind in c.transports:
         if kind == "auto":  # where one can be chosen, it was before the rules are asked
-            yield Finding(
-                "model.cp_comm_type", "auto finds no transport for these heads", f"one of {', '.join(CP_COMM_TYPES)}"
-            )
+            yield Finding("model.cp_comm_type", "auto finds no transport for these heads", either(*plain_transports(c)))
         elif kind not in valid:
             other = _OTHER_NAMES.get(kind.lower().replace("-", "_"))
             suggestion = f"; did you mean '{other}'?" if other else nearest(kind, list(valid))
+            meant = next((name for name in valid if f"'{name}'" in suggestion), "")
+            known = f" (one of {', '.join(valid)})" if not suggestion else ""
             yield Finding(
                 "model.cp_comm_type",
-                f"Unsupported communication type: {kind}{suggestion}",
-                f"one of {', '.join(valid)}",
+                f"Unsupported communication type: {kind}{suggestion or known}",
+                one_of(
+                    "model.cp_comm_type", [_in_place(c, kind, name) for name in dict.fromkeys([meant, *valid]) if name]
+                ),
             )
+
+
+def _in_place(c: Context, wrong: str, right: str) -> str | list[str]:
+    kinds = c.config.model.cp_comm_type
+    return right if isinstance(kinds, str) else [right if kind == wrong else kind for kind in kinds]
 
 
 @rule(
@@ -63,17 +87,8 @@ def one_transport_a_layer(c: Context) -> Iterator[Finding]:
             "model.cp_comm_type",
             f"Length of cp_comm_type ({len(kinds)}) must equal num_layers ({layers}). megatron-core: Length of "
             f"cp_comm_type ({len(kinds)}) should equal to the total number of transformer layers ({layers})",
-            f"a list of {layers}, or one name for all layers",
+            one_of("model.cp_comm_type", [resized(kinds, layers), kinds[0]] if kinds else CP_COMM_TYPES),
         )
-
-
-def _splits(c: Context) -> str:
-    """Two levels for cp whose all-to-all divides the heads (rule D2), neither of size 1 where that can be."""
-    fitting = [d for d in divisors(c.cp) if c.heads % d == 0 and (c.backend == "native" or c.kv_heads % d == 0)]
-    sizes = [d for d in fitting if 1 < d < c.cp] or fitting[-1:]
-    choices = ", ".join(f"[{d}, {c.cp // d}]" for d in sizes)
-    first = f"[{sizes[0]},{c.cp // sizes[0]}]"
-    return f'for cp {c.cp}: {choices}; "model.hierarchical_context_parallel_sizes={first}"'
 
 
 @rule(
@@ -87,7 +102,7 @@ def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             "hierarchical_context_parallel_sizes must be set when cp_comm_type contains 'a2a+p2p'",
-            _splits(c),
+            either(*splits(c), *plain_transports(c)),
         )
 
 
@@ -104,7 +119,7 @@ def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
             "model.hierarchical_context_parallel_sizes",
             f"Product of hierarchical_context_parallel_sizes {sizes} (={math.prod(sizes)}) must equal "
             f"context_parallel_size (={c.cp}).",
-            _splits(c),
+            either(*splits(c), *plain_transports(c)),
         )
 
 
@@ -120,7 +135,7 @@ def two_levels(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             f"has {len(sizes)} levels; a2a+p2p requires cp_group = [a2a_cp_group, p2p_cp_group]",
-            _splits(c),
+            either(*splits(c), *plain_transports(c)),
         )
 
 
@@ -136,7 +151,7 @@ def levels_are_positive(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             f"sizes must be integers of at least 1, got {sizes}",
-            _splits(c),
+            either(*splits(c), *plain_transports(c)),
         )
 
 
@@ -169,7 +184,7 @@ def sizes_are_used(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             f"is set but no layer uses a2a+p2p (model.cp_comm_type={c.config.model.cp_comm_type})",
-            "model.cp_comm_type=a2a+p2p, or model.hierarchical_context_parallel_sizes=null",
+            "model.hierarchical_context_parallel_sizes=null, or model.cp_comm_type=a2a+p2p",
         )
 
 
@@ -178,7 +193,7 @@ def sizes_are_used(c: Context) -> Iterator[Finding]:
     "Settings of context parallelism are for more than one context-parallel rank.",
     "They have no effect otherwise. A recipe written for several ranks may be run on one to compare; the transport is "
     "then ignored.",
-    broken("model.context_parallel_size=1"),
+    broken("model.context_parallel_size=1", "train.micro_batch_size=4"),
     severity="warning",
 )
 def settings_without_cp(c: Context) -> Iterator[Finding]:

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from megatron_cp.data.data_path import number_in, paths_and_weights
 from megatron_cp.data.split import shares
+from megatron_cp.rules.proposals import either, one_of
 from megatron_cp.rules.rule import Context, Finding, broken, rule
-from megatron_cp.schema import nearest
+from megatron_cp.schema import nearest, nearest_first
 
+_SPLIT = "\"dataset.split='98,1,1'\""
 _ONE_LENGTH = {"documents": "indexed", "jsonl": "indexed", "mock_documents": "mock"}
 _OWN_LENGTHS = {"indexed": "documents", "mock": "mock_documents"}
 
@@ -65,16 +67,21 @@ def kind_fits_packing(c: Context) -> Iterator[Finding]:
             "dataset.kind",
             "has samples of their own lengths, which are trained in packs, and model.sequence_packing_scheduler is not "
             "set",
-            "model.sequence_packing_scheduler=dp_balanced, or model.dynamic_context_parallel=true; for samples of one "
-            f"length dataset.kind={other}{' with a .bin/.idx pair' if data.kind == 'jsonl' else ''}",
+            either(
+                "model.sequence_packing_scheduler=dp_balanced",
+                "model.dynamic_context_parallel=true",
+                f"dataset.kind={other}{' dataset.data_path=PREFIX' * (data.kind == 'jsonl')} (samples of one length)",
+            ),
         )
     if c.packed and data.kind in _OWN_LENGTHS:
         yield Finding(
             "dataset.kind",
             f"has samples of one length, and model.sequence_packing_scheduler={packing} packs samples of their own "
             "lengths",
-            f"dataset.kind={_OWN_LENGTHS[data.kind]}, or model.sequence_packing_scheduler=null and "
-            "model.dynamic_context_parallel=false",
+            either(
+                f"dataset.kind={_OWN_LENGTHS[data.kind]}",
+                "model.sequence_packing_scheduler=null model.dynamic_context_parallel=false",
+            ),
         )
 
 
@@ -96,10 +103,11 @@ def mock_lengths_exist(c: Context) -> Iterator[Finding]:
 
     if data.mock_lengths not in DISTRIBUTIONS:
         suggestion = nearest(data.mock_lengths, list(DISTRIBUTIONS))
+        known = f" (one of {', '.join(DISTRIBUTIONS)})"
         yield Finding(
             "dataset.mock_lengths",
-            f"is no distribution{suggestion}",
-            f"one of {', '.join(DISTRIBUTIONS)}, or a text file of lengths such as ./lengths.txt",
+            f"is no distribution{suggestion or known}, and no path of a file of lengths",
+            one_of("dataset.mock_lengths", nearest_first(data.mock_lengths, DISTRIBUTIONS)[:3]),
         )
     least = LEAST_LONGEST.get(data.mock_lengths, 1)
     if 1 <= data.seq_length < least:  # less than 1 is rule A1's
@@ -129,7 +137,11 @@ def keys_of_json_lines(c: Context) -> Iterator[Finding]:
     named = [key for key in keys.values() if key is not None]
     for name, key in keys.items():
         if key is not None and named.count(key) > 1:
-            yield Finding(f"dataset.{name}", f"{key!r} is the key of two things", "a key of its own, or null")
+            yield Finding(
+                f"dataset.{name}",
+                f"{key!r} is the key of two things",
+                either(f"dataset.{name}=NAME (another key)", f"dataset.{name}=null"),
+            )
 
 
 @rule(
@@ -144,7 +156,7 @@ def split_is_shares(c: Context) -> Iterator[Finding]:
     try:
         train, valid, *_ = *shares(data.split), 0.0
     except ValueError as error:
-        yield Finding("dataset.split", str(error), "dataset.split='98,1,1'")
+        yield Finding("dataset.split", str(error), _SPLIT)
         return
     if data.kind in ("mock", "mock_documents"):
         return
@@ -158,8 +170,8 @@ def split_is_shares(c: Context) -> Iterator[Finding]:
         return
     missing = "train" if train == 0 else "validation" if evaluates and valid == 0 else None
     if missing:
-        other = ", or validation.eval_iters=0" if missing == "validation" else ""
-        yield Finding("dataset.split", f"has no share for the {missing} set", f"dataset.split='98,1,1'{other}")
+        other = "validation.eval_iters=0" if missing == "validation" else ""
+        yield Finding("dataset.split", f"has no share for the {missing} set", either(_SPLIT, other))
 
 
 @rule(
@@ -180,7 +192,11 @@ def end_of_document_is_known(c: Context) -> Iterator[Finding]:
     elif not size:
         return  # K11
     elif end is not None and not 0 <= end < size:
-        yield Finding("tokenizer.eod_id", f"is none of the {size} tokens", f"tokenizer.eod_id=ID, from 0 to {size - 1}")
+        yield Finding(
+            "tokenizer.eod_id",
+            f"is none of the {size} tokens",
+            one_of("tokenizer.eod_id", [0 if end < 0 else size - 1]),
+        )
     elif end is None and data.kind == "indexed":
         looking = [name for name in ("eod_mask_loss", "reset_position_ids") if getattr(data, name)]
         if looking:
@@ -188,8 +204,10 @@ def end_of_document_is_known(c: Context) -> Iterator[Finding]:
                 "tokenizer.eod_id",
                 f"dataset.{looking[0]}=true looks for the token that ends a document, and a NullTokenizer does not "
                 "know it",
-                f"tokenizer.eod_id=ID, from 0 to {size - 1}, that token's in the files of dataset.data_path; or "
-                f"dataset.{looking[0]}=false",
+                either(
+                    f"tokenizer.eod_id=ID (from 0 to {size - 1}, as in the files of dataset.data_path)",
+                    f"dataset.{looking[0]}=false",
+                ),
             )
 
 
@@ -206,13 +224,13 @@ def data_settings_are_read(c: Context) -> Iterator[Finding]:
     held_out = [name for name in ("valid_data_path", "test_data_path") if getattr(data, name)]
     for name in ["data_path", *held_out] if data.data_path else held_out:
         if data.kind in ("mock", "mock_documents"):
-            own = "jsonl or documents" if c.packed else "indexed"
-            own += "" if data.data_path else " and a dataset.data_path"
-            fix = f"dataset.kind={own}, or dataset.{name}=null"
+            path = "" if data.data_path else " dataset.data_path=PATH"
+            kinds = [f"dataset.kind={kind}{path}" for kind in (("documents", "jsonl") if c.packed else ("indexed",))]
+            fix = either(f"dataset.{name}=null", *kinds)
             yield Finding(f"dataset.{name}", f"is not read by dataset.kind={data.kind}", fix)
         elif name in held_out and not validation.eval_iters:
-            message, fix = "is not read while validation.eval_iters is 0", f"or dataset.{name}=null"
-            yield Finding(f"dataset.{name}", message, f"validation.eval_iters=10, {fix}", severity="warning")
+            message, fix = "is not read while validation.eval_iters is 0", f"dataset.{name}=null"
+            yield Finding(f"dataset.{name}", message, either(fix, "validation.eval_iters=10"), severity="warning")
     if c.config.train.skip_train and not validation.eval_iters:
         message = "leaves nothing to do while validation.eval_iters is 0"
         yield Finding("train.skip_train", message, "validation.eval_iters=10, or train.skip_train=false")

@@ -23,7 +23,10 @@ _HEAD = f"""\
 <!-- Written by `python -m megatron_cp.rules.document`; change the rules in megatron_cp/rules/, not this file. -->
 
 A run that breaks a rule of severity "error" does not start; warnings are printed, and it goes on. All violations are
-reported at once, errors before warnings, each with the setting, its value and a way to mend it.
+reported at once, errors before warnings, each with the setting, its value and a fix. Fixes are tried before they are
+shown: the overrides of any alternative, typed at the end of the same command, mend the violation and cause no other
+error. Text in parentheses is a note; `PATH`, `PREFIX`, `NAME` and `ID` stand for values of yours.
+
 `megatron-cp validate --recipe R --world-size N` checks without starting anything, also for a machine you are not on:
 `--environment gpu`, `cpu` or a YAML file with any of
 {_KEYS}:

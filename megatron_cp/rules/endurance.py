@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.rules.proposals import typed
 from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 _MINUTES_OF_A_YEAR = 365 * 24 * 60  # longer ones end in an OverflowError once torch has them
@@ -69,7 +70,7 @@ def intervals_are_positive(c: Context) -> Iterator[Finding]:
     }
     for field, value in values.items():
         if value is not None and value <= 0:
-            yield Finding(field, f"must be above 0, got {value}", f"{field}={fixes.get(field, 'null')}")
+            yield Finding(field, f"must be above 0, got {value}", typed(field, fixes.get(field)))
     minutes = config.dist.distributed_timeout_minutes
     if minutes > _MINUTES_OF_A_YEAR:
         message = f"must be at most {_MINUTES_OF_A_YEAR}, a year, got {minutes}"
@@ -89,7 +90,7 @@ def resuming_needs_the_optimizer(c: Context) -> Iterator[Finding]:
         yield Finding(
             "checkpoint.save_optim",
             "checkpoints without the optimizer's state end an attempt to go on from them",
-            "checkpoint.save_optim=true, or checkpoint.load_optim=false to go on with a fresh optimizer",
+            "checkpoint.save_optim=true, or checkpoint.load_optim=false (goes on with a fresh optimizer)",
         )
 
 
@@ -104,7 +105,7 @@ def checkpoints_have_a_place(c: Context) -> Iterator[Finding]:
     places = {"save": wanted.save, "load": wanted.load, "pretrained_checkpoint": wanted.pretrained_checkpoint}
     for name, place in places.items():
         if place == "" and not (name == "load" and wanted.save == ""):  # load follows save
-            yield Finding(f"checkpoint.{name}", "an empty path names no folder", f"checkpoint.{name}=null, or a folder")
+            yield Finding(f"checkpoint.{name}", "an empty path names no folder", f"checkpoint.{name}=null")
     if wanted.most_recent_k != -1 and wanted.most_recent_k < 1:
         yield Finding(
             "checkpoint.most_recent_k",

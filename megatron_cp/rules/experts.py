@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_cp.config import ModelConfig
-from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, rule
+from megatron_cp.rules.proposals import closest, divisors, either, one_of, resized, typed
+from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 
 @rule(
@@ -25,8 +26,11 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
             )
         if "E" in model.parts:
             message = "is null, and the E in model.hybrid_layer_pattern are layers with experts"
-            yield Finding("model.num_moe_experts", message, "model.num_moe_experts=8, or - instead of E")
-        return
+            yield Finding(
+                "model.num_moe_experts", message, either("model.num_moe_experts=8", _pattern(model, "E", "-", -1))
+            )
+    if model.num_moe_experts is None or model.num_moe_experts < 1:
+        return  # of the latter rule A1 has said so
     yield from _expert_layers(model)
     if not 1 <= model.moe_router_topk <= model.num_moe_experts:
         yield Finding(
@@ -80,7 +84,7 @@ def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
         yield Finding(
             "model.moe_router_num_groups",
             f"num_moe_experts ({experts}) should be divisible by moe_router_num_groups ({groups})",
-            f"numbers of groups that fit: {listed(divisors(experts))}",
+            one_of("model.moe_router_num_groups", closest(divisors(experts), groups)),
         )
     elif not chosen <= min(groups, topk):
         message = f"{chosen} groups cannot be chosen of {groups} for {topk} experts of a token"
@@ -93,6 +97,12 @@ def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
         yield Finding(field, message, f"{field}={-(-topk * groups // experts)}")
 
 
+def _pattern(model: ModelConfig, old: str, new: str, times: int) -> str:
+    """The hybrid model's pattern with other letters; empty where it has none of the old."""
+    pattern = model.hybrid_layer_pattern or ""
+    return f'"model.hybrid_layer_pattern={pattern.replace(old, new, times)}"' if old in pattern else ""
+
+
 def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
     field, every = "model.moe_layer_freq", model.moe_layer_freq
     if model.architecture == "hybrid":
@@ -100,16 +110,24 @@ def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
             message = (
                 f"has no layer with experts (E), of which model.num_moe_experts={model.num_moe_experts} is the number"
             )
-            yield Finding("model.hybrid_layer_pattern", message, "E in the pattern, or model.num_moe_experts=null")
+            yield Finding(
+                "model.hybrid_layer_pattern",
+                message,
+                either("model.num_moe_experts=null", _pattern(model, "-", "E", 1)),
+            )
     elif isinstance(every, int):
         if every < 1:
             message = f"puts experts into one layer of n, n at least 1, got {every}"
-            yield Finding(field, message, f"{field}=1 for experts in all layers")
+            yield Finding(field, message, f"{field}=1 (experts in all layers)")
     elif len(every) != model.num_layers:
-        yield Finding(field, f"has {len(every)} entries for {model.num_layers} layers", "one a layer")
+        yield Finding(
+            field,
+            f"has {len(every)} entries for {model.num_layers} layers",
+            one_of(field, [resized(every, model.num_layers) if every else 1, 1]),
+        )
     elif not set(every) <= {0, 1}:
         message = f"says 1 for a layer with experts and 0 for one without, got {every}"
-        yield Finding(field, message, f"{field}=[{','.join(str(int(bool(each))) for each in every)}]")
+        yield Finding(field, message, typed(field, [int(bool(each)) for each in every]))
     elif not any(every):
         yield Finding(field, "leaves no layer with experts", f"{field}=1, or model.num_moe_experts=null")
 
@@ -128,7 +146,7 @@ def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.moe_router_load_balancing_type",
             "sinkhorn balances over the tokens of one rank, a slice of the sequence",
-            "model.moe_router_load_balancing_type=aux_loss",
+            one_of("model.moe_router_load_balancing_type", ["aux_loss", "none"]),
         )
 
 
@@ -140,7 +158,7 @@ def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
     "mend it: a replica counts its microbatches so far, which more replicas have fewer of. Packs have none: H18.",
     broken(
         "model.context_parallel_size=2", "model.hierarchical_context_parallel_sizes=null", "model.cp_comm_type=p2p",
-        "model.num_moe_experts=4", "model.moe_router_load_balancing_type=global_aux_loss",
+        "train.micro_batch_size=8", "model.num_moe_experts=4", "model.moe_router_load_balancing_type=global_aux_loss",
         "model.moe_aux_loss_coeff=1.0",
     ),
 )  # fmt: skip
@@ -151,7 +169,7 @@ def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.moe_router_load_balancing_type",
             f"global_aux_loss is 1/{c.dp} as strong on {c.dp} data-parallel replicas as on one",
-            "model.moe_router_load_balancing_type=aux_loss or seq_aux_loss",
+            one_of("model.moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"]),
         )
 
 
@@ -163,7 +181,7 @@ def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
     broken(
         "model.context_parallel_size=1", "model.hierarchical_context_parallel_sizes=null", "model.cp_comm_type=p2p",
         "model.tensor_model_parallel_size=2", "model.sequence_parallel=true", "model.num_moe_experts=4",
-        "model.expert_model_parallel_size=2",
+        "model.expert_model_parallel_size=2", "train.micro_batch_size=8",
     ),
 )  # fmt: skip
 def experts_over_gloo(c: Context) -> Iterator[Finding]:

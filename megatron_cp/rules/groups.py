@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, rule
+from megatron_cp.rules.proposals import closest, divisors, either, one_of, typed
+from megatron_cp.rules.recomputation import WHOLE_LAYERS
+from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 _DYNAMIC = ("model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=64")
 
@@ -28,7 +30,10 @@ def groups_of_evaluation(c: Context) -> Iterator[Finding]:
         yield Finding(
             "dist.eval_context_parallel_size",
             message,
-            f"one of {listed(divisors(ranks))}, or null for training's groups",
+            either(
+                one_of("dist.eval_context_parallel_size", closest(divisors(ranks), size)[:2]),
+                "dist.eval_context_parallel_size=null (training's groups)",
+            ),
         )
 
 
@@ -62,7 +67,7 @@ def dynamic_sizes(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.min_dynamic_context_parallel_size",
             f"{smallest} is more than the dp * cp = {c.dp} * {c.cp} = {ranks} ranks there are",
-            f"at most {ranks}",
+            f"model.min_dynamic_context_parallel_size={ranks}",
         )
 
 
@@ -99,7 +104,10 @@ def longest_sequence_fits(c: Context) -> Iterator[Finding]:
             "model.max_seqlen_per_dp_cp_rank",
             f"{limit} tokens on each of {ranks} ranks are fewer than the sequence length {length}, which takes "
             f"{needed} on each",
-            f"at least {needed}, or dataset.seq_length={max(limit // unit, 1) * unit * ranks} or less",
+            either(
+                f"model.max_seqlen_per_dp_cp_rank={needed}",
+                f"dataset.seq_length={max(limit // unit, 1) * unit * ranks}" if limit >= unit else "",
+            ),
         )
 
 
@@ -116,7 +124,10 @@ def scheduler_fits(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.sequence_packing_scheduler",
             f"does not fit model.dynamic_context_parallel={str(model.dynamic_context_parallel).lower()}",
-            f"model.sequence_packing_scheduler={wanted}",
+            either(
+                f"model.sequence_packing_scheduler={wanted}",
+                f"model.dynamic_context_parallel={str(not model.dynamic_context_parallel).lower()}",
+            ),
         )
 
 
@@ -139,7 +150,10 @@ def recomputation_keeps_the_group(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.recompute_modules",
             f"{', '.join(lost)} would be recomputed with the configured group instead of the microbatch's",
-            "model.recompute_granularity=full with a method and a number of layers, or leave it out",
+            either(
+                typed("model.recompute_modules", [name for name in modules if name not in lost] or ["core_attn"]),
+                WHOLE_LAYERS,
+            ),
         )
 
 
@@ -161,7 +175,7 @@ def balance_of_packs(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.moe_router_load_balancing_type",
             f"{kind} is not defined for packed microbatches",
-            "model.moe_router_load_balancing_type=aux_loss or none",
+            one_of("model.moe_router_load_balancing_type", ["aux_loss", "none"]),
         )
 
 
@@ -216,5 +230,5 @@ def packs_have_no_micro_batch_size(c: Context) -> Iterator[Finding]:
         yield Finding(
             "train.micro_batch_size",
             f"{size} has no effect with model.sequence_packing_scheduler={c.config.model.sequence_packing_scheduler}",
-            "train.micro_batch_size=1; model.max_seqlen_per_dp_cp_rank is the limit of a microbatch",
+            "train.micro_batch_size=1 (model.max_seqlen_per_dp_cp_rank is the limit of a microbatch)",
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_cp.attention.te_support import odd_heads
 from megatron_cp.models.mamba_shape import MambaShape
+from megatron_cp.rules.context_parallel import FLAT, plain_transports, splits
 from megatron_cp.rules.environment import PRESETS
-from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, rule
+from megatron_cp.rules.proposals import closest, default_of, divisors, either, nearest_multiples, one_of
+from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 _OLD = replace(PRESETS["gpu"], transformer_engine="2.10.0")
 
@@ -16,10 +19,10 @@ _OLD = replace(PRESETS["gpu"], transformer_engine="2.10.0")
 def _heads_finding(c: Context, transport: str) -> Iterator[Finding]:
     for kind, size in c.a2a_sizes():
         if kind == transport and c.heads % size:
-            largest = max(d for d in divisors(c.cp) if c.heads % d == 0)
-            fix = f"largest a2a size here is {largest}: a2a+p2p with [{largest}, {c.cp // largest}], p2p or all_gather"
+            levels = [f"model.cp_comm_type=a2a+p2p {sizes}" for sizes in reversed(splits(c))]
+            fix = either(*levels, *plain_transports(c))
             if kind == "a2a" and size != c.cp:  # a group of packs, which have one level in Transformer Engine
-                fix = "model.cp_comm_type=p2p, or model.attention_backend=native"
+                fix = either(FLAT, "model.attention_backend=native")
             field = "model.cp_comm_type" if kind == "a2a" else "model.hierarchical_context_parallel_sizes"
             yield Finding(
                 field,
@@ -74,8 +77,7 @@ def even_heads(c: Context) -> Iterator[Finding]:
                 "model.num_query_groups",
                 f"{odd} heads on a tensor-parallel rank is odd; with {kind} over {size} ranks Transformer Engine can "
                 "use flash attention only",
-                "heads and key/value heads that are multiples of 2 * tp, model.cp_comm_type=p2p, or "
-                "model.attention_backend=native",
+                either(FLAT, "model.attention_backend=native"),
             )
 
 
@@ -105,7 +107,7 @@ def large_head_dim(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.kv_channels",
             f"head dim {dim}: Transformer Engine may have flash attention only, or nothing, on this GPU",
-            "model.attention_backend=native if it finds no kernel",
+            "model.attention_backend=native (silences this warning)",
         )
 
 
@@ -127,7 +129,12 @@ def mla_version(c: Context) -> Iterator[Finding]:
     "Mamba's heads and groups divide over tp * cp.",
     "Its mixer exchanges sequence for heads over the whole context-parallel group, whatever cp_comm_type says. Dynamic "
     "groups and evaluation's own share the heads as evenly as they can, so there it is enough that each rank gets one.",
-    broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.mamba_num_heads=6"),
+    broken(
+        "model.architecture=hybrid",
+        "model.hybrid_layer_pattern=M*M*",
+        "model.mamba_num_heads=6",
+        "model.mamba_num_groups=2",
+    ),
 )
 def mamba_heads_divide(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -140,18 +147,22 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.mamba_num_heads",
             f"nheads must be evenly divisible by tp_size * cp_size: {heads} by {parts}",
-            f"a multiple of {parts}, or tp * cp among {listed(divisors(heads))}",
+            either(
+                one_of("model.mamba_num_heads", nearest_multiples(heads, math.lcm(parts, groups))),
+                one_of("model.context_parallel_size", [d for d in reversed(divisors(c.cp)) if heads % (c.tp * d) == 0]),
+            ),
         )
     elif (dynamic or c.eval_cp > 1) and c.divisible and heads // c.tp < c.widest:
         most = heads // c.tp
-        who, instead = f"evaluation's groups have {c.widest}", f"dist.eval_context_parallel_size={most} or less"
+        fewer = [size for size in reversed(divisors(c.dp * c.cp)) if size <= most]
+        who, instead = f"evaluation's groups have {c.widest}", one_of("dist.eval_context_parallel_size", fewer)
         if dynamic:
             who = f"a dynamic group may have all dp * cp = {c.widest}"
-            instead = f"more tensor- or pipeline-parallel ranks, so that dp * cp is at most {most}"
+            instead = "model.dynamic_context_parallel=false model.sequence_packing_scheduler=dp_balanced"
         yield Finding(
             "model.mamba_num_heads",
             f"{who} ranks, and {heads} heads / tp {c.tp} = {most} can be shared by no more than {most}",
-            f"at least {c.widest * c.tp}, or {instead}",
+            either(one_of("model.mamba_num_heads", [math.lcm(c.widest * c.tp, groups)]), instead),
         )
     local = groups // c.tp
     if groups % c.tp:
@@ -165,16 +176,24 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
     else:
         return
     valid = [n for n in divisors(heads) if n % c.tp == 0 and (n // c.tp % cp == 0 or cp % (n // c.tp) == 0)]
-    yield Finding(
-        "model.mamba_num_groups", message, f"one of {listed(valid)}" if valid else "another model.mamba_num_heads"
-    )
+    fitting = one_of("model.mamba_num_groups", closest(valid, groups))
+    yield Finding("model.mamba_num_groups", message, fitting or f"model.mamba_num_heads={math.lcm(parts, groups)}")
 
 
 @rule(
     "D12",
     "A Mamba layer's sizes are at least 1, and its heads are as wide as it says.",
     "Without mamba_num_heads a layer is twice as wide as the model, in heads of mamba_head_dim.",
-    broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.mamba_head_dim=48"),
+    broken(
+        "model.architecture=hybrid",
+        "model.hybrid_layer_pattern=M*M*",
+        "model.mamba_head_dim=48",
+        "model.mamba_num_groups=1",
+        "model.hierarchical_context_parallel_sizes=null",
+        "model.cp_comm_type=p2p",
+        "train.micro_batch_size=4",
+        "model.context_parallel_size=1",
+    ),
 )
 def mamba_sizes(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -183,14 +202,14 @@ def mamba_sizes(c: Context) -> Iterator[Finding]:
     for name in ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"):
         value = getattr(model, name)
         if value is not None and value < 1:
-            message, fix = f"must be an integer of at least 1, got {value}", f"model.{name}=1 or more"
-            yield Finding(f"model.{name}", message, fix)
+            message = f"must be an integer of at least 1, got {value}"
+            yield Finding(f"model.{name}", message, default_of(f"model.{name}"))
     width = 2 * model.hidden_size
     if model.mamba_num_heads is None and model.mamba_head_dim > 0 and width % model.mamba_head_dim:
         yield Finding(
             "model.mamba_head_dim",
             f"d_inner must be evenly divisible by headdim: {width} by {model.mamba_head_dim}",
-            f"one of {listed(divisors(width))}, or model.mamba_num_heads",
+            one_of("model.mamba_head_dim", closest(divisors(width), model.mamba_head_dim)),
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.rules.context_parallel import FLAT
+from megatron_cp.rules.proposals import either
 from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 
@@ -21,7 +23,13 @@ def prediction_is_causal(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.mtp_num_layers",
             "Multi-Token Prediction (MTP) needs causal attention and rotary (or no) position embeddings",
-            "model.attention_mask_type=causal model.position_embedding_type=rope, or model.mtp_num_layers=null",
+            either(
+                " ".join(
+                    ["model.attention_mask_type=causal"] * (model.attention_mask_type != "causal")
+                    + ["model.position_embedding_type=rope"] * (model.position_embedding_type == "learned_absolute")
+                ),
+                "model.mtp_num_layers=null",
+            ),
         )
 
 
@@ -54,7 +62,7 @@ def prediction_is_recomputed(c: Context) -> Iterator[Finding]:
     "I3",
     "Mamba layers gain nothing from hierarchical context parallelism.",
     "Their all-to-all runs over the whole context-parallel group; only the attention layers use the levels.",
-    broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*"),
+    broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.mamba_num_groups=4"),
     severity="warning",
 )
 def mamba_is_flat(c: Context) -> Iterator[Finding]:
@@ -63,5 +71,5 @@ def mamba_is_flat(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.cp_comm_type",
             "a2a+p2p applies to the attention layers; Mamba layers use one flat group",
-            "model.cp_comm_type=p2p or all_gather, where the Mamba layers take most of the time",
+            either(f"{FLAT} (silences this warning)", FLAT.replace("p2p", "all_gather")),
         )

@@ -26,7 +26,11 @@ def a_profile_has_steps(c: Context) -> Iterator[Finding]:
         )
     start, end = wanted.profile_step_start, wanted.profile_step_end
     if start < 0:
-        yield Finding("profiling.profile_step_start", f"profile_step_start must be >= 0, got {start}", "0 or more")
+        yield Finding(
+            "profiling.profile_step_start",
+            f"profile_step_start must be >= 0, got {start}",
+            "profiling.profile_step_start=0",
+        )
     elif end <= start:
         yield Finding(
             "profiling.profile_step_end",
@@ -64,7 +68,7 @@ def nsight_needs_a_gpu(c: Context) -> Iterator[Finding]:
             yield Finding(
                 f"profiling.{name}",
                 "needs a GPU, and there is none",
-                f"profiling.{name}=false profiling.use_pytorch_profiler=true",
+                f"profiling.{name}=false, or profiling.{name}=false profiling.use_pytorch_profiler=true",
             )
 
 
@@ -95,9 +99,10 @@ def weights_and_biases_is_there(c: Context) -> Iterator[Finding]:
     broken("logger.log_interval=0"),
 )
 def log_interval(c: Context) -> Iterator[Finding]:
+    iterations = c.config.train.train_iters
     if c.config.logger.log_interval < 1:
         yield Finding(
             "logger.log_interval",
             f"must be at least 1, got {c.config.logger.log_interval}",
-            "logger.log_interval=1, or a large number to log the last iteration alone",
+            f"logger.log_interval=1, or logger.log_interval={max(1, iterations)} (logs the last iteration only)",
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_cp.config import SCHEDULE_LENGTHS, TRAINING_LENGTHS, RunConfig
-from megatron_cp.rules.rule import Context, Finding, broken, default_of, rule, value_at
+from megatron_cp.rules.proposals import default_of, either, value_at
+from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 
 @rule(
@@ -27,21 +28,25 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     if decay is not None and decay < 1:
         if c.config.train.train_iters >= 1:  # else it follows from that, and rule A1 has said so
             yield Finding(
-                "scheduler.lr_decay_iters", f"must be at least 1, got {decay}", "scheduler.lr_decay_iters=null"
+                "scheduler.lr_decay_iters",
+                f"must be at least 1, got {decay}",
+                "scheduler.lr_decay_iters=null, or scheduler.lr_decay_samples=null",
             )
     elif decay is not None and not 0 <= warmup < decay:
         name, most = ("lr_warmup_iters", decay - 1) if fraction is None else ("lr_warmup_fraction", 0.1)
         yield Finding(
             f"scheduler.{name}",
             f"warmup of {warmup} iterations must be at least 0 and smaller than scheduler.lr_decay_iters ({decay})",
-            f"scheduler.{name}={most}" + (", or a larger scheduler.lr_decay_iters" if fraction is None else ""),
+            either(f"scheduler.{name}={most}", f"scheduler.lr_decay_iters={warmup + 1}" if warmup >= decay else ""),
         )
     elif fraction is None and warmup < schedule.lr_warmup_iters:
         yield Finding(
             "scheduler.lr_warmup_iters",
             f"the run has {decay} iterations: the learning rate rises for {warmup} of them",
-            f"scheduler.lr_warmup_iters={warmup} says so yourself; scheduler.lr_decay_iters="
-            f"{schedule.lr_warmup_iters + 1} or more, where the run is the beginning of a longer schedule",
+            either(
+                f"scheduler.lr_warmup_iters={warmup} (silences this warning)",
+                f"scheduler.lr_decay_iters={schedule.lr_warmup_iters + 1} (where the run begins a longer schedule)",
+            ),
             severity="warning",
         )
     left = c.config.train.train_iters - (decay or 0)
@@ -51,8 +56,11 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
             "scheduler.lr_decay_iters",
             f"the last {left} of {decay + left} iterations are behind the schedule: the learning rate stays at "
             f"optimizer.min_lr={optimizer.min_lr:g} there",
-            f"scheduler.lr_decay_iters={decay + left} (with scheduler.override_opt_param_scheduler=true, where the run "
-            "has begun with the other)",
+            either(
+                f"scheduler.lr_decay_iters={decay + left}",
+                f"scheduler.lr_decay_iters={decay + left} scheduler.override_opt_param_scheduler=true (where the run "
+                "has begun with the other)",
+            ),
             severity="warning",
         )
     if optimizer.lr < 0:
@@ -68,13 +76,16 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
         last, most = schedule.lr_wsd_decay_iters, decay - warmup
         if last is None:
             message = "must be set for lr_decay_style=WSD"
-            yield Finding("scheduler.lr_wsd_decay_iters", message, f"scheduler.lr_wsd_decay_iters from 1 to {most}")
+            yield Finding("scheduler.lr_wsd_decay_iters", message, f"scheduler.lr_wsd_decay_iters={max(1, most // 10)}")
         elif not 1 <= last <= most:
             yield Finding(
                 "scheduler.lr_wsd_decay_iters",
                 f"must be from 1 to the {most} iterations between the warmup ({warmup}) and the end of the schedule "
                 f"({decay}), got {last}",
-                f"scheduler.lr_wsd_decay_iters={1 if last < 1 else most}, or a larger scheduler.lr_decay_iters",
+                either(
+                    f"scheduler.lr_wsd_decay_iters={1 if last < 1 else most}",
+                    f"scheduler.lr_decay_iters={warmup + last}" if last >= 1 else "",
+                ),
             )
     start = optimizer.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
     end = optimizer.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
@@ -129,7 +140,7 @@ def distributed_adam(c: Context) -> Iterator[Finding]:
         yield Finding(
             "optimizer.use_distributed_optimizer",
             f"Only Adam is supported by the distributed optimizer, got {optimizer.optimizer}",
-            "optimizer.use_distributed_optimizer=false",
+            "optimizer.use_distributed_optimizer=false, or optimizer.optimizer=adam",
         )
 
 
@@ -144,5 +155,5 @@ def overlap_is_possible(c: Context) -> Iterator[Finding]:
         yield Finding(
             "ddp.overlap_param_gather",
             "needs optimizer.use_distributed_optimizer=true",
-            "ddp.overlap_param_gather=false",
+            "ddp.overlap_param_gather=false, or optimizer.use_distributed_optimizer=true",
         )

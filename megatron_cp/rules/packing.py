@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.rules.proposals import either
 from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 
@@ -21,7 +22,7 @@ def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
         yield Finding(
             "env_vars.NVTE_FUSED_ATTN",
             "is 0, and packed sequences with padding between them need Transformer Engine's fused attention",
-            "unset NVTE_FUSED_ATTN, or model.attention_backend=native",
+            either(c.set_variable("NVTE_FUSED_ATTN", "1"), "model.attention_backend=native"),
         )
 
 
@@ -30,7 +31,13 @@ def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
     "Packed sequences need a Transformer Engine that has them on the transport.",
     "p2p always, a2a since 2.10, all_gather since 2.18, a2a+p2p since 2.19. Our attention has them on every transport. "
     "Before 2.18 they make the host wait for the GPU on a2a, for each sequence: slow, a warning where it is asked for.",
-    broken("model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced", environment="gpu"),
+    broken(
+        "model.attention_backend=te",
+        "model.sequence_packing_scheduler=dp_balanced",
+        "model.cp_comm_type=all_gather",
+        "model.hierarchical_context_parallel_sizes=null",
+        environment="gpu",
+    ),
 )
 def packing_transport(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("F5")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.rules.rule import Context, Finding, broken, default_of, rule
+from megatron_cp.rules.proposals import default_of, either, typed
+from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 _METHOD = "model.recompute_method=uniform model.recompute_num_layers=1"
-_WHOLE_LAYERS = f"model.recompute_granularity=full {_METHOD} model.recompute_modules=null"
+WHOLE_LAYERS = f"model.recompute_granularity=full {_METHOD} model.recompute_modules=null"
 _SETTINGS = ("recompute_method", "recompute_num_layers", "recompute_modules", "distribute_saved_activations")
 # By model.recompute_granularity, what it does not look at. A number of layers is refused for selective.
 _NOT_READ = {None: _SETTINGS, "full": ("recompute_modules",), "selective": ("recompute_method",)}
@@ -31,7 +32,12 @@ def recomputation(c: Context) -> Iterator[Finding]:
     for field in [f"model.{name}" for name in _NOT_READ[kind] if getattr(c.config.model, name)]:
         if kind is None:
             message = "has no effect: model.recompute_granularity is null, and nothing is recomputed"
-            yield Finding(field, message, f"{default_of(field)}, or a model.recompute_granularity", "warning")
+            yield Finding(
+                field,
+                message,
+                either(default_of(field), *(f"model.recompute_granularity={kind}" for kind in ("full", "selective"))),
+                "warning",
+            )
         else:
             yield Finding(field, f"has no effect on recompute_granularity={kind}", default_of(field), "warning")
     if kind == "selective":
@@ -88,17 +94,17 @@ def _modules(c: Context) -> Iterator[Finding]:
     allowed |= {"moe": "E" in parts, "mla_up_proj": model.multi_latent_attention and not on_cpu}
     for name in model.recompute_modules or []:
         if name == "mlp" and "-" not in parts:
-            fix = f"{field}=[moe]" if "E" in parts else f"{field}=[core_attn]"
+            fix = typed(field, ["moe" if "E" in parts else "core_attn"])
             yield Finding(field, "mlp has no effect: no layer has one", fix, "warning")
         elif name == "mlp" and model.add_bias_linear:
             message = "mlp with add_bias_linear=true is recomputed without end, until no memory is left"
-            yield Finding(field, message, _WHOLE_LAYERS)
+            yield Finding(field, message, WHOLE_LAYERS)
         elif name == "mla_up_proj" and model.multi_latent_attention and on_cpu:
             message = "mla_up_proj compiles C++ during the first backward pass, which is for GPUs only"
-            yield Finding(field, message, _WHOLE_LAYERS)
+            yield Finding(field, message, WHOLE_LAYERS)
         elif not allowed.get(name, False):
             yield Finding(
                 field,
                 f"Invalid choices for recompute_modules: {name} (layernorm needs Transformer Engine)",
-                f"among {', '.join(n for n, ok in allowed.items() if ok)}",
+                typed(field, [n for n in model.recompute_modules or [] if allowed.get(n, False)] or ["core_attn"]),
             )

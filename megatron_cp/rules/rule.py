@@ -12,6 +12,7 @@ from megatron_cp.attention.te_support import Gap
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import Violation
 from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.proposals import value_at
 from megatron_cp.rules.resolve import backend_in, its_layers_in, packed_sizes
 
 Severity = Literal["error", "warning"]
@@ -29,7 +30,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found: the setting, what is wrong, and what would be right."""
+    """What a check found: the setting, what is wrong, and what would be right.
+
+    ``fix`` is text in the form of :mod:`megatron_cp.rules.remedies`. It may propose more than works: every alternative
+    is tried before it is shown.
+    """
 
     field: str
     message: str
@@ -170,7 +175,7 @@ class Context:
                 )
             elif gap.rule == rule_id:
                 message = f"Transformer Engine: {gap.message}; our own attention is used instead"
-                yield Finding(gap.field, message, "model.attention_backend=native says so yourself", "warning")
+                yield Finding(gap.field, message, "model.attention_backend=native (silences this warning)", "warning")
 
     def variable(self, name: str) -> str | None:
         """An environment variable as the run will see it: what is exported wins over ``env_vars``."""
@@ -179,7 +184,7 @@ class Context:
     def set_variable(self, name: str, value: str) -> str:
         """How to give an environment variable a value: in the configuration, unless it is exported."""
         exported = name in self.environment.variables
-        return f"export {name}={value}, which wins over env_vars" if exported else f"env_vars.{name}='{value}'"
+        return f"export {name}={value} (wins over env_vars)" if exported else f"env_vars.{name}={value}"
 
 
 Check = Callable[[Context], Iterator[Finding]]
@@ -202,21 +207,6 @@ class Rule:
             yield Violation(
                 self.id, severity, found.field, found.message, found.fix, value_at(context.config, found.field)
             )
-
-
-def value_at(config: RunConfig, path: str) -> Any:
-    """A setting by its dotted name; None where there is no such setting."""
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name, None)
-    return value
-
-
-def default_of(field: str) -> str:
-    """The override that gives a setting its default: ``model.rotary_percent=1.0``."""
-    value = value_at(RunConfig(), field)
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-    return f"{field}={text}"
 
 
 RULES: dict[str, Rule] = {}
@@ -254,18 +244,3 @@ def order(rule_id: str) -> tuple[str, int]:
 def broken(*overrides: str, **where: Any) -> Example:
     """Shorthand for an :class:`Example`."""
     return Example(overrides, **where)
-
-
-def divisors(number: int) -> list[int]:
-    low = [d for d in range(1, math.isqrt(max(0, number)) + 1) if number % d == 0]
-    return low + [number // d for d in reversed(low) if d * d != number]
-
-
-def listed(values: list[int]) -> str:
-    return ", ".join(map(str, values))
-
-
-def nearest_multiples(number: int, of: int) -> str:
-    """The multiples around a number: "8176 or 8192"."""
-    below = number // of * of
-    return f"{below} or {below + of}" if below else str(of)

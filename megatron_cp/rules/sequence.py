@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_cp.rules.rule import Context, Finding, broken, nearest_multiples, rule
+from megatron_cp.rules.proposals import either, nearest_multiples, one_of
+from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 
 @rule(
@@ -22,7 +23,7 @@ def sequence_divides_by_cp(c: Context) -> Iterator[Finding]:
             "dataset.seq_length",
             "Sequence length must be divisible by 2 * context parallel size if context parallel is used; "
             f"{length} is not divisible by {2 * c.cp}",
-            f"nearest valid sequence lengths: {nearest_multiples(length, _multiple(c))}",
+            one_of("dataset.seq_length", nearest_multiples(length, _multiple(c))),
         )
 
 
@@ -34,7 +35,8 @@ def sequence_divides_by_cp(c: Context) -> Iterator[Finding]:
         "model.sequence_parallel=true",
         "model.tensor_model_parallel_size=4",
         "model.context_parallel_size=2",
-        "model.hierarchical_context_parallel_sizes=[2,1]",
+        "model.cp_comm_type=p2p",
+        "model.hierarchical_context_parallel_sizes=null",
         "dataset.seq_length=260",
         world_size=8,
     ),
@@ -46,7 +48,7 @@ def sequence_divides_by_tp(c: Context) -> Iterator[Finding]:
             "dataset.seq_length",
             "First dimension of the tensor should be divisible by tensor parallel size: under sequence parallelism "
             f"{length} must be a multiple of cp * tp = {c.cp * c.tp}",
-            f"nearest valid sequence lengths: {nearest_multiples(length, _multiple(c))}",
+            one_of("dataset.seq_length", nearest_multiples(length, _multiple(c))),
         )
 
 
@@ -73,7 +75,7 @@ def sequence_lengths_agree(c: Context) -> Iterator[Finding]:
             "model.seq_length",
             "Please ensure sequence length configuration in model config and dataset config match. "
             f"The model's is {model}, the dataset's {data}",
-            "give only dataset.seq_length (or the flag --seq_length)",
+            either(f"model.seq_length={data}", f"dataset.seq_length={model} model.seq_length={model}"),
         )
 
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 
 from megatron_cp.config import RunConfig
-from megatron_cp.rules.rule import Context, Finding, broken, default_of, rule, value_at
+from megatron_cp.rules.proposals import default_of, either, one_of, typed, value_at
+from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 _ANY, _SEEDS = (0, math.inf), (0, 2**31 - 1)
 # Setting -> the least and the most that it may be. Sizes are rule A1's, fractions K16's, times and scales K51's.
@@ -48,8 +49,8 @@ def one_precision(c: Context) -> Iterator[Finding]:
     precision = c.config.mixed_precision
     chosen = [name for name in ("fp32", "bf16", "fp16") if getattr(precision, name)]
     if len(chosen) > 1:
-        fixes = " or ".join(f"mixed_precision={name}" for name in chosen)
-        yield Finding("mixed_precision", f"Only one of {', '.join(chosen)} should be True", fixes)
+        message = f"Only one of {', '.join(chosen)} should be True"
+        yield Finding("mixed_precision", message, one_of("mixed_precision", chosen))
 
 
 @rule(
@@ -99,21 +100,23 @@ def fp16_overflows(c: Context) -> Iterator[Finding]:
         yield Finding(
             "mixed_precision.fp16",
             "experts that are spread over other ranks than the rest would have a loss scale of their own",
-            "mixed_precision=bf16_mixed, which needs no scale, or model.expert_model_parallel_size=1 and "
-            "model.expert_tensor_parallel_size=null",
+            either(
+                "mixed_precision=bf16_mixed (needs no scale)",
+                "model.expert_model_parallel_size=1 model.expert_tensor_parallel_size=null",
+            ),
         )
     if c.config.mixed_precision.fp16 and c.config.ddp.check_for_nan_in_grad:
         yield Finding(
             "ddp.check_for_nan_in_grad",
             "fp16 overflows until its loss scale fits, and the run would end with: gradients are not finite",
-            "ddp.check_for_nan_in_grad=false, or mixed_precision=bf16_mixed, which needs no scale",
+            "ddp.check_for_nan_in_grad=false, or mixed_precision=bf16_mixed (needs no scale)",
         )
     precision = c.config.mixed_precision
     if precision.fp16 and precision.min_loss_scale > precision.initial_loss_scale > 0:
         yield Finding(
             "mixed_precision.initial_loss_scale",
             f"is below mixed_precision.min_loss_scale ({precision.min_loss_scale})",
-            f"mixed_precision.initial_loss_scale={precision.min_loss_scale} or more",
+            f"mixed_precision.initial_loss_scale={precision.min_loss_scale}",
         )
     for name in () if precision.fp16 else _LOSS_SCALE:
         field = f"mixed_precision.{name}"
@@ -139,10 +142,15 @@ def fractions(c: Context) -> Iterator[Finding]:
     }
     for field, value in values.items():
         if not 0 <= value < 1:
-            yield Finding(field, f"must be at least 0 and less than 1, got {value}", default_of(field))
+            yield Finding(field, f"must be at least 0 and less than 1, got {value}", _proportion(field, value))
     share, field = c.config.model.rotary_percent, "model.rotary_percent"
     if not 0 < share <= 1:
-        yield Finding(field, f"must be above 0 and at most 1, got {share}", default_of(field))
+        yield Finding(field, f"must be above 0 and at most 1, got {share}", _proportion(field, share))
+
+
+def _proportion(field: str, value: float) -> str:
+    """A percentage as a fraction, where it is one; else the default."""
+    return either(typed(field, value / 100) if 1 < value < 100 else "", default_of(field))
 
 
 @rule(
@@ -164,8 +172,8 @@ def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
             yield Finding(
                 field,
                 "offloading to host memory is not supported",
-                f"{field}=false, and to save memory model.recompute_granularity=full, the distributed optimizer, "
-                "model.cross_entropy_chunk_size, or a larger model.context_parallel_size",
+                f"{field}=false (model.recompute_granularity=full, the distributed optimizer, "
+                "model.cross_entropy_chunk_size and a larger model.context_parallel_size save memory)",
             )
 
 
@@ -181,4 +189,6 @@ def numbers_are_in_range(c: Context) -> Iterator[Finding]:
         value = value_at(c.config, field)
         if value is not None and not least <= value <= most:
             limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-            yield Finding(field, f"must be {limit}, got {value}", default_of(field))
+            positive = typed(field, abs(value)) if least <= abs(value) <= most else ""
+            fix = "validation.eval_iters=10" if field == "validation.eval_iters" else positive
+            yield Finding(field, f"must be {limit}, got {value}", either(fix, default_of(field)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.rules.rule import Context, Finding, broken, listed, nearest_multiples, rule
+from megatron_cp.rules.proposals import divisors, either, nearest_multiples, one_of
+from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
@@ -35,8 +36,15 @@ def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
             f"num_layers={layers} should be divisible by config.pipeline_model_parallel_size={c.pp}"
             + (f" times virtual_pipeline_model_parallel_size={virtual}" if virtual > 1 else "")
             + (f"; {counted} of the {layers} for embedding and loss" if counted else ""),
-            f"nearest valid numbers of layers: {listed([n - counted for n in valid])}",
+            either(
+                one_of("model.num_layers", [n - counted for n in valid]),
+                one_of("model.pipeline_model_parallel_size", _fewer_stages(c, layers, virtual)),
+            ),
         )
+
+
+def _fewer_stages(c: Context, layers: int, virtual: int) -> list[int]:
+    return [stages for stages in reversed(divisors(layers)) if stages < c.pp and layers % (stages * virtual) == 0]
 
 
 def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[Finding]:
@@ -47,7 +55,7 @@ def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[
     if min(ends.values()) < 1:
         return  # rule A1 has said so
     if c.pp == 1:
-        yield Finding(field, "needs pipeline stages", f"{field}=null, or model.pipeline_model_parallel_size=2 or more")
+        yield Finding(field, "needs pipeline stages", f"{field}=null, or model.pipeline_model_parallel_size=2")
     elif counted:
         flags = [f"model.account_for_{what}_in_pipeline_split" for what in ("embedding", "loss")]
         message = f"cannot be set at the same time with {' or '.join(flags)}"
@@ -61,7 +69,7 @@ def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[
     elif any(number % virtual for number in ends.values()):
         field = next(name for name, number in ends.items() if number % virtual)
         message = f"must be divisible by virtual_pipeline_model_parallel_size={virtual}"
-        yield Finding(field, message, f"{field}={nearest_multiples(ends[field], virtual)}")
+        yield Finding(field, message, one_of(field, nearest_multiples(ends[field], virtual)))
     elif between and (left < 1 or left % (between * virtual)):
         rest, multiple = sum(ends.values()), between * virtual
         valid_rests = sorted({max(left // multiple, 1) * multiple, max(left // multiple + 1, 1) * multiple})
@@ -69,7 +77,7 @@ def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[
             "model.num_layers",
             f"num_layers={layers} leaves {left} for the {between} other pipeline stages"
             + (f" of {virtual} virtual ones each" if virtual > 1 else ""),
-            f"nearest valid numbers of layers: {listed([rest + number for number in valid_rests])}",
+            one_of("model.num_layers", [rest + number for number in valid_rests]),
         )
 
 
@@ -84,7 +92,7 @@ def interleaving_needs_stages(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.virtual_pipeline_model_parallel_size",
             "pipeline-model-parallel size should be greater than 1 with interleaved schedule",
-            "model.virtual_pipeline_model_parallel_size=null, or model.pipeline_model_parallel_size=2 or more",
+            "model.virtual_pipeline_model_parallel_size=null, or model.pipeline_model_parallel_size=2",
         )
 
 
@@ -111,7 +119,7 @@ def interleaved_microbatches(c: Context) -> Iterator[Finding]:
             "model.microbatch_group_size_per_vp_stage",
             "The number of contiguous micro-batches in a virtual pipeline stage should range in "
             f"[PP={c.pp}, M], M being the number of micro batches, got {group}",
-            f"model.microbatch_group_size_per_vp_stage={c.pp} or more, or null",
+            one_of("model.microbatch_group_size_per_vp_stage", [c.pp, None]),
         )
         return
     if c.packed or not c.divisible:  # packs come in multiples of the group
@@ -130,7 +138,7 @@ def _interleaving(c: Context, field: str, global_batch: int, micro_batch: int) -
             field,
             "The number of contiguous micro-batches in a virtual pipeline stage should range in "
             f"[PP={c.pp}, M={count}], got {group}",
-            f"{field}={per_step * group} or more",
+            f"{field}={per_step * group}",
         )
     elif 0 < count % group < c.pp:
         yield Finding(
@@ -138,5 +146,5 @@ def _interleaving(c: Context, field: str, global_batch: int, micro_batch: int) -
             f"The remainder of M={count} (the total micro-batches) divided by N={group} (number of contiguous "
             "micro-batches in a virtual pipeline stage) should be 0, or larger than or equal to the "
             f"pipeline-parallel size {c.pp}",
-            f"{field}={count // group * per_step * group} or {(count // group + 1) * per_step * group}",
+            one_of(field, nearest_multiples(global_batch, per_step * group)),
         )

@@ -7,16 +7,22 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_cp.config import RunConfig
-from megatron_cp.rules.rule import Finding, default_of, value_at
+from megatron_cp.rules.proposals import default_of, either, value_at
+from megatron_cp.rules.rule import Finding
 
 
 class _Reading(NamedTuple):
-    """Fields of a section, when they are read, and the words for that."""
+    """Fields of a section, when they are read, the words for that, and what to type where the words are no override."""
 
     section: str
     names: tuple[str, ...]
     are_read: Callable[[RunConfig], bool]
     switch: str
+    turn_on: str = ""
+
+
+_PACKS = "model.sequence_packing_scheduler=dp_balanced"
+_PROFILERS = either("profiling.use_pytorch_profiler=true", "profiling.use_nsys_profiler=true")
 
 
 def _rotates(config: RunConfig) -> bool:
@@ -30,6 +36,7 @@ _READINGS = (
         ("rotary_base", "rotary_percent", "rotary_interleaved"),
         _rotates,
         "model.position_embedding_type=rope or yarn",
+        "model.position_embedding_type=rope",
     ),
     _Reading(
         "model",
@@ -56,12 +63,14 @@ _READINGS = (
         ("yarn_mscale",),
         lambda config: config.model.yarn_mscale_all_dim is not None,
         "model.yarn_mscale_all_dim",
+        "model.yarn_mscale_all_dim=1.0",
     ),
     _Reading(
         "model",
         ("yarn_mscale_all_dim",),
         lambda config: config.model.yarn_mscale is not None,
         "model.yarn_mscale",
+        "model.yarn_mscale=1.0",
     ),
     _Reading(
         "model",
@@ -86,6 +95,7 @@ _READINGS = (
         ("mtp_loss_scaling_factor", "mtp_use_repeated_layer"),
         lambda config: bool(config.model.mtp_num_layers),
         "model.mtp_num_layers",
+        "model.mtp_num_layers=1",
     ),
     _Reading(
         "model",
@@ -96,6 +106,7 @@ _READINGS = (
          "expert_tensor_parallel_size"),
         lambda config: config.model.num_moe_experts is not None,
         "model.num_moe_experts",
+        "model.num_moe_experts=8",
     ),
     _Reading(
         "model",
@@ -103,6 +114,7 @@ _READINGS = (
         # A hybrid model's is an error already.
         lambda config: config.model.num_moe_experts is not None or config.model.architecture == "hybrid",
         "model.num_moe_experts",
+        "model.num_moe_experts=8",
     ),
     _Reading(
         "model",
@@ -115,6 +127,7 @@ _READINGS = (
         ("moe_router_num_groups",),
         lambda config: config.model.moe_router_group_topk is not None,
         "model.moe_router_group_topk",
+        "model.moe_router_group_topk=1",
     ),
     _Reading(
         "model",
@@ -128,18 +141,21 @@ _READINGS = (
          "moe_router_num_groups", "moe_router_group_topk"),
         lambda config: config.model.moe_router_load_balancing_type != "sinkhorn",
         "model.moe_router_load_balancing_type=aux_loss or none",
+        "model.moe_router_load_balancing_type=none",
     ),
     _Reading(
         "model",
         ("moe_shared_expert_gate",),
         lambda config: config.model.moe_shared_expert_intermediate_size is not None,
         "model.moe_shared_expert_intermediate_size",
+        "model.moe_shared_expert_intermediate_size=1024",
     ),
     _Reading(
         "model",
         ("max_seqlen_per_dp_cp_rank",),
         lambda config: config.runs_packs,
         "model.sequence_packing_scheduler or dist.eval_context_parallel_size",
+        _PACKS,
     ),
     _Reading(
         "model",
@@ -152,12 +168,14 @@ _READINGS = (
         ("microbatch_group_size_per_vp_stage", "overlap_p2p_comm"),
         lambda config: config.model.virtual_pipeline_model_parallel_size is not None,
         "model.virtual_pipeline_model_parallel_size",
+        "model.virtual_pipeline_model_parallel_size=2",
     ),
     _Reading(
         "dist",
         ("dynamic_groups_at_start",),
         lambda config: config.runs_packs,
         "model.sequence_packing_scheduler or dist.eval_context_parallel_size",
+        _PACKS,
     ),
     _Reading(
         "train",
@@ -170,6 +188,7 @@ _READINGS = (
         ("eval_global_batch_size", "eval_micro_batch_size"),
         lambda config: config.validation.eval_iters != 0,
         "validation.eval_iters",
+        "validation.eval_iters=10",
     ),
     _Reading(
         "scheduler",
@@ -183,6 +202,7 @@ _READINGS = (
         ("weight_decay",),
         lambda config: None in (config.scheduler.start_weight_decay, config.scheduler.end_weight_decay),
         "scheduler.start_weight_decay=null or scheduler.end_weight_decay=null",
+        either("scheduler.start_weight_decay=null", "scheduler.end_weight_decay=null"),
     ),
     _Reading(
         "optimizer",
@@ -201,6 +221,7 @@ _READINGS = (
         ("profile_step_start", "profile_step_end"),
         lambda config: config.profiling.use_pytorch_profiler or config.profiling.use_nsys_profiler,
         "profiling.use_pytorch_profiler=true or profiling.use_nsys_profiler=true",
+        _PROFILERS,
     ),
     _Reading(
         "profiling",
@@ -209,6 +230,7 @@ _READINGS = (
             config.profiling.use_pytorch_profiler or config.profiling.use_nsys_profiler or config.profiling.nvtx_ranges
         ),
         "profiling.use_pytorch_profiler=true or profiling.use_nsys_profiler=true or profiling.nvtx_ranges=true",
+        either(_PROFILERS, "profiling.nvtx_ranges=true"),
     ),
     _Reading(
         "profiling",
@@ -240,19 +262,21 @@ _READINGS = (
         ("mock_lengths", "too_long"),
         lambda config: config.model.sequence_packing_scheduler is not None,
         "model.sequence_packing_scheduler",
+        _PACKS,
     ),
 )  # fmt: skip
 
 
 def unread(config: RunConfig) -> Iterator[Finding]:
     """A warning for each setting of a finalized configuration that was given a value and is read by nothing."""
-    said = set()
-    for section, names, are_read, switch in _READINGS:
+    said, defaults = set(), RunConfig()
+    for section, names, are_read, switch, turn_on in _READINGS:
         for name in [] if are_read(config) else names:
             field = f"{section}.{name}"
-            if field not in said and value_at(config, field) != _unset(config, section, name):
+            value = value_at(config, field)
+            if field not in said and value != value_at(defaults, field) and value != _unset(config, section, name):
                 said.add(field)
-                fix = f"{default_of(field)}, or {switch}"
+                fix = either(default_of(field), turn_on or switch)
                 yield Finding(field, f"has no effect: it is read with {switch} only", fix, "warning")
 
 

@@ -8,7 +8,18 @@ from collections.abc import Iterator
 from megatron_cp.config import RunConfig
 from megatron_cp.models.vocabulary import known_vocab_size, padded
 from megatron_cp.parallel.layout import MOST_RANKS, layout_of
-from megatron_cp.rules.rule import Context, Finding, broken, divisors, listed, nearest_multiples, rule
+from megatron_cp.rules.context_parallel import FLAT
+from megatron_cp.rules.proposals import (
+    closest,
+    default_of,
+    divisors,
+    either,
+    nearest_multiples,
+    one_of,
+    typed,
+    value_at,
+)
+from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 _SIZES = {
     "model": (
@@ -49,21 +60,30 @@ _SIZES = {
     "train": ("train_iters", "global_batch_size", "micro_batch_size"),
     "dataset": ("seq_length",),
 }
+_USUAL = {"model.kv_channels": 64}  # where 1 is possible and of no use
 _MOST = 2**31 - 1
+
+
+def _proper(field: str) -> str:
+    """Sizes that are surely possible."""
+    default = value_at(RunConfig(), field)
+    return either(
+        default_of(field), one_of(field, [size for size in (1, _USUAL.get(field)) if size not in (None, default)])
+    )
 
 
 def oversized(config: RunConfig, world_size: int) -> list[Finding]:
     """The sizes that are surely mistyped, and with which the checks themselves would take for ever."""
     found = []
     if world_size > MOST_RANKS:
-        message, fix = f"must be at most {MOST_RANKS}, got {world_size}", "the ranks that will be started"
-        found.append(Finding("world size", message, fix))
+        message = f"must be at most {MOST_RANKS}, got {world_size}"
+        found.append(Finding("world size", message, f"start {config.fewest_ranks} ranks"))
     for section, names in _SIZES.items():
         for name in names:
             value = getattr(getattr(config, section), name)
             if value is not None and value > _MOST:
                 field = f"{section}.{name}"
-                found.append(Finding(field, f"must be at most {_MOST}, got {value}", f"{field} from 1 to {_MOST}"))
+                found.append(Finding(field, f"must be at most {_MOST}, got {value}", _proper(field)))
     return found
 
 
@@ -72,18 +92,18 @@ def oversized(config: RunConfig, world_size: int) -> list[Finding]:
     "Sizes and counts are at least 1, and no larger than anything that exists.",
     "Upstream a context parallel size of 0 ends in a ZeroDivisionError deep in the set-up of the process groups. "
     "With a number far too large the checks would count to it.",
-    broken("model.context_parallel_size=0"),
+    broken("train.train_iters=0"),
 )
 def sizes_are_positive(c: Context) -> Iterator[Finding]:
     for section, names in _SIZES.items():
         for name in names:
             value = getattr(getattr(c.config, section), name)
             if value is not None and value < 1:
-                message, fix = f"must be an integer of at least 1, got {value}", f"{section}.{name}=1 or more"
-                yield Finding(f"{section}.{name}", message, fix)
+                field, message = f"{section}.{name}", f"must be an integer of at least 1, got {value}"
+                yield Finding(field, message, _proper(field))
     if c.world_size < 1:
-        message, fix = f"must be an integer of at least 1, got {c.world_size}", "--world-size 1 or more"
-        yield Finding("world size", message, fix)
+        message = f"must be an integer of at least 1, got {c.world_size}"
+        yield Finding("world size", message, f"start {c.config.fewest_ranks} ranks")
     yield from oversized(c.config, c.world_size)
 
 
@@ -96,15 +116,20 @@ def sizes_are_positive(c: Context) -> Iterator[Finding]:
 def world_is_divisible(c: Context) -> Iterator[Finding]:
     size = c.tp * c.pp * c.cp
     if c.world_size % size:
-        fitting = [d for d in divisors(c.world_size) if c.world_size % (d * c.tp * c.pp) == 0]
-        choices = (
-            f"context parallel sizes that fit {c.world_size} ranks here: {listed(fitting)}; or " if fitting else ""
-        )
+        sizes = {"context": c.cp, "tensor_model": c.tp, "pipeline_model": c.pp}
+        smaller = [
+            one_of(f"model.{name}_parallel_size", closest(divisors(c.world_size * own // size), own))
+            for name, own in sizes.items()
+            if c.world_size * own % size == 0
+        ]
         yield Finding(
             "model.context_parallel_size",
             f"world size ({c.world_size}) is not divisible by total_model_size ({size}) = tp {c.tp} * pp {c.pp} * cp "
             f"{c.cp}: world_size ({c.world_size}) is not divisible by {size}",
-            f"{choices}start {size} ranks or a multiple of it (torchrun --nproc_per_node={size})",
+            either(
+                f"start {size} ranks (torchrun --nproc_per_node={size} or a multiple)" if size <= MOST_RANKS else "",
+                *smaller,
+            ),
         )
 
 
@@ -118,13 +143,13 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
     size = c.etp * c.ep * c.pp
     if c.world_size % size:
         fitting = [ep for ep in divisors(c.world_size) if c.world_size % (c.etp * ep * c.pp) == 0]
-        more = f"start {size} ranks or a multiple of it"
-        field, fix = "model.expert_model_parallel_size", f"expert parallel sizes that fit: {listed(fitting)}; or {more}"
+        ranks = math.lcm(size, c.tp * c.pp * c.cp)
+        more = f"start {ranks} ranks (or a multiple of them)" if ranks <= MOST_RANKS else ""
+        field = "model.expert_model_parallel_size"
+        fix = either(one_of(field, closest(fitting, c.ep)), more)
         if not c.config.model.num_moe_experts and c.etp != c.tp:  # their groups are built all the same
             field = "model.expert_tensor_parallel_size"
-            fix = f"{field}=null, there being no experts; or {more}"
-        elif not fitting:
-            fix = more
+            fix = either(f"{field}=null (there are no experts)", more)
         yield Finding(
             field,
             f"world_size ({c.world_size}) is not divisible by expert_tensor_model_pipeline_parallel size ({size}) "
@@ -138,7 +163,13 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
     "tp divides the attention heads.",
     "Each tensor-parallel rank holds whole heads.",
     broken(
-        "model.num_attention_heads=6", "model.num_query_groups=2", "model.tensor_model_parallel_size=4", world_size=16
+        "model.num_attention_heads=6",
+        "model.num_query_groups=2",
+        "model.kv_channels=16",
+        "model.tensor_model_parallel_size=4",
+        "model.cp_comm_type=p2p",
+        "model.hierarchical_context_parallel_sizes=null",
+        world_size=16,
     ),
 )
 def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
@@ -147,7 +178,7 @@ def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.num_attention_heads",
             f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({c.tp})",
-            f"tensor parallel sizes that fit: {listed(divisors(max(1, heads)))}",
+            one_of("model.tensor_model_parallel_size", closest(divisors(max(1, heads)), c.tp)),
         )
 
 
@@ -168,7 +199,7 @@ def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.num_query_groups",
             f"num_query_groups ({groups}) must be a multiple or divisor of tensor_model_parallel_size ({c.tp})",
-            f"tensor parallel sizes that fit: {listed(fitting)}",
+            one_of("model.tensor_model_parallel_size", closest(fitting, c.tp)),
         )
     elif 1 <= groups < c.tp and model.num_attention_heads % c.tp == 0 and 2 * groups * dim % c.tp:
         step = math.lcm(2, c.tp // math.gcd(2 * groups, c.tp))  # even, for rotary embeddings
@@ -176,7 +207,7 @@ def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
             "model.kv_channels",
             f"{groups} key and value heads of {dim} dimensions cannot be shared equally by the ranks of "
             f"tensor_model_parallel_size ({c.tp})",
-            f"nearest valid: {nearest_multiples(dim, step)}",
+            one_of("model.kv_channels", nearest_multiples(dim, step)),
         )
 
 
@@ -185,11 +216,10 @@ def _batch_finding(c: Context, field: str, message: str, global_batch: int, micr
     if global_batch < 1:
         return  # rule A1 has said so
     if c.divisible and not c.packed and (global_batch % multiple or global_batch < multiple):
-        below = global_batch // multiple * multiple
         yield Finding(
             field,
             f"{message}; {c.world_size} ranks / (tp {c.tp} * pp {c.pp} * cp {c.cp}) = {c.dp}",
-            f"nearest valid: {f'{below} or {below + multiple}' if below else multiple}",
+            one_of(field, nearest_multiples(global_batch, multiple)),
         )
 
 
@@ -246,7 +276,10 @@ def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
             "dist.use_tp_pp_dp_mapping",
             "When not using pp-last rank ordering, the data parallel size of the attention and moe layers must be the "
             f"same; here tp * cp = {c.tp * c.cp} and etp * ep = {c.etp * c.ep}",
-            "dist.use_tp_pp_dp_mapping=false, or dist.use_decentralized_pg=true for a dense model",
+            either(
+                "dist.use_tp_pp_dp_mapping=false",
+                "" if c.config.model.num_moe_experts else "dist.use_decentralized_pg=true",
+            ),
         )
 
 
@@ -261,7 +294,7 @@ def sequence_parallel_needs_tp(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.sequence_parallel",
             "Cannot use sequence parallelism without tensor parallelism",
-            "model.sequence_parallel=false, or model.tensor_model_parallel_size=2 or more",
+            "model.sequence_parallel=false, or model.tensor_model_parallel_size=2",
         )
 
 
@@ -303,11 +336,12 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
     across = sum(span > 1 for span in spans)
     if across:
         largest = max((d for d in divisors(c.cp) if node % (c.tp * d) == 0), default=1)
+        field = "model.hierarchical_context_parallel_sizes"
         yield Finding(
-            "model.hierarchical_context_parallel_sizes",
+            field,
             f"{across} of {len(groups)} all-to-all groups span up to {max(spans)} nodes of {node} ranks "
             f"(tp {c.tp} * a2a {c.levels[0]} = {c.tp * c.levels[0]} neighbouring ranks)",
-            f"largest a2a size inside a node: {largest}, so [{largest}, {c.cp // largest}]",
+            either(typed(field, [largest, c.cp // largest]) if largest > 1 else "", FLAT),
         )
 
 
@@ -329,7 +363,7 @@ def experts_divide(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.num_moe_experts",
             f"num_moe_experts ({experts}) should be divisible by expert_model_parallel_size ({c.ep})",
-            f"expert parallel sizes that fit: {listed(divisors(experts))}",
+            one_of("model.expert_model_parallel_size", closest(divisors(experts), c.ep)),
         )
 
 

@@ -119,7 +119,7 @@ def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     known = config.model.vocab_size
     if known is not None and known < tokenizer.vocab_size:
         message = f"the tokenizer's {tokenizer.vocab_size} tokens do not fit a vocabulary of {known}"
-        fix = f"model.vocab_size={tokenizer.vocab_size}, or null"
+        fix = f"model.vocab_size={tokenizer.vocab_size}, or model.vocab_size=null"
         raise ConfigError([Violation("K11", "error", "model.vocab_size", message, fix, known)])
     return known or tokenizer.vocab_size
 

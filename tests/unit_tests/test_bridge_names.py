@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_cp import schema
 from megatron_cp.bridge_names import _BACKENDS, _NAMES, _WHOLE_SECTION, settle
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, format_violations
 from megatron_cp.recipes import load_recipe, settings_of
-from megatron_cp.rules.rule import value_at
+from megatron_cp.rules.proposals import value_at
+from megatron_cp.rules.remedies import parse_fix, with_overrides
 from megatron_cp.schema import field_paths, section_names
 
 TINY = "llama_tiny_pretrain_config"
@@ -102,6 +105,37 @@ def test_every_name(name: str) -> None:
     if meaning.accepted is not None:
         expected = f"error K1: {name}=something: {meaning.message}\n    fix: {meaning.fix}"
         assert one(name, "something") == (asdict(RunConfig()), expected)
+
+
+# What is done outside of the configuration, or needs several settings.
+BY_HAND = {"leave it out", "torchrun --max-restarts=N", "train.on_nonfinite and train.loss_spike_factor, of losses"}
+
+
+def filled_in(word: str) -> str:
+    """An override of a fix with values for what stands for the user's own."""
+    setting, _, value = word.partition("=")
+    plain = re.sub("PATH|NAME|PREFIX", "some", value).replace("WEIGHT", "1.0").replace("OWN/AHEAD", "M*/*")
+    if value in ("VALUE", "N"):
+        alternatives = schema.alternatives(schema.kind_of(RunConfig, setting))
+        default = value_at(RunConfig(), setting)
+        plain = (
+            "4"
+            if default is None and {int, float} & {*alternatives}
+            else "some"
+            if default is None
+            else str(default).lower()
+        )
+    return f"{setting}={plain}"
+
+
+def test_every_fix_is_typed_as_it_is_written() -> None:
+    fixes = {fix for each in (*_NAMES.values(), *_WHOLE_SECTION.values()) for fix in map(str, parse_fix(each.fix))}
+    assert fixes > BY_HAND
+    config = load_recipe(TINY)
+    for fix in sorted(fixes - BY_HAND):
+        (parsed,) = parse_fix(fix)
+        assert parsed.overrides, fix
+        with_overrides(config, [filled_in(word) for word in parsed.overrides])
 
 
 @pytest.mark.parametrize("section", _WHOLE_SECTION)

@@ -11,6 +11,7 @@ from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError
 from megatron_cp.recipes import list_recipes, load_recipe, to_yaml
 from megatron_cp.rules import check
+from megatron_cp.rules.remedies import parse_fix
 
 TINY = "llama_tiny_pretrain_config"
 
@@ -403,9 +404,10 @@ def test_a_length_in_samples_and_iterations_is_refused(length):
     config = load_recipe(TINY, [f"{length}_iters=5", f"{length}_samples=160", "scheduler.lr_decay_style=WSD"])
     (found,) = [violation for violation in check(config, 4, environment="cpu") if violation.rule == "K56"]
     assert found.field == f"{length}_samples" and f"together with {length}_iters=5" in found.message
-    ours, theirs = found.fix.split(", or ")
+    ours, theirs = parse_fix(found.fix)
     for fix in (ours, theirs):
-        mended = load_recipe(TINY, [f"{length}_iters=5", f"{length}_samples=160", "scheduler.lr_decay_style=WSD", fix])
+        typed = [f"{length}_iters=5", f"{length}_samples=160", "scheduler.lr_decay_style=WSD", *fix.overrides]
+        mended = load_recipe(TINY, typed)
         assert not [violation for violation in check(mended, 4, environment="cpu") if violation.rule == "K56"]
 
 

@@ -77,6 +77,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mistral window": {"model_type": "mistral", "sliding_window": 9},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3 window": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+        "sliding_window": 9,
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": None},
     "mixtral window": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 9},
     "qwen3 experts": {

@@ -83,10 +83,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn, not concentrated": ("llama", YARN | {"yarn_mscale": 0.0, "yarn_mscale_all_dim": 0.0}),
     "window": ("mistral", {"window_size": [4095, 0]}),
     "bias": ("qwen2", {"add_qkv_bias": True}),
+    "bias and window": ("qwen2", {"add_qkv_bias": True, "window_size": [7, 0]}),
     "norm": ("qwen3", {"qk_layernorm": True, "kv_channels": 64}),
     "experts": ("mixtral", EXPERTS | {"moe_aux_loss_coeff": 0.02}),
     "experts and window": ("mixtral", EXPERTS | {"window_size": [7, 0]}),
     "experts and norm": ("qwen3_moe", EXPERTS | {"qk_layernorm": True}),
+    "experts, norm and window": ("qwen3_moe", EXPERTS | {"qk_layernorm": True, "window_size": [7, 0]}),
     "pre-softmax": ("qwen3_moe", EXPERTS | {"qk_layernorm": True, "moe_router_pre_softmax": True}),
     "one expert": (
         "qwen3_moe",
@@ -272,12 +274,20 @@ def test_windows_in_some_layers_only_are_refused_or_not_used(model_type: str) ->
         for use in (False, True):
             assert model_from_hf(window | {"use_sliding_window": use})[1].window_size == [63, 0]
         return
-    for unused in ({}, {"use_sliding_window": False}, {"use_sliding_window": True, "max_window_layers": 2}):
+    everywhere, some = ["sliding_attention"] * 2, ["full_attention", "sliding_attention"]
+    for unused in ({}, {"use_sliding_window": False}):
         assert model_from_hf(window | unused)[1].window_size is None
-    layers = {"layer_types": ["full_attention", "sliding_attention"]}
-    for used in ({"use_sliding_window": True}, layers):
-        with pytest.raises(ConfigError, match="use_sliding_window"):
+    used = {"use_sliding_window": True}
+    for in_all in ({"max_window_layers": 0}, {"layer_types": everywhere}):
+        assert model_from_hf(window | used | in_all)[1].window_size == [63, 0]
+    if FAMILIES[model_type].experts:  # it does not read max_window_layers
+        assert model_from_hf(window | used)[1].window_size == [63, 0]
+    else:
+        assert model_from_hf(window | used | {"max_window_layers": 2})[1].window_size is None
+        with pytest.raises(ConfigError, match="use_sliding_window=True: a window in all layers"):
             model_from_hf(window | used)
+    with pytest.raises(ConfigError, match="use_sliding_window"):
+        model_from_hf(window | used | {"layer_types": some})
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ import pytest
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError
 from megatron_cp.recipes import load_recipe
-from megatron_cp.rules import check
+from megatron_cp.rules import Example, check
 from megatron_cp.rules.explain import EXAMPLE_RECIPE
-from megatron_cp.rules.rule import divisors
+from megatron_cp.rules.proposals import divisors
+from megatron_cp.rules.remedies import parse_fix
 from megatron_cp.schema import describe, field_paths, kind_of
+from tests.unit_tests.rules.remedies import failures_of, recipes_are_composed_once  # noqa: F401  (a fixture)
 
 ONE_RANK = ("parallel=none",)
 EXPERTS = ("model.num_moe_experts=4",)
@@ -48,7 +50,7 @@ REFUSED = [
       "scheduler.lr_decay_iters=40"], "I9", "scheduler.lr_wsd_decay_iters=34"),
     (["dist.eval_context_parallel_size=-2"], "H6", "dist.eval_context_parallel_size=null"),
     (["dist.distributed_timeout_minutes=1e300"], "K51", "dist.distributed_timeout_minutes=10"),
-    ([f"model.num_attention_heads={10**11}", "model.kv_channels=16"], "A1", "model.num_attention_heads=8"),
+    ([f"model.num_attention_heads={10**11}", "model.kv_channels=16"], "A1", "model.num_attention_heads=4"),
     (["model.num_attention_heads=6", "model.num_query_groups=1", "model.tensor_model_parallel_size=3", "parallel=none",
       "model.hidden_size=96", "model.ffn_hidden_size=96", "model.kv_channels=16"], "A5", "model.kv_channels=18"),
     ([*EXPERTS, "model.moe_router_topk=1"], "K15", "model.moe_router_pre_softmax=true"),
@@ -176,18 +178,22 @@ REFUSED = [
 ]  # fmt: skip
 
 
+def world_size_of(overrides):
+    return load_recipe(EXAMPLE_RECIPE, overrides).fewest_ranks
+
+
 @pytest.mark.parametrize(("overrides", "rule", "remedy"), REFUSED, ids=str)
 def test_what_would_fail_or_be_ignored_is_refused_once_and_the_remedy_works(overrides, rule, remedy):
     def errors(*more):
         config = load_recipe(EXAMPLE_RECIPE, [*overrides, *more])
-        world_size = config.model.tensor_model_parallel_size * config.model.context_parallel_size
-        return [v for v in check(config, world_size, environment="cpu") if v.severity == "error"]
+        return [v for v in check(config, world_size_of(overrides), environment="cpu") if v.severity == "error"]
 
     (found,) = errors()
     setting, _, value = remedy.partition("=")
-    assert found.rule == rule and value in found.fix
+    assert found.rule == rule and value.strip("'") in found.fix
     assert setting == found.field or remedy in found.fix
     assert errors(remedy) == []
+    assert failures_of(Example(tuple(overrides), world_size_of(overrides))) == []
 
 
 def test_experts_that_are_spread_have_one_loss_scale_with_the_rest():
@@ -253,7 +259,7 @@ def test_settings_of_a_recomputation_that_nobody_asked_for_are_said(setting, def
     (found,) = check(load_recipe(EXAMPLE_RECIPE, [f"model.{setting}"]), 4, environment="cpu")
     assert (found.rule, found.severity) == ("K7", "warning")
     assert found.field == f"model.{setting.partition('=')[0]}"
-    assert found.fix.startswith(f"{found.field}={default}, or")
+    assert parse_fix(found.fix)[0].overrides == (f"{found.field}={default}",)
 
 
 WHOLE_LAYERS = ("model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1")
@@ -308,7 +314,8 @@ def test_activations_are_distributed_of_whole_layers_in_global_groups(overrides,
 )  # fmt: skip
 def test_settings_that_this_recomputation_does_not_read_are_said(overrides, fix):
     (found,) = check(load_recipe(EXAMPLE_RECIPE, overrides), 4, environment="cpu")
-    assert (found.rule, found.severity, found.fix) == ("K7", "warning", fix)
+    assert (found.rule, found.severity) == ("K7", "warning")
+    assert [each.overrides for each in parse_fix(found.fix)] == [(fix,)]
     assert check(load_recipe(EXAMPLE_RECIPE, [*overrides, fix]), 4, environment="cpu") == []
 
 
@@ -419,7 +426,9 @@ def test_sinkhorn_wants_whole_sequences():
 
 def test_one_replica_balances_the_global_batch():
     balanced = (*MOE, "model.moe_router_load_balancing_type=global_aux_loss", "model.moe_aux_loss_coeff=0.01")
-    assert errors(*balanced) == {"K33": "model.moe_router_load_balancing_type=aux_loss or seq_aux_loss"}
+    assert errors(*balanced) == {
+        "K33": "model.moe_router_load_balancing_type=aux_loss, or model.moe_router_load_balancing_type=seq_aux_loss"
+    }
     for remedy in ("model.moe_router_load_balancing_type=aux_loss", "model.moe_aux_loss_coeff=0.0"):
         assert errors(*balanced, remedy) == {}
     assert errors(*balanced, "model.moe_router_load_balancing_type=seq_aux_loss") == {}
@@ -429,16 +438,25 @@ def test_one_replica_balances_the_global_batch():
 
 
 @pytest.mark.parametrize(
-    ("cp", "heads", "fix"),
-    [(3, 8, "[1, 3]"), (3, 9, "[3, 1]"), (12, 8, "[2, 6], [4, 3]"), (4, 9, "[1, 4]"), (4, 8, "[2, 2]")],
+    ("cp", "heads", "levels"),
+    [(3, 8, []), (3, 9, []), (12, 8, ["[2,6]", "[4,3]"]), (4, 9, []), (4, 8, ["[2,2]"])],
 )
-def test_the_levels_proposed_fit_the_heads(cp, heads, fix):
+def test_the_levels_proposed_fit_the_heads(cp, heads, levels):
+    """None of them has one rank: that is a plain transport."""
     overrides = [f"model.context_parallel_size={cp}", f"model.num_attention_heads={heads}", "dataset.seq_length=288"]
     overrides += [f"model.num_query_groups={heads}", f"model.hidden_size={heads * 16}"]
     found = errors(*overrides, "model.hierarchical_context_parallel_sizes=[5,1]", world_size=cp)
-    choices, _, proposed = found.pop("C5").partition("; ")
-    assert choices == f"for cp {cp}: {fix}" and not found
-    assert errors(*overrides, proposed.strip('"'), world_size=cp) == {}
+    proposed = parse_fix(found.pop("C5"))
+    assert not found
+    assert [str(fix) for fix in proposed[: len(levels)]] == [
+        f'"model.hierarchical_context_parallel_sizes={sizes}"' for sizes in levels
+    ]
+    assert proposed[len(levels)].overrides == (
+        "model.cp_comm_type=p2p",
+        "model.hierarchical_context_parallel_sizes=null",
+    )
+    for fix in proposed:
+        assert errors(*overrides, *fix.overrides, world_size=cp) == {}
 
 
 K21 = "model.cross_entropy_loss_fusion=false, or mixed_precision=bf16_mixed"
@@ -459,7 +477,7 @@ NATIVE = ("model.attention_backend=native",)
         (("model.gradient_accumulation_fusion=true",), {"K34": "model.gradient_accumulation_fusion=null"}, {}),
         (
             ("model.cross_entropy_loss_fusion=true", "model.cross_entropy_fusion_impl=te"),
-            {"K34": "model.cross_entropy_fusion_impl=null"},
+            {"K34": "model.cross_entropy_fusion_impl=null model.cross_entropy_loss_fusion=false"},
             {},
         ),
         (("model.cross_entropy_loss_fusion=true",), {"K21": K21}, {}),
@@ -513,9 +531,10 @@ def test_whose_fused_loss_has_no_effect_without_one():
     ("world_size", "overrides", "fix"),
     [
         (4, ["model.num_moe_experts=6", "model.expert_model_parallel_size=3"],
-         "expert parallel sizes that fit: 1, 2, 4; or start 3 ranks or a multiple of it"),
+         "model.expert_model_parallel_size=2, or model.expert_model_parallel_size=1, or start 12 ranks with "
+         "train.global_batch_size=48 (or a multiple of them)"),
         (60, ["model.tensor_model_parallel_size=4", "model.pipeline_model_parallel_size=2"],
-         "start 8 ranks or a multiple of it"),
+         "start 32 ranks (or a multiple of them)"),
     ],
 )  # fmt: skip
 def test_the_experts_grid_gets_sizes_that_fit_where_there_are_any(world_size, overrides, fix):

@@ -56,16 +56,16 @@ UPSTREAM_WORDING = {
 # Concrete numbers that the fix must name.
 FIXES = {
     "A2": "start 8 ranks",
-    "A6": "8 or 16",
-    "A13": "largest a2a size inside a node: 1",
-    "A15": "3, 6",
-    "B1": "248 or 256",
-    "B2": "256 or 264",
-    "C1": "one of p2p, all_gather, a2a, a2a+p2p",
-    "C4": "[2, 2]",
-    "D1": "largest a2a size here is 2",
-    "D2": "largest a2a size here is 1",
-    "H14": "at least 64",
+    "A6": "train.global_batch_size=8, or train.global_batch_size=16",
+    "A13": "model.cp_comm_type=p2p",
+    "A15": "model.num_layers=3, or model.num_layers=6",
+    "B1": "dataset.seq_length=248, or dataset.seq_length=256",
+    "B2": "dataset.seq_length=256, or dataset.seq_length=264",
+    "C1": "model.cp_comm_type=p2p",
+    "C4": "[2,2]",
+    "D1": "[2,2]",
+    "D2": "model.cp_comm_type=p2p",
+    "H14": "model.max_seqlen_per_dp_cp_rank=64",
 }
 
 
@@ -195,7 +195,7 @@ def test_all_at_once_errors_first():
     assert caught.value.violations == violations
     lines = str(caught.value).splitlines()
     assert any(line.startswith("error B1: dataset.seq_length=250: Sequence length") for line in lines)
-    assert "    fix: nearest valid sequence lengths: 248 or 256" in lines
+    assert "    fix: dataset.seq_length=248, or dataset.seq_length=256" in lines
 
 
 def test_a_wrong_type_in_a_hand_made_configuration_is_reported_not_raised():

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_cp.config import RunConfig
 from megatron_cp.recipes import list_recipes, load_recipe
-from megatron_cp.rules import check
+from megatron_cp.rules import Example, check
 from megatron_cp.rules.explain import EXAMPLE_RECIPE
+from megatron_cp.rules.remedies import parse_fix, setting_of, with_overrides
 from megatron_cp.rules.resolve import ranks_to_check
+from megatron_cp.rules.unread import _READINGS
+from megatron_cp.schema import alternatives, kind_of
+from tests.unit_tests.rules.remedies import failures_of, recipes_are_composed_once  # noqa: F401  (a fixture)
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FLAT = ("model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null", "train.micro_batch_size=1")
@@ -107,10 +112,12 @@ def findings(*overrides: str, environment: str = "cpu") -> list:
 def test_what_nothing_reads_is_said(setting: str, base: str, switch: str) -> None:
     (found,) = findings(base, setting)
     assert (found.field, found.severity) == (setting.partition("=")[0], "warning")
-    reset, _, other = found.fix.partition(", or ")
-    assert findings(base, setting, reset) == []
+    first = parse_fix(found.fix)[0]
+    assert [setting_of(each) for each in first.overrides] == [found.field]
+    assert findings(base, setting, *first.overrides) == []
     assert findings(base, setting, switch) == []
-    assert any(option.partition("=")[0] in switch for option in other.split(" or "))
+    assert any(word.partition("=")[0] in found.message for word in switch.split())
+    assert failures_of(Example((*FLAT, *base.split(), setting))) == []
 
 
 def test_what_others_decide_is_no_setting_given() -> None:
@@ -121,9 +128,7 @@ def test_what_others_decide_is_no_setting_given() -> None:
 
 def test_a_setting_is_said_once() -> None:
     found = findings("model.rope_scaling_factor=32.0", "model.position_embedding_type=none")
-    assert [violation.fix for violation in found] == [
-        "model.rope_scaling_factor=8.0, or model.position_embedding_type=rope"
-    ]
+    assert [violation.fix for violation in found] == ["model.rope_scaling_factor=8.0"]
     (found,) = findings("model.rope_scaling_factor=32.0", LATENT, "model.num_query_groups=null")
     assert found.severity == "error"
 
@@ -151,6 +156,21 @@ def test_experts_sizes_without_experts_are_left_out_where_they_do_not_fit() -> N
     config = load_recipe(EXAMPLE_RECIPE, ["parallel=none", "model.expert_tensor_parallel_size=2"])
     found = {each.rule: each for each in check(config, 1, environment="cpu")}
     assert found.keys() == {"A3", "K19"} and found["A3"].field == found["K19"].field
-    fix = found["A3"].fix.partition(",")[0]
+    fix = parse_fix(found["A3"].fix)[0].overrides[0]
     assert fix == "model.expert_tensor_parallel_size=null"
     assert check(load_recipe(EXAMPLE_RECIPE, ["parallel=none", fix]), 1, environment="cpu") == []
+
+
+@pytest.mark.parametrize("base", ["", LATENT], ids=["plain", "latent"])
+def test_no_rule_refuses_a_size_that_nothing_reads(base: str) -> None:
+    """But for the experts' tensor parallel size: its process groups are built for every model."""
+    config = load_recipe(EXAMPLE_RECIPE, [*FLAT, *base.split()])
+    unread = {
+        f"{section}.{name}" for section, names, are_read, *_ in _READINGS if not are_read(config) for name in names
+    }
+    sizes = [field for field in sorted(unread) if int in alternatives(kind_of(RunConfig, field))]
+    assert len(sizes) > 10
+    for field in set(sizes) - {"model.expert_tensor_parallel_size"}:
+        for value in (3, 7, 33):
+            found = check(with_overrides(config, [f"{field}={value}"]), 4, environment="cpu")
+            assert {each.severity for each in found if each.field == field} <= {"warning"}, (field, value, found)

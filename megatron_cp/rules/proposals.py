@@ -1,0 +1,62 @@
+"""What a fix proposes to type: overrides as text, and the values around one that does not fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_cp.config import RunConfig
+from megatron_cp.rules.remedies import BETWEEN
+
+
+def typed(field: str, value: Any) -> str:
+    """The override that gives a setting a value: ``model.rope_scaling=false``, ``"model.window_size=[64,0]"``."""
+    if isinstance(value, list):
+        return f'"{field}=[{",".join(map(str, value))}]"'
+    return f"{field}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
+
+
+def default_of(field: str) -> str:
+    """The override that gives a setting its default: ``model.rotary_percent=1.0``."""
+    return typed(field, value_at(RunConfig(), field))
+
+
+def one_of(field: str, values: Iterable[Any]) -> str:
+    """A setting with each of the values, as alternatives."""
+    return either(*(typed(field, value) for value in values))
+
+
+def either(*alternatives: str) -> str:
+    """The text of a fix with several alternatives, the best first; empty ones are left out."""
+    return BETWEEN.join(filter(None, alternatives))
+
+
+def value_at(config: RunConfig, path: str) -> Any:
+    """A setting by its dotted name; None where there is no such setting."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def divisors(number: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(max(0, number)) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]
+
+
+def closest(values: Iterable[int], to: int) -> list[int]:
+    """Values by their distance from a number, the smaller of two equal distances first."""
+    return sorted(values, key=lambda value: (abs(value - to), value))
+
+
+def nearest_multiples(number: int, of: int) -> list[int]:
+    """The multiples around a number: 8176 and 8192."""
+    below = number // of * of
+    return [below, below + of] if below > 0 else [of]
+
+
+def resized(entries: list[Any], length: int) -> list[Any]:
+    """A list of another length: cut, or with its last entry repeated."""
+    return (entries + entries[-1:] * length)[:length]

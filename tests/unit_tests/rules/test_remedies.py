@@ -1,0 +1,94 @@
+"""A fix, typed word for word, works: no error of any rule is left, and a warning is gone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from megatron_cp.rules import RULES, Example
+from megatron_cp.rules.explain import example_violations
+from megatron_cp.rules.remedies import Fix, parse_fix
+from tests.unit_tests.rules.remedies import (  # noqa: F401  (one is a fixture)
+    failures_of,
+    recipes_are_composed_once,
+    violations_of,
+)
+
+# What is done by hand, outside of the configuration and the shell that starts the run.
+BY_HAND = r"in the clone: (scripts/setup\.sh|uv pip install) \S.*"
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.id)
+def test_every_fix_of_an_example_works(rule):
+    assert failures_of(rule.example) == []
+    for violation in example_violations(rule.id):
+        for fix in parse_fix(violation.fix):
+            assert not fix.by_hand or re.fullmatch(BY_HAND, fix.by_hand), fix
+            assert str(fix) in violation.fix
+
+
+def test_a_shell_hands_every_override_on_as_it_is_parsed():
+    """The text of every fix of the table, split by a real shell."""
+    fixes = [fix for id in RULES for each in example_violations(id) for fix in parse_fix(each.fix) if fix.overrides]
+    lines = [str(fix).removesuffix(f" ({fix.note})").rpartition(" with ")[2] for fix in fixes]
+    script = "\n".join(f"printf '%s\\n' {line}" for line in lines)
+    printed = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == [word for fix in fixes for word in fix.overrides]
+
+
+def left_after(*overrides, world_size=4):
+    """What is wrong, and what is left when the first alternative of the first fix is typed behind it."""
+    example = Example(overrides, world_size)
+    (found, *_) = violations_of(example)
+    return found, violations_of(example, parse_fix(found.fix)[:1])
+
+
+def test_what_must_change_with_a_setting_is_in_its_fix():
+    found, left = left_after("model.num_moe_experts=4", "model.moe_router_load_balancing_type=sinkhorn",
+                             "model.moe_router_topk=1")  # fmt: skip
+    assert found.rule == "K22" and left == []
+    assert parse_fix(found.fix)[0].overrides == (
+        "model.moe_router_load_balancing_type=aux_loss",
+        "model.moe_router_pre_softmax=true",
+    )
+
+
+def test_a_fix_knows_what_was_given_and_what_followed():
+    """A length of the data's alone is mended alone; where the model's was given too, both are."""
+    for given, settings in (("dataset", ["dataset"]), ("model", ["dataset", "model"])):
+        found, left = left_after(f"{given}.seq_length=250")
+        assert found.rule == "B1" and left == []
+        words = parse_fix(found.fix)[0].overrides
+        assert words == tuple(f"{section}.seq_length=248" for section in settings)
+
+
+def test_evaluation_is_not_switched_off_for_a_sign():
+    found, left = left_after("validation.eval_iters=-1")
+    assert parse_fix(found.fix)[0].overrides == ("validation.eval_iters=10",) and left == []
+
+
+def test_a_proposal_that_no_rule_accepts_is_not_shown():
+    found, _ = left_after("model.pipeline_model_parallel_size=3", world_size=12)
+    assert found.rule == "A15" and "model.pipeline_model_parallel_size=2" not in found.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ('model.a=1 "model.b=[1,2]" (a note)', Fix(("model.a=1", "model.b=[1,2]"), note="a note")),
+        ("export NAME=1 (wins over env_vars)", Fix(exports={"NAME": "1"}, note="wins over env_vars")),
+        ("start 8 ranks with train.global_batch_size=8", Fix(("train.global_batch_size=8",), ranks=8)),
+        ("in the clone: scripts/setup.sh --gpu", Fix(by_hand="in the clone: scripts/setup.sh --gpu")),
+        ("check the rank's path", Fix(by_hand="check the rank's path")),
+    ],
+)
+def test_the_form_of_a_fix(text, fix):
+    assert parse_fix(text) == [fix] and str(fix) == text
+    assert fix.can_be_tried == (not fix.by_hand)
+
+
+def test_a_value_of_the_users_own_is_not_tried():
+    (fix,) = parse_fix("dataset.data_path=PATH")
+    assert not fix.can_be_tried and parse_fix("scheduler.lr_decay_style=WSD")[0].can_be_tried
