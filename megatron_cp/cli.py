@@ -236,7 +236,7 @@ def _is_limit(error: Exception) -> bool:
     limit = reached_limit(error)
     if limit is not None:
         rank = launcher.number("RANK") or 0
-        print(f"megatron-cp: rank {rank}, on {socket.gethostname()}: {limit}", file=sys.stderr, flush=True)
+        say(f"megatron-cp: rank {rank}, on {socket.gethostname()}: {limit}", file=sys.stderr, flush=True)
     _tell_other_nodes(error if limit is None else RuntimeFault(limit))
     return limit is not None
 

@@ -124,7 +124,8 @@ def convert(value: Any, kind: Any) -> Any:
                 return [convert(v, args[0]) for v in value]
     elif origin is dict:
         if isinstance(value, dict):
-            return {str(k): convert(str(v) if type(v) in (bool, int, float) else v, args[1]) for k, v in value.items()}
+            given = {str(k): v for k, v in value.items() if v is not None}  # null takes an entry of a recipe out
+            return {k: convert(str(v) if type(v) in (bool, int, float) else v, args[1]) for k, v in given.items()}
     elif kind is float:
         # Neither nan nor inf, which every comparison would let pass or explain with another setting.
         if type(value) in (int, float) and abs(value) <= sys.float_info.max:

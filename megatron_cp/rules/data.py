@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_cp.data.data_path import number_in, paths_and_weights
 from megatron_cp.data.split import shares
-from megatron_cp.rules.proposals import either, one_of
+from megatron_cp.rules.proposals import either, one_of, typed
 from megatron_cp.rules.rule import Context, Finding, broken, rule
 from megatron_cp.schema import nearest, nearest_first
 
@@ -262,5 +262,5 @@ def blends_have_weights(c: Context) -> Iterator[Finding]:
             paths_and_weights(given or "")
         except ValueError as error:
             paths = [item for item in given if isinstance(item, str) and number_in(item) is None]
-            plain = f"dataset.{name}=[{','.join(paths)}]" if paths else f"dataset.{name}=PATH"
-            yield Finding(f"dataset.{name}", str(error), f'"{plain}" gives every file the share that it has')
+            plain = typed(f"dataset.{name}", paths or "PATH")
+            yield Finding(f"dataset.{name}", str(error), f"{plain} (each file gets the share that it has)")

@@ -69,7 +69,7 @@ def variables_tune(c: Context) -> Iterator[Finding]:
         field = f"env_vars.{name}"
         if not may_set(name):
             message = "not a variable that tunes a library: it may choose what code runs, or where data go"
-            fix = f"take {name} out of env_vars; where you need it, export {name}=VALUE before you start the launcher"
+            fix = f"{field}=null (if you need it: export {name}=VALUE in the shell, before you start the launcher)"
             yield Finding(field, message, fix)
         elif "\0" in value:
-            yield Finding(field, "the value of a variable cannot hold the character 0", f"{field}=1, or another value")
+            yield Finding(field, "the value of a variable cannot hold the character 0", f"{field}=1")

@@ -45,6 +45,8 @@ def test_overrides_are_typed_and_reach_every_kind_of_field():
             "env_vars.NCCL_ALGO=Ring",
             "env_vars.CUDA_DEVICE_MAX_CONNECTIONS=1",
             "env_vars.SWITCH=true",
+            "env_vars.NCCL_PROTO=LL",
+            "env_vars.NCCL_PROTO=null",
             "dataset.data_path=[0.3,a,0.7,b]",
             "dataset.split='100,0,0'",
             "train.global_batch_size=${train.micro_batch_size}",
