@@ -109,6 +109,14 @@ def in_a_hook() -> None:
     x.sum().backward()
 
 
+def after_an_error() -> None:
+    """As where an error is caught for all ranks to be told. gloo's text is another one, without its name."""
+    try:
+        receive()
+    except RuntimeError:
+        all_gather()
+
+
 EXCHANGES = [
     lambda: dist.all_reduce(ones()),
     dist.barrier,
@@ -126,6 +134,7 @@ EXCHANGES = [
     coalesced,
     in_backward,
     in_a_hook,
+    after_an_error,
 ]
 NAMES = ["all_reduce", *(each.__name__ for each in EXCHANGES[1:])]
 
@@ -162,7 +171,7 @@ def lose_a_peer(folder: str, port: int, exchange: Callable[[], None], lost: Call
         fault = roll.explain(error)
         took = time.monotonic() - began
         text = "Traceback: " + traceback.format_exc() if fault is None else f"{fault.on_all_ranks} {fault}"
-        Path(folder, f"said{rank}").write_text(text if took < LIMIT + 3.0 else f"after {took} seconds: {text}")
+        Path(folder, f"said{rank}").write_text(text if took < LIMIT + 10.0 else f"after {took} seconds: {text}")
     while not all(Path(folder, f"said{other}").exists() for other in range(RANKS - 1)):
         time.sleep(0.01)
     with suppress(ProcessLookupError):
@@ -172,7 +181,7 @@ def lose_a_peer(folder: str, port: int, exchange: Callable[[], None], lost: Call
 
 def said_about(tmp_path: Path, exchange: Callable[[], None], lost: Callable[[], None]) -> list[str]:
     with closing(Store()) as store, suppress(AssertionError):
-        run_ranks(lose_a_peer, RANKS, str(tmp_path), store.port, exchange, lost, timeout=30, grace=15)
+        run_ranks(lose_a_peer, RANKS, str(tmp_path), store.port, exchange, lost, timeout=60, grace=25)
     return [(tmp_path / f"said{rank}").read_text() for rank in range(RANKS - 1)]
 
 
@@ -192,7 +201,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
 
 
-FAST = [(EXCHANGES[0], frozen), *((each, killed) for each in (receive, new_group, reduce_later, in_a_hook))]
+FAST = [(after_an_error, frozen), *((each, killed) for each in (receive, new_group, reduce_later, in_a_hook))]
 WAYS = [
     pytest.param(each, lost, id=f"{name}-{lost.__name__}", marks=[] if (each, lost) in FAST else slow)
     for each, name in zip(EXCHANGES, NAMES, strict=True)
