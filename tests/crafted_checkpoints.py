@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megatron_cp.backend.checkpoint_reader import INDEX, read_index
+from megatron_cp.backend.checkpoint_index import INDEX, read_index
 from megatron_cp.training.checkpoint_checksums import CHECKSUMS, write_checksums
 from megatron_cp.training.checkpoint_content import read_common
 

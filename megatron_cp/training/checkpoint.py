@@ -293,7 +293,8 @@ def fit_to_checkpoint(state: dict[str, Any], folder: Path, ahead_anew: bool = Fa
     saved = stored_names(folder)
     lacking = []
     for name, entry in list(state.items()):
-        is_extra = isinstance(entry, ShardedObject) and name.endswith("_extra_state")
+        # Named with a number behind it where one module computes several experts.
+        is_extra = isinstance(entry, ShardedObject) and entry.key.endswith("_extra_state")
         if (ahead_anew and _is_ahead(name)) or is_extra:
             del state[name]
         elif isinstance(entry, ShardedTensor) and entry.key not in saved:

@@ -11,6 +11,7 @@ import io
 import json
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,12 +19,15 @@ from typing import IO, Any
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from xxhash import xxh3_128
 
-from megatron_cp.backend.checkpoint_reader import COMMON_FILE, INDEX, read_index
+from megatron_cp.backend.checkpoint_index import INDEX, read_index
+from megatron_cp.backend.checkpoint_reader import COMMON_FILE
 from megatron_cp.errors import UnusableCheckpoint
+from megatron_cp.input_files import file_or_pipe, parse_json, read_bytes
 
 CHECKSUMS = "checksums.json"
 _COMMON = "common_state/shard_0_1"  # megatron-core's name for what is no tensor
 _CONFIG = "metadata.json"  # megatron-core's, which names the format
+_READERS = 4  # files that a rank reads at once
 _BLOCK = 1 << 20  # summed while it is in the processor's cache
 
 
@@ -103,8 +107,8 @@ def read_checksums(folder: Path) -> Checksums | None:
     """
     path = folder / CHECKSUMS
     try:
-        text = path.read_text(encoding="ascii")
-        content = json.loads(text)
+        text = read_bytes(path).decode("ascii")
+        content = parse_json(text)
         files = {
             str(name): FileSum(int(each["bytes"]), str(each["xxh3_128"])) for name, each in content["files"].items()
         }
@@ -115,18 +119,17 @@ def read_checksums(folder: Path) -> Checksums | None:
         return None
     except OSError as error:
         raise UnusableCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         pass
     raise UnusableCheckpoint(f"{path} is damaged: it is not what was written")
 
 
 def changed_files(folder: Path, sums: Checksums, rank: int = 0, ranks: int = 1) -> list[str]:
     """What is wrong with this rank's share of a checkpoint's files; all ranks together read each file once."""
-    found = []
-    for name in _share(sums.files, rank, ranks):
-        problem = _problem_of(folder / name, sums.files[name])
-        if problem:
-            found.append(f"{folder / name} {problem}")
+    names = _share(sums.files, rank, ranks)
+    with ThreadPoolExecutor(_READERS) as readers:  # reading and summing let other threads run
+        problems = readers.map(lambda name: _problem_of(folder / name, sums.files[name]), names)
+        found = [f"{folder / name} {problem}" for name, problem in zip(names, problems, strict=True) if problem]
     if rank == 0 and COMMON_FILE not in sums.files and (folder / COMMON_FILE).exists():
         found.append(f"{folder / COMMON_FILE} is none of the checkpoint's files, and would be read instead of one")
     return found
@@ -186,6 +189,6 @@ def read_common_bytes(folder: Path, sums: Checksums | None) -> bytes:
 
 
 def _bytes_at(folder: Path, place: Any) -> bytes:
-    with (folder / place.relative_path).open("rb") as file:
+    with open(folder / place.relative_path, "rb", opener=file_or_pipe) as file:
         file.seek(place.offset)
         return file.read(min(place.length, os.fstat(file.fileno()).st_size))

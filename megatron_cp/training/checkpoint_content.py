@@ -6,23 +6,19 @@ A value of another type or out of range would end later, in an error about somet
 from __future__ import annotations
 
 import io
-import math
-import reprlib
-import types
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from megatron_cp.backend.checkpoint_reader import COMMON_FILE, load_common_file, load_object
-from megatron_cp.config import RunConfig
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.errors import UnusableCheckpoint
-from megatron_cp.schema import describe, hints
 from megatron_cp.training.checkpoint_checksums import CHECKSUMS, read_checksums, read_common_bytes
+from megatron_cp.training.checkpoint_settings import is_number, problems_of_settings, shown, with_defaults
 
 # The layout of what a checkpoint holds besides tensors; a newer one cannot be read.
 FORMAT = 1
@@ -36,19 +32,15 @@ class _Value:
     accepts: Callable[[Any], bool]
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300  # NaN is not below
-
-
 def _is_step(value: Any) -> bool:
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    return _is_number(number) and number >= 0
+    return is_number(number) and number >= 0
 
 
 def _is_cost(value: Any) -> bool:
     try:
         numbers = vars(CostModel(**value)) | {"transport": 0}
-        return all(map(_is_number, numbers.values()))
+        return all(map(is_number, numbers.values()))
     except (TypeError, ValueError, AttributeError):
         return False
 
@@ -69,7 +61,7 @@ def _or_none(value: _Value) -> _Value:
 _COUNT = _Value("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < 2**62)
 _WHOLE = _Value("a whole number", lambda value: type(value) is int and abs(value) < 2**62)
 _AT_LEAST_ONE = _Value("a whole number from 1 on", lambda value: type(value) is int and 1 <= value < 2**31)
-_NUMBER = _Value("a finite number", _is_number)
+_NUMBER = _Value("a finite number", is_number)
 _TEXT = _Value("a text", lambda value: isinstance(value, str))
 _BOOL = _Value("true or false", lambda value: isinstance(value, bool))
 _STEP = _Value("a number from 0 on", _is_step)
@@ -119,22 +111,13 @@ _RANDOM = {
     "device": _BYTES,
     "tracker": {},
 }
-# Settings that are divided by.
-_DIVISORS = (
-    "model.make_vocab_size_divisible_by",
-    "model.tensor_model_parallel_size",
-    "model.pipeline_model_parallel_size",
-    "model.context_parallel_size",
-    "train.global_batch_size",
-    "train.micro_batch_size",
-)
 
 
 def _is_observation(value: Any) -> bool:
     """``([([length, ...], ranks), ...], seconds)``, of one rank in one step."""
     try:
         work, seconds = value
-        return _is_number(seconds) and all(
+        return is_number(seconds) and all(
             _AT_LEAST_ONE.accepts(ranks) and all(map(_COUNT.accepts, lengths)) for lengths, ranks in work
         )
     except (TypeError, ValueError):
@@ -159,7 +142,7 @@ def read_common(folder: Path, verify: bool = True) -> dict[str, Any]:
         common = load_object(io.BytesIO(content), f"{folder}: common_state")
         common = common[0] if isinstance(common, list) and len(common) == 1 else common
     if not isinstance(common, dict):
-        raise UnusableCheckpoint(f"{folder}: common_state is {_shown(common)}, not a mapping")
+        raise UnusableCheckpoint(f"{folder}: common_state is {shown(common)}, not a mapping")
     version = common.get("format")
     if version is None or (type(version) is int and version > FORMAT):
         return common  # of another program or a newer version, which check_format says
@@ -168,14 +151,14 @@ def read_common(folder: Path, verify: bool = True) -> dict[str, Any]:
         raise UnusableCheckpoint(f"its entry {problem}")
     if verify and sums is None and "checksums" in common:
         raise UnusableCheckpoint(f"{folder / CHECKSUMS} is missing")
-    return common | {"config": _filled(common["config"])}
+    return common | {"config": with_defaults(common["config"])}
 
 
 def check_random_state(state: Any, name: str) -> None:
     """Raises UnusableCheckpoint where a checkpoint's random state is none."""
     problem = next(_problems(state, _RANDOM, f"{name}."), "") or next(
         (
-            f"{name}.tracker.{key} is {_shown(each)}, not a tensor"
+            f"{name}.tracker.{key} is {shown(each)}, not a tensor"
             for key, each in state["tracker"].items()
             if not _BYTES.accepts(each)
         ),
@@ -186,7 +169,7 @@ def check_random_state(state: Any, name: str) -> None:
 
 
 def _other_problem(common: dict[str, Any]) -> str:
-    found = [*_config_problems(common["config"]), *_optimizer_problems(common.get("optimizer"))]
+    found = [*problems_of_settings(common["config"]), *_optimizer_problems(common.get("optimizer"))]
     return found[0] if found else ""
 
 
@@ -195,15 +178,15 @@ def _problems(value: Any, expected: Any, path: str) -> Iterator[str]:
     name = path.rstrip(".") or "common_state"
     if isinstance(expected, _Value):
         if not expected.accepts(value):
-            yield f"{name} is {_shown(value)}, not {expected.says}"
+            yield f"{name} is {shown(value)}, not {expected.says}"
     elif isinstance(expected, list):
         if not isinstance(value, list | tuple):
-            yield f"{name} is {_shown(value)}, not a list"
+            yield f"{name} is {shown(value)}, not a list"
             return
         for index, each in enumerate(value):
             yield from _problems(each, expected[0], f"{path}{index}.")
     elif not isinstance(value, dict):
-        yield f"{name} is {_shown(value)}, not a mapping"
+        yield f"{name} is {shown(value)}, not a mapping"
     else:
         for key, inner in expected.items():
             wanted = key.removesuffix("?")
@@ -222,53 +205,3 @@ def _optimizer_problems(state: Any) -> Iterator[str]:
         around = isinstance(each, dict) and "optimizer" in each
         expected = {"optimizer": _TORCH_OPTIMIZER, "grad_scaler?": _SCALER} if around else _TORCH_OPTIMIZER
         yield from _problems(each, expected, path)
-
-
-def _config_problems(config: dict[str, Any]) -> Iterator[str]:
-    for section, kind in hints(RunConfig).items():
-        value = config.get(section, {})
-        if not is_dataclass(kind):
-            if not _fits(value, kind):
-                yield f"config.{section} is {_shown(value)}, expected {describe(kind)}"
-            continue
-        if not isinstance(value, dict):
-            yield f"config.{section} is {_shown(value)}, not a mapping"
-            continue
-        for name, of in hints(kind).items():  # type: ignore[arg-type]
-            if name in value and not _fits(value[name], of):
-                yield f"config.{section}.{name} is {_shown(value[name])}, expected {describe(of)}"
-            elif f"{section}.{name}" in _DIVISORS and not _AT_LEAST_ONE.accepts(value.get(name, 1)):
-                yield f"config.{section}.{name} is {_shown(value[name])}, not {_AT_LEAST_ONE.says}"
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value has a setting's type; a choice of today need not have been one of then."""
-    origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, each) for each in args)
-    if origin is Literal:
-        return type(value) in {type(each) for each in args}
-    if origin is list:
-        return isinstance(value, list | tuple) and all(_fits(each, args[0]) for each in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(each, args[1]) for each in value.values())
-    if kind is float:
-        return _is_number(value) or value in (math.inf, -math.inf)
-    return kind is Any or type(value) is kind
-
-
-def _filled(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the defaults of settings that the program which wrote it did not have."""
-    defaults = asdict(RunConfig())
-    sections = {
-        name: each | config.get(name, {}) if isinstance(each, dict) else each for name, each in defaults.items()
-    }
-    return {**defaults, **config, **{name: each for name, each in sections.items() if isinstance(each, dict)}}
-
-
-def _shown(value: Any) -> str:
-    """A value for a message, however long or deep it is."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # an integer of more digits than Python writes
-        return "a number of very many digits"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_cp.backend.checkpoint_reader import read_index
+from megatron_cp.backend.checkpoint_index import read_index
 from megatron_cp.errors import ConfigError, UnusableCheckpoint, shown
 from megatron_cp.input_files import read_bytes
 

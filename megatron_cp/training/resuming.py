@@ -233,7 +233,11 @@ def has_written(config: RunConfig, common: dict[str, Any]) -> bool:
     a setting refers to may have another value by now.
     """
     saved = common.get("config")
-    return isinstance(saved, dict) and _of_today(saved) in (config.as_written(), asdict(config))
+    if not isinstance(saved, dict):
+        return False
+    known = _of_today(saved)
+    known["checkpoint"]["verify_checksums"] = config.checkpoint.verify_checksums  # which changes nothing
+    return known in (config.as_written(), asdict(config))
 
 
 def _of_today(saved: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron_cp.backend.checkpoint_reader import INDEX, load_object, read_index
+from megatron_cp.backend.checkpoint_index import INDEX, read_index
+from megatron_cp.backend.checkpoint_reader import load_object
 from megatron_cp.errors import RuntimeFault, UnusableCheckpoint
 from megatron_cp.training.checkpoint import load_checkpoint
 from megatron_cp.training.checkpoint_check import problems_of
