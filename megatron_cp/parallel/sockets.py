@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import os
 import socket
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -21,10 +22,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_cp import launcher
 from megatron_cp.errors import RuntimeFault
-from megatron_cp.parallel.store_watch import StoreSilentError, within
+from megatron_cp.parallel.store_watch import GO_ON, StoreSilentError, within
 
 LOOPBACK = "127.0.0.1"
 _LISTEN = "MEGATRON_CP_LISTEN"  # the address that stores listen on, where the one that others connect to is not it
+_SECONDS_REFUSED = 3.0  # by a launcher's host whose queue of connections is full, or whose launcher is gone
 _SECONDS_TO_ANSWER = 5.0  # beyond a time limit; less than the rendezvous as a whole has
 
 logger = logging.getLogger(__name__)
@@ -124,7 +126,7 @@ def environment_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """The store that the launcher or rank 0 keeps, this rank and the number of ranks, as torch's ``env://``.
 
     Raises:
-        PortError: rank 0 is to keep the store, and MASTER_PORT is taken.
+        RuntimeFault: the launcher is gone, or rank 0 is to keep the store and MASTER_PORT is taken.
         ValueError, RuntimeError: torch's.
     """
     said = os.environ
@@ -134,7 +136,28 @@ def environment_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     rank, by_launcher = launcher.rank(), said.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if launcher.on_one_node() and not by_launcher:
         said["MASTER_ADDR"] = LOOPBACK
+    if by_launcher:
+        _check_launcher(said["MASTER_ADDR"], port)
     return _store_at(said["MASTER_ADDR"], port, size, rank == 0 and not by_launcher, timeout), rank, size
+
+
+def _check_launcher(host: str, port: int) -> None:
+    """Check that a launcher keeps the store. It listened before it started this rank, so torch need not wait for it.
+
+    Raises:
+        RuntimeFault: nothing listens there any more.
+    """
+    deadline = time.monotonic() + _SECONDS_REFUSED
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=5).close()
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                message = "the launcher, which keeps the store of torch.distributed there, is gone"
+                raise RuntimeFault(f"MASTER_ADDR={host}, MASTER_PORT={port}: {message}. {GO_ON}") from None
+            time.sleep(0.2)
+        except OSError:  # torch waits for what is out of reach, and reports it
+            return None
 
 
 def _store_at(host: str, port: int, size: int, is_master: bool, timeout: timedelta) -> dist.Store:

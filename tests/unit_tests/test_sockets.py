@@ -237,3 +237,12 @@ def test_a_program_that_answers_nobody_is_not_waited_for(taken: int, monkeypatch
     monkeypatch.setattr(sockets, "_SECONDS_TO_ANSWER", 0.5)
     with pytest.raises(sockets.PortError, match=f"port {taken} of 127.0.0.1: what listens there did not answer in 2 "):
         sockets.tcp_store("127.0.0.1", taken, timeout=timedelta(seconds=1))
+
+
+def test_a_rank_does_not_wait_for_a_launcher_that_is_gone(
+    without_launcher: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_SECONDS_REFUSED", 0.3)
+    without_launcher.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    ((text, _),) = run_ranks(keep_the_store, 1, "127.0.0.1", 60.0, timeout=20.0)
+    assert "the launcher, which keeps the store of torch.distributed there, is gone. Start the run again" in text
