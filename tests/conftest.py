@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -14,6 +15,9 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # A GPU's fused functions are compiled in each rank, and there by itself: not by one process more a core, each of which
 # imports torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# Under nohup SIGHUP is ignored, and so it would be in every run that a test starts.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if os.environ.get("MEGATRON_CP_PRETEND_GPU"):
     from tests import pretend_gpu

@@ -92,6 +92,7 @@ ERROR = {
     "K30": "non-negative",
     "K34": "apply_rope_fusion is not available",
     "K31": "97 is not divisible by 2",
+    "K58": "weight",
     "K37": "mat1 and mat2 shapes cannot be multiplied",
 }
 # Runs, and is right about what it runs, which is not what was asked for.
