@@ -16,8 +16,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # imports torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# Under nohup SIGHUP is ignored, and so it would be in every run that a test starts.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, and so in every run that a test starts
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if os.environ.get("MEGATRON_CP_PRETEND_GPU"):
     from tests import pretend_gpu

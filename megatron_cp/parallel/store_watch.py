@@ -27,12 +27,14 @@ from megatron_cp.terminal import say
 
 GO_ON = "Start the run again to go on from the last checkpoint (torchrun --max-restarts=N does so by itself)."
 _PAUSE = 10.0  # seconds between questions, at most; a tenth of the limit where that is less
+_TO_END = 2.0  # seconds, for a thread that may be in a request
 _TURN = 3.0  # seconds that the other ranks of a node wait for the one that reports
 
 # Held by a rank that completes, alone, what ranks did together: it is not ended meanwhile.
 completing = threading.Lock()
 
 _stopped = threading.Event()
+_watching: threading.Thread | None = None
 
 
 class StoreSilentError(RuntimeFault):
@@ -91,13 +93,27 @@ class BoundedStore:
 
 def watch(store: dist.Store, seconds: float) -> None:
     """Start the thread: this process ends with one message where ``store`` is silent or gone for ``seconds``."""
+    global _watching
     _stopped.clear()
-    threading.Thread(target=_watch, args=(store, seconds), name="store watch", daemon=True).start()
+    _watching = threading.Thread(target=_watch, args=(store, seconds), name="store watch", daemon=True)
+    _watching.start()
 
 
 def stop_watching() -> None:
     """This rank ends by itself, from here on."""
     _stopped.set()
+    if _watching is not None:
+        join_before_exit(_watching)
+
+
+def join_before_exit(thread: threading.Thread) -> None:
+    """Wait a moment for a thread that was told to end, unless it is the calling one.
+
+    A thread that comes back from a request to the store while Python exits aborts the process (C++: "terminate called
+    without an active exception").
+    """
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(_TO_END)
 
 
 def _watch(store: dist.Store, seconds: float) -> None:

@@ -28,7 +28,14 @@ from megatron_cp.errors import EXIT_FAILED, RuntimeFault
 from megatron_cp.limits import reached_limit
 from megatron_cp.parallel import store_watch
 from megatron_cp.parallel.meeting import begun, common_store
-from megatron_cp.parallel.store_watch import GO_ON, BoundedStore, StoreSilentError, stop_watching, within
+from megatron_cp.parallel.store_watch import (
+    GO_ON,
+    BoundedStore,
+    StoreSilentError,
+    join_before_exit,
+    stop_watching,
+    within,
+)
 from megatron_cp.terminal import say
 from megatron_cp.training.board import Board, Found, Store
 from megatron_cp.training.exchanges import is_exchange, is_network_error, name_of_exchange
@@ -59,12 +66,14 @@ class RollCall:
         self._board = Board(cast(Store, self._store), self._rank, self._size)  # torch's stub lacks append
         self._since = time.monotonic()  # this rank is at the same since then
         self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="roll-call", daemon=True)
         if self._size > 1:
-            threading.Thread(target=self._watch, name="roll-call", daemon=True).start()
+            self._thread.start()
 
     def close(self) -> None:
         """This rank ends by itself, from here on."""
         self._closed.set()
+        join_before_exit(self._thread)
 
     def _watch(self) -> None:
         at, told = "", -1

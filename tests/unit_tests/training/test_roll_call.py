@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_cp.parallel.meeting import common_store
+from megatron_cp.parallel.store_watch import stop_watching, watch
 from megatron_cp.training import roll_call
 from megatron_cp.training.roll_call import RollCall, completing
 from tests.ranks import RanksFailed, run_ranks
@@ -107,3 +110,20 @@ def test_ranks_that_do_not_move_say_who_does_not_answer(frozen: bool, who: str, 
     run_ranks(standing_still, RANKS, str(tmp_path), store.port, frozen, timeout=60)
     text = "".join(path.read_text() for path in sorted(tmp_path.glob("stderr*")))
     assert text == f"megatron-cp: rank 0, forward of iteration 4, has not moved for 0.02 minutes: {who}\n"
+
+
+def threads_after_the_end() -> list[str]:
+    store = dist.PrefixStore("end", common_store())
+    watch(store, 0.1)
+    roll = RollCall(store)
+    time.sleep(0.05)
+    roll.close()
+    stop_watching()
+    return [each.name for each in threading.enumerate()]
+
+
+def test_no_thread_asks_the_store_while_python_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes back from a request then aborts the process."""
+    monkeypatch.setattr(roll_call, "_LOOK", 0.001)
+    for names in run_ranks(threads_after_the_end, 2):
+        assert not {"roll-call", "store watch", "store request"} & set(names), names
