@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_limit(error: Exception) -> bool:
-    """Whether a limit of the system is reached, which is then reported; other nodes are told of any error."""
+    """Report an error to the other nodes, and print the system's limit behind it; returns whether there is one."""
     limit = reached_limit(error)
     if limit is not None:
         rank = launcher.number("RANK") or 0

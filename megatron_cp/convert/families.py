@@ -62,7 +62,7 @@ class Family:
 
     @property
     def may_have_window(self) -> bool:
-        """Whether its layers can have a sliding window: Qwen's where use_sliding_window says so."""
+        """Whether a model of this family may have a sliding window; Qwen's config decides by use_sliding_window."""
         return self.window or ((self.qkv_bias or self.qk_norm) and not self.latent)
 
 

@@ -56,7 +56,7 @@ def meet(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
         DataError, RuntimeFault: a rank of another node has said why it does not come.
         RuntimeFault: some have not come, or would speak by other means. torch would say so by the name of a key, or
             later, or not at all.
-        StoreSilentError: whoever keeps the store does not answer. After the rendezvous a thread watches for that.
+        StoreSilentError: the process that keeps the store does not answer. A thread checks this after the rendezvous.
     """
     global _met_in
     seconds = timeout.total_seconds()

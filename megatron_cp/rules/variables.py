@@ -59,8 +59,10 @@ def may_set(name: str) -> bool:
     "K59",
     "env_vars holds variables that tune libraries, and no others.",
     "LD_PRELOAD, PYTHONPATH, PATH, NCCL_NET_PLUGIN and their like choose what code runs, HTTPS_PROXY, HF_ENDPOINT and "
-    "MASTER_ADDR where data go, NCCL_DEBUG_FILE which file is overwritten. A recipe may be somebody else's: whoever "
-    "starts the run sets these in the shell. Prefixes that a recipe may set: " + ", ".join(_PREFIXES) + " (but no "
+    "MASTER_ADDR where data go, NCCL_DEBUG_FILE which file is overwritten. A recipe may come from somebody else, "
+    "so these are set in the shell that starts the run. Prefixes that a recipe may set: "
+    + ", ".join(_PREFIXES)
+    + " (but no "
     "plugin, library, file, folder or address); names: " + ", ".join(sorted(_NAMES)) + ".",
     broken("env_vars.LD_PRELOAD=/tmp/library.so"),
 )
