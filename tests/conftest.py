@@ -16,8 +16,11 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # imports torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, and so in every run that a test starts
+# Ignored under nohup and in a shell's background, and then also in every run that a test starts.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if os.environ.get("MEGATRON_CP_PRETEND_GPU"):
     from tests import pretend_gpu
