@@ -55,7 +55,7 @@ from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_
 from megatron_cp.parallel.rendezvous import confine_arguments, confine_stores
 from megatron_cp.parallel.sockets import LOOPBACK, PortError
 from megatron_cp.terminal import say
-from megatron_cp.training.roll_call import say_for_the_killed
+from megatron_cp.training.roll_call import say_for_the_killed, stopped_before_rendezvous
 
 _STOPPED = set(EXIT_OF_SIGNAL.values())
 _DEFAULT_PORT = 29500  # torchrun's
@@ -123,10 +123,24 @@ class PatientAgent(LocalElasticAgent):
                 self._said_for.add(rank.pid)
                 say_for_the_killed(group.master_addr, group.master_port, worker.global_rank, -code)
 
+    def _one_is_waited_for(self, worker_group: WorkerGroup) -> bool:
+        """Whether a rank stopped before all had met: no signal will end the others, which wait for it."""
+        group: Any = worker_group
+        for rank, worker in zip(self._ranks(), group.workers, strict=False):
+            if rank.poll() in _STOPPED and stopped_before_rendezvous(
+                group.master_addr, group.master_port, worker.global_rank
+            ):
+                text = f"rank {worker.global_rank} stopped before all ranks had met; the others are ended"
+                say(f"megatron-cp: {text}", file=sys.stderr, flush=True)
+                return True
+        return False
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._say_for_the_killed(worker_group)
         codes = {rank.poll() for rank in self._ranks()}
-        if None in codes and codes <= {None, EXIT_OK, *_STOPPED}:
+        nobody_failed = None in codes and codes <= {None, EXIT_OK, *_STOPPED}
+        is_early = nobody_failed and self._one_is_waited_for(worker_group)
+        if nobody_failed and not is_early:
             # Nobody has failed. torch would take the first rank that stopped for a failure and send SIGTERM to those
             # that are still ending, some of which no longer expect one.
             if self._stopping_since is None and _STOPPED & codes:
@@ -138,7 +152,8 @@ class PatientAgent(LocalElasticAgent):
         failed_with = {failure.exitcode for failure in result.failures.values()}
         if EXIT_CONFIG in failed_with:
             self._remaining_restarts = 0
-        if failed_with and failed_with <= _STOPPED:
+        # A rank that waits at the rendezvous is ended by SIGTERM, and has nothing to save.
+        if failed_with and failed_with <= (_STOPPED | {-signal.SIGTERM} if is_early else _STOPPED):
             type(self).exit_code = max(failed_with)
             self._exit_barrier_timeout = _SECONDS_TO_MEET
             return RunResult(

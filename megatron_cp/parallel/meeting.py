@@ -37,7 +37,7 @@ from megatron_cp.errors import (
 from megatron_cp.parallel.sockets import environment_store
 from megatron_cp.parallel.store_watch import watch, within
 
-_START, _ANSWER, _GONE = "start", "answer", "gone"
+_START, _ANSWER, _GONE, _WAITING = "start", "answer", "gone", "waiting"
 # Where a collective fails or is not done in time, NCCL's watchdog writes this, below all names that a store was given
 # (torch 2.11, ProcessGroupNCCL's store for all): every later start would read it there, and be ended.
 _OF_NCCL = "exception_dump"
@@ -104,6 +104,7 @@ def _gather(launchers: dist.Store, ranks: list[str], said: str, timeout: timedel
 
 def _join(launchers: dist.Store, ranks: list[str], rank: int, said: str, timeout: timedelta) -> dist.Store:
     """Wait for rank 0 to begin a start, and for its answer; returns the start's store."""
+    launchers.set(_WAITING, "")  # for the launcher, if rank 0 never comes
     name, store, is_new = "", launchers, True
     for _ in _looks(timeout):
         if launchers.check([_START]) and (current := launchers.get(_START).decode()) != name:
@@ -184,6 +185,17 @@ def begun(address: str, port: int, killed: int, how: str) -> dist.Store | None:
             return store
     _leave_word(launchers, killed, EXIT_FAILED, how)
     return None
+
+
+def is_waited_for(address: str, port: int, stopped: int) -> bool:
+    """Check, for a launcher, whether ranks wait at the rendezvous for one that ``stopped``; other nodes' ranks end.
+
+    Raises:
+        RuntimeError: the process that keeps the store is gone.
+    """
+    launchers = dist.TCPStore(address, port, is_master=False, timeout=_SECONDS_TO_TELL)
+    at_rendezvous = launchers.check([_START]) or launchers.check([_WAITING])
+    return at_rendezvous and begun(address, port, stopped, "it was asked to stop") is None
 
 
 def _leave_word(launchers: dist.Store, rank: int, code: int, what: str) -> None:

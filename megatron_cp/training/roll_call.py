@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megatron_cp.errors import EXIT_FAILED, RuntimeFault
 from megatron_cp.limits import reached_limit
 from megatron_cp.parallel import store_watch
-from megatron_cp.parallel.meeting import begun, common_store
+from megatron_cp.parallel.meeting import begun, common_store, is_waited_for
 from megatron_cp.parallel.store_watch import (
     GO_ON,
     BoundedStore,
@@ -180,6 +180,13 @@ def say_for_the_killed(address: str, port: int, rank: int, number: int) -> None:
 
     with suppress(RuntimeError):  # who keeps the store is gone or frozen, too
         within(_ANSWER, say)
+
+
+def stopped_before_rendezvous(address: str, port: int, rank: int) -> bool:
+    """Check, for a launcher, whether the other ranks wait for a rank that has stopped and that they cannot know of."""
+    with suppress(RuntimeError):  # the process that keeps the store is gone or frozen
+        return within(_ANSWER, lambda: is_waited_for(address, port, rank))
+    return False
 
 
 def _first_line(error: BaseException) -> str:

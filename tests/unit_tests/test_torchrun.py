@@ -67,6 +67,8 @@ folder, rank, how = Path(sys.argv[1]), os.environ["RANK"], sys.argv[3]
 roll_call._GRACE = 1.0
 if how == "die" and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
+if how == f"interrupted{rank}":
+    sys.exit(130)
 try:
     store, _, size = meet("gloo", timedelta(minutes=2))
 except RuntimeFault as fault:
@@ -272,6 +274,15 @@ def test_ranks_of_other_nodes_hear_of_one_that_was_killed(launch: Callable[..., 
     assert code == 1 and "it was killed by signal 9 (Killed)" in text and "Traceback" not in text, text
     assert ("waited in vain because rank 1 had failed" if how == "kill" else "ended before all had met") in text, text
     assert "megatron-cp: rank 1 failed first: it was killed by signal 9" in other, other
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_do_not_wait_for_one_that_stopped_before_all_had_met(launch: Callable[..., Launched], rank: int) -> None:
+    """As at Ctrl-C in one rank while it starts."""
+    started = time.monotonic()
+    code, text = launch(how=f"interrupted{rank}", script=DEAF).ended()
+    assert code == 130 and f"megatron-cp: rank {rank} stopped before all ranks had met" in text, text
+    assert time.monotonic() - started < 60 and "Traceback" not in text, text
 
 
 def test_a_launcher_that_loses_the_others_store_says_so(launch: Callable[..., Launched]) -> None:
