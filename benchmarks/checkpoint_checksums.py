@@ -6,9 +6,8 @@
 Saving and loading take turns, with checksums and without, in an order that changes each round. Every ratio is of two
 times of one round; printed are the median over rounds and the smallest and largest. ``wall`` is the slowest rank's
 time. ``cpu`` is the sum of all ranks' CPU time, which other programs on the machine disturb less. ``best`` is the ratio
-of the two sides' shortest times, which they disturb least. Loading reads from
-the page cache, where checksums cost the most: from a disk, reading is slower, and the checksum's reading is what fills
-the cache.
+of the two sides' shortest times, which they disturb least. ``loading`` reads from the page cache, where checksums cost
+the most. ``cold`` loads what the page cache does not hold, as a run does that goes on after a machine was started.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import os
 import platform
 import shutil
 import statistics
@@ -90,6 +90,17 @@ def load(run: Run, folder: str, summed: bool) -> None:
     load_checkpoint(run, folder, 1)
 
 
+def forget(folder: str) -> None:
+    """Have the kernel drop a checkpoint's files from the page cache."""
+    if torch.distributed.get_rank() == 0:
+        for path in Path(folder).rglob("*"):
+            if path.is_file():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)  # only written pages can be dropped
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+
+
 def rank_main(options: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     config = configuration(options)
@@ -97,12 +108,16 @@ def rank_main(options: argparse.Namespace, folder: str) -> None:
     run = setup(config, config.model.vocab_size)
     run.progress.iteration = 1
     first = torch.distributed.get_rank() == 0
-    for what, step in (("saving", save), ("loading", load)):
+    for what, step in (("saving", save), ("loading", load), ("cold", load)):
         folders = {summed: f"{folder}/{'with' if summed else 'without'}" for summed in (True, False)}
         ratios: list[tuple[float, ...]] = []
         for number in range(options.rounds + 1):
             order = (True, False) if number % 2 else (False, True)
-            both = {each: timed(functools.partial(step, run, folders[each], each)) for each in order}
+            both = {}
+            for each in order:
+                if what == "cold":
+                    forget(folders[each])
+                both[each] = timed(functools.partial(step, run, folders[each], each))
             if number:  # the first round fills caches
                 ratios.append(
                     (*(a / b for a, b in zip(both[True], both[False], strict=True)), *both[True], *both[False])
