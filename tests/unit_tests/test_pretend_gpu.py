@@ -23,12 +23,11 @@ GPU = ("-m", "gpu")
 SOME = ("-m", "not slow")
 PARTS = {
     "where the host waits": (STEPS, *SOME),
-    "the order of messages": (ORDER, *SOME),
     "kernels, and the staged backend": (KERNELS, STAGED, *GPU, "-k", "not training and not virtual"),
 }
 MORE_PARTS = {
     "where the host waits": (STEPS, "-m", "slow"),
-    "the order of messages": (ORDER, "-m", "slow"),
+    "the order of messages": (ORDER,),
     "staged training": (STAGED, *GPU, "-k", "training or virtual"),
     "whole models": (f"{TRAINING}/test_equivalence.py", *SOME),
     "packs": (f"{TRAINING}/test_packed_equivalence.py", *SOME),

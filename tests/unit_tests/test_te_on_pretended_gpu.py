@@ -12,12 +12,11 @@ from tests.unit_tests.test_te_on_cpu import PACKAGE
 
 EQUIVALENCE = "tests/unit_tests/attention/test_te_equivalence.py"
 WITH_TE = {
-    "where the host waits": (STEPS, *SOME, "-k", "hierarchy or gathered or hybrid or question or static"),
-    "the tests for GPUs": (EQUIVALENCE, *GPU, "-k", "not (cp2-te or kernels) or (cp2 and p2p and kernels)"),
     "its kernels in our transports": (KERNELS, *GPU, "-k", "te_kernels"),
 }
 MORE_WITH_TE = {
-    "more of the tests for GPUs": (EQUIVALENCE, *GPU, "-k", "(cp2-te or kernels) and not (cp2 and p2p and kernels)"),
+    "the tests for GPUs": (EQUIVALENCE, *GPU),
+    "where the host waits": (STEPS, *SOME, "-k", "hierarchy or gathered or hybrid or question or static"),
     "more of where the host waits": (STEPS, "-m", "slow", "-k", "hybrid"),
     "the order of messages": (ORDER,),
     "layers": ("tests/te_on_cpu/layers.py",),
