@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_cp import launcher, slurm
 from megatron_cp.config import RunConfig
+from megatron_cp.data.summary import planned_line
 from megatron_cp.errors import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -137,9 +138,7 @@ def _report(config: RunConfig, args: argparse.Namespace) -> int:
     world_size, environment = ranks_to_check(config, args.world_size), Environment.of(args.environment)
     violations = check(config, world_size, args.gpus_per_node, environment)
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
-    say(f"# {config.recipe} on {world_size} ranks")
-    if choice:
-        say(choice)
+    say(f"# {config.recipe} on {world_size} ranks\n{planned_line(config)}", *([choice] if choice else []), sep="\n")
     with contextlib.suppress(ValueError):  # an impossible layout: the violations below say why
         layout = layout_of(config, world_size)
         say("\n".join(group_lines(layout)))

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_cp.config import DatasetConfig
 from megatron_cp.data.blend import Turns
+from megatron_cp.data.contents import Contents
 from megatron_cp.data.documents import open_documents
 from megatron_cp.data.indexed import open_indexed
 from megatron_cp.data.jsonl import Keys, map_prompt_lengths, tokenized
@@ -38,6 +39,8 @@ class Source(Protocol):
 
     def lengths(self, indices: np.ndarray) -> np.ndarray: ...
 
+    def contents(self) -> Contents: ...
+
     def __getitem__(self, index: int) -> Sample: ...
 
 
@@ -59,6 +62,14 @@ class Stream:
 
     def __len__(self) -> int:
         return self._num_samples
+
+    def sources(self) -> list[Contents]:
+        """One epoch of each source."""
+        return [source.contents() for source in self._sources]
+
+    def taken(self, count: int) -> Sequence[float]:
+        """How many of the first ``count`` samples come from each source."""
+        return self._turns.taken(count) if self._turns else [count]
 
     def _locate(self, index: int) -> tuple[Source, int]:
         number, nth = self._turns(index) if self._turns else (0, index)
