@@ -36,6 +36,7 @@ from megatron_cp.rules.resolve import ranks_to_check
 from megatron_cp.terminal import ArgumentParser, say
 
 _SECONDS_TO_SPEAK = 3.0
+_RECIPES = "List the recipes. [mock data]: random tokens until dataset.data_path=PREFIX names real data."
 
 # Commands with a module of their own: module and what it does.
 _MODULES = {
@@ -112,7 +113,7 @@ def _validate(argv: Sequence[str]) -> int:
 
 
 def _recipes(argv: Sequence[str]) -> int:
-    ArgumentParser("megatron-cp recipes", description="List the recipes.").parse_args(argv)
+    ArgumentParser("megatron-cp recipes", description=_RECIPES).parse_args(argv)
     recipes = list_recipes()
     width = max(map(len, recipes))
     for name, description in recipes.items():

@@ -6,6 +6,7 @@ A :class:`Stream` answers ``len``, ``lengths(indices)`` without reading, and ``[
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, read_lengths, sa
 from megatron_cp.errors import DataError
 from megatron_cp.input_files import file_or_pipe
 
+logger = logging.getLogger(__name__)
 KINDS = ("documents", "jsonl", "mock_documents")
 
 
@@ -163,7 +165,10 @@ def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDatase
         if named in DISTRIBUTIONS:
             lengths = sample_lengths(named, count, longest, seed)
         else:
-            lengths = np.minimum(np.resize(read_lengths(named), count), longest)
+            lengths = np.resize(read_lengths(named), count)
+            if cut := int((lengths > longest).sum()):
+                logger.info("dataset.mock_lengths=%s: %d of %d are cut to dataset.seq_length", named, cut, count)
+            lengths = np.minimum(lengths, longest)
     except ValueError as error:
         raise DataError(f"dataset.mock_lengths={named}: {error}") from error
     return MockVarlenDataset(lengths, vocab_size, seed, config.mock_masked_fraction)
