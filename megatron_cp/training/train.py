@@ -21,6 +21,7 @@ from megatron_cp.data.datasets import Datasets, build_datasets
 from megatron_cp.data.parts import has_test_part
 from megatron_cp.data.streams import check_files
 from megatron_cp.data.summary import log_data
+from megatron_cp.data.together import on_every_rank
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.errors import ConfigError, DataError, Violation, failed_alone
 from megatron_cp.parallel.device import start_distributed, stop_distributed
@@ -179,8 +180,12 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, start: Start | None) -> D
     last = consumed + max(0, train.train_iters - iteration) * train.global_batch_size
     train_samples = 0 if train.skip_train else max(last, train.train_iters * train.global_batch_size)
     datasets = build_datasets(config, tokenizer, train_samples, eval_samples, test_samples)
-    if dist.get_rank() == 0:
-        log_data(config, datasets, tokenizer.eod, consumed, last)
+
+    def report() -> None:
+        if dist.get_rank() == 0:
+            log_data(config, datasets, tokenizer.eod, consumed, last)
+
+    on_every_rank(report)  # a file that the first rank can no longer read ends all ranks
     return datasets
 
 
