@@ -176,8 +176,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, start: Start | None) -> D
     iteration = consumed = 0
     if start is not None and not start.finetune:
         iteration, consumed = start.iteration, start.consumed_samples
-    # What was consumed may have been in larger batches.
-    last = consumed + max(0, train.train_iters - iteration) * train.global_batch_size
+    last = consumed + max(0, train.train_iters - iteration) * train.global_batch_size  # the batch size may have changed
     train_samples = 0 if train.skip_train else max(last, train.train_iters * train.global_batch_size)
     datasets = build_datasets(config, tokenizer, train_samples, eval_samples, test_samples)
 

@@ -199,6 +199,16 @@ def test_masked_mock_samples(said: Any, masked: float, tmp_path: Path) -> None:
     assert "(random, …lengths.txt) | 249,300 tokens, ~" in line
 
 
+def test_lengths_that_are_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "lengths.txt").write_text("300\n31\n65\n64")
+    caplog.set_level(logging.INFO, "megatron_cp.data.streams")
+    config = tiny_config(
+        dataset__kind=None, dataset__mock_lengths=f"{tmp_path}/lengths.txt", dataset__seq_length=64, **PACKED
+    )
+    build_datasets(config, build_tokenizer(config.tokenizer), 8)
+    assert "lengths.txt: 5000 of 10000 are cut to dataset.seq_length" in caplog.text
+
+
 def test_a_resumed_run_and_one_that_is_done(said: Any, tmp_path: Path) -> None:
     given = {"dataset__data_path": write(tmp_path / "corpus", LENGTHS), **PACKED, "dataset__seq_length": 128}
     assert "run: 2.22 epochs |" in said(20, **given)[0] and said(20, **given)[1] == []
