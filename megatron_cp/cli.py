@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_cp import launcher, slurm
 from megatron_cp.config import RunConfig
+from megatron_cp.data.summary import planned_line
 from megatron_cp.errors import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -35,6 +36,7 @@ from megatron_cp.rules.resolve import ranks_to_check
 from megatron_cp.terminal import ArgumentParser, say
 
 _SECONDS_TO_SPEAK = 3.0
+_RECIPES = "List the recipes. [mock data]: random tokens until dataset.data_path=PREFIX names real data."
 
 # Commands with a module of their own: module and what it does.
 _MODULES = {
@@ -111,7 +113,7 @@ def _validate(argv: Sequence[str]) -> int:
 
 
 def _recipes(argv: Sequence[str]) -> int:
-    ArgumentParser("megatron-cp recipes", description="List the recipes.").parse_args(argv)
+    ArgumentParser("megatron-cp recipes", description=_RECIPES).parse_args(argv)
     recipes = list_recipes()
     width = max(map(len, recipes))
     for name, description in recipes.items():
@@ -137,9 +139,7 @@ def _report(config: RunConfig, args: argparse.Namespace) -> int:
     world_size, environment = ranks_to_check(config, args.world_size), Environment.of(args.environment)
     violations = check(config, world_size, args.gpus_per_node, environment)
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
-    say(f"# {config.recipe} on {world_size} ranks")
-    if choice:
-        say(choice)
+    say(f"# {config.recipe} on {world_size} ranks\n{planned_line(config)}", *([choice] if choice else []), sep="\n")
     with contextlib.suppress(ValueError):  # an impossible layout: the violations below say why
         layout = layout_of(config, world_size)
         say("\n".join(group_lines(layout)))

@@ -51,6 +51,12 @@ class Turns:
         source, nth = self.of_all(np.asarray(index))
         return int(source), int(nth)
 
+    def taken(self, count: int) -> list[int]:
+        """How many of the first ``count`` samples come from each source."""
+        periods, rest = divmod(count, len(self._source))
+        counts = periods * self._counts + np.bincount(self._source[:rest], minlength=len(self._counts))
+        return [int(number) for number in counts]
+
     def of_all(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The same of many samples; all are of one shape."""
         periods, places = np.divmod(indices, len(self._source))

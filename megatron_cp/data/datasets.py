@@ -23,7 +23,9 @@ from torch.utils.data import Dataset
 
 from megatron_cp.config import DatasetConfig, RunConfig
 from megatron_cp.data.cache import build_cached, cache_key, cache_root, map_array
-from megatron_cp.data.indexed import IndexedFiles, check_ids, check_lengths, open_indexed
+from megatron_cp.data.contents import Contents
+from megatron_cp.data.indexed import IndexedFiles, check_ids, check_lengths, first_ends, open_indexed, tokens_before
+from megatron_cp.data.mock import MockDataset
 from megatron_cp.data.order import shuffled
 from megatron_cp.data.parts import Part, parts_of
 from megatron_cp.data.streams import KINDS, Stream, build_streams
@@ -70,36 +72,6 @@ def build_datasets(
     )
 
 
-class MockDataset(Dataset):
-    """Random tokens that depend on (seed, index) alone, so that every parallel layout sees the same samples.
-
-    ``mock_masked_fraction`` of the loss mask is zero on average: one run of tokens in each sample, of varying length
-    and place, so that neither samples nor parts of a sequence weigh the same.
-    """
-
-    def __init__(self, config: DatasetConfig, vocab_size: int, seed: int, num_samples: int) -> None:
-        self._config, self._vocab_size, self._seed, self._num_samples = config, vocab_size, seed, num_samples
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, index: int) -> Sample:
-        length, masked = self._config.seq_length, self._config.mock_masked_fraction
-        rng = np.random.default_rng((self._seed, int(index) % self._config.mock_num_samples))
-        text = torch.from_numpy(rng.integers(0, self._vocab_size, length + 1, dtype=np.int64))
-        loss_mask = torch.ones(length, dtype=torch.float32)
-        spread = min(masked, 1.0 - masked)
-        count = min(round(rng.uniform(masked - spread, masked + spread) * length), length - 1)
-        start = rng.integers(0, length - count + 1)
-        loss_mask[start : start + count] = 0.0
-        return {
-            "tokens": text[:-1].clone(),
-            "labels": text[1:].clone(),
-            "loss_mask": loss_mask,
-            "position_ids": torch.arange(length, dtype=torch.int64),
-        }
-
-
 class TokenDataset(GPTDataset):
     """megatron-core's GPTDataset, dealt in an order that does not depend on how many samples are asked for.
 
@@ -137,11 +109,20 @@ class TokenDataset(GPTDataset):
                 "of it (validation.eval_iters=0)."
             )
         epochs = -(-_PARTS * self.config.sequence_length // num_tokens_per_epoch)
-        if epochs == 1 or self.index_split != Split.train:  # of a held-out part, samples that share no token
-            return super()._get_num_epochs(num_tokens_per_epoch)
-        # All samples that there are: upstream would deal those of the last epoch apart.
-        self.num_samples = (epochs * num_tokens_per_epoch - 1) // self.config.sequence_length
+        if epochs > 1 and self.index_split == Split.train:  # of a held-out part, samples that share no token
+            # All samples that there are: upstream would deal those of the last epoch apart.
+            self.num_samples = (epochs * num_tokens_per_epoch - 1) // self.config.sequence_length
         return super()._get_num_epochs(num_tokens_per_epoch)
+
+    def contents(self) -> Contents:
+        """One epoch of this part of the file."""
+        files, boundaries = open_indexed(self.dataset_path), self.dataset.document_indices
+        sequences = np.array([self.indices[0], self.indices[-1] + 1])  # a run, of which a document may have several
+        tokens, (first, last) = int(np.diff(tokens_before(files, sequences))[0]), boundaries.searchsorted(sequences)
+        samples = super().__len__() / self._get_num_epochs(tokens)
+        counted = None if self.config.eod_mask_loss else samples * self.config.sequence_length
+        ends = first_ends(files)
+        return Contents(self.dataset_path, int(last - first), len(boundaries) - 1, tokens, counted, samples, ends)
 
     def __getitem__(self, idx: int | None) -> Sample:
         sample = super().__getitem__(None if idx is None else self._in_index(int(idx)))
@@ -168,6 +149,14 @@ class _Samples(Dataset):
     def __getitem__(self, index: int) -> Sample:
         sample = self._dataset[index]
         return {key: sample[key] for key in SAMPLE_KEYS}
+
+    def sources(self) -> list[Contents]:
+        """One epoch of each file."""
+        return [dataset.contents() for dataset in getattr(self._dataset, "datasets", [self._dataset])]
+
+    def taken(self, count: int) -> Sequence[float]:
+        """How many of the first ``count`` samples come from each source: of a blend, by its weights."""
+        return [count * weight for weight in getattr(self._dataset, "weights", [1.0])]
 
 
 def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Dataset | None]:

@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -115,9 +116,26 @@ def document_lengths(files: IndexedFiles, part: slice) -> np.ndarray:
 
     A document is the sequences between two boundaries, which lie one after the other in the file.
     """
-    boundaries = _boundaries(files)[part.start : part.stop + 1]
-    begins = _offsets(files)[np.minimum(boundaries, files.num_sequences - 1)] // np.dtype(files.dtype).itemsize
-    return np.diff(np.where(boundaries < files.num_sequences, begins, files.num_tokens))
+    return np.diff(tokens_before(files, _boundaries(files)[part.start : part.stop + 1]))
+
+
+def tokens_before(files: IndexedFiles, sequences: np.ndarray) -> np.ndarray:
+    """Tokens before each sequence, int64; the number after the last one stands for the end. Of good files."""
+    begins = _offsets(files)[np.minimum(sequences, files.num_sequences - 1)] // np.dtype(files.dtype).itemsize
+    return np.where(sequences < files.num_sequences, begins, files.num_tokens)
+
+
+def tokens_between(files: IndexedFiles, first: int, last: int) -> int:
+    """Tokens of the documents from ``first`` to before ``last``; of good files, as :func:`document_lengths`."""
+    begin, end = tokens_before(files, _boundaries(files)[[first, last]])
+    return int(end - begin)
+
+
+def first_ends(files: IndexedFiles, most: int = 8) -> tuple[int, ...]:
+    """The last token of each of the first ``most`` documents, of those that have one; of good files."""
+    begins = tokens_before(files, _boundaries(files)[: most + 1])
+    tokens = np.memmap(files.prefix + ".bin", dtype=files.dtype, mode="r")
+    return tuple(int(tokens[end - 1]) for begin, end in pairwise(begins) if end > begin)
 
 
 def check_lengths(files: IndexedFiles) -> None:

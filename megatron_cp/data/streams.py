@@ -6,6 +6,7 @@ A :class:`Stream` answers ``len``, ``lengths(indices)`` without reading, and ``[
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from megatron_cp.config import DatasetConfig
 from megatron_cp.data.blend import Turns
+from megatron_cp.data.contents import Contents
 from megatron_cp.data.documents import open_documents
 from megatron_cp.data.indexed import open_indexed
 from megatron_cp.data.jsonl import Keys, map_prompt_lengths, tokenized
@@ -25,6 +27,7 @@ from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, read_lengths, sa
 from megatron_cp.errors import DataError
 from megatron_cp.input_files import file_or_pipe
 
+logger = logging.getLogger(__name__)
 KINDS = ("documents", "jsonl", "mock_documents")
 
 
@@ -37,6 +40,8 @@ class Source(Protocol):
     def num_tokens(self) -> int: ...
 
     def lengths(self, indices: np.ndarray) -> np.ndarray: ...
+
+    def contents(self) -> Contents: ...
 
     def __getitem__(self, index: int) -> Sample: ...
 
@@ -59,6 +64,14 @@ class Stream:
 
     def __len__(self) -> int:
         return self._num_samples
+
+    def sources(self) -> list[Contents]:
+        """One epoch of each source."""
+        return [source.contents() for source in self._sources]
+
+    def taken(self, count: int) -> Sequence[float]:
+        """How many of the first ``count`` samples come from each source."""
+        return self._turns.taken(count) if self._turns else [count]
 
     def _locate(self, index: int) -> tuple[Source, int]:
         number, nth = self._turns(index) if self._turns else (0, index)
@@ -152,7 +165,10 @@ def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDatase
         if named in DISTRIBUTIONS:
             lengths = sample_lengths(named, count, longest, seed)
         else:
-            lengths = np.minimum(np.resize(read_lengths(named), count), longest)
+            lengths = np.resize(read_lengths(named), count)
+            if cut := int((lengths > longest).sum()):
+                logger.info("dataset.mock_lengths=%s: %d of %d are cut to dataset.seq_length", named, cut, count)
+            lengths = np.minimum(lengths, longest)
     except ValueError as error:
         raise DataError(f"dataset.mock_lengths={named}: {error}") from error
     return MockVarlenDataset(lengths, vocab_size, seed, config.mock_masked_fraction)

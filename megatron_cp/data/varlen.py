@@ -13,8 +13,9 @@ from typing import Literal
 import numpy as np
 import torch
 
+from megatron_cp.data.contents import Contents
 from megatron_cp.data.documents import open_documents
-from megatron_cp.data.indexed import check_ids, open_indexed
+from megatron_cp.data.indexed import check_ids, chunks, first_ends, open_indexed, tokens_between
 from megatron_cp.errors import DataError
 
 Sample = dict[str, torch.Tensor]
@@ -42,6 +43,12 @@ class MockVarlenDataset:
     @property
     def num_tokens(self) -> int:
         return int(self._lengths.sum())
+
+    def contents(self) -> Contents:
+        """One epoch; its tokens under the loss as expected, not counted."""
+        tokens, most = self.num_tokens, 2 * self._masked  # the share that is masked is drawn from 0 to most, or to 1
+        masked = most / 2 if most <= 1 else 1 - 1 / (2 * most)
+        return Contents("", len(self), len(self), tokens, tokens * (1 - masked), len(self))
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Tokens of samples, int64 as ``indices``."""
@@ -91,7 +98,7 @@ class DocumentDataset:
     ) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-        files = open_indexed(prefix)
+        files = self._files = open_indexed(prefix)
         self._path, self._vocab_size, self._max_length = name or files.prefix, vocab_size, max_length
         self._index = open_documents(files, max_length, path_to_cache)
         self._data = IndexedDataset(files.prefix)
@@ -99,7 +106,7 @@ class DocumentDataset:
         if prompt_lengths is not None and len(prompt_lengths) != total:
             raise DataError(f"{self._path}: has {total} documents but {len(prompt_lengths)} prompt lengths.")
         self._prompts = prompt_lengths
-        first, last = (round(share * total) for share in part)
+        first, last = self._part = tuple(round(share * total) for share in part)
         if too_long == "refuse":
             worst, targets = self._index.longest(first, last)
             if targets > max_length:
@@ -127,6 +134,16 @@ class DocumentDataset:
     def num_tokens(self) -> int:
         """Tokens of all samples."""
         return self._num_tokens
+
+    def contents(self) -> Contents:
+        """One epoch. Prompts are summed: four bytes a document are read, of the index alone."""
+        (first, last), masked = self._part, 0
+        if self._prompts is not None:
+            for piece in chunks(first, last):
+                masked += int(np.maximum(self._prompts[piece].astype(np.int64) - 1, 0).sum())  # a text's is 0
+        ends = first_ends(self._files) if self._prompts is None else ()
+        tokens, of_file = tokens_between(self._files, first, last), self._files.num_boundaries - 1
+        return Contents(self._path, last - first, of_file, tokens, self.num_tokens - masked, len(self), ends)
 
     def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Document of the file, first token in it, and number of tokens of each sample; all are of one shape."""

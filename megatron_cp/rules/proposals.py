@@ -12,7 +12,12 @@ from megatron_cp.rules.remedies import BETWEEN
 
 
 def typed(field: str, value: Any) -> str:
-    """The override that gives a setting a value: ``model.rope_scaling=false``, ``"model.window_size=[64,0]"``."""
+    """The override that gives a setting a value: ``model.rope_scaling=false``, ``"model.window_size=[64,0]"``.
+
+    Text with a comma is quoted twice, for the shell and for Hydra, which takes it for several values.
+    """
+    if isinstance(value, str) and "," in value:
+        return f"\"{field}='{value}'\""
     if isinstance(value, list):
         return f'"{field}=[{",".join(map(str, value))}]"'
     return f"{field}={json.dumps(value) if value is None or isinstance(value, bool) else value}"

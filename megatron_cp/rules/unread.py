@@ -246,6 +246,12 @@ _READINGS = (
     ),
     _Reading(
         "dataset",
+        ("split",),
+        lambda config: config.dataset.divides,
+        "dataset.valid_data_path=null dataset.test_data_path=null",
+    ),
+    _Reading(
+        "dataset",
         ("text_key", "prompt_key", "response_key"),
         lambda config: config.dataset.kind == "jsonl",
         "dataset.kind=jsonl",

@@ -20,6 +20,8 @@ from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import Datasets, build_datasets
 from megatron_cp.data.parts import has_test_part
 from megatron_cp.data.streams import check_files
+from megatron_cp.data.summary import log_data
+from megatron_cp.data.together import on_every_rank
 from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.errors import ConfigError, DataError, Violation, failed_alone
 from megatron_cp.parallel.device import start_distributed, stop_distributed
@@ -171,12 +173,19 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, start: Start | None) -> D
     train = config.train
     eval_samples = config.validation.eval_iters * config.evaluation_batch[0]
     test_samples = eval_samples if has_test_part(config.dataset) else 0
-    train_samples = 0 if train.skip_train else train.train_iters * train.global_batch_size
-    if not train.skip_train and start is not None and not start.finetune:
-        # What was consumed may have been in larger batches.
-        remaining = (train.train_iters - start.iteration) * train.global_batch_size
-        train_samples = max(train_samples, start.consumed_samples + remaining)
-    return build_datasets(config, tokenizer, train_samples, eval_samples, test_samples)
+    iteration = consumed = 0
+    if start is not None and not start.finetune:
+        iteration, consumed = start.iteration, start.consumed_samples
+    last = consumed + max(0, train.train_iters - iteration) * train.global_batch_size  # the batch size may have changed
+    train_samples = 0 if train.skip_train else max(last, train.train_iters * train.global_batch_size)
+    datasets = build_datasets(config, tokenizer, train_samples, eval_samples, test_samples)
+
+    def report() -> None:
+        if dist.get_rank() == 0:
+            log_data(config, datasets, tokenizer.eod, consumed, last)
+
+    on_every_rank(report)  # a file that the first rank can no longer read ends all ranks
+    return datasets
 
 
 def _write_config(config: RunConfig, folder: Path) -> None:

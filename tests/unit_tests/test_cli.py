@@ -52,6 +52,7 @@ def test_dry_run_prints_the_yaml_the_groups_and_the_verdict(run):
     resolved, _, report = out.partition("# llama_tiny_pretrain_config on 4 ranks\n")
     assert yaml.safe_load(resolved)["model"]["hierarchical_context_parallel_sizes"] == [2, 2]
     assert report.splitlines() == [
+        "data: MOCK DATA (random tokens) | real: dataset.kind=null dataset.data_path=PREFIX",
         "CONTEXT_PARALLEL_GROUP [[0,1,2,3]]",
         "HIERARCHICAL_CONTEXT_PARALLEL_GROUPS a2a=[[0,1],[2,3]] p2p=[[0,2],[1,3]]",
         "DATA_PARALLEL_GROUP [[0],[1],[2],[3]]",

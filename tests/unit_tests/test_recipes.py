@@ -28,7 +28,11 @@ def test_every_recipe_composes_and_has_a_description(name):
     assert config.recipe == name
     assert config.checkpoint.save == f"runs/{name}"
     assert config.recipe_world_size is not None
-    assert list_recipes()[name]
+    description, mock = list_recipes()[name], config.dataset.kind in ("mock", "mock_documents")
+    assert description and description.endswith(" [mock data]") == mock
+    comments = (Path(__file__).parents[2] / "recipes" / f"{name}.yaml").read_text().partition("defaults:")[0]
+    assert ("# MOCK DATA (random tokens) until dataset.data_path=PREFIX" in comments) == mock
+    assert load_recipe(name, ["dataset.data_path=PREFIX"]).dataset.kind in ("indexed", "documents")
 
 
 def test_overrides_are_typed_and_reach_every_kind_of_field():

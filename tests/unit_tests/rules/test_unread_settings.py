@@ -91,6 +91,8 @@ UNREAD = [
     ("dataset.mock_masked_fraction=0.5", "dataset.data_path=a", "dataset.data_path=null"),
     ("dataset.mock_num_samples=5", "dataset.data_path=a", "dataset.data_path=null"),
     ("dataset.mock_masked_fraction=0.5", f"{PACKS} dataset.data_path=a", "dataset.data_path=null"),
+    *[("dataset.split='90,5,5'", f"dataset.data_path=a dataset.{name}_data_path=b validation.eval_iters={iters}",
+       f"dataset.{name}_data_path=null") for name, iters in (("valid", 1), ("test", 0))],
     *[(f"dataset.{name}=question", "", f"{PACKS} dataset.kind=jsonl dataset.data_path=a.jsonl")
       for name in ("text_key", "prompt_key", "response_key")],
     *[("tokenizer.tokenizer_model=data/tokenizer", f"tokenizer.tokenizer_type={kind} {more}",

@@ -1,0 +1,248 @@
+"""Say what a run trains on: one ``data:`` line, a line for each file of a blend, and warnings. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from megatron_cp.config import RunConfig
+from megatron_cp.data.contents import Contents, HasSources
+from megatron_cp.data.parts import paths_of
+from megatron_cp.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron_cp.data.datasets import Datasets
+
+logger = logging.getLogger(__name__)
+LINE = 160  # characters of the data: line
+_STAMP = len("[2026-01-01 00:00:00] ")  # room that is left for it where the numbers allow
+_SHORTEST_NAME = 16
+# More passes over the same text add little: Muennighoff et al., "Scaling Data-Constrained Language Models" (2023).
+_MOST_EPOCHS = 4
+_MOST_FILES = 10  # of a blend that get a line of their own
+# The kind as well, which a run's own config.yaml names; then it follows from the path.
+_REAL_DATA = "real: dataset.kind=null dataset.data_path=PREFIX"
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
+
+
+class _Use(NamedTuple):
+    """A source, the samples that this start takes of it, and those that all starts together have taken at the end."""
+
+    source: Contents
+    now: float
+    total: float
+
+    @property
+    def epochs(self) -> float:
+        return self.total / self.source.samples
+
+
+def log_data(config: RunConfig, datasets: Datasets, end_of_document: int, first: int, last: int) -> None:
+    """Log the data of a run that takes the training samples from ``first`` to before ``last``."""
+    mock, uses = _is_mock(config), _uses(config, datasets, first, last)
+    logger.log(logging.WARNING if mock else logging.INFO, _data_line(config, datasets, uses))
+    if mock:
+        return
+    for line in _file_lines(uses):
+        logger.info(line)
+    if datasets.train is not None:
+        for line in _repeated(config, uses):
+            logger.warning(line)
+    for line in (*_evaluated_again(config, datasets), *_other_tokenizer(config, uses, end_of_document)):
+        logger.warning(line)
+
+
+def planned_line(config: RunConfig) -> str:
+    """The ``data:`` line of a dry run, which opens no file."""
+    if _is_mock(config):
+        return f"data: {_mock_name(config)} | {_REAL_DATA}"
+    samples = _number(config.train.train_iters * config.train.global_batch_size)
+    try:
+        files = _files(paths_of(config.dataset), LINE // 2)
+    except DataError:  # a rule says why
+        return f"data: dataset.data_path names no files | dataset.kind={config.dataset.kind}"
+    return f"data: {files} ({config.dataset.kind}) | the run takes {samples} samples | a dry run opens no file"
+
+
+def _data_line(config: RunConfig, datasets: Datasets, uses: Sequence[_Use]) -> str:
+    """At most ``LINE`` characters; of a run that only evaluates, about the data of its first evaluation."""
+    mock = _is_mock(config)
+    facts = [
+        *_numbers([use.source for use in uses], mock),
+        f"{'run' if datasets.train is not None else 'eval'}: {_epochs_taken(uses, mock)}",
+        _REAL_DATA if mock else _held_out(config, datasets),
+    ]
+    rest = "".join(f" | {fact}" for fact in facts)
+    room = max(_SHORTEST_NAME, LINE - _STAMP - len("data: ") - len(rest))
+    return f"data: {_mock_name(config) if mock else _files([use.source.name for use in uses], room)}{rest}"
+
+
+def _file_lines(uses: Sequence[_Use]) -> Iterator[str]:
+    """The numbers of each file of a blend, the most repeated ones first."""
+    if len(uses) < 2:
+        return
+    samples = sum(use.total for use in uses) or 1
+    most = sorted(uses, key=lambda use: -use.epochs)
+    for number, use in enumerate(most[:_MOST_FILES], 1):
+        facts = [*_numbers([use.source], mock=False), f"{_percent(use.total / samples)} of this run's samples"]
+        epochs = _epochs(_short(use.epochs))
+        yield " | ".join([f"file {number} of {len(uses)}: {use.source.name}", *facts, epochs])
+    if left := most[_MOST_FILES:]:
+        yield f"{len(left)} more files: {_epochs(_short(left[0].epochs))} or less of each"
+
+
+def _repeated(config: RunConfig, uses: Sequence[_Use]) -> Iterator[str]:
+    """A warning of files that are small for the length of the run."""
+    repeated = sorted((use for use in uses if use.epochs > _MOST_EPOCHS), key=lambda use: -use.epochs)
+    if not repeated:
+        return
+    worst, rest = repeated[0], len(repeated) - 1
+    taken, last = sum(use.total - use.now for use in uses), sum(use.total for use in uses)
+    size = config.train.global_batch_size
+    iterations = int(last * _MOST_EPOCHS / worst.epochs / size)
+    shorter = f"train.train_iters={iterations}, or " if iterations * size > taken else ""
+    yield (
+        f"dataset.data_path={worst.source.name}: is repeated {_short(worst.epochs)} times by this run"
+        f"{f', {rest} more of the files more than {_MOST_EPOCHS} times' if rest else ''}; more than {_MOST_EPOCHS} "
+        f"epochs of the same text add little. Fix: {shorter}more data."
+    )
+
+
+def _evaluated_again(config: RunConfig, datasets: Datasets) -> Iterator[str]:
+    """A warning of a held-out part that is smaller than what one evaluation takes of it."""
+    wanted, batch = _evaluation_samples(config), config.evaluation_batch[0]
+    for part, dataset in zip(("validation", "test"), _parts(datasets)[1:], strict=True):
+        samples = wanted if dataset is None else sum(source.samples for source in dataset.sources())
+        if samples < wanted:
+            fewer = f"validation.eval_iters={int(samples / batch)}, or " if samples >= batch else ""
+            yield (
+                f"validation.eval_iters={config.validation.eval_iters}: takes {_number(wanted)} samples of the {part} "
+                f"data, which has {_number(samples)}: they are repeated. Fix: {fewer}more data for {part}."
+            )
+
+
+def _other_tokenizer(config: RunConfig, uses: Sequence[_Use], end: int) -> Iterator[str]:
+    """A warning of files whose documents end otherwise than this tokenizer's do; most ids are in any vocabulary."""
+    tokenizer = config.tokenizer
+    if tokenizer.tokenizer_type == "NullTokenizer" and tokenizer.eod_id is None:
+        return
+    for source in (use.source for use in uses):
+        if source.ends and end not in source.ends:
+            yield (
+                f"dataset.data_path={source.name}: none of its first {len(source.ends)} documents ends with {end}, "
+                f"as {tokenizer.tokenizer_type} ends them; another tokenizer's ids mean something else. Fix: "
+                "tokenizer.tokenizer_type=HuggingFaceTokenizer tokenizer.tokenizer_model=PATH, or write the files with "
+                "that token at the end of each document."
+            )
+
+
+def _uses(config: RunConfig, datasets: Datasets, first: int, last: int) -> list[_Use]:
+    """Of the training data; of a run that only evaluates, of the first part that it has."""
+    dataset = next((part for part in _parts(datasets) if part is not None), None)
+    if dataset is None:
+        return []
+    if datasets.train is None:
+        first, last = 0, _evaluation_samples(config)
+    taken = zip(dataset.sources(), dataset.taken(first), dataset.taken(last), strict=True)
+    return [_Use(source, after - before, after) for source, before, after in taken]
+
+
+def _parts(datasets: Datasets) -> list[HasSources | None]:
+    return cast("list[HasSources | None]", list(datasets))
+
+
+def _evaluation_samples(config: RunConfig) -> int:
+    return config.validation.eval_iters * config.evaluation_batch[0]
+
+
+def _is_mock(config: RunConfig) -> bool:
+    return config.dataset.kind in ("mock", "mock_documents")
+
+
+def _mock_name(config: RunConfig) -> str:
+    data = config.dataset
+    return f"MOCK DATA (random{f', {_end_of(data.mock_lengths, 12)}' if data.kind == 'mock_documents' else ' tokens'})"
+
+
+def _numbers(sources: Sequence[Contents], mock: bool) -> list[str]:
+    """Documents, tokens, tokens under the loss and samples of all sources together, one epoch of each."""
+    tokens, counted = sum(s.tokens for s in sources), [s.loss_tokens for s in sources]
+    if any(number is None for number in counted):
+        loss = "all but EOD"
+    else:
+        total = sum(number for number in counted if number is not None)
+        loss = "all" if total == tokens else f"~{total / tokens:.0%}" if mock else _number(total)
+    documents = [s.documents for s in sources if s.documents is not None]
+    samples = _number(sum(s.samples for s in sources))
+    return [
+        *([f"{_number(sum(documents))} documents"] if documents and not mock else []),
+        f"{_number(tokens)} tokens, {loss} in loss",
+        f"{samples} samples",
+    ]
+
+
+def _held_out(config: RunConfig, datasets: Datasets) -> str:
+    """The documents that are kept for validation and test: the share of the files, or the number in files of their
+    own."""
+    data, evaluates = config.dataset, config.validation.eval_iters > 0
+    shares = [_share(part) for part in _parts(datasets)]
+    if not data.divides:
+        own = [
+            f"{name} has own files"
+            for name, part in (("validation", datasets.valid), ("test", datasets.test))
+            if part is not None
+        ]
+        return ", ".join(own) or "not evaluated"
+    if evaluates:
+        return f"validation {_percent(shares[1])}, test {_percent(shares[2])}"
+    return f"{_percent(1 - shares[0])} held out, unused" if shares[0] < 1 else "none held out"
+
+
+def _share(part: HasSources | None) -> float:
+    """Documents of a part, as a share of all documents of its files."""
+    sources = part.sources() if part is not None else []
+    return sum(s.documents or 0 for s in sources) / (sum(s.all_documents or 0 for s in sources) or 1)
+
+
+def _epochs_taken(uses: Sequence[_Use], mock: bool) -> str:
+    """By this start, and of all starts together where it resumes. Of a blend the least and the most of a file."""
+    now = sorted(use.now / use.source.samples for use in uses)
+    total = max(use.epochs for use in uses)
+    least, most = (_short(now[i]) for i in (0, -1))
+    if total != now[-1] and not mock:
+        return f"{'' if least == most else 'up to '}{most} of {_epochs(_short(total))}"
+    return _epochs(most if least == most else f"{least} to {most}")
+
+
+def _epochs(number: str) -> str:
+    return f"{number} epoch{'' if number == '1' else 's'}"
+
+
+def _short(number: float) -> str:
+    """Three digits, or the whole number."""
+    if 0 < number < 0.001:
+        return "<0.001"
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def _number(number: float) -> str:
+    """Up to a million as it is, then four digits and a unit."""
+    for size, unit in _UNITS:
+        if number >= size:
+            return f"{number / size:.4g}{unit}"
+    return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
+
+
+def _files(names: Sequence[str], room: int) -> str:
+    """The one name, or the first and how many more there are, in ``room`` characters; the end of a name is kept."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return _end_of(names[0], max(_SHORTEST_NAME - len(more), room - len(more))) + more
+
+
+def _end_of(name: str, room: int) -> str:
+    return name if len(name) <= room else f"…{name[len(name) - room + 1 :]}"
