@@ -146,5 +146,5 @@ def compared(dynamic: Report, static: Report) -> str:
     """How fast one step is beside another, in words that say that both are simulated."""
     ratio = f"{static.seconds / dynamic.seconds:.2f}x"
     if ratio == "1.00x":
-        return f"simulated no faster than {static.title} ({ratio})"
+        return f"simulated no faster ({ratio}) than {static.title}"
     return f"simulated {ratio} as fast as {static.title}"
