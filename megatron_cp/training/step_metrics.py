@@ -88,7 +88,7 @@ def log_line(
         f"step ms: {seconds * 1e3:.1f}",
         f"tokens/s: {tokens:.0f}",
         f"left {clock(seconds_left)}",
-        f"memory (GB): {interval.peak_memory_bytes / 1e9:.2f}" if interval is not None else "",
+        f"peak memory (GB): {interval.peak_memory_bytes / 1e9:.2f}" if interval is not None else "",
     ]
     line = entries[0]
     for entry in filter(None, entries[1:]):
