@@ -346,6 +346,8 @@ class CheckpointConfig:
 @dataclass
 class LoggerConfig:
     log_interval: int = 1
+    # TFLOP/s that the MFU is a fraction of; None: measured with matrix products when the run starts.
+    peak_tflops_per_device: float | None = None
     tensorboard: bool = True
     tensorboard_dir: str | None = None
     wandb_project: str | None = None

@@ -33,9 +33,10 @@ from megatron_cp.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, DataE
 from megatron_cp.input_files import read_json
 from megatron_cp.process import drop_lost_output, end_with_parent, signals_to_stop_at
 from megatron_cp.recipes import load_recipe
+from megatron_cp.report.runs import read_runs
+from megatron_cp.report.summary import first_and_last_loss, validation_loss
 from megatron_cp.rules import check_or_raise
 from megatron_cp.rules.environment import Environment
-from megatron_cp.run_lines import METRICS, read_lines
 from megatron_cp.terminal import ArgumentParser, printable, say
 
 ROOT = Path(__file__).parents[1]
@@ -162,19 +163,17 @@ def _train(overrides: Sequence[str], ranks: int) -> int:
 def last_screen(console: Console, config: RunConfig, parts: Parts, ranks: int) -> None:
     """Where everything is, the loss before and after, and what to try next."""
     save = Path(config.checkpoint.save or "")
-    lines = read_lines(save / METRICS)
-    steps = [line for line in lines if "lm_loss" in line]
-    held_out = next((line["validation_loss"] for line in reversed(lines) if "validation_loss" in line), None)
-    before, after = steps[0]["lm_loss"], sum(s["lm_loss"] for s in steps[-5:]) / len(steps[-5:])
+    (run,) = read_runs([save])
+    losses, held_out = first_and_last_loss(run), validation_loss(run)  # as megatron-cp report shows them
     vocab_size = build_tokenizer(config.tokenizer).vocab_size
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("loss", f"[green]{before:.2f} -> {after:.2f}[/] after {len(steps)} iterations")
+    table.add_row("loss", f"[green]{losses}[/] first and last of {len(run.steps)} iterations")
     table.add_row("", f"(guessing among {vocab_size} tokens: {math.log(vocab_size):.2f})")
-    if held_out is not None:
-        table.add_row("held out", f"{held_out:.2f} on files it has not seen")
+    if held_out:
+        table.add_row("held out", f"{held_out} on files it has not seen")
     table.add_row("time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.seconds.items()))
     table.add_row("run folder", f"{_short(save)}")
     table.add_row("", "config.yaml, metrics.jsonl, tensorboard/ and the checkpoint")
@@ -185,7 +184,9 @@ def last_screen(console: Console, config: RunConfig, parts: Parts, ranks: int) -
     launch = (
         f".venv/bin/python -m megatron_cp.torchrun --nproc_per_node={ranks} scripts/training/run_recipe.py --recipe"
     )
-    more = f"train.train_iters={2 * config.train.train_iters} scheduler.override_opt_param_scheduler=true"
+    # The schedule of the run's config.yaml ends with the run: a longer one decays to the new end.
+    longer = 2 * config.train.train_iters
+    more = f"train.train_iters={longer} scheduler.lr_decay_iters={longer} scheduler.override_opt_param_scheduler=true"
     console.print("[bold]What to try next[/]")
     for what, command in (
         ("See the curves", f".venv/bin/tensorboard --logdir {shlex.quote(str(_short(save.parent)))}"),

@@ -234,7 +234,7 @@ def _show_run(args: argparse.Namespace) -> int:
         say(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))
     else:
         say(as_text(real, static, lengths, found.num_ranks))
-        measured = "" if step.measured_seconds is None else f"; the whole step took {step.measured_seconds:.3f} s"
+        measured = "" if step.measured_seconds is None else f"; measured, the whole step: {step.measured_seconds:.3f} s"
         say(f"simulated with the run's own cost model{measured}")
     _write(args, found, [static[1], real], lengths, step.cost)
     return EXIT_OK

@@ -102,6 +102,6 @@ def select_transport(
         return (
             "all_gather",
             None,
-            f"{why}; {seq_length // cp} tokens a rank are fewer than the {needed} that hide a hop",
+            f"{why}; {seq_length // cp} tokens a rank are fewer than the {needed} estimated to hide a hop",
         )
-    return "p2p", None, f"{why}; the ring is hidden from about {needed} tokens a rank on"
+    return "p2p", None, f"{why}; the ring is hidden, as estimated, from {needed} tokens a rank on"

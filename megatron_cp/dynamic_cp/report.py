@@ -18,9 +18,9 @@ from megatron_cp.dynamic_cp.types import Schedule
 class Report:
     """One schedule's figures under a cost model.
 
-    seconds: simulated step. imbalance: seconds * ranks / bare work; 1.0 is perfect. useful, overhead, idle: shares of
-    all ranks' time that are bare work, communication and fixed costs, and waiting. padding: padding tokens per real
-    token. cp_sizes: groups and tokens by CP size. idle_slots: (rank, microbatch) pairs without a group.
+    seconds: simulated step. imbalance: see :func:`imbalance_of_work`; a run writes the same number. useful, overhead,
+    idle: shares of all ranks' time that are bare work, communication and fixed costs, and waiting. padding: padding
+    tokens per real token. cp_sizes: groups and tokens by CP size. idle_slots: (rank, microbatch) pairs without a group.
     """
 
     title: str
@@ -37,9 +37,10 @@ class Report:
 
     def as_dict(self) -> dict[str, object]:
         """The figures as plain data."""
-        names = ("seconds", "imbalance", "useful", "overhead", "idle", "padding", "num_microbatches", "idle_slots")
+        names = ("imbalance", "useful", "overhead", "idle", "padding", "num_microbatches", "idle_slots")
         sizes = {str(size): {"groups": g, "tokens": t} for size, (g, t) in self.cp_sizes.items()}
-        return {name: getattr(self, name) for name in names} | {"cp_sizes": sizes}
+        figures = {name: getattr(self, name) for name in names}
+        return {"simulated_seconds": self.seconds} | figures | {"cp_sizes": sizes}
 
 
 def cp_sizes(schedule: Schedule) -> dict[int, int]:
@@ -108,7 +109,7 @@ def report(
         title=title,
         step=step,
         seconds=step.seconds,
-        imbalance=step.imbalance,
+        imbalance=imbalance_of_work(schedule, lengths, cost),
         useful=useful,
         overhead=busy / total - useful if total else 0.0,
         idle=1.0 - busy / total if total else 0.0,
@@ -125,17 +126,25 @@ def as_text(dynamic: Report, static: Sequence[Report], lengths: np.ndarray, num_
         f"{len(lengths)} samples, {int(lengths.sum())} tokens (longest {int(lengths.max())}, "
         f"median {int(np.median(lengths))}) on {num_ranks} ranks",
         "",
-        f"{'':30}{'step s':>9}{'imbalance':>11}{'useful':>8}{'overhead':>10}{'idle':>7}{'padding':>9}"
+        f"{'':30}{'simulated s':>13}{'imbalance':>11}{'useful':>8}{'overhead':>10}{'idle':>7}{'padding':>9}"
         f"{'microbatches':>14}",
     ]
     for one in (*static, dynamic):
         lines.append(
-            f"{one.title:30}{one.seconds:9.3f}{one.imbalance:11.3f}{one.useful:8.1%}{one.overhead:10.1%}{one.idle:7.1%}"
+            f"{one.title:30}{one.seconds:13.3f}{one.imbalance:11.3f}{one.useful:8.1%}{one.overhead:10.1%}{one.idle:7.1%}"
             f"{one.padding:9.2%}{one.num_microbatches:14}"
         )
     lines += ["", "CP size   groups        tokens   share of tokens"]
     for size, (groups, tokens) in dynamic.cp_sizes.items():
         share = tokens / int(lengths.sum())
         lines.append(f"{size:7}{groups:9}{tokens:14}{share:10.1%}  {'#' * max(1, round(40 * share))}")
-    lines += [""] + [f"expected speed-up over {one.title}: {one.seconds / dynamic.seconds:.2f}x" for one in static]
+    lines += [""] + [f"{dynamic.title}: {compared(dynamic, one)}" for one in static]
     return "\n".join(lines)
+
+
+def compared(dynamic: Report, static: Report) -> str:
+    """How fast one step is beside another, in words that say that both are simulated."""
+    ratio = f"{static.seconds / dynamic.seconds:.2f}x"
+    if ratio == "1.00x":
+        return f"simulated no faster ({ratio}) than {static.title}"
+    return f"simulated {ratio} as fast as {static.title}"

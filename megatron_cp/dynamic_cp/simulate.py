@@ -27,11 +27,11 @@ class SimulatedStep:
 
     With pipeline stages ``seconds`` includes the bubble and is multiplied by the number of stages, so that it compares
     with the same work on a pipeline of one; ``spans`` then show the microbatches without the pipeline.
-    ``imbalance`` is seconds * ranks / bare work (no communication, no overhead): 1.0 is perfect.
+    ``over_bare_work`` is seconds * ranks / bare work (no communication, no overhead): 1.0 is perfect.
     """
 
     seconds: float
-    imbalance: float
+    over_bare_work: float
     spans: list[Span]
 
 

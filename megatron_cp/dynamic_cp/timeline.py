@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.dynamic_cp.cost import CostModel
-from megatron_cp.dynamic_cp.report import Report
+from megatron_cp.dynamic_cp.report import Report, compared
 
 # From one rank (yellow) by powers of two to 1024 (black): steps that differ in lightness too.
 _COLOURS = (
@@ -33,6 +33,8 @@ _COLOURS = (
     "#2b2b2b",
 )
 _IDLE = "#f0f0f0"
+_TIME = "simulated seconds from the start of the optimizer step"
+_ROOM_FOR_LABEL = 0.2  # of the time axis; the label takes less
 
 
 def _colours(reports: Sequence[Report]) -> dict[int, str]:
@@ -80,15 +82,22 @@ def _bars(report: Report, lengths: np.ndarray, cost: CostModel) -> Iterator[_Bar
 
 
 def _headline(static: Report, dynamic: Report) -> str:
-    return f"The same samples, {static.seconds / dynamic.seconds:.2f}x faster: static CP above, dynamic CP below"
+    return f"{dynamic.title} (below): {compared(dynamic, static)} (above)"
+
+
+def _saving(report: Report, reports: Sequence[Report]) -> str:
+    """The label beside the bars of the last report, where they leave room for it."""
+    latest = max(each.seconds for each in reports)
+    saved = latest - report.seconds
+    return f"{saved:.2f} s less (simulated)" if report is reports[-1] and saved > _ROOM_FOR_LABEL * latest else ""
 
 
 def _caption(report: Report) -> str:
     drawn = max((span.stop for span in report.step.spans), default=0.0)
     waiting = "idle and pipeline bubble, drawn at the end," if report.seconds > 1.001 * drawn else "idle"
     return (
-        f"{report.title}: {report.seconds:.2f} s   (useful work {report.useful:.0%}, communication and overhead "
-        f"{report.overhead:.0%}, {waiting} {report.idle:.0%})"
+        f"{report.title}: simulated {report.seconds:.2f} s   (useful work {report.useful:.0%}, communication and "
+        f"overhead {report.overhead:.0%}, {waiting} {report.idle:.0%})"
     )
 
 
@@ -121,11 +130,11 @@ def write_png(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: 
         axis.add_collection(PatchCollection(pale, facecolors=pale_colours, edgecolors="white", linewidths=line))
         axis.add_collection(PatchCollection(solid, facecolors=solid_colours, edgecolors="white", linewidths=line))
         axis.axvline(end, color="black", linewidth=1.5)
-        if end < latest:
+        if saving := _saving(report, reports):
             axis.annotate(
                 "", (latest, num_ranks / 2), (end, num_ranks / 2), arrowprops={"arrowstyle": "<->", "color": "black"}
             )
-            axis.text((end + latest) / 2, num_ranks * 0.46, f"saved: {latest - end:.2f} s", ha="center", va="bottom")
+            axis.text((end + latest) / 2, num_ranks * 0.46, saving, ha="center", va="bottom")
         axis.set_xlim(0, latest * 1.01)
         axis.set_ylim(num_ranks, 0)
         axis.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -133,7 +142,7 @@ def write_png(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: 
         axis.set_title(_caption(report), loc="left", fontsize=11)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
-    axes[-1, 0].set_xlabel("seconds from the start of the optimizer step")
+    axes[-1, 0].set_xlabel(_TIME)
     legend = [Patch(facecolor=colour, label=f"CP {size}") for size, colour in colours.items()]
     legend += [
         Patch(
@@ -194,11 +203,11 @@ def write_html(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost:
                 parts.append(f"<text class='size' {place}>CP {bar.ranks}</text>")
         parts += _axes(num_ranks, latest, x, height)
         parts.append(f"<line x1='{end * x:.1f}' x2='{end * x:.1f}' y2='{height}' stroke='#000' stroke-width='2'/>")
-        if latest - end > 0.005 * latest:
+        if saving := _saving(report, reports):
             middle = f"x='{(end + latest) * x / 2:.1f}' text-anchor='middle'"
             line = f"x1='{end * x + 3:.1f}' x2='{latest * x:.1f}' y1='{height / 2}' y2='{height / 2}'"
             parts.append(f"<line {line} stroke='#000' stroke-dasharray='4 3'/>")
-            parts.append(f"<text {middle} y='{height / 2 - 8}'>saved: {latest - end:.2f} s</text>")
+            parts.append(f"<text {middle} y='{height / 2 - 8}'>{saving}</text>")
         parts.append("</g></svg>")
     path.write_text("\n".join(parts), encoding="utf-8")
 
@@ -214,5 +223,4 @@ def _axes(num_ranks: int, latest: float, x: float, height: int) -> Iterator[str]
     for second in _ticks(latest):
         yield f"<line x1='{second * x:.1f}' x2='{second * x:.1f}' y1='{height}' y2='{height + 5}' stroke='#222'/>"
         yield f"<text x='{second * x:.1f}' y='{height + 18}' text-anchor='middle'>{second:g}</text>"
-    label = "seconds from the start of the optimizer step"
-    yield f"<text x='{latest * x / 2:.1f}' y='{height + 36}' text-anchor='middle'>{label}</text>"
+    yield f"<text x='{latest * x / 2:.1f}' y='{height + 36}' text-anchor='middle'>{_TIME}</text>"

@@ -106,9 +106,9 @@ def _phase_bars(axes: Any, runs: Sequence[LoggedRun]) -> None:
                     axes.text(middle, row, share, va="center", ha="center", fontsize=8.5, color="white")
                 left += 1e3 * seconds[name]
         if total:
-            axes.text(left, row, f" {left:.4g}", va="center", fontsize=8.5)
+            axes.text(left, row, f" {left:.1f}", va="center", fontsize=8.5)
     _names(axes, runs)
-    axes.set_title("where an iteration's time goes, ms", loc="left", fontsize=11)
+    axes.set_title("iteration with evaluations and checkpoints, ms (mean)", loc="left", fontsize=11)
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
     if seen:
@@ -136,7 +136,7 @@ def _memory_bars(axes: Any, runs: Sequence[LoggedRun]) -> None:
             axes.barh(row, max(values) / 1e9, color=_colour(row), height=0.62)
             axes.text(max(values) / 1e9, row, f" {max(values) / 1e9:.2f}", va="center", fontsize=8.5)
     _names(axes, runs)
-    axes.set_title("peak memory of the fullest rank, GB", loc="left", fontsize=11)
+    axes.set_title("peak memory a rank, GB", loc="left", fontsize=11)
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
     _plain(axes, "x")

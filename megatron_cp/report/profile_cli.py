@@ -52,7 +52,7 @@ def _traces(paths: Sequence[Path]) -> list[Path]:
 def as_text(found: Breakdown, longest: int) -> str:
     """The tables of one trace, for a terminal."""
     where = f"on {found.device}" if found.device else "on the host, no GPU in it"
-    what = f"{found.iterations} iteration{'s' * (found.iterations > 1)} of {1e3 * found.seconds:.1f} ms"
+    what = f"{found.iterations} profiled iteration{'s' * (found.iterations > 1)} of {1e3 * found.seconds:.1f} ms"
     lines = [f"{found.name}: {what} {where}"]
     kinds, idle, notes = found.kinds, sum(found.idle.values()), {}
     if found.device:

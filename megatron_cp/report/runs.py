@@ -54,11 +54,15 @@ class LoggedRun:
     def phase_seconds(self) -> dict[str, float]:
         """Mean seconds an iteration in each phase; evaluation and checkpoints are spread over the iterations."""
         sums: dict[str, float] = defaultdict(float)
-        readings = [step["timers_s"] for step in self.steps if isinstance(step.get("timers_s"), dict)]
-        for reading in readings:
-            for name, seconds in reading.items():
-                sums[name] += (number_of(seconds) or 0.0) / len(readings)
-        return dict(sums)
+        covered, last = 0, self.steps[0]["iteration"] - 1
+        for step in self.steps:
+            if not isinstance(step.get("timers_s"), dict):
+                continue
+            iterations, last = step["iteration"] - last, step["iteration"]  # a reading is the mean over these
+            covered += iterations
+            for name, seconds in step["timers_s"].items():
+                sums[name] += iterations * (number_of(seconds) or 0.0)
+        return {name: seconds / covered for name, seconds in sums.items()}
 
     @property
     def layout(self) -> str:

@@ -61,12 +61,14 @@ def _iterations(run: LoggedRun) -> str:
     return f"{done:,} of {total:,}" if isinstance(total, int) else f"{done:,}"
 
 
-def _loss(run: LoggedRun) -> str:
+def first_and_last_loss(run: LoggedRun) -> str:
+    """Those of steps, where finite."""
     losses = run.points("lm_loss")[1]
     return f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "not finite"
 
 
-def _held_out(run: LoggedRun) -> str:
+def validation_loss(run: LoggedRun) -> str:
+    """The last one, "" where there is none."""
     losses = run.points("validation_loss")[1]
     return f"{losses[-1]:.4f}" if losses else ""
 
@@ -103,22 +105,30 @@ def _phases(run: LoggedRun) -> str:
     return ", ".join(f"{name.replace('_', '-')} {share:.0%}" for share, name in shares if share >= 0.005)
 
 
+def _whole_iteration(run: LoggedRun) -> str:
+    total = sum(run.phase_seconds.values())
+    return f"{1e3 * total:.1f}" if total else ""
+
+
 _ROWS = {
     "recipe": lambda run: str(run.config.get("recipe", "")),
     "layout": lambda run: run.layout,
     "sequence length": _setting("model", "seq_length"),
     "global batch, samples": _setting("train", "global_batch_size"),
     "iterations": _iterations,
-    "lm loss": _loss,
-    "validation loss": _held_out,
+    "lm loss, first and last step": first_and_last_loss,
+    "validation loss": validation_loss,
     "other evaluations": _measured,
-    "tokens/s": _typical("tokens_per_s", "{:,.0f}"),
-    "tokens/s a device": _typical("tokens_per_s_per_device", "{:,.0f}"),
-    "TFLOP/s a device": _typical("tflops_per_device", "{:.4g}"),
-    "step, ms": _typical("step_time_s", "{:.1f}", 1e3),
-    "time goes to": _phases,
+    "tokens/s (median)": _typical("tokens_per_s", "{:,.0f}"),
+    "tokens/s a device (median)": _typical("tokens_per_s_per_device", "{:,.0f}"),
+    "TFLOP/s a device (median)": _typical("tflops_per_device", "{:.4g}"),
+    "MFU of a given peak (median)": _typical("mfu_of_given_peak", "{:.3f}"),
+    "MFU of a measured peak (median)": _typical("mfu_of_measured_peak", "{:.3f}"),
+    "step alone, ms (median)": _typical("step_time_s", "{:.1f}", 1e3),
+    "iteration with evaluations and checkpoints, ms (mean)": _whole_iteration,
+    "of which": _phases,
     "peak memory a rank, GB": _largest("peak_memory_bytes", "{:.2f}", 1e-9),
-    "padding": _typical("padding_fraction", "{:.2%}"),
-    "imbalance": _typical("imbalance", "{:.3f}"),
+    "padding (median)": _typical("padding_fraction", "{:.2%}"),
+    "imbalance (median)": _typical("imbalance", "{:.3f}"),
     "skipped steps": _skipped,
 }

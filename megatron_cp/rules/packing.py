@@ -1,10 +1,10 @@
-"""F. Packed sequences. What only a batch can tell is in :mod:`megatron_cp.rules.batch`."""
+"""F. Packed sequences, and H23 of their groups. What only a batch can tell is in :mod:`megatron_cp.rules.batch`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.rules.proposals import either
+from megatron_cp.rules.proposals import either, typed
 from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 
@@ -41,3 +41,33 @@ def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
 )
 def packing_transport(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("F5")
+
+
+@rule(
+    "H23",
+    "Dynamic context parallelism has samples that one rank does not hold.",
+    "Groups are of one rank as long as samples fit there, but for few samples that balance so. The default limit is "
+    "that of context_parallel_size ranks: with one of them, the longest sample.",
+    broken(
+        "model.dynamic_context_parallel=true", "model.context_parallel_size=1", "model.cp_comm_type=p2p",
+        "model.hierarchical_context_parallel_sizes=null",
+    ),
+    severity="warning",
+)  # fmt: skip
+def dynamic_groups_have_a_use(c: Context) -> Iterator[Finding]:
+    model, longest, ranks = c.config.model, c.config.dataset.seq_length, c.dp * c.cp
+    limit, smallest = model.max_seqlen_per_dp_cp_rank, model.min_dynamic_context_parallel_size
+    if model.dynamic_context_parallel and c.divisible and limit is not None and ranks > 1 >= smallest:
+        unit = 2 * (c.tp if model.sequence_parallel else 1)
+        shared = -(-longest // (min(ranks, c.node_size or 8) * unit)) * unit
+        if longest <= limit and shared < limit:
+            field = "model.max_seqlen_per_dp_cp_rank"
+            yield Finding(
+                field,
+                f"a rank holds {limit} tokens, and the longest sample has {longest}: nearly all groups will be of one "
+                "rank, with no gain over packs of static context parallelism",
+                either(
+                    f"{typed(field, shared)} (tokens that the memory of one rank allows)",
+                    "model.dynamic_context_parallel=false model.sequence_packing_scheduler=dp_balanced",
+                ),
+            )

@@ -15,6 +15,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "rng.seed": _SEEDS,
     "dataset.random_seed": _SEEDS,
     "dataset.num_workers": _ANY,
+    "logger.peak_tflops_per_device": (1e-9, math.inf),
     "dataset.mock_num_samples": (1, math.inf),
     "validation.eval_iters": _ANY,
     "validation.eval_global_batch_size": (1, math.inf),

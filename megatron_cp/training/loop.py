@@ -20,13 +20,15 @@ from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.training.batches import Step, Steps, open_steps
 from megatron_cp.training.checkpoint import CheckpointSaver, Saved
 from megatron_cp.training.flops import training_flops
-from megatron_cp.training.metrics import Reporter, StepMetrics, logger
+from megatron_cp.training.metrics import Reporter, logger
+from megatron_cp.training.optimizer import Scheduled, scheduled_values
 from megatron_cp.training.phases import interval_of, read_numbers
 from megatron_cp.training.profiling import Profiler
 from megatron_cp.training.setup import Run
 from megatron_cp.training.signals import SignalWatch, agreed_maximum
 from megatron_cp.training.spikes import SpikeWatch
 from megatron_cp.training.step import StepResult, evaluate, train_step
+from megatron_cp.training.step_metrics import StepMetrics
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def _train(
         began = time.perf_counter()
         with run.phases("data"):
             step = next(steps)
+        scheduled = scheduled_values(run.optimizer, run.core_config.fp16)
         result = train_step(run, step.microbatches, tell_all)
         signals, late, writing, *timers = result.told
         seconds = time.perf_counter() - began  # the loss and the gradient norm have come: the GPU has kept pace
@@ -114,7 +117,7 @@ def _train(
         if spike:
             logger.info("loss spike at iteration %d: %.6f, usually %.6f", iteration, result.loss, spikes.usual)
         if reporter.writes:
-            reporter.step(_metrics(run, step, result, seconds, vocab_rows, spike), interval)
+            reporter.step(_metrics(run, step, scheduled, result, seconds, vocab_rows, spike), interval)
         if step.plan is not None:
             reporter.schedule(iteration, step.plan)
         if config.train.manual_gc and _due(iteration, config.train.manual_gc_interval):
@@ -165,7 +168,9 @@ def _advance(run: Run, step: Step, result: StepResult) -> None:
     run.progress.skipped_iterations += int(result.skipped)
 
 
-def _metrics(run: Run, step: Step, result: StepResult, seconds: float, vocab_rows: int, spike: bool) -> StepMetrics:
+def _metrics(
+    run: Run, step: Step, scheduled: Scheduled, result: StepResult, seconds: float, vocab_rows: int, spike: bool
+) -> StepMetrics:
     devices, plan = torch.distributed.get_world_size(), step.plan
     flops = training_flops(run.config.model, vocab_rows, step.lengths)
     packing: dict[str, Any] = {}
@@ -182,14 +187,15 @@ def _metrics(run: Run, step: Step, result: StepResult, seconds: float, vocab_row
         consumed_tokens=run.progress.consumed_tokens,
         lm_loss=result.loss,
         grad_norm=result.grad_norm,
-        learning_rate=run.optimizer.param_groups[0]["lr"],
+        learning_rate=scheduled.learning_rate,
+        weight_decay=scheduled.weight_decay,
         step_time_s=seconds,
         tokens_per_s=step.tokens / seconds,
         tokens_per_s_per_device=step.tokens / seconds / devices,
         tflops_per_device=flops / seconds / devices / 1e12,
         num_microbatches=step.num_microbatches,
         skipped=result.skipped,
-        loss_scale=float(run.optimizer.get_loss_scale()) if run.core_config.fp16 else 1.0,  # it lies on the device
+        loss_scale=float(scheduled.loss_scale),
         mtp_losses=result.mtp_losses,
         router_losses=result.router_losses,
         loss_spike=spike,

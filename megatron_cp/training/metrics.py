@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -22,46 +20,15 @@ from megatron_cp.dynamic_cp.recorded import record
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.run_lines import METRICS, SCHEDULES
 from megatron_cp.terminal import PrintableRecords
+from megatron_cp.training.peak import Peak
 from megatron_cp.training.phases import Interval
 from megatron_cp.training.scheduling import what_keeps_step
 from megatron_cp.training.sinks import JsonLines, open_charts, writing_into
+from megatron_cp.training.step_metrics import StepMetrics, clock, log_line
 
 logger = logging.getLogger("megatron_cp")
 
 _STEPS_TO_JUDGE_BY = 100  # the time left follows from the pace of these
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One line of ``metrics.jsonl``. Times in seconds, rates a second over the whole world unless named otherwise.
-
-    ``step_time_s`` is the step alone, without evaluation and checkpoints between steps. The fields that are ``None``
-    by default are those of packed microbatches and are left out without them; ``cp_sizes`` counts groups by CP size.
-    """
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    lm_loss: float
-    grad_norm: float | None
-    learning_rate: float
-    step_time_s: float
-    tokens_per_s: float
-    tokens_per_s_per_device: float
-    tflops_per_device: float
-    num_microbatches: int
-    skipped: bool
-    loss_scale: float = 1.0
-    mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction; written as "mtp_1 loss" and so on
-    router_losses: dict[str, float] = field(default_factory=dict)  # of experts, by name, without their weights
-    loss_spike: bool = False  # far above the usual loss
-    schedule_time_s: float | None = None
-    imbalance: float | None = None
-    padding_fraction: float | None = None
-    cp_sizes: dict[int, int] | None = None
-
-
-_OPTIONAL = {each.name for each in fields(StepMetrics) if each.default is None}
 
 
 def wants_live_line(config: RunConfig) -> bool:
@@ -110,6 +77,7 @@ class WritingReporter(Reporter):
         start: iterations that are done already; what an earlier attempt wrote about later ones is dropped.
         world_size: ranks of the run.
         unlike: what sets evaluations apart from the run's own; these go to ``metrics.jsonl`` alone.
+        peak: what the MFU is a fraction of; without it none is written.
     """
 
     writes = True
@@ -121,10 +89,12 @@ class WritingReporter(Reporter):
         start: int,
         world_size: int,
         unlike: Mapping[str, object] | None = None,
+        peak: Peak | None = None,
     ) -> None:
         super().__init__(config)
         self._folder = folder
         self._unlike = unlike or {}
+        self._peak = peak
         trains = start < self._total and not config.train.skip_train
         resume_after = start if trains else None
         self._lines = JsonLines(folder / METRICS, resume_after)
@@ -143,10 +113,7 @@ class WritingReporter(Reporter):
         self._ends: deque[float] = deque([time.monotonic()], maxlen=_STEPS_TO_JUDGE_BY + 1)
 
     def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
-        values = asdict(metrics)
-        del values["iteration"]
-        values |= _named_mtp_losses(values.pop("mtp_losses")) | values.pop("router_losses")
-        values = {name: value for name, value in values.items() if value is not None or name not in _OPTIONAL}
+        values = metrics.values(self._peak)
         if interval is not None:
             values |= {"timers_s": interval.seconds, "peak_memory_bytes": interval.peak_memory_bytes}
         self._write(metrics.iteration, values)
@@ -157,8 +124,7 @@ class WritingReporter(Reporter):
         self._since_log.append(metrics)
         if self.is_due(metrics.iteration):
             if self._config.logger.progress != "none":
-                size = self._config.train.global_batch_size
-                logger.info(log_line(self._since_log, self._total, size, left, interval))
+                logger.info(log_line(self._since_log, self._total, left, self._peak, interval))
             self._since_log = []
 
     def schedule(self, iteration: int, plan: StepPlan) -> None:
@@ -222,58 +188,11 @@ class ProgressLine:
     def update(self, metrics: StepMetrics, seconds_left: float) -> None:
         """Show a step that is done."""
         status = f"loss {metrics.lm_loss:.4f} · {metrics.tokens_per_s:,.0f} tokens/s"
-        left = f"left {_clock(seconds_left)}"
+        left = f"left {clock(seconds_left)}"
         self._progress.update(self._task, completed=metrics.iteration, status=status, left=left)
 
     def close(self) -> None:
         self._progress.stop()
-
-
-def _named_mtp_losses(losses: Sequence[float]) -> dict[str, float]:
-    """By the names that Bridge's users know."""
-    return {f"mtp_{depth} loss": loss for depth, loss in enumerate(losses, start=1)}
-
-
-def log_line(
-    steps: Sequence[StepMetrics],
-    total: int,
-    global_batch_size: int,
-    seconds_left: float,
-    interval: Interval | None = None,
-) -> str:
-    """The line that Bridge's users and parsers know, with the means over ``steps``, and what else was measured."""
-    last = steps[-1]
-    losses = [step.lm_loss for step in steps if not step.skipped and math.isfinite(step.lm_loss)] or [last.lm_loss]
-    seconds = sum(step.step_time_s for step in steps) / len(steps)
-    # Rates over the interval: work by time, not the mean of the steps' rates.
-    tflops = sum(step.tflops_per_device * step.step_time_s for step in steps) / len(steps) / seconds
-    tokens = sum(step.tokens_per_s * step.step_time_s for step in steps) / len(steps) / seconds
-    further = _named_mtp_losses(last.mtp_losses) | last.router_losses
-    entries = [
-        f"iteration {last.iteration:8d}/{total:8d}",
-        f"consumed samples: {last.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {seconds * 1e3:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {tflops:.{1 if tflops >= 10 else 4}f}",
-        f"learning rate: {last.learning_rate:.6E}",
-        f"global batch size: {global_batch_size:5d}",
-        f"lm loss: {sum(losses) / len(losses):.6E}",
-        *(f"{name}: {loss:.6E}" for name, loss in further.items()),
-        f"loss scale: {last.loss_scale:.1f}",
-        *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),
-        f"number of skipped iterations: {sum(step.skipped for step in steps):3d}",
-        f"number of nan iterations: {sum(not math.isfinite(step.lm_loss) for step in steps):3d}",
-        f"tokens/s: {tokens:.0f}",
-    ]
-    if interval is not None:
-        entries += [f"{name.replace('_', '-')} (ms): {value * 1e3:.1f}" for name, value in interval.seconds.items()]
-        entries.append(f"peak memory (GB): {interval.peak_memory_bytes / 1e9:.2f}")
-    return " | ".join([*entries, f"time left {_clock(seconds_left)}"]) + " |"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
 
 
 _console: Console | None = None

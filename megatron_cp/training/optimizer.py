@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -70,6 +70,21 @@ def schedule_of(config: RunConfig) -> dict[str, Any]:
         "wsd_decay_steps": None if schedule.lr_wsd_decay_iters is None else schedule.lr_wsd_decay_iters * batch,
         "lr_wsd_decay_style": schedule.lr_wsd_decay_style,
     }
+
+
+class Scheduled(NamedTuple):
+    """What the next step trains with, of the values that change from step to step."""
+
+    learning_rate: float
+    weight_decay: float
+    loss_scale: Any  # 1.0, or in fp16 a tensor [1] on the device
+
+
+def scheduled_values(optimizer: MegatronOptimizer, fp16: bool) -> Scheduled:
+    """Read them from the optimizer before a step; afterwards it holds the values of the step after that."""
+    groups = optimizer.param_groups
+    decay = max(group["weight_decay"] for group in groups)  # biases and norms have none
+    return Scheduled(groups[0]["lr"], decay, optimizer.get_loss_scale() if fp16 else 1.0)
 
 
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

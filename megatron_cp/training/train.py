@@ -35,6 +35,7 @@ from megatron_cp.training.folder_lock import only_run_in
 from megatron_cp.training.loop import Outcome, evaluate_all, train
 from megatron_cp.training.measuring import unlike_the_run
 from megatron_cp.training.metrics import Reporter, WritingReporter, logger, start_logging, wants_live_line
+from megatron_cp.training.peak import find_peak
 from megatron_cp.training.resuming import Start, find_start
 from megatron_cp.training.roll_call import RollCall
 from megatron_cp.training.setup import Run, setup
@@ -149,21 +150,26 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
         if asked is None and newer is not None and start.iteration == latest_iteration(start.root):
             way = begin_with(config, start.root, newer)
             logger.warning("%s/%s names iteration %d; %d is newer: %s", start.root, LATEST, start.iteration, newer, way)
+    begun_at = ready.progress.iteration
     trains = not measured and ready.progress.iteration < config.train.train_iters
     if trains:  # else the folder keeps the settings that its iterations were trained with
         _write_config(config, folder)
     _announce(ready, vocab_size)
-    reporter = Reporter(config)
+    reporter, peak = Reporter(config), None
+    if trains:
+        given = config.logger.peak_tflops_per_device
+        peak = find_peak(given, ready.core_config.params_dtype, ready.device, ready.all_ranks)
+        logger.info("MFU: of a %s peak of %.4g TFLOP/s a device (%s)", peak.source, peak.tflops, peak.how)
     if dist.get_rank() == 0:
         unlike = {} if trains or start is None else unlike_the_run(config, folder, Path(start.root))
-        reporter = WritingReporter(config, folder, ready.progress.iteration, dist.get_world_size(), unlike)
+        reporter = WritingReporter(config, folder, ready.progress.iteration, dist.get_world_size(), unlike, peak)
     with closing(SignalWatch(config.train.exit_signal_handler)) as watch, closing(reporter):
         if measured:
             outcome = Outcome(evaluate_all(ready, datasets, reporter, watch), None, None)
         else:
             outcome = train(ready, datasets, vocab_size, folder, reporter, watch, data_state)
     if dist.get_rank() == 0 and not measured:
-        _last_words(ready, folder, outcome)
+        _last_words(ready, folder, outcome, begun_at)
     # Not after an error: ranks that wait in these groups would see them break before they can be told why.
     ready.close()
     return outcome
@@ -236,15 +242,16 @@ def count_parameters(ready: Run) -> int:
     return int(dense + experts)
 
 
-def _last_words(ready: Run, folder: Path, outcome: Outcome) -> None:
+def _last_words(ready: Run, folder: Path, outcome: Outcome, begun_at: int) -> None:
     if outcome.last_loss is None:
         logger.info("nothing to do: already at iteration %d", ready.progress.iteration)
         return
     logger.info(
-        "iteration %d of %d: lm loss %.4f -> %.4f; run folder %s",
+        "iteration %d of %d: lm loss %.4f (iteration %d) -> %.4f; run folder %s",
         ready.progress.iteration,
         ready.config.train.train_iters,
         outcome.first_loss,
+        begun_at + 1,
         outcome.last_loss,
         folder,
     )

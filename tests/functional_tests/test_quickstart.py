@@ -67,9 +67,11 @@ def test_what_the_last_screen_suggests_can_run(tmp_path: Path) -> None:
     console = Console(record=True, width=100, file=io.StringIO())
     quickstart.last_screen(console, config, quickstart.Parts(console, 3), 4)
     text = console.export_text()
-    assert "6.00 -> 4.25 after 2 iterations" in text
+    assert "6.0000 -> 2.5000 first and last of 2 iterations" in text and "2.6000 on files" in text
     (recipe, overrides) = re.search(r"--recipe (\S+) (.*)", text).groups()  # type: ignore[union-attr]
-    assert load_recipe(recipe, overrides.split()).train.train_iters == 2 * config.train.train_iters
+    longer = load_recipe(recipe, overrides.split())
+    assert longer.train.train_iters == longer.scheduler.lr_decay_iters == 2 * config.train.train_iters
+    assert check(longer, 4) == []  # no warning either
     (transport,) = re.findall(r"quickstart.sh (\S+)", text)
     ring = load_recipe(quickstart.RECIPE, [*quickstart.overrides_for(tmp_path / "data", run, 0), transport])
     assert ring.model.cp_comm_type == "p2p" and check(ring, 4) == []
@@ -88,15 +90,34 @@ def test_a_mistake_ends_it_before_any_work(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "home").exists()
 
 
+SMALL = ["train.train_iters=2", "train.global_batch_size=2", "train.micro_batch_size=1", "model.num_layers=2"]
+
+
 def test_two_iterations(sources: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["train.train_iters=2", "train.global_batch_size=2", "train.micro_batch_size=1", "model.num_layers=2"]
-    assert quickstart.main([*small, "validation.eval_iters=1"], tmp_path, sources) == 0
+    assert quickstart.main([*SMALL, "validation.eval_iters=1"], tmp_path, sources) == 0
     out = capsys.readouterr().out
     assert "4 CPU processes, context parallel 4 (a2a+p2p [2, 2])" in out
-    assert re.search(r"loss +\d+\.\d+ -> \d+\.\d+ after 2 iterations", out)
+    assert re.search(r"loss +\d+\.\d+ -> \d+\.\d+ first and last of 2 iterations", out)
     assert "files it has not seen" in out
     assert (tmp_path / "run-001" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
     assert (tmp_path / "run-001" / "config.yaml").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_command_to_train_on_works_as_it_is_printed(
+    sources: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No warning, and a rate that decays from above the least one."""
+    assert quickstart.main(SMALL, tmp_path, sources) == 0
+    (command,) = re.findall(r"Train on from this checkpoint:\s+(.*)", capsys.readouterr().out)
+    done = subprocess.run(command, shell=True, cwd=quickstart.ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "warning" not in (done.stdout + done.stderr).lower(), done.stderr[-3000:]
+    folder = tmp_path / "run-001"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open() if "lm_loss" in line]
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
+    least = load_recipe(str(folder / "config.yaml")).optimizer.min_lr
+    assert lines[2]["learning_rate"] > lines[3]["learning_rate"] > least
 
 
 @pytest.mark.slow
@@ -110,7 +131,10 @@ def test_as_a_user_runs_it() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "HIERARCHICAL_CONTEXT_PARALLEL_GROUPS a2a=[[0,1],[2,3]] p2p=[[0,2],[1,3]]" in done.stderr
     (folder,) = re.findall(r"run folder +\W*(runs/quickstart/run-\d+|\S+/run-\d+)", done.stdout)
-    losses = [
-        json.loads(line)["lm_loss"] for line in (quickstart.ROOT / folder / "metrics.jsonl").open() if "lm_loss" in line
-    ]
+    losses = [line["lm_loss"] for line in map(json.loads, (quickstart.ROOT / folder / "metrics.jsonl").open())
+              if "lm_loss" in line]  # fmt: skip
     assert sum(losses[-5:]) / 5 < losses[0] / 2
+    # One last loss: of the panel, the run's last words, its last log line, and metrics.jsonl.
+    said = re.findall(r"-> (\d\.\d{4})", done.stdout + done.stderr)
+    logged = re.findall(r"iteration 150/150 \| lm loss: (\d\.\d{4})", done.stderr)
+    assert said == [f"{losses[-1]:.4f}"] * 2 and logged == [f"{losses[-1]:.4f}"]

@@ -22,11 +22,12 @@ from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.training.batches import open_steps
 from megatron_cp.training.loop import train
-from megatron_cp.training.metrics import Reporter, StepMetrics
+from megatron_cp.training.metrics import Reporter
 from megatron_cp.training.phases import Interval
 from megatron_cp.training.setup import setup
 from megatron_cp.training.signals import SignalWatch
 from megatron_cp.training.step import train_step
+from megatron_cp.training.step_metrics import StepMetrics
 from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, train_dataset
 from tests.pretend_gpu import placement
 from tests.ranks import RanksFailed, run_ranks

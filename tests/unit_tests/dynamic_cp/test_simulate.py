@@ -15,7 +15,7 @@ def test_a_group_waits_for_its_last_member():
     step = simulate(plan(2, [([0], [0]), ([1], [1])], [([0, 1], [2])]), [3, 7, 4], UNIT)
     assert [(span.start, span.stop) for span in step.spans] == [(0, 3), (0, 7), (7, 9)]
     assert step.seconds == 9
-    assert step.imbalance == pytest.approx(9 * 2 / 14)
+    assert step.over_bare_work == pytest.approx(9 * 2 / 14)
 
 
 def test_dense_ranks_do_not_wait_for_each_other():

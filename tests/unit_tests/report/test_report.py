@@ -16,6 +16,7 @@ import yaml
 
 from megatron_cp.cli import main
 from megatron_cp.errors import DataError
+from megatron_cp.report.figures import draw
 from megatron_cp.report.runs import read_runs
 from megatron_cp.report.summary import table
 
@@ -33,7 +34,7 @@ def run_folder(folder: Path, steps: int = 30, model: dict[str, Any] | None = Non
             "lm_loss": 6 / i**0.2 + draw.random() / 9,
             "grad_norm": 1.0, "learning_rate": 1e-3, "step_time_s": 0.4, "tokens_per_s": 1000.0 + 100 * i,
             "tokens_per_s_per_device": (1000.0 + 100 * i) / ranks, "tflops_per_device": 0.02, "num_microbatches": 1,
-            "skipped": i == 3,
+            "skipped": i == 3, "mfu_of_measured_peak": 0.16,
         }  # fmt: skip
         if i % 5 == 0:
             line |= {"timers_s": {"data": 0.04, "forward_backward": 0.3, "optimizer": 0.06}}
@@ -53,13 +54,31 @@ def run_folder(folder: Path, steps: int = 30, model: dict[str, Any] | None = Non
 def test_the_numbers(tmp_path: Path) -> None:
     (run,) = read_runs([run_folder(tmp_path / "a")])
     rows = dict(table([run]))
-    assert rows["tokens/s"] == ["2,650"]  # the median of steps 3 to 30
-    assert rows["tokens/s a device"] == ["662"]
+    assert rows["tokens/s (median)"] == ["2,650"]  # the median of steps 3 to 30
+    assert rows["tokens/s a device (median)"] == ["662"]
     assert rows["iterations"] == ["30 of 40"] and rows["skipped steps"] == ["1"]
-    assert rows["time goes to"] == ["forward-backward 75%, optimizer 15%, data 10%"]
+    assert rows["of which"] == ["forward-backward 75%, optimizer 15%, data 10%"]
     assert rows["peak memory a rank, GB"] == ["0.30"] and rows["validation loss"] == ["3.2500"]
     assert rows["layout"] == ["4 ranks: cp 4 (p2p)"] and rows["sequence length"] == ["256"]
-    assert "padding" not in rows
+    assert rows["step alone, ms (median)"] == ["400.0"] and rows["MFU of a measured peak (median)"] == ["0.160"]
+    assert "padding (median)" not in rows and "MFU of a given peak (median)" not in rows
+
+
+def test_a_bar_and_its_table_name_the_same_thing_and_number(tmp_path: Path) -> None:
+    """With evaluations, and a last reading over fewer iterations than the others."""
+    folder = run_folder(tmp_path / "a", steps=32)
+    with (folder / "metrics.jsonl").open("a") as file:
+        timers = {"data": 0.04, "forward_backward": 0.3, "optimizer": 0.06, "evaluation": 1.6}
+        line = {"iteration": 33, "lm_loss": 3.0, "step_time_s": 0.4, "timers_s": timers}
+        file.write(json.dumps(line) + "\n")
+    (run,) = read_runs([folder])
+    rows = dict(table([run]))
+    name = "iteration with evaluations and checkpoints, ms (mean)"
+    assert rows[name] == [f"{(30 * 400 + 3 * 2000) / 33:.1f}"]
+    bars = next(axes for axes in draw([run]).axes if axes.get_title(loc="left") == name)
+    assert rows[name] == [text.get_text().strip() for text in bars.texts if "%" not in text.get_text()]
+    memory = next(axes for axes in draw([run]).axes if axes.get_title(loc="left") == "peak memory a rank, GB")
+    assert rows["peak memory a rank, GB"] == [text.get_text().strip() for text in memory.texts]
 
 
 def test_the_latest_value_of_an_iteration_counts_and_other_data_is_told_apart(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_the_command_prints_a_run_s_profiles(tmp_path: Path, capsys: pytest.Capt
     assert main(["profile", str(tmp_path / "run"), "--kernels", "2"]) == 0
     text = capsys.readouterr().out
     folder = tmp_path / "run" / "profile"
-    assert text.startswith(f"{folder}/rank0_iterations_2-3.json.gz: 2 iterations of 1.0 ms on NVIDIA H200\n")
+    assert text.startswith(f"{folder}/rank0_iterations_2-3.json.gz: 2 profiled iterations of 1.0 ms on NVIDIA H200\n")
     assert f"\n\n{folder}/rank1_iterations_2-3.json.gz: " in text
     assert "  30.0 %       0.30 ms  matrix products\n" in text
     assert "  20.0 %       0.20 ms  communication: 10.0 % with nothing beside it\n" in text

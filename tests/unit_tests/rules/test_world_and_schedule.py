@@ -1,11 +1,15 @@
-"""The vocabulary's padding (A19) and a run that outlasts its schedule (I9): said where it matters, and only there."""
+"""Rules that speak where it matters and only there: padded vocabulary (A19), schedule (I9), dynamic groups (H23)."""
 
 from __future__ import annotations
 
 import pytest
 
+from megatron_cp.dynamic_cp import PRESETS, schedule
+from megatron_cp.dynamic_cp.distributions import sample_lengths
+from megatron_cp.dynamic_cp.report import cp_sizes
 from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
+from megatron_cp.rules.remedies import parse_fix
 
 TP3 = ["parallel=none", "model.num_attention_heads=6", "model.num_query_groups=3", "model.kv_channels=16"]
 TP3 += ["model.tensor_model_parallel_size=3", "model.hidden_size=96"]
@@ -55,3 +59,20 @@ def test_a_run_that_is_longer_than_its_schedule(schedule: list[str], left: int |
     else:
         [(severity, message, fix)] = said
         assert severity == "warning" and f"the last {left} of 300 iterations" in message and "lr_decay_iters=300" in fix
+
+
+def test_dynamic_groups_that_stay_alone_are_said_and_the_fix_widens_them():
+    """As schedules really come out, of batches of the samples that the recipe would train on."""
+    alone = ["model.dynamic_context_parallel=true", "model.context_parallel_size=1", "model.cp_comm_type=p2p",
+             "model.hierarchical_context_parallel_sizes=null", "train.micro_batch_size=1",
+             "dataset.seq_length=4096"]  # fmt: skip
+    (said,) = check(load_recipe("llama_tiny_pretrain_config", alone), 4, environment="cpu")
+    assert said.rule == "H23" and said.severity == "warning" and "no gain over packs of static" in said.message
+    sizes = []
+    for more in ((), parse_fix(said.fix)[0].overrides):
+        config = load_recipe("llama_tiny_pretrain_config", [*alone, *more])
+        assert check(config, 4, environment="cpu") == ([] if more else [said])
+        limit = config.model.max_seqlen_per_dp_cp_rank
+        batches = [sample_lengths("documents", 64, 4096, seed) for seed in range(5)]
+        sizes.append([set(cp_sizes(schedule(lengths, 4, limit, cost=PRESETS["h100_8b"]))) for lengths in batches])
+    assert sizes[0] == 5 * [{1}] and all(max(each) > 1 for each in sizes[1])

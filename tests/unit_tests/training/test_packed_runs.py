@@ -79,6 +79,9 @@ def test_what_a_run_writes(packed: Any, tmp_path: Path) -> None:
     html = str(tmp_path / "step.html")
     code, shown = shown_by_schedule("--from-run", str(run), "--iteration", "2", "--html", html)
     assert code == 0 and "the run, iteration 2" in shown and f"{lines[1]['step_time_s']:.3f} s" in shown, shown
+    # Imbalance is one quantity, in metrics.jsonl, of which report shows the median, as in schedule.
+    code, shown = shown_by_schedule("--from-run", str(run), "--iteration", "2", "--json")
+    assert code == 0 and json.loads(shown)["run"]["imbalance"] == pytest.approx(lines[1]["imbalance"])
     assert read_step(run).iteration == 3 and list(read_step(run, 2).lengths) == recorded[1]["lengths"]
     code, shown = shown_by_schedule("--from-run", str(run), "--iteration", "9")
     assert code == 2 and "has no iteration 9, only 1 to 3" in shown
