@@ -59,10 +59,10 @@ def main(argv: Sequence[str]) -> int:
         names = ["against", "layout"]
     layouts = [_checked(config, world_size) for config in layouts]
     configs = [_checked(config, world_size) for config in comparable(layouts, world_size, args.steps, full=args.full)]
-    if launcher.rank() == 0 and layouts[-1].model.moe_aux_loss_coeff != configs[-1].model.moe_aux_loss_coeff:
+    if launcher.rank() == 0 and layouts[-1].model.moe_aux_loss_coeff and not configs[-1].model.moe_aux_loss_coeff:
         say(
             "note: compared without the router's auxiliary loss (model.moe_aux_loss_coeff=0): a pack's depends on the "
-            "samples that share it, and layouts pack differently",
+            "samples that share it, and the two layouts pack differently",
             file=sys.stderr,
         )
     return _compare(configs, (names[0], names[1]))
