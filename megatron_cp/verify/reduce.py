@@ -15,6 +15,7 @@ from megatron_cp.config import DatasetConfig, ModelConfig, OptimizerConfig, RunC
 from megatron_cp.dynamic_cp.distributions import LEAST_LONGEST
 from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.one_rank import on_one_rank
+from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.verify.sizes import of_every_kind, shrink, shrink_thresholds
 
 VOCAB, TOKENS = 255, 32
@@ -82,6 +83,14 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
         config.dist.attention_probe = False
         config.finalize()
     return configs
+
+
+def checked(config: RunConfig, world_size: int) -> RunConfig:
+    """The configuration with its auto settings resolved. Raises ConfigError if a rule is broken."""
+    environment = Environment.detect()
+    config, _ = resolve_auto(config, world_size, None, environment)
+    check_or_raise(config, world_size, None, environment)
+    return config
 
 
 def _raise_weights(model: ModelConfig) -> None:
