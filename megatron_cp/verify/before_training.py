@@ -60,7 +60,7 @@ def verify_once(config: RunConfig) -> None:
         result = compare_with_one_rank(reduced, on_one_rank(reduced))
     if not result.equal:
         raise RuntimeFault(
-            f"layout={layout}: does not train the same model as one rank, nothing was trained: "
+            f"layout={layout}: not the same model as on one rank, nothing was trained: "
             f"{'; '.join(diagnose(result))}. Fix: type 'verify' in place of 'train --verify' to see all that differs, "
             "and choose another layout or model.cp_comm_type.",
             on_all_ranks=True,
@@ -68,7 +68,7 @@ def verify_once(config: RunConfig) -> None:
     if dist.get_rank() == 0:
         _write(file, known | {key: {"layout": layout, "time": time.strftime("%Y-%m-%d %H:%M:%S")}})
     logger.info(
-        "layout verified in %.1f s: %s trains the same model as one rank (%d parameters, %d steps, reduced size); "
+        "layout verified in %.1f s: %s train the same model as one rank (%d parameters, %d steps, reduced size); "
         "remembered in %s",
         time.monotonic() - began,
         layout,
@@ -83,7 +83,7 @@ def describe(config: RunConfig, world_size: int) -> str:
     model = config.model
     sizes = {
         "tp": model.tensor_model_parallel_size,
-        "cp": model.context_parallel_size,
+        "cp": f"{model.context_parallel_size} {'/'.join(model.transports)}",
         "pp": model.pipeline_model_parallel_size,
         "ep": model.expert_model_parallel_size,
         "dp": config.data_parallel_size(world_size),

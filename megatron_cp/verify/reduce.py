@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from megatron_cp.config import DatasetConfig, ModelConfig, OptimizerConfig, RunConfig
+from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.dynamic_cp.distributions import LEAST_LONGEST
 from megatron_cp.errors import ConfigError, Violation
 from megatron_cp.one_rank import on_one_rank
@@ -70,7 +70,8 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
             model.moe_aux_loss_coeff = 0.0  # it depends on which samples share a pack, and two layouts pack otherwise
         config.train.global_batch_size, config.train.train_iters = batch, steps
         config.train.skip_train = False
-        _set_optimizer(config.optimizer)
+        config.optimizer.adam_eps = max(config.optimizer.adam_eps, ADAM_EPS)
+        config.optimizer.lr, config.optimizer.min_lr = LEARNING_RATE, LEARNING_RATE / 10
         _mock(config.dataset)
         config.tokenizer = type(config.tokenizer)("NullTokenizer", vocab_size=vocab_size)
         config.mixed_precision = type(config.mixed_precision)(fp32=True)
@@ -103,13 +104,6 @@ def _raise_weights(model: ModelConfig) -> None:
         model.moe_router_bias_update_rate = max(model.moe_router_bias_update_rate, BIAS_RATE)
     if model.mtp_num_layers:
         model.mtp_loss_scaling_factor = max(model.mtp_loss_scaling_factor, MTP_LOSS)
-
-
-def _set_optimizer(optimizer: OptimizerConfig) -> None:
-    optimizer.adam_eps = max(optimizer.adam_eps, ADAM_EPS)
-    if optimizer.lr > 0:
-        optimizer.min_lr *= LEARNING_RATE / optimizer.lr
-    optimizer.lr = LEARNING_RATE
 
 
 def _check_same_model(layouts: Sequence[RunConfig]) -> None:

@@ -8,7 +8,7 @@ from rich.table import Table
 from megatron_cp.parallel.layout import RankLayout
 from megatron_cp.terminal import printable
 from megatron_cp.verify.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Comparison, Row, losses_of, relative
-from megatron_cp.verify.tensors import Replicas
+from megatron_cp.verify.tensors import Replicas, TensorDifferences
 
 
 def show(result: Comparison, names: tuple[str, str], console: Console) -> None:
@@ -110,7 +110,7 @@ def _of_backward_pass(result: Comparison) -> list[str]:
         off = abs(found.ratio - 1)
         if off > GRADIENT_TOLERANCE and found.residual < min(1e-3, off / 10):  # the factor explains the difference
             return [f"all gradients are {found.ratio:.4g} times the reference's: look at how they are scaled"]
-        which = f"{len(found.wrong)} of {found.number} gradients"
+        which = f"{len(found.wrong)} of {found.number} gradients (most: {_worst(found)})"
         if found.wrong and all(".router." in name for name in found.wrong):
             return [
                 f"all losses agree and {which} do not, routers' only: look at how routers' losses are weighed "
@@ -130,11 +130,15 @@ def _of_optimizer(result: Comparison) -> list[str]:
         return [f"a learning rate is {rates.values[1]} and not {rates.values[0]}: look at the optimizer's schedule"]
     if result.updates.replicas is not None:
         return [_of_copies("weights after the last step", result.updates.replicas, result.ranks)]
-    after = f"{len(result.updates.wrong)} of {result.updates.number} weights do not change as they should"
+    which = f"{len(result.updates.wrong)} of {result.updates.number} weights (most: {_worst(result.updates)})"
     return [
-        f"the first step's losses and gradients agree and {after}: look at the optimizer (clipping, its groups of "
-        "parameters, its state), and at what gathers the weights for the next forward pass"
+        f"the first step's losses and gradients agree and {which} do not change as they should: look at the optimizer "
+        "(clipping, its groups of parameters, its state), and at what gathers the weights for the next forward pass"
     ]
+
+
+def _worst(found: TensorDifferences) -> str:
+    return "none" if found.worst is None else found.worst.name
 
 
 def _of_copies(what: str, copies: Replicas, ranks: RankLayout) -> str:

@@ -8,11 +8,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
+from megatron.core.models.common.embeddings import rotary_pos_embedding
 
-from megatron_cp.attention import all_to_all, comm, context, core_attention, merge, ring
-from megatron_cp.attention.heads import HeadSplit
+from megatron_cp.attention import all_to_all, comm, core_attention, functional, merge, ring
 from megatron_cp.attention.tiles import Mask
+from megatron_cp.backend import patches
 from megatron_cp.dynamic_cp import packing
 from megatron_cp.models import mamba_exchange
 from tests.unit_tests.models.hybrids import HYBRID
@@ -83,17 +83,19 @@ def skipped_exchange() -> Patch:
     return mock.patch.object(comm, "exchange", exchange)
 
 
-class _Reversed(HeadSplit):
-    def kv(self, rank: int) -> slice:
-        return super().kv(self.size - 1 - rank)
-
-    def expansion(self, rank: int) -> list[int] | None:
-        return HeadSplit(self.heads, self.kv_heads, self.size).expansion(rank)
-
-
 @fault("all-to-all: key/value heads are dealt in the reverse order of the ranks", CP4 | over("a2a"), PROBE)
 def reversed_heads() -> Patch:
-    return mock.patch.object(all_to_all, "HeadSplit", _Reversed)
+    def change(spread: Callable) -> Callable:
+        def reversing(self: Any, tensors: Any, shares: Any) -> Any:
+            last = self.peers.size - 1
+            if len(shares) == 3:
+                of_query, of_kv, _ = shares
+                shares = of_query, *[lambda rank: of_kv(last - rank)] * 2
+            return spread(self, tensors, shares)
+
+        return reversing
+
+    return changed(all_to_all._Exchange, "spread", change)
 
 
 @fault("all-gather: ranks repeat their own keys and values", CP4 | over("all_gather"), PROBE)
@@ -106,9 +108,12 @@ def skipped_all_gather() -> Patch:
     return mock.patch.object(comm, "all_gather", all_gather)
 
 
-@fault("hierarchical: the two levels are swapped", CP4 | HCP, "attention probe failed")
+@fault("hierarchical: the two levels are swapped", CP4 | HCP, PROBE)
 def swapped_levels() -> Patch:
-    return changed(context, "_pair", lambda pair: lambda groups: pair(groups)[::-1])
+    def change(attention: Callable) -> Callable:
+        return lambda *given: attention(*given[:-2], given[-1], given[-2])
+
+    return changed(functional, "hierarchical_attention", change)
 
 
 @fault("windows: one token too long", CP4 | WINDOW, FORWARD)
@@ -192,10 +197,10 @@ def late_positions() -> Patch:
 
 @fault("RoPE in packs: positions of the next rank", PACKED | CP2, FORWARD)
 def offset_in_packs() -> Patch:
-    def change(freqs: Callable) -> Callable:
-        return lambda rank, size, *given: freqs((rank + 1) % size, size, *given)
+    def change(rows: Callable) -> Callable:
+        return lambda starts, count, rank, size: rows(starts, count, (rank + 1) % size, size)
 
-    return changed(rope_utils, "_get_thd_freqs_on_this_cp_rank", change)
+    return changed(patches, "_rows_of_pack", change)
 
 
 @fault("packs: a rank's two chunks in the other order", PACKED | CP2, FORWARD)
@@ -208,21 +213,14 @@ def swapped_chunks_in_packs() -> Patch:
 
 @fault("packs: the first two documents are one to attention", PACKED | CP2, FORWARD)
 def joined_documents() -> Patch:
-    def change(on: Callable) -> Callable:
-        def joining(pack: Any, device: Any, groups: Any) -> Any:
-            found = on(pack, device, groups)
-            if len(pack.starts) > 2:
-                params = found.packed_seq_params
-                for name in ("q", "kv"):
-                    for suffix in ("", "_padded"):
-                        each = f"cu_seqlens_{name}{suffix}"
-                        starts = list(pack.padded_starts if suffix else pack.starts)
-                        setattr(params, each, packing.send_offsets((starts[0], *starts[2:]), device))
-            return found
+    def change(lengths: Callable) -> Callable:
+        def joined(packed: Any, where: str) -> Any:
+            starts = lengths(packed, where)
+            return starts if len(starts[0]) < 3 else tuple(torch.cat([each[:1], each[2:]]) for each in starts)
 
-        return joining
+        return joined
 
-    return changed(packing.HostPack, "on", change)
+    return changed(core_attention, "_cumulative_lengths", change)
 
 
 @fault("dynamic context parallelism: slices of a pack by the reversed rank", DYNAMIC, FORWARD)

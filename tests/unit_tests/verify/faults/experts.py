@@ -7,9 +7,10 @@ from typing import Any
 
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron_cp.dynamic_cp import iterator
 from megatron_cp.models import router_losses
 from megatron_cp.models.router import PackRouter
-from tests.unit_tests.training.layouts import CP2, CP4, PP2
+from tests.unit_tests.training.layouts import CP2, CP4
 from tests.unit_tests.training.test_model_variants import BALANCED, BIASED, EP2, SIGMOID
 from tests.unit_tests.verify.faults.registry import BACKWARD, ROUTERS, STEP, WEIGHTS, changed, fault
 from tests.unit_tests.verify.test_layouts import DYNAMIC
@@ -41,9 +42,12 @@ def tokens_of_the_rank_in_packs() -> Patch:
     return changed(PackRouter, "attach_and_log_load_balancing_loss", change)
 
 
-@fault("routers' balancing loss in packs: dummy microbatches count", DYNAMIC | BALANCED | PP2, ROUTERS)
+@fault("routers' balancing loss in packs: dummy microbatches count", DYNAMIC | BALANCED | EP2, ROUTERS)
 def dummies_count() -> Patch:
-    return changed(PackRouter, "idle", lambda _: property(lambda self: False, lambda self, value: None))
+    def change(lay_out: Callable) -> Callable:
+        return lambda *args, idle=False, **given: lay_out(*args, **given)
+
+    return changed(iterator, "lay_out", change)
 
 
 @fault("routers' balancing loss: its gradient is twice as strong", BALANCED | CP2, BACKWARD)

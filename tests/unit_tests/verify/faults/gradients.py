@@ -82,7 +82,7 @@ def tied_embedding_not_reduced() -> Patch:
     return mock.patch.object(finalize, "_allreduce_word_embedding_grads", lambda *args: None)
 
 
-@fault("gradients: those of the second virtual stage are not finished", PP2 | VPP2 | CP2, COPIES)
+@fault("gradients: those of the second virtual stage are not reduced", PP2 | VPP2 | CP2, BACKWARD)
 def second_virtual_stage_not_reduced() -> Patch:
     return changed(
         setup, "finalize_model_grads", lambda of_all: lambda model, *args, **given: of_all(model[:1], *args, **given)

@@ -7,7 +7,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 from megatron.core.optimizer import clip_grads
 
@@ -103,7 +102,7 @@ def step_left_out() -> Patch:
 
 @fault("weights: not gathered after the step", CP2, WEIGHTS)
 def weights_not_gathered() -> Patch:
-    return mock.patch.object(DistributedDataParallel, "start_param_sync", lambda *args, **given: None)
+    return mock.patch.object(BucketGroup, "start_param_sync", lambda *args, **given: None)
 
 
 @fault("weights: those of one bucket are not gathered before the forward pass (stale)", CP2 | BUCKETS, STEP)
