@@ -18,7 +18,7 @@ from megatron_cp.parallel.device import device
 from megatron_cp.parallel.layout import RankLayout, layout_of
 from megatron_cp.parallel.process_groups import build_lone_groups
 from megatron_cp.training.step import StepResult
-from megatron_cp.verify.measure import Measurement, measure, same_packs
+from megatron_cp.verify.measure import Measurement, measure, same_packs, with_dummies
 from megatron_cp.verify.tensors import TensorDifferences, compare_tensors
 
 # What rounding in float32 explains, relative to the reference: sums taken in another order differ by about 1e-7 in the
@@ -139,7 +139,7 @@ def compare_with_one_rank(layout: RunConfig, reference: RunConfig) -> Comparison
 def compare_layouts(first: RunConfig, second: RunConfig) -> Comparison:
     """Run two layouts of one model, one after the other, on all ranks. Collective."""
     started = time.monotonic()
-    found = measure(first)
+    found = measure(first, scheduler=with_dummies(first, dist.get_world_size()))
     found.token_losses = next(theirs for theirs in everyones(found.token_losses) if theirs.numel())
     return _compare(found, second, time.monotonic() - started)
 
@@ -148,7 +148,7 @@ def _compare(reference: Measurement, layout: RunConfig, seconds: float) -> Compa
     started = time.monotonic()
     result, fault = Measurement(), None
     try:
-        result = measure(layout, weights=reference.weights)
+        result = measure(layout, weights=reference.weights, scheduler=with_dummies(layout, dist.get_world_size()))
     except RuntimeFault as error:
         if not error.on_all_ranks:
             raise

@@ -22,7 +22,7 @@ from megatron_cp.dynamic_cp.iterator import Scheduler
 from megatron_cp.dynamic_cp.types import Group, Schedule
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training.batches import open_steps
-from megatron_cp.training.scheduling import make_schedule, model_cost
+from megatron_cp.training.scheduling import keeps_step, make_schedule, model_cost, what_keeps_step
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import StepResult, train_step
 from megatron_cp.verify.shards import copy_of, gather_gradients, load_parameters, parameter_parts
@@ -92,6 +92,23 @@ def same_packs(config: RunConfig, world_size: int) -> Scheduler | None:
     def schedule(lengths: Any, _: CostModel) -> Schedule:
         packs = [group.sample_ids for row in make(lengths, cost).microbatches for group in row]
         return Schedule(1, sum(lengths), [[Group((0,), sample_ids)] for sample_ids in packs])
+
+    return schedule
+
+
+def with_dummies(config: RunConfig, world_size: int) -> Scheduler | None:
+    """The configured scheduler, with dummies for all ranks at the end of each step where ranks keep step.
+
+    Steps as small as these may have none. None: as configured.
+    """
+    if config.model.sequence_packing_scheduler is None or not keeps_step(config.model):
+        return None
+    layout = layout_of(config, world_size)
+    empty: list[list[Group]] = [[] for _ in range(what_keeps_step(config.model, layout)["microbatch_multiple"])]
+
+    def schedule(lengths: Any, cost: CostModel) -> Schedule:
+        made = make_schedule(config, layout, lengths, cost)
+        return replace(made, microbatches=[*made.microbatches, *empty])
 
     return schedule
 
