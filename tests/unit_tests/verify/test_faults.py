@@ -19,6 +19,7 @@ from megatron_cp.verify.report import diagnose
 from tests.ranks import run_ranks
 from tests.training_runs import tiny_config
 from tests.unit_tests.verify.faults import FAULTS, table
+from tests.unit_tests.verify.faults.registry import BACKWARD, Overrides
 
 DOCUMENTATION = Path(__file__).parents[3] / "docs/verify.md"
 # One for each part of the verdict; all others are slow together.
@@ -67,11 +68,12 @@ def planted_in_the_layout(name: str | None, references: dict[str, Measurement]) 
         yield
 
 
-def observe(names: tuple[str, ...]) -> dict[str, Seen]:
-    """All these faults, one after the other, on one set of ranks."""
+def observe(names: tuple[str, ...], larger: Overrides | None = None) -> dict[str, Seen]:
+    """All these faults, one after the other, on one set of ranks; in the ``larger`` model in full size."""
     seen, references, rights = {}, {}, {}
     for name in names:
-        (layout,) = comparable([tiny_config(**FAULTS[name].layout)], 4, 2)
+        config = tiny_config(**FAULTS[name].layout | (larger or {}))
+        (layout,) = comparable([config], 4, 2, full=larger is not None)
         reference = on_one_rank(layout)
         if repr(layout) not in rights:
             with planted_in_the_layout(None, references):
@@ -84,20 +86,45 @@ def observe(names: tuple[str, ...]) -> dict[str, Seen]:
     return seen
 
 
+def group_of(name: str) -> str:
+    """The faults that share their ranks."""
+    return "quick" if name in QUICK else FAULTS[name].plant.__module__
+
+
 @functools.cache
-def observed(quick: bool) -> list[dict[str, Seen]]:
-    names = tuple(name for name in FAULTS if (name in QUICK) == quick)
-    return run_ranks(observe, 4, names, timeout=900)
+def observed(group: str) -> list[dict[str, Seen]]:
+    return run_ranks(observe, 4, tuple(name for name in FAULTS if group_of(name) == group), timeout=900)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
-def test_a_planted_fault_is_caught(name: str) -> None:
+def check(name: str, found: list[dict[str, Seen]]) -> None:
     says = FAULTS[name].says
-    for seen in (theirs[name] for theirs in observed(name in QUICK)):
+    for seen in (theirs[name] for theirs in found):
         assert seen.right < NEAR
         assert seen.equal == (not says), seen
         assert re.search(says or "^$", seen.said), seen
+        assert says == BACKWARD or not re.search(BACKWARD, seen.said), "the forward pass is to blame"
         assert not says or seen.excess > FAR, seen
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
+def test_a_planted_fault_is_caught(name: str) -> None:
+    check(name, observed(group_of(name)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("name", ["half_precision", "gradients_in_half_precision", "decay_of_norms"])
+def test_a_larger_model_hides_no_fault(name: str) -> None:
+    """The same tolerances, the faintest faults: a model of 8 layers, 256 wide, with sequences of 256 tokens."""
+    larger = {
+        "model__num_layers": 8,
+        "model__hidden_size": 256,
+        "model__ffn_hidden_size": 512,
+        "model__init_method_std": 0.05,
+    }
+    larger |= {"dataset__seq_length": 256, "model__seq_length": 256}
+    check(name, run_ranks(observe, 4, (name,), larger, timeout=900))
 
 
 def test_many_faults_are_planted_and_documented() -> None:
