@@ -86,8 +86,8 @@ class Comparison:
             pairs = [(name, loss, losses_of(theirs)[name], LOSS_TOLERANCE) for name, loss in losses_of(ours).items()]
             pairs.append(("gradient norm", ours.grad_norm or 0.0, theirs.grad_norm or 0.0, NORM_TOLERANCE))
             rows += [Row(name, step, (f"{a:.7f}", f"{b:.7f}"), relative(a, b), most) for name, a, b, most in pairs]
-        rows.append(_worst("gradient", 1, self.gradients, GRADIENT_TOLERANCE))
-        rows.append(_worst("change of a weight", None, self.updates, UPDATE_TOLERANCE))
+        rows.append(_worst("gradient, step 1", self.gradients, GRADIENT_TOLERANCE))
+        rows.append(_worst("change of a weight", self.updates, UPDATE_TOLERANCE))
         difference, *rates = self.rates
         rows.append(Row("learning rates", None, (rates[0], rates[1]), difference, RATE_TOLERANCE))
         return rows
@@ -105,9 +105,9 @@ def losses_of(step: StepResult) -> dict[str, float]:
     return {"loss": step.loss} | depths | step.router_losses
 
 
-def _worst(what: str, step: int | None, found: TensorDifferences, tolerance: float) -> Row:
+def _worst(what: str, found: TensorDifferences, tolerance: float) -> Row:
     name, rank = ("none", "") if found.worst is None else (found.worst.name, f"on rank {found.worst.rank}")
-    return Row(f"worst {what}: {name}", step, ("", rank), found.difference, tolerance)
+    return Row(f"worst {what}: {name}", None, ("", rank), found.difference, tolerance)
 
 
 def relative(a: float, b: float) -> float:
@@ -193,7 +193,7 @@ def _compare_tokens(reference: torch.Tensor, layout: torch.Tensor) -> list[Token
 
 def _compare_rates(reference: list[tuple[float, ...]], layout: Sequence[tuple[float, ...]]) -> tuple[float, str, str]:
     """The largest difference of a learning rate from the nearest of the reference's in the same step; collective."""
-    worst = (0.0, f"{reference[0][-1]:.3g} to {reference[-1][-1]:.3g}", "")
+    worst = (0.0, f"{reference[0][-1]:.3g} to {reference[-1][-1]:.3g}", "the same")
     for rank, theirs in enumerate(everyones(list(layout))):
         for step, (expected, rates) in enumerate(zip(reference, theirs, strict=False), 1):
             for rate in rates:

@@ -33,7 +33,7 @@ def skipped_hop() -> Patch:
     return mock.patch.object(comm, "hop", hop)
 
 
-@fault("ring: gradients of keys and values stay where they were computed", CP4, "the key gradient of a sequence")
+@fault("ring: gradients of keys and values stay where they were computed", CP4, BACKWARD)
 def skipped_gradient_hop() -> Patch:
     def change(hop: Callable) -> Callable:
         def without_gradients(pair: Any, distance: int, peers: Any, tag: int) -> Any:

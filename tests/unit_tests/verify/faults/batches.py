@@ -16,6 +16,8 @@ from tests.unit_tests.training.layouts import CP2, CP4, PP2, SP, TP2, VPP2
 from tests.unit_tests.verify.faults.registry import (
     BACKWARD,
     BATCHES,
+    CHECKS,
+    FACTOR,
     FORWARD,
     FURTHER,
     REPORTED,
@@ -29,7 +31,7 @@ PIECES = {"model__cross_entropy_chunk_size": 4096}
 Patch = AbstractContextManager[Any]
 
 
-@fault("batches: sliced twice by what deals them", CP4, "holds 2 tokens, not 32 / cp 4 = 8: already sliced?")
+@fault("batches: sliced twice by what deals them", CP4, CHECKS)
 def batch_sliced_twice() -> Patch:
     def change(cut: Callable) -> Callable:
         return lambda batch, rank, size: cut(dict(cut(batch, rank, size)), rank, size)
@@ -37,7 +39,7 @@ def batch_sliced_twice() -> Patch:
     return changed(batches, "slice_for_context_parallel", change)
 
 
-@fault("batches: the two chunks of each rank in the other order", CP4, "error B10: position_ids")
+@fault("batches: the two chunks of each rank in the other order", CP4, CHECKS)
 def swapped_chunks() -> Patch:
     def change(cut: Callable) -> Callable:
         return lambda batch, rank, size: cut({k: v.roll(v.shape[1] // 2, 1) for k, v in batch.items()}, rank, size)
@@ -131,7 +133,7 @@ def loss_in_half_precision() -> Patch:
     return _loss(rounded)
 
 
-@fault("loss: its gradients are the context-parallel size too large", CP4, "all gradients are 4 times the reference's")
+@fault("loss: its gradients are the context-parallel size too large", CP4, FACTOR)
 def gradients_scaled() -> Patch:
     return _loss(lambda mask, losses, found: (found[0] * 4, *found[1:]))
 
@@ -220,7 +222,7 @@ def detached_embedding() -> Patch:
     return changed(mtp.PredictionLayer, "_get_embeddings", change)
 
 
-@fault("packs: one rank's documents are another sample's", PACKED | CP2, "ranks .* read other tokens")
+@fault("packs: one rank's documents are another sample's", PACKED | CP2, CHECKS)
 def another_sample() -> Patch:
     def change(check: Callable) -> Callable:
         def spoiled(index: int, sample: Any, length: int) -> None:

@@ -28,9 +28,7 @@ def padding_in_the_z_loss() -> Patch:
     return changed(PackRouter, "apply_z_loss", _without_mask)
 
 
-@fault(
-    "routers' balancing loss in packs: weighed by each rank's own tokens", DYNAMIC | BALANCED, f"{ROUTERS}|{BACKWARD}"
-)
+@fault("routers' balancing loss in packs: weighed by each rank's own tokens", DYNAMIC | BALANCED, ROUTERS)
 def tokens_of_the_rank_in_packs() -> Patch:
     def change(attach: Callable) -> Callable:
         def own(self: Any, *args: Any, **given: Any) -> Any:

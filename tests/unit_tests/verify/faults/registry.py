@@ -27,6 +27,8 @@ FURTHER = "the main loss agrees and multi-token prediction's does not"
 ROUTERS = "the losses of tokens agree and routers' do not"
 BACKWARD = "the forward pass agrees, each token's loss and every other"
 COPIES = "copies of a parameter have different gradients .* they are not reduced over all"
+FACTOR = "all gradients are 4 times the reference's"
+CHECKS = "the layout did not run: the batches of step 1 cannot be used"
 NORM = "the gradients agree and their norm does not"
 RATE = "a learning rate is"
 STEP = "the first step's losses and gradients agree and .* look at the optimizer"
@@ -42,6 +44,8 @@ _PARTS = {
     ROUTERS: "routers' losses",
     BACKWARD: "gradients, all losses being right",
     COPIES: "gradients of a parameter's copies",
+    FACTOR: "gradients, all by one factor",
+    CHECKS: "the checks of batches",
     NORM: "the gradients' norm",
     RATE: "the learning rate",
     STEP: "what the optimizer changed",
@@ -67,9 +71,5 @@ def changed(holder: Any, name: str, change: Callable[[Any], Any]) -> AbstractCon
 
 def table() -> str:
     """The table of the documentation: every fault, and what shows it."""
-    rows = [f"| {each.what} | {_seen_by(each.says)} |" for each in FAULTS.values()]
+    rows = [f"| {each.what} | {_PARTS[each.says]} |" for each in FAULTS.values()]
     return "\n".join(["| planted in the layout | seen by |", "|---|---|", *rows])
-
-
-def _seen_by(says: str) -> str:
-    return _PARTS.get(says, f"the message: {says}")
