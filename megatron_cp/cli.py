@@ -75,6 +75,7 @@ def _train(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="compose, check and show; start nothing")
     parser.add_argument("--list-recipes", "--list_recipes", action="store_true", help="list the recipes")
     parser.add_argument("--print-config", "--print_config", action="store_true", help="print the composed YAML")
+    parser.add_argument("--verify", action="store_true", help="first compare the layout with one rank, in small, once")
     args = parser.parse_intermixed_args(argv)
     if args.list_recipes:
         return _recipes(())
@@ -100,7 +101,11 @@ def _train(argv: Sequence[str]) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megatron_cp.training.train import run  # torch and megatron-core: ten seconds
 
-    return run(config)
+    if not args.verify:
+        return run(config)
+    from megatron_cp.verify.before_training import verify_once
+
+    return run(config, verify_once)
 
 
 def _validate(argv: Sequence[str]) -> int:

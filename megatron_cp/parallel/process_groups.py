@@ -21,6 +21,8 @@ from megatron_cp.parallel.layout import FAMILIES, RankLayout, RankLists, group_l
 
 logger = logging.getLogger(__name__)
 
+# megatron-core's global state before anything is built, all of it None.
+_UNSET = [name for name, value in vars(parallel_state).items() if name.isupper() and value is None]
 # Fields of the collection that are one and the same group at the sizes we build.
 _ALIASES = {
     "dp_cp_gtp_remat": "dp_cp",
@@ -115,13 +117,14 @@ def _new_groups(rank_lists: RankLists, timeout: timedelta, name: str) -> dist.Pr
 def destroy_process_groups(groups: ProcessGroupCollection | None = None) -> None:
     """Forget the MPU's state, all of it, and destroy the process groups of ``groups`` and what was built with them.
 
-    megatron-core's own ``destroy_model_parallel`` leaves the hierarchical and hybrid groups behind (0.19.2), and the
-    next initialization in the same process would find them. It destroys no group either: with gloo each would keep
-    three threads, one of which wakes a hundred times a second, for as long as the process lives.
+    megatron-core's own ``destroy_model_parallel`` leaves the hierarchical and hybrid groups, others and lists of ranks
+    behind (0.19.2), and the next initialization in the same process would find them. It destroys no group either: with
+    gloo each would keep three threads, one of which wakes a hundred times a second, for as long as the process lives.
     """
     of_mpu = parallel_state._global_process_group_list if parallel_state.is_initialized() else None
     parallel_state.destroy_model_parallel()
-    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None
+    for name in _UNSET:
+        setattr(parallel_state, name, None)
     parallel_state._HYBRID_DP_CP_GROUPS = {}
     if groups is None or not dist.is_initialized():
         return

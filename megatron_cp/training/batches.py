@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from megatron_cp.ahead import Ahead
 from megatron_cp.data.batches import Batch, BatchIterator, slice_for_context_parallel
-from megatron_cp.dynamic_cp.iterator import StepPlan
+from megatron_cp.dynamic_cp.iterator import Scheduler, StepPlan
 from megatron_cp.dynamic_cp.packing import PackedMicrobatch
 from megatron_cp.errors import DataError
 from megatron_cp.limits import reached_limit, shared_memory_full
@@ -177,8 +177,13 @@ def steps_to_come(run: Run, training: bool) -> int:
     return config.train.train_iters - run.progress.iteration if training else config.validation.eval_iters
 
 
-def open_steps(run: Run, dataset: Any, consumed_samples: int, training: bool) -> Steps:
-    """The steps of a configuration over a dataset, starting after ``consumed_samples``."""
+def open_steps(
+    run: Run, dataset: Any, consumed_samples: int, training: bool, scheduler: Scheduler | None = None
+) -> Steps:
+    """The steps of a configuration over a dataset, starting after ``consumed_samples``.
+
+    ``scheduler`` schedules packs instead of the configured one.
+    """
     packed = run.config.model.sequence_packing_scheduler is not None
     in_other_groups = not training and run.config.dist.eval_context_parallel_size is not None
     if not packed and not in_other_groups:
@@ -186,4 +191,4 @@ def open_steps(run: Run, dataset: Any, consumed_samples: int, training: bool) ->
     from megatron_cp.training.packed import OneLength, PackedSteps
 
     source = dataset if packed else OneLength(dataset, run.config.dataset.seq_length)
-    return PackedSteps(run, source, consumed_samples, training)
+    return PackedSteps(run, source, consumed_samples, training, scheduler)

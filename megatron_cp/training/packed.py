@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.config import RunConfig
-from megatron_cp.dynamic_cp.iterator import DynamicBatches, SampleSource, StepPlan
+from megatron_cp.dynamic_cp.iterator import DynamicBatches, SampleSource, Scheduler, StepPlan
 from megatron_cp.dynamic_cp.packing import Sample
 from megatron_cp.errors import DataError
 from megatron_cp.parallel.layout import layout_of
@@ -62,7 +62,15 @@ class PackedSteps:
         RuntimeFault: on every rank, where the samples or the schedule of any rank cannot be used.
     """
 
-    def __init__(self, run: Run, source: SampleSource, consumed_samples: int, training: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        source: SampleSource,
+        consumed_samples: int,
+        training: bool,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        """``scheduler``: makes the schedules; as configured by default."""
         config, model = run.config if training else of_evaluation(run.config), run.config.model
         assert run.dynamic_groups is not None
         size = config.train.global_batch_size if training else config.evaluation_batch[0]
@@ -73,7 +81,7 @@ class PackedSteps:
         self._batches = DynamicBatches(
             source,
             size,
-            partial(make_schedule, config, layout_of(config, run.all_ranks.size())),
+            scheduler or partial(make_schedule, config, layout_of(config, run.all_ranks.size())),
             run.dynamic_groups,
             keep_step=keeps_step(model),
             device=run.device,

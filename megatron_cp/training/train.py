@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -43,8 +44,10 @@ from megatron_cp.training.signals import SignalWatch, sigterm_waits
 from megatron_cp.training.sinks import writing_into
 
 
-def run(config: RunConfig) -> int:
+def run(config: RunConfig, before: Callable[[RunConfig], None] | None = None) -> int:
     """Train as configured; returns the process's exit code.
+
+    ``before`` is called on every rank when torch.distributed runs and no process group of the run exists yet.
 
     Raises:
         ConfigError, DataError: a file that the run needs is missing or unusable; every rank raises the same.
@@ -74,6 +77,9 @@ def run(config: RunConfig) -> int:
             if _writes(config):
                 seconds = config.dist.distributed_timeout_minutes * 60
                 leaving.enter_context(only_run_in(Path(config.checkpoint.save or ""), seconds))
+            if before is not None:
+                roll.doing = lambda: "verification of the layout"
+                before(config)
             start = agreed_start(config)  # once more: another run may have come further meanwhile
             return _run(config, tokenizer, vocab_size, start, roll).exit_code
         except DataError:

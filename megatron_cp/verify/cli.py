@@ -12,9 +12,8 @@ from megatron_cp.errors import EXIT_FAILED, EXIT_OK, failed_alone
 from megatron_cp.flags import add_flags, given
 from megatron_cp.one_rank import on_one_rank
 from megatron_cp.recipes import load_recipe
-from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.terminal import ArgumentParser, say
-from megatron_cp.verify.reduce import comparable
+from megatron_cp.verify.reduce import checked, comparable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,23 +56,15 @@ def main(argv: Sequence[str]) -> int:
         overrides = [*args.overrides, *further]
         layouts.insert(0, load_recipe(args.recipe, overrides, files=args.config, flags=flags))
         names = ["against", "layout"]
-    layouts = [_checked(config, world_size) for config in layouts]
-    configs = [_checked(config, world_size) for config in comparable(layouts, world_size, args.steps, full=args.full)]
-    if launcher.rank() == 0 and layouts[-1].model.moe_aux_loss_coeff != configs[-1].model.moe_aux_loss_coeff:
+    layouts = [checked(config, world_size) for config in layouts]
+    configs = [checked(config, world_size) for config in comparable(layouts, world_size, args.steps, full=args.full)]
+    if launcher.rank() == 0 and layouts[-1].model.moe_aux_loss_coeff and not configs[-1].model.moe_aux_loss_coeff:
         say(
             "note: compared without the router's auxiliary loss (model.moe_aux_loss_coeff=0): a pack's depends on the "
-            "samples that share it, and layouts pack differently",
+            "samples that share it, and the two layouts pack differently",
             file=sys.stderr,
         )
     return _compare(configs, (names[0], names[1]))
-
-
-def _checked(config: RunConfig, world_size: int) -> RunConfig:
-    """The configuration with its auto settings resolved. Raises ConfigError if a rule is broken."""
-    environment = Environment.detect()
-    config, _ = resolve_auto(config, world_size, None, environment)
-    check_or_raise(config, world_size, None, environment)
-    return config
 
 
 def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:

@@ -2,37 +2,59 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import RuntimeFault
 from megatron_cp.parallel.agree import everyones
 from megatron_cp.parallel.device import device
+from megatron_cp.parallel.layout import RankLayout, layout_of
 from megatron_cp.parallel.process_groups import build_lone_groups
 from megatron_cp.training.step import StepResult
-from megatron_cp.verify.measure import Measurement, measure
-from megatron_cp.verify.shards import whole_tensors
+from megatron_cp.verify.measure import Measurement, measure, same_packs, with_dummies
+from megatron_cp.verify.tensors import TensorDifferences, compare_tensors
 
 # What rounding in float32 explains, relative to the reference: sums taken in another order differ by about 1e-7 in the
-# loss and 1e-6 in the norm. A gradient's elements cancel; they are relative to the largest one of their parameter.
-LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-5, 1e-4
-# A parameter whose gradients are all tiny beside the others' (a key bias has none at all) is measured against this
-# share of the largest gradient of the model.
-GRADIENT_FLOOR = 1e-3
+# loss and 1e-6 in the norm. A gradient's elements cancel; they are relative to the largest one of their parameter. The
+# optimizer divides them by their own size, and several steps add up.
+LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE, UPDATE_TOLERANCE = 1e-5, 1e-5, 1e-4, 1e-3
+RATE_TOLERANCE = 1e-12
+# A token's loss that is smaller than this share of the largest is compared relative to that share.
+TOKEN_FLOOR = 0.1
 
 
-class Worst(NamedTuple):
-    """The parameter whose gradient differs most."""
+@dataclass(frozen=True)
+class Row:
+    """One thing that is compared. ``values`` are the reference's and the layout's, as they are shown.
+
+    ``step`` counts from 1; None: of all steps.
+    """
+
+    name: str
+    step: int | None
+    values: tuple[str, str]
+    difference: float
+    tolerance: float
+
+    @property
+    def equal(self) -> bool:
+        return self.difference <= self.tolerance  # nan is not
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """How the losses of single tokens differ, in the first step. Equal on all ranks."""
 
     difference: float
-    name: str
-    rank: int
+    wrong: int  # labels whose tokens' losses differ
+    number: int  # labels with a loss
 
 
 @dataclass(frozen=True)
@@ -40,137 +62,142 @@ class Comparison:
     """What was found. Equal on all ranks."""
 
     reference: list[StepResult]
-    layout: list[StepResult]
-    worst: Worst | None
-    num_parameters: int
-    num_wrong: int
-    ratio: float  # gradients of the layout over those of the reference, by least squares
-    residual: float  # what this ratio leaves unexplained, relative
-    replicas: str | None  # a parameter whose copies on several ranks have different gradients, and which ranks
+    layout: list[StepResult]  # empty where the layout did not run
+    tokens: list[TokenLosses]  # of the main loss, and of each depth of multi-token prediction
+    rates: tuple[float, str, str]  # largest relative difference, and where it is: the reference's and the layout's
+    gradients: TensorDifferences
+    updates: TensorDifferences
+    ranks: RankLayout
     probe: str | None
     fault: str | None  # why the layout did not run at all
     seconds: tuple[float, float]
 
-    @property
-    def loss_difference(self) -> float:
-        return _largest([(a.loss, b.loss) for a, b in zip(self.reference, self.layout, strict=True)])
-
-    @property
-    def norm_difference(self) -> float:
-        pairs = zip(self.reference, self.layout, strict=True)
-        return _largest([(a.grad_norm or 0.0, b.grad_norm or 0.0) for a, b in pairs])
+    def rows(self) -> list[Row]:
+        """Everything that was compared, in the order in which it is computed."""
+        if self.fault is not None:
+            return []
+        first, mine = self.reference[0], self.layout[0]
+        rows = [Row("tokens", 1, (str(first.tokens), str(mine.tokens)), abs(first.tokens - mine.tokens), 0)]
+        for depth, found in enumerate(self.tokens):
+            name = "each token's loss" if depth == 0 else f"each token's loss, MTP depth {depth}"
+            values = "", f"{found.wrong} of {found.number} wrong"
+            rows.append(Row(name, 1, values, found.difference, LOSS_TOLERANCE))
+        for step, (ours, theirs) in enumerate(zip(self.reference, self.layout, strict=True), 1):
+            pairs = [(name, loss, losses_of(theirs)[name], LOSS_TOLERANCE) for name, loss in losses_of(ours).items()]
+            pairs.append(("gradient norm", ours.grad_norm or 0.0, theirs.grad_norm or 0.0, NORM_TOLERANCE))
+            rows += [Row(name, step, (f"{a:.7f}", f"{b:.7f}"), relative(a, b), most) for name, a, b, most in pairs]
+        rows.append(_worst("gradient, step 1", self.gradients, GRADIENT_TOLERANCE))
+        rows.append(_worst("change of a weight", self.updates, UPDATE_TOLERANCE))
+        difference, *rates = self.rates
+        rows.append(Row("learning rates", None, (rates[0], rates[1]), difference, RATE_TOLERANCE))
+        return rows
 
     @property
     def equal(self) -> bool:
         """Whether the layout trains the same model, up to rounding."""
-        return (
-            self.fault is None
-            and self.probe is None
-            and self.replicas is None
-            and self.worst is not None
-            and self.loss_difference <= LOSS_TOLERANCE
-            and self.norm_difference <= NORM_TOLERANCE
-            and self.worst.difference <= GRADIENT_TOLERANCE
-            and [step.tokens for step in self.reference] == [step.tokens for step in self.layout]
-        )
+        copies = self.gradients.replicas or self.updates.replicas
+        return self.fault is None and self.probe is None and copies is None and all(row.equal for row in self.rows())
 
 
-def _largest(pairs: list[tuple[float, float]]) -> float:
-    """The largest difference, relative to the first of each pair; infinite where something is not a number."""
-    differences = [abs(a - b) / max(abs(a), 1e-30) for a, b in pairs]
-    return max((d if d == d else float("inf") for d in differences), default=float("inf"))
+def losses_of(step: StepResult) -> dict[str, float]:
+    """A step's losses, each by the name that it is shown under."""
+    depths = {f"MTP loss of depth {depth}": loss for depth, loss in enumerate(step.mtp_losses, 1)}
+    return {"loss": step.loss} | depths | step.router_losses
+
+
+def _worst(what: str, found: TensorDifferences, tolerance: float) -> Row:
+    name, rank = ("none", "") if found.worst is None else (found.worst.name, f"on rank {found.worst.rank}")
+    return Row(f"worst {what}: {name}", None, ("", rank), found.difference, tolerance)
+
+
+def relative(a: float, b: float) -> float:
+    """The difference, relative to ``a``; infinite where either is not a number."""
+    difference = abs(a - b) / max(abs(a), 1e-30)
+    return difference if difference == difference else math.inf
 
 
 def compare_with_one_rank(layout: RunConfig, reference: RunConfig) -> Comparison:
     """Run ``reference``, a configuration for one rank, then ``layout`` on all. Collective.
 
     Every rank runs the reference, each by itself, because megatron-core's optimizer is built by all ranks of the world
-    together; rank 0's is the one that counts.
+    together; rank 0's is the one that counts. Samples are packed as the layout packs them.
 
     Raises:
         RuntimeFault: the layout failed on this rank alone.
     """
     started = time.monotonic()
-    measurement = measure(reference, build_lone_groups(reference.dist.distributed_timeout_minutes))
-    steps: list[Any] = [measurement.steps]
-    dist.broadcast_object_list(steps, src=0, device=device())
-    measurement.steps = steps[0]
+    alone = build_lone_groups(reference.dist.distributed_timeout_minutes)
+    found = measure(reference, alone, scheduler=same_packs(layout, dist.get_world_size()))
+    shared: list[Any] = [found.steps, found.rates, found.token_losses]
+    dist.broadcast_object_list(shared, src=0, device=device())
+    found.steps, found.rates, found.token_losses = shared
     if dist.get_rank() != 0:
-        measurement.weights, measurement.gradients = [], []
-    return _compare(measurement, layout, time.monotonic() - started)
+        found.weights, found.gradients, found.updates = [], [], []
+    return _compare(found, layout, time.monotonic() - started)
 
 
 def compare_layouts(first: RunConfig, second: RunConfig) -> Comparison:
     """Run two layouts of one model, one after the other, on all ranks. Collective."""
     started = time.monotonic()
-    return _compare(measure(first), second, time.monotonic() - started)
+    found = measure(first, scheduler=with_dummies(first, dist.get_world_size()))
+    found.token_losses = next(theirs for theirs in everyones(found.token_losses) if theirs.numel())
+    return _compare(found, second, time.monotonic() - started)
 
 
 def _compare(reference: Measurement, layout: RunConfig, seconds: float) -> Comparison:
     started = time.monotonic()
     result, fault = Measurement(), None
     try:
-        result = measure(layout, weights=reference.weights)
+        result = measure(layout, weights=reference.weights, scheduler=with_dummies(layout, dist.get_world_size()))
     except RuntimeFault as error:
         if not error.on_all_ranks:
             raise
         fault = str(error)
-    gradients = _compare_gradients(reference.gradients, result.gradients)
     return Comparison(
         reference.steps,
-        result.steps if fault is None else [replace(step, loss=float("nan")) for step in reference.steps],
-        *gradients,
-        replicas=_differing_replicas(result.gradients),
+        max(everyones(result.steps), key=lambda steps: _largest_difference(reference.steps, steps)),
+        _compare_tokens(reference.token_losses, result.token_losses),
+        _compare_rates(reference.rates, result.rates),
+        compare_tensors(reference.gradients, result.gradients, GRADIENT_TOLERANCE),
+        compare_tensors(reference.updates, result.updates, UPDATE_TOLERANCE),
+        ranks=layout_of(layout, dist.get_world_size()),
         probe=reference.probe or result.probe,
         fault=fault,
         seconds=(seconds, time.monotonic() - started),
     )
 
 
-def _compare_gradients(
-    reference: list[ShardedTensor], layout: list[ShardedTensor]
-) -> tuple[Worst | None, int, int, float, float]:
-    """The worst parameter over all ranks, numbers of parameters and of wrong ones, ratio and residual."""
-    mine: dict[str, list[ShardedTensor]] = {}
-    for part in layout:
-        mine.setdefault(part.key, []).append(part)
-    errors: dict[str, tuple[float, float]] = {}  # name -> largest absolute difference here, largest reference value
-    products = torch.zeros(3, dtype=torch.float64)  # layout * reference, reference * reference, layout * layout
-    for key, whole in whole_tensors(reference, device()):
-        largest = 0.0
-        for part in mine.pop(key, []):
-            values, expected = part.data.double(), whole[part.global_slice()].cpu().double()
-            difference = (values - expected).abs().max().item() if values.numel() else 0.0
-            largest = max(largest, difference if difference == difference else float("inf"))
-            products += torch.stack([(values * expected).sum(), (expected * expected).sum(), (values * values).sum()])
-        errors[key] = (largest, whole.abs().max().item())
-    everyone = everyones((errors, sorted(mine), products))
-    unknown = sorted({key for _, keys, _ in everyone for key in keys})
-    if unknown and layout:
-        raise RuntimeFault(f"the reference has no parameter {', '.join(unknown[:4])}", on_all_ranks=True)
-    top = max((size for _, size in errors.values()), default=0.0)
-    found = [
-        Worst(difference / max(size, GRADIENT_FLOOR * top, 1e-30), name, rank)
-        for rank, (theirs, _, _) in enumerate(everyone)
-        for name, (difference, size) in theirs.items()
+def _largest_difference(reference: list[StepResult], steps: list[StepResult]) -> float:
+    """Of what a rank reports from the reference: all should report the same."""
+    pairs = [
+        (a, b)
+        for ours, theirs in zip(reference, steps, strict=False)
+        for a, b in [
+            *zip(losses_of(ours).values(), losses_of(theirs).values(), strict=True),
+            (ours.grad_norm or 0.0, theirs.grad_norm or 0.0),
+        ]
     ]
-    wrong = {name for difference, name, _ in found if difference > GRADIENT_TOLERANCE}
-    dot, square, own = (torch.stack([p for *_, p in everyone]).sum(0) + 1e-300).tolist()
-    ratio = dot / square
-    residual = max(0.0, own - dot * ratio) ** 0.5 / own**0.5
-    return max(found, default=None), len(errors), len(wrong), ratio, residual
+    return max((relative(a, b) for a, b in pairs), default=0.0)
 
 
-def _differing_replicas(gradients: list[ShardedTensor]) -> str | None:
-    """The first parameter of which two ranks hold the same part with gradients that are not bit for bit the same."""
-    sums = {
-        (part.key, str(part.global_slice())): part.data.view(torch.int32).sum(dtype=torch.int64).item()
-        for part in gradients
-    }
-    first: dict[Any, tuple[int, int]] = {}
-    for rank, theirs in enumerate(everyones(sums)):
-        for place, checksum in theirs.items():
-            before, expected = first.setdefault(place, (rank, checksum))
-            if checksum != expected:
-                return f"{place[0]} on ranks {before} and {rank}"
-    return None
+def _compare_tokens(reference: torch.Tensor, layout: torch.Tensor) -> list[TokenLosses]:
+    """For each loss of a token; collective."""
+    scale = reference.abs().maximum(TOKEN_FLOOR * reference.abs().amax(dim=1, keepdim=True)).clamp(min=1e-30)
+    errors = ((layout - reference).abs() / scale).nan_to_num(nan=math.inf) if layout.numel() else torch.zeros(1, 1)
+    mine = [(row.max().item(), int((row > LOSS_TOLERANCE).sum())) for row in errors]
+    numbers = [int((row != 0).sum()) for row in reference]
+    everyone = [theirs for theirs in everyones(mine) if len(theirs) == len(numbers)]
+    worst = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)] or [(0.0, 0)] * len(numbers)
+    return [TokenLosses(difference, wrong, number) for (difference, wrong), number in zip(worst, numbers, strict=True)]
+
+
+def _compare_rates(reference: list[tuple[float, ...]], layout: Sequence[tuple[float, ...]]) -> tuple[float, str, str]:
+    """The largest difference of a learning rate from the nearest of the reference's in the same step; collective."""
+    worst = (0.0, f"{reference[0][-1]:.3g} to {reference[-1][-1]:.3g}", "the same")
+    for rank, theirs in enumerate(everyones(list(layout))):
+        for step, (expected, rates) in enumerate(zip(reference, theirs, strict=False), 1):
+            for rate in rates:
+                nearest = min(expected, key=lambda each: abs(each - rate))
+                found = relative(nearest, rate), f"{nearest:.6g}", f"{rate:.6g}, step {step}, rank {rank}"
+                worst = max(worst, found, key=lambda each: each[0])
+    return worst

@@ -1,12 +1,15 @@
-"""What a configuration computes: losses and gradient norms of a few steps, and all gradients of the first."""
+"""What a configuration computes in a few steps: losses, all gradients of the first step, and what all steps changed."""
 
 from __future__ import annotations
 
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -14,7 +17,12 @@ from megatron_cp.attention.probe import ProbeError, probe_attention
 from megatron_cp.config import RunConfig
 from megatron_cp.data.datasets import build_datasets
 from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.dynamic_cp.cost import CostModel
+from megatron_cp.dynamic_cp.iterator import Scheduler
+from megatron_cp.dynamic_cp.types import Group, Schedule
+from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training.batches import open_steps
+from megatron_cp.training.scheduling import keeps_step, make_schedule, model_cost, what_keeps_step
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import StepResult, train_step
 from megatron_cp.verify.shards import copy_of, gather_gradients, load_parameters, parameter_parts
@@ -25,19 +33,28 @@ class Measurement:
     """Of one rank: the steps' results are the same on all, the tensors are this rank's parts."""
 
     steps: list[StepResult] = field(default_factory=list)
+    rates: list[tuple[float, ...]] = field(default_factory=list)  # learning rates of each step, without repetitions
+    # Sums of the first step's losses, over the tokens with the same label: [losses of a token, labels], float64. Empty
+    # on ranks that compute no loss.
+    token_losses: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0))
     weights: list[ShardedTensor] = field(default_factory=list)  # as drawn, before the first step
     gradients: list[ShardedTensor] = field(default_factory=list)  # of the first step, reduced and scaled, not clipped
+    updates: list[ShardedTensor] = field(default_factory=list)  # by how much all steps together changed the weights
     probe: str | None = None  # what the attention probe said, None if nothing
 
 
 def measure(
-    config: RunConfig, groups: ProcessGroupCollection | None = None, weights: list[ShardedTensor] | None = None
+    config: RunConfig,
+    groups: ProcessGroupCollection | None = None,
+    weights: list[ShardedTensor] | None = None,
+    scheduler: Scheduler | None = None,
 ) -> Measurement:
     """Train ``train.train_iters`` steps as configured. Collective over the ranks of the run.
 
     Args:
         groups: the run's process groups; built from the configuration over all ranks by default.
         weights: the parts of the initial weights that this rank holds; drawn from the seed by default.
+        scheduler: schedules packs; as configured by default.
     """
     tokenizer = build_tokenizer(config.tokenizer)
     train_iters = config.train.train_iters
@@ -46,17 +63,54 @@ def measure(
     run = setup(config, tokenizer.vocab_size, groups)
     try:
         result = Measurement(probe=_probe(run) if groups is None else None)
-        if weights is None:
-            result.weights = copy_of(parameter_parts(run, lambda parameter: parameter))
-        else:
+        if weights is not None:
             load_parameters(run, weights)
+        before = copy_of(parameter_parts(run, lambda parameter: parameter))
+        result.weights = before if weights is None else []
         _keep_first_gradients(run, result)
-        with closing(open_steps(run, dataset, 0, training=True)) as steps:
-            for _ in range(train_iters):
-                result.steps.append(train_step(run, next(steps).microbatches))
+        with closing(open_steps(run, dataset, 0, training=True, scheduler=scheduler)) as steps:
+            for index in range(train_iters):
+                result.rates.append(tuple(sorted({group["lr"] for group in run.optimizer.param_groups})))
+                microbatches = next(steps).microbatches
+                with _losses_kept(run, tokenizer.vocab_size, result, wanted=index == 0):
+                    result.steps.append(train_step(run, microbatches))
+        result.updates = _changes(run, before)
         return result
     finally:
         run.close()
+
+
+def same_packs(config: RunConfig, world_size: int) -> Scheduler | None:
+    """A scheduler for one rank of the packs that ``config`` makes on ``world_size`` ranks; None without packing.
+
+    A router's balancing loss depends on which samples share a pack.
+    """
+    if config.model.sequence_packing_scheduler is None:
+        return None
+    make, cost = partial(make_schedule, config, layout_of(config, world_size)), model_cost(config)
+
+    def schedule(lengths: Any, _: CostModel) -> Schedule:
+        packs = [group.sample_ids for row in make(lengths, cost).microbatches for group in row]
+        return Schedule(1, sum(lengths), [[Group((0,), sample_ids)] for sample_ids in packs])
+
+    return schedule
+
+
+def with_dummies(config: RunConfig, world_size: int) -> Scheduler | None:
+    """The configured scheduler, with dummies for all ranks at the end of each step where ranks keep step.
+
+    Steps as small as these may have none. None: as configured.
+    """
+    if config.model.sequence_packing_scheduler is None or not keeps_step(config.model):
+        return None
+    layout = layout_of(config, world_size)
+    empty: list[list[Group]] = [[] for _ in range(what_keeps_step(config.model, layout)["microbatch_multiple"])]
+
+    def schedule(lengths: Any, cost: CostModel) -> Schedule:
+        made = make_schedule(config, layout, lengths, cost)
+        return replace(made, microbatches=[*made.microbatches, *empty])
+
+    return schedule
 
 
 def _probe(run: Run) -> str | None:
@@ -82,3 +136,38 @@ def _keep_first_gradients(run: Run, result: Measurement) -> None:
 
 def _gradient(saved: torch.Tensor) -> torch.Tensor | None:
     return saved.main_grad if isinstance(saved, torch.nn.Parameter) else None  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _losses_kept(run: Run, vocab_size: int, result: Measurement, *, wanted: bool) -> Iterator[None]:
+    """Sum the losses that the last stage computes inside by label; collective over its ranks.
+
+    Which rank has which token depends on the layout, and a token's label does not.
+    """
+    if not wanted or not run.is_last_stage:
+        yield
+        return
+    depths = run.config.model.mtp_num_layers or 0
+    sums = torch.zeros(1 + depths, vocab_size, dtype=torch.float64, device=run.device)
+
+    def add(module: Any, args: Any, kwargs: dict[str, Any], losses: torch.Tensor) -> None:
+        labels = kwargs["labels"].flatten()
+        main, *further = losses.detach().double() if depths else [losses.detach().double()]
+        for row, values in zip(sums, (main * kwargs["loss_mask"], *further), strict=True):
+            row.index_add_(0, labels, values.flatten())
+
+    hook = run.model[-1].register_forward_hook(add, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+    dist.all_reduce(sums, group=run.groups.dp_cp)
+    result.token_losses = sums.cpu()
+
+
+def _changes(run: Run, before: list[ShardedTensor]) -> list[ShardedTensor]:
+    for chunk in run.model:
+        if chunk.ddp_config.overlap_param_gather:  # else the next forward pass would gather the weights
+            chunk.start_param_sync(force_sync=True)
+    after = copy_of(parameter_parts(run, lambda parameter: parameter))
+    return [replace(new, data=new.data - old.data) for new, old in zip(after, before, strict=True)]

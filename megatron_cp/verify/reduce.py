@@ -14,16 +14,20 @@ from dataclasses import asdict
 from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.dynamic_cp.distributions import LEAST_LONGEST
 from megatron_cp.errors import ConfigError, Violation
-from megatron_cp.models.hybrid_pattern import ahead_of, layers_of
-from megatron_cp.models.mamba_shape import MambaShape
 from megatron_cp.one_rank import on_one_rank
+from megatron_cp.rules import Environment, check_or_raise, resolve_auto
+from megatron_cp.verify.sizes import of_every_kind, shrink, shrink_thresholds
 
-HIDDEN, HEAD_DIM, FFN, VOCAB, TOKENS = 64, 16, 32, 255, 32
+VOCAB, TOKENS = 255, 32
 # Packed samples have lengths of their own, lognormal, a sixteenth of the longest on average: enough to differ.
 PACKED_TOKENS, PACKED_SAMPLES_A_RANK = 256, 4
 # Adam's first updates are signs: with its usual 1e-8, elements whose gradient is nothing but rounding take full steps
 # either way, and right layouts drift apart by 1e-4 a step. So much of the gradients' usual size keeps them in place.
 ADAM_EPS = 1e-3
+# A learning rate at which a step changes weights by far more than float32 rounds them.
+LEARNING_RATE = 1e-2
+# Weights at which a router's losses, a change of its bias and the further tokens are a tenth of what counts, or more.
+AUX_LOSS, Z_LOSS, BIAS_RATE, MTP_LOSS = 1.0, 0.1, 0.1, 0.3
 
 
 def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, full: bool = False) -> list[RunConfig]:
@@ -47,13 +51,12 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
     for config in configs:
         model = config.model
         if not full:
-            _shrink(model, tp, num_layers or model.num_layers)
+            shrink(model, tp, num_layers or model.num_layers)
+            _raise_weights(model)
             config.train.micro_batch_size = _micro_batch(config, full)
         if length is not None:
-            _shrink_packs(model, config.dataset.seq_length, length)
+            shrink_thresholds(config, config.dataset.seq_length, length)
             config.dataset.seq_length = model.seq_length = model.max_position_embeddings = length
-        if model.window_size is not None and length is not None:
-            model.window_size = [min(side, length // 4) for side in model.window_size]
         model.vocab_size = None
         # Padded vocabularies take part in the loss: all layouts must pad to the same number of rows.
         model.make_vocab_size_divisible_by = math.lcm(model.make_vocab_size_divisible_by, tp)
@@ -63,11 +66,12 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
         if model.recompute_num_layers is not None:
             layers = max(1, model.num_layers // model.pipeline_model_parallel_size)
             model.recompute_num_layers = min(model.recompute_num_layers, layers)
-        if model.sequence_packing_scheduler is not None:
-            model.moe_aux_loss_coeff = 0.0  # it depends on which samples share a pack, and layouts pack otherwise
+        if model.sequence_packing_scheduler is not None and len(configs) > 1:
+            model.moe_aux_loss_coeff = 0.0  # it depends on which samples share a pack, and two layouts pack otherwise
         config.train.global_batch_size, config.train.train_iters = batch, steps
         config.train.skip_train = False
         config.optimizer.adam_eps = max(config.optimizer.adam_eps, ADAM_EPS)
+        config.optimizer.lr, config.optimizer.min_lr = LEARNING_RATE, LEARNING_RATE / 10
         _mock(config.dataset)
         config.tokenizer = type(config.tokenizer)("NullTokenizer", vocab_size=vocab_size)
         config.mixed_precision = type(config.mixed_precision)(fp32=True)
@@ -80,6 +84,26 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
         config.dist.attention_probe = False
         config.finalize()
     return configs
+
+
+def checked(config: RunConfig, world_size: int) -> RunConfig:
+    """The configuration with its auto settings resolved. Raises ConfigError if a rule is broken."""
+    environment = Environment.detect()
+    config, _ = resolve_auto(config, world_size, None, environment)
+    check_or_raise(config, world_size, None, environment)
+    return config
+
+
+def _raise_weights(model: ModelConfig) -> None:
+    """Let what is added to the loss count: small weights would hide that it is wrong."""
+    if model.moe_aux_loss_coeff > 0:
+        model.moe_aux_loss_coeff = max(model.moe_aux_loss_coeff, AUX_LOSS)
+    if model.moe_z_loss_coeff:
+        model.moe_z_loss_coeff = max(model.moe_z_loss_coeff, Z_LOSS)
+    if model.moe_router_enable_expert_bias:
+        model.moe_router_bias_update_rate = max(model.moe_router_bias_update_rate, BIAS_RATE)
+    if model.mtp_num_layers:
+        model.mtp_loss_scaling_factor = max(model.mtp_loss_scaling_factor, MTP_LOSS)
 
 
 def _check_same_model(layouts: Sequence[RunConfig]) -> None:
@@ -145,20 +169,13 @@ def _num_layers(configs: Sequence[RunConfig]) -> int:
         return counted % _stages(config) == 0 and counted >= _stages(config)
 
     for layers in range(min(least, model.num_layers), model.num_layers):
-        if all(fits(layers, config) for config in configs) and _of_every_kind(_pattern(configs[0]), layers) is not None:
+        if all(fits(layers, config) for config in configs) and of_every_kind(_pattern(configs[0]), layers) is not None:
             return layers
     return model.num_layers
 
 
 def _pattern(config: RunConfig) -> str:
     return config.model.hybrid_layer_pattern or ""
-
-
-def _of_every_kind(pattern: str, layers: int) -> str | None:
-    """The first so many layers in a row of a hybrid model that have all its kinds among them; "" of other models."""
-    own = layers_of(pattern)
-    rows = (own[first : first + layers] for first in range(max(1, len(own) - layers + 1)))
-    return next((row for row in rows if set(row) == set(own)), None)
 
 
 def _has_experts_after_the_first(model: ModelConfig, configs: Sequence[RunConfig]) -> bool:
@@ -169,16 +186,19 @@ def _has_experts_after_the_first(model: ModelConfig, configs: Sequence[RunConfig
 
 
 def _seq_length(configs: Sequence[RunConfig]) -> int:
-    """At least eight tokens a rank, and what all layouts can cut."""
+    """At least eight tokens a rank (of a tensor-parallel rank's part where losses come in pieces), and what all layouts
+    can cut."""
     parts, least = [1], TOKENS
     for config in configs:
         m = config.model
         parts.append(2 * m.context_parallel_size)
         if m.sequence_parallel:
             parts.append(m.context_parallel_size * m.tensor_model_parallel_size)
-        least = max(least, 8 * m.context_parallel_size)
         if m.sequence_packing_scheduler is not None:
             least = max(least, PACKED_TOKENS)
+        elif m.sequence_parallel and m.cross_entropy_chunk_size:
+            least = max(least, 8 * m.context_parallel_size * m.tensor_model_parallel_size)
+        least = max(least, 8 * m.context_parallel_size)
     multiple = math.lcm(*parts)
     return -(-least // multiple) * multiple
 
@@ -196,38 +216,3 @@ def _global_batch(config: RunConfig, world_size: int, full: bool) -> int:
     if m.virtual_pipeline_model_parallel_size:
         count = 2 * max(m.pipeline_model_parallel_size, m.microbatch_group_size_per_vp_stage or 0)
     return _micro_batch(config, full) * max(1, config.data_parallel_size(world_size)) * count
-
-
-def _shrink_packs(model: ModelConfig, before: int, length: int) -> None:
-    """As many ranks for the longest sequence as before."""
-    if model.sequence_packing_scheduler is None or model.max_seqlen_per_dp_cp_rank is None:
-        return
-    ranks = -(-before // model.max_seqlen_per_dp_cp_rank)
-    unit = 2 * (model.tensor_model_parallel_size if model.sequence_parallel else 1)
-    model.max_seqlen_per_dp_cp_rank = -(-length // (ranks * unit)) * unit
-
-
-def _shrink(model: ModelConfig, tp: int, num_layers: int) -> None:
-    if model.architecture == "hybrid":
-        if num_layers < model.num_layers:
-            row = _of_every_kind(model.hybrid_layer_pattern or "", num_layers) or ""
-            model.hybrid_layer_pattern = "/".join([row, *ahead_of(model.hybrid_layer_pattern)])
-        model.mamba_num_heads = MambaShape.of(model).heads
-        model.mamba_head_dim = model.mamba_state_dim = 8
-    if isinstance(model.moe_layer_freq, list) and len(model.moe_layer_freq) > num_layers:
-        model.moe_layer_freq = [0] + [1] * (num_layers - 1)
-    model.num_layers = num_layers
-    model.hidden_size, model.kv_channels = HIDDEN, HEAD_DIM
-    model.ffn_hidden_size = math.lcm(FFN, tp)
-    if model.num_moe_experts is not None:
-        model.moe_ffn_hidden_size = math.lcm(FFN, tp)
-        model.moe_latent_size = None if model.moe_latent_size is None else HIDDEN // 2
-        if model.moe_shared_expert_intermediate_size is not None:
-            model.moe_shared_expert_intermediate_size = math.lcm(FFN, tp)
-    if model.multi_latent_attention:
-        model.q_lora_rank = None if model.q_lora_rank is None else math.lcm(16, tp)
-        model.kv_lora_rank = math.lcm(24, tp) - 8  # with the rotated dimensions a multiple
-        model.qk_head_dim = model.qk_pos_emb_head_dim = model.v_head_dim = 8
-    rotated_of = model.qk_pos_emb_head_dim if model.multi_latent_attention else HEAD_DIM
-    pairs = int(rotated_of * model.rotary_percent) // 2  # as good as the share that rotary embeddings turn
-    model.rotary_percent = 2 * max(1, pairs) / rotated_of

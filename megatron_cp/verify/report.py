@@ -5,8 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from megatron_cp.parallel.layout import RankLayout
 from megatron_cp.terminal import printable
-from megatron_cp.verify.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, Comparison
+from megatron_cp.verify.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Comparison, Row, losses_of, relative
+from megatron_cp.verify.tensors import Replicas, TensorDifferences
 
 
 def show(result: Comparison, names: tuple[str, str], console: Console) -> None:
@@ -14,35 +16,30 @@ def show(result: Comparison, names: tuple[str, str], console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", *names, "difference", "tolerance", "verdict"):
         table.add_column(column, justify="left" if column in ("", "verdict") else "right", overflow="fold")
-    if result.fault is None:
-        first, last = result.reference[0], result.reference[-1]
-        mine, my_last = result.layout[0], result.layout[-1]
-        count = len(result.reference)
-        table.add_row("tokens, step 1", str(first.tokens), str(mine.tokens), "", "equal",
-                      _verdict(first.tokens == mine.tokens))  # fmt: skip
-        table.add_row("loss, step 1", f"{first.loss:.7f}", f"{mine.loss:.7f}", "", "", "")
-        table.add_row(f"loss, step {count}", f"{last.loss:.7f}", f"{my_last.loss:.7f}",
-                      f"{result.loss_difference:.1e}", f"{LOSS_TOLERANCE:.0e}",
-                      _verdict(result.loss_difference <= LOSS_TOLERANCE))  # fmt: skip
-        table.add_row("gradient norm, step 1", f"{first.grad_norm:.6f}", f"{mine.grad_norm:.6f}",
-                      f"{result.norm_difference:.1e}", f"{NORM_TOLERANCE:.0e}",
-                      _verdict(result.norm_difference <= NORM_TOLERANCE))  # fmt: skip
-        if result.worst is not None:
-            table.add_row(f"worst gradient: {result.worst.name}", "", f"on rank {result.worst.rank}",
-                          f"{result.worst.difference:.1e}", f"{GRADIENT_TOLERANCE:.0e}",
-                          _verdict(result.worst.difference <= GRADIENT_TOLERANCE))  # fmt: skip
+    for row in _shown(result):
+        difference = f"{row.difference:.1e}" if row.tolerance else f"{row.difference:g}"
+        tolerance = f"{row.tolerance:.0e}" if row.tolerance else "none"
+        verdict = "[green]ok[/]" if row.equal else "[red]WRONG[/]"
+        name = row.name if row.step is None else f"{row.name}, step {row.step}"
+        table.add_row(name, *row.values, difference, tolerance, verdict)
     console.print(table)
     console.print(
-        f"{result.num_parameters} parameters compared; {result.seconds[0]:.1f} s and {result.seconds[1]:.1f} s; "
-        f"differences are relative, the worst of {len(result.reference)} steps"
+        f"{result.gradients.number} parameters compared; {result.seconds[0]:.1f} s and {result.seconds[1]:.1f} s; "
+        "differences are relative"
     )
     console.print("[bold green]EQUAL[/]: the same model is trained" if result.equal else "[bold red]DIFFERENT[/]")
     for line in diagnose(result):
         console.print(f"  {printable(line)}", markup=False)
 
 
-def _verdict(good: bool) -> str:
-    return "[green]ok[/]" if good else "[red]WRONG[/]"
+def _shown(result: Comparison) -> list[Row]:
+    """All of the first step, and of later ones the last loss and what differs."""
+    last = len(result.reference)
+    return [
+        row
+        for row in result.rows()
+        if not row.equal or row.step in (None, 1) or (row.step == last and row.name == "loss")
+    ]
 
 
 def diagnose(result: Comparison) -> list[str]:
@@ -54,35 +51,102 @@ def diagnose(result: Comparison) -> list[str]:
         said.append(f"the layout did not run: {result.fault}")
     if result.probe is not None:
         said.append(result.probe)
-    if result.fault is not None or not result.layout:
+    if result.fault is not None:
         return said
+    forward = _of_forward_pass(result)
+    said += forward
+    if result.gradients.replicas is not None:
+        said.append(_of_copies("gradients", result.gradients.replicas, result.ranks))
+    elif not forward:
+        said += _of_backward_pass(result)
+    if not said:
+        said += _of_optimizer(result)
+    return said
+
+
+def _of_forward_pass(result: Comparison) -> list[str]:
     first, mine = result.reference[0], result.layout[0]
-    forward_differs = abs(first.loss - mine.loss) > LOSS_TOLERANCE * abs(first.loss) or mine.loss != mine.loss
     if first.tokens != mine.tokens:
-        said.append(
+        return [
             f"{mine.tokens} tokens took part in the first loss and not {first.tokens}: look at how batches are dealt "
             "to ranks and sliced, and at the reduction of the loss"
-        )
-    elif forward_differs:
-        said.append(
-            "the first loss differs already, before any gradient: look at attention's communication"
+        ]
+    (main, *depths), (loss, *further) = result.tokens, losses_of(first).items()
+    reported = losses_of(mine)
+    if main.difference > LOSS_TOLERANCE:
+        return [
+            f"the first forward pass differs already, in {main.wrong} of {main.number} tokens' losses: look at "
+            "attention's communication"
             + (" (the probe found nothing wrong with it)" if result.probe is None else "")
-            + ", at positions (RoPE), at how batches are sliced, and at how the loss is normalized"
+            + ", at positions (RoPE), at how batches are sliced, and at the output layer and its loss (in pieces with "
+            "model.cross_entropy_chunk_size)"
+        ]
+    if not relative(loss[1], reported[loss[0]]) <= LOSS_TOLERANCE:
+        return [
+            "each token's loss agrees and the reported loss does not: look at how losses are masked, summed over ranks "
+            "and normalized"
+        ]
+    found = []
+    wrong = [name for name, value in further if not relative(value, reported[name]) <= LOSS_TOLERANCE]
+    wrong_depths = [depth for depth, each in enumerate(depths, 1) if each.difference > LOSS_TOLERANCE]
+    of_mtp = [name for name in wrong if name.startswith("MTP")]
+    if wrong_depths or of_mtp:
+        what = ", ".join(of_mtp or [f"MTP depth {depth}" for depth in wrong_depths])
+        found.append(
+            f"the main loss agrees and multi-token prediction's does not ({what}): look at how its tokens, labels and "
+            "masks are shifted between ranks, at its layers, and at its number of tokens"
         )
-    if result.replicas is not None:
-        said.append(
-            f"copies of a parameter have different gradients ({result.replicas}): they are not reduced over all data- "
-            "and context-parallel ranks"
+    if routers := [name for name in wrong if name not in of_mtp]:
+        found.append(
+            f"the losses of tokens agree and routers' do not ({', '.join(routers)}): look at which tokens routers "
+            "count (padding), and over which ranks"
         )
-    elif not forward_differs and result.num_wrong:
-        off = abs(result.ratio - 1)
-        if off > GRADIENT_TOLERANCE and result.residual < min(1e-3, off / 10):  # the factor explains the difference
-            said.append(f"all gradients are {result.ratio:.4g} times the reference's: look at how they are scaled")
-        else:
-            said.append(
-                f"the forward pass agrees and {result.num_wrong} of {result.num_parameters} gradients do not: look at "
-                "the backward pass of what these parameters feed, and at what reduces their gradients"
-            )
-    if not said:
-        said.append("the first step agrees and later ones do not: look at the optimizer and its schedule")
-    return said
+    return found
+
+
+def _of_backward_pass(result: Comparison) -> list[str]:
+    found = result.gradients
+    if not found.difference <= GRADIENT_TOLERANCE:
+        off = abs(found.ratio - 1)
+        if off > GRADIENT_TOLERANCE and found.residual < min(1e-3, off / 10):  # the factor explains the difference
+            return [f"all gradients are {found.ratio:.4g} times the reference's: look at how they are scaled"]
+        which = f"{len(found.wrong)} of {found.number} gradients (most: {_worst(found)})"
+        if found.wrong and all(".router." in name for name in found.wrong):
+            return [
+                f"all losses agree and {which} do not, routers' only: look at how routers' losses are weighed "
+                "and scaled"
+            ]
+        return [
+            f"the forward pass agrees, each token's loss and every other, and {which} do not: look at the backward "
+            "pass of what these parameters feed, and at what reduces their gradients"
+        ]
+    norm = next(row for row in result.rows() if (row.name, row.step) == ("gradient norm", 1))
+    return [] if norm.equal else ["the gradients agree and their norm does not: look at its reduction over ranks"]
+
+
+def _of_optimizer(result: Comparison) -> list[str]:
+    rates = next(row for row in result.rows() if row.name == "learning rates")
+    if not rates.equal:
+        return [f"a learning rate is {rates.values[1]} and not {rates.values[0]}: look at the optimizer's schedule"]
+    if result.updates.replicas is not None:
+        return [_of_copies("weights after the last step", result.updates.replicas, result.ranks)]
+    which = f"{len(result.updates.wrong)} of {result.updates.number} weights (most: {_worst(result.updates)})"
+    return [
+        f"the first step's losses and gradients agree and {which} do not change as they should: look at the optimizer "
+        "(clipping, its groups of parameters, its state), and at what gathers the weights for the next forward pass"
+    ]
+
+
+def _worst(found: TensorDifferences) -> str:
+    return "none" if found.worst is None else found.worst.name
+
+
+def _of_copies(what: str, copies: Replicas, ranks: RankLayout) -> str:
+    a, b = copies.ranks
+    ours, theirs = ranks.coordinates(a), ranks.coordinates(b)
+    names = {"tp": "tensor-parallel", "pp": "pipeline", "cp": "context-parallel", "dp": "data-parallel"}
+    over = " and ".join(name for key, name in names.items() if ours[key] != theirs[key])
+    where = f"copies of a parameter have different {what} ({copies.name} on ranks {a} and {b})"
+    if what == "gradients":
+        return f"{where}: they are not reduced over all {over} ranks"
+    return f"{where}: {over} ranks do not step alike, or do not gather each other's part"

@@ -16,8 +16,7 @@ def verdict(overrides: Overrides) -> tuple[bool, str]:
     """Whether the layout trains like one rank (probe, two steps, all gradients), and what differs."""
     config = tiny_config(**overrides, train__train_iters=2, dist__attention_probe=False, scheduler__lr_warmup_iters=0)
     result = compare_with_one_rank(config, on_one_rank(config))
-    figures = (result.loss_difference, result.norm_difference, result.worst)
-    return result.equal, f"{diagnose(result)} {figures}"
+    return result.equal, f"{diagnose(result)} {[row for row in result.rows() if not row.equal]}"
 
 
 def accepted_layout_is_right(drawn: tuple[int, Overrides]) -> None:

@@ -88,10 +88,14 @@ def test_what_cannot_run_ends_with_two(arguments: list[str], message: str) -> No
     assert code == 2 and message in err and "Traceback" not in err, (code, err)
 
 
-def test_experts_in_packs_are_compared_without_the_routers_loss() -> None:
+def test_experts_in_packs_are_compared_with_the_routers_loss() -> None:
     experts = ["model.num_moe_experts=4", "model.moe_ffn_hidden_size=32", "model.moe_aux_loss_coeff=0.01"]
     packs = ["model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=64", "dataset.seq_length=256"]
-    code, out, err = of_all_ranks(*experts, *packs, "model.expert_model_parallel_size=2", "--steps", "2")
+    layout = [*experts, *packs, "model.expert_model_parallel_size=2"]
+    code, out, err = of_all_ranks(*layout, "--steps", "1")
+    assert code == 0 and "EQUAL" in out and "load_balancing_loss, step 1" in out, (out, err)
+    assert "note" not in err
+    code, out, err = of_all_ranks(*layout, "--steps", "1", "--against", "model.expert_model_parallel_size=1")
     assert code == 0 and "EQUAL" in out, (out, err)
     assert err.count("note: compared without the router's auxiliary loss") == 1
 

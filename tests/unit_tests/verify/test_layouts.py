@@ -31,7 +31,7 @@ MTP = {"model__mtp_num_layers": 2, "model__mtp_loss_scaling_factor": 0.5}
 def compare(overrides: dict[str, Any]) -> tuple[bool, list[str], int]:
     (layout,) = comparable([tiny_config(**overrides)], 4, 2)
     result = compare_with_one_rank(layout, on_one_rank(layout))
-    return result.equal, diagnose(result), result.num_parameters
+    return result.equal, diagnose(result), result.gradients.number
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from megatron_cp.errors import ConfigError
 from megatron_cp.one_rank import on_one_rank
 from megatron_cp.recipes import list_recipes, load_recipe
 from megatron_cp.rules import check
-from megatron_cp.verify.reduce import PACKED_TOKENS, comparable
+from megatron_cp.verify.reduce import AUX_LOSS, LEARNING_RATE, MTP_LOSS, PACKED_TOKENS, Z_LOSS, comparable
 from tests.functional_tests.random_layouts import configurations
 from tests.training_runs import tiny_config
 from tests.unit_tests.models.hybrids import HYBRID
@@ -141,12 +141,48 @@ def test_packs_are_compared_with_packs():
         comparable([first, second], 4, 3)
 
 
-def test_a_routers_loss_is_no_packs():
+def test_two_layouts_of_packs_have_no_balancing_loss_in_common():
     experts = ["model.num_moe_experts=4", "model.moe_ffn_hidden_size=32", "model.moe_aux_loss_coeff=0.01"]
     packs = ["model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=24", "dataset.seq_length=72"]
-    for more, coefficient in (([], 0.01), (packs, 0.0)):
-        (small,) = comparable([load_recipe("llama_tiny_pretrain_config", experts + more)], 4, 3)
-        assert small.model.moe_aux_loss_coeff == coefficient
+    for more, count, coefficient in (([], 1, AUX_LOSS), (packs, 1, AUX_LOSS), (packs, 2, 0.0), ([], 2, AUX_LOSS)):
+        configs = [load_recipe("llama_tiny_pretrain_config", experts + more)] * count
+        assert {small.model.moe_aux_loss_coeff for small in comparable(configs, 4, 3)} == {coefficient}
+
+
+CHUNKED = ["model.cross_entropy_chunk_size=4096"]
+WINDOW = ["model.window_size=[512,0]"]
+PACKS = ["model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=2048", "dataset.seq_length=8192"]
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("layout", [[], ["model.tensor_model_parallel_size=4", "model.sequence_parallel=true"]])
+@pytest.mark.parametrize("packs", [[], PACKS])
+def test_thresholds_shrink_with_the_model(micro, layout, packs):
+    """Else a loss would be computed at once, and a window hide nothing."""
+    batch = [f"train.micro_batch_size={1 if packs else micro}", "dataset.seq_length=4096"]
+    settings = [*ONE_LEVEL, *batch, *CHUNKED, *WINDOW, *layout, *packs, "ddp.overlap_grad_reduce=true"]
+    config = load_recipe("llama_tiny_pretrain_config", settings)
+    (small,) = comparable([config], 16, 3)
+    model, length = small.model, small.dataset.seq_length
+    assert not errors(small, 16)
+    parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    tokens = model.max_seqlen_per_dp_cp_rank if packs else length // model.context_parallel_size
+    positions = tokens // parts
+    size = max(1, model.cross_entropy_chunk_size // (small.train.micro_batch_size * parts))
+    assert 2 <= -(-positions // size) <= 4 and positions > size
+    assert 1 <= model.window_size[0] <= (length // 32 if packs else length // 4)
+    assert small.ddp.bucket_size < 64 * 256  # the embedding's gradient alone fills one
+    (whole,) = comparable([config], 16, 3, full=True)
+    assert whole.model.cross_entropy_chunk_size == 4096 and whole.model.window_size == [512, 0]
+
+
+def test_what_is_added_to_the_loss_counts():
+    small_weights = ["model.moe_aux_loss_coeff=0.001", "model.moe_z_loss_coeff=0.001", "model.mtp_num_layers=1"]
+    small_weights += ["model.mtp_loss_scaling_factor=0.01", "model.num_moe_experts=4", "optimizer.lr=1e-5"]
+    (small,) = comparable([load_recipe("llama_tiny_pretrain_config", [*small_weights, "optimizer.min_lr=1e-6"])], 4, 3)
+    assert small.model.moe_aux_loss_coeff == AUX_LOSS and small.model.moe_z_loss_coeff == Z_LOSS
+    assert small.model.mtp_loss_scaling_factor == MTP_LOSS
+    assert small.optimizer.lr == LEARNING_RATE and small.optimizer.min_lr == pytest.approx(LEARNING_RATE / 10)
 
 
 def test_reducing_the_largest_recipe_is_quick():
