@@ -21,9 +21,8 @@ from pathlib import Path
 from megatron_cp.attention.te_support import MINIMUM, parse_version
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, format_violations
-from megatron_cp.flags import add_flags, given
+from megatron_cp.flags import add_recipe, compose, given, parse
 from megatron_cp.models.fusions import kernels_in_use
-from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.environment import installed_version
 from megatron_cp.rules.nvml import Driver, read_driver
@@ -246,12 +245,9 @@ def _parser() -> argparse.ArgumentParser:
         "missing or broken, 2 if the recipe is wrong or breaks a rule here.",
         allow_abbrev=False,
     )
-    parser.add_argument("--recipe", metavar="NAME|FILE.yaml", help="also say which attention this recipe would use")
-    parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merged over the recipe")
+    add_recipe(parser, "also say which attention this recipe would use")
     parser.add_argument("--world-size", "--world_size", type=int, help="ranks of the recipe")
     parser.add_argument("--try", dest="trial", action="store_true", help="import every library as well (slow)")
-    add_flags(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, in Hydra's grammar")
     return parser
 
 
@@ -262,11 +258,10 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: the recipe cannot be composed, or the launcher's variables are no numbers.
     """
     parser = _parser()
-    args = parser.parse_intermixed_args(argv)
-    flags = given(args)
-    if not args.recipe and (args.overrides or flags or args.config or args.world_size is not None):
+    args = parse(parser, argv)
+    if not args.recipe and (args.overrides or given(args) or args.config or args.world_size is not None):
         parser.error("settings, --config and --world-size need a --recipe")
-    config = load_recipe(args.recipe, args.overrides, files=args.config, flags=flags) if args.recipe else None
+    config = compose(parser, args) if args.recipe else None
     found = survey()
     left_out = {x.name for x in found.libraries if x.for_gpus and x.version and not found.driver}
     broken = _try([x for x in found.libraries if x.name not in left_out]) if args.trial else {}
