@@ -22,6 +22,7 @@ from megatron_cp.attention.te_support import MINIMUM, parse_version
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, format_violations
 from megatron_cp.flags import add_recipe, compose, given, parse
+from megatron_cp.installation import how_to_install, how_to_install_requirement
 from megatron_cp.models.fusions import kernels_in_use
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.environment import installed_version
@@ -30,7 +31,6 @@ from megatron_cp.rules.resolve import backend_in, its_layers_in, packed_sizes, r
 from megatron_cp.terminal import ArgumentParser, say
 
 MEGATRON_CORE = "0.19.2"
-_EXTRA = "in the clone, scripts/setup.sh --gpu"
 _SECONDS_TO_IMPORT = 300
 
 
@@ -140,11 +140,14 @@ def findings(found: Survey, *, of_recipe: bool = False) -> Iterator[Finding]:
     """What is missing or does not fit together, whatever is to run; rule K57 knows what a recipe would gain from."""
     core, gpus = found["megatron-core"].version, found.environment.device == "gpu"
     if core is None:
-        yield Finding(True, f"install megatron-core=={MEGATRON_CORE}: scripts/setup.sh does")
+        yield Finding(
+            True,
+            f"install megatron-core=={MEGATRON_CORE}: {how_to_install_requirement(f'megatron-core=={MEGATRON_CORE}')}",
+        )
     elif parse_version(core) != parse_version(MEGATRON_CORE):
         yield Finding(True, f"install megatron-core=={MEGATRON_CORE} in place of {core}, which is not what we are for")
     if found["torch"].version is None:
-        yield Finding(True, "install torch: scripts/setup.sh does")
+        yield Finding(True, f"install torch: {how_to_install_requirement('torch')}")
     elif gpus and found.torch_cuda is None:
         yield Finding(True, f"install a torch with CUDA in place of {found['torch'].version}: it cannot see the GPUs")
     elif gpus and found.driver is not None and found.torch_cuda is not None:
@@ -161,13 +164,13 @@ def findings(found: Survey, *, of_recipe: bool = False) -> Iterator[Finding]:
     if found.driver is not None and found.driver.gpus and not gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         yield Finding(False, f"CUDA_VISIBLE_DEVICES={visible} hides this machine's GPUs; unset it to use them")
-    te = found["transformer-engine"]
+    te, extra = found["transformer-engine"], how_to_install("gpu")
     if te.version is not None and te.note:
-        yield Finding(gpus, f"reinstall Transformer Engine, {te.note}: {_EXTRA}")
+        yield Finding(gpus, f"reinstall Transformer Engine, {te.note}: {extra}")
     elif gpus and te.version is None and not of_recipe:
-        yield Finding(False, f"install Transformer Engine for the fastest attention and layers: {_EXTRA}")
+        yield Finding(False, f"install Transformer Engine for the fastest attention and layers: {extra}")
     elif gpus and te.version is not None and parse_version(te.version) < parse_version(MINIMUM):
-        yield Finding(False, f"update Transformer Engine from {te.version} to at least {MINIMUM}: {_EXTRA}")
+        yield Finding(False, f"update Transformer Engine from {te.version} to at least {MINIMUM}: {extra}")
     if found["apex"].note.startswith("NOT"):
         yield Finding(False, "uninstall apex: what is installed is another project of that name, and no use here")
 

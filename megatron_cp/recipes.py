@@ -22,6 +22,7 @@ from typing import Any
 from megatron_cp import bridge_names, launcher
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.installation import clone
 from megatron_cp.interpolation import MOST_CHAINED, FromEnvironment, as_written, chained, reads_recorded, resolved
 from megatron_cp.recipe_names import not_a_recipe
 from megatron_cp.schema import alternatives, build, field_paths, hints, kind_of, nearest, nearest_first, section_names
@@ -44,10 +45,10 @@ _PRECISIONS = {
 
 def _library(kind: str) -> Path:
     """The folder of the recipes or config groups that come with the package: in a clone, or in an installation."""
-    clone = Path(__file__).resolve().parent.parent
-    if (clone / "pyproject.toml").is_file():
-        return clone / kind
-    shared = [root / "share" / "megatron_cp" / kind for root in (clone, Path(sys.prefix))]  # the first: pip's --target
+    if (root := clone()) is not None:
+        return root / kind
+    beside = Path(__file__).resolve().parents[1]  # with pip install --target
+    shared = [root / "share" / "megatron_cp" / kind for root in (beside, Path(sys.prefix))]
     return next(filter(Path.is_dir, shared), shared[-1])
 
 

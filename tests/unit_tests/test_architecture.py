@@ -1,6 +1,7 @@
 """Imports point downward, and the thinking parts import neither torch nor megatron."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ ORDER = [
     {"backend", ""},
     {"errors"},
     {"interpolation"},
-    {"input_files", "terminal", "yaml_files"},
+    {"input_files", "installation", "terminal", "yaml_files"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 # The one room that is both: what runs schedules needs torch, and all else of it thinks.
@@ -46,6 +47,7 @@ PURE = [
     "megatron_cp.flags",
     "megatron_cp.foreign_flags",
     "megatron_cp.input_files",
+    "megatron_cp.installation",
     "megatron_cp.interpolation",
     "megatron_cp.limits",
     "megatron_cp.one_rank",
@@ -125,3 +127,15 @@ def test_what_is_printed_is_made_printable(path: Path) -> None:
         return
     calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     assert not {"print", "argparse.ArgumentParser", "sys.stdout.write", "sys.stderr.write"} & set(calls)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_what_is_printed_names_no_file_of_the_clone(path: Path) -> None:
+    """A wheel has none of them. installation.py knows whether there is a clone."""
+    if path.name in ("installation.py", "document.py", "elsewhere.py"):  # the latter two are for docs/constraints.md
+        return
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    documented = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in documented]
+    named = [text for text in texts if isinstance(text, str) and re.search(r"(scripts|docs|\.venv|benchmarks)/", text)]
+    assert not named
