@@ -139,10 +139,11 @@ def _apex() -> Library:
 def findings(found: Survey, *, of_recipe: bool = False) -> Iterator[Finding]:
     """What is missing or does not fit together, whatever is to run; rule K57 knows what a recipe would gain from."""
     core, gpus = found["megatron-core"].version, found.environment.device == "gpu"
+    pinned = f"megatron-core=={MEGATRON_CORE}"
     if core is None:
         yield Finding(
             True,
-            f"install megatron-core=={MEGATRON_CORE}: {how_to_install_requirement(f'megatron-core=={MEGATRON_CORE}')}",
+            f"install {pinned}: {how_to_install_requirement(pinned)}",
         )
     elif parse_version(core) != parse_version(MEGATRON_CORE):
         yield Finding(True, f"install megatron-core=={MEGATRON_CORE} in place of {core}, which is not what we are for")

@@ -19,7 +19,7 @@ def check_transformer_engine() -> None:
     Raises:
         ConfigError: it is installed and cannot be imported, and there is a GPU.
     """
-    _check("Transformer Engine", ["transformer_engine.pytorch"], "--gpu")
+    _check("Transformer Engine", ["transformer_engine.pytorch"], "gpu")
 
 
 def check_mamba_ssm() -> None:
