@@ -258,6 +258,18 @@ _BACKENDS = {
 }
 
 
+def called_here(name: str) -> str | None:
+    """Our setting for one of Bridge's or megatron-core's, whose bare name is given, where it has another name here."""
+    known = instead_of(name)
+    return known[0].split("'")[1] if known and known[0].startswith("is '") else None
+
+
+def instead_of(name: str) -> tuple[str, str] | None:
+    """Why a setting of Bridge's or megatron-core's, by its bare name, is not offered, and what to do instead."""
+    found = next((meaning for full, meaning in _NAMES.items() if full.partition(".")[2] == name), None)
+    return found and (found.message, found.fix)
+
+
 def settle(settings: dict[str, Any]) -> list[Violation]:
     """Take Bridge's names out of a run's settings, nested by sections, in place; returns those that cannot be obeyed.
 

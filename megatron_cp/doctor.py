@@ -21,9 +21,9 @@ from pathlib import Path
 from megatron_cp.attention.te_support import MINIMUM, parse_version
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, format_violations
-from megatron_cp.flags import add_flags, given
+from megatron_cp.flags import add_recipe, compose, given, parse
+from megatron_cp.installation import how_to_install, how_to_install_requirement
 from megatron_cp.models.fusions import kernels_in_use
-from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.environment import installed_version
 from megatron_cp.rules.nvml import Driver, read_driver
@@ -31,7 +31,6 @@ from megatron_cp.rules.resolve import backend_in, its_layers_in, packed_sizes, r
 from megatron_cp.terminal import ArgumentParser, say
 
 MEGATRON_CORE = "0.19.2"
-_EXTRA = "in the clone, scripts/setup.sh --gpu"
 _SECONDS_TO_IMPORT = 300
 
 
@@ -140,12 +139,16 @@ def _apex() -> Library:
 def findings(found: Survey, *, of_recipe: bool = False) -> Iterator[Finding]:
     """What is missing or does not fit together, whatever is to run; rule K57 knows what a recipe would gain from."""
     core, gpus = found["megatron-core"].version, found.environment.device == "gpu"
+    pinned = f"megatron-core=={MEGATRON_CORE}"
     if core is None:
-        yield Finding(True, f"install megatron-core=={MEGATRON_CORE}: scripts/setup.sh does")
+        yield Finding(
+            True,
+            f"install {pinned}: {how_to_install_requirement(pinned)}",
+        )
     elif parse_version(core) != parse_version(MEGATRON_CORE):
         yield Finding(True, f"install megatron-core=={MEGATRON_CORE} in place of {core}, which is not what we are for")
     if found["torch"].version is None:
-        yield Finding(True, "install torch: scripts/setup.sh does")
+        yield Finding(True, f"install torch: {how_to_install_requirement('torch')}")
     elif gpus and found.torch_cuda is None:
         yield Finding(True, f"install a torch with CUDA in place of {found['torch'].version}: it cannot see the GPUs")
     elif gpus and found.driver is not None and found.torch_cuda is not None:
@@ -162,13 +165,13 @@ def findings(found: Survey, *, of_recipe: bool = False) -> Iterator[Finding]:
     if found.driver is not None and found.driver.gpus and not gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         yield Finding(False, f"CUDA_VISIBLE_DEVICES={visible} hides this machine's GPUs; unset it to use them")
-    te = found["transformer-engine"]
+    te, extra = found["transformer-engine"], how_to_install("gpu")
     if te.version is not None and te.note:
-        yield Finding(gpus, f"reinstall Transformer Engine, {te.note}: {_EXTRA}")
+        yield Finding(gpus, f"reinstall Transformer Engine, {te.note}: {extra}")
     elif gpus and te.version is None and not of_recipe:
-        yield Finding(False, f"install Transformer Engine for the fastest attention and layers: {_EXTRA}")
+        yield Finding(False, f"install Transformer Engine for the fastest attention and layers: {extra}")
     elif gpus and te.version is not None and parse_version(te.version) < parse_version(MINIMUM):
-        yield Finding(False, f"update Transformer Engine from {te.version} to at least {MINIMUM}: {_EXTRA}")
+        yield Finding(False, f"update Transformer Engine from {te.version} to at least {MINIMUM}: {extra}")
     if found["apex"].note.startswith("NOT"):
         yield Finding(False, "uninstall apex: what is installed is another project of that name, and no use here")
 
@@ -246,12 +249,9 @@ def _parser() -> argparse.ArgumentParser:
         "missing or broken, 2 if the recipe is wrong or breaks a rule here.",
         allow_abbrev=False,
     )
-    parser.add_argument("--recipe", metavar="NAME|FILE.yaml", help="also say which attention this recipe would use")
-    parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merged over the recipe")
+    add_recipe(parser, "also say which attention this recipe would use")
     parser.add_argument("--world-size", "--world_size", type=int, help="ranks of the recipe")
     parser.add_argument("--try", dest="trial", action="store_true", help="import every library as well (slow)")
-    add_flags(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, in Hydra's grammar")
     return parser
 
 
@@ -262,11 +262,10 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: the recipe cannot be composed, or the launcher's variables are no numbers.
     """
     parser = _parser()
-    args = parser.parse_intermixed_args(argv)
-    flags = given(args)
-    if not args.recipe and (args.overrides or flags or args.config or args.world_size is not None):
+    args = parse(parser, argv)
+    if not args.recipe and (args.overrides or given(args) or args.config or args.world_size is not None):
         parser.error("settings, --config and --world-size need a --recipe")
-    config = load_recipe(args.recipe, args.overrides, files=args.config, flags=flags) if args.recipe else None
+    config = compose(parser, args) if args.recipe else None
     found = survey()
     left_out = {x.name for x in found.libraries if x.for_gpus and x.version and not found.driver}
     broken = _try([x for x in found.libraries if x.name not in left_out]) if args.trial else {}

@@ -1,10 +1,12 @@
-"""What a process shares with the one that started it: its end, and its terminal."""
+"""What a process shares with the one that started it (its end, its terminal), and how programs are started."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import select
+import shlex
+import shutil
 import signal
 import sys
 from contextlib import suppress
@@ -35,6 +37,11 @@ def end_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> 
 def announce_launcher() -> None:
     """Let the ranks that this process will start check whether it still runs."""
     os.environ[_LAUNCHER] = f"{os.getpid()} {_namespace()}"
+
+
+def has_own_launcher() -> bool:
+    """Whether ``megatron_cp.torchrun`` has started this process, and not torch's torchrun."""
+    return _LAUNCHER in os.environ
 
 
 def end_with_launcher() -> None:
@@ -88,3 +95,17 @@ def drop_lost_output() -> None:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, descriptor)
                 os.close(nowhere)
+
+
+def program(name: str, module: str = "megatron_cp") -> str:
+    """How a shell in the current folder starts a program of this environment.
+
+    Args:
+        module: what ``python -m`` starts where the program itself is not installed.
+    """
+    found, own = shutil.which(name), Path(sys.executable).with_name(name)
+    if not own.exists():
+        return name if found else f"{shlex.quote(sys.executable)} -m {module}"
+    if found and os.path.samefile(found, own):
+        return name
+    return shlex.quote(str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own))

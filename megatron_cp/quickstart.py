@@ -1,7 +1,8 @@
 """The main job, from nothing to a trained model: corpus, indexed data, training, last screen.
 
-``scripts/quickstart.sh`` makes the environment and runs this. The corpus is the Python standard library's own source,
-so no network is needed. Arguments are overrides of the recipe, as ``megatron-cp train`` takes them.
+``megatron-cp quickstart`` runs this; in a clone ``scripts/quickstart.sh`` makes the environment first. The corpus is
+the Python standard library's own source, so no network is needed. Arguments are overrides of the recipe, as
+``megatron-cp train`` takes them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron_cp.data.preprocess import RichProgress, preprocess
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, DataError
 from megatron_cp.input_files import read_json
-from megatron_cp.process import drop_lost_output, end_with_parent, signals_to_stop_at
+from megatron_cp.process import drop_lost_output, end_with_parent, program, signals_to_stop_at
 from megatron_cp.recipes import load_recipe
 from megatron_cp.report.runs import read_runs
 from megatron_cp.report.summary import first_and_last_loss, validation_loss
@@ -39,7 +40,6 @@ from megatron_cp.rules import check_or_raise
 from megatron_cp.rules.environment import Environment
 from megatron_cp.terminal import ArgumentParser, printable, say
 
-ROOT = Path(__file__).parents[1]
 RECIPE = "llama_tiny_pretrain_config"
 TOKENIZER = TokenizerConfig("ByteLevelTokenizer")
 RANKS = 4
@@ -140,8 +140,7 @@ def _short(path: Path) -> Path:
 
 
 def _train(overrides: Sequence[str], ranks: int) -> int:
-    command = [sys.executable, "-m", "megatron_cp.torchrun", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [str(ROOT / "scripts/training/run_recipe.py"), "--recipe", RECIPE, *overrides]
+    command = [sys.executable, "-m", "megatron_cp", "train", f"-n={ranks}", "--recipe", RECIPE, *overrides]
     process = subprocess.Popen(
         command, env={"OMP_NUM_THREADS": "1", **os.environ}, preexec_fn=partial(end_with_parent, signal.SIGTERM)
     )
@@ -181,19 +180,20 @@ def last_screen(console: Console, config: RunConfig, parts: Parts, ranks: int) -
     console.print()
     console.print(Panel(table, title="done", title_align="left", border_style="green"))
 
-    launch = (
-        f".venv/bin/python -m megatron_cp.torchrun --nproc_per_node={ranks} scripts/training/run_recipe.py --recipe"
-    )
+    launch = f"{program('megatron-cp')} train -n {ranks} --recipe"
     # The schedule of the run's config.yaml ends with the run: a longer one decays to the new end.
     longer = 2 * config.train.train_iters
     more = f"train.train_iters={longer} scheduler.lr_decay_iters={longer} scheduler.override_opt_param_scheduler=true"
     console.print("[bold]What to try next[/]")
     for what, command in (
-        ("See the curves", f".venv/bin/tensorboard --logdir {shlex.quote(str(_short(save.parent)))}"),
+        (
+            "See the curves",
+            f"{program('tensorboard', 'tensorboard.main')} --logdir {shlex.quote(str(_short(save.parent)))}",
+        ),
         ("Train on from this checkpoint", f"{launch} {shlex.quote(str(_short(save / 'config.yaml')))} {more}"),
-        ("Another transport: a ring", "scripts/quickstart.sh parallel=cp4_p2p"),
-        ("Tokens of your own text", ".venv/bin/python scripts/data/preprocess_data.py --help"),
-        ("All recipes", ".venv/bin/megatron-cp recipes"),
+        ("Another transport: a ring", f"{program('megatron-cp')} quickstart parallel=cp4_p2p"),
+        ("Tokens of your own text", f"{program('megatron-cp')} preprocess --help"),
+        ("All recipes", f"{program('megatron-cp')} recipes"),
     ):
         console.print(f"  {what}:")
         console.print(f"    {command}", style="cyan", highlight=False, soft_wrap=True)
@@ -201,12 +201,12 @@ def last_screen(console: Console, config: RunConfig, parts: Parts, ranks: int) -
 
 def main(
     arguments: Sequence[str] | None = None,
-    home: Path = ROOT / "runs" / "quickstart",
+    home: Path = Path("runs", "quickstart"),
     sources: Sequence[Path] | None = None,
 ) -> int:
     """Run the quick start; returns the exit code. ``home`` holds its data and runs, ``sources`` replace the corpus."""
     parser = ArgumentParser(
-        prog="scripts/quickstart.sh",
+        prog="megatron-cp quickstart",
         description=f"Train {RECIPE} on the Python standard library's source: {RANKS} processes on CPUs, or up to "
         f"{RANKS} GPUs where there are some.",
     )
@@ -214,6 +214,7 @@ def main(
     user = list(parser.parse_args(arguments).overrides)
 
     console = Console(highlight=False)
+    home = home.absolute()  # as its recipes name it
     data, gpus = home / "data", Environment.detect().gpus_per_node or 0
     ranks = _ranks(gpus)
     overrides = [*overrides_for(data / "corpus", next_run_folder(home), gpus), *user]
@@ -246,7 +247,3 @@ def main(
     else:
         say("quickstart: training failed; the messages above say why", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,7 +22,9 @@ from typing import Any
 from megatron_cp import bridge_names, launcher
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.installation import clone
 from megatron_cp.interpolation import MOST_CHAINED, FromEnvironment, as_written, chained, reads_recorded, resolved
+from megatron_cp.recipe_names import not_a_recipe
 from megatron_cp.schema import alternatives, build, field_paths, hints, kind_of, nearest, nearest_first, section_names
 from megatron_cp.terminal import in_a_line
 from megatron_cp.yaml_files import TooLargeError, bounded_hydra, bounded_text
@@ -43,8 +45,11 @@ _PRECISIONS = {
 
 def _library(kind: str) -> Path:
     """The folder of the recipes or config groups that come with the package: in a clone, or in an installation."""
-    clone = Path(__file__).resolve().parent.parent / kind
-    return clone if clone.is_dir() else Path(sys.prefix) / "share" / "megatron_cp" / kind
+    if (root := clone()) is not None:
+        return root / kind
+    beside = Path(__file__).resolve().parents[1]  # with pip install --target
+    shared = [root / "share" / "megatron_cp" / kind for root in (beside, Path(sys.prefix))]
+    return next(filter(Path.is_dir, shared), shared[-1])
 
 
 def _groups() -> list[str]:
@@ -250,16 +255,7 @@ def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, An
     is_file = text.endswith((".yaml", ".yml")) or "/" in text
     path = Path(text) if is_file else _library("recipes") / f"{text}.yaml"
     if not os.path.isfile(path):  # unlike Path.is_file, False also where the name is too long or a folder is closed
-        if os.path.isfile(os.path.join(text, "config.yaml")):
-            fix = f"its configuration is a recipe: --recipe {os.path.join(text, 'config.yaml')}"
-            raise _problem("K4", "--recipe", f"{text} is the folder of a run", fix)
-        if is_file:
-            is_folder, fix = os.path.isdir(path), "check the path, and that you may enter its folders"
-            message = f"{text} is a folder, not a recipe file" if is_folder else f"recipe file not found: {text}"
-            raise _problem("K4", "--recipe", message, "name a YAML file in it" if is_folder else fix)
-        names = list(list_recipes())
-        fix = "megatron-cp recipes lists them all; a file of your own is given by its path, ending in .yaml"
-        raise _problem("K4", "--recipe", f"unknown recipe '{text}'{nearest(text, names)}", fix)
+        raise _problem("K4", "--recipe", *not_a_recipe(text, list(list_recipes())))
     if path.suffix != ".yaml":
         fix = f"rename it to {path.with_suffix('.yaml').name}"
         raise _problem("K4", "--recipe", f"{text}: Hydra composes only files whose names end in .yaml", fix)

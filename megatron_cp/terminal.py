@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 # C0 and C1 controls but tab and newline, line separators, marks that change the direction of text, lone surrogates
 # (bytes of a file name that are no UTF-8).
@@ -53,8 +53,19 @@ class PrintableRecords(logging.Filter):
         return True
 
 
+class UsageError(SystemExit):
+    """Wrong arguments of a program. Not printed here: of several ranks, one prints it (cli/failures.py)."""
+
+    def __init__(self, program: str, text: str) -> None:
+        super().__init__(2)
+        self.program, self.text = program, text
+
+
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser, with printable messages."""
+    """argparse's parser, with printable messages; wrong arguments raise :class:`UsageError`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(self.prog, f"{message}\n'{self.prog} --help' lists the options.")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message(printable(message) if message else message, file or sys.stderr)

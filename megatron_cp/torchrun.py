@@ -25,6 +25,7 @@ tests/unit_tests/test_torchrun.py or tests/functional_tests/test_restarts.py fai
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import subprocess
@@ -169,6 +170,11 @@ def _stop_once(number: int, frame: FrameType | None) -> None:
     raise SignalException(f"Process {os.getpid()} got signal: {signal.Signals(number)}", signal.Signals(number))
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not that a rank failed, which it said itself, nor a line for each rank that is ended because of it."""
+    return not str(record.msg).startswith(("Sending process", "failed (exitcode"))
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """torchrun's arguments, changed so that the launcher listens where it must."""
     parser = torchrun.get_args_parser()
@@ -213,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     multiprocessing_api._terminate_process_handler = _stop_once  # type: ignore[assignment]
     confine_stores()
     announce_launcher()
+    logging.getLogger(multiprocessing_api.__name__).addFilter(_is_news)
     try:
         record(torchrun.run)(args)
     except ChildFailedError as failed:
@@ -221,7 +228,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, first = min(failures.items(), key=lambda item: item[1].timestamp)
         killed = f"was killed by signal {-first.exitcode}"
         how = f"ended with {first.exitcode}; what it said is above" if first.exitcode > 0 else killed
-        say(f"megatron-cp: rank {rank} failed first: it {how}", file=sys.stderr)
+        if first.exitcode != EXIT_CONFIG:  # whose message is complete
+            say(f"megatron-cp: rank {rank} failed first: it {how}", file=sys.stderr)
         return max(first.exitcode, EXIT_FAILED)
     except (RendezvousError, DistError, PortError) as error:
         for cause in (error, error.__cause__):

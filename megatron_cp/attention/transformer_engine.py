@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_cp.attention.configured import configured_context, learnable_softmax_offset, transport_of_layer
 from megatron_cp.attention.context import CPContext, GroupOrPair
 from megatron_cp.attention.probe import ProbeInputs
+from megatron_cp.installation import how_to_install
 
 
 @functools.cache
@@ -37,7 +38,7 @@ def te_attention_class() -> type:
     """The core-attention class to put into a layer spec. Raises ImportError without Transformer Engine."""
     if not have_transformer_engine():
         raise ImportError(
-            "Transformer Engine is not installed: scripts/setup.sh --gpu adds it; or set model.attention_backend=native"
+            f"Transformer Engine is not installed. Fix: {how_to_install('gpu')}, or model.attention_backend=native"
         )
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 

@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Sequence
 
 from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.installation import how_to_install
 
 
 def check_transformer_engine() -> None:
@@ -18,7 +19,7 @@ def check_transformer_engine() -> None:
     Raises:
         ConfigError: it is installed and cannot be imported, and there is a GPU.
     """
-    _check("Transformer Engine", ["transformer_engine.pytorch"], "--gpu")
+    _check("Transformer Engine", ["transformer_engine.pytorch"], "gpu")
 
 
 def check_mamba_ssm() -> None:
@@ -27,10 +28,10 @@ def check_mamba_ssm() -> None:
     Raises:
         ConfigError: both are installed, one cannot be imported, and there is a GPU.
     """
-    _check("mamba-ssm", ["causal_conv1d.cpp_functions", "mamba_ssm.ops.triton.ssd_combined"], "--mamba")
+    _check("mamba-ssm", ["causal_conv1d.cpp_functions", "mamba_ssm.ops.triton.ssd_combined"], "mamba")
 
 
-def _check(name: str, modules: Sequence[str], option: str) -> None:
+def _check(name: str, modules: Sequence[str], extra: str) -> None:
     import torch
 
     installed = all(importlib.util.find_spec(module.partition(".")[0]) is not None for module in modules)
@@ -42,8 +43,5 @@ def _check(name: str, modules: Sequence[str], option: str) -> None:
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
             message = f"is installed and {module} cannot be imported: {type(error).__name__}: {reason}"
-            fix = (
-                f"in the clone, scripts/setup.sh {option} compiles it for this PyTorch; elsewhere install it anew with "
-                "--no-build-isolation, or uninstall it to train without"
-            )
+            fix = f"{how_to_install(extra)} (compiles it for this PyTorch), or uninstall it to train without"
             raise ConfigError([Violation("", "error", name, message, fix)]) from error

@@ -59,7 +59,7 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
     recipe = shlex.quote(str(root / RECIPE))
     said = [
         f"imported {parameters / 1e6:.1f}M parameters of {source} ({family.architecture}, {dtype}): {root / iteration}",
-        f"begin with them: torchrun ... --recipe {recipe} checkpoint.save=FOLDER dataset.data_path=PREFIX",
+        f"begin with them: megatron-cp train -n N --recipe {recipe} checkpoint.save=FOLDER dataset.data_path=PREFIX",
     ]
     if several:
         said.append("its weights are of several dtypes, which float32 holds; --torch-dtype gives them one of yours")

@@ -52,7 +52,7 @@ def open_indexed(prefix: str) -> IndexedFiles:
     if missing:
         raise DataError(
             f"{' and '.join(missing)}: no such file. dataset.data_path names the two files without their endings; "
-            "scripts/data/preprocess_data.py makes them from text."
+            "megatron-cp preprocess makes them from text."
         )
     try:
         with open(idx_path, "rb") as file:

@@ -27,7 +27,7 @@ def data_is_named(c: Context) -> Iterator[Finding]:
         yield Finding(
             "dataset.data_path",
             "dataset.kind=indexed needs the prefix of a .bin and .idx file",
-            "dataset.data_path=PREFIX (scripts/data/preprocess_data.py writes one), or dataset.kind=mock",
+            "dataset.data_path=PREFIX (megatron-cp preprocess writes one), or dataset.kind=mock",
         )
     if data.kind in ("documents", "jsonl") and not data.data_path:
         what = "a .jsonl file" if data.kind == "jsonl" else "the prefix of a .bin and .idx file"

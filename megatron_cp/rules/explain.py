@@ -43,8 +43,8 @@ def explain(rule_id: str) -> str:
         kind, title, what = ELSEWHERE[name]
         return f"{name} ({KINDS[kind].lower()}): {title}\n{what}"
     if name not in RULES:
-        message = f"no rule '{rule_id}'; docs/constraints.md lists them"
-        raise ConfigError([Violation("K35", "error", "--explain", message)])
+        fix = "the id that a message begins with, as A2 in 'error A2: model.context_parallel_size=4: ...'"
+        raise ConfigError([Violation("K35", "error", "--explain", f"no rule '{rule_id}'", fix)])
     return "\n".join(_lines(RULES[name]))
 
 

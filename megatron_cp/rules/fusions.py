@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_cp.attention.te_support import MINIMUM, has_its_layers
+from megatron_cp.installation import how_to_install
 from megatron_cp.models.fusions import fused_loss, rotary_gap
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.proposals import either
@@ -74,7 +75,7 @@ def packages_for_gpus(c: Context) -> Iterator[Finding]:
         return
     if environment.transformer_engine is None and has_its_layers(config, MINIMUM, on_gpu=True):
         message = "Transformer Engine is not installed: attention is our own, and the layers are megatron-core's"
-        fix = either("in the clone: scripts/setup.sh --gpu", "model.transformer_impl=local (silences this warning)")
+        fix = either(how_to_install("gpu"), "model.transformer_impl=local (silences this warning)")
         yield Finding("model.transformer_impl", message, fix)
     missing = [
         name
@@ -84,4 +85,4 @@ def packages_for_gpus(c: Context) -> Iterator[Finding]:
     if missing and "M" in config.model.parts and not config.mixed_precision.fp32:
         names = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'}"
         message = f"{names} not installed: Mamba layers are computed by plain PyTorch"
-        yield Finding("model.hybrid_layer_pattern", message, "in the clone: scripts/setup.sh --mamba")
+        yield Finding("model.hybrid_layer_pattern", message, how_to_install("mamba"))

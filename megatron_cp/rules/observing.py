@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.installation import how_to_install
+from megatron_cp.rules.proposals import either
 from megatron_cp.rules.rule import Context, Finding, broken, rule
 
 
@@ -84,7 +86,7 @@ def weights_and_biases_is_there(c: Context) -> Iterator[Finding]:
         yield Finding(
             "logger.wandb_project",
             "asks for Weights & Biases, which is not installed",
-            "in the clone: uv pip install -e '.[wandb]', or logger.wandb_project=null",
+            either(how_to_install("wandb"), "logger.wandb_project=null"),
         )
     if (c.config.logger.wandb_exp_name or c.config.logger.wandb_entity) and not c.config.logger.wandb_project:
         yield Finding(

@@ -127,7 +127,7 @@ def world_is_divisible(c: Context) -> Iterator[Finding]:
             f"world size ({c.world_size}) is not divisible by total_model_size ({size}) = tp {c.tp} * pp {c.pp} * cp "
             f"{c.cp}: world_size ({c.world_size}) is not divisible by {size}",
             either(
-                f"start {size} ranks (torchrun --nproc_per_node={size} or a multiple)" if size <= MOST_RANKS else "",
+                f"start {size} ranks (megatron-cp train -n {size} or a multiple)" if size <= MOST_RANKS else "",
                 *smaller,
             ),
         )

@@ -17,6 +17,7 @@ from megatron_cp.data.datasets import Datasets
 from megatron_cp.data.streams import Stream
 from megatron_cp.errors import EXIT_OF_SIGNAL
 from megatron_cp.models.vocabulary import padded_vocab_size
+from megatron_cp.run_lines import METRICS, read_lines
 from megatron_cp.training.batches import Step, Steps, open_steps
 from megatron_cp.training.checkpoint import CheckpointSaver, Saved
 from megatron_cp.training.flops import training_flops
@@ -32,12 +33,18 @@ from megatron_cp.training.step_metrics import StepMetrics
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How training ended."""
+class TrainResult:
+    """How training ended; losses are None where no step was taken."""
 
     exit_code: int
-    first_loss: float | None
-    last_loss: float | None
+    iteration: int
+    folder: Path
+    first_loss: float | None = None
+    last_loss: float | None = None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of the run's ``metrics.jsonl``, those of earlier starts among them."""
+        return read_lines(self.folder / METRICS)
 
 
 def train(
@@ -48,7 +55,7 @@ def train(
     reporter: Reporter,
     watch: SignalWatch,
     data_state: dict[str, Any] | None = None,
-) -> Outcome:
+) -> TrainResult:
     """Train from ``run.progress`` to ``train.train_iters`` or until something asks to stop; saves on the way.
 
     ``data_state`` is a checkpoint's: where its data stood.
@@ -73,7 +80,7 @@ def _train(
     watch: SignalWatch,
     profiler: Profiler,
     reporter: Reporter,
-) -> Outcome:
+) -> TrainResult:
     config = run.config
     vocab_rows = padded_vocab_size(config, vocab_size)
     if config.train.manual_gc:
@@ -139,7 +146,7 @@ def _train(
     _tell(run, saver.finish(), reporter)
     if not exit_code and run.progress.iteration == config.train.train_iters:
         exit_code = evaluate_all(run, datasets, reporter, watch, again=evaluated_at != run.progress.iteration)
-    return Outcome(exit_code, first_loss, last_loss)
+    return TrainResult(exit_code, run.progress.iteration, Path(config.checkpoint.save or ""), first_loss, last_loss)
 
 
 def evaluate_all(run: Run, datasets: Datasets, reporter: Reporter, watch: SignalWatch, again: bool = True) -> int:

@@ -33,7 +33,7 @@ from megatron_cp.training.checkpoint import load_checkpoint
 from megatron_cp.training.checkpoint_check import begin_with
 from megatron_cp.training.checkpoint_files import LATEST, latest_iteration, newer_than_latest
 from megatron_cp.training.folder_lock import only_run_in
-from megatron_cp.training.loop import Outcome, evaluate_all, train
+from megatron_cp.training.loop import TrainResult, evaluate_all, train
 from megatron_cp.training.measuring import unlike_the_run
 from megatron_cp.training.metrics import Reporter, WritingReporter, logger, start_logging, wants_live_line
 from megatron_cp.training.peak import find_peak
@@ -45,7 +45,12 @@ from megatron_cp.training.sinks import writing_into
 
 
 def run(config: RunConfig, before: Callable[[RunConfig], None] | None = None) -> int:
-    """Train as configured; returns the process's exit code.
+    """Train as configured, see :func:`run_training`; returns the process's exit code."""
+    return run_training(config, before).exit_code
+
+
+def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None = None) -> TrainResult:
+    """Train as configured.
 
     ``before`` is called on every rank when torch.distributed runs and no process group of the run exists yet.
 
@@ -81,7 +86,7 @@ def run(config: RunConfig, before: Callable[[RunConfig], None] | None = None) ->
                 roll.doing = lambda: "verification of the layout"
                 before(config)
             start = agreed_start(config)  # once more: another run may have come further meanwhile
-            return _run(config, tokenizer, vocab_size, start, roll).exit_code
+            return _run(config, tokenizer, vocab_size, start, roll)
         except DataError:
             raise  # told to all ranks already, each of which raises it
         except BaseException as error:
@@ -133,7 +138,7 @@ def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     return known or tokenizer.vocab_size
 
 
-def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start | None, roll: RollCall) -> Outcome:
+def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start | None, roll: RollCall) -> TrainResult:
     folder = Path(config.checkpoint.save or "")
     datasets = _datasets(config, tokenizer, start)
     ready = setup(config, vocab_size)
@@ -171,7 +176,7 @@ def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start 
         reporter = WritingReporter(config, folder, ready.progress.iteration, dist.get_world_size(), unlike, peak)
     with closing(SignalWatch(config.train.exit_signal_handler)) as watch, closing(reporter):
         if measured:
-            outcome = Outcome(evaluate_all(ready, datasets, reporter, watch), None, None)
+            outcome = TrainResult(evaluate_all(ready, datasets, reporter, watch), ready.progress.iteration, folder)
         else:
             outcome = train(ready, datasets, vocab_size, folder, reporter, watch, data_state)
     if dist.get_rank() == 0 and not measured:
@@ -248,7 +253,7 @@ def count_parameters(ready: Run) -> int:
     return int(dense + experts)
 
 
-def _last_words(ready: Run, folder: Path, outcome: Outcome, begun_at: int) -> None:
+def _last_words(ready: Run, folder: Path, outcome: TrainResult, begun_at: int) -> None:
     if outcome.last_loss is None:
         logger.info("nothing to do: already at iteration %d", ready.progress.iteration)
         return

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import importlib.util
 import os
 import random
 import shlex
@@ -21,8 +20,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -32,7 +31,6 @@ from tests.functional_tests.fuzzing.case import Case
 from tests.functional_tests.fuzzing.kinds import KINDS
 from tests.functional_tests.fuzzing.trial import Ended, Limits, Trial
 
-ROOT = Path(__file__).parents[2]
 _LIMITS = Limits()
 
 
@@ -64,13 +62,6 @@ class Tally:
         return "\n".join(f"{row[0]:12}" + "".join(f"{cell:>8}" for cell in row[1:]) for row in rows)
 
 
-def command(arguments: Sequence[str], preprocess: Callable[[list[str]], int]) -> Callable[[], int]:
-    """The code that a shell would run for these arguments."""
-    if arguments[0] == "preprocess":
-        return lambda: preprocess(list(arguments[1:]))
-    return lambda: cli.main(arguments)
-
-
 def fuzz(
     count: int,
     seed: int,
@@ -87,7 +78,7 @@ def fuzz(
 
     ``valid``: nothing is changed, so that each case has to end with 0.
     """
-    preprocess = _warm()
+    _warm()
     made = folder / "examples"
     if not made.is_dir():
         _make_examples(made)
@@ -100,7 +91,7 @@ def fuzz(
             shutil.rmtree(place, ignore_errors=True)
             case = Case(random.Random(f"{seed}:{number}"), place / "work", made, valid)
             arguments = KINDS[kinds[number % len(kinds)]](case)
-            running[number] = (Trial(command(arguments, preprocess), place, limits), arguments)
+            running[number] = (Trial(partial(cli.main, arguments), place, limits), arguments)
         if not running:
             gc.unfreeze()
             return tally
@@ -135,14 +126,10 @@ def _make_examples(valid: Path) -> None:
     shutil.rmtree(aside)
 
 
-def _warm() -> Callable[[list[str]], int]:
-    """Import what the commands import, so that forked processes need not; returns the main of preprocess_data.py."""
+def _warm() -> None:
+    """Import what the commands import, so that forked processes need not."""
     for name in _MODULES:
         importlib.import_module(name)
-    spec: Any = importlib.util.spec_from_file_location("preprocess_data", ROOT / "scripts/data/preprocess_data.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
 
 
 _MODULES = (

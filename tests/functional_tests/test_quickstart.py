@@ -15,6 +15,8 @@ from megatron_cp.data.corpus import standard_library_sources
 from megatron_cp.recipes import load_recipe, to_yaml
 from megatron_cp.rules import check
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
@@ -72,7 +74,7 @@ def test_what_the_last_screen_suggests_can_run(tmp_path: Path) -> None:
     longer = load_recipe(recipe, overrides.split())
     assert longer.train.train_iters == longer.scheduler.lr_decay_iters == 2 * config.train.train_iters
     assert check(longer, 4) == []  # no warning either
-    (transport,) = re.findall(r"quickstart.sh (\S+)", text)
+    (transport,) = re.findall(r"quickstart (parallel\S+)", text)
     ring = load_recipe(quickstart.RECIPE, [*quickstart.overrides_for(tmp_path / "data", run, 0), transport])
     assert ring.model.cp_comm_type == "p2p" and check(ring, 4) == []
 
@@ -126,13 +128,12 @@ def test_as_a_user_runs_it() -> None:
     """The whole of it from the clone: the loss falls by more than half, in less than three minutes on two cores."""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        [quickstart.ROOT / "scripts/quickstart.sh"], capture_output=True, text=True, env=environment, timeout=900
+        ["scripts/quickstart.sh"], capture_output=True, text=True, env=environment, timeout=900, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "HIERARCHICAL_CONTEXT_PARALLEL_GROUPS a2a=[[0,1],[2,3]] p2p=[[0,2],[1,3]]" in done.stderr
     (folder,) = re.findall(r"run folder +\W*(runs/quickstart/run-\d+|\S+/run-\d+)", done.stdout)
-    losses = [line["lm_loss"] for line in map(json.loads, (quickstart.ROOT / folder / "metrics.jsonl").open())
-              if "lm_loss" in line]  # fmt: skip
+    losses = [json.loads(line)["lm_loss"] for line in (ROOT / folder / "metrics.jsonl").open() if "lm_loss" in line]
     assert sum(losses[-5:]) / 5 < losses[0] / 2
     # One last loss: of the panel, the run's last words, its last log line, and metrics.jsonl.
     said = re.findall(r"-> (\d\.\d{4})", done.stdout + done.stderr)

@@ -1,6 +1,7 @@
 """Imports point downward, and the thinking parts import neither torch nor megatron."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_cp"
 # From the top down: a room may import from its own line and from those below it.
 ORDER = [
     {"__main__", "cli", "doctor", "quickstart", "schedule_cli", "torchrun"},
+    {"api"},
     {"verify", "report", "convert"},
     {"training"},
     {"rules"},
@@ -19,15 +21,18 @@ ORDER = [
     {"dynamic_cp"},
     {"attention"},
     {"parallel"},
+    {"flags"},
     {"recipes"},
-    {"schema", "one_rank", "bridge_names"},
+    {"foreign_flags", "one_rank"},
+    {"recipe_names", "bridge_names"},
+    {"schema"},
     {"config"},
     {"slurm"},
-    {"ahead", "flags", "launcher", "limits", "process", "run_lines"},
+    {"ahead", "launcher", "limits", "process", "run_lines"},
     {"backend", ""},
     {"errors"},
     {"interpolation"},
-    {"input_files", "terminal", "yaml_files"},
+    {"input_files", "installation", "terminal", "yaml_files"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 # The one room that is both: what runs schedules needs torch, and all else of it thinks.
@@ -36,10 +41,13 @@ RUNNING = {"iterator", "packing", "domain", "active_group", "__init__"}
 PURE = [
     "megatron_cp",
     "megatron_cp.ahead",
+    "megatron_cp.api",
     "megatron_cp.bridge_names",
     "megatron_cp.config",
     "megatron_cp.flags",
+    "megatron_cp.foreign_flags",
     "megatron_cp.input_files",
+    "megatron_cp.installation",
     "megatron_cp.interpolation",
     "megatron_cp.limits",
     "megatron_cp.one_rank",
@@ -66,6 +74,7 @@ PURE = [
     "megatron_cp.models.vocabulary",
     "megatron_cp.training.board",
     "megatron_cp.cli",
+    *(f"megatron_cp.cli.{path.stem}" for path in sorted((PACKAGE / "cli").glob("[!_p]*.py"))),  # not preprocess
     "megatron_cp.doctor",
     "megatron_cp.schedule_cli",
 ]
@@ -79,9 +88,11 @@ def room_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Rooms of this package that a module imports, anywhere in it."""
+    """Rooms of this package that a module imports, anywhere in it but for type checkers."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if TYPE_CHECKING:")]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -116,3 +127,15 @@ def test_what_is_printed_is_made_printable(path: Path) -> None:
         return
     calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     assert not {"print", "argparse.ArgumentParser", "sys.stdout.write", "sys.stderr.write"} & set(calls)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_what_is_printed_names_no_file_of_the_clone(path: Path) -> None:
+    """A wheel has none of them. installation.py knows whether there is a clone."""
+    if path.name in ("installation.py", "document.py", "elsewhere.py"):  # the latter two are for docs/constraints.md
+        return
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    documented = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in documented]
+    named = [text for text in texts if isinstance(text, str) and re.search(r"(scripts|docs|\.venv|benchmarks)/", text)]
+    assert not named

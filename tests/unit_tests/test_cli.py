@@ -112,7 +112,7 @@ def test_a_run_that_breaks_a_rule_does_not_start(run, started):
     code, _, err = run("train", "--recipe", TINY)  # one rank, but four are needed
     assert code == 2 and not started
     assert "world size (1) is not divisible by total_model_size (4)" in err
-    assert "torchrun --nproc_per_node=4" in err
+    assert "start 4 ranks (megatron-cp train -n 4 or a multiple)" in err
 
 
 def test_a_run_says_what_auto_is_and_what_to_mind(run, started, monkeypatch):
@@ -244,7 +244,7 @@ def test_a_fault_of_the_data_is_no_failure_while_running(run, started, monkeypat
     [
         ([], "usage: megatron-cp COMMAND"),
         (["trian"], "did you mean 'train'?"),
-        (["train"], "--recipe is needed"),
+        (["train"], "no recipe is given. Fix: --recipe NAME"),
         (["train", "--recipe", TINY, "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["train", "--recipe", TINY, "-ms", "many"], "invalid int value"),
         (["train", "--recipe", "llama_tiny"], "did you mean"),

@@ -246,7 +246,7 @@ def test_transformer_engine_without_its_part_for_pytorch(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", {"transformer-engine": "2.17.1"}.get)
     found = doctor.survey()
     assert found["transformer-engine"].note == "its part for PyTorch is missing"
-    expected = "reinstall Transformer Engine, its part for PyTorch is missing: in the clone, scripts/setup.sh --gpu"
+    expected = "reinstall Transformer Engine, its part for PyTorch is missing: in the clone: scripts/setup.sh --gpu"
     assert expected in [finding.text for finding in doctor.findings(found)]
 
 

@@ -32,9 +32,7 @@ def test_recipes_that_are_named_exist() -> None:
 
 
 def test_the_gpu_command_keeps_every_rule_and_its_small_version_too() -> None:
-    (command,) = re.findall(
-        r"^python -m megatron_cp.torchrun --nproc_per_node=4 (?:.*\\\n)+.*$", README, flags=re.MULTILINE
-    )
+    (command,) = re.findall(r"^megatron-cp train -n 4 (?:.*\\\n)+.*$", README, flags=re.MULTILINE)
     words = shlex.split(command.replace("\\\n", " "))
     recipe, overrides = words[words.index("--recipe") + 1], words[words.index("--recipe") + 2 :]
     assert check(load_recipe(recipe, overrides), 4, environment="gpu") == []

@@ -331,7 +331,7 @@ def test_what_fails_is_started_again(launch: Callable[..., Launched]) -> None:
 def test_what_is_wrong_with_a_recipe_is_told_once(launch: Callable[..., Launched]) -> None:
     run = launch(*ALONE, "--max-restarts=2", how="refuse")
     code, text = run.ended()
-    assert code == 2 and "rank 0 failed first: it ended with 2;" in text and "Traceback" not in text, text
+    assert code == 2 and text == "", text  # the rank itself says what is wrong
     assert run.written("pid0.*") == ["pid0.0"], text
 
 

@@ -142,4 +142,4 @@ def test_what_is_broken_is_told(tmp_path: Path, told: str, option: str, packages
     assert done.returncode == 2, done.stderr[-2000:]
     lines = done.stderr.splitlines()
     assert lines[1] == f"error: {told}"
-    assert lines[2].startswith(f"    fix: in the clone, scripts/setup.sh {option}") and len(lines) == 3
+    assert lines[2].startswith(f"    fix: in the clone: scripts/setup.sh {option}") and len(lines) == 3

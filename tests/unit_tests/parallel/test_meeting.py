@@ -123,7 +123,7 @@ def with_one_that_cannot(restarts: str, fail: Callable[[], None]) -> str:
     """What two of three ranks, on two nodes, hear of the last one."""
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": restarts}
     if os.environ["RANK"] == "2":
-        cli._SECONDS_TO_SPEAK = 0.0
+        cli.failures._SECONDS_TO_SPEAK = 0.0
         with contextlib.suppress(ZeroDivisionError):
             fail()
         return ""

@@ -89,7 +89,7 @@ def test_another_configuration_on_one_rank(cli: Any) -> None:
 
 
 def other_configuration() -> None:
-    from megatron_cp import cli as command_line
+    from megatron_cp import flags as command_line
 
     if os.environ["RANK"] == "1":
         original = command_line.load_recipe

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from collections.abc import Sequence
 
 from megatron_cp import launcher
+from megatron_cp.cli import ranks
 from megatron_cp.config import RunConfig
 from megatron_cp.errors import EXIT_FAILED, EXIT_OK, failed_alone
-from megatron_cp.flags import add_flags, given
+from megatron_cp.flags import add_recipe, compose, parse
 from megatron_cp.one_rank import on_one_rank
-from megatron_cp.recipes import load_recipe
 from megatron_cp.terminal import ArgumentParser, say
 from megatron_cp.verify.reduce import checked, comparable
 
@@ -26,11 +27,11 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         "megatron-cp verify",
         description="Run a layout and one rank on the same weights and tokens, and compare losses and gradients. "
-        "Start it as a training run: torchrun --nproc_per_node=4 -m megatron_cp verify --recipe NAME [key=value ...]",
+        "Start it as a training run: megatron-cp verify -n 4 --recipe NAME [key=value ...]",
         allow_abbrev=False,
     )
-    parser.add_argument("--recipe", metavar="NAME|FILE.yaml", required=True, help="what to verify")
-    parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merged over the recipe")
+    add_recipe(parser, "what to verify")
+    ranks.add(parser)
     parser.add_argument("--full", action="store_true", help="keep the model's size instead of reducing it")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps to compare (default 3)")
     parser.add_argument(
@@ -38,23 +39,30 @@ def main(argv: Sequence[str]) -> int:
         metavar='"key=value ..."',
         help="compare with the same ranks under these further overrides, instead of with one rank",
     )
-    add_flags(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, in Hydra's grammar")
-    args = parser.parse_intermixed_args(argv)
+    args = parse(parser, argv)
     if args.steps < 1:
         parser.error("--steps must be at least 1")
-    world_size = launcher.world_size() or 1
     launcher.rank()  # a wrong one is told before torch is imported
-    flags = given(args)
-    layouts = [load_recipe(args.recipe, args.overrides, files=args.config, flags=flags)]
+    number = ranks.to_start(parser, args)
+    if number is None:
+        return _compare(*_layouts(parser, args, launcher.world_size() or 1))
+    with ranks.no_warnings():
+        _layouts(parser, args, number)
+    return ranks.start("verify", argv, number)
+
+
+def _layouts(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, world_size: int
+) -> tuple[list[RunConfig], tuple[str, str]]:
+    """The checked configurations to compare, and what they are called."""
+    layouts = [compose(parser, args)]
     names = ["one rank", f"{world_size} ranks"]
     if args.against is not None:
         try:
             further = shlex.split(args.against)
         except ValueError as error:  # a quotation mark without its pair
             parser.error(f"--against {args.against!r}: {error}")
-        overrides = [*args.overrides, *further]
-        layouts.insert(0, load_recipe(args.recipe, overrides, files=args.config, flags=flags))
+        layouts.insert(0, compose(parser, args, *further))
         names = ["against", "layout"]
     layouts = [checked(config, world_size) for config in layouts]
     configs = [checked(config, world_size) for config in comparable(layouts, world_size, args.steps, full=args.full)]
@@ -64,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
             "samples that share it, and the two layouts pack differently",
             file=sys.stderr,
         )
-    return _compare(configs, (names[0], names[1]))
+    return configs, (names[0], names[1])
 
 
 def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:

@@ -1,0 +1,108 @@
+"""The command line: which command is run, and what a failing one prints and ends with.
+
+Everything but a real run answers without importing torch, in well under a second.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_cp import launcher, slurm
+from megatron_cp.cli import failures
+from megatron_cp.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    ConfigError,
+    DataError,
+    RuntimeFault,
+)
+from megatron_cp.process import end_with_launcher
+from megatron_cp.terminal import UsageError, say
+
+# Each command's module and what it does.
+_MODULES = {
+    "quickstart": ("megatron_cp.quickstart", "train a tiny model on text that is there, from nothing"),
+    "train": ("megatron_cp.cli.train", "train a recipe, or show what would run (--dry-run)"),
+    "evaluate": ("megatron_cp.cli.evaluate", "measure the loss of a checkpoint on held-out data"),
+    "recipes": ("megatron_cp.cli.recipes", "list the recipes"),
+    "validate": ("megatron_cp.cli.validate", "check a recipe against every rule"),
+    "preprocess": ("megatron_cp.cli.preprocess", "tokenize text into Megatron's .bin/.idx files"),
+    "convert": ("megatron_cp.convert.cli", "weights from Hugging Face's format, and back to it"),
+    "verify": ("megatron_cp.cli.verify", "prove that a layout trains the same model as one rank"),
+    "schedule": ("megatron_cp.schedule_cli", "schedule sequence lengths over ranks and show the balance"),
+    "report": ("megatron_cp.report.cli", "show runs side by side: loss, throughput, phases, memory, layout"),
+    "profile": ("megatron_cp.report.profile_cli", "show where the time of profiled steps went, by kind of kernel"),
+    "doctor": ("megatron_cp.doctor", "what is installed here, and which attention a recipe would use"),
+}
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:10} {text}" for name, (_, text) in _MODULES.items())
+    return f"usage: megatron-cp COMMAND ...\n\ncommands:\n{commands}\n\n'megatron-cp COMMAND --help' tells more."
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        say(_usage(), file=sys.stdout if argv else sys.stderr)
+        return EXIT_OK if argv else EXIT_CONFIG
+    name, rest = argv[0], argv[1:]
+    if name not in _MODULES:
+        from megatron_cp.schema import nearest
+
+        raise UsageError("megatron-cp", f"unknown command '{name}'{nearest(name, list(_MODULES))}\n{_usage()}")
+    return importlib.import_module(_MODULES[name][0]).main(rest)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Exit codes: 0 done, 1 failed while running, 2 usage or configuration, 129, 130 and 143 stopped."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us (>&-), and thus None in Python
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    end_with_launcher()
+    try:
+        slurm.take_rank()
+        code = _dispatch(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()  # here, where a full disk or a reader that went away can still be answered
+        return code
+    except UsageError as error:
+        failures.report(error, error.text, error.program)
+        return EXIT_CONFIG
+    except (ConfigError, DataError) as error:
+        what = "the configuration cannot run\n" if isinstance(error, ConfigError) else ""
+        failures.report(error, f"{what}{error}")
+        return EXIT_CONFIG
+    except RuntimeFault as fault:
+        failures.report_fault(fault)
+        return EXIT_CONFIG if fault.of_data else EXIT_FAILED
+    except KeyboardInterrupt:
+        if launcher.is_first_rank():
+            say("megatron-cp: interrupted", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+    except SystemExit as stop:  # --help
+        return stop.code if isinstance(stop.code, int) else EXIT_CONFIG
+    except BrokenPipeError:  # the reader (head, less) went away
+        _drop_output()
+        return EXIT_OK
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
+            if failures.report_limit(error):
+                return EXIT_FAILED
+            raise
+        _drop_output()
+        say(f"megatron-cp: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    except Exception as error:
+        if failures.report_limit(error):
+            return EXIT_FAILED
+        raise
+
+
+def _drop_output() -> None:
+    """What is still to be printed goes nowhere: Python would try again as it ends, and trace the same error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

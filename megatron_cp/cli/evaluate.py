@@ -1,0 +1,32 @@
+"""``megatron-cp evaluate``: measure the loss of a checkpoint on held-out data. The weights do not change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from megatron_cp.cli import ranks
+from megatron_cp.cli.train import run_or_start
+from megatron_cp.flags import add_recipe, compose, parse
+from megatron_cp.terminal import ArgumentParser
+
+_SWITCH = "train.skip_train=true"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = ArgumentParser(
+        "megatron-cp evaluate",
+        description="Measure the loss of a run's latest checkpoint on its validation and test data, and add it to the "
+        "run's metrics.jsonl. The same as train with train.skip_train=true.",
+        epilog="example: megatron-cp evaluate -n 4 runs/mine validation.eval_iters=100",
+        allow_abbrev=False,
+    )
+    add_recipe(parser, "a run's folder, or the recipe of the model; its checkpoint is that of checkpoint.load")
+    ranks.add(parser)
+    parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="ranks that share a node")
+    args = parse(parser, argv)
+    if args.recipe and os.path.isfile(config := os.path.join(args.recipe, "config.yaml")):
+        args.recipe = config
+    if not compose(parser, args, _SWITCH).validation.eval_iters:
+        parser.error("validation.eval_iters=0: there is nothing to measure. Fix: validation.eval_iters=10")
+    return run_or_start("evaluate", parser, args, argv, _SWITCH)

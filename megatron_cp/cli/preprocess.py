@@ -1,0 +1,99 @@
+"""``megatron-cp preprocess``: tokenize text into Megatron's .bin/.idx files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from megatron_cp.config import TokenizerConfig
+from megatron_cp.data.preprocess import DEFAULT_SUFFIXES, RichProgress, find_files, preprocess, read_documents
+from megatron_cp.data.tokenizers import train_bpe
+from megatron_cp.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, DataError
+from megatron_cp.terminal import ArgumentParser, say
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        "megatron-cp preprocess",
+        description="Tokenize text into Megatron PREFIX.bin and PREFIX.idx. A text file is one document, and so "
+        "is each line of a .jsonl or .json file. Every document ends with the tokenizer's end-of-document token.",
+        epilog="example: megatron-cp preprocess --input corpus/ notes.txt --output-prefix data/corpus "
+        "--tokenizer-model data/tokenizer",
+    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, or folders to search")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="where PREFIX.bin and PREFIX.idx go")
+    parser.add_argument(
+        "--json-key", default="text", metavar="KEY", help=".jsonl, .json: the key of the text (default: text)"
+    )
+    parser.add_argument(
+        "--suffix",
+        nargs="+",
+        default=list(DEFAULT_SUFFIXES),
+        metavar=".EXT",
+        help=f"endings of the files of a folder to read (default: {' '.join(DEFAULT_SUFFIXES)}); named files are read "
+        "whatever their ending",
+    )
+    parser.add_argument("--tokenizer-type", choices=["HuggingFaceTokenizer", "ByteLevelTokenizer", "NullTokenizer"])
+    parser.add_argument("--tokenizer-model", metavar="PATH", help="a tokenizer.json, or the folder that holds one")
+    parser.add_argument(
+        "--train-bpe",
+        type=int,
+        metavar="VOCAB_SIZE",
+        help="first train a byte-level BPE tokenizer on the input and write it to the folder --tokenizer-model",
+    )
+    parser.add_argument("--vocab-size", type=int, help="of a NullTokenizer, whose text is numbers")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a CPU)")
+    options = parser.parse_args(arguments)
+    if options.tokenizer_type is None:
+        if options.tokenizer_model is None:
+            parser.error("name a tokenizer: --tokenizer-model PATH, or --tokenizer-type ByteLevelTokenizer")
+        options.tokenizer_type = "HuggingFaceTokenizer"
+    if options.train_bpe is not None and options.tokenizer_type != "HuggingFaceTokenizer":
+        parser.error("--train-bpe makes a HuggingFaceTokenizer: leave out --tokenizer-type")
+    if options.train_bpe is not None and options.tokenizer_model is None:
+        parser.error("--train-bpe needs --tokenizer-model FOLDER, to write the tokenizer to")
+    if options.train_bpe is not None and os.path.exists(options.tokenizer_model):
+        parser.error(f"--train-bpe would overwrite {options.tokenizer_model}: name a new folder, or remove it")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parse(arguments)
+    # An exception, so that unfinished files are removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
+    tokenizer = TokenizerConfig(options.tokenizer_type, options.tokenizer_model, options.vocab_size)
+    start = time.perf_counter()
+    try:
+        if options.train_bpe is not None:
+            files = find_files(options.input, options.suffix)
+            texts = (text for file in files for text, _ in read_documents(file, options.json_key))
+            train_bpe(texts, options.train_bpe, options.tokenizer_model)
+            say(f"{options.tokenizer_model}: byte-level BPE tokenizer, {time.perf_counter() - start:.1f} s")
+        summary = preprocess(
+            options.input,
+            options.output_prefix,
+            tokenizer,
+            json_key=options.json_key,
+            suffixes=options.suffix,
+            workers=options.workers,
+            progress=RichProgress("tokenizing"),
+        )
+    except (DataError, OSError) as error:
+        say(f"megatron-cp: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        say("megatron-cp: interrupted; nothing was written.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    seconds = time.perf_counter() - start
+    skipped = f" ({summary.empty_documents} empty left out)" if summary.empty_documents else ""
+    say(
+        f"{summary.prefix}.bin, .idx: {summary.documents:,} documents{skipped}, {summary.tokens:,} tokens "
+        f"of {summary.text_bytes / 1e6:.1f} MB text in {seconds:.1f} s"
+    )
+    if summary.left_out:
+        say(f"left out of the folders, for their endings: {summary.left_out}")
+    return EXIT_OK

@@ -1,0 +1,70 @@
+"""``-n N``: start the ranks of a command on this machine.
+
+The launcher is ``megatron_cp.torchrun``, in this process. It starts the same command once a rank, where ``-n`` changes
+nothing. Several machines need more options, which ``python -m megatron_cp.torchrun`` has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from megatron_cp import launcher
+from megatron_cp.process import end_when_interrupted
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Let a command take ``-n``."""
+    parser.add_argument(
+        "-n",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        dest="ranks",
+        type=int,
+        metavar="N",
+        help="ranks to start on this machine, one a device (default: 1). Several machines: python -m "
+        "megatron_cp.torchrun ... -m megatron_cp COMMAND",
+    )
+
+
+def to_start(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int | None:
+    """The number of ranks to start; None where this process is to do the work, as one of them or alone.
+
+    Raises:
+        UsageError: the number makes no sense, or another launcher has started another number of ranks.
+    """
+    if args.ranks is None:
+        return None
+    if args.ranks < 1:
+        parser.error(f"-n={args.ranks}: must be at least 1. Fix: -n 1")
+    world_size = launcher.world_size()
+    if world_size not in (None, args.ranks):
+        parser.error(f"-n={args.ranks}: a launcher has started {world_size} ranks already. Fix: leave out -n")
+    return args.ranks if world_size is None and args.ranks > 1 else None
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """Log no warnings: while the launcher checks what the first rank will check and log again."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def start(command: str, argv: Sequence[str], ranks: int) -> int:
+    """Run a command on new ranks; returns its exit code.
+
+    Args:
+        argv: the command's arguments.
+    """
+    end_when_interrupted()  # importing torch takes seconds
+    # As torch's launcher has it, which logs four lines about it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from megatron_cp.torchrun import main
+
+    return main(["--standalone", f"--nproc_per_node={ranks}", "-m", "megatron_cp", command, *argv])

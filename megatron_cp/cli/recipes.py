@@ -1,0 +1,20 @@
+"""``megatron-cp recipes``: list the recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_cp.errors import EXIT_OK
+from megatron_cp.recipes import list_recipes
+from megatron_cp.terminal import ArgumentParser, say
+
+_DESCRIPTION = "List the recipes. [mock data]: random tokens until dataset.data_path=PREFIX names real data."
+
+
+def main(argv: Sequence[str]) -> int:
+    ArgumentParser("megatron-cp recipes", description=_DESCRIPTION).parse_args(argv)
+    recipes = list_recipes()
+    width = max(map(len, recipes))
+    for name, description in recipes.items():
+        say(f"{name:{width}}  {description}")
+    return EXIT_OK

@@ -1,0 +1,69 @@
+"""``megatron-cp train``: train a recipe, or show what would run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megatron_cp import launcher
+from megatron_cp.api import prepared
+from megatron_cp.cli import ranks, recipes
+from megatron_cp.cli.validate import explain, recipe_parser, report
+from megatron_cp.errors import EXIT_OK
+from megatron_cp.flags import compose, parse
+from megatron_cp.recipes import to_yaml
+from megatron_cp.rules import Environment, check_or_raise, resolve_auto
+from megatron_cp.terminal import say
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = recipe_parser("train", "Train a recipe, on one process or with -n N on N processes of this machine.")
+    ranks.add(parser)
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="compose, check and show; start nothing")
+    parser.add_argument("--list-recipes", "--list_recipes", action="store_true", help="list the recipes")
+    parser.add_argument("--print-config", "--print_config", action="store_true", help="print the composed YAML")
+    parser.add_argument("--verify", action="store_true", help="first compare the layout with one rank, in small, once")
+    args = parse(parser, argv)
+    if args.list_recipes:
+        return recipes.main(())
+    if args.explain:
+        return explain(args.explain)
+    if args.print_config:
+        say(to_yaml(compose(parser, args)), end="")
+        return EXIT_OK
+    if args.dry_run:
+        config = compose(parser, args)
+        say(to_yaml(config))
+        if args.world_size is None:
+            args.world_size = args.ranks
+        return report(config, args)
+    if args.environment or args.world_size is not None:
+        parser.error("--environment and --world-size are for --dry-run; a run has the ones it is started with")
+    return run_or_start("train", parser, args, argv)
+
+
+def run_or_start(
+    command: str, parser: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str], *further: str
+) -> int:
+    """Train in this process, or start the ranks that do, once the rules hold; returns the exit code.
+
+    Args:
+        command: and its ``argv``, which each rank is given.
+        further: overrides that the command adds.
+    """
+    launcher.rank()  # a wrong one is told before torch is imported
+    number = ranks.to_start(parser, args)
+    if number is not None:
+        with ranks.no_warnings():
+            config, environment = compose(parser, args, *further), Environment.detect()
+            config, _ = resolve_auto(config, number, args.gpus_per_node, environment)
+            check_or_raise(config, number, args.gpus_per_node, environment)
+        return ranks.start(command, argv, number)
+    config = prepared(compose(parser, args, *further), args.gpus_per_node)
+    from megatron_cp.training.train import run  # torch and megatron-core: ten seconds
+
+    if not vars(args).get("verify"):
+        return run(config)
+    from megatron_cp.verify.before_training import verify_once
+
+    return run(config, verify_once)

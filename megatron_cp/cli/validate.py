@@ -1,0 +1,72 @@
+"""``megatron-cp validate``: check a recipe against every rule."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+
+from megatron_cp.config import RunConfig
+from megatron_cp.data.summary import planned_line
+from megatron_cp.errors import EXIT_CONFIG, EXIT_OK, format_violations
+from megatron_cp.flags import add_recipe, compose, parse
+from megatron_cp.parallel.layout import group_lines, layout_of
+from megatron_cp.rules import Environment, check, resolve_auto
+from megatron_cp.rules.resolve import ranks_to_check
+from megatron_cp.terminal import ArgumentParser, say
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = recipe_parser("validate", "Check a recipe against every rule and show the process groups.")
+    args = parse(parser, argv)
+    if args.explain:
+        return explain(args.explain)
+    return report(compose(parser, args), args)
+
+
+def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """A parser for a command that checks a recipe."""
+    parser = ArgumentParser(f"megatron-cp {command}", description=description, allow_abbrev=False)
+    add_recipe(parser, "what to run")
+    parser.add_argument(
+        "--world-size", "--world_size", type=int, help="ranks to check for (default: the recipe's recipe_world_size)"
+    )
+    parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="ranks that share a node")
+    parser.add_argument(
+        "--environment",
+        metavar="gpu|cpu|FILE.yaml",
+        help="check for a GPU or CPU machine, or one that a file describes (default: this one)",
+    )
+    parser.add_argument("--explain", metavar="RULE", help="print a rule, why it exists and an example that breaks it")
+    return parser
+
+
+def explain(rule_id: str) -> int:
+    """Print all that is known about a rule; returns the exit code."""
+    from megatron_cp.rules.explain import explain  # all that is known about constraints: only where it is asked for
+
+    say(explain(rule_id))
+    return EXIT_OK
+
+
+def report(config: RunConfig, args: argparse.Namespace) -> int:
+    """Print what auto settings come to, the process groups and the violations; returns the exit code."""
+    world_size, environment = ranks_to_check(config, args.world_size), Environment.of(args.environment)
+    violations = check(config, world_size, args.gpus_per_node, environment)
+    config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
+    say(f"# {config.recipe} on {world_size} ranks\n{planned_line(config)}", *([choice] if choice else []), sep="\n")
+    with contextlib.suppress(ValueError):  # an impossible layout: the violations below say why
+        layout = layout_of(config, world_size)
+        say("\n".join(group_lines(layout)))
+        if config.runs_packs:
+            from megatron_cp.dynamic_cp.groups import configured_blocks, group_line
+
+            say(group_line(configured_blocks(config, layout), at_start=config.dist.dynamic_groups_at_start))
+    sys.stdout.flush()
+    errors = [v for v in violations if v.severity == "error"]
+    if violations:
+        say(format_violations(violations), file=sys.stderr)
+    if not errors:
+        say(f"{'no errors' if violations else 'no setting breaks a rule'}; memory is not checked")
+    return EXIT_CONFIG if errors else EXIT_OK
