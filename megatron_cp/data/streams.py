@@ -6,18 +6,20 @@ A :class:`Stream` answers ``len``, ``lengths(indices)`` without reading, and ``[
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from megatron_cp.config import DatasetConfig
+from megatron_cp.config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.blend import Turns
 from megatron_cp.data.documents import open_documents
 from megatron_cp.data.indexed import open_indexed
-from megatron_cp.data.jsonl import Keys, map_prompt_lengths, tokenized
+from megatron_cp.data.jsonl import Keys, map_prompt_lengths, tokenized, warn_of_plain_prompts
 from megatron_cp.data.order import shuffled, shuffled_all
 from megatron_cp.data.parts import SPLITS, parts_of, paths_of
+from megatron_cp.data.records import check_records, document_form
 from megatron_cp.data.together import on_every_rank, once_per_node
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.data.varlen import DocumentDataset, MockVarlenDataset, Sample
@@ -25,6 +27,7 @@ from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, read_lengths, sa
 from megatron_cp.errors import DataError
 from megatron_cp.input_files import file_or_pipe
 
+logger = logging.getLogger(__name__)
 KINDS = ("documents", "jsonl", "mock_documents")
 
 
@@ -102,6 +105,9 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
     def build() -> list[Stream | None]:
         prefixes = {path: _prefix(path, config, tokenizer) for path in paths}
         prompts = {path: map_prompt_lengths(prefixes[path]) if config.kind == "jsonl" else None for path in paths}
+        for path, lengths in prompts.items():
+            if lengths is not None:
+                warn_of_plain_prompts(path, prefixes[path], lengths, tokenizer)
         streams: list[Stream | None] = []
         for name, part, seed, count in zip(SPLITS, parts, seeds, samples, strict=True):
             if part is None:
@@ -158,11 +164,11 @@ def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDatase
     return MockVarlenDataset(lengths, vocab_size, seed, config.mock_masked_fraction)
 
 
-def check_files(config: DatasetConfig) -> None:
+def check_files(config: DatasetConfig, tokenizer: Tokenizer, settings: TokenizerConfig) -> None:
     """What one rank can find wrong with the files of a run before it meets the others; reads next to nothing.
 
     Raises:
-        DataError: a file is missing or unusable.
+        DataError: a file is missing or unusable, or was made with other special tokens than the run's ``tokenizer``.
     """
     checks: dict[str, Callable[[str], object]] = {
         "indexed": open_indexed,
@@ -170,8 +176,12 @@ def check_files(config: DatasetConfig) -> None:
         "jsonl": _readable,
     }
     if config.kind in checks:
-        for path in paths_of(config):
+        paths = paths_of(config)
+        for path in paths:
             checks[config.kind](path)
+        check_records(paths if config.kind != "jsonl" else (), config, tokenizer, settings)
+        if tokenizer.prefix:
+            logger.info("tokenizer: a document is: %s", document_form(tokenizer))
     elif config.kind == "mock_documents" and config.mock_lengths not in DISTRIBUTIONS:
         _readable(config.mock_lengths)
 
