@@ -88,7 +88,8 @@ def warn_of_plain_prompts(path: str, prefix: str, prompt_lengths: np.ndarray, to
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     first = int(np.argmax(prompt_lengths > 0))
-    prompt = IndexedDataset(prefix).get(first, length=int(prompt_lengths[first])).tolist()
+    data = IndexedDataset(prefix)  # it unmaps what get() returns when it goes
+    prompt = data.get(first, length=int(prompt_lengths[first])).tolist()
     if tokenizer.special_ids.isdisjoint(prompt[len(tokenizer.prefix) :]):
         logger.warning(
             "%s: prompt and response are joined with nothing between, but the tokenizer has a chat template, on which "

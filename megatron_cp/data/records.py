@@ -134,5 +134,5 @@ def _fix(record: Record, settings: TokenizerConfig) -> str:
         values = {name: {"null": None, "false": False, "true": True}.get(text, text) for name, text in changes.items()}
         with suppress(DataError):
             if record.fits(build_tokenizer(replace(settings, **values))):  # type: ignore[arg-type]
-                return " ".join(f"tokenizer.{name}={text}" for name, text in changes.items())
+                return shlex.join(f"tokenizer.{name}={text}" for name, text in changes.items())
     return "make the files again with scripts/data/preprocess_data.py and the run's tokenizer"

@@ -169,10 +169,10 @@ class HuggingFaceTokenizer(_Base):
         if added_after[-1:] != (self.eod,):
             added_after += (self.eod,)
         self.suffix = added_after
-        if max(self.prefix + self.suffix) >= self.vocab_size:
+        if (largest := max(self.prefix + self.suffix)) >= self.vocab_size:
             raise DataError(
-                f"tokenizer.tokenizer_model={path}: its post-processor adds token {max(self.prefix + self.suffix)}, "
-                f"and its vocabulary ends at {self.vocab_size - 1}. Fix: give another tokenizer.tokenizer_model"
+                f"tokenizer.tokenizer_model={path}: its post-processor adds token {largest}, and its vocabulary ends "
+                f"at {self.vocab_size - 1}. Fix: tokenizer.tokenizer_model=PATH (of another tokenizer)"
             )
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, added in decoder.items() if added.special)
