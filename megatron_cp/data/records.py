@@ -44,7 +44,7 @@ class Record:
 
 
 def write_record(path: str, tokenizer: Tokenizer) -> None:
-    Path(path).write_text(json.dumps(asdict(Record.of(tokenizer)), indent=1) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps(asdict(Record.of(tokenizer))) + "\n", encoding="utf-8")
 
 
 def document_form(tokenizer: Tokenizer) -> str:
@@ -55,7 +55,8 @@ def document_form(tokenizer: Tokenizer) -> str:
 def check_records(paths: Sequence[str], data: DatasetConfig, tokenizer: Tokenizer, settings: TokenizerConfig) -> None:
     """Compare how the documents of ``.bin/.idx`` files begin and end with what the run's tokenizer would write.
 
-    Files without a record, of earlier versions or other programs, are looked into and named in one warning.
+    Of files without a record, made by earlier versions or other programs, the first document is compared; those that
+    differ are named in one warning.
 
     Raises:
         DataError: a file's documents begin or end with other tokens, or where they begin cannot be found in them.
@@ -81,6 +82,8 @@ def check_records(paths: Sequence[str], data: DatasetConfig, tokenizer: Tokenize
             shown(without, ", "),
             " ".join(map(tokenizer.name_of, tokenizer.prefix)),
         )
+    elif tokenizer.prefix and not without:
+        logger.info("tokenizer: a document is: %s", document_form(tokenizer))
 
 
 def _read(files: IndexedFiles) -> Record | None:

@@ -6,7 +6,6 @@ A :class:`Stream` answers ``len``, ``lengths(indices)`` without reading, and ``[
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -19,7 +18,7 @@ from megatron_cp.data.indexed import open_indexed
 from megatron_cp.data.jsonl import Keys, map_prompt_lengths, tokenized, warn_of_plain_prompts
 from megatron_cp.data.order import shuffled, shuffled_all
 from megatron_cp.data.parts import SPLITS, parts_of, paths_of
-from megatron_cp.data.records import check_records, document_form
+from megatron_cp.data.records import check_records
 from megatron_cp.data.together import on_every_rank, once_per_node
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.data.varlen import DocumentDataset, MockVarlenDataset, Sample
@@ -27,7 +26,6 @@ from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, read_lengths, sa
 from megatron_cp.errors import DataError
 from megatron_cp.input_files import file_or_pipe
 
-logger = logging.getLogger(__name__)
 KINDS = ("documents", "jsonl", "mock_documents")
 
 
@@ -180,8 +178,6 @@ def check_files(config: DatasetConfig, tokenizer: Tokenizer, settings: Tokenizer
         for path in paths:
             checks[config.kind](path)
         check_records(paths if config.kind != "jsonl" else (), config, tokenizer, settings)
-        if tokenizer.prefix:
-            logger.info("tokenizer: a document is: %s", document_form(tokenizer))
     elif config.kind == "mock_documents" and config.mock_lengths not in DISTRIBUTIONS:
         _readable(config.mock_lengths)
 
