@@ -225,6 +225,9 @@ _NAMES = {
     "tokenizer.vocab_file": _called(
         "tokenizer.tokenizer_model", "tokenizer.tokenizer_model=PATH (a folder or a tokenizer.json)"
     ),
+    "tokenizer.tokenizer_hf_no_include_special_tokens": _Meaning(
+        "is 'tokenizer.add_bos' here", "tokenizer.add_bos=false", (None, False)
+    ),
     "tokenizer.hf_tokenizer_kwargs": _absent("a tokenizer is loaded as it was saved"),
     "rng.te_rng_tracker": _NO_GRAPHS,
     "rng.inference_rng_tracker": _absent("there is no inference"),

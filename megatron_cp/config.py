@@ -298,6 +298,8 @@ class TokenizerConfig:
     tokenizer_model: str | None = None  # a folder or a tokenizer.json
     vocab_size: int | None = None  # NullTokenizer
     eod_id: int | None = None  # NullTokenizer: the token that ends a document; None: the last one
+    # HuggingFaceTokenizer: documents begin with the BOS token; None: where the tokenizer's post-processor adds it.
+    add_bos: bool | None = None
 
 
 @dataclass

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import json
 import os
+import shlex
 import stat
 from pathlib import Path
 from typing import Any
+
+# How a file begins that is not UTF-8. UTF-32 comes first: its mark begins with that of UTF-16.
+_OTHER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 
 
 def file_or_pipe(path: str, flags: int) -> int:
@@ -41,8 +51,33 @@ def read_bytes(path: str | os.PathLike[str], most: int = -1) -> bytes:
         return content
 
 
+def decode_text(content: bytes, path: str | os.PathLike[str]) -> str:
+    """Decode UTF-8; a byte order mark at its start is not part of the text.
+
+    Raises:
+        ValueError: ``content`` is not UTF-8: which encoding it is, and the command that converts the file ``path``.
+    """
+    if encoding := _other_encoding(content):
+        file, copy = shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
+        convert = f"iconv -f {encoding} -t UTF-8 {file} > {copy} && mv {copy} {file}"
+        raise ValueError(f"is {encoding} text; only UTF-8 is read. Fix: {convert}")
+    try:
+        return content.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text (byte {error.start}): {error.reason}.") from error
+
+
+def _other_encoding(content: bytes) -> str | None:
+    """UTF-16 or UTF-32 by the mark, UTF-16LE or UTF-16BE by the zeros of ASCII letters without one, or None."""
+    for mark, encoding in _OTHER_MARKS.items():
+        if content.startswith(mark):
+            return encoding
+    zeros = "".join("0" if byte == 0 else "x" for byte in content[:4])
+    return {"x0x0": "UTF-16LE", "0x0x": "UTF-16BE"}.get(zeros)
+
+
 def parse_json(text: str | bytes) -> Any:
-    """The value that a JSON text holds.
+    """The value that a JSON text holds; bytes may be UTF-8, UTF-16 or UTF-32, with a byte order mark or not.
 
     Raises:
         ValueError: it is not JSON, is nested too deeply, or holds a number of thousands of digits.

@@ -110,7 +110,7 @@ def _read(source: str) -> np.ndarray:
     index = source.removesuffix(".bin") + ".idx"
     if os.path.isfile(index) and (source.endswith(".bin") or not os.path.exists(source)):
         raise ValueError(f"{source}: has no lengths; give the file beside it that has them, --lengths {index}")
-    return parse_lengths(sys.stdin.read(), "-") if source == "-" else read_lengths(source)
+    return parse_lengths(sys.stdin.read().removeprefix("\ufeff"), "-") if source == "-" else read_lengths(source)
 
 
 def _complete(args: argparse.Namespace) -> None:

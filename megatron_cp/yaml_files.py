@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.input_files import read_bytes
+from megatron_cp.input_files import decode_text, read_bytes
 
 # A recipe with all settings has 300 values; a blend of thousands of files fits.
 MOST_BYTES, MOST_VALUES, DEEPEST = 2**20, 5_000, 32
@@ -40,7 +41,7 @@ def bounded_text(path: str | os.PathLike[str]) -> str:
     content = read_bytes(path, MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise TooLargeError(f"is larger than {MOST_BYTES} bytes", "name fewer files in it")
-    text = content.decode("utf-8")
+    text = decode_text(content, path)
     count_values(text)
     return text
 
@@ -61,6 +62,8 @@ def bounded_hydra() -> Iterator[None]:
     from hydra._internal.config_repository import CachingConfigRepository
     from hydra._internal.sources_registry import SourcesRegistry
     from hydra.core.plugins import Plugins
+    from hydra.plugins.config_source import ConfigResult
+    from omegaconf import OmegaConf
 
     Plugins.instance()  # loads the class that reads files, under a name of its own
     source: Any = SourcesRegistry.instance().types["file"]
@@ -72,10 +75,13 @@ def bounded_hydra() -> Iterator[None]:
     def read(self: Any, config_path: str) -> Any:
         file = Path(self.path, self._normalize_file_name(config_path))
         try:
-            values[config_path] = count_values(bounded_text(file))
+            text = bounded_text(file)
+            values[config_path] = count_values(text)
         except TooLargeError as error:
             raise TooLargeError(f"{file.name} {error.what}", error.fix) from error
-        return usual_read(self, config_path)
+        # As Hydra's own method does. That one reads a byte order mark as text, and then misses "# @package".
+        config, header = OmegaConf.load(io.StringIO(text)), self._get_header_dict(text)
+        return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", config, header)
 
     def look_up(self: Any, config_path: str) -> Any:
         nonlocal left

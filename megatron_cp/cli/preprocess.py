@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 
 from megatron_cp.config import TokenizerConfig
-from megatron_cp.data.preprocess import DEFAULT_SUFFIXES, RichProgress, find_files, preprocess, read_documents
+from megatron_cp.data.preprocess import RichProgress, preprocess
+from megatron_cp.data.text_files import DEFAULT_SUFFIXES, find_files, read_documents
 from megatron_cp.data.tokenizers import train_bpe
 from megatron_cp.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, DataError
 from megatron_cp.terminal import ArgumentParser, say
@@ -20,7 +21,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(
         "megatron-cp preprocess",
         description="Tokenize text into Megatron PREFIX.bin and PREFIX.idx. A text file is one document, and so "
-        "is each line of a .jsonl or .json file. Every document ends with the tokenizer's end-of-document token.",
+        "is each line of a .jsonl or .json file. A document begins with the tokenizer's BOS token where it has "
+        "one, and ends with its end-of-document token.",
         epilog="example: megatron-cp preprocess --input corpus/ notes.txt --output-prefix data/corpus "
         "--tokenizer-model data/tokenizer",
     )
@@ -46,6 +48,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="first train a byte-level BPE tokenizer on the input and write it to the folder --tokenizer-model",
     )
     parser.add_argument("--vocab-size", type=int, help="of a NullTokenizer, whose text is numbers")
+    parser.add_argument(
+        "--add-bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin documents with the BOS token, or do not (default: as the tokenizer's post-processor does)",
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a CPU)")
     options = parser.parse_args(arguments)
     if options.tokenizer_type is None:
@@ -65,7 +72,9 @@ def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     # An exception, so that unfinished files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
-    tokenizer = TokenizerConfig(options.tokenizer_type, options.tokenizer_model, options.vocab_size)
+    tokenizer = TokenizerConfig(
+        options.tokenizer_type, options.tokenizer_model, options.vocab_size, add_bos=options.add_bos
+    )
     start = time.perf_counter()
     try:
         if options.train_bpe is not None:
@@ -92,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     skipped = f" ({summary.empty_documents} empty left out)" if summary.empty_documents else ""
     say(
         f"{summary.prefix}.bin, .idx: {summary.documents:,} documents{skipped}, {summary.tokens:,} tokens "
-        f"of {summary.text_bytes / 1e6:.1f} MB text in {seconds:.1f} s"
+        f"of {summary.text_bytes / 1e6:.1f} MB text in {seconds:.1f} s; a document is: {summary.form}"
     )
     if summary.left_out:
         say(f"left out of the folders, for their endings: {summary.left_out}")

@@ -1,7 +1,8 @@
 """Samples from JSON lines, tokenized once into ``.bin``/``.idx`` files so that their lengths are known without reading.
 
 A line is a JSON object with a text, or with a prompt and a response; of the latter only the response counts in the
-loss. Every document ends with the tokenizer's end-of-document token, which is part of the response.
+loss. A document begins with the tokenizer's BOS token where it has one, which is part of the prompt, and ends with its
+end-of-document token, which is part of the response.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron_cp import launcher
 from megatron_cp.config import DatasetConfig
 from megatron_cp.data.cache import build_cached, cache_key, cache_root, map_array
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.data.tokenizing import encode, indexed_writer
 from megatron_cp.errors import DataError
-from megatron_cp.input_files import file_or_pipe, parse_json
+from megatron_cp.input_files import decode_text, file_or_pipe, parse_json
 
 logger = logging.getLogger(__name__)
 _FORMAT = 1  # of the cached files; another number makes them anew
@@ -76,11 +78,33 @@ def map_prompt_lengths(prefix: str) -> np.ndarray:
     return map_array(prefix + _PROMPTS)
 
 
+def warn_of_plain_prompts(path: str, prefix: str, prompt_lengths: np.ndarray, tokenizer: Tokenizer) -> None:
+    """Log, on the first rank, that an instruct model gets prompts without the special tokens of its chat template.
+
+    Judged by the first prompt of the file ``path``, whose documents are in ``prefix.bin``.
+    """
+    if not tokenizer.has_chat_template or not prompt_lengths.any() or not launcher.is_first_rank():
+        return
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    first = int(np.argmax(prompt_lengths > 0))
+    data = IndexedDataset(prefix)  # it unmaps what get() returns when it goes
+    prompt = data.get(first, length=int(prompt_lengths[first])).tolist()
+    if tokenizer.special_ids.isdisjoint(prompt[len(tokenizer.prefix) :]):
+        logger.warning(
+            "%s: prompt and response are joined with nothing between, but the tokenizer has a chat template, on which "
+            "the model was tuned. Write prompts as the template does, with transformers' apply_chat_template([{'role': "
+            "'user', 'content': PROMPT}], tokenize=False, add_generation_prompt=True). Prompts with the template's "
+            "special tokens silence this warning",
+            path,
+        )
+
+
 def _tokenize(file: Path, tokenizer: Tokenizer, keys: Keys, prefix: str) -> None:
     prompt_lengths: list[int] = []
     empty = 0
     samples = (sample for sample, _ in read_lines(file, lambda value: _sample(value, keys)) if sample is not None)
-    with indexed_writer(prefix, tokenizer.vocab_size, source=str(file)) as writer:
+    with indexed_writer(prefix, tokenizer, source=str(file)) as writer:
         for number, (prompt, text) in enumerate(samples, 1):
             ids, prompt_length = encode(tokenizer, text, prompt)
             if ids:
@@ -105,7 +129,8 @@ def read_lines[T](file: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[
         with open(file, "rb", opener=file_or_pipe) as stream:
             for number, line in enumerate(stream, 1):
                 try:
-                    value = parse(_object(line)) if line.strip() else None
+                    text = decode_text(line, file)  # of a file that was joined from others, any line may have a mark
+                    value = parse(_object(text)) if text.strip() else None
                 except ValueError as error:
                     raise DataError(f"{file}:{number}: {error}") from error
                 yield value, len(line)
@@ -127,12 +152,10 @@ def _sample(value: dict[str, Any], keys: Keys) -> tuple[str, str]:
     return prompt, text_under(text, value)
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def _object(line: str) -> dict[str, Any]:
     """The object that a line of JSON holds. Raises ValueError saying why it holds none."""
     try:
-        value = parse_json(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 text: {error.reason}.") from error
+        value = parse_json(line)
     except ValueError as error:
         raise ValueError(f"not valid JSON: {error}." + _cut_short(line)) from error
     if not isinstance(value, dict):
@@ -155,5 +178,5 @@ def text_under(key: str | None, values: dict[Any, Any]) -> str:
     return text
 
 
-def _cut_short(line: bytes) -> str:
-    return "" if line.endswith(b"\n") else " The file ends in this line: is it truncated?"
+def _cut_short(line: str) -> str:
+    return "" if line.endswith("\n") else " The file ends in this line: is it truncated?"

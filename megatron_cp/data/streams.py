@@ -12,14 +12,15 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_cp.config import DatasetConfig
+from megatron_cp.config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.blend import Turns
 from megatron_cp.data.contents import Contents
 from megatron_cp.data.documents import open_documents
 from megatron_cp.data.indexed import open_indexed
-from megatron_cp.data.jsonl import Keys, map_prompt_lengths, tokenized
+from megatron_cp.data.jsonl import Keys, map_prompt_lengths, tokenized, warn_of_plain_prompts
 from megatron_cp.data.order import shuffled, shuffled_all
 from megatron_cp.data.parts import SPLITS, parts_of, paths_of
+from megatron_cp.data.records import check_records
 from megatron_cp.data.together import on_every_rank, once_per_node
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.data.varlen import DocumentDataset, MockVarlenDataset, Sample
@@ -115,6 +116,9 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
     def build() -> list[Stream | None]:
         prefixes = {path: _prefix(path, config, tokenizer) for path in paths}
         prompts = {path: map_prompt_lengths(prefixes[path]) if config.kind == "jsonl" else None for path in paths}
+        for path, lengths in prompts.items():
+            if lengths is not None:
+                warn_of_plain_prompts(path, prefixes[path], lengths, tokenizer)
         streams: list[Stream | None] = []
         for name, part, seed, count in zip(SPLITS, parts, seeds, samples, strict=True):
             if part is None:
@@ -174,11 +178,11 @@ def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDatase
     return MockVarlenDataset(lengths, vocab_size, seed, config.mock_masked_fraction)
 
 
-def check_files(config: DatasetConfig) -> None:
+def check_files(config: DatasetConfig, tokenizer: Tokenizer, settings: TokenizerConfig) -> None:
     """What one rank can find wrong with the files of a run before it meets the others; reads next to nothing.
 
     Raises:
-        DataError: a file is missing or unusable.
+        DataError: a file is missing or unusable, or was made with other special tokens than the run's ``tokenizer``.
     """
     checks: dict[str, Callable[[str], object]] = {
         "indexed": open_indexed,
@@ -186,8 +190,10 @@ def check_files(config: DatasetConfig) -> None:
         "jsonl": _readable,
     }
     if config.kind in checks:
-        for path in paths_of(config):
+        paths = paths_of(config)
+        for path in paths:
             checks[config.kind](path)
+        check_records(paths if config.kind != "jsonl" else (), config, tokenizer, settings)
     elif config.kind == "mock_documents" and config.mock_lengths not in DISTRIBUTIONS:
         _readable(config.mock_lengths)
 

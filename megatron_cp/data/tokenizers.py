@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
-import shlex
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -18,8 +16,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_cp.config import TokenizerConfig
+from megatron_cp.data.tokenizer_files import (
+    added_by_post_processor,
+    check_plain,
+    has_chat_template,
+    load,
+    named_token,
+)
 from megatron_cp.errors import DataError
-from megatron_cp.input_files import read_json, special_files
 from megatron_cp.models.vocabulary import BYTE_LEVEL
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -44,8 +48,25 @@ class Tokenizer(Protocol):
         """``NO_TOKEN``, whatever a tokenizer's files call its padding."""
 
     @property
+    def prefix(self) -> tuple[int, ...]:
+        """The tokens that every document begins with."""
+
+    @property
+    def suffix(self) -> tuple[int, ...]:
+        """The tokens that every document ends with; the last one is ``eod``."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that stand for no text."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
         """What distinguishes this tokenizer in megatron-core's index cache."""
+
+    def name_of(self, token: int) -> str: ...
 
     def tokenize(self, text: str) -> list[int]: ...
 
@@ -57,10 +78,14 @@ class _Base:
 
     # megatron-core turns every token of this id into token 0 without a loss, also where it is part of the text.
     pad = NO_TOKEN
+    has_chat_template = False
 
     def __init__(self, vocab_size: int, eod: int) -> None:
         self.vocab_size = vocab_size
         self.eod = eod
+        self.prefix: tuple[int, ...] = ()
+        self.suffix: tuple[int, ...] = (eod,)
+        self.special_ids = frozenset((eod,))
 
     @property
     def eos(self) -> int:
@@ -69,6 +94,9 @@ class _Base:
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
         return OrderedDict(tokenizer=type(self).__name__, vocab_size=self.vocab_size, eod=self.eod)
+
+    def name_of(self, token: int) -> str:
+        return str(token)
 
 
 class ByteLevelTokenizer(_Base):
@@ -112,25 +140,19 @@ class NullTokenizer(_Base):
 
 
 class HuggingFaceTokenizer(_Base):
-    """A ``tokenizer.json``, alone or in a folder with ``tokenizer_config.json``; read from disk only."""
+    """A ``tokenizer.json``, alone or in a folder with ``tokenizer_config.json``; read from disk only.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    ``add_bos``: whether documents begin with the BOS token; None: where the tokenizer's own post-processor adds it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], add_bos: bool | None = None) -> None:
         self.path = Path(path)
-        if not os.path.exists(self.path):  # which, unlike Path.exists, never raises
-            raise DataError(
-                f"tokenizer.tokenizer_model={path}: no such file or folder. Give a tokenizer.json or the folder that "
-                "holds one; nothing is downloaded."
-            )
-        if special := special_files(self.path):
-            raise DataError(
-                f"tokenizer.tokenizer_model={path}: {special[0]} is neither a file nor a folder. "
-                f"Fix: rm {shlex.quote(str(special[0]))}"
-            )
-        self._tokenizer = _load(self.path)
+        check_plain(self.path)
+        self._tokenizer = load(self.path)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise DataError(f"tokenizer.tokenizer_model={path}: the vocabulary is empty.")
-        end = next((t for t in (_named_end_token(self.path), *_COMMON_END_TOKENS) if t in ids), None)
+        end = next((t for t in (named_token(self.path, "eos_token"), *_COMMON_END_TOKENS) if t in ids), None)
         if end is None:
             raise DataError(
                 f"tokenizer.tokenizer_model={path}: no end-of-document token. Name one as eos_token in "
@@ -139,70 +161,47 @@ class HuggingFaceTokenizer(_Base):
         self._digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()[:16]
         # Ids can have holes, so the embedding needs the largest one, not their number.
         super().__init__(max(ids.values()) + 1, ids[end])
+        added_before, added_after = added_by_post_processor(self._tokenizer)
+        if add_bos is None or (add_bos and added_before):
+            self.prefix = added_before
+        elif add_bos:
+            self.prefix = (self._bos(ids),)
+        if added_after[-1:] != (self.eod,):
+            added_after += (self.eod,)
+        self.suffix = added_after
+        if (largest := max(self.prefix + self.suffix)) >= self.vocab_size:
+            raise DataError(
+                f"tokenizer.tokenizer_model={path}: its post-processor adds token {largest}, and its vocabulary ends "
+                f"at {self.vocab_size - 1}. Fix: tokenizer.tokenizer_model=PATH (of another tokenizer)"
+            )
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, added in decoder.items() if added.special)
+        self.has_chat_template = has_chat_template(self.path)
+
+    def _bos(self, ids: dict[str, int]) -> int:
+        """The token that the tokenizer's files name as ``bos_token``."""
+        token = named_token(self.path, "bos_token")
+        if token not in ids:
+            what = "no file names a bos_token" if token is None else f"its bos_token {token} is not in the vocabulary"
+            raise DataError(f"tokenizer.add_bos=true: {self.path}: {what}. Fix: tokenizer.add_bos=null")
+        return ids[token]
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
         # Two vocabularies of one size are two tokenizers.
-        return OrderedDict(super().unique_identifiers, digest=self._digest)
+        identifiers = OrderedDict(super().unique_identifiers, digest=self._digest)
+        if (self.prefix, self.suffix) != ((), (self.eod,)):  # else caches of earlier versions stay valid
+            identifiers |= {"prefix": self.prefix, "suffix": self.suffix}
+        return identifiers
+
+    def name_of(self, token: int) -> str:
+        return self._tokenizer.id_to_token(token) or str(token)
 
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-
-def _load(path: Path) -> Any:
-    from tokenizers import Tokenizer as FastTokenizer
-
-    file = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        if file.exists():
-            tokenizer = FastTokenizer.from_file(str(file))
-        else:
-            from transformers import AutoTokenizer
-
-            logging.getLogger("transformers").setLevel(logging.ERROR)  # it repeats texts of the folder's files
-            options = {"local_files_only": True, "use_fast": True, "trust_remote_code": False}
-            tokenizer = AutoTokenizer.from_pretrained(str(path), **options).backend_tokenizer
-        # A file may say how its texts were cut and padded once; a document has the length that it has.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
-    except Exception as error:  # both libraries raise bare Exceptions
-        why = " ".join(str(error).split())
-        if "trust_remote_code" in why:
-            raise DataError(
-                f"tokenizer.tokenizer_model={path}: needs Python code of its own (auto_map), which is never run. Fix: "
-                f"save it as {path / 'tokenizer.json'}, by transformers' save_pretrained, where you trust that code."
-            ) from error
-        raise DataError(f"tokenizer.tokenizer_model={path}: cannot be read as a tokenizer: {why}") from error
-
-
-def _named_end_token(path: Path) -> str | None:
-    """``eos_token`` as the files beside ``tokenizer.json`` name it."""
-    folder = path if path.is_dir() else path.parent
-    named: str | None = None
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        file = folder / name
-        if not os.path.exists(file):
-            continue
-        try:
-            values = read_json(file)
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
-        except ValueError as error:
-            raise DataError(f"{file}: not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise DataError(f"{file}: a JSON object is needed, found {type(values).__name__}.")
-        token = values.get("eos_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        if not isinstance(token, str | None):
-            fix = f'"eos_token": "{END_OF_DOCUMENT}", or whatever text ends a document'
-            raise DataError(f"{file}: eos_token={str(token)[:40]}: is not a text. Fix: {fix}")
-        named = token or named
-    return named
 
 
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
@@ -220,7 +219,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
                     "tokenizer.tokenizer_model is not set: a HuggingFaceTokenizer needs a tokenizer.json or its "
                     "folder. tokenizer.tokenizer_type=ByteLevelTokenizer needs no file."
                 )
-            return HuggingFaceTokenizer(config.tokenizer_model)
+            return HuggingFaceTokenizer(config.tokenizer_model, config.add_bos)
         case "ByteLevelTokenizer":
             return ByteLevelTokenizer()
         case "NullTokenizer":

@@ -9,27 +9,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_cp.data.records import ENDING, write_record
 from megatron_cp.data.tokenizers import Tokenizer
 from megatron_cp.errors import DataError
 
 
 def encode(tokenizer: Tokenizer, text: str, prompt: str = "") -> tuple[list[int], int]:
-    """The ids of a document, of which the last ends it, and how many of them are its prompt's.
+    """The ids of a document and how many of them are its prompt's, which BOS is part of.
 
-    No ids at all where ``text``, which follows the prompt, has none.
+    The document is BOS where the tokenizer has one, the prompt, the text, and the end-of-document token. A text that
+    begins with BOS itself, as one by a chat template does, gets no second one. No ids where ``text`` has none.
     """
     ids = tokenizer.tokenize(prompt) if prompt else []
     prompt_length = len(ids)
     ids += tokenizer.tokenize(text) if text.strip() else []
     if len(ids) == prompt_length:
         return [], 0
-    ids.append(tokenizer.eod)
-    return ids, prompt_length
+    prefix = tokenizer.prefix
+    if tuple(ids[: len(prefix)]) != prefix:
+        ids = [*prefix, *ids]
+        prompt_length += len(prefix) if prompt_length else 0
+    return [*ids, *tokenizer.suffix], prompt_length
 
 
 @contextmanager
-def indexed_writer(prefix: str, vocab_size: int, source: str) -> Iterator[Any]:
-    """megatron-core's ``IndexedDatasetBuilder`` of ``prefix.bin`` and ``prefix.idx``.
+def indexed_writer(prefix: str, tokenizer: Tokenizer, source: str) -> Iterator[Any]:
+    """megatron-core's ``IndexedDatasetBuilder`` of ``prefix.bin`` and ``prefix.idx``, with a record of the tokenizer.
 
     They are written aside and renamed at the end: where the body raises, nothing is left, and an earlier pair stays.
 
@@ -41,13 +46,14 @@ def indexed_writer(prefix: str, vocab_size: int, source: str) -> Iterator[Any]:
 
     # Not the process's number: on two nodes or in two containers it may be the same.
     name = uuid.uuid4().hex[:8]
-    aside = {ending: f"{prefix}{ending}.tmp-{name}" for ending in (".bin", ".idx")}
+    aside = {ending: f"{prefix}{ending}.tmp-{name}" for ending in (".bin", ENDING, ".idx")}
     try:
-        builder = IndexedDatasetBuilder(aside[".bin"], dtype=DType.optimal_dtype(vocab_size))
+        builder = IndexedDatasetBuilder(aside[".bin"], dtype=DType.optimal_dtype(tokenizer.vocab_size))
         yield builder
         if not builder.sequence_lengths:
             raise DataError(f"{source}: no text inside.")
         builder.finalize(aside[".idx"])
+        write_record(aside[ENDING], tokenizer)
         # Without its index a .bin is nothing: an interruption between the renames leaves no pair that looks whole.
         Path(prefix + ".idx").unlink(missing_ok=True)
         for ending, path in aside.items():

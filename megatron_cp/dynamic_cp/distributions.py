@@ -12,7 +12,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from megatron_cp.input_files import read_bytes
+from megatron_cp.input_files import decode_text, read_bytes
 
 _MOST_DIGITS = 18  # of a length: any such number is an int64
 LEAST_LONGEST = {"long": 8192}  # distributions that begin at a length: what ``longest`` must be at least
@@ -111,14 +111,14 @@ def read_lengths(path: str) -> np.ndarray:
     """
     try:
         raw = read_bytes(path)
-        text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}: is not text (byte {error.start}); a file of lengths has whole numbers, one a line or "
-            "separated by spaces"
-        ) from error
+        raw = gzip.decompress(raw) if path.endswith(".gz") else raw
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        text = decode_text(raw, path)
+    except ValueError as error:
+        what = "a file of lengths has whole numbers, one a line or separated by spaces"
+        raise ValueError(f"{path}: {what}; this one {error}") from error
     return parse_lengths(text, path)
 
 

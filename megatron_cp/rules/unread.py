@@ -258,7 +258,7 @@ _READINGS = (
     ),
     _Reading(
         "tokenizer",
-        ("tokenizer_model",),
+        ("tokenizer_model", "add_bos"),
         lambda config: config.tokenizer.tokenizer_type == "HuggingFaceTokenizer",
         "tokenizer.tokenizer_type=HuggingFaceTokenizer",
     ),

@@ -7,6 +7,7 @@ the next run or the next save. All of this is one process's work; nothing here t
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import shutil
@@ -39,7 +40,7 @@ def latest_iteration(root: str | Path) -> int | None:
     if not os.path.exists(path):  # which, unlike Path.exists, never raises
         return max(saved_iterations(root), default=None)
     try:
-        content, why = read_bytes(path, 100), ""
+        content, why = read_bytes(path, 100).removeprefix(codecs.BOM_UTF8), ""
     except OSError as error:
         content, why = b"", f" ({error.strerror})"
     if not re.fullmatch(rb"[0-9]{1,18}\r?\n?", content):

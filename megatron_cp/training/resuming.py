@@ -117,9 +117,7 @@ FORGOTTEN = ("wsd_decay_steps", "lr_wsd_decay_style")
 # What the samples, their order and what of them is learnt depend on.
 _DATA = (
     *(f"dataset.{field.name}" for field in fields(DatasetConfig) if field.name not in ("path_to_cache", "num_workers")),
-    "tokenizer.tokenizer_type",
-    "tokenizer.tokenizer_model",
-    "tokenizer.eod_id",
+    *(f"tokenizer.{name}" for name in ("tokenizer_type", "tokenizer_model", "eod_id", "add_bos")),
     "train.global_batch_size",
 )
 

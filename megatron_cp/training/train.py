@@ -68,7 +68,7 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
     tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = _vocab_size(config, tokenizer)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))  # for its checkpoints to tell
-    check_files(config.dataset)
+    check_files(config.dataset, tokenizer, config.tokenizer)
     if "M" in config.model.parts:
         check_mamba_ssm()
     find_start(config)

@@ -322,13 +322,16 @@ def test_files_that_cannot_be_written_are_told_before_any_work(tmp_path, capsys,
 
 def test_the_other_names_of_an_index_lead_to_it(tmp_path, capsys):
     for name in ("text.bin", "text.idx"):
-        (tmp_path / name).write_bytes(b"\xff\xfe")
+        (tmp_path / name).write_bytes(b"\xff\x80")
     for source in ("text", "text.bin"):
         assert main(["--lengths", str(tmp_path / source), "--ranks", "4"]) == 2
         assert f"has them, --lengths {tmp_path / 'text.idx'}\n" in capsys.readouterr().err
     (tmp_path / "text.idx").unlink()
     assert main(["--lengths", str(tmp_path / "text.bin"), "--ranks", "4"]) == 2
-    assert "text.bin: is not text (byte 0); a file of lengths has whole numbers" in capsys.readouterr().err
+    message = (
+        "a file of lengths has whole numbers, one a line or separated by spaces; this one is not UTF-8 text (byte 0)"
+    )
+    assert f"text.bin: {message}" in capsys.readouterr().err
 
 
 def test_a_missing_file_is_named(capsys):

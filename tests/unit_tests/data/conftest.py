@@ -1,13 +1,16 @@
-"""A small indexed corpus."""
+"""Small indexed corpora."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_cp.config import RunConfig, TokenizerConfig
 from megatron_cp.data.preprocess import preprocess
+from tests.unit_tests.data.tokenizer_folders import TEMPLATES, WORDS, make_tokenizer
 
 
 @pytest.fixture
@@ -33,3 +36,18 @@ def config() -> RunConfig:
     config.dataset.seq_length = 32
     config.dataset.split = "80,20,0"
     return config
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Callable[..., tuple[str, TokenizerConfig]]:
+    """``prepared(template)``: the prefix of four documents in that form, and the settings that made them."""
+
+    def make(template: str = "bos", *, name: str = "corpus", **settings: Any) -> tuple[str, TokenizerConfig]:
+        folder = tmp_path / f"tokenizer-{template}"
+        config = TokenizerConfig(
+            tokenizer_model=str(folder if folder.exists() else make_tokenizer(folder, TEMPLATES[template])), **settings
+        )
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in (WORDS, "a", "on", WORDS)))
+        return preprocess([tmp_path / "in.jsonl"], tmp_path / name, config).prefix, config
+
+    return make

@@ -264,12 +264,12 @@ def test_a_part_without_files_of_its_own(config: RunConfig, corpus: Callable[...
     with pytest.raises(DataError, match=r"dataset.valid_data_path is not set, but 5 samples of it are needed"):
         build_datasets(config, TOKENIZER, 10, 5)
     with pytest.raises(DataError, match=r"nowhere.bin and nowhere.idx: no such file"):
-        check_files(config.dataset)
+        check_files(config.dataset, TOKENIZER, config.tokenizer)
     assert has_test_part(config.dataset)
     config.dataset.valid_data_path, config.dataset.test_data_path = [1.0, "a", "b"], None
     assert not has_test_part(config.dataset)
     with pytest.raises(DataError, match=r"dataset.valid_data_path=.*a blend is weight, prefix"):
-        check_files(config.dataset)
+        check_files(config.dataset, TOKENIZER, config.tokenizer)
 
 
 def test_a_split_without_documents(config: RunConfig, corpus: Callable[..., str]) -> None:

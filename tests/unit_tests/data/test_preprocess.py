@@ -10,7 +10,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_cp import cli
 from megatron_cp.config import TokenizerConfig
-from megatron_cp.data.preprocess import find_files, preprocess
+from megatron_cp.data.preprocess import preprocess
+from megatron_cp.data.text_files import find_files
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.data.tokenizing import indexed_writer
 from megatron_cp.errors import DataError
@@ -57,7 +58,7 @@ def test_files_folders_and_lines(mixed: Path, tmp_path: Path, workers: int) -> N
     assert _documents(summary.prefix) == ["first", "\u00e9", "second", "third\n", "code"]
     assert (summary.documents, summary.empty_documents) == (5, 2)
     assert summary.tokens == len(b"first\xc3\xa9secondthird\ncode") + 5
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["x.bin", "x.idx"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["x.bin", "x.idx", "x.meta.json"]
 
 
 def test_json_key_and_suffixes(mixed: Path, tmp_path: Path) -> None:
@@ -141,13 +142,13 @@ def test_output_without_a_name(mixed: Path, tmp_path: Path, monkeypatch: pytest.
 def test_two_nodes_write_one_pair_at_once(tmp_path: Path) -> None:
     """Their processes may have the same number, as here."""
     prefix = str(tmp_path / "x")
-    with indexed_writer(prefix, 257, "first") as first:
+    with indexed_writer(prefix, build_tokenizer(BYTES), "first") as first:
         first.add_document([1, 2, 256], [3])
-        with indexed_writer(prefix, 257, "second") as second:
+        with indexed_writer(prefix, build_tokenizer(BYTES), "second") as second:
             second.add_document([98, 256], [2])
         assert _documents(prefix) == ["b"]
     assert _documents(prefix) == ["\x01\x02"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx", "x.meta.json"]
 
 
 def test_a_failed_run_keeps_the_earlier_result(tmp_path: Path) -> None:

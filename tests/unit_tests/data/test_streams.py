@@ -253,7 +253,7 @@ def test_bad_json_files(packed: RunConfig, lines: Any, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     packed.dataset.data_path, packed.dataset.kind = str(tmp_path / "empty.jsonl"), "jsonl"
     with pytest.raises(DataError, match=r"empty\.jsonl: is empty"):
-        check_files(packed.dataset)
+        check_files(packed.dataset, TOKENIZER, packed.tokenizer)
 
 
 def test_a_document_too_long_is_refused_by_choice(packed: RunConfig, corpus: Callable[..., str], lines: Any) -> None:
