@@ -51,7 +51,8 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
             config.train.micro_batch_size = _micro_batch(config, full)
         if length is not None:
             _shrink_packs(model, config.dataset.seq_length, length)
-            config.dataset.seq_length = model.seq_length = model.max_position_embeddings = length
+            config.dataset.seq_length = model.seq_length = length
+            model.max_position_embeddings = model.yarn_length or length
         if model.window_size is not None and length is not None:
             model.window_size = [min(side, length // 4) for side in model.window_size]
         model.vocab_size = None
