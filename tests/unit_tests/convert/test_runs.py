@@ -206,7 +206,7 @@ def load_instead(folder: str) -> None:
     found = find_start(begin)
     assert found is not None and found.finetune and found.root == str(path / "mcore")
     again = ["checkpoint.pretrained_checkpoint=null", f"checkpoint.load={path}/mcore", "checkpoint.load_optim=false"]
-    with pytest.raises(ConfigError, match=r"holds weights only: begin with them by checkpoint.pretrained_checkpoint="):
+    with pytest.raises(ConfigError, match=r"holds weights only. Fix: checkpoint.pretrained_checkpoint="):
         find_start(load_recipe(path / "mcore/recipe.yaml", again))
     with pytest.raises(ConfigError, match=r"of another model: model.num_layers is 3"):
         find_start(load_recipe(path / "mcore/recipe.yaml", ["model.num_layers=3", f"checkpoint.save={path}/run"]))
