@@ -254,11 +254,7 @@ def _check_types(family: Family, values: Mapping[str, Any]) -> None:
 
 
 def _positions(model: ModelConfig) -> int | None:
-    """The longest text that is declared: the longest sequence in training, if that is more than the model had.
-
-    YaRN has no choice: some versions of Hugging Face's library divide this by the original length, for the factor.
-    Other scalings do not read it.
-    """
+    """The longest text that is declared: the training length where that is longer, but with YaRN (rule B13)."""
     if model.yarn_length is not None or model.seq_length is None:
         return model.yarn_length or model.max_position_embeddings
     return max(model.max_position_embeddings or 0, model.seq_length)

@@ -119,8 +119,8 @@ def _check_tied(model: ModelConfig, published: PublishedWeights) -> None:
     both = model.share_embeddings_and_output_weights and {EMBEDDING, OUTPUT} <= names
     if both and not torch.equal(published[EMBEDDING], published[OUTPUT]):
         raise ConfigError(
-            f"config.json says that {OUTPUT} is {EMBEDDING} (tie_word_embeddings), and the weights hold another one. "
-            "Set tie_word_embeddings to false there to use it."
+            f"tie_word_embeddings=True in config.json: says that {OUTPUT} is {EMBEDDING}, and the weights hold another "
+            'one. Fix: "tie_word_embeddings": false (in config.json)'
         )
 
 
