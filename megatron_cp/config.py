@@ -10,6 +10,7 @@ Sizes are counts, times are in the unit their name says, ``None`` means "decided
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -168,6 +169,12 @@ class ModelConfig:
         """Key/value heads that attention meets: latent attention makes keys and values for every head."""
         groups = None if self.multi_latent_attention else self.num_query_groups
         return groups or self.num_attention_heads
+
+    @property
+    def yarn_length(self) -> int | None:
+        """Positions under YaRN, scaling factor * original length, rounded; None without YaRN or without the two."""
+        length = (self.yarn_rotary_scaling_factor or 0) * (self.yarn_original_max_position_embeddings or 0)
+        return round(length) if self.position_embedding_type == "yarn" and 1 <= length < math.inf else None
 
     @property
     def layer_parts(self) -> tuple[str, ...]:
@@ -421,7 +428,7 @@ class RunConfig:
         if model.seq_length is None:
             model.seq_length = data.seq_length
         if model.max_position_embeddings is None:
-            model.max_position_embeddings = model.seq_length
+            model.max_position_embeddings = model.yarn_length or model.seq_length
         if model.num_query_groups is None:
             model.num_query_groups = model.num_attention_heads
         if model.ffn_hidden_size is None:

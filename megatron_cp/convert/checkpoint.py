@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -122,9 +123,11 @@ def find_checkpoint(root: Path, iteration: int | None) -> Found:
     folder = None if iteration is None else existing_folder(root, iteration)
     if folder is None:
         others = saved_iterations(root)
-        meant = what_is_meant(root, "--megatron-path ", "--iteration ") or "Give a run's folder, with iter_* in it."
-        instead = f"; there are iterations {others}" if others else f". {meant}"
-        raise ConfigError(f"there is no checkpoint {'' if iteration is None else f'{iteration} '}in {root}{instead}")
+        fix = what_is_meant(root, _options) or "--megatron-path FOLDER (of a run)"
+        if others:
+            fix = f"--iteration {others[-1]} (there are {others})"
+        which = "" if iteration is None else f"{iteration} "
+        raise ConfigError(f"--megatron-path {root}: there is no checkpoint {which}in it. Fix: {fix}")
     assert iteration is not None
     problems = problems_of(folder, verify=True)
     if problems:
@@ -147,11 +150,16 @@ def find_checkpoint(root: Path, iteration: int | None) -> Found:
     return Found(folder, config, embedding.size[0], str(embedding.properties.dtype).removeprefix("torch."))
 
 
+def _options(run: Path, iteration: int | None) -> str:
+    """What to type for a run's checkpoint, the latest one by default."""
+    return f"--megatron-path {shlex.quote(str(run))}" + ("" if iteration is None else f" --iteration {iteration}")
+
+
 def check_finite(parameters: Mapping[str, torch.Tensor], before: str, after: str) -> None:
     """Raises ConfigError where numbers of one dtype are too large for another."""
     for name, parameter in parameters.items():
         if before != after == "float16" and not torch.isfinite(parameter).all():
-            raise ConfigError(f"{name} holds numbers that float16 cannot: convert to {before} or bfloat16")
+            raise ConfigError(f"{name} holds numbers that float16 cannot. Fix: --torch-dtype {before}")
 
 
 def undivided(config: RunConfig, dtype: str) -> RunConfig:

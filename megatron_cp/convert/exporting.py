@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,18 +65,28 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
 
 
 def positions_said(trained: RunConfig, declared: int) -> list[str]:
-    """What to say where the run's sequences were longer than its model's positions."""
-    model = trained.model
-    known, length = model.max_position_embeddings, model.seq_length
-    if known is None or length is None or length <= known:
-        return []
-    name = "max_position_embeddings in config.json is"
-    if declared == length:
-        return [f"{name} {length}, the length of its training sequences; model.max_position_embeddings was {known}"]
-    return [
-        f"{name} {known} as in the run, though its sequences had {length}: with YaRN it is part of the scaling, and "
-        "programs that serve the model may refuse longer texts"
-    ]
+    """What to say where ``max_position_embeddings`` in ``config.json`` is not the run's setting, or too short."""
+    model, name = trained.model, "max_position_embeddings in config.json is"
+    known, length, reached = model.max_position_embeddings, model.seq_length or 0, model.yarn_length
+    if reached is None:
+        if declared == known:
+            return []
+        return [f"{name} {declared}, the length of its training sequences; model.max_position_embeddings was {known}"]
+    factor, original = model.yarn_rotary_scaling_factor or 1.0, model.yarn_original_max_position_embeddings or 1
+    said = []
+    if declared != known:
+        said.append(f"{name} {declared}, YaRN's factor times the original length; the run's setting was {known}")
+    if length > declared:
+        said.append(
+            f"{name} {declared}, though training sequences had {length} tokens: with YaRN it is the factor {factor} "
+            f"times the original length {original}, and programs that serve the model may refuse longer texts"
+        )
+    if not math.isclose(factor * original, declared):
+        said.append(
+            f"{name} {declared}, and {factor * original:g} is not whole: versions of transformers that divide it by "
+            f"the original length compute with the factor {declared / original:g}, which is not the model's {factor}"
+        )
+    return said
 
 
 def _published(whole: WholeModel, family: Family) -> dict[str, torch.Tensor]:

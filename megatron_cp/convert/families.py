@@ -254,13 +254,9 @@ def _check_types(family: Family, values: Mapping[str, Any]) -> None:
 
 
 def _positions(model: ModelConfig) -> int | None:
-    """The longest text that is declared: one as long as those that it was trained with, if that is more.
-
-    No computation depends on it, but with YaRN, whose factor some versions of Hugging Face's library take for its ratio
-    to the original length. What other scalings begin at is written beside them.
-    """
-    if model.position_embedding_type == "yarn" or model.seq_length is None:
-        return model.max_position_embeddings
+    """The longest text that is declared: the training length where that is longer, but with YaRN (rule B13)."""
+    if model.yarn_length is not None or model.seq_length is None:
+        return model.yarn_length or model.max_position_embeddings
     return max(model.max_position_embeddings or 0, model.seq_length)
 
 
@@ -323,15 +319,16 @@ def _read_yarn(rope: Mapping[str, Any], model: ModelConfig, found: Problems) -> 
     """What is left out has the values that Hugging Face's library takes."""
     factor: Any = rope.get("factor")
     attention_factor: Any = rope.get("attention_factor")
-    original = rope.get("original_max_position_embeddings") or model.max_position_embeddings
+    original: Any = rope.get("original_max_position_embeddings") or model.max_position_embeddings
     fast, slow = rope.get("beta_fast") or 32.0, rope.get("beta_slow") or 1.0
     numbers = {"factor": factor, "beta_fast": fast, "beta_slow": slow}
     numbers |= {} if attention_factor is None else {"attention_factor": attention_factor}
     for name, value in numbers.items():
         found.unless(is_positive(value), f"rope_scaling.{name}", value, "a number above 0 is needed")
-    name, message = "rope_scaling.original_max_position_embeddings", "a whole number of at least 1 is needed"
-    found.unless(is_count(original), name, original, message)
-    if not all(map(is_positive, numbers.values())):
+    name, message = "rope_scaling.original_max_position_embeddings", "a whole number from 1 to 2**31 is needed"
+    is_length = is_count(original) and original <= 2**31
+    found.unless(is_length, name, original, message)
+    if not is_length or not all(map(is_positive, numbers.values())):
         return
     # An attention factor becomes a multiple of the scaling factor's logarithm, and that of 1 is 0.
     stretches = factor > 1 or (factor == 1 and attention_factor in (None, 1))
@@ -340,6 +337,7 @@ def _read_yarn(rope: Mapping[str, Any], model: ModelConfig, found: Problems) -> 
     model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings = float(factor), original
     model.yarn_beta_fast, model.yarn_beta_slow = float(fast), float(slow)
     model.yarn_correction_range_round_to_int = bool(rope.get("truncate", True))
+    model.max_position_embeddings = model.yarn_length
     if attention_factor and factor > 1:
         model.yarn_mscale, model.yarn_mscale_all_dim = (attention_factor - 1) / (0.1 * math.log(factor)), 0.0
     elif rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -354,8 +352,9 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
             "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
             "beta_fast": model.yarn_beta_fast,
             "beta_slow": model.yarn_beta_slow,
-            "truncate": model.yarn_correction_range_round_to_int,
         }
+        if not model.yarn_correction_range_round_to_int:  # true is the default, and older versions do not know it
+            scaling["truncate"] = False
         if model.yarn_mscale and model.yarn_mscale_all_dim:
             return scaling | {"mscale": model.yarn_mscale, "mscale_all_dim": model.yarn_mscale_all_dim}
         # Hugging Face's library reads no zeros.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -70,7 +71,7 @@ def _check_family(folder: Path, model_type: Any) -> None:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
             f"{folder / 'config.json'}: model_type {model_type!r} has no counterpart; known are "
-            f"{', '.join(sorted(FAMILIES))}"
+            f"{', '.join(sorted(FAMILIES))}. Fix: choose a model of one of these families"
         )
 
 
@@ -89,16 +90,21 @@ class PublishedWeights:
         elif os.path.exists(folder / _INDEX):
             places = read_json(folder / _INDEX).get("weight_map")
             if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-                raise ConfigError(f"{folder / _INDEX} holds no weight_map from tensors to files. Fetch it again.")
+                raise ConfigError(f"{folder / _INDEX} holds no weight_map from tensors to files. Fix: {_fetch(folder)}")
             files = sorted(set(places.values()))
             if elsewhere := [file for file in files if Path(file).name != file]:
                 raise ConfigError(
-                    f"{folder / _INDEX}: names {elsewhere[0]!r}, a file outside of the folder. Fetch the model again."
+                    f"{folder / _INDEX}: names {elsewhere[0]!r}, a file outside of the folder. Fix: {_fetch(folder)}"
                 )
         else:
+            convert = (
+                "import sys; from transformers import AutoModelForCausalLM as Model; "
+                "Model.from_pretrained(sys.argv[1], dtype='auto').save_pretrained(sys.argv[2])"
+            )
+            old, new = (shlex.quote(str(path)) for path in (folder, folder.with_name(f"{folder.name}_safetensors")))
             raise ConfigError(
-                f"{folder} has neither {_SINGLE} nor {_INDEX}. Weights in another format become safetensors by "
-                "transformers: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
+                f'{folder} has neither {_SINGLE} nor {_INDEX}. Fix: python -c "{convert}" {old} {new} (makes the '
+                "second folder of weights in another format)"
             )
         self._file_of: dict[str, Any] = {}
         for file in files:
@@ -106,7 +112,9 @@ class PublishedWeights:
                 opened = safe_open(folder / file, framework="pt")
                 self._file_of |= dict.fromkeys(opened.keys(), opened)
             except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{folder / file} cannot be read: {_in_a_line(error)}. Fetch it again.") from error
+                raise ConfigError(
+                    f"{folder / file} cannot be read: {_in_a_line(error)}. Fix: {_fetch(folder)}"
+                ) from error
 
         self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
 
@@ -156,10 +164,13 @@ def check_absent(folder: Path, setting: str) -> None:
         ConfigError: something is there already, or nothing may be written.
     """
     if os.path.exists(folder) and not (os.path.isdir(folder) and not os.listdir(folder)):
-        raise ConfigError(f"{setting} {folder} is there already; name a new folder, or remove it first")
+        new = next(path for n in itertools.count(2) if not os.path.exists(path := f"{folder}_{n}"))
+        raise ConfigError(f"{setting} {folder}: is there already. Fix: {setting} {shlex.quote(new)}")
     above = next(path for path in folder.parents if os.path.exists(path))
     if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"{setting} {folder} cannot be made: {above} is no folder that may be written into")
+        raise ConfigError(
+            f"{setting} {folder}: cannot be made: {above} is no folder that may be written into. Fix: {setting} FOLDER"
+        )
 
 
 @contextmanager
@@ -194,13 +205,18 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         values = input_files.read_json(file)
     except OSError as error:
-        hint = "; nothing is downloaded, 'hf download NAME --local-dir FOLDER' fetches one" * (not os.path.exists(file))
-        raise ConfigError(f"{file} cannot be read: {error.strerror}{hint}") from error
+        fix = f". Fix: {_fetch(file.parent)} (nothing is downloaded here)" * (not os.path.exists(file))
+        raise ConfigError(f"{file} cannot be read: {error.strerror}{fix}") from error
     except ValueError as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds no JSON object")
     return values
+
+
+def _fetch(folder: Path) -> str:
+    """What fetches a model into a folder."""
+    return f"hf download NAME --local-dir {shlex.quote(str(folder))}"
 
 
 def _in_a_line(error: BaseException) -> str:

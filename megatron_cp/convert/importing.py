@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
-from copy import deepcopy
-from dataclasses import fields
 from pathlib import Path
 
 import torch
-import yaml
 
-from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig, TokenizerConfig
+from megatron_cp.config import ModelConfig, RunConfig, TokenizerConfig
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, undivided, whole_model
 from megatron_cp.convert.families import Family, model_from_hf
 from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_companions, new_folder, read_config
+from megatron_cp.convert.recipe import continued_pretraining
 from megatron_cp.convert.weights import EMBEDDING, KEPT_IN_FLOAT32, OUTPUT, further_ahead, is_spare, part_of
 from megatron_cp.data.tokenizers import build_tokenizer
 from megatron_cp.errors import ConfigError, DataError, shown
@@ -36,17 +35,21 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
     root = root.resolve()
     check_absent(root, "--megatron-path")
     published = PublishedWeights(source)
-    family, model = model_from_hf(read_config(source, published.shapes))
+    values = read_config(source, published.shapes)
+    family, model = model_from_hf(values)
     ahead = further_ahead(published.names())
     weights = (name for name in published.names() - ahead if not is_spare(name, model))
     own, alike = published.dtype(name for name in weights if not name.endswith(KEPT_IN_FLOAT32))
     several = dtype is None and not alike
     dtype = dtype or own
-    _check_rules(model)
+    parameters = sum(map(math.prod, published.shapes.values()))
     with new_folder(root) as partial:
         tokenizer, without = _copy_tokenizer(source, partial / TOKENIZER, model)
         if not without:
             tokenizer.tokenizer_model = str(root / TOKENIZER)
+        title = f"{source.resolve().name}, imported ({family.architecture}): continued pretraining"
+        recipe = continued_pretraining(title, model, tokenizer, root, dtype, parameters)
+        check_or_raise(recipe.config(), 1, None, Environment.of("cpu"))
         config = undivided(RunConfig(model=model, tokenizer=tokenizer, recipe=root.name), dtype)
         with torch.device("meta"), whole_model(config) as shapes_alone:
             _check_fits(shapes_alone, published, family, ahead)
@@ -54,26 +57,23 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
             parameters = _fill(whole, published, family)
             check_finite(whole.parameters(), own, dtype)
             iteration = whole.save(partial, 0).name
-        title = f"{source.resolve().name}, imported ({family.architecture})"
-        (partial / RECIPE).write_text(_recipe(title, model, tokenizer, root), encoding="utf-8")
-    recipe = shlex.quote(str(root / RECIPE))
+        (partial / RECIPE).write_text(recipe.text(), encoding="utf-8")
+    path = shlex.quote(str(root / RECIPE))
     said = [
         f"imported {parameters / 1e6:.1f}M parameters of {source} ({family.architecture}, {dtype}): {root / iteration}",
-        f"begin with them: megatron-cp train -n N --recipe {recipe} checkpoint.save=FOLDER dataset.data_path=PREFIX",
+        f"begin with them: megatron-cp train --recipe {path} dataset.data_path=PREFIX",
     ]
+    if model.max_position_embeddings != values["max_position_embeddings"]:
+        said.append(
+            f"max_position_embeddings is {model.max_position_embeddings}, YaRN's factor times the original length; "
+            f"config.json has {values['max_position_embeddings']}, of which some versions of transformers make another "
+            "factor"
+        )
     if several:
         said.append("its weights are of several dtypes, which float32 holds; --torch-dtype gives them one of yours")
     if ahead:
         said.append(f"without its layers for multi-token prediction ({len(ahead)} tensors)")
     return "\n".join([*said, *([f"without a tokenizer: {without}"] if without else [])])
-
-
-def _check_rules(model: ModelConfig) -> None:
-    """Raises ConfigError where no run could have such a model."""
-    tokenizer = TokenizerConfig("NullTokenizer", vocab_size=model.vocab_size)
-    data = DatasetConfig(seq_length=model.max_position_embeddings or 1)
-    config = RunConfig(model=deepcopy(model), tokenizer=tokenizer, dataset=data)
-    check_or_raise(config.finalize(), 1, None, Environment.of("cpu"))
 
 
 def _fill(whole: WholeModel, published: PublishedWeights, family: Family) -> int:
@@ -119,8 +119,8 @@ def _check_tied(model: ModelConfig, published: PublishedWeights) -> None:
     both = model.share_embeddings_and_output_weights and {EMBEDDING, OUTPUT} <= names
     if both and not torch.equal(published[EMBEDDING], published[OUTPUT]):
         raise ConfigError(
-            f"config.json says that {OUTPUT} is {EMBEDDING} (tie_word_embeddings), and the weights hold another one. "
-            "Set tie_word_embeddings to false there to use it."
+            f"tie_word_embeddings=True in config.json: says that {OUTPUT} is {EMBEDDING}, and the weights hold another "
+            'one. Fix: "tie_word_embeddings": false (in config.json)'
         )
 
 
@@ -141,17 +141,3 @@ def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig) -> tuple[Tok
                 return tokenizer, ""
             why = f"its {tokens} tokens do not fit the model's vocabulary of {model.vocab_size}"
     return TokenizerConfig("NullTokenizer", vocab_size=model.vocab_size), why
-
-
-def _recipe(title: str, model: ModelConfig, tokenizer: TokenizerConfig, root: Path) -> str:
-    usual = ModelConfig()
-    settings = {
-        "model": {
-            field.name: value
-            for field in fields(model)
-            if (value := getattr(model, field.name)) != getattr(usual, field.name)
-        },
-        "tokenizer": {name: value for name, value in vars(tokenizer).items() if value is not None},
-        "checkpoint": {"pretrained_checkpoint": str(root)},
-    }
-    return f"# {title}\n{yaml.safe_dump(settings, sort_keys=False)}"

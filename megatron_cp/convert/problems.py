@@ -11,7 +11,7 @@ from megatron_cp.errors import ConfigError, Violation
 class Problems:
     """All that stands in the way."""
 
-    def __init__(self, fix: str = "none here: another model, or code of your own for what it computes") -> None:
+    def __init__(self, fix: str = "choose another model: this one has no counterpart") -> None:
         self._fix = fix
         self._found: list[Violation] = []
 

@@ -18,11 +18,14 @@ def parse_blend(data_path: Any, name: str = "dataset.data_path") -> tuple[list[s
         DataError: nothing given, or as :func:`paths_and_weights`.
     """
     if not data_path:
-        raise DataError(f"{name} is not set: give the prefix of a .bin/.idx pair, or dataset.kind=mock.")
+        raise DataError(f"{name}: is not set. Fix: {name}=PREFIX (of a .bin/.idx pair), or dataset.kind=mock")
     try:
         return paths_and_weights(data_path)
     except ValueError as error:
-        raise DataError(f"{name}={data_path}: {error}.") from error
+        items = map(str, [data_path] if isinstance(data_path, str) else data_path)
+        paths = [item for item in items if number_in(item) is None]
+        fix = f'. Fix: "{name}=[{",".join(paths)}]" (shares by their tokens)' if paths else ""
+        raise DataError(f"{name}={data_path}: {error}{fix}") from error
 
 
 def paths_and_weights(data_path: str | list[str | int | float]) -> tuple[list[str], list[float] | None]:

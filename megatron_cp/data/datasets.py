@@ -28,6 +28,7 @@ from megatron_cp.data.indexed import IndexedFiles, check_ids, check_lengths, fir
 from megatron_cp.data.mock import MockDataset
 from megatron_cp.data.order import shuffled
 from megatron_cp.data.parts import Part, parts_of
+from megatron_cp.data.split import ALL_FOR_TRAINING
 from megatron_cp.data.streams import KINDS, Stream, build_streams
 from megatron_cp.data.together import on_every_rank, once_per_node
 from megatron_cp.data.tokenizers import Tokenizer
@@ -105,8 +106,7 @@ class TokenDataset(GPTDataset):
         if num_tokens_per_epoch == 0:
             raise DataError(
                 f"{self.dataset_path}: the {self.index_split.name} part of dataset.split={self.config.split} has no "
-                f"documents (the file has {len(self.dataset)}). Give that part a larger share, or ask for no samples "
-                "of it (validation.eval_iters=0)."
+                f"documents (the file has {len(self.dataset)}). Fix: {ALL_FOR_TRAINING}"
             )
         epochs = -(-_PARTS * self.config.sequence_length // num_tokens_per_epoch)
         if epochs > 1 and self.index_split == Split.train:  # of a held-out part, samples that share no token

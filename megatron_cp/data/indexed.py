@@ -9,11 +9,13 @@ only, modes int8[n].
 
 from __future__ import annotations
 
+import difflib
 import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
@@ -38,6 +40,14 @@ class IndexedFiles:
     stamp: tuple[int, int, int]  # bytes of .bin, bytes of .idx, modification time of .idx in ns
 
 
+def _instead_of(prefix: str) -> str:
+    """What to type for a pair that is not there: the nearest one in its folder, if there is any."""
+    folder = Path(prefix).parent
+    there = [str(path.with_suffix("")) for path in folder.glob("*.idx")] if os.path.isdir(folder) else []
+    nearest = difflib.get_close_matches(prefix, there, n=1)
+    return f"dataset.data_path={nearest[0] if nearest else 'PREFIX'} (of a .bin/.idx pair, which preprocessing makes)"
+
+
 def open_indexed(prefix: str) -> IndexedFiles:
     """Check the pair ``prefix.bin`` and ``prefix.idx``; ``prefix`` may also name one of the two files.
 
@@ -50,10 +60,7 @@ def open_indexed(prefix: str) -> IndexedFiles:
     bin_path, idx_path = prefix + ".bin", prefix + ".idx"
     missing = [path for path in (bin_path, idx_path) if not os.path.isfile(path)]
     if missing:
-        raise DataError(
-            f"{' and '.join(missing)}: no such file. dataset.data_path names the two files without their endings; "
-            "megatron-cp preprocess makes them from text."
-        )
+        raise DataError(f"{' and '.join(missing)}: no such file. Fix: {_instead_of(prefix)}")
     try:
         with open(idx_path, "rb") as file:
             head = file.read(_HEADER.size)
@@ -187,7 +194,6 @@ def check_ids(path: str, smallest: int, largest: int, vocab_size: int | None) ->
         known = "0 and above" if vocab_size is None else f"0 to {vocab_size - 1}"
         raise DataError(
             f"{path}: holds token {smallest if smallest < 0 else largest}, but the tokenizer's ids are {known}. "
-            "Name the tokenizer that the files were made with: tokenizer.tokenizer_type=HuggingFaceTokenizer "
-            "tokenizer.tokenizer_model=PATH; or, where there is none to read, tokenizer.tokenizer_type=NullTokenizer "
-            "tokenizer.vocab_size=SIZE."
+            "Fix: tokenizer.tokenizer_type=HuggingFaceTokenizer tokenizer.tokenizer_model=PATH (the one that the files "
+            f"were made with), or tokenizer.tokenizer_type=NullTokenizer tokenizer.vocab_size={max(0, largest) + 1}"
         )

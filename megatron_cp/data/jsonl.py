@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,9 +145,13 @@ def _sample(value: dict[str, Any], keys: Keys) -> tuple[str, str]:
     has_pair = keys.prompt in value and keys.response in value
     if has_text == has_pair:
         wanted = f"{keys.text!r}, or {keys.prompt!r} and {keys.response!r}"
+        texts = [key for key in sorted(value) if isinstance(value[key], str)]
+        fixes = [f"dataset.text_key={key}" for key in texts[:3] if re.fullmatch(r"\w+", key)]
+        if has_text:
+            fixes = ["dataset.prompt_key=null dataset.response_key=null", "dataset.text_key=null"]
         raise ValueError(
             f"{'both of ' if has_text else 'no '}{wanted}{'' if has_text else f'; it has {sorted(value)}'}. "
-            "Say what counts with dataset.text_key, dataset.prompt_key and dataset.response_key (null for none)."
+            f"Fix: {', or '.join(fixes) or 'dataset.text_key=NAME'}"
         )
     prompt, text = ("", keys.text) if has_text else (text_under(keys.prompt, value), keys.response)
     return prompt, text_under(text, value)

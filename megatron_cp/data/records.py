@@ -77,7 +77,7 @@ def check_records(paths: Sequence[str], data: DatasetConfig, tokenizer: Tokenize
         logger.warning(
             "%s: the first document does not begin with %s, as documents of this tokenizer do, and there is no record "
             "of how it was made: by an earlier version or another program. Training goes on with the data as it is. "
-            "Make it again with scripts/data/preprocess_data.py, or set tokenizer.add_bos=false to silence this "
+            "Make it again with megatron-cp preprocess, or set tokenizer.add_bos=false to silence this "
             "warning",
             shown(without, ", "),
             " ".join(map(tokenizer.name_of, tokenizer.prefix)),
@@ -138,4 +138,4 @@ def _fix(record: Record, settings: TokenizerConfig) -> str:
         with suppress(DataError):
             if record.fits(build_tokenizer(replace(settings, **values))):  # type: ignore[arg-type]
                 return shlex.join(f"tokenizer.{name}={text}" for name, text in changes.items())
-    return "make the files again with scripts/data/preprocess_data.py and the run's tokenizer"
+    return "make the files again with megatron-cp preprocess and the run's tokenizer"

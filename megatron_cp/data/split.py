@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+ALL_FOR_TRAINING = "\"dataset.split='1,0,0'\" validation.eval_iters=0 (all documents for training)"
+
 
 def shares(split: str) -> list[float]:
     """One to three shares, not normalized.

@@ -16,6 +16,7 @@ import torch
 from megatron_cp.data.contents import Contents
 from megatron_cp.data.documents import open_documents
 from megatron_cp.data.indexed import check_ids, chunks, first_ends, open_indexed, tokens_between
+from megatron_cp.data.split import ALL_FOR_TRAINING
 from megatron_cp.errors import DataError
 
 Sample = dict[str, torch.Tensor]
@@ -113,7 +114,7 @@ class DocumentDataset:
                 counted = " (from 0, lines without text not counted)" if prompt_lengths is not None else ""
                 raise DataError(
                     f"{self._path}: document {worst}{counted} has {targets + 1} tokens, more than {max_length} + 1. "
-                    "Raise dataset.seq_length, or cut documents with dataset.too_long=split."
+                    f"Fix: dataset.too_long=split, or dataset.seq_length={targets}"
                 )
         self._before = int(self._index.samples[first])
         self._num_samples = int(self._index.samples[last]) - self._before
@@ -121,8 +122,7 @@ class DocumentDataset:
         if not len(self):
             if first == last and total:
                 raise DataError(
-                    f"{self._path}: has none of its {total} documents in this part. Give the part a larger share, or "
-                    "ask for no samples of it (validation.eval_iters=0)."
+                    f"{self._path}: has none of its {total} documents in this part. Fix: {ALL_FOR_TRAINING}"
                 )
             where = "no document" if part == (0.0, 1.0) else f"none of the documents {first} to {last - 1} of {total}"
             raise DataError(f"{self._path}: {where} has two tokens or more, so there is nothing to predict.")

@@ -199,12 +199,10 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
             yield Finding(f"model.{name}", message, default_of(f"model.{name}"))
     length = c.config.dataset.seq_length
     if factor is not None and original is not None and factor * original < length:
-        yield Finding(
-            "model.yarn_rotary_scaling_factor",
-            f"{factor} times the original {original} positions are fewer than the sequence length ({length})",
-            f"model.yarn_rotary_scaling_factor={math.ceil(length / max(1, original))}.0",
-            "warning",
-        )
+        message = f"{factor} times the original {original} positions are fewer than the sequence length ({length})"
+        times = math.ceil(length / max(1, original))
+        fix = f"model.yarn_rotary_scaling_factor={times}.0 model.max_position_embeddings={times * max(1, original)}"
+        yield Finding("model.yarn_rotary_scaling_factor", message, fix, "warning")
 
 
 @rule(

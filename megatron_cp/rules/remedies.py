@@ -12,6 +12,7 @@ A note in parentheses may follow an alternative. PATH, PREFIX, NAME and ID stand
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -59,6 +60,13 @@ class Fix:
 
 def setting_of(override: str) -> str:
     return override.partition("=")[0]
+
+
+def override(setting: str, value: Any) -> str:
+    """The word that gives a setting a value, as Hydra parses it; :class:`Fix` quotes it for a shell."""
+    if isinstance(value, str):
+        return f"{setting}='{value}'" if _SPECIAL.search(value) else f"{setting}={value}"
+    return f"{setting}={json.dumps(value, separators=(',', ':'))}"
 
 
 def parse_fix(text: str) -> list[Fix]:

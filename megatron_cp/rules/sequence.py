@@ -90,7 +90,7 @@ def sequence_lengths_agree(c: Context) -> Iterator[Finding]:
 def sequence_fits_positions(c: Context) -> Iterator[Finding]:
     model, length = c.config.model, c.config.dataset.seq_length
     known = model.max_position_embeddings
-    if known is None or length <= known or model.position_embedding_type == "none":
+    if known is None or length <= known or model.position_embedding_type in ("none", "yarn"):  # yarn: K55 and B13
         return
     learned = model.position_embedding_type == "learned_absolute"
     yield Finding(
@@ -99,3 +99,35 @@ def sequence_fits_positions(c: Context) -> Iterator[Finding]:
         f"model.max_position_embeddings={length}",
         severity="error" if learned else "warning",
     )
+
+
+@rule(
+    "B13",
+    "With YaRN, max_position_embeddings is the scaling factor times the original length.",
+    "Training does not read it. An exported model declares it, and some versions of transformers (4.51 is one) divide "
+    "it by the original length to get the scaling factor: with another ratio they would compute another model.",
+    broken(
+        "model.position_embedding_type=yarn",
+        "model.yarn_rotary_scaling_factor=4.0",
+        "model.yarn_original_max_position_embeddings=128",
+        "model.max_position_embeddings=256",
+    ),
+    severity="warning",
+)
+def yarn_declares_its_length(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    factor, original, length = (
+        model.yarn_rotary_scaling_factor,
+        model.yarn_original_max_position_embeddings,
+        model.yarn_length,
+    )
+    if factor is None or original is None or length is None:
+        return
+    fix = f"model.max_position_embeddings={length}"
+    if not math.isclose(factor * original, length):
+        message = f"times the original {original} positions is {factor * original:g}, which no model can declare"
+        whole = f"model.yarn_rotary_scaling_factor={length / original}"
+        yield Finding("model.yarn_rotary_scaling_factor", message, f"{whole} {fix}")
+    elif model.max_position_embeddings != length:
+        message = f"the scaling factor {factor} times the original {original} positions is {length}"
+        yield Finding("model.max_position_embeddings", message, fix)

@@ -13,6 +13,7 @@ import re
 import shutil
 import uuid
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -73,23 +74,20 @@ def saved_iterations(root: str | Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def what_is_meant(root: str | Path, option: str, step: str) -> str:
-    """What to give instead of a folder without checkpoints: of one of them its run, of several runs one of theirs.
+def what_is_meant(root: str | Path, typed: Callable[[Path, int | None], str]) -> str:
+    """What to type instead of a folder without checkpoints: of one of them its run, of several runs one of theirs.
 
-    ``option`` and ``step`` are what names a run's folder and one of its iterations, up to the value. Empty where
-    nothing can be told.
+    Empty where nothing can be told. ``typed`` writes a run's folder, and an iteration of it or None for the latest.
     """
     path = Path(root)
     run, iteration = path.parent, path.name.removeprefix("iter_")
     others = saved_iterations(run) if path.name.startswith("iter_") and iteration.isdecimal() else []
     if others and int(iteration) in others:
-        return f"{path} is one checkpoint of {run}: give {option}{run} {step}{int(iteration)}."
+        return typed(run, int(iteration))
     if others:
-        return f"{run} has those of iterations {others}: give {option}{run} {step}{others[-1]}, or another."
+        return f"{typed(run, others[-1])} (the newest checkpoint of {run})"
     runs = sorted(inside.name for inside in path.glob("*") if saved_iterations(inside)) if os.path.isdir(path) else []
-    if runs:
-        return f"The runs in it that have some are {shown(runs, ', ')}: give {option}{path / runs[0]}, or another."
-    return ""
+    return f"{typed(path / runs[0], None)} (of the runs in {path}: {shown(runs, ', ')})" if runs else ""
 
 
 def create_partial(final: Path) -> Path:

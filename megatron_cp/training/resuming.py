@@ -5,23 +5,24 @@ Read by every rank for itself, so that what does not fit is told before any proc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.errors import ConfigError
-from megatron_cp.interpolation import as_written
 from megatron_cp.models.hybrid_pattern import layers_of, without_stages
 from megatron_cp.models.vocabulary import padded
+from megatron_cp.rules.remedies import BETWEEN, Fix, override
 from megatron_cp.training.checkpoint_content import FORMAT, read_common
 from megatron_cp.training.checkpoint_files import (
     checkpoint_folder,
     existing_folder,
     latest_iteration,
+    saved_iterations,
     what_is_meant,
 )
+from megatron_cp.training.differences import begin_with, checkpoint_of, differences, overrides, said
 from megatron_cp.training.optimizer import schedule_of
 
 # What decides which weights there are: with other values of these a checkpoint's do not fit.
@@ -150,18 +151,18 @@ def find_start(config: RunConfig) -> Start | None:
         return begun
     wanted = config.checkpoint
     root, finetune = wanted.load or "", wanted.finetune
-    advice = "Check checkpoint.load, or leave it out to start fresh."
+    advice = "checkpoint.load=null checkpoint.exit_on_missing_checkpoint=false (starts fresh)"
     if wanted.pretrained_checkpoint:
         finetune = not root or latest_iteration(root) is None
         root = wanted.pretrained_checkpoint if finetune else root
-        advice = "Check checkpoint.pretrained_checkpoint, or leave it out to start fresh."
+        advice = "checkpoint.pretrained_checkpoint=null (starts fresh)"
     elif finetune:
-        advice = "checkpoint.finetune=true needs weights to begin with: give checkpoint.pretrained_checkpoint."
+        advice = "checkpoint.pretrained_checkpoint=PATH, or checkpoint.finetune=false (starts fresh)"
     elif wanted.save and Path(root).absolute() != Path(wanted.save).absolute():
         root = root if latest_iteration(wanted.save) is None else wanted.save
     measured = config.train.skip_train
     if measured:
-        advice = "train.skip_train=true measures one: name its folder as checkpoint.load or pretrained_checkpoint."
+        advice = "checkpoint.load=PATH (train.skip_train=true measures a checkpoint)"
     # The step to begin with is one of the other folder's checkpoints, where there is another.
     has_begun = not finetune and (bool(wanted.pretrained_checkpoint) or root != wanted.load)
     step = None if has_begun else wanted.ckpt_step
@@ -169,16 +170,17 @@ def find_start(config: RunConfig) -> Start | None:
     option = "checkpoint.pretrained_checkpoint" if root == wanted.pretrained_checkpoint else "checkpoint.load"
 
     def meant() -> str:
-        return what_is_meant(root, f"{option}=", "checkpoint.ckpt_step=") if root else ""
+        return what_is_meant(root, lambda run, step: checkpoint_of(option, run, step)) if root else ""
 
     if iteration is None:
         if finetune or measured or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:
-            raise ConfigError(f"there is no checkpoint in {root} to load (no iter_* folder). {meant() or advice}")
+            raise ConfigError(f"{option}={root}: there is no checkpoint (no iter_* folder). Fix: {meant() or advice}")
         return None
     folder = existing_folder(root, iteration)
     if folder is None:
-        advice = "Choose one of the iter_* folders beside it with checkpoint.ckpt_step."
-        raise ConfigError(f"there is no checkpoint {checkpoint_folder(root, iteration)}. {meant() or advice}")
+        others = saved_iterations(root)
+        fix = meant() or (f"checkpoint.ckpt_step={others[-1]}" if others else advice)
+        raise ConfigError(f"{option}={root}: there is no {checkpoint_folder(root, iteration).name}. Fix: {fix}")
     common = _read_and_check(config, folder, finetune or measured)
     if common is None:
         return Start(root, iteration, finetune)
@@ -269,10 +271,7 @@ def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune
     if finetune:
         return
     if "scheduler" not in common:
-        raise ConfigError(
-            f"checkpoint {folder} holds weights only: begin with them by "
-            f"checkpoint.pretrained_checkpoint={folder.parent}, and name another checkpoint.save (and load)"
-        )
+        raise ConfigError(f"checkpoint {folder} holds weights only. Fix: {begin_with(config, folder)}")
     if wants_optimizer(config, common):
         _check_optimizer(config, common, folder)
     _check_schedule(config, common, folder)
@@ -282,16 +281,16 @@ def check_format(common: dict[str, Any], folder: Path) -> None:
     """Raises ConfigError where a checkpoint is of another program, or of a newer version of this one."""
     version = common.get("format")
     if version is None:
-        raise ConfigError(f"checkpoint {folder} was written by another program, which says too little about it")
+        raise ConfigError(f"checkpoint {folder} was written by another program. Fix: name one of megatron_cp's.")
     if version > FORMAT:
         raise ConfigError(
-            f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}: upgrade megatron_cp"
+            f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}. Fix: upgrade megatron_cp."
         )
 
 
 def other_data(config: RunConfig, common: dict[str, Any]) -> list[str]:
     """Which settings make the samples others than they were to be."""
-    return _differences(common["config"], asdict(config), _DATA)
+    return said(differences(common["config"], asdict(config), _DATA))
 
 
 def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> None:
@@ -313,16 +312,17 @@ def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetu
     function = [*(["position_embedding_type"] if turned else []), *_FUNCTION]
     saved["vocab_size"] = saved["vocab_size"] or now["vocab_size"]  # None: the tokenizer's, before it was recorded
     other_weights, other_function = (
-        _differences({"model": saved}, {"model": now}, [f"model.{name}" for name in names])
+        differences({"model": saved}, {"model": now}, [f"model.{name}" for name in names])
         for names in (weights, [] if finetune else function)
     )
-    other_weights += _other_padding(saved, now)
-    if other_weights or other_function:
-        begin = f", or begin a new run with its weights: checkpoint.pretrained_checkpoint={folder.parent}"
+    padding, rows = _other_padding(saved, now)
+    different = other_weights | other_function
+    if different or padding:
+        here = str(Fix((*overrides(different), *rows)))
+        begin = f"{BETWEEN}{begin_with(config, folder)} (a new run with its weights)"
         raise ConfigError(
-            f"checkpoint {folder} is of another model: {'; '.join(other_weights + other_function)}. Use the "
-            "checkpoint's values (its config.yaml has them), or another checkpoint.load and checkpoint.save"
-            f"{'' if other_weights else begin}."
+            f"checkpoint {folder} is of another model: {'; '.join(said(different) + padding)}. "
+            f"Fix: {here} (the checkpoint's values){'' if other_weights or padding else begin}"
         )
 
 
@@ -336,42 +336,45 @@ def _parts_of_layers(model: dict[str, Any]) -> tuple[str, ...]:
     return ModelConfig(**{name: model[name] for name in names if name in model}).layer_parts
 
 
-def _other_padding(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The rows that pad the vocabulary are part of the softmax; megatron-core would drop some, or add rows of zeros."""
+def _other_padding(saved: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What differs in the rows that pad the vocabulary, and the overrides that keep the checkpoint's.
+
+    They are part of the softmax; megatron-core would drop some, or add rows of zeros.
+    """
     if not now["vocab_size"] or saved["vocab_size"] != now["vocab_size"]:
-        return []
+        return [], []
     there, here = (
         padded(model["vocab_size"], model["make_vocab_size_divisible_by"], model["tensor_model_parallel_size"])
         for model in (saved, now)
     )
     if there == here:
-        return []
-    kept = f"model.make_vocab_size_divisible_by={there}"
-    if there % now["tensor_model_parallel_size"]:
-        kept = "a model.tensor_model_parallel_size that divides them"
-    return [f"its vocabulary is padded to {there} rows and here to {here} ({kept} keeps them)"]
+        return [], []
+    fix = {"make_vocab_size_divisible_by": there, "tensor_model_parallel_size": saved["tensor_model_parallel_size"]}
+    if there % now["tensor_model_parallel_size"] == 0:
+        del fix["tensor_model_parallel_size"]
+    words = [override(f"model.{name}", value) for name, value in fix.items()]
+    return [f"its vocabulary is padded to {there} rows and here to {here}"], words
 
 
 def _check_optimizer(config: RunConfig, common: dict[str, Any], folder: Path) -> None:
     if not common["config"]["checkpoint"]["save_optim"]:
         raise ConfigError(
-            f"checkpoint {folder} holds no optimizer state: it was written with checkpoint.save_optim=false. Go on "
-            "with a fresh optimizer by checkpoint.load_optim=false, or start a new run from its weights by "
-            "checkpoint.finetune=true."
+            f"checkpoint {folder} holds no optimizer state: it was written with checkpoint.save_optim=false. Fix: "
+            "checkpoint.load_optim=false (a fresh optimizer), or checkpoint.finetune=true (a new run with its weights)"
         )
-    different = _differences(common["config"], asdict(config), _OPTIMIZER)
+    different = differences(common["config"], asdict(config), _OPTIMIZER)
     momentum = common["config"]["optimizer"]["sgd_momentum"]
     if config.optimizer.optimizer == "sgd" and bool(momentum) != bool(config.optimizer.sgd_momentum):
         # With one there is a state, without one there is none; another one goes on with it.
-        different += _differences(common["config"], asdict(config), ["optimizer.sgd_momentum"])
+        different |= differences(common["config"], asdict(config), ["optimizer.sgd_momentum"])
     saved, now = _precision(common["config"]), _precision(asdict(config))
     if not config.optimizer.use_distributed_optimizer and None not in (saved, now) and saved != now:
         # Only the distributed one always keeps its parameters in float32, under the same names.
-        different.append(f"mixed_precision is {now} here and {saved} in the checkpoint")
+        different["mixed_precision"] = (now, saved)
     if different:
         raise ConfigError(
-            f"checkpoint {folder} has another optimizer's state: {'; '.join(different)}. Use the checkpoint's values, "
-            "or go on with a fresh optimizer by checkpoint.load_optim=false."
+            f"checkpoint {folder} has another optimizer's state: {'; '.join(said(different))}. Fix: "
+            f"{Fix(overrides(different))} (the checkpoint's), or checkpoint.load_optim=false (a fresh optimizer)"
         )
 
 
@@ -391,25 +394,12 @@ def _check_schedule(config: RunConfig, common: dict[str, Any], folder: Path) -> 
         now = {name: value for name, value in now.items() if name not in FORGOTTEN}
     changed = [name for name, value in now.items() if name in saved and saved[name] != value]
     if changed:
-        different = _differences(common["config"], asdict(config), _SCHEDULE) or changed
+        different = differences(common["config"], asdict(config), _SCHEDULE)
         if common["config"]["scheduler"]["lr_decay_iters"] == config.scheduler.lr_decay_iters:
-            different = [text for text in different if not text.startswith("train.train_iters")] or changed
+            different.pop("train.train_iters", None)
         raise ConfigError(
-            f"checkpoint {folder} was trained with another learning-rate schedule: {'; '.join(different)}. "
-            "Without scheduler.lr_decay_iters and lr_warmup_iters it follows train.train_iters. Go on with the "
-            "new schedule by scheduler.override_opt_param_scheduler=true, or with the checkpoint's by "
-            "scheduler.use_checkpoint_opt_param_scheduler=true."
+            f"checkpoint {folder} was trained with another learning-rate schedule: "
+            f"{'; '.join(said(different) or changed)}. Without scheduler.lr_decay_iters and lr_warmup_iters it "
+            "follows train.train_iters. Fix: scheduler.override_opt_param_scheduler=true (the new schedule), or "
+            "scheduler.use_checkpoint_opt_param_scheduler=true (the checkpoint's)"
         )
-
-
-def _differences(saved: dict[str, Any], now: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """Which settings ("section.field") a checkpoint has otherwise, in words."""
-    found, defaults = [], RunConfig()
-    for name in names:
-        section, field = name.split(".")
-        here = now[section][field]
-        # A version that did not know a setting did what its default does.
-        there = saved[section].get(field, getattr(getattr(defaults, section), field))
-        if there not in (here, as_written(here)):
-            found.append(f"{name} is {here!r} here and {there!r} in the checkpoint")
-    return found

@@ -56,7 +56,8 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
             config.train.micro_batch_size = _micro_batch(config, full)
         if length is not None:
             shrink_thresholds(config, config.dataset.seq_length, length)
-            config.dataset.seq_length = model.seq_length = model.max_position_embeddings = length
+            config.dataset.seq_length = model.seq_length = length
+            model.max_position_embeddings = model.yarn_length or length
         model.vocab_size = None
         # Padded vocabularies take part in the loss: all layouts must pad to the same number of rows.
         model.make_vocab_size_divisible_by = math.lcm(model.make_vocab_size_divisible_by, tp)

@@ -88,7 +88,7 @@ ERROR = {
     "K25": "KeyError",
     "K29": "invalid tensor size",
     "K26": "lognorml: cannot be read",
-    "K27": "Say what counts with dataset.text_key",
+    "K27": "Fix: dataset.text_key=",
     "K30": "non-negative",
     "K34": "apply_rope_fusion is not available",
     "K31": "97 is not divisible by 2",

@@ -146,7 +146,7 @@ def test_training_at_a_greater_length_is_declared(name: str, declared: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("plain", "is 96, the length of its training"), ("yarn", "is 64 as in the")]
+    ("name", "said"), [("plain", "is 96, the length of its training"), ("yarn", "is 64, though training sequences")]
 )
 def test_training_at_a_greater_length_is_said(name: str, said: str) -> None:
     trained = RunConfig(model=replace(LLAMA, **MODELS[name][1], seq_length=96))
@@ -155,6 +155,37 @@ def test_training_at_a_greater_length_is_said(name: str, said: str) -> None:
     assert text.startswith(f"max_position_embeddings in config.json {said}")
     trained.model.seq_length = 64
     assert positions_said(trained, 64) == []
+
+
+def factor_of_older_versions(values: dict[str, Any]) -> float:
+    """What transformers 4.51's ``_compute_yarn_parameters`` takes for the factor, whatever the factor is."""
+    return values["max_position_embeddings"] / values["rope_scaling"]["original_max_position_embeddings"]
+
+
+@pytest.mark.parametrize(("declared", "said"), [(256, "the run's setting was 256"), (40, "setting was 40"), (64, "")])
+def test_older_versions_read_the_same_yarn(declared: int, said: str) -> None:
+    """Whatever a run declares, its export declares the factor times the original length."""
+    trained = RunConfig(model=replace(LLAMA, **YARN, max_position_embeddings=declared))
+    _, values = hf_from_model(trained.model, rows=256)
+    assert values["max_position_embeddings"] == 64 and factor_of_older_versions(values) == 4.0
+    assert said in "".join(positions_said(trained, 64)) and bool(positions_said(trained, 64)) == bool(said)
+    # And an import of a model that declares something else, as Qwen 3 with its documented scaling does.
+    assert model_from_hf(values | {"max_position_embeddings": declared})[1].max_position_embeddings == 64
+
+
+def test_a_length_that_is_not_whole_is_said() -> None:
+    trained = RunConfig(model=replace(LLAMA, **YARN | {"yarn_rotary_scaling_factor": 1.3}, max_position_embeddings=21))
+    _, values = hf_from_model(trained.model, rows=256)
+    (text,) = positions_said(replace(trained, model=replace(trained.model, seq_length=16)), 21)
+    assert "20.8 is not whole" in text and "factor 1.3125" in text and factor_of_older_versions(values) == 1.3125
+
+
+def test_truncation_is_written_only_where_it_is_not_the_default() -> None:
+    written = {name: hf_from_model(replace(LLAMA, **MODELS[name][1]), 256)[1]["rope_scaling"] for name in MODELS
+               if name.startswith("yarn")}  # fmt: skip
+    assert {name: scaling.get("truncate") for name, scaling in written.items()} == {
+        "yarn": None, "yarn, every setting": False, "yarn, not concentrated": None,
+    }  # fmt: skip
 
 
 NO_COUNTERPART: dict[str, dict[str, Any]] = {
@@ -320,6 +351,8 @@ def test_experts_in_some_layers_only_and_a_weight_of_one_are_refused(setting: st
         ("rope_scaling", {"rope_type": "yarn"}),
         ("rope_scaling", {"rope_type": "yarn", "factor": 0.5}),
         ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16.5}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": "many"}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10**400}),
         ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "beta_slow": "few"}),
         ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "attention_factor": -1.0}),
         ("rope_scaling", {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.2}),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -137,7 +138,7 @@ def halves(folder: str) -> None:
 
     os.environ.pop("RANK")
     tokens, labels = torch.randint(SHAPE["vocab_size"], (2, 2, 32), generator=torch.Generator().manual_seed(1))
-    config = load_recipe(path / "mcore/recipe.yaml", ["mixed_precision.fp32=true", "dataset.seq_length=32"])
+    config = load_recipe(path / "mcore/recipe.yaml", ["mixed_precision=fp32", "dataset.seq_length=32"])
     start_distributed(config)
     run, _ = start(config)
     load_checkpoint(run, path / "mcore", 0, finetune=True)
@@ -182,7 +183,7 @@ def with_tokenizer(folder: str) -> None:
     tokenizer = build_tokenizer(config.tokenizer)
     # What a model is, and nothing of how it was converted.
     assert not config.model.use_cpu_initialization and config.model.seq_length == config.dataset.seq_length
-    assert "seq_length" not in (path / "mcore/recipe.yaml").read_text()
+    assert "seq_length" not in yaml.safe_load((path / "mcore/recipe.yaml").read_text())["model"]
     export_model(path / "mcore", path / "out")
     again = AutoTokenizer.from_pretrained(path / "out")
     assert again("some words")["input_ids"] == tokenizer.tokenize("some words")
@@ -205,7 +206,7 @@ def load_instead(folder: str) -> None:
     found = find_start(begin)
     assert found is not None and found.finetune and found.root == str(path / "mcore")
     again = ["checkpoint.pretrained_checkpoint=null", f"checkpoint.load={path}/mcore", "checkpoint.load_optim=false"]
-    with pytest.raises(ConfigError, match=r"holds weights only: begin with them by checkpoint.pretrained_checkpoint="):
+    with pytest.raises(ConfigError, match=r"holds weights only. Fix: checkpoint.pretrained_checkpoint="):
         find_start(load_recipe(path / "mcore/recipe.yaml", again))
     with pytest.raises(ConfigError, match=r"of another model: model.num_layers is 3"):
         find_start(load_recipe(path / "mcore/recipe.yaml", ["model.num_layers=3", f"checkpoint.save={path}/run"]))

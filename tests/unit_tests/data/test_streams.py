@@ -258,7 +258,7 @@ def test_bad_json_files(packed: RunConfig, lines: Any, tmp_path: Path) -> None:
 
 def test_a_document_too_long_is_refused_by_choice(packed: RunConfig, corpus: Callable[..., str], lines: Any) -> None:
     packed.dataset.seq_length, packed.dataset.too_long, packed.dataset.split = 50, "refuse", "1,0,0"
-    with pytest.raises(DataError, match=r"document \d+ has \d+ tokens, more than 50 \+ 1. Raise dataset.seq_length"):
+    with pytest.raises(DataError, match=r"document \d+ has \d+ tokens, more than 50 \+ 1. Fix: dataset.too_long=split"):
         stream(packed, corpus(), 5)
     packed.dataset.kind = None
     with pytest.raises(DataError, match=r"data.jsonl: document 1 \(from 0, lines without text not"):
@@ -271,7 +271,7 @@ def test_a_part_without_documents(packed: RunConfig, corpus: Callable[..., str],
     for kind, path, total in ("documents", prefix, 40), ("jsonl", lines({"text": "short"}, {"text": "x"}), 2):
         packed.dataset.kind = kind
         named = f"the valid part of dataset.split=9999,1,0: {path}: has none of its {total} documents in this part"
-        with pytest.raises(DataError, match=rf"{re.escape(named)}\. Give the part a larger share"):
+        with pytest.raises(DataError, match=rf"{re.escape(named)}\. Fix: \"dataset.split="):
             stream(packed, path, 10, 10)
     packed.dataset.kind = "documents"
     packed.dataset.split = "1,0,0"

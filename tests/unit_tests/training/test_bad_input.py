@@ -53,11 +53,14 @@ def test_a_full_disk_names_the_run_folder_and_keeps_the_configuration(cli: Any, 
         (["dataset.kind=indexed"], "dataset.data_path: dataset.kind=indexed needs the prefix"),
         (["tokenizer.tokenizer_type=HuggingFaceTokenizer", "tokenizer.tokenizer_model=/nowhere"], "/nowhere"),
         (["model.vocab_size=200"], "model.vocab_size=200: the tokenizer's 257 tokens do not fit a vocabulary of 200"),
-        (["checkpoint.load=/nowhere"], "there is no checkpoint in /nowhere"),
-        (["checkpoint.pretrained_checkpoint=/nowhere"], "in /nowhere to load (no iter_* folder). Check checkpoint.pre"),
-        ([f"checkpoint.load={'x' * 300}"], "there is no checkpoint in xxx"),
+        (["checkpoint.load=/nowhere"], "checkpoint.load=/nowhere: there is no checkpoint"),
+        (
+            ["checkpoint.pretrained_checkpoint=/nowhere"],
+            "(no iter_* folder). Fix: checkpoint.pretrained_check",
+        ),
+        ([f"checkpoint.load={'x' * 300}"], "xxx: there is no checkpoint"),
         ([f"checkpoint.save={'x' * 300}"], "cannot be a folder to write into: File name too long"),
-        (["checkpoint.finetune=true"], "checkpoint.finetune=true needs weights to begin with"),
+        (["checkpoint.finetune=true"], "Fix: checkpoint.pretrained_checkpoint=PATH, or checkpoint.finetune=false"),
         (["checkpoint.save=/proc/run"], "checkpoint.save=/proc/run: cannot be a folder to write into"),
         (["checkpoint.save=/etc/hostname"], "checkpoint.save=/etc/hostname: cannot be a folder to write into: File ex"),
         (["model.tensor_model_parallel_size=4"], "world size"),
@@ -111,7 +114,7 @@ def test_another_vocabulary_is_another_model(cli: Any, tmp_path: Path) -> None:
         assert code == 2 and text.count("model.vocab_size is 1000 here and 257 in the checkpoint") == 1, (code, text)
         code, text = cli("model.make_vocab_size_divisible_by=500", "train.train_iters=2", *begun)
         assert code == 2 and "its vocabulary is padded to 384 rows and here to 500" in text, (code, text)
-        assert "(model.make_vocab_size_divisible_by=384 keeps them)" in text
+        assert "Fix: model.make_vocab_size_divisible_by=384 (the checkpoint's values)" in text
 
 
 def test_weights_may_begin_a_model_that_computes_something_else(cli: Any, tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_weights_may_begin_a_model_that_computes_something_else(cli: Any, tmp_pa
     code, text = cli("model.rotary_base=500000")
     assert code == 2 and "model.rotary_base is 500000.0 here and 10000.0 in the checkpoint" in text, (code, text)
     begin = f"checkpoint.pretrained_checkpoint={tmp_path}/run"
-    assert text.rstrip().endswith(f"or begin a new run with its weights: {begin}."), text
+    assert f", or {begin} checkpoint.load=null checkpoint.save={tmp_path}/run_2 (a new run with its weights)" in text
     assert cli("model.rotary_base=500000", begin, f"checkpoint.save={tmp_path}/longer")[0] == 0
 
 
@@ -131,7 +134,7 @@ def test_the_weights_of_rotary_positions_may_begin_a_model_with_yarn(cli: Any, t
     code, text = cli(*yarn)
     assert code == 2 and "model.position_embedding_type is 'yarn' here and 'rope' in the checkpoint" in text, text
     begin = [f"checkpoint.pretrained_checkpoint={tmp_path}/run", f"checkpoint.save={tmp_path}/longer"]
-    assert text.rstrip().endswith(f"or begin a new run with its weights: {begin[0]}."), text
+    assert f", or {begin[0]} checkpoint.load=null checkpoint.save={tmp_path}/run_2 (a new run" in text, text
     assert cli(*yarn, *begin)[0] == 0
     code, text = cli(*yarn, "model.yarn_beta_fast=16.0", begin[1])
     assert code == 2 and "model.yarn_beta_fast is 16.0 here and 32.0 in the checkpoint" in text, text
@@ -141,7 +144,7 @@ def test_a_checkpoint_that_is_gone_ends_with_two(cli: Any, tmp_path: Path) -> No
     assert cli()[0] == 0
     (tmp_path / "run" / "iter_0000001").rename(tmp_path / "run" / "elsewhere")
     code, text = cli()
-    assert code == 2 and "there is no checkpoint" in text and "iter_0000001" in text, (code, text)
+    assert code == 2 and "there is no iter_0000001. Fix: checkpoint.load=null" in text, (code, text)
 
 
 def test_another_schedule_ends_with_two_and_names_both_ways_on(cli: Any) -> None:

@@ -145,7 +145,7 @@ def test_a_plain_optimizers_state_belongs_to_a_precision(tmp_path: Path) -> None
     """Distributed or not, what it is for is the same; but only the distributed one names it alike in both."""
     plain, bf16 = {"optimizer__use_distributed_optimizer": False}, {"mixed_precision__bf16": True}
     run_ranks(save_after, 1, plain, str(tmp_path / "plain"), 1)
-    with pytest.raises(RanksFailed, match=r"another optimizer's state: mixed_precision is bf16 here and fp32 in the"):
+    with pytest.raises(RanksFailed, match=r"another optimizer's state: mixed_precision is 'bf16' here and 'fp32'"):
         run_ranks(resume, 1, plain | bf16 | {"mixed_precision__fp32": False}, str(tmp_path / "plain"), 1)
     run_ranks(save_after, 1, {}, str(tmp_path / "distributed"), 1)
     run_ranks(resume, 1, bf16 | {"mixed_precision__fp32": False}, str(tmp_path / "distributed"), 1)

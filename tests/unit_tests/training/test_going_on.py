@@ -64,13 +64,13 @@ def test_a_folder_near_the_checkpoints_leads_to_them(tmp_path: Path, setting: st
     run = tmp_path / "runs" / "b1"
     for iteration in (5, 10):
         (run / f"iter_{iteration:07d}").mkdir(parents=True)
-    to_run = f"give checkpoint.{setting}={run}"
+    to_run = f"Fix: checkpoint.{setting}={run}"
     for given, step, message in (
-        (run / "iter_0000005", None, f"iter_0000005 is one checkpoint of {run}: {to_run} checkpoint.ckpt_step=5."),
-        (run / "iter_0000005", 5, f"{to_run} checkpoint.ckpt_step=5."),
-        (run / "iter_0000007", None, f"has those of iterations [5, 10]: {to_run} checkpoint.ckpt_step=10, or another."),
-        (run.parent, None, f"The runs in it that have some are b1: {to_run}, or another."),
-        (run, 7, "iter_0000007. Choose one of the iter_* folders beside it"),
+        (run / "iter_0000005", None, f"{to_run} checkpoint.ckpt_step=5"),
+        (run / "iter_0000005", 5, f"{to_run} checkpoint.ckpt_step=5"),
+        (run / "iter_0000007", None, f"{to_run} checkpoint.ckpt_step=10 (the newest checkpoint of {run})"),
+        (run.parent, None, f"{to_run} (of the runs in {run.parent}: b1)"),
+        (run, 7, "there is no iter_0000007. Fix: checkpoint.ckpt_step=10"),
     ):
         config = tiny_config(**{f"checkpoint__{setting}": str(given), "checkpoint__ckpt_step": step})
         with pytest.raises(ConfigError, match=re.escape(message)):
@@ -107,7 +107,9 @@ def test_a_look_at_checkpoints_changes_nothing(cli: Any, tmp_path: Path) -> None
 
     look = ["train.skip_train=true", "validation.eval_iters=2", "dataset.mock_num_samples=64"]
     code, text = cli(*look)
-    assert code == 2 and f"there is no checkpoint in {run} to load" in text and "skip_train=true measures one" in text
+    assert (
+        code == 2 and f"checkpoint.load={run}: there is no checkpoint" in text and "skip_train=true measures a" in text
+    )
     evaluated = ["validation.eval_interval=2", *look[1:]]
     code, text = cli("train.train_iters=4", "checkpoint.save_interval=2", *evaluated)
     assert code == 0, text

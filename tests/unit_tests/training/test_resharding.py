@@ -174,7 +174,7 @@ def newer_format(folder: str) -> None:
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     run_ranks(newer_format, 1, str(tmp_path))
-    with pytest.raises(RanksFailed, match="has format 99, newer than this version's 1: upgrade megatron_cp"):
+    with pytest.raises(RanksFailed, match="has format 99, newer than this version's 1"):
         run_ranks(resume, 1, {}, str(tmp_path), 1)
 
 

@@ -1,0 +1,206 @@
+"""The recipe beside imported weights: continued pretraining of that model, and why each value is what it is."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_cp.config import CP_COMM_TYPES, ModelConfig, RunConfig, TokenizerConfig
+from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.rules import Environment, check
+from megatron_cp.rules.proposals import typed
+from megatron_cp.rules.remedies import with_overrides
+from megatron_cp.schema import build
+from megatron_cp.terminal import in_a_line
+
+_TOKENS_OF_A_RANK = 8192
+_TOKENS_OF_A_BATCH, _MOST_SAMPLES = 2**19, 512
+_ITERATIONS, _INTERVAL = 2000, 200
+
+
+@dataclass(frozen=True)
+class Group:
+    """Settings of one section that have one reason."""
+
+    section: str
+    values: dict[str, Any]
+    why: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings in the order of the file."""
+
+    title: str
+    groups: tuple[Group, ...]
+
+    def config(self) -> RunConfig:
+        """The configuration, finalized.
+
+        Raises:
+            ConfigError: a setting has a wrong type.
+        """
+        sections: dict[str, dict[str, Any]] = {}
+        for group in self.groups:
+            sections.setdefault(group.section, {}).update(group.values)
+        problems: list[Violation] = []
+        config: RunConfig = build(RunConfig, sections, problems)
+        if problems:
+            raise ConfigError(problems)
+        return config.finalize()
+
+    def text(self) -> str:
+        """The file."""
+        lines, section = [f"# {in_a_line(self.title)}", "recipe_world_size: 1"], ""
+        for group in self.groups:
+            if group.section != section:
+                lines += ["", f"{group.section}:"]
+            section = group.section
+            lines += textwrap.wrap(in_a_line(group.why), 110, initial_indent="  # ", subsequent_indent="  # ")
+            for name, value in group.values.items():
+                written = yaml.safe_dump([value], width=10**6, default_flow_style=True).strip()
+                lines.append(f"  {name}: {written.removeprefix('[').removesuffix(']')}")
+        return "\n".join(lines) + "\n"
+
+
+def continued_pretraining(
+    title: str, model: ModelConfig, tokenizer: TokenizerConfig, root: Path, dtype: str, parameters: int
+) -> Recipe:
+    """A recipe for more pretraining of an imported model on one rank.
+
+    Args:
+        root: the folder with the imported checkpoint.
+        dtype: of its weights.
+        parameters: how many they are.
+    """
+    length = min(model.max_position_embeddings or _TOKENS_OF_A_RANK, _TOKENS_OF_A_RANK)
+    batch, usual = _samples_of(length), ModelConfig()
+    architecture = {field.name: getattr(model, field.name) for field in fields(model)}
+    architecture = {name: value for name, value in architecture.items() if value != getattr(usual, name)}
+    bytes_each = 16 if dtype == "float32" else 18
+    first = (
+        Group("model", architecture, "The published model. With other values it is another model."),
+        Group(
+            "model",
+            {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1},
+            f"One rank holds the whole model: {parameters / 1e6:.0f}M parameters take "
+            f"{parameters * bytes_each / 1e9:.1f} GB ({bytes_each} bytes each: weight, gradient, optimizer), and "
+            "activations more. Larger sizes divide it. More ranks than the product of the sizes are replicas.",
+        ),
+    )
+    rest = (
+        Group(
+            "tokenizer",
+            {name: value for name, value in vars(tokenizer).items() if value is not None},
+            "The published tokenizer. Tokenize the data with it."
+            if tokenizer.tokenizer_model
+            else "No published tokenizer could be read. The data must hold the model's token ids.",
+        ),
+        Group(
+            "train",
+            {"train_iters": _ITERATIONS},
+            f"{_ITERATIONS * batch * length / 1e9:.3g}B tokens. One epoch of your data is its number of tokens / "
+            f"{batch * length}. The learning rate's schedule follows.",
+        ),
+        Group(
+            "train",
+            {"global_batch_size": batch, "micro_batch_size": 1},
+            f"{batch} samples of {length} tokens are {batch * length} tokens a step, over all ranks: usual for "
+            "continued pretraining. With another dataset.seq_length keep the product.",
+        ),
+        Group(
+            "optimizer",
+            {"optimizer": "adam", "lr": 2e-5, "min_lr": 2e-6},
+            "About a tenth of what such models were pretrained with, so that the weights keep what they know. For much "
+            "data that is unlike theirs raise both.",
+        ),
+        Group(
+            "optimizer",
+            {"weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "clip_grad": 1.0},
+            "As Llama, Qwen, DeepSeek and Nemotron models are pretrained.",
+        ),
+        Group(
+            "scheduler",
+            {"lr_decay_style": "cosine", "lr_warmup_fraction": 0.05},
+            "From 0 to lr over a twentieth of train_iters, while Adam's averages fill, then down to min_lr at the end.",
+        ),
+        Group(
+            "validation",
+            {"eval_interval": _INTERVAL, "eval_iters": 10},
+            "The loss on held-out data, 10 batches of it at each interval and at the end.",
+        ),
+        Group(
+            "checkpoint",
+            {"pretrained_checkpoint": str(root)},
+            "The imported weights. The run begins with them, and goes on from its own checkpoints once it has some.",
+        ),
+        Group(
+            "checkpoint",
+            {"save": f"runs/{root.name}_continued", "save_interval": _INTERVAL, "most_recent_k": 3},
+            "The run's own folder: name another one for each run. Of the checkpoints the last three are kept.",
+        ),
+        *_precision(dtype),
+    )
+    data = Group("dataset", {"seq_length": length}, "")
+    known = Recipe(title, (*first, data, *rest)).config()
+    dataset = (
+        Group(
+            "dataset",
+            {},
+            "data_path is missing here: add dataset.data_path=PREFIX. Without it the run trains on MOCK DATA, random "
+            "tokens, which spoils the weights.",
+        ),
+        Group("dataset", data.values, _about_length(known, length)),
+        Group("dataset", {"split": "98,2,0"}, "2% of the documents are held out for validation, none for a test."),
+    )
+    return Recipe(title, (*first, *dataset, *rest))
+
+
+def _precision(dtype: str) -> list[Group]:
+    """Train in the precision of the weights: in another one they would be rounded, or take twice the memory."""
+    why = f"The imported weights are {dtype}."
+    if dtype == "float32":
+        return [
+            Group("mixed_precision", {"fp32": True}, f"{why} mixed_precision=bf16_mixed takes less time and memory.")
+        ]
+    why += " The optimizer keeps float32 copies, in which small steps add up."
+    if dtype == "bfloat16":
+        return [Group("mixed_precision", {"bf16": True}, why)]
+    return [
+        Group("mixed_precision", {"fp16": True}, why),
+        Group("ddp", {"check_for_nan_in_grad": False}, "float16 overflows now and then, and such steps are left out."),
+    ]
+
+
+def _samples_of(length: int) -> int:
+    """Samples of a global batch: a power of two, which many numbers of ranks divide."""
+    return min(_MOST_SAMPLES, 1 << max(0, (_TOKENS_OF_A_BATCH // length).bit_length() - 1))
+
+
+def _about_length(config: RunConfig, length: int) -> str:
+    """Why samples are as long as they are, and how to make them as long as the model allows."""
+    longest = config.model.max_position_embeddings or length
+    if longest <= length:
+        return f"{length} tokens are the most that the model was published for."
+    text = f"{length} tokens a sample fit one rank; the model was published for {longest}."
+    ranks = 1 << max(0, -(-longest // _TOKENS_OF_A_RANK) - 1).bit_length()
+    while ranks > 1:  # fewer ranks hold more tokens each
+        for transport in CP_COMM_TYPES[:3]:
+            settings: dict[str, Any] = {"dataset.seq_length": longest, "model.context_parallel_size": ranks}
+            settings |= {"model.cp_comm_type": transport, "train.global_batch_size": _samples_of(longest)}
+            words = [typed(name, value) for name, value in settings.items()]
+            if _holds(with_overrides(config, words), ranks):
+                each = f"{-(-longest // ranks)} tokens on each of {ranks} ranks"
+                return f"{text} For those: {' '.join(words)} ({each})."
+        ranks //= 2
+    return text
+
+
+def _holds(config: RunConfig, ranks: int) -> bool:
+    """Whether no rule refuses the configuration, on CPUs and on GPUs."""
+    found = (each for name in ("cpu", "gpu") for each in check(config, ranks, None, Environment.of(name)))
+    return all(each.severity == "warning" for each in found)
