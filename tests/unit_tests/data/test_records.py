@@ -104,7 +104,7 @@ def test_data_of_another_tokenizer_names_that_one(config: RunConfig, prepared: A
         check_data(config, prefix, TokenizerConfig("ByteLevelTokenizer"))
     check_data(config, prefix, TokenizerConfig("NullTokenizer", vocab_size=290, eod_id=1))  # tokenized elsewhere
     Path(settings.tokenizer_model or "", "tokenizer.json").unlink()
-    with pytest.raises(DataError, match=r"Fix: make the files again with scripts/data/preprocess_data\.py and the run"):
+    with pytest.raises(DataError, match=r"Fix: make the files again with megatron-cp preprocess and the run"):
         check_data(config, prefix, other)
 
 
