@@ -217,8 +217,9 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
         values["attention_bias"] = False
     if family.window:
         values["sliding_window"] = window[0] + 1 if window else None  # here the token itself counts
-    elif window:
-        values |= {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": window[0] + 1}
+    elif family.may_have_window:  # some versions apply a window whatever use_sliding_window says
+        width = window[0] + 1 if window else None
+        values |= {"use_sliding_window": bool(window), "max_window_layers": 0, "sliding_window": width}
     if family.experts is not None:
         values |= {
             family.experts.count: model.num_moe_experts,

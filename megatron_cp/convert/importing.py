@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_cp.config import ModelConfig, RunConfig, TokenizerConfig
+from megatron_cp.config import ModelConfig, TokenizerConfig
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, undivided, whole_model
 from megatron_cp.convert.families import Family, model_from_hf
 from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_companions, new_folder, read_config
@@ -49,8 +49,9 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
             tokenizer.tokenizer_model = str(root / TOKENIZER)
         title = f"{source.resolve().name}, imported ({family.architecture}): continued pretraining"
         recipe = continued_pretraining(title, model, tokenizer, root, dtype, parameters)
-        check_or_raise(recipe.config(), 1, None, Environment.of("cpu"))
-        config = undivided(RunConfig(model=model, tokenizer=tokenizer, recipe=root.name), dtype)
+        config = recipe.config()
+        check_or_raise(config, 1, None, Environment.of("cpu"))
+        config = undivided(config, dtype)
         with torch.device("meta"), whole_model(config) as shapes_alone:
             _check_fits(shapes_alone, published, family, ahead)
         with whole_model(config) as whole:

@@ -180,6 +180,13 @@ def test_a_length_that_is_not_whole_is_said() -> None:
     assert "20.8 is not whole" in text and "factor 1.3125" in text and factor_of_older_versions(values) == 1.3125
 
 
+def test_a_model_without_a_window_says_so_twice() -> None:
+    """transformers 4.51 applies Qwen's default window of 4096 tokens whatever use_sliding_window said."""
+    for name in ("bias", "norm", "experts and norm"):
+        _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
+        assert (values["use_sliding_window"], values["sliding_window"]) == (False, None)
+
+
 def test_truncation_is_written_only_where_it_is_not_the_default() -> None:
     written = {name: hf_from_model(replace(LLAMA, **MODELS[name][1]), 256)[1]["rope_scaling"] for name in MODELS
                if name.startswith("yarn")}  # fmt: skip
