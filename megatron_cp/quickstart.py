@@ -163,15 +163,14 @@ def last_screen(console: Console, config: RunConfig, parts: Parts, ranks: int) -
     """Where everything is, the loss before and after, and what to try next."""
     save = Path(config.checkpoint.save or "")
     (run,) = read_runs([save])
-    losses, held_out = first_and_last_loss(run), validation_loss(run)  # as megatron-cp report shows them
     vocab_size = build_tokenizer(config.tokenizer).vocab_size
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("loss", f"[green]{losses}[/] first and last of {len(run.steps)} iterations")
+    table.add_row("loss", f"[green]{first_and_last_loss(run)}[/] first and last of {len(run.steps)} iterations")
     table.add_row("", f"(guessing among {vocab_size} tokens: {math.log(vocab_size):.2f})")
-    if held_out:
+    if held_out := validation_loss(run):
         table.add_row("held out", f"{held_out} on files it has not seen")
     table.add_row("time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.seconds.items()))
     table.add_row("run folder", f"{_short(save)}")
@@ -181,8 +180,7 @@ def last_screen(console: Console, config: RunConfig, parts: Parts, ranks: int) -
     console.print(Panel(table, title="done", title_align="left", border_style="green"))
 
     launch = f"{program('megatron-cp')} train -n {ranks} --recipe"
-    # The schedule of the run's config.yaml ends with the run: a longer one decays to the new end.
-    longer = 2 * config.train.train_iters
+    longer = 2 * config.train.train_iters  # with a schedule that ends there: that of config.yaml ends with the run
     more = f"train.train_iters={longer} scheduler.lr_decay_iters={longer} scheduler.override_opt_param_scheduler=true"
     console.print("[bold]What to try next[/]")
     for what, command in (
