@@ -11,10 +11,8 @@ import pytest
 from megatron_cp import cli
 
 ROOT = Path(__file__).parents[2]
-SMALL = (
-    "train.train_iters=2 train.global_batch_size=2 train.micro_batch_size=1 model.num_layers=1 dataset.seq_length=32 "
-    "scheduler.lr_warmup_iters=0 logger.tensorboard=false"
-).split()
+SMALL = ["train.train_iters=2", "train.global_batch_size=2", "train.micro_batch_size=1", "model.num_layers=1"]
+SMALL += ["dataset.seq_length=32", "scheduler.lr_warmup_iters=0", "logger.tensorboard=false"]
 TWO = ["llama_tiny_p2p_pretrain_config", "-n", "2", "model.context_parallel_size=2", *SMALL]
 
 
