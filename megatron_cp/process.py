@@ -103,7 +103,8 @@ def program(name: str, module: str = "megatron_cp") -> str:
     Args:
         module: what ``python -m`` starts where the program itself is not installed.
     """
-    found, own = shutil.which(name), Path(sys.executable).with_name(name)
+    started = sys.argv[0] if os.path.basename(sys.argv[0]) == name else sys.executable
+    found, own = shutil.which(name), Path(started).with_name(name)
     if not own.exists():
         return name if found else f"{shlex.quote(sys.executable)} -m {module}"
     if found and os.path.samefile(found, own):

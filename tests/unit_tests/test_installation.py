@@ -33,5 +33,10 @@ def test_programs_are_named_as_a_shell_finds_them(monkeypatch: pytest.MonkeyPatc
     assert program("tensorboard", "tensorboard.main") == f"{tmp_path}/bin/python -m tensorboard.main"
     monkeypatch.chdir(tmp_path)
     assert program("megatron-cp") == "bin/megatron-cp"
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "other/bin/megatron-cp")])  # of pip install --target
+    (tmp_path / "other/bin").mkdir(parents=True)
+    (tmp_path / "other/bin/megatron-cp").touch()
+    assert program("megatron-cp") == "other/bin/megatron-cp"
+    monkeypatch.setattr("sys.argv", ["python"])
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert program("megatron-cp") == "megatron-cp"
