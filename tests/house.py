@@ -35,6 +35,13 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def imported_tree(path: Path) -> ast.Module:
+    """A module without what only type checkers import."""
+    found = ast.parse(path.read_text())
+    found.body = [node for node in found.body if not ast.unparse(node).startswith("if TYPE_CHECKING:")]
+    return found
+
+
 def loose_modules() -> list[str]:
     return sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
 
@@ -45,20 +52,9 @@ def files_of_folders() -> Counter[str]:
     return Counter(str(folder.relative_to(PACKAGE.parent)) for folder in folders)
 
 
-def imports(name: str) -> set[str]:
-    """The package's modules that a module imports while it is imported itself."""
-    found = set()
-    for node in tree(modules()[name]).body:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return (found & modules().keys()) - {name, PACKAGE.name}
-
-
 def import_circle() -> list[str]:
     """Modules that import each other, also within functions; empty where there is no circle."""
-    graph = {name: _all_imports(name) for name in modules()}
+    graph = {name: _imports(name) for name in modules()}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -66,9 +62,9 @@ def import_circle() -> list[str]:
     return []
 
 
-def _all_imports(name: str) -> set[str]:
+def _imports(name: str) -> set[str]:
     found = set()
-    for node in ast.walk(tree(modules()[name])):
+    for node in ast.walk(imported_tree(modules()[name])):
         if isinstance(node, ast.ImportFrom) and node.module:
             taken = {f"{node.module}.{alias.name}" for alias in node.names} & modules().keys()
             found |= taken or {node.module}
