@@ -68,7 +68,7 @@ def verify_once(config: RunConfig) -> None:
     if dist.get_rank() == 0:
         _write(file, known | {key: {"layout": layout, "time": time.strftime("%Y-%m-%d %H:%M:%S")}})
     logger.info(
-        "layout verified in %.1f s: %s train the same model as one rank (%d parameters, %d steps, reduced size); "
+        "layout verified in %.1f s, the same model as on one rank: %s; %d parameters, %d steps, reduced size; "
         "remembered in %s",
         time.monotonic() - began,
         layout,
@@ -88,7 +88,7 @@ def describe(config: RunConfig, world_size: int) -> str:
         "ep": model.expert_model_parallel_size,
         "dp": config.data_parallel_size(world_size),
     }
-    return f"{world_size} ranks ({', '.join(f'{name} {size}' for name, size in sizes.items())})"
+    return f"{world_size} rank{'s' * (world_size > 1)} ({', '.join(f'{name} {size}' for name, size in sizes.items())})"
 
 
 def _key(reduced: RunConfig) -> str:
