@@ -36,14 +36,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gloo_ranks import run_on_ranks
-from megatron_cp.attention import comm, context_parallel_attention
-from megatron_cp.attention.comm import Peers
+from megatron_cp.attention import context_parallel_attention
 from megatron_cp.attention.context import AttentionCall
-from megatron_cp.attention.cpu_kernels import CpuFlash
+from megatron_cp.attention.kernels.cpu import CpuFlash
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
-from megatron_cp.attention.ring import ring_attention
 from megatron_cp.attention.sharding import Layout, Span, shard_sequence
 from megatron_cp.attention.tiles import Mask
+from megatron_cp.attention.transports import comm
+from megatron_cp.attention.transports.comm import Peers
+from megatron_cp.attention.transports.ring import ring_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SECTIONS = ("speed", "split", "window", "packed", "overlap", "where", "pytorch")

@@ -36,11 +36,11 @@ from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gloo_ranks import run_on_ranks
-from megatron_cp.config import RunConfig
-from megatron_cp.parallel.agree import everyones
-from megatron_cp.training import checkpoint_writer
-from megatron_cp.training.checkpoint import CheckpointSaver, load_checkpoint
-from megatron_cp.training.checkpoint_checksums import FileSum
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.parallel.collectives import everyones
+from megatron_cp.training.checkpoint import writer as checkpoint_writer
+from megatron_cp.training.checkpoint.checksums import FileSum
+from megatron_cp.training.checkpoint.saver import CheckpointSaver, load_checkpoint
 from megatron_cp.training.setup import Run, setup
 
 

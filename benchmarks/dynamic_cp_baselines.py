@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.dynamic_cp import CostModel, Schedule
-from megatron_cp.dynamic_cp.greedy import greedy_per_microbatch
-from megatron_cp.dynamic_cp.problem import make_problem
+from megatron_cp.dynamic_cp.scheduler.greedy import greedy_per_microbatch
+from megatron_cp.dynamic_cp.scheduler.problem import make_problem
 
 
 def greedy(lengths: np.ndarray, num_ranks: int, max_seqlen_per_rank: int, cost: CostModel) -> Schedule:

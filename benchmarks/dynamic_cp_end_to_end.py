@@ -35,16 +35,17 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gloo_ranks import run_on_ranks
-from megatron_cp.config import RunConfig
-from megatron_cp.data.varlen import MockVarlenDataset
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.data.samples.varlen import MockVarlenDataset
+from megatron_cp.dynamic_cp.analysis.simulate import simulate
 from megatron_cp.dynamic_cp.calibration import Calibrator, Fit
 from megatron_cp.dynamic_cp.distributions import sample_lengths
-from megatron_cp.dynamic_cp.iterator import StepPlan
-from megatron_cp.dynamic_cp.simulate import simulate
+from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.parallel.device import start_distributed, stop_distributed
-from megatron_cp.training.batches import Steps, open_steps
-from megatron_cp.training.metrics import start_logging
-from megatron_cp.training.scheduling import model_cost
+from megatron_cp.training.batches import Steps
+from megatron_cp.training.monitor.metrics import start_logging
+from megatron_cp.training.open_steps import open_steps
+from megatron_cp.training.packed.scheduling import model_cost
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
 

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.dynamic_cp_baselines import greedy, lower_bound, shipped_scheduler, shipped_seconds
 from megatron_cp.dynamic_cp import PRESETS, schedule, schedule_fixed_cp
+from megatron_cp.dynamic_cp.analysis.report import padding_fraction
+from megatron_cp.dynamic_cp.analysis.simulate import simulate
 from megatron_cp.dynamic_cp.distributions import sample_lengths
-from megatron_cp.dynamic_cp.report import padding_fraction
-from megatron_cp.dynamic_cp.simulate import simulate
 
 # Distribution, longest sample, ranks, tokens a rank, samples.
 GRID = [

@@ -43,12 +43,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_pretrain import told, told_rates_of_products, wait
-from megatron_cp.attention import comm
-from megatron_cp.attention.comm import Arrival, Peers
 from megatron_cp.attention.context import AttentionCall
-from megatron_cp.attention.ring import ring_attention
 from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Mask
+from megatron_cp.attention.transports import comm
+from megatron_cp.attention.transports.comm import Arrival, Peers
+from megatron_cp.attention.transports.ring import ring_attention
 from megatron_cp.parallel.device import device
 
 Inputs = tuple[Tensor, Tensor, Tensor]

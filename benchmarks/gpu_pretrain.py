@@ -9,8 +9,8 @@
     python benchmarks/gpu_pretrain.py --sizes 8192 --profile traces           # and where a step's time goes
 
 Utilization is that of the rate measured in the same run for large bf16 matrix products, not of a data sheet's:
-operations are counted as in ``megatron_cp/training/flops.py`` (causal attention, no recomputation). A GPU slows down
-when it has been busy for a while, by its limit of power; training, which lasts, is compared with what the products
+operations are counted as in ``megatron_cp/training/monitor/flops.py`` (causal attention, no recomputation). A GPU slows
+down when it has been busy for a while, by its limit of power; training, which lasts, is compared with what the products
 reach then. Their first rate is printed too, and beside each utilization the operations a second that it stands for.
 
 ``8b`` has the 8B model's widths and four of its layers. Each case is a step of the recipe, with its data and its
@@ -36,19 +36,20 @@ from pathlib import Path
 
 import torch
 
-from megatron_cp.config import ProfilingConfig, RunConfig
-from megatron_cp.data.datasets import build_datasets
-from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.errors import ConfigError
+from megatron_cp.cli import profile as profile_cli
+from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.recipes import load_recipe
+from megatron_cp.config.run_config import ProfilingConfig, RunConfig
+from megatron_cp.data.samples.datasets import build_datasets
+from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.parallel.device import device, start_distributed, stop_distributed
-from megatron_cp.recipes import load_recipe
-from megatron_cp.report import profile_cli
 from megatron_cp.rules import check
-from megatron_cp.training.batches import Steps, open_steps
-from megatron_cp.training.flops import training_flops
-from megatron_cp.training.metrics import start_logging
-from megatron_cp.training.profiling import Profiler
+from megatron_cp.training.batches import Steps
+from megatron_cp.training.monitor.flops import training_flops
+from megatron_cp.training.monitor.metrics import start_logging
+from megatron_cp.training.monitor.profiling import Profiler
+from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
 

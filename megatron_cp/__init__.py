@@ -21,15 +21,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megatron_cp.backend import hook
+from megatron_cp.mcore import hook
 
 if TYPE_CHECKING:
     from megatron_cp.api import train
     from megatron_cp.attention import context_parallel_attention
-    from megatron_cp.config import RunConfig
+    from megatron_cp.common.errors import ConfigError, DataError, RuntimeFault, Violation
+    from megatron_cp.config.recipes import list_recipes, load_recipe
+    from megatron_cp.config.run_config import RunConfig
     from megatron_cp.dynamic_cp import schedule
-    from megatron_cp.errors import ConfigError, DataError, RuntimeFault, Violation
-    from megatron_cp.recipes import list_recipes, load_recipe
     from megatron_cp.rules import check
 
 __version__ = "0.1.0"

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from megatron_cp.terminal import say
+from megatron_cp.common.terminal import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -11,8 +11,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from megatron_cp.cli import main as run  # takes half a second, in which nothing of it can answer Ctrl-C
     except KeyboardInterrupt:
-        from megatron_cp.errors import EXIT_INTERRUPTED
-        from megatron_cp.launcher import is_first_rank
+        from megatron_cp.common.errors import EXIT_INTERRUPTED
+        from megatron_cp.launch.launcher import is_first_rank
 
         if is_first_rank():
             say("megatron-cp: interrupted", file=sys.stderr, flush=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from megatron_cp import launcher
-from megatron_cp.config import RunConfig
+from megatron_cp.common.terminal import say
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.launch import launcher
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
-from megatron_cp.terminal import say
 
 if TYPE_CHECKING:
     from megatron_cp.training.loop import TrainResult

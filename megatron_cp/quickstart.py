@@ -26,19 +26,19 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from megatron_cp.config import RunConfig, TokenizerConfig
-from megatron_cp.data.corpus import standard_library_sources
-from megatron_cp.data.preprocess import RichProgress, preprocess
-from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, DataError
-from megatron_cp.input_files import read_json
-from megatron_cp.process import drop_lost_output, end_with_parent, program, signals_to_stop_at
-from megatron_cp.recipes import load_recipe
+from megatron_cp.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, DataError
+from megatron_cp.common.input_files import read_json
+from megatron_cp.common.terminal import ArgumentParser, printable, say
+from megatron_cp.config.recipes import load_recipe
+from megatron_cp.config.run_config import RunConfig, TokenizerConfig
+from megatron_cp.data.text.corpus import standard_library_sources
+from megatron_cp.data.text.preprocess import RichProgress, preprocess
+from megatron_cp.data.text.tokenizers import build_tokenizer
+from megatron_cp.launch.process import drop_lost_output, end_with_parent, program, signals_to_stop_at
 from megatron_cp.report.runs import read_runs
 from megatron_cp.report.summary import first_and_last_loss, validation_loss
 from megatron_cp.rules import check_or_raise
 from megatron_cp.rules.environment import Environment
-from megatron_cp.terminal import ArgumentParser, printable, say
 
 RECIPE = "llama_tiny_pretrain_config"
 TOKENIZER = TokenizerConfig("ByteLevelTokenizer")

@@ -19,7 +19,7 @@ In torch 2.11 the 30 seconds are the default of ``PContext.close`` (distributed/
 torchrun makes in distributed/launcher/api.py:297, from a name that we put ours under; ``_bootstrap_store_info`` is what
 ``DynamicRendezvousHandler.next_rendezvous`` (elastic/rendezvous/dynamic_rendezvous.py:1206) keeps. None of it is a
 public interface: should a later torch than 2.15 differ, this behaves like torchrun or fails at once, and
-tests/unit_tests/test_torchrun.py or tests/functional_tests/test_restarts.py fails.
+tests/unit_tests/launch/test_torchrun.py or tests/functional_tests/test_restarts.py fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, ClassVar
 
-from megatron_cp.process import announce_launcher, drop_lost_output, end_when_interrupted, signals_to_stop_at
+from megatron_cp.launch.process import announce_launcher, drop_lost_output, end_when_interrupted, signals_to_stop_at
 
 if __name__ == "__main__":
     end_when_interrupted()  # importing torch takes seconds
@@ -51,12 +51,12 @@ from torch.distributed.elastic.multiprocessing import SignalException, Subproces
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from megatron_cp import launcher
-from megatron_cp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OF_SIGNAL, EXIT_OK, ConfigError
-from megatron_cp.parallel.rendezvous import confine_arguments, confine_stores
-from megatron_cp.parallel.sockets import LOOPBACK, PortError
-from megatron_cp.terminal import say
-from megatron_cp.training.roll_call import say_for_the_killed, stopped_before_rendezvous
+from megatron_cp.common.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OF_SIGNAL, EXIT_OK, ConfigError
+from megatron_cp.common.terminal import say
+from megatron_cp.launch import launcher
+from megatron_cp.launch.health_monitor import say_for_the_killed, stopped_before_rendezvous
+from megatron_cp.launch.sockets import LOOPBACK, PortError
+from megatron_cp.launch.torch_rendezvous import confine_arguments, confine_stores
 
 _STOPPED = set(EXIT_OF_SIGNAL.values())
 _DEFAULT_PORT = 29500  # torchrun's

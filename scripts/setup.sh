@@ -18,8 +18,8 @@ place=.venv/.megatron-cp-place           # where: scripts in a virtual environme
 unfinished=.venv/.megatron-cp-unfinished # there while packages are being unpacked
 compiled=.venv/.megatron-cp-             # and an extra's name: what of it was compiled, for which PyTorch
 
-te=tests/te_on_cpu/requirements.txt      # for tests: into .venv/te
-mamba=tests/mamba_on_cpu/requirements.txt # for tests: into .venv/mamba
+te=tests/doubles/te_on_cpu/requirements.txt      # for tests: into .venv/te
+mamba=tests/doubles/mamba_on_cpu/requirements.txt # for tests: into .venv/mamba
 
 wanted=$({ echo "$PWD"; cat requirements.lock pyproject.toml "$te" "$mamba" scripts/setup.sh; } | sha256sum)
 

@@ -23,17 +23,17 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if os.environ.get("MEGATRON_CP_PRETEND_GPU"):
-    from tests import pretend_gpu
+    from tests.doubles import pretend_gpu
 
     pretend_gpu.load()
 
 if os.environ.get("MEGATRON_CP_TE_FOLDER"):
-    from tests import te_on_cpu
+    from tests.doubles import te_on_cpu
 
     te_on_cpu.load()
 
 if os.environ.get("MEGATRON_CP_MAMBA_FOLDER"):
-    from tests import mamba_on_cpu
+    from tests.doubles import mamba_on_cpu
 
     mamba_on_cpu.load()
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megatron_cp.backend.checkpoint_index import INDEX, read_index
-from megatron_cp.training.checkpoint_checksums import CHECKSUMS, write_checksums
-from megatron_cp.training.checkpoint_content import read_common
+from megatron_cp.mcore.checkpoint_index import INDEX, read_index
+from megatron_cp.training.checkpoint.checksums import CHECKSUMS, write_checksums
+from megatron_cp.training.checkpoint.content import read_common
 
 
 class Command:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from megatron_cp.config import CP_COMM_TYPES, ModelConfig
+from megatron_cp.config.run_config import CP_COMM_TYPES, ModelConfig
 
 PACKAGE = Path(__file__).parents[1] / "megatron_cp"
-MCORE = PACKAGE / "backend"  # what changes megatron-core, or reads its private names
+MCORE = PACKAGE / "mcore"  # what changes megatron-core, or reads its private names
 
 
 @cache

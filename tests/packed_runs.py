@@ -11,13 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_cp.attention.core_attention import ContextParallelAttention
-from megatron_cp.config import RunConfig
-from megatron_cp.data.datasets import build_datasets
-from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.dynamic_cp.packing import BlockGroups, PackedMicrobatch, Sample, lay_out
+from megatron_cp.attention.modules.native import ContextParallelAttention
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.data.samples.datasets import build_datasets
+from megatron_cp.data.text.tokenizers import build_tokenizer
+from megatron_cp.dynamic_cp.runtime.packing import BlockGroups, PackedMicrobatch, Sample, lay_out
 from megatron_cp.rules import check_or_raise
-from megatron_cp.training.batches import open_steps
+from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
 from tests.training_runs import Losses, losses_of, tiny_config

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from megatron_cp.config import RunConfig
-from megatron_cp.data.datasets import build_datasets
-from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.training.batches import Steps, open_steps
-from megatron_cp.training.checkpoint import CheckpointSaver
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.data.samples.datasets import build_datasets
+from megatron_cp.data.text.tokenizers import build_tokenizer
+from megatron_cp.training.batches import Steps
+from megatron_cp.training.checkpoint.saver import CheckpointSaver
+from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import StepResult, train_step
 

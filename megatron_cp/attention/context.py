@@ -12,11 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Mask
-from megatron_cp.config import CP_COMM_TYPES
-from megatron_cp.parallel.agree import everyones
+from megatron_cp.attention.transports.comm import Peers
+from megatron_cp.config.run_config import CP_COMM_TYPES
+from megatron_cp.parallel.collectives import everyones
 
 GroupOrPair = dist.ProcessGroup | Sequence[dist.ProcessGroup]
 

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.attention.all_gather import all_gather_attention
-from megatron_cp.attention.all_to_all import all_to_all_attention
-from megatron_cp.attention.comm import Peers
 from megatron_cp.attention.context import AttentionCall, CPContext, GroupOrPair
 from megatron_cp.attention.eager import never_compiled
-from megatron_cp.attention.hierarchical import hierarchical_attention
-from megatron_cp.attention.ring import ring_attention
 from megatron_cp.attention.sharding import Layout, read_offsets
 from megatron_cp.attention.tiles import Mask
+from megatron_cp.attention.transports.all_gather import all_gather_attention
+from megatron_cp.attention.transports.all_to_all import all_to_all_attention
+from megatron_cp.attention.transports.comm import Peers
+from megatron_cp.attention.transports.hierarchical import hierarchical_attention
+from megatron_cp.attention.transports.ring import ring_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FLOAT32 = torch.finfo(torch.float32)  # in which kernels apply the scale

@@ -11,9 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_cp import launcher, slurm
-from megatron_cp.cli import failures
-from megatron_cp.errors import (
+from megatron_cp.common.errors import (
     EXIT_CONFIG,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -22,8 +20,9 @@ from megatron_cp.errors import (
     DataError,
     RuntimeFault,
 )
-from megatron_cp.process import end_with_launcher
-from megatron_cp.terminal import UsageError, say
+from megatron_cp.common.terminal import UsageError, say
+from megatron_cp.launch import failures, launcher, slurm
+from megatron_cp.launch.process import end_with_launcher
 
 # Each command's module and what it does.
 _MODULES = {
@@ -33,12 +32,12 @@ _MODULES = {
     "recipes": ("megatron_cp.cli.recipes", "list the recipes"),
     "validate": ("megatron_cp.cli.validate", "check a recipe against every rule"),
     "preprocess": ("megatron_cp.cli.preprocess", "tokenize text into Megatron's .bin/.idx files"),
-    "convert": ("megatron_cp.convert.cli", "weights from Hugging Face's format, and back to it"),
+    "convert": ("megatron_cp.cli.convert", "weights from Hugging Face's format, and back to it"),
     "verify": ("megatron_cp.cli.verify", "prove that a layout trains the same model as one rank"),
-    "schedule": ("megatron_cp.schedule_cli", "schedule sequence lengths over ranks and show the balance"),
-    "report": ("megatron_cp.report.cli", "show runs side by side: loss, throughput, phases, memory, layout"),
-    "profile": ("megatron_cp.report.profile_cli", "show where the time of profiled steps went, by kind of kernel"),
-    "doctor": ("megatron_cp.doctor", "what is installed here, and which attention a recipe would use"),
+    "schedule": ("megatron_cp.cli.schedule", "schedule sequence lengths over ranks and show the balance"),
+    "report": ("megatron_cp.cli.report", "show runs side by side: loss, throughput, phases, memory, layout"),
+    "profile": ("megatron_cp.cli.profile", "show where the time of profiled steps went, by kind of kernel"),
+    "doctor": ("megatron_cp.cli.doctor", "what is installed here, and which attention a recipe would use"),
 }
 
 
@@ -53,7 +52,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         return EXIT_OK if argv else EXIT_CONFIG
     name, rest = argv[0], argv[1:]
     if name not in _MODULES:
-        from megatron_cp.schema import nearest
+        from megatron_cp.config.schema import nearest
 
         raise UsageError("megatron-cp", f"unknown command '{name}'{nearest(name, list(_MODULES))}\n{_usage()}")
     return importlib.import_module(_MODULES[name][0]).main(rest)

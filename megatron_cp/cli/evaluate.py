@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from megatron_cp.cli import ranks
 from megatron_cp.cli.train import run_or_start
-from megatron_cp.flags import add_recipe, compose, parse
-from megatron_cp.terminal import ArgumentParser
+from megatron_cp.common.terminal import ArgumentParser
+from megatron_cp.config.flags import add_recipe, compose, parse
 
 _SWITCH = "train.skip_train=true"
 

@@ -9,12 +9,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megatron_cp.config import TokenizerConfig
-from megatron_cp.data.preprocess import RichProgress, preprocess
-from megatron_cp.data.text_files import DEFAULT_SUFFIXES, find_files, read_documents
-from megatron_cp.data.tokenizers import train_bpe
-from megatron_cp.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, DataError
-from megatron_cp.terminal import ArgumentParser, say
+from megatron_cp.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, DataError
+from megatron_cp.common.terminal import ArgumentParser, say
+from megatron_cp.config.run_config import TokenizerConfig
+from megatron_cp.data.text.preprocess import RichProgress, preprocess
+from megatron_cp.data.text.text_files import DEFAULT_SUFFIXES, find_files, read_documents
+from megatron_cp.data.text.tokenizers import train_bpe
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

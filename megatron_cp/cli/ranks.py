@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_cp import launcher
-from megatron_cp.process import end_when_interrupted
+from megatron_cp.launch import launcher
+from megatron_cp.launch.process import end_when_interrupted
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_cp.errors import EXIT_OK
-from megatron_cp.recipes import list_recipes
-from megatron_cp.terminal import ArgumentParser, say
+from megatron_cp.common.errors import EXIT_OK
+from megatron_cp.common.terminal import ArgumentParser, say
+from megatron_cp.config.recipes import list_recipes
 
 _DESCRIPTION = "List the recipes. [mock data]: random tokens until dataset.data_path=PREFIX names real data."
 

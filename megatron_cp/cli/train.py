@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megatron_cp import launcher
 from megatron_cp.api import prepared
 from megatron_cp.cli import ranks, recipes
 from megatron_cp.cli.validate import explain, recipe_parser, report
-from megatron_cp.errors import EXIT_OK
-from megatron_cp.flags import compose, parse
-from megatron_cp.recipes import to_yaml
+from megatron_cp.common.errors import EXIT_OK
+from megatron_cp.common.terminal import say
+from megatron_cp.config.flags import compose, parse
+from megatron_cp.config.recipes import to_yaml
+from megatron_cp.launch import launcher
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
-from megatron_cp.terminal import say
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,14 +7,14 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from megatron_cp.config import RunConfig
+from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK, format_violations
+from megatron_cp.common.terminal import ArgumentParser, say
+from megatron_cp.config.flags import add_recipe, compose, parse
+from megatron_cp.config.run_config import RunConfig
 from megatron_cp.data.summary import planned_line
-from megatron_cp.errors import EXIT_CONFIG, EXIT_OK, format_violations
-from megatron_cp.flags import add_recipe, compose, parse
 from megatron_cp.parallel.layout import group_lines, layout_of
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.resolve import ranks_to_check
-from megatron_cp.terminal import ArgumentParser, say
 
 
 def main(argv: Sequence[str]) -> int:

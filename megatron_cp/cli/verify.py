@@ -7,13 +7,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from megatron_cp import launcher
 from megatron_cp.cli import ranks
-from megatron_cp.config import RunConfig
-from megatron_cp.errors import EXIT_FAILED, EXIT_OK, failed_alone
-from megatron_cp.flags import add_recipe, compose, parse
-from megatron_cp.one_rank import on_one_rank
-from megatron_cp.terminal import ArgumentParser, say
+from megatron_cp.common.errors import EXIT_FAILED, EXIT_OK, failed_alone
+from megatron_cp.common.terminal import ArgumentParser, say
+from megatron_cp.config.flags import add_recipe, compose, parse
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.launch import launcher
 from megatron_cp.verify.reduce import checked, comparable
 
 
@@ -82,10 +82,10 @@ def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:
     import torch.distributed as dist
     from rich.console import Console
 
-    from megatron_cp.backend.packages import check_mamba_ssm
+    from megatron_cp.mcore.packages import check_mamba_ssm
     from megatron_cp.parallel.device import start_distributed, stop_distributed
-    from megatron_cp.training.agreement import check_all_ranks_agree
-    from megatron_cp.training.metrics import start_logging
+    from megatron_cp.training.consistency import check_all_ranks_agree
+    from megatron_cp.training.monitor.metrics import start_logging
     from megatron_cp.verify.compare import compare_layouts, compare_with_one_rank
     from megatron_cp.verify.report import show
 

@@ -16,20 +16,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_cp.config import CheckpointConfig, MixedPrecisionConfig, RunConfig
-from megatron_cp.errors import ConfigError, RuntimeFault, Violation
+from megatron_cp.common.errors import ConfigError, RuntimeFault, Violation
+from megatron_cp.config.run_config import CheckpointConfig, MixedPrecisionConfig, RunConfig
+from megatron_cp.config.schema import build
+from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.models.builder import build_model
-from megatron_cp.models.router import PackRouter
+from megatron_cp.models.layers.router import PackRouter
 from megatron_cp.models.transformer_config import transformer_config
-from megatron_cp.one_rank import on_one_rank
 from megatron_cp.parallel.device import seed_everything, stop_distributed
 from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
-from megatron_cp.schema import build
-from megatron_cp.training.checkpoint import fit_to_checkpoint
-from megatron_cp.training.checkpoint_check import complete_beside, describe, problems_of
-from megatron_cp.training.checkpoint_checksums import CHECKSUMS
-from megatron_cp.training.checkpoint_content import FORMAT, read_common
-from megatron_cp.training.checkpoint_files import (
+from megatron_cp.training.checkpoint.checksums import CHECKSUMS
+from megatron_cp.training.checkpoint.content import FORMAT, read_common
+from megatron_cp.training.checkpoint.files import (
     checkpoint_folder,
     create_partial,
     existing_folder,
@@ -39,8 +37,10 @@ from megatron_cp.training.checkpoint_files import (
     stored_tensors,
     what_is_meant,
 )
-from megatron_cp.training.checkpoint_writer import Writer
-from megatron_cp.training.resuming import check_format
+from megatron_cp.training.checkpoint.resume import check_format
+from megatron_cp.training.checkpoint.saver import fit_to_checkpoint
+from megatron_cp.training.checkpoint.verification import complete_beside, describe, problems_of
+from megatron_cp.training.checkpoint.writer import Writer
 from megatron_cp.training.setup import Progress
 
 _EMBEDDING = "embedding.word_embeddings.weight"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_cp.config import ModelConfig
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.convert.problems import Problems
 
 V2, V3 = "deepseek_v2", "deepseek_v3"

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from megatron_cp.config import RunConfig
+from megatron_cp.common.errors import DataError
+from megatron_cp.common.interpolation import looked_up
+from megatron_cp.config.run_config import RunConfig
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, find_checkpoint, undivided, whole_model
 from megatron_cp.convert.families import Family, hf_from_model
 from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, copy_companions, new_folder, read_json, write_model
 from megatron_cp.convert.weights import part_of
-from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.errors import DataError
-from megatron_cp.interpolation import looked_up
+from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.models.hybrid_pattern import layers_of
-from megatron_cp.training.checkpoint_files import LATEST, newer_than_latest
+from megatron_cp.training.checkpoint.files import LATEST, newer_than_latest
 
 
 def export_model(root: Path, target: Path, iteration: int | None = None, dtype: str | None = None) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_cp.config import ModelConfig
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.convert import deepseek, nemotron_h
 from megatron_cp.convert.problems import Problems, is_count, is_positive
 from megatron_cp.models.yarn import concentration

@@ -17,10 +17,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_cp import input_files
+from megatron_cp.common import input_files
+from megatron_cp.common.errors import ConfigError, RuntimeFault
 from megatron_cp.convert.families import FAMILIES
 from megatron_cp.convert.sizes import check_sizes
-from megatron_cp.errors import ConfigError, RuntimeFault
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_cp.config import ModelConfig, TokenizerConfig
+from megatron_cp.common.errors import ConfigError, DataError, shown
+from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, undivided, whole_model
 from megatron_cp.convert.families import Family, model_from_hf
 from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_companions, new_folder, read_config
 from megatron_cp.convert.recipe import continued_pretraining
 from megatron_cp.convert.weights import EMBEDDING, KEPT_IN_FLOAT32, OUTPUT, further_ahead, is_spare, part_of
-from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.errors import ConfigError, DataError, shown
+from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.rules import Environment, check_or_raise
 
 RECIPE, TOKENIZER = "recipe.yaml", "tokenizer"

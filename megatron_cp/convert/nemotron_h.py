@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_cp.config import ModelConfig
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.convert.problems import Problems, is_count, is_positive
 from megatron_cp.models.hybrid_pattern import layers_of
-from megatron_cp.models.mamba_shape import CONV_WIDTH, MambaShape
+from megatron_cp.models.layers.mamba_shape import CONV_WIDTH, MambaShape
 
 MODEL_TYPE = "nemotron_h"
 _LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.common.errors import ConfigError, Violation
 
 
 class Problems:

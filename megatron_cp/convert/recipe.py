@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
-from megatron_cp.config import CP_COMM_TYPES, ModelConfig, RunConfig, TokenizerConfig
-from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.common.errors import ConfigError, Violation
+from megatron_cp.common.terminal import in_a_line
+from megatron_cp.config.run_config import CP_COMM_TYPES, ModelConfig, RunConfig, TokenizerConfig
+from megatron_cp.config.schema import build
 from megatron_cp.rules import Environment, check
 from megatron_cp.rules.proposals import typed
 from megatron_cp.rules.remedies import with_overrides
-from megatron_cp.schema import build
-from megatron_cp.terminal import in_a_line
 
 _TOKENS_OF_A_RANK = 8192
 _TOKENS_OF_A_BATCH, _MOST_SAMPLES = 2**19, 512

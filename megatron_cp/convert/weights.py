@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_cp.config import ModelConfig
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.convert.families import Family
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron_cp.attention.sharding import shard_sequence
-from megatron_cp.data.datasets import SAMPLE_KEYS
+from megatron_cp.data.samples.datasets import SAMPLE_KEYS
 
 Batch = dict[str, torch.Tensor]
 

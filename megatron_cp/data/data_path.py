@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megatron_cp.errors import DataError
+from megatron_cp.common.errors import DataError
 
 _LEAST, _MOST = 1e-100, 1e100  # sums and products of weights in this range neither overflow nor become 0
 _MOST_FILES = 32767  # megatron-core numbers the files of a blend in 16 bits

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from megatron_cp.config import RunConfig
-from megatron_cp.data.contents import Contents, HasSources
-from megatron_cp.data.parts import paths_of
-from megatron_cp.errors import DataError
+from megatron_cp.common.errors import DataError
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.data.samples.parts import paths_of
+from megatron_cp.data.text.contents import Contents, HasSources
 
 if TYPE_CHECKING:
-    from megatron_cp.data.datasets import Datasets
+    from megatron_cp.data.samples.datasets import Datasets
 
 logger = logging.getLogger(__name__)
 LINE = 160  # characters of the data: line

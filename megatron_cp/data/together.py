@@ -16,9 +16,9 @@ import torch.distributed as dist
 # Not as dist.is_initialized, which datasets.py hides from megatron-core while other ranks wait to hear from this one.
 from torch.distributed import is_initialized
 
-from megatron_cp import launcher
-from megatron_cp.errors import DataError
-from megatron_cp.parallel.agree import everyones
+from megatron_cp.common.errors import DataError
+from megatron_cp.launch import launcher
+from megatron_cp.parallel.collectives import everyones
 
 _HEARTBEAT = 20.0  # seconds; well below any timeout of a process group
 

@@ -12,7 +12,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from megatron_cp.input_files import decode_text, read_bytes
+from megatron_cp.common.input_files import decode_text, read_bytes
 
 _MOST_DIGITS = 18  # of a length: any such number is an int64
 LEAST_LONGEST = {"long": 8192}  # distributions that begin at a length: what ``longest`` must be at least

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config.run_config import RunConfig
 from megatron_cp.parallel.layout import RankLayout
 
 Positions = tuple[int, ...]  # consecutive ranks of a domain, counted within it

@@ -8,12 +8,12 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_cp.config import ModelConfig, RunConfig
+from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.models.fusions import fuses_gradient_sum
 from megatron_cp.models.initial_weights import draw_part, seed_of
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.layer_specs import gpt_block_spec, its_layers
-from megatron_cp.models.mtp import mtp_block_spec
+from megatron_cp.models.layers.mtp import mtp_block_spec
 from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.models.yarn import kept_shares
 

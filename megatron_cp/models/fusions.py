@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config.run_config import RunConfig
 from megatron_cp.models.yarn import concentration
 
 

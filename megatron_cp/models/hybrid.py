@@ -20,14 +20,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_cp.config import RunConfig
-from megatron_cp.models.chunked_loss import LossesInPieces
+from megatron_cp.config.run_config import RunConfig
 from megatron_cp.models.hybrid_pattern import with_stages
 from megatron_cp.models.layer_specs import gpt_layer_spec, its_layers
-from megatron_cp.models.mamba import ContextParallelMambaMixer, SeededMambaLayer
-from megatron_cp.models.mtp import FurtherTokens, mtp_block_spec
-from megatron_cp.models.router import padding_in_layers
-from megatron_cp.models.tied_weights import TiedWithoutGlobalState
+from megatron_cp.models.layers.chunked_loss import LossesInPieces
+from megatron_cp.models.layers.mamba import ContextParallelMambaMixer, SeededMambaLayer
+from megatron_cp.models.layers.mtp import FurtherTokens, mtp_block_spec
+from megatron_cp.models.layers.router import padding_in_layers
+from megatron_cp.models.layers.tied_weights import TiedWithoutGlobalState
 
 
 class HybridLayers(HybridStack):

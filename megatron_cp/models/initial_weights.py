@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from megatron_cp.mcore.private_names import initialize_affine_weight_cpu
 
 Draw = Callable[[Tensor], Any]
 _LATENT = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
@@ -54,7 +55,7 @@ def draw_part(
     shape = list(weight.shape)
     shape[dim] *= size
     with drawing_from(seed):
-        _initialize_affine_weight_cpu(
+        initialize_affine_weight_cpu(
             weight,
             *shape,
             weight.shape[dim],

@@ -8,10 +8,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_cp.models.chunked_loss import LossesInPieces
-from megatron_cp.models.mtp import FurtherTokens
-from megatron_cp.models.router import padding_in_layers
-from megatron_cp.models.tied_weights import TiedWithoutGlobalState
+from megatron_cp.models.layers.chunked_loss import LossesInPieces
+from megatron_cp.models.layers.mtp import FurtherTokens
+from megatron_cp.models.layers.router import padding_in_layers
+from megatron_cp.models.layers.tied_weights import TiedWithoutGlobalState
 
 
 class LanguageModel(FurtherTokens, LossesInPieces, TiedWithoutGlobalState, GPTModel):

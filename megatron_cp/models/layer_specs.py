@@ -24,16 +24,16 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_cp.attention.core_attention import ContextParallelAttention
-from megatron_cp.attention.te_support import choose_backend, has_its_layers
-from megatron_cp.attention.transformer_engine import have_transformer_engine, te_attention_class
-from megatron_cp.config import RunConfig
-from megatron_cp.dynamic_cp.active_group import active_group
+from megatron_cp.attention.modules.native import ContextParallelAttention
+from megatron_cp.attention.modules.te import have_transformer_engine, te_attention_class
+from megatron_cp.attention.modules.te_support import choose_backend, has_its_layers
+from megatron_cp.config.run_config import RunConfig
 from megatron_cp.dynamic_cp.groups import configured_blocks
-from megatron_cp.models import latent_attention
+from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
-from megatron_cp.models.latent_experts import LatentMoELayer
-from megatron_cp.models.router import PackRouter, routers_of
+from megatron_cp.models.layers import latent_attention
+from megatron_cp.models.layers.latent_experts import LatentMoELayer
+from megatron_cp.models.layers.router import PackRouter, routers_of
 from megatron_cp.parallel.layout import layout_of
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_cp.config import ModelConfig, RunConfig
+from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding, groups_experts
 from megatron_cp.models.layer_specs import use_its_layers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config.run_config import RunConfig
 
 BYTE_LEVEL = 257  # 256 bytes and the end of a document
 

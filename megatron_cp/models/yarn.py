@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_cp.config import ModelConfig
+from megatron_cp.config.run_config import ModelConfig
 
 
 def kept_shares(model: ModelConfig, dims: int) -> list[float]:

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_cp import launcher, slurm
-from megatron_cp.config import RunConfig
-from megatron_cp.errors import ConfigError, DataError, RuntimeFault, Violation
-from megatron_cp.limits import lacks_files
+from megatron_cp.common.errors import ConfigError, DataError, RuntimeFault, Violation
+from megatron_cp.common.limits import lacks_files
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.launch import launcher, slurm
+from megatron_cp.launch.rendezvous import meet
+from megatron_cp.launch.sockets import use_one_interface
+from megatron_cp.launch.store_watch import stop_watching
 from megatron_cp.parallel import staged
-from megatron_cp.parallel.meeting import meet
-from megatron_cp.parallel.sockets import use_one_interface
-from megatron_cp.parallel.store_watch import stop_watching
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config.run_config import RunConfig
 
 MOST_RANKS = 1_000_000  # a mistyped number is told at once, instead of counting to it
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from megatron_cp.errors import RuntimeFault
+from megatron_cp.common.errors import RuntimeFault
 
 Shape = tuple[int, int, int]
 _NOTHING = (0, 0, 0)

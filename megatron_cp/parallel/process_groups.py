@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_cp.config import RunConfig
-from megatron_cp.errors import RuntimeFault
+from megatron_cp.common.errors import RuntimeFault
+from megatron_cp.config.run_config import RunConfig
 from megatron_cp.parallel.layout import FAMILIES, RankLayout, RankLists, group_lines, layout_of
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from megatron_cp.errors import DataError
-from megatron_cp.run_lines import METRICS, read_lines
-from megatron_cp.yaml_files import read_yaml
+from megatron_cp.common.errors import DataError
+from megatron_cp.common.jsonl_log import METRICS, read_lines
+from megatron_cp.common.yaml_files import read_yaml
 
 _LARGEST = 1e100
 Points = tuple[list[int], list[float]]  # iterations and values

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from megatron_cp.common.terminal import in_a_line
 from megatron_cp.report.runs import LoggedRun
-from megatron_cp.terminal import in_a_line
 
 _WARM_UP = 2  # the first steps make buffers and connections
 

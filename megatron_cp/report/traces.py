@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_cp.errors import DataError
-from megatron_cp.input_files import parse_json, read_bytes
+from megatron_cp.common.errors import DataError
+from megatron_cp.common.input_files import parse_json, read_bytes
 
 Span = tuple[int, int]  # nanoseconds, whole ones: what begins where another ends is beside it, not within
 

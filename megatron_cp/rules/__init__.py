@@ -7,35 +7,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-from megatron_cp.config import RunConfig
-from megatron_cp.errors import ConfigError, Violation
-from megatron_cp.rules import (  # noqa: F401  (each enters its rules into the table)
-    architecture,
-    attention,
-    context_parallel,
-    data,
-    endurance,
-    experts,
-    fusions,
-    groups,
-    heads,
-    loss,
-    models,
-    observing,
-    optimizer,
-    packing,
-    recomputation,
-    sequence,
-    settings,
-    stages,
-    variables,
-    world,
-)
+from megatron_cp.common.errors import ConfigError, Violation
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.schema import build
+from megatron_cp.rules import checks  # noqa: F401 - enters all rules into the table
+from megatron_cp.rules.base import RULES, Context, Example, Rule, order
+from megatron_cp.rules.checks.parallel.sizes import oversized
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.remedies import Case, keep_working_fixes
 from megatron_cp.rules.resolve import resolve_auto
-from megatron_cp.rules.rule import RULES, Context, Example, Rule, order
-from megatron_cp.schema import build
 
 __all__ = ["RULES", "Environment", "Example", "Rule", "Violation", "check", "check_or_raise", "resolve_auto"]
 
@@ -74,7 +54,7 @@ def check(
 
 def _violations(case: Case) -> list[Violation]:
     """What the rules say about a case whose values have the right types."""
-    if world.oversized(case.config, case.world_size):
+    if oversized(case.config, case.world_size):
         return list(RULES["A1"].violations(Context(**vars(case))))
     config, _ = resolve_auto(**vars(case))
     context = Context(**vars(replace(case, config=config)))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_cp.errors import Violation
+from megatron_cp.common.errors import Violation
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
+from megatron_cp.common.terminal import say
 from megatron_cp.rules import RULES, Rule
-from megatron_cp.rules.elsewhere import ELSEWHERE, GUARDS, KINDS, SILENT_UPSTREAM
+from megatron_cp.rules.base import SECTIONS, order
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.explain import EXAMPLE_RECIPE, example_command
-from megatron_cp.rules.rule import SECTIONS, order
-from megatron_cp.terminal import say
+from megatron_cp.rules.not_rules import ELSEWHERE, GUARDS, KINDS, SILENT_UPSTREAM
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "constraints.md"
 

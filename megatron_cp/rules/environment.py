@@ -9,11 +9,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_cp import launcher
-from megatron_cp.errors import ConfigError, Violation
+from megatron_cp.common.errors import ConfigError, Violation
+from megatron_cp.common.yaml_files import TooLargeError, read_yaml
+from megatron_cp.config.schema import build
+from megatron_cp.launch import launcher
 from megatron_cp.rules.nvml import read_driver
-from megatron_cp.schema import build
-from megatron_cp.yaml_files import TooLargeError, read_yaml
 
 # The variables that change what our libraries do; they are compared over ranks and shown in reports.
 VARIABLE_PREFIXES = (

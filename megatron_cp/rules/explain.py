@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import cache
 
-from megatron_cp.errors import ConfigError, Violation
-from megatron_cp.recipes import load_recipe
+from megatron_cp.common.errors import ConfigError, Violation
+from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import RULES, Environment, Example, Rule, check
-from megatron_cp.rules.elsewhere import ELSEWHERE, KINDS
+from megatron_cp.rules.not_rules import ELSEWHERE, KINDS
 
 EXAMPLE_RECIPE = "llama_tiny_pretrain_config"
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config.run_config import RunConfig
 from megatron_cp.rules.remedies import BETWEEN
 
 

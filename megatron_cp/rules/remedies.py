@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_cp import bridge_names
-from megatron_cp.config import RunConfig
-from megatron_cp.errors import ConfigError, Violation
-from megatron_cp.recipes import parse_overrides
+from megatron_cp.common.errors import ConfigError, Violation
+from megatron_cp.config import bridge_names
+from megatron_cp.config.recipes import parse_overrides
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.schema import build
 from megatron_cp.rules.environment import Environment
-from megatron_cp.schema import build
 
 BETWEEN = ", or "
 _MOST_SHOWN = 3

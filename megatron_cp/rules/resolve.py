@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from megatron_cp import launcher
-from megatron_cp.attention.select import select_transport
-from megatron_cp.attention.te_support import Gap, choose_backend, has_its_layers, has_window
-from megatron_cp.config import RunConfig
+from megatron_cp.attention.modules.te_support import Gap, choose_backend, has_its_layers, has_window
+from megatron_cp.attention.transports.select import select_transport
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.launch import launcher
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.environment import Environment
 

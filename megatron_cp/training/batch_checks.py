@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_cp.dynamic_cp.iterator import StepPlan
-from megatron_cp.dynamic_cp.packing import mask_problems
-from megatron_cp.errors import DataError, RuntimeFault, shown
-from megatron_cp.parallel.agree import everyones, found_by_anyone
+from megatron_cp.common.errors import DataError, RuntimeFault, shown
+from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
+from megatron_cp.dynamic_cp.runtime.packing import mask_problems
+from megatron_cp.parallel.collectives import everyones, found_by_anyone
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.parallel.transfer import send
 from megatron_cp.rules.batch import KEYS, check_batch, check_pack, check_positions

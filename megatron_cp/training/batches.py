@@ -1,7 +1,7 @@
 """What the loop walks: optimizer steps, each with this rank's microbatches and the facts about them.
 
 Two kinds: :class:`StaticSteps`, samples of one length in microbatches of one size, and
-:class:`~megatron_cp.training.packed.PackedSteps`, samples of many lengths, packed and scheduled.
+:class:`~megatron_cp.training.packed.steps.PackedSteps`, samples of many lengths, packed and scheduled.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from megatron_cp.ahead import Ahead
+from megatron_cp.common.errors import DataError
+from megatron_cp.common.limits import reached_limit, shared_memory_full
+from megatron_cp.common.prefetch import Ahead
 from megatron_cp.data.batches import Batch, BatchIterator, slice_for_context_parallel
-from megatron_cp.dynamic_cp.iterator import Scheduler, StepPlan
-from megatron_cp.dynamic_cp.packing import PackedMicrobatch
-from megatron_cp.errors import DataError
-from megatron_cp.limits import reached_limit, shared_memory_full
+from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
+from megatron_cp.dynamic_cp.runtime.packing import PackedMicrobatch
 from megatron_cp.parallel.transfer import pinned
 from megatron_cp.training.batch_checks import BatchChecks, Problem, checksum_of
 from megatron_cp.training.setup import Run
@@ -175,20 +175,3 @@ def steps_to_come(run: Run, training: bool) -> int:
     """How many steps a run will take, or an evaluation. More may be asked for; they are then not made ahead."""
     config = run.config
     return config.train.train_iters - run.progress.iteration if training else config.validation.eval_iters
-
-
-def open_steps(
-    run: Run, dataset: Any, consumed_samples: int, training: bool, scheduler: Scheduler | None = None
-) -> Steps:
-    """The steps of a configuration over a dataset, starting after ``consumed_samples``.
-
-    ``scheduler`` schedules packs instead of the configured one.
-    """
-    packed = run.config.model.sequence_packing_scheduler is not None
-    in_other_groups = not training and run.config.dist.eval_context_parallel_size is not None
-    if not packed and not in_other_groups:
-        return StaticSteps(run, dataset, consumed_samples, training)
-    from megatron_cp.training.packed import OneLength, PackedSteps
-
-    source = dataset if packed else OneLength(dataset, run.config.dataset.seq_length)
-    return PackedSteps(run, source, consumed_samples, training, scheduler)

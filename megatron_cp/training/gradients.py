@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, clip_grads
 from torch import Tensor
 
-from megatron_cp.config import OptimizerConfig
+from megatron_cp.config.run_config import OptimizerConfig
 from megatron_cp.training.setup import Run
 
 _LARGEST_WITH_A_SQUARE = math.sqrt(torch.finfo(torch.float32).max)

@@ -13,23 +13,24 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from megatron_cp.data.datasets import Datasets
-from megatron_cp.data.streams import Stream
-from megatron_cp.errors import EXIT_OF_SIGNAL
+from megatron_cp.common.errors import EXIT_OF_SIGNAL
+from megatron_cp.common.jsonl_log import METRICS, read_lines
+from megatron_cp.data.samples.datasets import Datasets
+from megatron_cp.data.samples.streams import Stream
 from megatron_cp.models.vocabulary import padded_vocab_size
-from megatron_cp.run_lines import METRICS, read_lines
-from megatron_cp.training.batches import Step, Steps, open_steps
-from megatron_cp.training.checkpoint import CheckpointSaver, Saved
-from megatron_cp.training.flops import training_flops
-from megatron_cp.training.metrics import Reporter, logger
+from megatron_cp.training.batches import Step, Steps
+from megatron_cp.training.checkpoint.saver import CheckpointSaver, Saved
+from megatron_cp.training.monitor.flops import training_flops
+from megatron_cp.training.monitor.loss_spikes import SpikeWatch
+from megatron_cp.training.monitor.metrics import Reporter, logger
+from megatron_cp.training.monitor.phases import interval_of, read_numbers
+from megatron_cp.training.monitor.profiling import Profiler
+from megatron_cp.training.monitor.step_metrics import StepMetrics
+from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.optimizer import Scheduled, scheduled_values
-from megatron_cp.training.phases import interval_of, read_numbers
-from megatron_cp.training.profiling import Profiler
 from megatron_cp.training.setup import Run
 from megatron_cp.training.signals import SignalWatch, agreed_maximum
-from megatron_cp.training.spikes import SpikeWatch
 from megatron_cp.training.step import StepResult, evaluate, train_step
-from megatron_cp.training.step_metrics import StepMetrics
 
 
 @dataclass(frozen=True)

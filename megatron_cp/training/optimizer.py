@@ -10,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_cp.config import RunConfig
+from megatron_cp.config.run_config import RunConfig
 
 
 def build_optimizer(

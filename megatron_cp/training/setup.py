@@ -16,18 +16,18 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
-from megatron_cp.attention.probe import probe_attention
-from megatron_cp.config import RunConfig
-from megatron_cp.dynamic_cp.domain import DynamicGroups
+from megatron_cp.attention.modules.probe import probe_attention
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
 from megatron_cp.models.builder import build_model
-from megatron_cp.models.router_losses import RouterLosses
+from megatron_cp.models.layers.router_losses import RouterLosses
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.parallel.device import device, seed_everything
 from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
+from megatron_cp.training.monitor.phases import Phases
+from megatron_cp.training.monitor.work_clock import WorkClock
 from megatron_cp.training.optimizer import build_optimizer, build_scheduler
-from megatron_cp.training.packed_groups import build_dynamic_groups
-from megatron_cp.training.phases import Phases
-from megatron_cp.training.work_clock import WorkClock
+from megatron_cp.training.packed.groups import build_dynamic_groups
 
 
 @dataclass

@@ -11,8 +11,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from megatron_cp.launch.process import drop_lost_output, signals_to_stop_at
 from megatron_cp.parallel.transfer import send
-from megatron_cp.process import drop_lost_output, signals_to_stop_at
 
 _SAME_KEY_PRESS = 1.0  # seconds: a terminal and a launcher may both pass one Ctrl-C on
 

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_cp.common.errors import RuntimeFault
 from megatron_cp.data.batches import Batch
-from megatron_cp.dynamic_cp.packing import PackedMicrobatch
-from megatron_cp.errors import RuntimeFault
-from megatron_cp.models.mtp import depth_weights, unmasked_tokens
-from megatron_cp.models.router import expert_biases
-from megatron_cp.models.router_losses import RouterLosses
+from megatron_cp.dynamic_cp.runtime.packing import PackedMicrobatch
+from megatron_cp.models.layers.mtp import depth_weights, unmasked_tokens
+from megatron_cp.models.layers.router import expert_biases
+from megatron_cp.models.layers.router_losses import RouterLosses
 from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.parallel.pipeline import PipelineCommunicator
 from megatron_cp.parallel.transfer import send
@@ -37,8 +37,8 @@ from megatron_cp.training.gradients import (
     overflows_in_optimizer,
     unscale_gradients,
 )
-from megatron_cp.training.metrics import logger
-from megatron_cp.training.nonfinite import MAX_SKIPPED_IN_A_ROW, gradients_are_finite, origin
+from megatron_cp.training.monitor.metrics import logger
+from megatron_cp.training.monitor.nonfinite import MAX_SKIPPED_IN_A_ROW, gradients_are_finite, origin
 from megatron_cp.training.setup import Run
 
 Tell = Callable[[], Sequence[float]]

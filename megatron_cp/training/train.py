@@ -15,33 +15,33 @@ import yaml
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron_cp import launcher
-from megatron_cp.backend.packages import check_mamba_ssm
-from megatron_cp.config import RunConfig
-from megatron_cp.data.datasets import Datasets, build_datasets
-from megatron_cp.data.parts import has_test_part
-from megatron_cp.data.streams import check_files
+from megatron_cp.common.errors import ConfigError, DataError, Violation, failed_alone
+from megatron_cp.config.recipes import settings_of
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.data.samples.datasets import Datasets, build_datasets
+from megatron_cp.data.samples.parts import has_test_part
+from megatron_cp.data.samples.streams import check_files
 from megatron_cp.data.summary import log_data
+from megatron_cp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.data.together import on_every_rank
-from megatron_cp.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_cp.errors import ConfigError, DataError, Violation, failed_alone
+from megatron_cp.launch import launcher
+from megatron_cp.launch.health_monitor import RollCall
+from megatron_cp.mcore.packages import check_mamba_ssm
 from megatron_cp.parallel.device import start_distributed, stop_distributed
-from megatron_cp.recipes import settings_of
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
-from megatron_cp.training.agreement import agreed_start, check_all_ranks_agree
-from megatron_cp.training.checkpoint import load_checkpoint
-from megatron_cp.training.checkpoint_check import begin_with
-from megatron_cp.training.checkpoint_files import LATEST, latest_iteration, newer_than_latest
-from megatron_cp.training.folder_lock import only_run_in
+from megatron_cp.training.checkpoint.files import LATEST, latest_iteration, newer_than_latest
+from megatron_cp.training.checkpoint.resume import Start, find_start
+from megatron_cp.training.checkpoint.run_lock import only_run_in
+from megatron_cp.training.checkpoint.saver import load_checkpoint
+from megatron_cp.training.checkpoint.verification import begin_with
+from megatron_cp.training.consistency import agreed_start, check_all_ranks_agree
 from megatron_cp.training.loop import TrainResult, evaluate_all, train
-from megatron_cp.training.measuring import unlike_the_run
-from megatron_cp.training.metrics import Reporter, WritingReporter, logger, start_logging, wants_live_line
-from megatron_cp.training.peak import find_peak
-from megatron_cp.training.resuming import Start, find_start
-from megatron_cp.training.roll_call import RollCall
+from megatron_cp.training.monitor.measuring import unlike_the_run
+from megatron_cp.training.monitor.metrics import Reporter, WritingReporter, logger, start_logging, wants_live_line
+from megatron_cp.training.monitor.peak import find_peak
+from megatron_cp.training.monitor.sinks import writing_into
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.signals import SignalWatch, sigterm_waits
-from megatron_cp.training.sinks import writing_into
 
 
 def run(config: RunConfig, before: Callable[[RunConfig], None] | None = None) -> int:

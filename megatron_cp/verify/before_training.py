@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_cp import launcher
-from megatron_cp.config import (
+from megatron_cp.common.errors import RuntimeFault
+from megatron_cp.config.run_config import (
     CheckpointConfig,
     LoggerConfig,
     ProfilingConfig,
@@ -23,12 +23,12 @@ from megatron_cp.config import (
     TrainConfig,
     ValidationConfig,
 )
-from megatron_cp.errors import RuntimeFault
-from megatron_cp.one_rank import on_one_rank
-from megatron_cp.parallel.agree import everyones
+from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.launch import launcher
+from megatron_cp.parallel.collectives import everyones
 from megatron_cp.rules import Environment
-from megatron_cp.training.agreement import digest, fingerprint
-from megatron_cp.training.sinks import writing_into
+from megatron_cp.training.consistency import digest, fingerprint
+from megatron_cp.training.monitor.sinks import writing_into
 from megatron_cp.verify.compare import compare_with_one_rank
 from megatron_cp.verify.reduce import checked, comparable
 from megatron_cp.verify.report import diagnose

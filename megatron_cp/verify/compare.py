@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cp.config import RunConfig
-from megatron_cp.errors import RuntimeFault
-from megatron_cp.parallel.agree import everyones
+from megatron_cp.common.errors import RuntimeFault
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.parallel.collectives import everyones
 from megatron_cp.parallel.device import device
 from megatron_cp.parallel.layout import RankLayout, layout_of
 from megatron_cp.parallel.process_groups import build_lone_groups

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_cp.attention.probe import ProbeError, probe_attention
-from megatron_cp.config import RunConfig
-from megatron_cp.data.datasets import build_datasets
-from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.attention.modules.probe import ProbeError, probe_attention
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.data.samples.datasets import build_datasets
+from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.dynamic_cp.cost import CostModel
-from megatron_cp.dynamic_cp.iterator import Scheduler
+from megatron_cp.dynamic_cp.runtime.iterator import Scheduler
 from megatron_cp.dynamic_cp.types import Group, Schedule
 from megatron_cp.parallel.layout import layout_of
-from megatron_cp.training.batches import open_steps
-from megatron_cp.training.scheduling import keeps_step, make_schedule, model_cost, what_keeps_step
+from megatron_cp.training.open_steps import open_steps
+from megatron_cp.training.packed.scheduling import keeps_step, make_schedule, model_cost, what_keeps_step
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import StepResult, train_step
 from megatron_cp.verify.shards import copy_of, gather_gradients, load_parameters, parameter_parts

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from megatron_cp.config import DatasetConfig, ModelConfig, RunConfig
+from megatron_cp.common.errors import ConfigError, Violation
+from megatron_cp.config.run_config import DatasetConfig, ModelConfig, RunConfig
+from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.dynamic_cp.distributions import LEAST_LONGEST
-from megatron_cp.errors import ConfigError, Violation
-from megatron_cp.one_rank import on_one_rank
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.verify.sizes import of_every_kind, shrink, shrink_thresholds
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from megatron_cp.common.terminal import printable
 from megatron_cp.parallel.layout import RankLayout
-from megatron_cp.terminal import printable
 from megatron_cp.verify.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Comparison, Row, losses_of, relative
 from megatron_cp.verify.tensors import Replicas, TensorDifferences
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 
-from megatron_cp.parallel.agree import everyones
+from megatron_cp.parallel.collectives import everyones
 from megatron_cp.training.setup import Run
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_cp.errors import RuntimeFault
-from megatron_cp.parallel.agree import everyones
+from megatron_cp.common.errors import RuntimeFault
+from megatron_cp.parallel.collectives import everyones
 from megatron_cp.parallel.device import device
 from megatron_cp.verify.shards import whole_tensors
 

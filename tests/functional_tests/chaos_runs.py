@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_cp.training.checkpoint_files import latest_iteration
+from megatron_cp.training.checkpoint.files import latest_iteration
 from tests.functional_tests.soak import TINY, losses_of
 
 ROOT = Path(__file__).parents[2]

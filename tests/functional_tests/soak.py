@@ -28,9 +28,9 @@ from unittest import mock
 import psutil
 
 from megatron_cp.cli import main
-from megatron_cp.config import TokenizerConfig
-from megatron_cp.data.preprocess import preprocess
-from megatron_cp.training.checkpoint_files import latest_iteration
+from megatron_cp.config.run_config import TokenizerConfig
+from megatron_cp.data.text.preprocess import preprocess
+from megatron_cp.training.checkpoint.files import latest_iteration
 from tests.ranks import RanksFailed, free_port, run_ranks
 
 HCP = ("model.cp_comm_type=a2a+p2p", "model.hierarchical_context_parallel_sizes=[2,2]")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import device_rates, gpu_attention, gpu_pretrain
-from megatron_cp.recipes import load_recipe
+from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import check
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cp.data.datasets import build_datasets
-from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.data.samples.datasets import build_datasets
+from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.rules import check
-from megatron_cp.training.batches import open_steps
+from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.setup import setup
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import VOCAB, start, tiny_config, train_losses
-from tests.unit_tests.training.layouts import CP2, CP4, HCP
+from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP
 
 DYNAMIC = {"model__dynamic_context_parallel": True, "dataset__kind": "mock_documents"}
 

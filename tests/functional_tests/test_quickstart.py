@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from megatron_cp import quickstart
-from megatron_cp.data.corpus import standard_library_sources
-from megatron_cp.recipes import load_recipe, to_yaml
+from megatron_cp.config.recipes import load_recipe, to_yaml
+from megatron_cp.data.text.corpus import standard_library_sources
 from megatron_cp.rules import check
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 
-from megatron_cp.one_rank import on_one_rank
+from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.rules import check
 from megatron_cp.verify.compare import compare_with_one_rank
 from megatron_cp.verify.report import diagnose

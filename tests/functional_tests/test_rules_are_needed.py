@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatron_cp.config import RunConfig
-from megatron_cp.data.datasets import build_datasets
-from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.one_rank import on_one_rank
-from megatron_cp.recipes import load_recipe
+from megatron_cp.config.recipes import load_recipe
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.data.samples.datasets import build_datasets
+from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.rules import RULES, check
-from megatron_cp.training.batches import open_steps
+from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.setup import setup
 from megatron_cp.verify.compare import compare_with_one_rank
 from megatron_cp.verify.reduce import ADAM_EPS

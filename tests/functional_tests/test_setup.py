@@ -17,8 +17,8 @@ READ = (
     "scripts/setup.sh",
     "requirements.lock",
     "pyproject.toml",
-    "tests/te_on_cpu/requirements.txt",
-    "tests/mamba_on_cpu/requirements.txt",
+    "tests/doubles/te_on_cpu/requirements.txt",
+    "tests/doubles/mamba_on_cpu/requirements.txt",
 )
 # Its arguments and what it is told by the environment, a line a call.
 INSTALLER = """#!/bin/sh

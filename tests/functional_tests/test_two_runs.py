@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_cp.training.folder_lock import LOCK
+from megatron_cp.training.checkpoint.run_lock import LOCK
 from tests.functional_tests.test_restarts import ROOT, command, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 from megatron_cp.dynamic_cp import PRESETS, schedule, schedule_fixed_cp
-from megatron_cp.dynamic_cp.simulate import simulate
-from tests.unit_tests.dynamic_cp.checks import problems
+from megatron_cp.dynamic_cp.analysis.simulate import simulate
+from tests.unit_tests.dynamic_cp.scheduler.checks import problems
 
 
 def configuration(number: int) -> tuple[list[int], dict[str, Any]]:

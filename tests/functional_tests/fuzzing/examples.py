@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from megatron_cp.cli import main
-from megatron_cp.config import TokenizerConfig
-from megatron_cp.data.preprocess import preprocess
-from megatron_cp.data.tokenizers import train_bpe
+from megatron_cp.config.run_config import TokenizerConfig
+from megatron_cp.data.text.preprocess import preprocess
+from megatron_cp.data.text.tokenizers import train_bpe
 from megatron_cp.rules.environment import PRESETS
 from tests.unit_tests.convert.published import publish
 

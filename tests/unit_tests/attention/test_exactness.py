@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.attention import context_parallel_attention, cpu_kernels
+from megatron_cp.attention import context_parallel_attention
+from megatron_cp.attention.kernels import cpu as cpu_kernels
 from megatron_cp.attention.sharding import shard_sequence, unshard_sequence
 from tests.ranks import run_ranks
 from tests.unit_tests.attention.harness import (

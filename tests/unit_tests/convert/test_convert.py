@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_cp.cli import main
-from megatron_cp.config import RunConfig
-from megatron_cp.data.datasets import build_datasets
-from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.config.recipes import load_recipe
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.data.samples.datasets import build_datasets
+from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.parallel.device import start_distributed, stop_distributed
-from megatron_cp.recipes import load_recipe
-from megatron_cp.training.checkpoint import load_checkpoint
+from megatron_cp.training.checkpoint.saver import load_checkpoint
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import start

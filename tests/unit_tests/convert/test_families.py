@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from megatron_cp.config import ModelConfig, RunConfig
+from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.convert.exporting import positions_said
 from megatron_cp.convert.families import FAMILIES, hf_from_model, model_from_hf
-from megatron_cp.errors import ConfigError
 
 LLAMA = ModelConfig(vocab_size=256, seq_length=64, max_position_embeddings=64, num_query_groups=2)
 LLAMA = RunConfig(model=LLAMA).finalize().model
@@ -258,7 +258,7 @@ def test_what_no_family_computes_is_refused(name: str) -> None:
 
 def test_every_setting_of_the_model_is_thought_of() -> None:
     """A new one that changes what a model computes must be converted or refused."""
-    from megatron_cp.training.resuming import _FUNCTION, _WEIGHTS
+    from megatron_cp.training.checkpoint.resume import _FUNCTION, _WEIGHTS
 
     of_the_refused = {name for changes in NO_COUNTERPART.values() for name in changes}
     of_the_converted = {name for _, changes in MODELS.values() for name in changes}
@@ -272,7 +272,7 @@ def test_every_setting_of_the_model_is_thought_of() -> None:
 
 def test_every_setting_of_a_hybrid_model_is_thought_of() -> None:
     """Of other models it would be converted; here it must be refused, converted, or have no meaning."""
-    from megatron_cp.training.resuming import _FUNCTION, _WEIGHTS
+    from megatron_cp.training.checkpoint.resume import _FUNCTION, _WEIGHTS
 
     _, values = hf_from_model(replace(LLAMA, **HYBRID_EXPERTS), rows=256)
     usual = ModelConfig()

@@ -12,21 +12,21 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.recipes import load_recipe
 from megatron_cp.convert.exporting import export_model
 from megatron_cp.convert.importing import import_model
-from megatron_cp.data.datasets import build_datasets
-from megatron_cp.data.tokenizers import build_tokenizer, train_bpe
-from megatron_cp.errors import ConfigError
+from megatron_cp.data.samples.datasets import build_datasets
+from megatron_cp.data.text.tokenizers import build_tokenizer, train_bpe
 from megatron_cp.parallel.device import start_distributed, stop_distributed
-from megatron_cp.recipes import load_recipe
-from megatron_cp.training.checkpoint import load_checkpoint
-from megatron_cp.training.resuming import find_start
+from megatron_cp.training.checkpoint.resume import find_start
+from megatron_cp.training.checkpoint.saver import load_checkpoint
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config
 from tests.unit_tests.convert.published import SHAPE, publish, published_losses
 from tests.unit_tests.models.hybrids import FURTHER
-from tests.unit_tests.training.test_model_variants import BIASED, MLA
+from tests.unit_tests.training.layouts_compared.test_model_variants import BIASED, MLA
 
 TRAINED: dict[str, dict[str, Any]] = {
     "llama, tp 2, pp 2, with two more tokens predicted": {

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_cp.common.errors import ConfigError
 from megatron_cp.convert.exporting import export_model
 from megatron_cp.convert.hf_folder import PublishedWeights, check_absent
 from megatron_cp.convert.importing import import_model
-from megatron_cp.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.unit_tests.convert.published import publish
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_cp.config import RunConfig, TokenizerConfig
-from megatron_cp.data.preprocess import preprocess
-from tests.unit_tests.data.tokenizer_folders import TEMPLATES, WORDS, make_tokenizer
+from megatron_cp.config.run_config import RunConfig, TokenizerConfig
+from megatron_cp.data.text.preprocess import preprocess
+from tests.unit_tests.data.text.tokenizer_folders import TEMPLATES, WORDS, make_tokenizer
 
 
 @pytest.fixture

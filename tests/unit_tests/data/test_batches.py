@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp.attention.sharding import unshard_sequence
-from megatron_cp.config import DatasetConfig
+from megatron_cp.config.run_config import DatasetConfig
 from megatron_cp.data.batches import BatchIterator, slice_for_context_parallel
-from megatron_cp.data.datasets import SAMPLE_KEYS, MockDataset
+from megatron_cp.data.samples.datasets import SAMPLE_KEYS, MockDataset
 
 
 class Numbered(torch.utils.data.Dataset):

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_cp.config import RunConfig
-from megatron_cp.data.contents import Contents
-from megatron_cp.data.datasets import Datasets, build_datasets
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.data.samples.datasets import Datasets, build_datasets
 from megatron_cp.data.summary import LINE, log_data, planned_line
-from megatron_cp.data.tokenizers import build_tokenizer
+from megatron_cp.data.text.contents import Contents
+from megatron_cp.data.text.tokenizers import build_tokenizer
 from tests.training_runs import tiny_config
 
 EOD = 254
@@ -201,7 +201,7 @@ def test_masked_mock_samples(said: Any, masked: float, tmp_path: Path) -> None:
 
 def test_lengths_that_are_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "lengths.txt").write_text("300\n31\n65\n64")
-    caplog.set_level(logging.INFO, "megatron_cp.data.streams")
+    caplog.set_level(logging.INFO, "megatron_cp.data.samples.streams")
     config = tiny_config(
         dataset__kind=None, dataset__mock_lengths=f"{tmp_path}/lengths.txt", dataset__seq_length=64, **PACKED
     )

@@ -4,9 +4,9 @@ import os
 import time
 from pathlib import Path
 
-from megatron_cp.data.cache import build_cached
+from megatron_cp.common.errors import DataError
+from megatron_cp.data.formats.cache import build_cached
 from megatron_cp.data.together import once_per_node
-from megatron_cp.errors import DataError
 from tests.ranks import run_ranks
 
 RANKS_PER_NODE = 2

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_cp.config import DatasetConfig, RunConfig
+from megatron_cp.common.errors import DataError
+from megatron_cp.config.run_config import DatasetConfig, RunConfig
 from megatron_cp.data.data_path import parse_blend
-from megatron_cp.data.indexed import check_ids, open_indexed
-from megatron_cp.data.jsonl import Keys, _sample, read_lines
-from megatron_cp.data.parts import parts_of
-from megatron_cp.data.varlen import DocumentDataset
-from megatron_cp.errors import DataError
+from megatron_cp.data.formats.indexed import check_ids, open_indexed
+from megatron_cp.data.formats.jsonl import Keys, _sample, read_lines
+from megatron_cp.data.samples.parts import parts_of
+from megatron_cp.data.samples.varlen import DocumentDataset
 from megatron_cp.rules.remedies import parse_fix, with_overrides
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from megatron_cp.dynamic_cp import PRESETS, schedule
+from megatron_cp.dynamic_cp.analysis.simulate import simulate
 from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.dynamic_cp.distributions import sample_lengths
-from megatron_cp.dynamic_cp.simulate import simulate
-from tests.unit_tests.dynamic_cp.checks import problems
+from tests.unit_tests.dynamic_cp.scheduler.checks import problems
 
 PRIOR = PRESETS["h100_8b"]
 TRUE = dataclasses.replace(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_cp.models import layer_specs
-from megatron_cp.training.checkpoint import load_checkpoint
+from megatron_cp.training.checkpoint.saver import load_checkpoint
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config
 from tests.unit_tests.models.hybrids import HYBRID

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_cp.config import ModelConfig
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models import transformer_config as module
 from megatron_cp.models.layer_specs import its_layers
 from megatron_cp.models.transformer_config import transformer_config
-from megatron_cp.training.scheduling import model_cost
+from megatron_cp.training.packed.scheduling import model_cost
 from tests.training_runs import tiny_config
 
 ACTIVATIONS = get_args(get_type_hints(ModelConfig)["activation_func"])

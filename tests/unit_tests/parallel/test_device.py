@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cp.config import RunConfig
-from megatron_cp.errors import ConfigError, RuntimeFault
+from megatron_cp.common.errors import ConfigError, RuntimeFault
+from megatron_cp.config.run_config import RunConfig
 from megatron_cp.parallel import device
 from megatron_cp.parallel.device import check_gpus, start_distributed
 from tests.ranks import run_ranks

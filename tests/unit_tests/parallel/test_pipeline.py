@@ -1,5 +1,5 @@
 """What pipeline stages pass on has the shape that its receiver knows, and is freed; see also
-``tests/pretend_gpu/order.py``."""
+``tests/doubles/pretend_gpu/order.py``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron_cp.training.step import train_step
 from tests.packed_runs import DYNAMIC, LONGEST, lengths_file, packed_losses
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import Losses, losses_of, start, tiny_config
-from tests.unit_tests.training.layouts import PP2, VPP2
-from tests.unit_tests.training.test_model_variants import FULL
+from tests.unit_tests.training.layouts_compared.layouts import PP2, VPP2
+from tests.unit_tests.training.layouts_compared.test_model_variants import FULL
 
 
 def out_of_order(lengths: str, overrides: dict[str, Any]) -> None:

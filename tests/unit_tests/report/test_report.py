@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from megatron_cp.cli import main
-from megatron_cp.errors import DataError
+from megatron_cp.common.errors import DataError
 from megatron_cp.report.figures import draw
 from megatron_cp.report.runs import read_runs
 from megatron_cp.report.summary import table

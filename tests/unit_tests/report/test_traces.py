@@ -13,10 +13,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_cp.cli import main
-from megatron_cp.errors import DataError
+from megatron_cp.common.errors import DataError
 from megatron_cp.report import traces
 from megatron_cp.report.traces import PYTHON, kind_of, read_trace
-from megatron_cp.training import phases
+from megatron_cp.training.monitor import phases
 
 GEMM = "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT"
 FLASH = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0"

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_cp import recipes
-from megatron_cp.errors import Violation
-from megatron_cp.recipes import load_recipe
+from megatron_cp.common.errors import Violation
+from megatron_cp.config import recipes
+from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import Environment, Example, check
 from megatron_cp.rules.explain import EXAMPLE_RECIPE
 from megatron_cp.rules.remedies import Fix, parse_fix

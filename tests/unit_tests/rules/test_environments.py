@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_cp.attention.te_support import choose_backend, has_its_layers
-from megatron_cp.recipes import load_recipe
+from megatron_cp.attention.modules.te_support import choose_backend, has_its_layers
+from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.environment import PRESETS, installed_version
 from megatron_cp.rules.explain import EXAMPLE_RECIPE

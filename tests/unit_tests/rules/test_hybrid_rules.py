@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_cp.errors import Violation
+from megatron_cp.common.errors import Violation
+from megatron_cp.config.recipes import load_recipe
 from megatron_cp.models.hybrid_pattern import ahead_of, layers_of, with_stages
-from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
 
 MODEL = {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_cp.config import RunConfig
-from megatron_cp.errors import ConfigError
-from megatron_cp.recipes import load_recipe
+from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.recipes import load_recipe
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.schema import describe, field_paths, kind_of
 from megatron_cp.rules import Example, check
 from megatron_cp.rules.explain import EXAMPLE_RECIPE
 from megatron_cp.rules.proposals import divisors
 from megatron_cp.rules.remedies import parse_fix
-from megatron_cp.schema import describe, field_paths, kind_of
 from tests.unit_tests.rules.remedies import failures_of, recipes_are_composed_once  # noqa: F401  (a fixture)
 
 ONE_RANK = ("parallel=none",)

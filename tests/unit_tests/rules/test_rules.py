@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cp.config import RunConfig
-from megatron_cp.errors import ConfigError
-from megatron_cp.recipes import load_recipe
+from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.recipes import load_recipe
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.schema import field_paths, section_names
 from megatron_cp.rules import RULES, check, check_or_raise
+from megatron_cp.rules.base import SECTIONS, order
 from megatron_cp.rules.document import PATH, document
-from megatron_cp.rules.elsewhere import ELSEWHERE, GUARDS, KINDS, SILENT_UPSTREAM
 from megatron_cp.rules.explain import EXAMPLE_RECIPE, example_violations, explain
-from megatron_cp.rules.rule import SECTIONS, order
-from megatron_cp.schema import field_paths, section_names
+from megatron_cp.rules.not_rules import ELSEWHERE, GUARDS, KINDS, SILENT_UPSTREAM
 
 TESTS = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_cp.recipes import load_recipe
+from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import check
 from megatron_cp.rules.explain import EXAMPLE_RECIPE
 from tests.training_runs import tiny_config

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cp.config import RunConfig
-from megatron_cp.recipes import list_recipes, load_recipe
+from megatron_cp.config.recipes import list_recipes, load_recipe
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.schema import alternatives, kind_of
 from megatron_cp.rules import Example, check
 from megatron_cp.rules.explain import EXAMPLE_RECIPE
 from megatron_cp.rules.remedies import parse_fix, setting_of, with_overrides
 from megatron_cp.rules.resolve import ranks_to_check
-from megatron_cp.rules.unread import _READINGS
-from megatron_cp.schema import alternatives, kind_of
+from megatron_cp.rules.unused_settings import _READINGS
 from tests.unit_tests.rules.remedies import failures_of, recipes_are_composed_once  # noqa: F401  (a fixture)
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_cp.config.recipes import load_recipe
 from megatron_cp.dynamic_cp import PRESETS, schedule
+from megatron_cp.dynamic_cp.analysis.report import cp_sizes
 from megatron_cp.dynamic_cp.distributions import sample_lengths
-from megatron_cp.dynamic_cp.report import cp_sizes
-from megatron_cp.recipes import load_recipe
 from megatron_cp.rules import check
 from megatron_cp.rules.remedies import parse_fix
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_cp import launcher
 from megatron_cp.cli import main
-from megatron_cp.errors import EXIT_CONFIG
+from megatron_cp.common.errors import EXIT_CONFIG
+from megatron_cp.launch import launcher
 from tests.ranks import free_port, run_ranks
 
 TINY = [
@@ -56,8 +56,8 @@ def _turn_of_the_first() -> str:
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
-    monkeypatch.setattr("megatron_cp.cli.failures._its_turn", _turn_of_the_first)
-    monkeypatch.setattr("megatron_cp.cli.failures._SECONDS_TO_SPEAK", 0.0)
+    monkeypatch.setattr("megatron_cp.launch.failures._its_turn", _turn_of_the_first)
+    monkeypatch.setattr("megatron_cp.launch.failures._SECONDS_TO_SPEAK", 0.0)
 
     def call(
         *arguments: str, ranks: int = 2, before: Any = None, same_code: bool = True, recipe: str | None = None

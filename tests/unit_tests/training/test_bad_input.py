@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_cp.errors import ConfigError
-from megatron_cp.recipes import load_recipe
+from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import check
-from megatron_cp.training import loop, sinks
+from megatron_cp.training import loop
+from megatron_cp.training.monitor import sinks
 from megatron_cp.training.train import run
 from tests.training_runs import tiny_config
 

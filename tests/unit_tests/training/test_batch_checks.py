@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cp.common.errors import DataError
 from megatron_cp.data import batches
-from megatron_cp.data.datasets import MockDataset
-from megatron_cp.errors import DataError
+from megatron_cp.data.samples.datasets import MockDataset
 from megatron_cp.training import batches as training_batches
 from megatron_cp.training.batch_checks import checksum_of
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from megatron_cp.data.tokenizers import build_tokenizer
-from megatron_cp.training.batches import open_steps
+from megatron_cp.data.text.tokenizers import build_tokenizer
+from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
 from tests.packed_runs import DYNAMIC, lengths_file, packed_config, train_dataset
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config
-from tests.unit_tests.training.layouts import CP2, CP4, HCP, TP2
+from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, TP2
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
 

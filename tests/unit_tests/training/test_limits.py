@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cp.errors import RuntimeFault
-from megatron_cp.limits import reached_limit
+from megatron_cp.common.errors import RuntimeFault
+from megatron_cp.common.limits import reached_limit
 from megatron_cp.training import train  # noqa: F401 - so that no forked rank has to
-from megatron_cp.training.metrics import start_logging
-from megatron_cp.training.sinks import JsonLines, writing_into
+from megatron_cp.training.monitor.metrics import start_logging
+from megatron_cp.training.monitor.sinks import JsonLines, writing_into
 from tests.ranks import run_ranks
 from tests.unit_tests.training.test_stopping import at_iteration
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_cp.attention.core_attention import ContextParallelAttention
-from megatron_cp.data.datasets import MockDataset
+from megatron_cp.attention.modules.native import ContextParallelAttention
+from megatron_cp.data.samples.datasets import MockDataset
 
 METRICS = {
     "iteration",

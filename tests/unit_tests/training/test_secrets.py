@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_cp import terminal
+from megatron_cp.common import terminal
 
 SECRETS = ("hunter2-hunter2", "another-secret")
 ALONE = ["model.context_parallel_size=1", "scheduler.lr_warmup_iters=0"]

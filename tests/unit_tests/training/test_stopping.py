@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megatron_cp.errors import RuntimeFault
+from megatron_cp.common.errors import RuntimeFault
 from tests.ranks import RanksFailed, free_port, run_ranks
 from tests.unit_tests.training.conftest import run_cli
 
@@ -107,7 +107,8 @@ def test_a_rank_that_is_frozen_is_named_after_the_timeout(
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def freeze_outside_steps() -> None:
-        from megatron_cp.training import checkpoint, loop
+        from megatron_cp.training import loop
+        from megatron_cp.training.checkpoint import saver as checkpoint
 
         module, name = (checkpoint, "put_in_place") if when == "save" else (loop, "evaluate_all")
 
@@ -195,7 +196,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_those_that_wait_for_it(
 
 def test_a_signal_during_a_save(cli: Any, tmp_path: Path) -> None:
     def signal_in_the_save() -> None:
-        from megatron_cp.training import checkpoint_writer
+        from megatron_cp.training.checkpoint import writer as checkpoint_writer
 
         original = checkpoint_writer.Writer.start
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from megatron_cp.config import RunConfig
-from megatron_cp.errors import ConfigError
+from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.run_config import RunConfig
 from megatron_cp.rules.remedies import parse_fix, with_overrides
-from megatron_cp.training.differences import begin_with
-from megatron_cp.training.resuming import check_fits, find_start
+from megatron_cp.training.checkpoint.differences import begin_with
+from megatron_cp.training.checkpoint.resume import check_fits, find_start
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config

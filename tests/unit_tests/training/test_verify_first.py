@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_cp.recipes import load_recipe
+from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import Environment
-from megatron_cp.training import agreement
+from megatron_cp.training import consistency as agreement
 from megatron_cp.verify import before_training
 from megatron_cp.verify.reduce import comparable
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_cp.one_rank import on_one_rank
+from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.verify import compare
 from megatron_cp.verify.measure import Measurement
 from megatron_cp.verify.reduce import comparable

@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from megatron_cp.one_rank import on_one_rank
+from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.verify.compare import compare_with_one_rank
 from megatron_cp.verify.reduce import comparable
 from megatron_cp.verify.report import diagnose
 from tests.ranks import run_ranks
 from tests.training_runs import tiny_config
 from tests.unit_tests.models.hybrids import HYBRID, HYBRID_EXPERTS
-from tests.unit_tests.training.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.test_model_variants import CLASSIC, EP2, ETP1, MLA, MOE
+from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.layouts_compared.test_model_variants import CLASSIC, EP2, ETP1, MLA, MOE
 
 TIED = {"model__share_embeddings_and_output_weights": True}
 DECENTRALIZED = {"dist__use_decentralized_pg": True}

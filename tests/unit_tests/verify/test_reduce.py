@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.errors import ConfigError
-from megatron_cp.one_rank import on_one_rank
-from megatron_cp.recipes import list_recipes, load_recipe
+from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.recipes import list_recipes, load_recipe
+from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.rules import check
 from megatron_cp.verify.reduce import AUX_LOSS, LEARNING_RATE, MTP_LOSS, PACKED_TOKENS, Z_LOSS, comparable
 from tests.functional_tests.random_layouts import configurations

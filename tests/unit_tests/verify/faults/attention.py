@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 
-from megatron_cp.attention import all_to_all, comm, core_attention, functional, merge, ring
+from megatron_cp.attention import functional, merge
+from megatron_cp.attention.modules import native as core_attention
 from megatron_cp.attention.tiles import Mask
-from megatron_cp.backend import patches
-from megatron_cp.dynamic_cp import packing
-from megatron_cp.models import mamba_exchange
+from megatron_cp.attention.transports import all_to_all, comm, ring
+from megatron_cp.dynamic_cp.runtime import packing
+from megatron_cp.mcore import patches
+from megatron_cp.models.layers import mamba_exchange
 from tests.unit_tests.models.hybrids import HYBRID
-from tests.unit_tests.training.layouts import CP2, CP4, HCP, TP2, over
+from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, TP2, over
 from tests.unit_tests.verify.faults.registry import BACKWARD, FORWARD, PROBE, changed, fault
 from tests.unit_tests.verify.test_layouts import DYNAMIC, PACKED
 
@@ -225,7 +227,7 @@ def joined_documents() -> Patch:
 
 @fault("dynamic context parallelism: slices of a pack by the reversed rank", DYNAMIC, FORWARD)
 def reversed_ranks_of_a_pack() -> Patch:
-    from megatron_cp.dynamic_cp import iterator
+    from megatron_cp.dynamic_cp.runtime import iterator
 
     def change(lay_out: Callable) -> Callable:
         return lambda parts, rank, size, **given: lay_out(parts, size - 1 - rank, size, **given)

@@ -7,11 +7,11 @@ from typing import Any
 
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from megatron_cp.dynamic_cp import iterator
-from megatron_cp.models import router_losses
-from megatron_cp.models.router import PackRouter
-from tests.unit_tests.training.layouts import CP2, CP4
-from tests.unit_tests.training.test_model_variants import BALANCED, BIASED, EP2, SIGMOID
+from megatron_cp.dynamic_cp.runtime import iterator
+from megatron_cp.models.layers import router_losses
+from megatron_cp.models.layers.router import PackRouter
+from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4
+from tests.unit_tests.training.layouts_compared.test_model_variants import BALANCED, BIASED, EP2, SIGMOID
 from tests.unit_tests.verify.faults.registry import BACKWARD, ROUTERS, STEP, WEIGHTS, changed, fault
 from tests.unit_tests.verify.test_layouts import DYNAMIC
 

@@ -1,0 +1,41 @@
+"""What every kernel of attention offers, and what several need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_cp.attention.context import AttentionCall
+from megatron_cp.attention.kernels.launches import Launch
+from megatron_cp.attention.tiles import Plan, TileSize
+
+Result = tuple[Tensor, Tensor]  # output and log-sum-exp
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Kernel(Protocol):
+    """A device's way to compute tiles. Tensors are [b, h, s, d]; ``parts`` are dout, query, key, value and out."""
+
+    def forward_tiles(self, dtype: torch.dtype) -> TileSize: ...
+
+    def backward_tiles(self, dtype: torch.dtype, call: AttentionCall) -> TileSize: ...
+
+    def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]: ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> Result: ...
+
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, launch: Launch, call: AttentionCall) -> Gradients: ...
+
+
+def equal_head_dims(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernels take one head dim: zero columns change neither scores nor the real columns of the output."""
+    dim = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
+    return pad_last(q, dim), pad_last(k, dim), pad_last(v, dim)
+
+
+def pad_last(x: Tensor, dim: int) -> Tensor:
+    return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))

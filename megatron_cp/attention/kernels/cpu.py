@@ -1,0 +1,143 @@
+"""PyTorch's flash attention on CPUs, and attention written out in matrix products for any device and dtype."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_cp.attention.context import AttentionCall
+from megatron_cp.attention.kernels.base import Gradients, Result, equal_head_dims, pad_last
+from megatron_cp.attention.kernels.launches import Launch
+from megatron_cp.attention.tiles import Kind, Plan, Tile, TileSize
+
+
+class CpuFlash:
+    """PyTorch's CPU flash attention. It takes fewer key/value heads as they are, at full speed."""
+
+    def forward_tiles(self, dtype: torch.dtype) -> TileSize:
+        """Small causal tiles, in float32.
+
+        The kernel visits keys in blocks of 512 and computes a whole block where the diagonal crosses it, so a large
+        causal tile wastes a fifth of its time; cut to 256 rows, most of that work runs as unmasked tiles. It is as
+        fast in float32 as in half precision, so partial results are never rounded before they are merged. float64
+        is for verification: one call for a sequence gives the bits of PyTorch's own attention.
+        """
+        return TileSize(causal=0 if dtype == torch.float64 else 256, band=256)
+
+    def backward_tiles(self, dtype: torch.dtype, call: AttentionCall) -> TileSize:
+        """As forward, but large bf16 tiles stay bf16 where that is faster and costs no accuracy.
+
+        With AVX-512 the kernel is then twice as fast as in float32, and rounds what it returns: a sum of rounded parts
+        is further from the truth than one rounded result. So bf16 is used where a sequence is one tile, and under a
+        causal mask behind the first tokens: those see few others, and with them lies most of the gradient. The kernel
+        for fp16 is of no use, being 17 times slower.
+        """
+        size = self.forward_tiles(dtype)
+        if dtype != torch.bfloat16 or call.mask.left is not None or not fast_bf16():
+            return size
+        if call.mask.right == 0:
+            return replace(size, half_from=512)
+        return replace(size, half_from=0) if call.layout.size == 1 else size
+
+    def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]:
+        return map(Launch.of, plan)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> Result:
+        tile, dim_v = launch.tile, v.shape[-1]
+        q, k, v = equal_head_dims(q, k, v)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, tile.kind is Kind.CAUSAL, attn_mask=_band_mask(tile, q), scale=call.scale
+        )
+        return out[..., :dim_v], lse
+
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, launch: Launch, call: AttentionCall) -> Gradients:
+        tile, (dout, q, k, v, out) = launch.tile, parts
+        dim_qk, dim_v = q.shape[-1], v.shape[-1]
+        q, k, v = equal_head_dims(q, k, v)
+        dout, out = pad_last(dout, v.shape[-1]), pad_last(out, v.shape[-1])
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, tile.kind is Kind.CAUSAL, attn_mask=_band_mask(tile, q), scale=call.scale
+        )
+        return dq[..., :dim_qk], dk[..., :dim_qk], dv[..., :dim_v]
+
+
+@functools.cache
+def fast_bf16() -> bool:
+    """Whether oneDNN does this CPU's bf16 matmuls; elsewhere PyTorch's own loop takes ten times as long as float32."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class Matmul:
+    """Attention written out in matmuls, some rows at a time: any device and dtype, to check with rather than fast."""
+
+    ROWS = 512
+
+    def forward_tiles(self, dtype: torch.dtype) -> TileSize:
+        return TileSize(causal=0, band=0)
+
+    def backward_tiles(self, dtype: torch.dtype, call: AttentionCall) -> TileSize:
+        return self.forward_tiles(dtype)
+
+    def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]:
+        return map(Launch.of, plan)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> Result:
+        tile = launch.tile
+        outs, lses = [], []
+        for row in range(0, tile.q_length, self.ROWS):
+            scores = self._scores(q, k, tile, row, call.scale)
+            lse = scores.logsumexp(-1)
+            outs.append((scores - lse.unsqueeze(-1)).exp() @ v.unsqueeze(2))
+            lses.append(lse)
+        return torch.cat(outs, dim=3).flatten(1, 2), torch.cat(lses, dim=3).flatten(1, 2)
+
+    def backward(self, parts: Sequence[Tensor], lse: Tensor, launch: Launch, call: AttentionCall) -> Gradients:
+        tile, (dout, q, k, v, out) = launch.tile, parts
+        kv_heads = k.shape[1]
+        dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+        for row in range(0, tile.q_length, self.ROWS):
+            at = slice(row, row + self.ROWS)
+            do, o, queries, denominators = (x[:, :, at].unflatten(1, (kv_heads, -1)) for x in (dout, out, q, lse))
+            probabilities = (self._scores(q, k, tile, row, call.scale) - denominators.unsqueeze(-1)).exp()
+            delta = (do * o).sum(-1, keepdim=True)
+            dscores = probabilities * (do @ v.unsqueeze(2).mT - delta) * call.scale
+            dqs.append(dscores @ k.unsqueeze(2))
+            dk += (dscores.mT @ queries).sum(2)
+            dv += (probabilities.mT @ do).sum(2)
+        return torch.cat(dqs, dim=3).flatten(1, 2), dk, dv
+
+    def _scores(self, q: Tensor, k: Tensor, tile: Tile, row: int, scale: float) -> Tensor:
+        """[b, kv_heads, heads per kv head, rows, s'], masked."""
+        queries = q[:, :, row : row + self.ROWS].unflatten(1, (k.shape[1], -1))
+        scores = queries @ k.unsqueeze(2).mT * scale
+        if tile.kind is Kind.FULL:
+            return scores
+        low, high = (None, 0) if tile.kind is Kind.CAUSAL else (tile.low, tile.high)
+        shifted = (None if low is None else low + row), (None if high is None else high + row)
+        return scores + _additive_band(scores.shape[-2], tile.k_length, *shifted, q.dtype, q.device)
+
+
+def _band_mask(tile: Tile, q: Tensor) -> Tensor | None:
+    if tile.kind is not Kind.BAND:
+        return None
+    return _kept_band(tile.q_length, tile.k_length, tile.low, tile.high, q.dtype, q.device)
+
+
+def _additive_band(
+    rows: int, columns: int, low: int | None, high: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[rows, columns] with 0 where low <= column - row <= high and -inf elsewhere."""
+    distance = torch.arange(columns, device=device) - torch.arange(rows, device=device)[:, None]
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if low is not None:
+        allowed &= distance >= low
+    if high is not None:
+        allowed &= distance <= high
+    return torch.zeros(rows, columns, dtype=dtype, device=device).masked_fill_(~allowed, -torch.inf)
+
+
+_kept_band = functools.lru_cache(maxsize=64)(_additive_band)  # of the small tiles of the CPU's kernel, most are alike

@@ -1,0 +1,191 @@
+"""Start-up proof that attention communicates, before a step is spent on a run in which it does not.
+
+Attention whose groups are missing, wrong or stale raises no error: every rank attends to its own tokens and the loss
+still falls. So all ranks first compare what each believes about its groups, and then each distinct transport in the
+model carries a small tensor, forward and backward, whose result must be the one computed on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.attention.context import CPContext
+from megatron_cp.attention.reference import reference_attention
+from megatron_cp.attention.sharding import shard_sequence
+from megatron_cp.common.errors import RuntimeFault, shown
+from megatron_cp.parallel.collectives import everyones, found_by_anyone
+
+TOKENS_PER_CHUNK, SEED = 2, 20
+# The largest difference, relative to the largest reference value, that rounding explains (outputs and gradients).
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class ProbeError(RuntimeFault):
+    """Attention does not give the one-rank answer, on every rank; the message names layers, transport and groups."""
+
+
+@dataclass(frozen=True)
+class ProbeInputs:
+    """The tensors with which a module can be tried, and what it does to them besides causal attention."""
+
+    heads: int
+    kv_heads: int
+    dtype: torch.dtype
+    device: torch.device
+    qk_dim: int = 16
+    v_dim: int = 16
+    window_size: tuple[int, int] | None = None
+    softmax_scale: float | None = None
+    softmax_offset: Tensor | None = None
+
+
+class ProbedAttention(Protocol):
+    """What an attention module offers to be probed."""
+
+    config: Any
+    pg_collection: Any
+    layer_number: int
+
+    @property
+    def context(self) -> CPContext:
+        """The transport and groups in use."""
+
+    def probe_inputs(self) -> ProbeInputs:
+        """What to call :meth:`probe_forward` with."""
+
+    def probe_forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention through the real transport, [s_local, 1, heads, qk_dim] -> [s_local, 1, heads, v_dim]."""
+
+
+@dataclass
+class _Suspect:
+    """A transport with its groups, and the layers that use it."""
+
+    module: ProbedAttention
+    layers: list[int]
+
+    def __str__(self) -> str:
+        plural = "layers" if len(self.layers) > 1 else "layer"
+        return f"{plural} {', '.join(map(str, self.layers))}, {self.module.context}"
+
+
+def probe_attention(model_chunks: Iterable[torch.nn.Module]) -> None:
+    """Prove every attention module in ``model_chunks`` (this rank's pipeline chunks) to communicate.
+
+    A collective call over all ranks, each with its own chunks. Raises :class:`ProbeError` on all of them when any rank
+    finds that groups disagree or that an output or gradient differs from the one-rank answer by more than rounding.
+    Modules that share transport and groups are tried once. Without torch.distributed there is nothing to prove.
+    """
+    if not dist.is_initialized():
+        return
+    suspects = _suspects(model_chunks)
+    _agree([problem for suspect in suspects if (problem := _compare_sizes(suspect))])
+    _agree(_compare_groups(suspects))
+    _agree([problem for suspect in suspects if (problem := _try_transport(suspect))])
+
+
+def _suspects(model_chunks: Iterable[torch.nn.Module]) -> list[_Suspect]:
+    found: dict[str, _Suspect] = {}
+    for chunk in model_chunks:
+        modules: Iterable[Any] = chunk.modules()
+        for module in modules:
+            if hasattr(module, "probe_forward") and module.config.context_parallel_size > 1:
+                layers = found.setdefault(str(module.context), _Suspect(module, [])).layers
+                layers.append(module.layer_number)
+    return list(found.values())
+
+
+def _compare_sizes(suspect: _Suspect) -> str | None:
+    module, context = suspect.module, suspect.module.context
+    expected, cp_group = module.config.context_parallel_size, module.pg_collection.cp
+    if context.size != expected:
+        return f"{suspect}: attends over {context.size} ranks, but context_parallel_size is {expected}"
+    if cp_group is None or (dist.get_world_size(cp_group), dist.get_rank(cp_group)) != (expected, context.rank):
+        ranks = None if cp_group is None else dist.get_process_group_ranks(cp_group)
+        return f"{suspect}: rank {context.rank} of {expected} in it, but sequences are sharded over ranks {ranks}"
+    return None
+
+
+def _compare_groups(suspects: list[_Suspect]) -> list[str]:
+    """Whether the members of each group name the same members, in the same order, for the same layers."""
+    mine: list[tuple[str, dict[str, list[int]]]] = []
+    for suspect in suspects:
+        context = suspect.module.context
+        groups = {"cp": suspect.module.pg_collection.cp, "a2a": context.heads.group, "p2p": context.ring.group}
+        members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
+        mine.append((f"layers {suspect.layers}, {context.comm_type}", members))
+    everyone = everyones(mine)
+    problems = []
+    for index, (what, members) in enumerate(mine):
+        for name, ranks in members.items():
+            for rank in ranks:
+                theirs = everyone[rank][index] if index < len(everyone[rank]) else ("nothing", {})
+                if theirs[0] != what or theirs[1].get(name) != ranks:
+                    problems.append(
+                        f"{suspects[index]}: its {name} group is {ranks}, but rank {rank} has {theirs[0]}, "
+                        f"{name} group {theirs[1].get(name)}"
+                    )
+    return problems
+
+
+def _try_transport(suspect: _Suspect) -> str | None:
+    """One small forward and backward pass; a sentence when it differs from the one-rank answer."""
+    module = suspect.module
+    size, rank = module.config.context_parallel_size, dist.get_rank(module.pg_collection.cp)
+    inputs = module.probe_inputs()
+    generator = torch.Generator().manual_seed(SEED)
+    tokens = 2 * size * TOKENS_PER_CHUNK
+
+    def draw(heads: int, dim: int) -> Tensor:
+        return torch.randn(tokens, 1, heads, dim, generator=generator).to(dtype=inputs.dtype, device=inputs.device)
+
+    whole = [
+        draw(inputs.heads, inputs.qk_dim),
+        draw(inputs.kv_heads, inputs.qk_dim),
+        draw(inputs.kv_heads, inputs.v_dim),
+    ]
+    dout = draw(inputs.heads, inputs.v_dim)
+    query, key, value = exact = [x.double().requires_grad_() for x in whole]
+    expected = reference_attention(
+        query,
+        key,
+        value,
+        window_size=inputs.window_size,
+        softmax_scale=inputs.softmax_scale,
+        softmax_offset=inputs.softmax_offset,
+    )
+    expected_grads = torch.autograd.grad(expected, exact, dout.double())
+    mine = [shard_sequence(x, 0, rank, size).requires_grad_() for x in whole]
+    try:
+        out = module.probe_forward(mine[0], mine[1], mine[2])
+        grads = torch.autograd.grad(out, mine, shard_sequence(dout, 0, rank, size))
+    except (ValueError, RuntimeError) as error:
+        return f"{suspect}: {error}"
+    names = ("output", "query gradient", "key gradient", "value gradient")
+    for name, got, want in zip(names, (out, *grads), (expected, *expected_grads), strict=True):
+        difference = _largest_error(got, shard_sequence(want, 0, rank, size), want)
+        if not difference <= TOLERANCE[inputs.dtype]:
+            return (
+                f"{suspect}: the {name} of a sequence sharded over {size} ranks differs from the one-rank answer by "
+                f"{difference:.1e} of its largest value: the groups do not communicate as they should"
+            )
+    return None
+
+
+def _largest_error(got: Tensor, want: Tensor, scale: Tensor) -> float:
+    return ((got.double() - want).abs().max() / scale.abs().max()).item()
+
+
+def _agree(problems: list[str]) -> None:
+    """Raise on all ranks what any of them found."""
+    found = found_by_anyone(problems)
+    if found:
+        between = "\n  "
+        what = f"attention probe failed, nothing was trained.{between}{shown(found, between)}"
+        raise ProbeError(what, on_all_ranks=True)

@@ -1,0 +1,214 @@
+"""Transformer Engine's attention with the context-parallel groups it was really given.
+
+megatron-core 0.19.2's ``TEDotProductAttention`` takes the hierarchical groups from global state, whatever
+``pg_collection`` says; where that state is empty, Transformer Engine sees no group and attends to local tokens without
+a word. It also allocates its second stream only when context parallelism is configured statically, and leaves a
+microbatch's group in place after the microbatch. The subclass here sets all of this right and refuses what cannot be.
+
+Importable without Transformer Engine; the class exists from the first call of :func:`te_attention_class` on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.attention.context import CPContext, GroupOrPair
+from megatron_cp.attention.modules.configured import configured_context, learnable_softmax_offset, transport_of_layer
+from megatron_cp.attention.modules.probe import ProbeInputs
+from megatron_cp.common.installation import how_to_install
+
+
+@functools.cache
+def have_transformer_engine() -> bool:
+    """Whether megatron-core found Transformer Engine."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return bool(HAVE_TE)
+
+
+@functools.cache
+def te_attention_class() -> type:
+    """The core-attention class to put into a layer spec. Raises ImportError without Transformer Engine."""
+    if not have_transformer_engine():
+        raise ImportError(
+            f"Transformer Engine is not installed. Fix: {how_to_install('gpu')}, or model.attention_backend=native"
+        )
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return with_given_groups(TEDotProductAttention)
+
+
+def with_given_groups(base: Any) -> type:
+    """A subclass of ``base``, megatron-core's ``TEDotProductAttention``, that uses the groups it is handed."""
+
+    class GivenGroupsTEAttention(base):
+        """See the module's docstring. ``context`` tells the transport and groups in use."""
+
+        def __init__(
+            self,
+            config: Any,
+            layer_number: int,
+            attn_mask_type: Any,
+            attention_type: str,
+            *args: Any,
+            cp_comm_type: str | None = None,
+            pg_collection: Any = None,
+            **kwargs: Any,
+        ) -> None:
+            comm_type = cp_comm_type or transport_of_layer(config, layer_number)
+            where = f"TEDotProductAttention, layer {layer_number}"
+            if pg_collection is None and config.context_parallel_size > 1:
+                raise ValueError(f"{where}: pg_collection is None; pass the process groups it is to use")
+            context = configured_context(config, comm_type, pg_collection, where)
+            if context.size > 1 and pg_collection.cp is None:
+                raise ValueError(f"{where}: context_parallel_size={context.size} but pg_collection.cp is missing")
+            super().__init__(
+                config,
+                layer_number,
+                attn_mask_type,
+                attention_type,
+                *args,
+                # Upstream asks for both levels' groups, also where nothing is configured statically and there are none.
+                cp_comm_type=comm_type if context.size > 1 else "p2p",
+                pg_collection=pg_collection,
+                **kwargs,
+            )
+            self.layer_number = layer_number
+            self.pg_collection = pg_collection
+            self.cp_comm_type = comm_type
+            if config.softmax_type == "learnable":
+                # Its own begins at zero and without the mark of a parameter that tensor-parallel ranks share out.
+                self.softmax_offset = learnable_softmax_offset(config, pg_collection)
+            # Dynamic context parallelism needs the stream even where nothing is configured statically.
+            if base.cp_stream is None and torch.cuda.is_available():
+                base.cp_stream = torch.cuda.Stream()
+            self._softmax_scale = kwargs.get("softmax_scale")
+            self._configured_context = self._context = context
+            if context.size > 1:
+                self._apply_context(context)
+
+        @property
+        def context(self) -> CPContext:
+            return self._context
+
+        def set_context_parallel_group(
+            self,
+            group: GroupOrPair | CPContext | None,
+            cp_global_ranks: Sequence[int] | None = None,
+            cp_stream: Any = None,
+            cp_comm_type: str | None = None,
+        ) -> CPContext:
+            """Use ``group`` from now on; None restores the configured ones. Returns the context that was in use.
+
+            The other arguments are Transformer Engine's. Left out they keep what this layer has; in particular the
+            transport stays, where Transformer Engine's own default would make it ``p2p``.
+            """
+            before = self._context
+            if cp_comm_type is not None and cp_comm_type != self.cp_comm_type:
+                raise ValueError(f"layer {self.layer_number} was built for {self.cp_comm_type!r}, got {cp_comm_type!r}")
+            if group is None:
+                context = self._configured_context
+            elif isinstance(group, CPContext):
+                context = group
+            else:
+                context = CPContext.build(self.cp_comm_type, group)
+            self._apply_context(context, cp_global_ranks, cp_stream)
+            return before
+
+        def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
+            """Attention; a group in ``packed_seq_params`` (dynamic context parallelism) holds for this call only."""
+            group = getattr(packed_seq_params, "cp_group", None)
+            dynamic = group is not None or getattr(packed_seq_params, "local_cp_size", None) is not None
+            if group is not None:
+                ranks = CPContext.build(self.cp_comm_type, group).heads.size
+            else:
+                ranks = 1 if dynamic else self._context.heads.size
+            try:
+                with self._share_of_offset_gradient(ranks):
+                    return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+            finally:
+                if dynamic:
+                    self._apply_context(self._context)
+
+        @contextlib.contextmanager
+        def _share_of_offset_gradient(self, ranks: int) -> Iterator[None]:
+            """Transformer Engine gives each rank of an all-to-all the gradient of all heads' offsets, whole, and the
+            ranks' gradients are then added up: let each have its share."""
+            whole = self._parameters.get("softmax_offset")
+            if whole is None or ranks == 1:
+                yield
+                return
+            del self._parameters["softmax_offset"]
+            try:
+                object.__setattr__(self, "softmax_offset", _ShareOfGradient.apply(whole, ranks))
+                yield
+            finally:
+                object.__delattr__(self, "softmax_offset")
+                self._parameters["softmax_offset"] = whole
+
+        def probe_inputs(self) -> ProbeInputs:
+            """See :func:`megatron_cp.attention.modules.probe.probe_attention`."""
+            tp = self.config.tensor_model_parallel_size
+            offset = getattr(self, "softmax_offset", None)
+            return ProbeInputs(
+                heads=self.config.num_attention_heads // tp,
+                kv_heads=max(1, self.config.num_query_groups // tp),
+                qk_dim=getattr(self, "hidden_size_per_attention_head_k", self.config.kv_channels),
+                v_dim=getattr(self, "hidden_size_per_attention_head_v", self.config.kv_channels),
+                dtype=torch.bfloat16,
+                device=torch.device(torch.cuda.current_device()),
+                window_size=getattr(self, "window_size", None),
+                softmax_scale=self._softmax_scale,
+                softmax_offset=None if offset is None else offset.detach().reshape(-1),
+            )
+
+        def probe_forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            """Causal attention through Transformer Engine, [s_local, b, heads, head_dim]."""
+            from megatron.core.transformer.enums import AttnMaskType
+
+            out = self(query, key, value, None, attn_mask_type=AttnMaskType.causal)
+            return out.unflatten(-1, (query.shape[2], value.shape[3]))
+
+        def _apply_context(self, context: CPContext, ranks: Sequence[int] | None = None, stream: Any = None) -> None:
+            stream = base.cp_stream if stream is None else stream
+            self._context = context
+            if context.size == 1:
+                super().set_context_parallel_group(None, None, stream, self.cp_comm_type)
+                return
+            group, members = _te_groups(context)
+            super().set_context_parallel_group(group, list(ranks or members), stream, self.cp_comm_type)
+
+    return GivenGroupsTEAttention
+
+
+class _ShareOfGradient(torch.autograd.Function):
+    """The same value, with one of ``ranks`` equal shares of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.ranks, None
+
+
+def _te_groups(context: CPContext) -> tuple[Any, list[int]]:
+    """What Transformer Engine wants: a group or [a2a, p2p], and the global ranks by context-parallel rank."""
+    if context.comm_type != "a2a+p2p":
+        group = context.ring.group if context.heads.group is None else context.heads.group
+        return group, dist.get_process_group_ranks(group)
+    # Neighbours form the a2a groups, so the ring's members are the a2a group's, shifted from group to group.
+    neighbours = dist.get_process_group_ranks(context.heads.group)
+    ring = dist.get_process_group_ranks(context.ring.group)
+    shifts = [rank - ring[context.ring.rank] for rank in ring]
+    ranks = [neighbour + shift for shift in shifts for neighbour in neighbours]
+    return [context.heads.group, context.ring.group], ranks

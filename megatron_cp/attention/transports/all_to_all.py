@@ -1,0 +1,170 @@
+"""``a2a``: ranks exchange sequence for heads, attend to whole sequences with a share of the heads, and exchange back.
+
+Before: every rank has its tokens of all heads. After: every rank has all tokens of heads/size query heads and of the
+key/value heads that those use. Where there are fewer key/value heads than ranks, several ranks get the same one and
+its gradients are summed on the way back. Each head is computed whole, so nothing is merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_cp.attention.context import AttentionCall
+from megatron_cp.attention.heads import HeadSplit
+from megatron_cp.attention.merge import accumulation_dtype
+from megatron_cp.attention.once_differentiable import differentiable_once
+from megatron_cp.attention.sharding import Layout, RowRun, regroup_runs
+from megatron_cp.attention.tables import regroup_rows
+from megatron_cp.attention.transports import comm
+from megatron_cp.attention.transports.comm import Peers
+from megatron_cp.attention.transports.ring import ring_attention
+from megatron_cp.parallel.transfer import send
+
+Inner = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionCall], Tensor]
+Share = Callable[[int], slice]  # rank -> the heads it works on
+
+
+def all_to_all_attention(
+    query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall, peers: Peers
+) -> Tensor:
+    """Attention over all ranks' tokens, [s_local, b, h, d]; differentiable. Query heads must divide by ranks."""
+    return with_heads_exchanged(_attend_alone, query, key, value, softmax_offset, call, peers)
+
+
+def with_heads_exchanged(
+    inner: Inner,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax_offset: Tensor | None,
+    call: AttentionCall,
+    peers: Peers,
+) -> Tensor:
+    """Call ``inner`` on the tokens of all ``peers`` with this rank's share of the heads, and bring its output back."""
+    if peers.size == 1:
+        return inner(query, key, value, softmax_offset, call)
+    heads = HeadSplit.of(query.shape[2], key.shape[2], peers.size)
+    exchange = _Exchange.of(peers, heads, call.layout)
+    query, key, value = _SequenceToHeads.apply(query, key, value, exchange)
+    if softmax_offset is not None:
+        softmax_offset = softmax_offset[heads.query(peers.rank)]
+    expand = heads.expansion(peers.rank)
+    if expand is not None:
+        index = send(torch.tensor(expand), key.device)
+        key, value = key.index_select(2, index), value.index_select(2, index)
+    common = replace(call, layout=call.layout.resized(call.layout.size // peers.size))
+    return _HeadsToSequence.apply(inner(query, key, value, softmax_offset, common), exchange)
+
+
+def _attend_alone(query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, call: AttentionCall) -> Tensor:
+    return ring_attention(query, key, value, offset, call, Peers.alone())
+
+
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """The messages between sequence and heads, all tensors' under way at once.
+
+    Rows go straight to where they belong: ``runs`` says which rows of each rank lie where in the common shard. That of
+    a ``pack``, whose chunks would be a message each, is put together rank by rank and then put in order.
+    """
+
+    peers: Peers
+    heads: HeadSplit
+    runs: Sequence[Sequence[RowRun]]
+    pack: Layout | None
+
+    @classmethod
+    def of(cls, peers: Peers, heads: HeadSplit, layout: Layout) -> _Exchange:
+        if layout.is_dense:
+            return cls(peers, heads, regroup_runs(layout, peers.size), None)
+        one_by_one = [[RowRun(0, rank * layout.rows, layout.rows)] for rank in range(peers.size)]
+        return cls(peers, heads, one_by_one, layout)
+
+    @property
+    def mine(self) -> Sequence[RowRun]:
+        return self.runs[self.peers.rank]
+
+    def spread(self, tensors: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor]:
+        """[s_local, b, heads, d] of all heads to [all ranks' tokens, b, this rank's share of the heads, d]."""
+        arrivals = [self._start_spread(*each, index) for index, each in enumerate(zip(tensors, shares, strict=True))]
+        shards = [arrival.wait() for arrival in arrivals]
+        if self.pack is None:
+            return shards
+        return [regroup_rows(shard, self.pack, self.peers.size) for shard in shards]
+
+    def _start_spread(self, x: Tensor, share: Share, index: int) -> comm.Arrival[Tensor]:
+        parts = [x[:, :, share(rank)] for rank in range(self.peers.size)]
+        mine = parts[self.peers.rank]
+        shard = x.new_empty((x.shape[0] * self.peers.size, *mine.shape[1:]))
+        outgoing = [[part[run.rows] for run in self.mine] for part in parts]
+        incoming = [[shard[run.common] for run in runs] for runs in self.runs]
+        arrival = comm.exchange(outgoing, incoming, shard, self.peers, index)
+        for run in self.mine:
+            shard[run.common] = mine[run.rows]
+        return arrival
+
+    def collect(self, tensors: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor]:
+        """The inverse; a head that several ranks worked on gets the sum of what they computed."""
+        arrivals = [self._start_collect(*each, index) for index, each in enumerate(zip(tensors, shares, strict=True))]
+        return [self._join(arrival.wait(), share) for arrival, share in zip(arrivals, shares, strict=True)]
+
+    def _start_collect(self, x: Tensor, share: Share, index: int) -> comm.Arrival[list[list[Tensor]]]:
+        if self.pack is not None:
+            x = regroup_rows(x, self.pack, self.peers.size, inverse=True)
+        outgoing = [[x[run.common] for run in runs] for runs in self.runs]
+        incoming = [
+            [x.new_empty((run.length, x.shape[1], heads.stop - heads.start, x.shape[3])) for run in self.mine]
+            for heads in map(share, range(self.peers.size))
+        ]
+        incoming[self.peers.rank] = outgoing[self.peers.rank]
+        return comm.exchange(outgoing, incoming, incoming, self.peers, index)
+
+    def _join(self, parts: list[list[Tensor]], share: Share) -> Tensor:
+        """``parts``: what each rank computed for each of this rank's runs."""
+        size, like = self.peers.size, parts[0][0]
+        shape = (sum(run.length for run in self.mine), like.shape[1], share(size - 1).stop, like.shape[3])
+        if all(share(rank).stop == share(rank + 1).start for rank in range(size - 1)):
+            whole = like.new_empty(shape)
+            for rank, run, part in self._places(parts):
+                whole[run.rows, :, share(rank)] = part
+            return whole
+        total = like.new_zeros(shape, dtype=accumulation_dtype(like.dtype))
+        for rank, run, part in self._places(parts):
+            total[run.rows, :, share(rank)].add_(part)
+        return total.to(like.dtype)
+
+    def _places(self, parts: list[list[Tensor]]) -> Iterator[tuple[int, RowRun, Tensor]]:
+        for rank, pieces in enumerate(parts):
+            for run, piece in zip(self.mine, pieces, strict=True):
+                yield rank, run, piece
+
+
+class _SequenceToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: _Exchange) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        heads = exchange.heads
+        return tuple(exchange.spread((query, key, value), (heads.query, heads.kv, heads.kv)))
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        heads = ctx.exchange.heads
+        return *ctx.exchange.collect(grads, (heads.query, heads.kv, heads.kv)), None
+
+
+class _HeadsToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.collect([out], [exchange.heads.query])[0]
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.exchange.spread(douts, [ctx.exchange.heads.query]), None

@@ -1,0 +1,32 @@
+"""``a2a+p2p``: sequence for heads within a small group of neighbours, a ring between the groups.
+
+No third algorithm: after the exchange, a group of neighbours holds exactly the zigzag shard that one rank of the ring
+between groups would hold, with a share of the heads. A hop of that ring carries as much as one of a flat ring, but
+there are p2p - 1 of them instead of a2a * p2p - 1, and only they cross the slow links.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_cp.attention.context import AttentionCall
+from megatron_cp.attention.transports.all_to_all import with_heads_exchanged
+from megatron_cp.attention.transports.comm import Peers
+from megatron_cp.attention.transports.ring import ring_attention
+
+
+def hierarchical_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax_offset: Tensor | None,
+    call: AttentionCall,
+    heads: Peers,
+    ring: Peers,
+) -> Tensor:
+    """Attention over all ranks' tokens, [s_local, b, h, d]; differentiable. Query heads must divide by ``heads``."""
+
+    def between_groups(q: Tensor, k: Tensor, v: Tensor, offset: Tensor | None, common: AttentionCall) -> Tensor:
+        return ring_attention(q, k, v, offset, common, ring)
+
+    return with_heads_exchanged(between_groups, query, key, value, softmax_offset, call, heads)

@@ -1,0 +1,89 @@
+"""``p2p``: keys and values travel round a ring while each rank attends with its own queries.
+
+At a stop the rank attends to the visiting keys and values and merges the result; the next visitor is already on its
+way. Stops at which no rank sees anything are skipped, the hop before them being longer. The backward pass saves the
+last visitor instead of the rank's own keys and values and runs the ring the other way round, so that each block of keys
+and values ends up at home, its gradients with it: as many hops as the forward pass.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_cp.attention.context import AttentionCall
+from megatron_cp.attention.kernels.dispatch import (
+    as_read,
+    attend,
+    attend_backward,
+    backward_tiles,
+    by_row,
+    forward_tiles,
+)
+from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
+from megatron_cp.attention.once_differentiable import differentiable_once
+from megatron_cp.attention.tiles import plan, ring_shifts
+from megatron_cp.attention.transports import comm
+from megatron_cp.attention.transports.comm import Peers
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall, peers: Peers
+) -> Tensor:
+    """Attention of this rank's queries over all ranks' keys and values, [s_local, b, h, d]; differentiable."""
+    return _Ring.apply(query, key, value, softmax_offset, call, peers)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, call: AttentionCall, peers: Peers
+    ) -> Tensor:
+        stops = ring_shifts(call.layout, call.mask)
+        visitor = as_read(key), as_read(value)
+        if len(stops) > 1:  # it is sent like this, and comes like this: one memory order at all stops
+            visitor = visitor[0].contiguous(), visitor[1].contiguous()
+        result = OutputAccumulator(query, value.shape[-1])
+        size = forward_tiles(query, call)
+        for stop, onward in zip(stops, _hops(stops), strict=True):
+            arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
+            work = plan(call.layout, peers.rank, (peers.rank - stop) % peers.size, call.mask, size)
+            attend(query, by_row(visitor), work, call, into=result)
+            if arriving is not None:
+                visitor = arriving.wait()
+        out, lse = result.finish(offset)
+        ctx.save_for_backward(query, *visitor, out, lse, offset)
+        ctx.call, ctx.peers = call, peers
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        query, *visitor, out, lse, offset = ctx.saved_tensors
+        (dout,), call, peers = douts, ctx.call, ctx.peers
+        stops = ring_shifts(call.layout, call.mask)[::-1]
+        returning = None
+        like = by_row(visitor)
+        dquery, dkey, dvalue = map(Gradient, (query, *like))
+        for stop, onward in zip(stops, _hops(stops), strict=True):
+            arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
+            source = (peers.rank - stop) % peers.size
+            work = plan(call.layout, peers.rank, source, call.mask, backward_tiles(query, call))
+            attend_backward(dout, query, by_row(visitor), out, lse, work, call, into=(dquery, dkey, dvalue))
+            if returning is not None:
+                for own, others in zip((dkey, dvalue), returning.wait(), strict=True):
+                    own.add_all(others)
+            if arriving is not None:
+                returning = comm.hop((dkey.total(), dvalue.total()), onward, peers, comm.GRAD_TAG)
+                dkey, dvalue = map(Gradient, like)
+                visitor = arriving.wait()
+        doffset = softmax_offset_grad(offset, out, dout, lse, call.real_rows(peers.rank))
+        return dquery.finish(), dkey.finish(), dvalue.finish(), doffset, None, None
+
+
+def _hops(stops: tuple[int, ...]) -> list[int]:
+    """How far to hop from each stop to reach the next; 0 at the last."""
+    return [*(after - stop for stop, after in pairwise(stops)), 0]

@@ -1,0 +1,83 @@
+"""``megatron-cp profile``: where the time of profiled steps went. Needs the traces alone, no GPU and no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_cp.common.errors import DataError
+from megatron_cp.common.terminal import ArgumentParser, say
+from megatron_cp.report.traces import COMMUNICATION, PYTHON, Breakdown, read_trace
+
+_NOTHING = "nothing"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print each trace's tables; returns 0.
+
+    Raises:
+        DataError: there is no trace, or one cannot be read.
+    """
+    parser = ArgumentParser(
+        "megatron-cp profile",
+        description="Show where the time of profiled steps went: kernels by kind, communication that nothing hides, "
+        "and when the device had nothing to do.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="RUN|TRACE", help="a run folder with profiles, or one trace (.json.gz)"
+    )
+    parser.add_argument(
+        "--kernels", type=int, default=15, metavar="N", help="list the N longest (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
+    say("\n\n".join(as_text(read_trace(path), args.kernels) for path in _traces(args.paths)))
+    return 0
+
+
+def _traces(paths: Sequence[Path]) -> list[Path]:
+    found: dict[Path, None] = {}
+    for path in paths:
+        if os.path.isdir(path):  # which, unlike Path.is_dir, never raises
+            inside = sorted((path / "profile").glob("*.json.gz"))
+            if not inside:
+                raise DataError(f"{path} has no profiles; profiling.use_pytorch_profiler=true has a run write them")
+            found |= dict.fromkeys(inside)
+        else:
+            found[path] = None
+    return list(found)
+
+
+def as_text(found: Breakdown, longest: int) -> str:
+    """The tables of one trace, for a terminal."""
+    where = f"on {found.device}" if found.device else "on the host, no GPU in it"
+    what = f"{found.iterations} profiled iteration{'s' * (found.iterations > 1)} of {1e3 * found.seconds:.1f} ms"
+    lines = [f"{found.name}: {what} {where}"]
+    kinds, idle, notes = found.kinds, sum(found.idle.values()), {}
+    if found.device:
+        kinds[_NOTHING] = idle
+        notes = {COMMUNICATION: f"{100 * found.exposed / found.seconds:.1f} % with nothing beside it"}
+        notes[_NOTHING] = _by_phase(found)
+    else:  # in an operator of Python's own or in none
+        kinds[PYTHON] = kinds.pop(PYTHON, 0.0) + idle
+    lines += [_line(found, seconds, kind, notes.get(kind, "")) for kind, seconds in kinds.items()]
+    if found.device:
+        count, waited = found.waits
+        lines.append(f"the host waited for the device {count:g} times an iteration, {1e3 * waited:.1f} ms in all")
+    if longest > 0:
+        lines.append("longest:")
+        lines += [
+            _line(found, kernel.seconds, f"{kernel.calls:g} x {kernel.name}"[:140], "")
+            for kernel in found.kernels[:longest]
+        ]
+    return "\n".join(lines)
+
+
+def _line(found: Breakdown, seconds: float, name: str, note: str) -> str:
+    return f"{100 * seconds / found.seconds:6.1f} % {1e3 * seconds:10.2f} ms  {name}{f': {note}' if note else ''}"
+
+
+def _by_phase(found: Breakdown) -> str:
+    shares = {name: 100 * seconds / found.seconds for name, seconds in found.idle.items()}
+    return ", ".join(f"{name.replace('_', '-')} {share:.1f} %" for name, share in shares.items() if share >= 0.05)

@@ -1,0 +1,277 @@
+"""``megatron-cp schedule``: schedule sequence lengths, print what to expect, and draw it. Needs no GPU and no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK
+from megatron_cp.common.terminal import ArgumentParser, say
+from megatron_cp.data.formats.indexed import check_lengths, open_indexed, sequence_lengths
+from megatron_cp.dynamic_cp.analysis.recorded import read_step
+from megatron_cp.dynamic_cp.analysis.report import Report, as_text, report
+from megatron_cp.dynamic_cp.cost import PRESETS, CostModel
+from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, parse_lengths, read_lengths, sample_lengths
+from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp, smallest_cp_size
+from megatron_cp.dynamic_cp.scheduler.problem import TooLongError
+from megatron_cp.dynamic_cp.scheduler.schedule import schedule
+from megatron_cp.dynamic_cp.types import Schedule
+from megatron_cp.parallel.layout import MOST_RANKS
+
+# A mistyped number is told at once; with these it takes seconds and minutes.
+_MOST_SAMPLES = 10_000_000
+_LONGEST = 131072  # that a distribution is drawn to
+# Options that only some sources look at (a run has recorded what the others are told), and what they are by default.
+_PLANNED = ("lengths", "distribution")
+_GOES_WITH: dict[str, tuple[tuple[str, ...], Any]] = {
+    "iteration": (("from_run",), None),
+    "seed": (("distribution",), 0),
+    "count": (_PLANNED, None),
+    "longest": (_PLANNED, None),
+    "ranks": (_PLANNED, None),
+    "max_seqlen_per_rank": (_PLANNED, 8192),
+    "min_cp_size": (_PLANNED, 1),
+    "microbatch_multiple": (_PLANNED, 1),
+    "sequence_parallel_size": (_PLANNED, 1),
+    "cost": (_PLANNED, "h100_8b"),
+}
+
+
+def _between(least: int, most: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number from ``least`` to ``most``."""
+
+    def number(text: str) -> int:
+        if not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {least} and at most {most:,}")
+        return int(text)
+
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = ArgumentParser(
+        "megatron-cp schedule",
+        description="Schedule the samples of one global batch with dynamic CP, and compare with static CP.",
+        epilog="example: megatron-cp schedule --distribution documents --count 1024 --ranks 64 --plot step.png",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--lengths",
+        metavar="FILE",
+        help="whole numbers in a text file (.txt, .gz, - for stdin), or a Megatron .idx file with its .bin beside it",
+    )
+    source.add_argument("--from-run", metavar="RUN", type=Path, help="a run's folder: what one of its steps really did")
+    source.add_argument("--distribution", choices=sorted(DISTRIBUTIONS), help="draw lengths from this distribution")
+
+    def number(option: str, least: int, most: int, text: str) -> None:
+        parser.add_argument(option, type=_between(least, most), help=text)
+
+    number("--count", 1, _MOST_SAMPLES, "samples to draw (default: 1024), or to read from the start of the file")
+    cut = f"longer samples are cut to this (default: {_LONGEST} of --distribution; those of --lengths are kept)"
+    number("--longest", 1, 2**63 - 1, cut)
+    number("--seed", 0, 2**63 - 1, "of --distribution (default: 0)")
+    parser.add_argument("--iteration", type=int, help="of --from-run (default: the last one)")
+    number("--ranks", 1, MOST_RANKS, "data parallel size times context parallel size")
+    number("--max-seqlen-per-rank", 1, 2**31 - 1, "tokens a rank holds (default: 8192)")
+    number("--min-cp-size", 1, MOST_RANKS, "fewest ranks of a group (default: 1)")
+    meeting = "ranks that finish each microbatch together (expert parallel; default: 1, or the run's)"
+    number("--sync-ranks", 1, MOST_RANKS, meeting)
+    number("--pipeline-size", 1, 1_000, "pipeline stages (default: 1, or the run's)")
+    number("--microbatch-multiple", 1, 1_000, "round the number of microbatches up to this")
+    number("--sequence-parallel-size", 1, 10_000, "tensor parallel size under sequence parallelism")
+    parser.add_argument(
+        "--static-cp-size", type=int, help="CP size to compare with (default: the run's or the smallest that fits)"
+    )
+    parser.add_argument("--cost", choices=sorted(PRESETS), help="cost model (default: h100_8b)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write the schedule itself as JSON")
+    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the timeline")
+    parser.add_argument("--html", metavar="FILE.html", type=Path, help="draw the timeline as a web page")
+    return parser
+
+
+def _read(source: str) -> np.ndarray:
+    """Lengths from a file. Raises ValueError saying what is wrong with it."""
+    if source.endswith(".idx"):
+        files = open_indexed(source)
+        check_lengths(files)
+        lengths = sequence_lengths(files).astype(np.int64)
+        if lengths.max(initial=0) < 2:
+            raise ValueError(f"{source}: no document has two tokens, so none has anything to predict")
+        return lengths[lengths >= 2]  # as training does
+    index = source.removesuffix(".bin") + ".idx"
+    if os.path.isfile(index) and (source.endswith(".bin") or not os.path.exists(source)):
+        raise ValueError(f"{source}: has no lengths; give the file beside it that has them, --lengths {index}")
+    return parse_lengths(sys.stdin.read().removeprefix("\ufeff"), "-") if source == "-" else read_lengths(source)
+
+
+def _complete(args: argparse.Namespace) -> None:
+    """Give options that were left out their defaults. Raises ValueError for one that was given and would be ignored."""
+    option = {name: f"--{name.replace('_', '-')}" for name in (*_PLANNED, "from_run", *_GOES_WITH)}
+    source = next(name for name in (*_PLANNED, "from_run") if getattr(args, name) is not None)
+    for name, (sources, default) in _GOES_WITH.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif source not in sources:
+            fitting = " or ".join(option[s] for s in sources)
+            raise ValueError(f"{option[name]} goes with {fitting}, and means nothing to {option[source]}")
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Before any work. Raises ValueError for a file that cannot be written."""
+    for name in ("output", "plot", "html"):
+        path = getattr(args, name)
+        if path is None:
+            continue
+        folder, option = path.parent, f"--{name} {path}"
+        if str(path) == "-":
+            raise ValueError(f"{option}: give a file's name; standard output has the figures")
+        if os.path.isdir(path):
+            raise ValueError(f"{option}: is a folder; name a file in it")
+        if not os.path.isdir(folder):
+            raise ValueError(
+                f"{option}: there is no folder {folder}; make it (mkdir -p {folder}), or name another file"
+            )
+        if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            raise ValueError(f"{option}: may not be written; name a file elsewhere")
+
+
+def _lengths(args: argparse.Namespace) -> tuple[np.ndarray, int]:
+    """The lengths to schedule, and how many of the user's own were cut to ``--longest``."""
+    if args.distribution:
+        return sample_lengths(args.distribution, args.count or 1024, args.longest or _LONGEST, args.seed), 0
+    lengths = _read(args.lengths)[: args.count]
+    if args.longest is None:
+        return lengths, 0
+    return np.minimum(lengths, args.longest), int((lengths > args.longest).sum())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns 0, or 2 with one message on stderr where the input is wrong.
+
+    Raises:
+        SystemExit: an option is unknown or out of its range; argparse has said so, and ends with 2 too.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        _complete(args)
+        _check_files(args)
+        return _run(args)
+    except BrokenPipeError:
+        raise  # the reader (head, less) went away, which is no error of the input
+    except TooLongError as error:
+        say(f"megatron-cp schedule: {error} (--max-seqlen-per-rank, --ranks, --longest).", file=sys.stderr)
+        return EXIT_CONFIG
+    except (ValueError, OSError) as error:
+        say(f"megatron-cp schedule: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.from_run:
+        return _show_run(args)
+    if args.ranks is None:
+        raise ValueError("--ranks is needed: data parallel size times context parallel size")
+    (lengths, cut), cost = _lengths(args), PRESETS[args.cost]
+    common = {"cost": cost, "microbatch_multiple": args.microbatch_multiple}
+    common["sequence_parallel_size"] = args.sequence_parallel_size
+    keeping_step = _keeping_step(args, 1, 1)
+    begin = time.process_time()
+    found = schedule(
+        lengths, args.ranks, args.max_seqlen_per_rank, min_cp_size=args.min_cp_size, **keeping_step, **common
+    )
+    seconds = time.process_time() - begin
+    dynamic = report("dynamic CP", found, lengths, cost, **keeping_step)
+    static = _static(lengths, found, args.static_cp_size, keeping_step, common)
+    if cut:
+        say(f"{cut} of {len(lengths)} samples cut to --longest {args.longest}", file=sys.stderr)
+    if args.json:
+        figures = {"schedule_seconds": seconds, "dynamic": dynamic.as_dict()}
+        say(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))
+    else:
+        say(as_text(dynamic, static, lengths, args.ranks))
+        say(f"scheduled in {1e3 * seconds:.0f} ms of CPU time; simulated with cost model {args.cost}")
+    _write(args, found, [static[1], dynamic], lengths, cost)
+    return EXIT_OK
+
+
+def _keeping_step(args: argparse.Namespace, sync_ranks: int, pipeline_size: int) -> dict[str, Any]:
+    """What was asked for, or these."""
+    return {
+        "sync_ranks": sync_ranks if args.sync_ranks is None else args.sync_ranks,
+        "pipeline_size": pipeline_size if args.pipeline_size is None else args.pipeline_size,
+    }
+
+
+def _show_run(args: argparse.Namespace) -> int:
+    """One step of a run as it was scheduled, and what packed static CP would have made of the same samples."""
+    step = read_step(args.from_run, args.iteration)
+    lengths, found = np.array(step.lengths), step.schedule
+    width = found.sequence_parallel_size
+    common = {"cost": step.cost, "sequence_parallel_size": width, "microbatch_multiple": step.microbatch_multiple}
+    keeping_step = _keeping_step(args, step.sync_ranks, step.pipeline_size)
+    if found.num_ranks % keeping_step["sync_ranks"]:
+        raise ValueError(
+            f"--sync-ranks {keeping_step['sync_ranks']}: must divide the run's number of ranks ({found.num_ranks})"
+        )
+    real = report(f"the run, iteration {step.iteration}", found, lengths, step.cost, **keeping_step)
+    static_size = args.static_cp_size
+    if static_size is None:
+        # Dynamic groups may be larger than what is configured, and have to be where samples are too long for that.
+        smallest = smallest_cp_size(int(lengths.max()), found.num_ranks, found.max_seqlen_per_rank, width)
+        static_size = max(step.context_parallel_size, smallest)
+    static = _static(lengths, found, static_size, keeping_step, common)
+    if args.json:
+        figures = {"iteration": step.iteration, "measured_seconds": step.measured_seconds, "run": real.as_dict()}
+        say(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))
+    else:
+        say(as_text(real, static, lengths, found.num_ranks))
+        measured = "" if step.measured_seconds is None else f"; measured, the whole step: {step.measured_seconds:.3f} s"
+        say(f"simulated with the run's own cost model{measured}")
+    _write(args, found, [static[1], real], lengths, step.cost)
+    return EXIT_OK
+
+
+def _static(
+    lengths: np.ndarray,
+    found: Schedule,
+    cp_size: int | None,
+    keeping_step: dict[str, int],
+    common: dict[str, Any],
+) -> list[Report]:
+    """Packed static CP on the same ranks, in order and balanced."""
+    reports = []
+    for balanced, title in ((False, "packed in order"), (True, "balanced packing")):
+        fixed = schedule_fixed_cp(
+            lengths, found.num_ranks, found.max_seqlen_per_rank, cp_size=cp_size, balanced=balanced, **common
+        )
+        size = fixed.microbatches[0][0].cp_size
+        reports.append(report(f"static CP {size}, {title}", fixed, lengths, common["cost"], **keeping_step))
+    return reports
+
+
+def _write(
+    args: argparse.Namespace, found: Schedule, drawn: Sequence[Report], lengths: np.ndarray, cost: CostModel
+) -> None:
+    """The files that were asked for."""
+    if args.output:
+        args.output.write_text(json.dumps([[list(group) for group in groups] for groups in found.microbatches]))
+    if args.plot or args.html:
+        from megatron_cp.dynamic_cp.analysis import timeline
+
+        for path, write in ((args.plot, timeline.write_png), (args.html, timeline.write_html)):
+            if path:
+                write(path, drawn, lengths, cost, found.num_ranks)
+                say(f"wrote {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

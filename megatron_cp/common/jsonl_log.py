@@ -1,0 +1,73 @@
+"""The lines of a run folder's ``.jsonl`` files, of runs that still write or were killed while they did. Pure."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.common.input_files import file_or_pipe, parse_json, read_bytes
+
+METRICS = "metrics.jsonl"
+SCHEDULES = "schedules.jsonl"
+_BEGINS = re.compile(rb'\{"iteration": (\d{1,18})[,}]')
+_LAST = 10**18 - 1  # an iteration that no run gets to: numbers beyond it are damage
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file, each with its ``iteration``; what is damaged or half written is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    lines = []
+    for line in read_bytes(path).splitlines():
+        try:
+            values = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict) and type(number := values.get("iteration")) is int and abs(number) <= _LAST:
+            lines.append(values)
+    return lines
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Each complete line with its iteration, without reading the rest of it: one of many samples may be long.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb", opener=file_or_pipe) as file:
+        for line in file:
+            iteration = _iteration_of(line)
+            if iteration is not None:
+                yield iteration, line
+
+
+def keep_lines_until(path: Path, iteration: int) -> None:
+    """Resuming from an older checkpoint repeats iterations: their first lines go, and a half-written one too."""
+    if not path.exists():
+        return
+    end, dropped, mixed = 0, False, False
+    with path.open("rb") as file:
+        for line in file:
+            number = _iteration_of(line)
+            keep = number is not None and number <= iteration
+            dropped |= not keep
+            mixed |= keep and dropped
+            end += len(line) if not dropped else 0
+    if not mixed:
+        os.truncate(path, end)
+        return
+    aside = path.with_suffix(".tmp")
+    with aside.open("wb") as file:
+        file.writelines(line for number, line in numbered_lines(path) if number <= iteration)
+    aside.replace(path)
+
+
+def _iteration_of(line: bytes) -> int | None:
+    """``None`` where the line is damaged as far as its two ends tell."""
+    begins = _BEGINS.match(line)
+    return int(begins[1]) if begins and line.endswith(b"}\n") else None

@@ -1,0 +1,424 @@
+"""Compose a recipe: Hydra's YAML and overrides in, a typed and finalized :class:`RunConfig` out.
+
+A recipe is one YAML file; its Hydra defaults list picks files from the config groups in ``configs/`` and may name
+another recipe to start from. Values come, later ones winning, from the dataclasses' defaults, the recipe, ``--config``
+files, command-line flags, and ``key=value`` overrides in Hydra's grammar. Every unknown key and every wrong type is an
+error that names the nearest valid one, wherever it was written.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.common.errors import ConfigError, Violation
+from megatron_cp.common.installation import clone
+from megatron_cp.common.interpolation import (
+    MOST_CHAINED,
+    FromEnvironment,
+    as_written,
+    chained,
+    reads_recorded,
+    resolved,
+)
+from megatron_cp.common.terminal import in_a_line
+from megatron_cp.common.yaml_files import TooLargeError, bounded_hydra, bounded_text
+from megatron_cp.config import bridge_names
+from megatron_cp.config.recipe_names import not_a_recipe
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.schema import (
+    alternatives,
+    build,
+    field_paths,
+    hints,
+    kind_of,
+    nearest,
+    nearest_first,
+    section_names,
+)
+from megatron_cp.launch import launcher
+
+logger = logging.getLogger(__name__)
+
+# Bridge's names for mixed_precision; the underscore and the dash are both in use there.
+_PRECISIONS = {
+    "fp32": "fp32",
+    "32": "fp32",
+    "bf16": "bf16",
+    "bf16_mixed": "bf16",
+    "fp16": "fp16",
+    "fp16_mixed": "fp16",
+    "16_mixed": "fp16",
+}
+
+
+def _library(kind: str) -> Path:
+    """The folder of the recipes or config groups that come with the package: in a clone, or in an installation."""
+    if (root := clone()) is not None:
+        return root / kind
+    beside = Path(__file__).resolve().parents[2]  # with pip install --target
+    shared = [root / "share" / "megatron_cp" / kind for root in (beside, Path(sys.prefix))]
+    return next(filter(Path.is_dir, shared), shared[-1])
+
+
+def _groups() -> list[str]:
+    """The config groups, of whose files a recipe is put together."""
+    return sorted(path.name for path in _library("configs").iterdir() if path.is_dir())
+
+
+def list_recipes() -> dict[str, str]:
+    """Name and one-line description (the first comment line) of every recipe that comes with the package."""
+    found = {}
+    for path in sorted(_library("recipes").glob("*.yaml")):
+        with path.open(encoding="utf-8") as file:
+            first = file.readline()
+        found[path.stem] = first.lstrip("# ").strip() if first.startswith("#") else ""
+    return found
+
+
+def load_recipe(
+    name_or_path: str | Path,
+    overrides: Sequence[str] | str = (),
+    *,
+    files: Sequence[str | Path] = (),
+    flags: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Compose a recipe into a finalized configuration. Checks names and types; rules are checked by megatron_cp.rules.
+
+    Args:
+        name_or_path: name of a recipe that comes with the package, or a YAML file.
+        overrides: Hydra overrides such as ``model.context_parallel_size=4``, or a single one; ``group=choice`` picks
+            another file of a config group that the recipe uses.
+        files: YAML files merged over the recipe, in order.
+        flags: dotted names and values merged over the files.
+
+    Raises:
+        ConfigError: with all problems found.
+    """
+    choices, values = _split_overrides([overrides] if isinstance(overrides, str) else overrides)
+    with reads_recorded() as variables:
+        recipe, name = _compose(name_or_path, choices)
+        layers = [recipe, *(_load_yaml(Path(file)) for file in files), _nest((flags or {}).items()), _nest(values)]
+        plain = _resolve([_normalize(layer) for layer in layers], name, variables)
+    if variables and launcher.is_first_rank():
+        read = ", ".join(in_a_line(variable) for variable in dict.fromkeys(variables))
+        logger.warning("recipe %s reads environment variables: %s", in_a_line(name), read)
+    problems = bridge_names.settle(plain)
+    config: RunConfig = build(RunConfig, plain, problems)
+    if problems:
+        raise ConfigError(problems)
+    return config.finalize()
+
+
+def _resolve(layers: list[dict[str, Any]], name: str, variables: list[str]) -> dict[str, Any]:
+    """Merge layers over the defaults and resolve interpolations; ``variables``: see :func:`reads_recorded`."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    last = _last(layers)
+    problems = [
+        Violation("K2", "error", path, "??? stands for a value that is still to be given", f"{path}=VALUE")
+        for path, value in last.items()
+        if value == "???"
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if (number := chained(last)) > MOST_CHAINED:
+        message = f"{number} interpolations refer to interpolated values, more than {MOST_CHAINED}"
+        raise _problem("K3", "--recipe", message, "write the values themselves instead of ${section.setting}")
+    try:
+        merged = OmegaConf.merge(asdict(RunConfig(recipe=name)), *layers)
+        plain: dict[str, Any] = resolved(merged, variables, by_value=("model",))
+    except OmegaConfBaseException as error:
+        raise _unresolved(error) from error
+    except ValueError as error:
+        message = "an environment variable gives one value, not a list or a mapping of texts"
+        raise _problem("K3", str(error), message, f"{error}=[${{oc.env:FIRST}},${{oc.env:SECOND}}]") from error
+    if isinstance(plain["recipe"], FromEnvironment):
+        message = "names the run folder, and cannot come from an environment variable"
+        raise _problem("K3", "recipe", message, "checkpoint.save=${oc.env:NAME} names another folder")
+    return plain
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Overrides of settings (not of config groups) as nested plain values.
+
+    Raises:
+        ConfigError: they cannot be parsed.
+    """
+    return _nest(_split_overrides(overrides)[1])
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole configuration as YAML; a recipe by itself."""
+    import yaml
+
+    return yaml.safe_dump(settings_of(config), sort_keys=False, width=120)
+
+
+_FOLLOWING = ["expert_tensor_parallel_size", "max_seqlen_per_dp_cp_rank"]
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """The whole configuration as plain values, of which a recipe can be made.
+
+    Environment variables stay as the recipe refers to them.
+
+    A folder to load from that follows from the folder to save to is left to follow: the recipe may be given another. So
+    are what follows from a layout and from the sequence length.
+    """
+    settings = asdict(config)
+    if config.checkpoint.load == config.checkpoint.save:
+        settings["checkpoint"]["load"] = None
+    # Learned positions are weights, and YaRN's part of the scaling.
+    is_free = config.model.position_embedding_type in ("rope", "none")
+    for name in _FOLLOWING + ["max_position_embeddings"] * is_free:
+        without = copy.deepcopy(config)
+        setattr(without.model, name, None)
+        if getattr(without.finalize().model, name) == getattr(config.model, name):
+            settings["model"][name] = None
+    return as_written(settings)
+
+
+def _problem(rule: str, field: str, message: str, fix: str = "") -> ConfigError:
+    return ConfigError([Violation(rule, "error", field, message, fix)])
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _unresolved(error: Any) -> ConfigError:
+    """OmegaConf's complaint about a value that refers to something else, without its notes about types."""
+    why = str(error).partition("\n")[0]
+    if "GrammarParseError" in why and "oc.decode" in str(error):  # its text holds parts of the variable's value
+        why = "an environment variable's value is neither a number, a switch nor a list of them"
+    fix = "write ${section.setting} for another setting's value, ${oc.env:NAME} for an environment variable's"
+    if variable := re.search(r"Environment variable '(.*)' not found", why):
+        name = variable.group(1)
+        why = f"the environment variable {name} is not set"
+        fix = f"export {name}=VALUE, or give a default: ${{oc.env:{name},VALUE}}"
+    elif setting := re.search(r"Interpolation key '(.*)' not found", why):
+        why = f"there is no setting {setting.group(1)}{nearest(setting.group(1), list(field_paths(RunConfig)))}"
+    return _problem("K3", error.full_key or "", f"cannot resolve the configuration: {why}", fix)
+
+
+def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]:
+    """Parsed overrides: choices of a config group (for Hydra's composition) and settings with their values."""
+    if not overrides:
+        return [], []
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    groups = _groups()
+    choices, values, problems = [], [], []
+    for text in overrides:
+        if "=" not in text and not text.startswith("~"):
+            message = f"'{text}' is not an override: expected key=value"
+            problems.append(Violation("K3", "error", text, message))
+            continue
+        try:
+            parsed = OverridesParser.create().parse_override(text)
+        except (HydraException, ValueError, RecursionError) as error:  # also a number of thousands of digits
+            fix = f"quote a value that holds special characters: {text.partition('=')[0]}='...'"
+            problems.append(Violation("K3", "error", text, f"cannot parse: {_one_line(error)}", fix))
+            continue
+        key, value = parsed.key_or_group, None
+        is_section = key in section_names(RunConfig)
+        fix = f"set the value you want: {key}{'.name' if is_section else ''}=value"
+        if parsed.is_delete():
+            problems.append(Violation("K3", "error", text, "settings cannot be deleted", fix))
+        elif parsed.is_sweep_override():
+            fix = _instead_of_a_sweep(key, text.partition("=")[2])
+            problems.append(Violation("K3", "error", text, "several values for one setting", fix))
+        elif (value := parsed.value()) is None and key != "mixed_precision" and (is_section or key in groups):
+            problems.append(Violation("K2", "error", text, "a whole section cannot be null", fix))
+        elif key in groups and isinstance(value, str):
+            choices.append(f"{key}={value}")
+        elif key in groups and (isinstance(value, list) or not is_section):
+            files = sorted(path.stem for path in _library(f"configs/{key}").glob("*.yaml"))
+            message = f"'{key}' is a config group, of which a recipe takes one file: expected a name"
+            problems.append(Violation("K2", "error", text, message, f"{key} is one of {', '.join(files)}"))
+        elif isinstance(value, str) and key not in hints(RunConfig) and "." not in key and nearest(key, groups):
+            problems.append(Violation("K1", "error", key, f"unknown key '{key}'{nearest(key, groups)}"))
+        else:
+            values.append((key, value))
+    if problems:
+        raise ConfigError(problems)
+    return choices, values
+
+
+def _instead_of_a_sweep(key: str, values: str) -> str:
+    """What to write instead of ``key=1,2`` or ``key=choice(1,2)``, for which Hydra alone would start several runs."""
+    takes = alternatives(kind_of(RunConfig, key.replace("model.transformer.", "model.")))
+    fixes = [f"for a list write {key}=[{values}]"] * (list in takes)
+    fixes += [f"for a text write {key}=\"'{values}'\""] * (str in takes and "'" not in values)
+    if not fixes or re.match(r"\s*\w+\(", values):
+        return f"there are no sweeps: start one run for each value, with {key}=VALUE"
+    return ", ".join(fixes)
+
+
+def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, Any], str]:
+    """The recipe as Hydra composes it, and its name."""
+    text = str(name_or_path)
+    is_file = text.endswith((".yaml", ".yml")) or "/" in text
+    path = Path(text) if is_file else _library("recipes") / f"{text}.yaml"
+    if not os.path.isfile(path):  # unlike Path.is_file, False also where the name is too long or a folder is closed
+        raise _problem("K4", "--recipe", *not_a_recipe(text, list(list_recipes())))
+    if path.suffix != ".yaml":
+        fix = f"rename it to {path.with_suffix('.yaml').name}"
+        raise _problem("K4", "--recipe", f"{text}: Hydra composes only files whose names end in .yaml", fix)
+
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException, MissingConfigException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    search = f"hydra.searchpath=[{','.join(f"'file://{_library(kind)}'" for kind in ('configs', 'recipes'))}]"
+    try:
+        with bounded_hydra(), initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
+            used = _groups_of(path.name, search) if choices else set()
+            # Hydra replaces the file of a group; where the recipe has none, '+' lays the file over the recipe.
+            known = [choice if choice.partition("=")[0] in used else f"+{choice}" for choice in choices]
+            composed = compose(path.name, overrides=[search, *known])
+        plain: Any = OmegaConf.to_container(composed, resolve=False)
+    except MissingConfigException as error:
+        raise _missing(error, path, choices) from error
+    except TooLargeError as error:
+        raise _problem("K4", "--recipe", f"cannot compose {path}: {error.what}", error.fix) from error
+    # Hydra raises these, without a type of its own, for a defaults list that is none or that holds something else.
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, AssertionError) as error:
+        is_key = isinstance(error, AssertionError)
+        why = "its defaults list holds a key that is no text" if is_key else _one_line(error)
+        fix = "a defaults list is written 'defaults: [RECIPE, GROUP: FILE, _self_]'" if "default" in why else ""
+        raise _problem("K4", "--recipe", f"cannot compose {path}: {why}", fix) from error
+    return plain, path.stem
+
+
+def _groups_of(recipe: str, search: str) -> set[str]:
+    """The config groups that a recipe, or one that it starts from, picks a file of, where Hydra is initialized."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import RunMode
+
+    picked = GlobalHydra.instance().config_loader().compute_defaults_list(recipe, [search], RunMode.RUN).defaults
+    return {config.config_path.rpartition("/")[0] for config in picked if config.config_path}
+
+
+def _missing(error: Any, recipe: Path, choices: list[str]) -> ConfigError:
+    """Hydra's complaint about a file that an override or the recipe names, without its search path."""
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    options = nearest_first(name, error.options or [])
+    choice = f"{group}={name}"
+    if options:
+        message = f"there is no file {group}/{name}.yaml{nearest(name, options)}"
+        fix = f"{group} is one of {', '.join(options)}"
+    elif group:
+        message = f"there is no config group {group}{nearest(group, _groups())}"
+        fix = f"the groups are {', '.join(_groups())}"
+    else:
+        message = f"there is no recipe {name}{nearest(name, list(list_recipes()))}"
+        fix = "megatron-cp recipes lists them; one of your own must be in the folder of the recipe that names it"
+    if choice in choices:
+        return _problem("K4", choice, message, fix)
+    return _problem("K4", "--recipe", f"cannot compose {recipe}: {message}", fix)
+
+
+def _load_yaml(path: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        loaded: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(bounded_text(path))), resolve=False)
+    except FileNotFoundError as error:
+        fix = f"check the path{'' if path.is_absolute() else f', which begins in {Path.cwd()}'}"
+        raise _problem("K4", "--config", f"file not found: {path}", fix) from error
+    except TooLargeError as error:
+        raise _problem("K4", "--config", f"cannot read {path}: it {error.what}", error.fix) from error
+    except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
+        raise _problem("K4", "--config", f"cannot read {path}: {_one_line(error)}") from error
+    if not isinstance(loaded, dict):
+        raise _problem("K4", "--config", f"{path} does not hold a mapping of sections")
+    return loaded
+
+
+def _nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Dotted names and values as nested mappings; a later one wins over an earlier."""
+    nested: dict[str, Any] = {}
+    for key, value in items:
+        if key == "mixed_precision" and not isinstance(value, dict):
+            # Beside settings of that section, which a name must neither take away nor be taken away by.
+            nested[key] = {**nested.get(key, {}), **_precision(value)}
+            continue
+        *parents, leaf = key.replace("model.transformer.", "model.").split(".")
+        section = nested
+        for parent in parents:
+            if not isinstance(section.get(parent), dict):
+                section[parent] = {}
+            section = section[parent]
+        section[leaf] = value
+    return nested
+
+
+def _last(layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last value that any layer gives a setting, by dotted names."""
+    last: dict[str, Any] = {}
+    for layer in layers:
+        last |= _flat(layer)
+    return last
+
+
+def _flat(layer: dict[str, Any]) -> dict[str, Any]:
+    """The values of a layer by their dotted names."""
+    flat, sections = {}, [("", layer)]
+    while sections:
+        prefix, section = sections.pop()
+        for key, value in section.items():
+            if isinstance(value, dict):
+                sections.append((f"{prefix}{key}.", value))
+            else:
+                flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _normalize(layer: dict[str, Any]) -> dict[str, Any]:
+    """One layer of settings in our own terms: Bridge's nested model, precision names, the two sequence lengths."""
+    layer = {key: dict(value) if isinstance(value, dict) else value for key, value in layer.items()}
+    if "mixed_precision" in layer and not isinstance(layer["mixed_precision"], dict):
+        layer["mixed_precision"] = _precision(layer["mixed_precision"])
+    for key in [k for k in layer if k in section_names(RunConfig) and not isinstance(layer[k], dict)]:
+        if layer.pop(key) is not None:  # an empty section is no mistake
+            raise _problem("K2", key, "expected a mapping of settings")
+    model, dataset = layer.get("model"), layer.get("dataset")
+    if model is not None and isinstance(model.get("transformer"), dict):
+        for key, value in model.pop("transformer").items():
+            if model.setdefault(key, value) != value:
+                raise _problem(
+                    "K2", f"model.{key}", f"set to {model[key]!r}, and by model.transformer.{key} to {value!r}"
+                )
+    # One sequence length serves the model and the data: a layer that gives one of them gives both, and the model's is
+    # left to follow the data's.
+    model_length, data_length = (model or {}).get("seq_length"), (dataset or {}).get("seq_length")
+    if model_length is None and isinstance(data_length, int):
+        layer["model"] = {**(model or {}), "seq_length": None}
+    elif data_length is None and isinstance(model_length, int):
+        layer["dataset"] = {**(dataset or {}), "seq_length": model_length}
+    return layer
+
+
+def _precision(name: Any) -> dict[str, bool]:
+    chosen = _PRECISIONS.get(str(name).replace("-", "_")) if name is not None else None
+    if name is not None and chosen is None:
+        suggestion = nearest(str(name), list(_PRECISIONS))
+        fix = "one of bf16_mixed, fp16_mixed, fp32, or null to let the device decide"
+        raise _problem("K2", "mixed_precision", f"unknown mixed precision '{name}'{suggestion}", fix)
+    return {kind: kind == chosen for kind in ("fp32", "bf16", "fp16")}

@@ -1,0 +1,199 @@
+"""Check a Megatron ``.bin``/``.idx`` pair before megatron-core maps it.
+
+megatron-core trusts its files: a truncated one is read as garbage or ends the process. Here every fault has a message.
+
+The index file, little-endian: magic (9 bytes), version (u64), dtype code (u8), number of sequences n (u64), number of
+document boundaries d (u64), then lengths int32[n], byte offsets int64[n], boundaries int64[d] and, for multimodal data
+only, modes int8[n].
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from megatron_cp.common.errors import DataError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+# Token dtypes by megatron-core's code. Floating point codes exist in the format but hold no tokens.
+_DTYPES: dict[int, type[np.integer]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_CHUNK = 1 << 20  # entries of an index that are looked at together: of a billion, arrays would fill the memory
+
+
+@dataclass(frozen=True)
+class IndexedFiles:
+    """A checked pair: what its header says, and a stamp that changes when either file does."""
+
+    prefix: str
+    num_sequences: int
+    num_boundaries: int  # of documents: one more than there are documents
+    num_tokens: int
+    dtype: type[np.integer]
+    stamp: tuple[int, int, int]  # bytes of .bin, bytes of .idx, modification time of .idx in ns
+
+
+def _instead_of(prefix: str) -> str:
+    """What to type for a pair that is not there: the nearest one in its folder, if there is any."""
+    folder = Path(prefix).parent
+    there = [str(path.with_suffix("")) for path in folder.glob("*.idx")] if os.path.isdir(folder) else []
+    nearest = difflib.get_close_matches(prefix, there, n=1)
+    return f"dataset.data_path={nearest[0] if nearest else 'PREFIX'} (of a .bin/.idx pair, which preprocessing makes)"
+
+
+def open_indexed(prefix: str) -> IndexedFiles:
+    """Check the pair ``prefix.bin`` and ``prefix.idx``; ``prefix`` may also name one of the two files.
+
+    Reads the header and the last entry only, so that every rank can afford it; see :func:`check_lengths`.
+
+    Raises:
+        DataError: a file is missing, empty, truncated, not an index, or the two do not belong together.
+    """
+    prefix = prefix.removesuffix(".bin").removesuffix(".idx")
+    bin_path, idx_path = prefix + ".bin", prefix + ".idx"
+    missing = [path for path in (bin_path, idx_path) if not os.path.isfile(path)]
+    if missing:
+        raise DataError(f"{' and '.join(missing)}: no such file. Fix: {_instead_of(prefix)}")
+    try:
+        with open(idx_path, "rb") as file:
+            head = file.read(_HEADER.size)
+            idx_stat = os.fstat(file.fileno())
+        bin_bytes = os.stat(bin_path).st_size
+        with open(bin_path, "rb"):
+            pass
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    if not head:
+        raise DataError(f"{idx_path}: is empty; make it again.")
+    if head[: len(_MAGIC)] != _MAGIC[: len(head)]:
+        raise DataError(f"{idx_path}: is not a Megatron index (it does not start with {_MAGIC!r}).")
+    if len(head) < _HEADER.size:
+        raise DataError(f"{idx_path}: is truncated: {len(head)} bytes, its header alone has {_HEADER.size}.")
+    _, version, code, count, boundaries = _HEADER.unpack(head)
+    if version != 1:
+        raise DataError(f"{idx_path}: has index version {version}; only version 1 is known.")
+    if code not in _DTYPES:
+        raise DataError(f"{idx_path}: is corrupt: dtype code {code} is none of {sorted(_DTYPES)}.")
+    needed = _HEADER.size + 12 * count + 8 * boundaries
+    if idx_stat.st_size not in (needed, needed + count):
+        what = "truncated" if idx_stat.st_size < needed else "corrupt"
+        raise DataError(
+            f"{idx_path}: is {what}: {idx_stat.st_size} bytes, but its header promises {needed} ({count} sequences)."
+        )
+    if count == 0 or bin_bytes == 0:
+        raise DataError(f"{prefix}.bin and .idx: hold no tokens; preprocess a corpus that is not empty.")
+
+    if boundaries < 2:
+        raise DataError(f"{idx_path}: is corrupt: it has {boundaries} boundaries of documents, fewer than two.")
+
+    dtype = _DTYPES[code]
+    with open(idx_path, "rb") as file:
+        file.seek(_HEADER.size + 4 * (count - 1))
+        (length,) = struct.unpack("<i", file.read(4))
+        file.seek(_HEADER.size + 4 * count + 8 * (count - 1))
+        (offset,) = struct.unpack("<q", file.read(8))
+    end = offset + length * np.dtype(dtype).itemsize
+    if end != bin_bytes:
+        what = "is truncated" if bin_bytes < end else "does not belong to its .idx"
+        raise DataError(f"{bin_path}: {what}: {bin_bytes} bytes, but {idx_path} describes {end}.")
+    stamp = (bin_bytes, idx_stat.st_size, idx_stat.st_mtime_ns)
+    return IndexedFiles(prefix, count, boundaries, bin_bytes // np.dtype(dtype).itemsize, dtype, stamp)
+
+
+def chunks(first: int, stop: int) -> Iterator[slice]:
+    """``first`` to ``stop`` in pieces of a size that memory has room for."""
+    return (slice(start, min(start + _CHUNK, stop)) for start in range(first, stop, _CHUNK))
+
+
+def sequence_lengths(files: IndexedFiles) -> np.ndarray:
+    """Tokens of each sequence, int32, mapped from the index."""
+    return _mapped(files, "<i4", 0, files.num_sequences)
+
+
+def document_lengths(files: IndexedFiles, part: slice) -> np.ndarray:
+    """Tokens of each document of ``part``, int64; for files that :func:`check_lengths` found good.
+
+    A document is the sequences between two boundaries, which lie one after the other in the file.
+    """
+    return np.diff(tokens_before(files, _boundaries(files)[part.start : part.stop + 1]))
+
+
+def tokens_before(files: IndexedFiles, sequences: np.ndarray) -> np.ndarray:
+    """Tokens before each sequence, int64; the number after the last one stands for the end. Of good files."""
+    begins = _offsets(files)[np.minimum(sequences, files.num_sequences - 1)] // np.dtype(files.dtype).itemsize
+    return np.where(sequences < files.num_sequences, begins, files.num_tokens)
+
+
+def tokens_between(files: IndexedFiles, first: int, last: int) -> int:
+    """Tokens of the documents from ``first`` to before ``last``; of good files, as :func:`document_lengths`."""
+    begin, end = tokens_before(files, _boundaries(files)[[first, last]])
+    return int(end - begin)
+
+
+def first_ends(files: IndexedFiles, most: int = 8) -> tuple[int, ...]:
+    """The last token of each of the first ``most`` documents, of those that have one; of good files."""
+    begins = tokens_before(files, _boundaries(files)[: most + 1])
+    tokens = np.memmap(files.prefix + ".bin", dtype=files.dtype, mode="r")
+    return tuple(int(tokens[end - 1]) for begin, end in pairwise(begins) if end > begin)
+
+
+def check_lengths(files: IndexedFiles) -> None:
+    """Check all lengths and offsets of the index (reads the whole of it: one rank does, before it is first used).
+
+    Raises:
+        DataError: a length below zero, offsets that are not the running sum of the lengths, or boundaries of documents
+            that do not run from the first sequence to the last.
+    """
+    path = files.prefix + ".idx"
+    lengths, offsets, boundaries = sequence_lengths(files), _offsets(files), _boundaries(files)
+    end = 0
+    for part in chunks(0, files.num_sequences):
+        sizes = lengths[part].astype(np.int64) * np.dtype(files.dtype).itemsize
+        ends = end + np.cumsum(sizes)
+        if sizes.min() < 0 or not np.array_equal(offsets[part], ends - sizes):
+            raise DataError(f"{path}: is corrupt: its offsets are not the running sum of its lengths; make it again.")
+        end = int(ends[-1])
+    falls = any(
+        (np.diff(boundaries[part.start : part.stop + 1]) < 0).any() for part in chunks(0, files.num_boundaries - 1)
+    )
+    if boundaries[0] != 0 or boundaries[-1] != files.num_sequences or falls:
+        raise DataError(
+            f"{path}: is corrupt: its documents do not run from sequence 0 to {files.num_sequences}; make it again."
+        )
+
+
+def _offsets(files: IndexedFiles) -> np.ndarray:
+    """Bytes before each sequence, int64, mapped."""
+    return _mapped(files, "<i8", 4 * files.num_sequences, files.num_sequences)
+
+
+def _boundaries(files: IndexedFiles) -> np.ndarray:
+    """First sequence of each document, int64, and at last the number of sequences; mapped."""
+    return _mapped(files, "<i8", 12 * files.num_sequences, files.num_boundaries)
+
+
+def _mapped(files: IndexedFiles, dtype: str, offset: int, count: int) -> np.ndarray:
+    return np.memmap(files.prefix + ".idx", dtype=dtype, mode="r", offset=_HEADER.size + offset, shape=(count,))
+
+
+def check_ids(path: str, smallest: int, largest: int, vocab_size: int | None) -> None:
+    """Check the smallest and largest of some tokens of a file.
+
+    Raises:
+        DataError: the vocabulary does not have one of them.
+    """
+    if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
+        known = "0 and above" if vocab_size is None else f"0 to {vocab_size - 1}"
+        raise DataError(
+            f"{path}: holds token {smallest if smallest < 0 else largest}, but the tokenizer's ids are {known}. "
+            "Fix: tokenizer.tokenizer_type=HuggingFaceTokenizer tokenizer.tokenizer_model=PATH (the one that the files "
+            f"were made with), or tokenizer.tokenizer_type=NullTokenizer tokenizer.vocab_size={max(0, largest) + 1}"
+        )

@@ -1,0 +1,187 @@
+"""Samples from JSON lines, tokenized once into ``.bin``/``.idx`` files so that their lengths are known without reading.
+
+A line is a JSON object with a text, or with a prompt and a response; of the latter only the response counts in the
+loss. A document begins with the tokenizer's BOS token where it has one, which is part of the prompt, and ends with its
+end-of-document token, which is part of the response.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_cp.common.errors import DataError
+from megatron_cp.common.input_files import decode_text, file_or_pipe, parse_json
+from megatron_cp.config.run_config import DatasetConfig
+from megatron_cp.data.formats.cache import build_cached, cache_key, cache_root, map_array
+from megatron_cp.data.text.tokenizers import Tokenizer
+from megatron_cp.data.text.tokenizing import encode, indexed_writer
+from megatron_cp.launch import launcher
+
+logger = logging.getLogger(__name__)
+_FORMAT = 1  # of the cached files; another number makes them anew
+_NAME, _PROMPTS = "documents", ".prompts.npy"
+_REPORT_EVERY = 100_000  # lines
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where a line has its text, or its prompt and response; ``None`` for what no line has."""
+
+    text: str | None = "text"
+    prompt: str | None = "prompt"
+    response: str | None = "response"
+
+    @staticmethod
+    def of(config: DatasetConfig) -> Keys:
+        return Keys(config.text_key, config.prompt_key, config.response_key)
+
+
+def tokenized(path: str, tokenizer: Tokenizer, keys: Keys, path_to_cache: str | None = None) -> str:
+    """The prefix of a ``.jsonl`` file's ``.bin``, ``.idx`` and ``.prompts.npy``.
+
+    They are made if they are not there, in a folder in ``path_to_cache`` (by default ``cache`` beside the file) whose
+    name changes with the file's path, size and modification time, the tokenizer and the keys.
+
+    Raises:
+        DataError: the file cannot be read, a line is no sample (its number and what is wrong), there is none in it, or
+            the folder cannot be written.
+    """
+    file = Path(path)
+    try:
+        with open(
+            file, "rb", opener=file_or_pipe
+        ) as stream:  # a network file system may tell a file's old size until it is opened
+            status = os.fstat(stream.fileno())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+    stamp = (str(file.absolute()), status.st_size, status.st_mtime_ns)
+    identifiers = list(tokenizer.unique_identifiers.items())
+    name = cache_key(_FORMAT, stamp, identifiers, keys.text, keys.prompt, keys.response)
+    folder = cache_root(path_to_cache, file) / f"jsonl-{name}"
+    build_cached(lambda aside: _tokenize(file, tokenizer, keys, str(aside / _NAME)), folder)
+    return str(folder / _NAME)
+
+
+def map_prompt_lengths(prefix: str) -> np.ndarray:
+    """Tokens of each document's prompt, int32, mapped; 0 for a text.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    return map_array(prefix + _PROMPTS)
+
+
+def warn_of_plain_prompts(path: str, prefix: str, prompt_lengths: np.ndarray, tokenizer: Tokenizer) -> None:
+    """Log, on the first rank, that an instruct model gets prompts without the special tokens of its chat template.
+
+    Judged by the first prompt of the file ``path``, whose documents are in ``prefix.bin``.
+    """
+    if not tokenizer.has_chat_template or not prompt_lengths.any() or not launcher.is_first_rank():
+        return
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    first = int(np.argmax(prompt_lengths > 0))
+    data = IndexedDataset(prefix)  # it unmaps what get() returns when it goes
+    prompt = data.get(first, length=int(prompt_lengths[first])).tolist()
+    if tokenizer.special_ids.isdisjoint(prompt[len(tokenizer.prefix) :]):
+        logger.warning(
+            "%s: prompt and response are joined with nothing between, but the tokenizer has a chat template, on which "
+            "the model was tuned. Write prompts as the template does, with transformers' apply_chat_template([{'role': "
+            "'user', 'content': PROMPT}], tokenize=False, add_generation_prompt=True). Prompts with the template's "
+            "special tokens silence this warning",
+            path,
+        )
+
+
+def _tokenize(file: Path, tokenizer: Tokenizer, keys: Keys, prefix: str) -> None:
+    prompt_lengths: list[int] = []
+    empty = 0
+    samples = (sample for sample, _ in read_lines(file, lambda value: _sample(value, keys)) if sample is not None)
+    with indexed_writer(prefix, tokenizer, source=str(file)) as writer:
+        for number, (prompt, text) in enumerate(samples, 1):
+            ids, prompt_length = encode(tokenizer, text, prompt)
+            if ids:
+                writer.add_document(ids, [len(ids)])
+                prompt_lengths.append(prompt_length)
+            else:
+                empty += 1
+            if number % _REPORT_EVERY == 0:
+                logger.info("%s: %d lines tokenized", file, number)
+    np.save(prefix + _PROMPTS, np.array(prompt_lengths, dtype=np.int32))
+    left_out = f", {empty} lines without text left out" if empty else ""
+    logger.info("%s: %d documents tokenized%s", file, len(prompt_lengths), left_out)
+
+
+def read_lines[T](file: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[tuple[T | None, int]]:
+    """What ``parse`` makes of the object that each line holds, None for a blank one, and the line's bytes.
+
+    Raises:
+        DataError: the file cannot be read, or a line holds no object, or one for which ``parse`` raises ValueError.
+    """
+    try:
+        with open(file, "rb", opener=file_or_pipe) as stream:
+            for number, line in enumerate(stream, 1):
+                try:
+                    text = decode_text(line, file)  # of a file that was joined from others, any line may have a mark
+                    value = parse(_object(text)) if text.strip() else None
+                except ValueError as error:
+                    raise DataError(f"{file}:{number}: {error}") from error
+                yield value, len(line)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
+
+
+def _sample(value: dict[str, Any], keys: Keys) -> tuple[str, str]:
+    """(prompt, text or response). Raises ValueError saying why an object is no sample."""
+    has_text = keys.text in value
+    has_pair = keys.prompt in value and keys.response in value
+    if has_text == has_pair:
+        wanted = f"{keys.text!r}, or {keys.prompt!r} and {keys.response!r}"
+        texts = [key for key in sorted(value) if isinstance(value[key], str)]
+        fixes = [f"dataset.text_key={key}" for key in texts[:3] if re.fullmatch(r"\w+", key)]
+        if has_text:
+            fixes = ["dataset.prompt_key=null dataset.response_key=null", "dataset.text_key=null"]
+        raise ValueError(
+            f"{'both of ' if has_text else 'no '}{wanted}{'' if has_text else f'; it has {sorted(value)}'}. "
+            f"Fix: {', or '.join(fixes) or 'dataset.text_key=NAME'}"
+        )
+    prompt, text = ("", keys.text) if has_text else (text_under(keys.prompt, value), keys.response)
+    return prompt, text_under(text, value)
+
+
+def _object(line: str) -> dict[str, Any]:
+    """The object that a line of JSON holds. Raises ValueError saying why it holds none."""
+    try:
+        value = parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}." + _cut_short(line)) from error
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON object is needed, found {type(value).__name__}.")
+    return value
+
+
+def text_under(key: str | None, values: dict[Any, Any]) -> str:
+    """The text that a line's object has under ``key``. Raises ValueError for what no tokenizer takes."""
+    text = values[key]
+    if not isinstance(text, str):
+        raise ValueError(f"the value of {key!r} is {type(text).__name__}, not text.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON's escapes can name half a character
+        raise ValueError(
+            f"the value of {key!r} holds half a surrogate pair (such as \\ud800 alone), which is no text: write the "
+            "whole pair, or remove it."
+        ) from error
+    return text
+
+
+def _cut_short(line: str) -> str:
+    return "" if line.endswith("\n") else " The file ends in this line: is it truncated?"

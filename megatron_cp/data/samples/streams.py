@@ -1,0 +1,208 @@
+"""Data sets for packing: samples of their own lengths, dealt in an order that never depends on layout or length of run.
+
+A :class:`Stream` answers ``len``, ``lengths(indices)`` without reading, and ``[i]`` with 1-D ``tokens``, ``labels``
+(int64) and ``loss_mask`` (float32), which is what :mod:`megatron_cp.dynamic_cp.runtime.iterator` schedules.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron_cp.common.errors import DataError
+from megatron_cp.common.input_files import file_or_pipe
+from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
+from megatron_cp.data.formats.documents import open_documents
+from megatron_cp.data.formats.indexed import open_indexed
+from megatron_cp.data.formats.jsonl import Keys, map_prompt_lengths, tokenized, warn_of_plain_prompts
+from megatron_cp.data.samples.blend import Turns
+from megatron_cp.data.samples.order import shuffled, shuffled_all
+from megatron_cp.data.samples.parts import SPLITS, parts_of, paths_of
+from megatron_cp.data.samples.varlen import DocumentDataset, MockVarlenDataset, Sample
+from megatron_cp.data.text.contents import Contents
+from megatron_cp.data.text.records import check_records
+from megatron_cp.data.text.tokenizers import Tokenizer
+from megatron_cp.data.together import on_every_rank, once_per_node
+from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, read_lengths, sample_lengths
+
+logger = logging.getLogger(__name__)
+KINDS = ("documents", "jsonl", "mock_documents")
+
+
+class Source(Protocol):
+    """One epoch of samples."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray: ...
+
+    def contents(self) -> Contents: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+class Stream:
+    """An endless, shuffled blend of sources, of which a run wants the first ``num_samples``.
+
+    Sample i is the same whatever ``num_samples`` is, and is there also beyond them. Each source is dealt whole, in a
+    new order, before any of its samples comes again. ``weights`` are shares of *tokens*; by default every source gives
+    what it has.
+    """
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None, seed: int, num_samples: int) -> None:
+        self._sources, self._seed, self._num_samples = list(sources), seed, num_samples
+        shares = [float(len(source)) for source in sources]
+        if weights is not None:
+            shares = [w * len(source) / source.num_tokens for w, source in zip(weights, sources, strict=True)]
+        # Only a weight that somebody gave can be raised.
+        self._turns = Turns(shares, keep_small=weights is None) if len(sources) > 1 else None
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def sources(self) -> list[Contents]:
+        """One epoch of each source."""
+        return [source.contents() for source in self._sources]
+
+    def taken(self, count: int) -> Sequence[float]:
+        """How many of the first ``count`` samples come from each source."""
+        return self._turns.taken(count) if self._turns else [count]
+
+    def _locate(self, index: int) -> tuple[Source, int]:
+        number, nth = self._turns(index) if self._turns else (0, index)
+        source = self._sources[number]
+        epoch, position = divmod(nth, len(source))
+        return source, shuffled(position, len(source), self._seed + number, epoch)
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens of samples, int64 as ``indices``."""
+        numbers, nths = self._turns.of_all(indices) if self._turns else (np.zeros_like(indices), indices)
+        found = np.empty(len(indices), dtype=np.int64)
+        for number in np.unique(numbers).tolist():
+            source, mine = self._sources[number], np.flatnonzero(numbers == number)
+            epochs, positions = np.divmod(nths[mine], len(source))
+            found[mine] = source.lengths(shuffled_all(positions, len(source), self._seed + number, epochs))
+        return found
+
+    def __getitem__(self, index: int) -> Sample:
+        source, item = self._locate(index)
+        return source[item]
+
+
+def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Stream | None]:
+    """A stream for each of train, valid and test, ``None`` where no samples are asked for. Call it on every rank.
+
+    Raises:
+        DataError: on every rank, with one message, where a file or a setting of the ``dataset`` section is at fault.
+    """
+    seeds = [config.random_seed + 1_000_003 * split for split in range(len(SPLITS))]
+    if config.kind == "mock_documents":
+        return on_every_rank(
+            lambda: [
+                Stream([_mock(config, tokenizer.vocab_size, seed)], None, seed, count) if count else None
+                for seed, count in zip(seeds, samples, strict=True)
+            ]
+        )
+    parts = on_every_rank(lambda: parts_of(config, samples))
+    paths = list(dict.fromkeys(path for part in parts if part for path in part.paths))
+    once_per_node(lambda: _prepare(paths, config, tokenizer))
+
+    def build() -> list[Stream | None]:
+        prefixes = {path: _prefix(path, config, tokenizer) for path in paths}
+        prompts = {path: map_prompt_lengths(prefixes[path]) if config.kind == "jsonl" else None for path in paths}
+        for path, lengths in prompts.items():
+            if lengths is not None:
+                warn_of_plain_prompts(path, prefixes[path], lengths, tokenizer)
+        streams: list[Stream | None] = []
+        for name, part, seed, count in zip(SPLITS, parts, seeds, samples, strict=True):
+            if part is None:
+                streams.append(None)
+                continue
+            try:
+                sources = [
+                    DocumentDataset(
+                        prefixes[path],
+                        config.seq_length,
+                        config.too_long,
+                        part=part.share,
+                        prompt_lengths=prompts[path],
+                        vocab_size=tokenizer.vocab_size,
+                        path_to_cache=config.path_to_cache,
+                        name=path,
+                    )
+                    for path in part.paths
+                ]
+            except DataError as error:
+                if not config.divides:
+                    raise
+                raise DataError(f"the {name} part of dataset.split={config.split}: {error}") from error
+            streams.append(Stream(sources, part.weights, seed, count))
+        return streams
+
+    return on_every_rank(build)
+
+
+def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """Make what the ranks of this node are going to map; what each path holds, by which nodes can be compared."""
+    holds = {}
+    for path in paths:
+        files = open_indexed(_prefix(path, config, tokenizer))
+        open_documents(files, config.seq_length, config.path_to_cache)
+        holds[path] = f"{files.num_boundaries - 1} documents, {files.num_tokens} tokens"
+    return holds
+
+
+def _prefix(path: str, config: DatasetConfig, tokenizer: Tokenizer) -> str:
+    """Prefix of the ``.bin/.idx`` pair with the documents of ``path``."""
+    return tokenized(path, tokenizer, Keys.of(config), config.path_to_cache) if config.kind == "jsonl" else path
+
+
+def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDataset:
+    count, longest, named = config.mock_num_samples, config.seq_length, config.mock_lengths
+    try:
+        if named in DISTRIBUTIONS:
+            lengths = sample_lengths(named, count, longest, seed)
+        else:
+            lengths = np.resize(read_lengths(named), count)
+            if cut := int((lengths > longest).sum()):
+                logger.info("dataset.mock_lengths=%s: %d of %d are cut to dataset.seq_length", named, cut, count)
+            lengths = np.minimum(lengths, longest)
+    except ValueError as error:
+        raise DataError(f"dataset.mock_lengths={named}: {error}") from error
+    return MockVarlenDataset(lengths, vocab_size, seed, config.mock_masked_fraction)
+
+
+def check_files(config: DatasetConfig, tokenizer: Tokenizer, settings: TokenizerConfig) -> None:
+    """What one rank can find wrong with the files of a run before it meets the others; reads next to nothing.
+
+    Raises:
+        DataError: a file is missing or unusable, or was made with other special tokens than the run's ``tokenizer``.
+    """
+    checks: dict[str, Callable[[str], object]] = {
+        "indexed": open_indexed,
+        "documents": open_indexed,
+        "jsonl": _readable,
+    }
+    if config.kind in checks:
+        paths = paths_of(config)
+        for path in paths:
+            checks[config.kind](path)
+        check_records(paths if config.kind != "jsonl" else (), config, tokenizer, settings)
+    elif config.kind == "mock_documents" and config.mock_lengths not in DISTRIBUTIONS:
+        _readable(config.mock_lengths)
+
+
+def _readable(path: str) -> None:
+    try:
+        with open(path, "rb", opener=file_or_pipe) as file:
+            empty = not file.read(1)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+    if empty:
+        raise DataError(f"{path}: is empty.")

@@ -1,0 +1,141 @@
+"""The record beside prepared data: which special tokens its documents begin and end with, compared with the run's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_cp.common.errors import DataError, shown
+from megatron_cp.common.input_files import read_json
+from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
+from megatron_cp.data.formats.indexed import IndexedFiles, open_indexed
+from megatron_cp.data.text.tokenizers import Tokenizer, build_tokenizer
+from megatron_cp.launch import launcher
+
+logger = logging.getLogger(__name__)
+ENDING = ".meta.json"  # beside .bin and .idx
+
+
+@dataclass(frozen=True)
+class Record:
+    """How a file's documents were written. ``prefix`` and ``suffix`` are the tokens around each text."""
+
+    tokenizer_type: str
+    tokenizer_model: str | None
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> Record:
+        path = getattr(tokenizer, "path", None)
+        model = None if path is None else str(Path(path).absolute())
+        return Record(type(tokenizer).__name__, model, tokenizer.prefix, tokenizer.suffix)
+
+    def fits(self, tokenizer: Tokenizer) -> bool:
+        return (self.prefix, self.suffix) == (tokenizer.prefix, tokenizer.suffix)
+
+
+def write_record(path: str, tokenizer: Tokenizer) -> None:
+    Path(path).write_text(json.dumps(asdict(Record.of(tokenizer))) + "\n", encoding="utf-8")
+
+
+def document_form(tokenizer: Tokenizer) -> str:
+    """What is written for a text, such as ``<s> text </s>``."""
+    return " ".join([*map(tokenizer.name_of, tokenizer.prefix), "text", *map(tokenizer.name_of, tokenizer.suffix)])
+
+
+def check_records(paths: Sequence[str], data: DatasetConfig, tokenizer: Tokenizer, settings: TokenizerConfig) -> None:
+    """Compare how the documents of ``.bin/.idx`` files begin and end with what the run's tokenizer would write.
+
+    Of files without a record, made by earlier versions or other programs, the first document is compared; those that
+    differ are named in one warning.
+
+    Raises:
+        DataError: a file's documents begin or end with other tokens, or where they begin cannot be found in them.
+    """
+    if settings.tokenizer_type == "NullTokenizer":  # of data that was tokenized elsewhere
+        return
+    without: list[str] = []
+    for path in paths:
+        files = open_indexed(path)
+        record = _read(files)
+        if record is not None and not record.fits(tokenizer):
+            raise DataError(_difference(files, record, tokenizer, settings))
+        if record is not None or _begins_with(files, tokenizer.prefix):
+            _check_boundaries(data, tokenizer)
+        else:
+            without.append(path)
+    if without and launcher.is_first_rank():
+        logger.warning(
+            "%s: the first document does not begin with %s, as documents of this tokenizer do, and there is no record "
+            "of how it was made: by an earlier version or another program. Training goes on with the data as it is. "
+            "Make it again with megatron-cp preprocess, or set tokenizer.add_bos=false to silence this "
+            "warning",
+            shown(without, ", "),
+            " ".join(map(tokenizer.name_of, tokenizer.prefix)),
+        )
+    elif tokenizer.prefix and not without:
+        logger.info("tokenizer: a document is: %s", document_form(tokenizer))
+
+
+def _read(files: IndexedFiles) -> Record | None:
+    path = Path(files.prefix + ENDING)
+    try:
+        values: Any = read_json(path)
+        prefix, suffix = (tuple(int(token) for token in values[name]) for name in ("prefix", "suffix"))
+        model = None if values["tokenizer_model"] is None else str(values["tokenizer_model"])
+        record = Record(str(values["tokenizer_type"]), model, prefix, suffix)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is damaged"
+        raise DataError(f"{path}: {why}. Fix: rm {shlex.quote(str(path))} (its data needs no record)") from error
+    return None if record.tokenizer_type == "NullTokenizer" else record  # ids from elsewhere: it added no BOS or EOS
+
+
+def _begins_with(files: IndexedFiles, prefix: tuple[int, ...]) -> bool:
+    """Whether the first document of a file begins with these tokens."""
+    return tuple(np.fromfile(files.prefix + ".bin", files.dtype, len(prefix)).tolist()) == prefix
+
+
+def _check_boundaries(data: DatasetConfig, tokenizer: Tokenizer) -> None:
+    """Raises DataError where windows would take the first token of a document for the end of another one."""
+    looking = [name for name in ("eod_mask_loss", "reset_position_ids") if getattr(data, name)]
+    if data.kind == "indexed" and looking and tokenizer.eod in tokenizer.prefix:
+        raise DataError(
+            f"dataset.{looking[0]}=true: documents begin with {tokenizer.name_of(tokenizer.eod)}, which also ends "
+            "them, and each would count as two. Fix: " + " ".join(f"dataset.{name}=false" for name in looking)
+        )
+
+
+def _difference(files: IndexedFiles, record: Record, tokenizer: Tokenizer, settings: TokenizerConfig) -> str:
+    where = "begin" if record.prefix != tokenizer.prefix else "end"
+    there, here = (record.prefix, tokenizer.prefix) if where == "begin" else (record.suffix, tokenizer.suffix)
+    named = ", ".join(f"{token} ({tokenizer.name_of(token)})" for token in here)
+    return (
+        f"{files.prefix}{ENDING}: the documents {where} with {_tokens(map(str, there))}, but those of the run's "
+        f"tokenizer {where} with {_tokens([named] if named else [])}. Fix: {_fix(record, settings)}"
+    )
+
+
+def _tokens(ids: Iterable[str]) -> str:
+    return f"token {text}" if (text := ", ".join(ids)) else "no special token"
+
+
+def _fix(record: Record, settings: TokenizerConfig) -> str:
+    """Settings with which the run's tokenizer writes documents as the record says."""
+    there = {"tokenizer_type": record.tokenizer_type, "tokenizer_model": record.tokenizer_model or "null"}
+    for changes in ({"add_bos": "null"}, {"add_bos": "false"}, {"add_bos": "true"}, there):
+        values = {name: {"null": None, "false": False, "true": True}.get(text, text) for name, text in changes.items()}
+        with suppress(DataError):
+            if record.fits(build_tokenizer(replace(settings, **values))):  # type: ignore[arg-type]
+                return shlex.join(f"tokenizer.{name}={text}" for name, text in changes.items())
+    return "make the files again with megatron-cp preprocess and the run's tokenizer"

@@ -1,0 +1,119 @@
+"""Read the files of a Hugging Face tokenizer: the tokenizer itself, and the special tokens that the files name."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.common.errors import DataError
+from megatron_cp.common.input_files import decode_text, read_bytes, read_json, special_files
+
+
+def check_plain(path: Path) -> None:
+    """Raises DataError where there is no such file or folder, or it holds a device or a pipe."""
+    if not os.path.exists(path):  # which, unlike Path.exists, never raises
+        raise DataError(
+            f"tokenizer.tokenizer_model={path}: no such file or folder. Give a tokenizer.json or the folder that "
+            "holds one; nothing is downloaded."
+        )
+    if special := special_files(path):
+        raise DataError(
+            f"tokenizer.tokenizer_model={path}: {special[0]} is neither a file nor a folder. "
+            f"Fix: rm {shlex.quote(str(special[0]))}"
+        )
+
+
+def load(path: Path) -> Any:
+    """The ``tokenizers.Tokenizer`` of a file or folder, which neither cuts nor pads texts.
+
+    Raises:
+        DataError: the files cannot be read as a tokenizer, or need Python code of their own.
+    """
+    from tokenizers import Tokenizer as FastTokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        if file.exists():
+            tokenizer = FastTokenizer.from_str(decode_text(read_bytes(file), file))
+        else:
+            from transformers import AutoTokenizer
+
+            logging.getLogger("transformers").setLevel(logging.ERROR)  # it repeats texts of the folder's files
+            options = {"local_files_only": True, "use_fast": True, "trust_remote_code": False}
+            tokenizer = AutoTokenizer.from_pretrained(str(path), **options).backend_tokenizer
+        # A file may say how its texts were cut and padded once; a document has the length that it has.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+    except Exception as error:  # both libraries raise bare Exceptions
+        why = " ".join(str(error).split())
+        if "trust_remote_code" in why:
+            raise DataError(
+                f"tokenizer.tokenizer_model={path}: needs Python code of its own (auto_map), which is never run. Fix: "
+                f"save it as {path / 'tokenizer.json'}, by transformers' save_pretrained, where you trust that code."
+            ) from error
+        raise DataError(f"tokenizer.tokenizer_model={path}: cannot be read as a tokenizer: {why}") from error
+
+
+def added_by_post_processor(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that a ``tokenizers.Tokenizer`` adds before every text, such as BOS, and after it, such as EOS."""
+    sample = next((text for text in ("a", *tokenizer.get_vocab()) if _has_tokens(tokenizer, text)), "")
+    encoded = tokenizer.encode(sample, add_special_tokens=True)
+    own = [index for index, added in enumerate(encoded.special_tokens_mask) if not added]
+    if not own:
+        return (), ()
+    return tuple(encoded.ids[: own[0]]), tuple(encoded.ids[own[-1] + 1 :])
+
+
+def _has_tokens(tokenizer: Any, text: str) -> bool:
+    try:
+        return bool(tokenizer.encode(text, add_special_tokens=False).ids)
+    except Exception:  # the library's, for a word that is not in the vocabulary
+        return False
+
+
+def has_chat_template(path: Path) -> bool:
+    """Whether the files beside ``tokenizer.json`` hold a chat template, as those of instruct models do."""
+    folder = _folder_of(path)
+    in_a_file = os.path.exists(folder / "chat_template.jinja")
+    return in_a_file or any(values.get("chat_template") for _, values in _companions(folder))
+
+
+def named_token(path: Path, key: str) -> str | None:
+    """The token that the files beside ``tokenizer.json`` name as ``key``, such as ``eos_token``."""
+    named: str | None = None
+    for file, values in _companions(_folder_of(path)):
+        token = values.get(key)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if not isinstance(token, str | None):
+            example = "<|endoftext|>" if key == "eos_token" else "<s>"
+            fix = f'"{key}": "{example}", or another token of the vocabulary'
+            raise DataError(f"{file}: {key}={str(token)[:40]}: is not a text. Fix: {fix}")
+        named = token or named
+    return named
+
+
+def _folder_of(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _companions(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The files beside ``tokenizer.json`` that name its special tokens, and the object that each holds."""
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = folder / name
+        if not os.path.exists(file):
+            continue
+        try:
+            values = read_json(file)
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
+        except ValueError as error:
+            raise DataError(f"{file}: not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise DataError(f"{file}: a JSON object is needed, found {type(values).__name__}.")
+        yield file, values

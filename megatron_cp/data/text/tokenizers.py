@@ -1,0 +1,271 @@
+"""Tokenizers with the interface that megatron-core's datasets read.
+
+They use the ``tokenizers`` library directly: it loads in a tenth of a second and never asks a network. ``transformers``
+is only imported for a folder that has no ``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_cp.common.errors import DataError
+from megatron_cp.config.run_config import TokenizerConfig
+from megatron_cp.data.text.tokenizer_files import (
+    added_by_post_processor,
+    check_plain,
+    has_chat_template,
+    load,
+    named_token,
+)
+from megatron_cp.models.vocabulary import BYTE_LEVEL
+
+END_OF_DOCUMENT = "<|endoftext|>"
+NO_TOKEN = -1  # megatron-core's value for "there is no such token"
+
+# Asked for in this order when no file of the tokenizer names its end-of-text token.
+_COMMON_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[EOS]", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """What the datasets and the preprocessing need; token ids are ints in [0, vocab_size)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod(self) -> int:
+        """Id of the token that ends a document."""
+
+    @property
+    def pad(self) -> int:
+        """``NO_TOKEN``, whatever a tokenizer's files call its padding."""
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The tokens that every document begins with."""
+
+    @property
+    def suffix(self) -> tuple[int, ...]:
+        """The tokens that every document ends with; the last one is ``eod``."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that stand for no text."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        """What distinguishes this tokenizer in megatron-core's index cache."""
+
+    def name_of(self, token: int) -> str: ...
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+    def detokenize(self, ids: Sequence[int]) -> str: ...
+
+
+class _Base:
+    """The ids common to all tokenizers."""
+
+    # megatron-core turns every token of this id into token 0 without a loss, also where it is part of the text.
+    pad = NO_TOKEN
+    has_chat_template = False
+
+    def __init__(self, vocab_size: int, eod: int) -> None:
+        self.vocab_size = vocab_size
+        self.eod = eod
+        self.prefix: tuple[int, ...] = ()
+        self.suffix: tuple[int, ...] = (eod,)
+        self.special_ids = frozenset((eod,))
+
+    @property
+    def eos(self) -> int:
+        return self.eod
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        return OrderedDict(tokenizer=type(self).__name__, vocab_size=self.vocab_size, eod=self.eod)
+
+    def name_of(self, token: int) -> str:
+        return str(token)
+
+
+class ByteLevelTokenizer(_Base):
+    """The 256 bytes of UTF-8 and one more token that ends a document. Needs no file."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=BYTE_LEVEL, eod=BYTE_LEVEL - 1)
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class NullTokenizer(_Base):
+    """No text at all: ids written as decimal numbers. Used with mock data and with data tokenized elsewhere.
+
+    ``eod`` is the token that ends a document there; by default the last one, which need not be so.
+    """
+
+    def __init__(self, vocab_size: int, eod: int | None = None) -> None:
+        super().__init__(vocab_size=vocab_size, eod=vocab_size - 1 if eod is None else eod)
+
+    def tokenize(self, text: str) -> list[int]:
+        ids = []
+        for word in text.split():
+            # As long as the vocabulary's size at most: int() refuses numbers of thousands of digits.
+            is_number = word.isascii() and word.isdecimal() and len(word) <= len(str(self.vocab_size))
+            if not is_number or int(word) >= self.vocab_size:
+                raise DataError(
+                    f"{word[:40]!r} is no token id: the text of a NullTokenizer is numbers from 0 to "
+                    f"{self.vocab_size - 1} with spaces between them. Give a larger vocab_size, or another "
+                    "tokenizer_type for text."
+                )
+            ids.append(int(word))
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(str(i) for i in ids)
+
+
+class HuggingFaceTokenizer(_Base):
+    """A ``tokenizer.json``, alone or in a folder with ``tokenizer_config.json``; read from disk only.
+
+    ``add_bos``: whether documents begin with the BOS token; None: where the tokenizer's own post-processor adds it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], add_bos: bool | None = None) -> None:
+        self.path = Path(path)
+        check_plain(self.path)
+        self._tokenizer = load(self.path)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise DataError(f"tokenizer.tokenizer_model={path}: the vocabulary is empty.")
+        end = next((t for t in (named_token(self.path, "eos_token"), *_COMMON_END_TOKENS) if t in ids), None)
+        if end is None:
+            raise DataError(
+                f"tokenizer.tokenizer_model={path}: no end-of-document token. Name one as eos_token in "
+                "tokenizer_config.json beside tokenizer.json."
+            )
+        self._digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()[:16]
+        # Ids can have holes, so the embedding needs the largest one, not their number.
+        super().__init__(max(ids.values()) + 1, ids[end])
+        added_before, added_after = added_by_post_processor(self._tokenizer)
+        if add_bos is None or (add_bos and added_before):
+            self.prefix = added_before
+        elif add_bos:
+            self.prefix = (self._bos(ids),)
+        if added_after[-1:] != (self.eod,):
+            added_after += (self.eod,)
+        self.suffix = added_after
+        if (largest := max(self.prefix + self.suffix)) >= self.vocab_size:
+            raise DataError(
+                f"tokenizer.tokenizer_model={path}: its post-processor adds token {largest}, and its vocabulary ends "
+                f"at {self.vocab_size - 1}. Fix: tokenizer.tokenizer_model=PATH (of another tokenizer)"
+            )
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, added in decoder.items() if added.special)
+        self.has_chat_template = has_chat_template(self.path)
+
+    def _bos(self, ids: dict[str, int]) -> int:
+        """The token that the tokenizer's files name as ``bos_token``."""
+        token = named_token(self.path, "bos_token")
+        if token not in ids:
+            what = "no file names a bos_token" if token is None else f"its bos_token {token} is not in the vocabulary"
+            raise DataError(f"tokenizer.add_bos=true: {self.path}: {what}. Fix: tokenizer.add_bos=null")
+        return ids[token]
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        # Two vocabularies of one size are two tokenizers.
+        identifiers = OrderedDict(super().unique_identifiers, digest=self._digest)
+        if (self.prefix, self.suffix) != ((), (self.eod,)):  # else caches of earlier versions stay valid
+            identifiers |= {"prefix": self.prefix, "suffix": self.suffix}
+        return identifiers
+
+    def name_of(self, token: int) -> str:
+        return self._tokenizer.id_to_token(token) or str(token)
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer that a run's ``tokenizer`` section describes.
+
+    ``vocab_size`` (the model's, where it is known) is used by a NullTokenizer whose section names none.
+
+    Raises:
+        DataError: an unknown type, a missing setting, or a file that is missing or cannot be read.
+    """
+    match config.tokenizer_type:
+        case "HuggingFaceTokenizer":
+            if not config.tokenizer_model:
+                raise DataError(
+                    "tokenizer.tokenizer_model is not set: a HuggingFaceTokenizer needs a tokenizer.json or its "
+                    "folder. tokenizer.tokenizer_type=ByteLevelTokenizer needs no file."
+                )
+            return HuggingFaceTokenizer(config.tokenizer_model, config.add_bos)
+        case "ByteLevelTokenizer":
+            return ByteLevelTokenizer()
+        case "NullTokenizer":
+            size = config.vocab_size or vocab_size
+            if not size or size < 2:
+                raise DataError(f"tokenizer.vocab_size={size}: a NullTokenizer needs the number of tokens, 2 or more.")
+            if config.eod_id is not None and not 0 <= config.eod_id < size:
+                raise DataError(f"tokenizer.eod_id={config.eod_id}: must be one of the {size} tokens, from 0.")
+            return NullTokenizer(size, config.eod_id)
+        case other:
+            raise DataError(
+                f"tokenizer.tokenizer_type={other}: unknown; use HuggingFaceTokenizer, "
+                "ByteLevelTokenizer or NullTokenizer."
+            )
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[str]) -> Path:
+    """Train a byte-level BPE tokenizer and write ``tokenizer.json`` and its config to the folder ``out_dir``.
+
+    The files are written aside and renamed, so that an interrupted training leaves nothing that looks finished.
+    Returns ``out_dir``. Byte-level BPE: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
+
+    Raises:
+        DataError: a vocabulary too small for the 256 bytes and the end-of-document token.
+    """
+    from tokenizers import Tokenizer as FastTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < 257:
+        raise DataError(f"vocab_size={vocab_size}: byte-level BPE needs 257 or more (256 bytes, end of document).")
+    tokenizer = FastTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder = Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".tokenizer-") as aside:
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
+        Path(aside, "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        tokenizer.save(str(Path(aside, "tokenizer.json")))
+        for name in ("tokenizer_config.json", "tokenizer.json"):
+            os.replace(Path(aside, name), folder / name)
+    return folder

@@ -1,0 +1,150 @@
+"""What a person wants to know of a schedule, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from megatron_cp.dynamic_cp.analysis.simulate import SimulatedStep, simulate
+from megatron_cp.dynamic_cp.cost import CostModel
+from megatron_cp.dynamic_cp.types import Schedule
+
+
+@dataclass(frozen=True)
+class Report:
+    """One schedule's figures under a cost model.
+
+    seconds: simulated step. imbalance: see :func:`imbalance_of_work`; a run writes the same number. useful, overhead,
+    idle: shares of all ranks' time that are bare work, communication and fixed costs, and waiting. padding: padding
+    tokens per real token. cp_sizes: groups and tokens by CP size. idle_slots: (rank, microbatch) pairs without a group.
+    """
+
+    title: str
+    step: SimulatedStep
+    seconds: float
+    imbalance: float
+    useful: float
+    overhead: float
+    idle: float
+    padding: float
+    num_microbatches: int
+    idle_slots: int
+    cp_sizes: dict[int, tuple[int, int]]
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures as plain data."""
+        names = ("imbalance", "useful", "overhead", "idle", "padding", "num_microbatches", "idle_slots")
+        sizes = {str(size): {"groups": g, "tokens": t} for size, (g, t) in self.cp_sizes.items()}
+        figures = {name: getattr(self, name) for name in names}
+        return {"simulated_seconds": self.seconds} | figures | {"cp_sizes": sizes}
+
+
+def cp_sizes(schedule: Schedule) -> dict[int, int]:
+    """How many groups of each size the whole domain runs."""
+    return dict(sorted(Counter(group.cp_size for groups in schedule.microbatches for group in groups).items()))
+
+
+def as_arrays(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """The groups, one a row: microbatch, first rank, ranks, samples [groups, 4]; and their sample ids, in a row [n]."""
+    rows = [
+        (k, group.ranks[0], group.cp_size, len(group.sample_ids))
+        for k, groups in enumerate(schedule.microbatches)
+        for group in groups
+    ]
+    ids = chain.from_iterable([group.sample_ids for groups in schedule.microbatches for group in groups])
+    return np.array(rows, dtype=np.int64).reshape(-1, 4), np.fromiter(ids, dtype=np.int64)
+
+
+def padding_fraction(schedule: Schedule, lengths: Sequence[int] | np.ndarray) -> float:
+    """Padding tokens per real token."""
+    groups, ids = as_arrays(schedule)
+    real = np.asarray(lengths, dtype=np.int64)[ids]
+    unit = np.repeat(groups[:, 2], groups[:, 3]) * (2 * schedule.sequence_parallel_size)
+    padded = -(-real // unit) * unit
+    return float(padded.sum() / real.sum() - 1) if ids.size else 0.0
+
+
+def imbalance_of_work(schedule: Schedule, lengths: Sequence[int] | np.ndarray, cost: CostModel) -> float:
+    """Seconds that the rank with most work takes by the cost model, over the mean of all ranks. Waiting is no work."""
+    groups, ids = as_arrays(schedule)
+    real = np.asarray(lengths, dtype=np.float64)[ids]
+    starts = np.cumsum(groups[:, 3]) - groups[:, 3]
+    tokens, squares = np.add.reduceat([real, real * real], starts, axis=1)
+    calls = cost.per_sample * groups[:, 3] * cost.calls(groups[:, 2])
+    of_size = {size: cost.for_size(size) for size in np.unique(groups[:, 2]).tolist()}
+    work = np.zeros(schedule.num_ranks)
+    for (_, first, size, _), square, token, more in zip(
+        groups.tolist(), squares.tolist(), tokens.tolist(), calls.tolist(), strict=True
+    ):
+        work[first : first + size] += of_size[size].seconds(square, token) + more
+    return float(work.max() / work.mean())
+
+
+def report(
+    title: str,
+    schedule: Schedule,
+    lengths: np.ndarray,
+    cost: CostModel,
+    *,
+    sync_ranks: int = 1,
+    pipeline_size: int = 1,
+) -> Report:
+    """Simulate a schedule and sum it up."""
+    step = simulate(schedule, lengths, cost, sync_ranks=sync_ranks, pipeline_size=pipeline_size)
+    groups: Counter[int] = Counter()
+    tokens: Counter[int] = Counter()
+    busy = 0.0
+    for span in step.spans:
+        size = span.group.cp_size
+        groups[size] += 1
+        tokens[size] += int(lengths[list(span.group.sample_ids)].sum())
+        busy += (span.stop - span.start) * size
+    total = step.seconds * schedule.num_ranks
+    useful = cost.ideal_seconds(lengths) / total if total else 1.0
+    return Report(
+        title=title,
+        step=step,
+        seconds=step.seconds,
+        imbalance=imbalance_of_work(schedule, lengths, cost),
+        useful=useful,
+        overhead=busy / total - useful if total else 0.0,
+        idle=1.0 - busy / total if total else 0.0,
+        padding=padding_fraction(schedule, lengths),
+        num_microbatches=schedule.num_microbatches,
+        idle_slots=sum(len(ranks) for ranks in schedule.idle_slots()),
+        cp_sizes={size: (groups[size], tokens[size]) for size in sorted(groups, reverse=True)},
+    )
+
+
+def as_text(dynamic: Report, static: Sequence[Report], lengths: np.ndarray, num_ranks: int) -> str:
+    """The summary that ``megatron-cp schedule`` prints."""
+    lines = [
+        f"{len(lengths)} samples, {int(lengths.sum())} tokens (longest {int(lengths.max())}, "
+        f"median {int(np.median(lengths))}) on {num_ranks} ranks",
+        "",
+        f"{'':30}{'simulated s':>13}{'imbalance':>11}{'useful':>8}{'overhead':>10}{'idle':>7}{'padding':>9}"
+        f"{'microbatches':>14}",
+    ]
+    for one in (*static, dynamic):
+        lines.append(
+            f"{one.title:30}{one.seconds:13.3f}{one.imbalance:11.3f}{one.useful:8.1%}{one.overhead:10.1%}{one.idle:7.1%}"
+            f"{one.padding:9.2%}{one.num_microbatches:14}"
+        )
+    lines += ["", "CP size   groups        tokens   share of tokens"]
+    for size, (groups, tokens) in dynamic.cp_sizes.items():
+        share = tokens / int(lengths.sum())
+        lines.append(f"{size:7}{groups:9}{tokens:14}{share:10.1%}  {'#' * max(1, round(40 * share))}")
+    lines += [""] + [f"{dynamic.title}: {compared(dynamic, one)}" for one in static]
+    return "\n".join(lines)
+
+
+def compared(dynamic: Report, static: Report) -> str:
+    """How fast one step is beside another, in words that say that both are simulated."""
+    ratio = f"{static.seconds / dynamic.seconds:.2f}x"
+    if ratio == "1.00x":
+        return f"simulated no faster ({ratio}) than {static.title}"
+    return f"simulated {ratio} as fast as {static.title}"

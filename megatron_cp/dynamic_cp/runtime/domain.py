@@ -1,0 +1,155 @@
+"""The process groups that schedules use: one for each legal block of a data-and-context-parallel domain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_cp.dynamic_cp.groups import Positions
+from megatron_cp.dynamic_cp.runtime.packing import BlockGroups
+from megatron_cp.parallel.layout import RankLayout
+
+
+class DynamicGroups:
+    """Groups of this rank's domain, by the positions (not the global ranks) of their members in it.
+
+    A domain is a ``dp_cp`` group of the layout: the ranks that hold the same part of the model. All domains run the
+    same schedules, so every rank of the world knows which groups a step needs and takes part in creating them, as
+    torch.distributed wants. Independent of how the other groups were made (MPU or decentralized).
+
+    Args:
+        blocks: the blocks of positions that schedules may use, beside each rank alone.
+        at_start: create every group at once; otherwise each is created before the first step that uses it.
+        a2a_size: ranks of the all-to-all level of a block, where layers use the two-level transport.
+        with_tensor_parallel: also join each block with its tensor-parallel ranks (the router's losses want that).
+        known: groups that exist already; they are used, and not destroyed.
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        *,
+        blocks: Iterable[Positions],
+        at_start: bool = False,
+        timeout_minutes: float = 10.0,
+        a2a_size: Callable[[Positions], int] | None = None,
+        with_tensor_parallel: bool = False,
+        known: Mapping[Positions, dist.ProcessGroup] | None = None,
+    ) -> None:
+        rank = dist.get_rank()
+        self._domains = layout.groups("dp_cp")
+        self._wide = with_tensor_parallel
+        self._wide_domains = layout.groups("tp_dp_cp") if with_tensor_parallel and layout.tp > 1 else []
+        if known is not None:  # a run on this rank alone
+            self._domains = [[rank]]
+        self.domain = next(ranks for ranks in self._domains if rank in ranks)
+        self.position = self.domain.index(rank)
+        self._tp = layout.tp
+        # One rank alone is always a group: a rank that keeps step with a dummy microbatch needs nobody.
+        alone = {(position,) for position in range(len(self.domain))}
+        self.legal = alone.union(blocks)
+        self._a2a_size = a2a_size
+        self._timeout = timedelta(minutes=timeout_minutes)
+        self._known = dict(known or {})
+        self._groups: dict[Positions, dist.ProcessGroup | None] = dict(self._known)
+        self._wide_groups: dict[Positions, dist.ProcessGroup | None] = {}
+        self._created: set[Positions] = set()
+        self._connected: set[Positions] = set()
+        self._create_missing(self.legal if at_start else alone)
+
+    def prepare(self, blocks: Iterable[Positions]) -> list[Positions]:
+        """Create the groups of these blocks of positions that do not exist yet, and connect those that have not been
+        used; collective over the world.
+
+        Returns the blocks that are new. Raises ValueError for a block that is no legal group.
+        """
+        wanted = set(blocks)
+        new = self._create_missing(wanted)
+        for block in _in_order(wanted - self._connected):
+            self._connect(block)
+        self._connected |= wanted
+        return new
+
+    def _create_missing(self, blocks: Iterable[Positions]) -> list[Positions]:
+        new = _in_order(set(blocks) - self._created)
+        for block in new:
+            if block not in self.legal:
+                raise ValueError(f"ranks {block} are no legal group of a domain of {len(self.domain)} ranks")
+            for positions in self._parts(block):
+                if positions not in self._groups:
+                    self._groups[positions] = self._create(self._domains, positions, 1)
+            if self._wide_domains:
+                self._wide_groups[block] = self._create(self._wide_domains, block, self._tp)
+        self._created.update(new)
+        return new
+
+    def _connect(self, block: Positions) -> None:
+        """Let the members of a block's groups meet. Only NCCL's have not: it sets a group up in its first collective,
+        which would otherwise be in the middle of a step, and in the times that calibration takes. (Single pairs of
+        ranks it connects still later, which takes much less.)"""
+        groups = [*(self._groups[positions] for positions in self._parts(block)), self._wide_groups.get(block)]
+        for group in groups:
+            if group is not None and group.size() > 1 and dist.get_backend(group) == "nccl":
+                dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=group)
+
+    def _parts(self, block: Positions) -> Iterator[Positions]:
+        """The block itself and the groups of its two levels, a rank's own left out."""
+        yield block
+        if self._a2a_size is not None:
+            inner = self._a2a_size(block)
+            if 1 < inner < len(block):
+                yield from (block[start : start + inner] for start in range(0, len(block), inner))
+                yield from (block[offset::inner] for offset in range(inner))
+
+    def _create(self, domains: list[list[int]], positions: Positions, width: int) -> dist.ProcessGroup | None:
+        """The group of ``positions`` in every domain, ``width`` neighbouring ranks each; this rank's own, or None."""
+        mine = None
+        for domain in domains:
+            ranks = [domain[position * width + i] for position in positions for i in range(width)]
+            description = f"DYNAMIC_CP_{len(positions)}"
+            group = dist.new_group(ranks, timeout=self._timeout, group_desc=description)
+            mine = group if dist.get_rank() in ranks else mine
+        return mine
+
+    def get(self, positions: Positions) -> dist.ProcessGroup:
+        """The process group of these positions of the domain.
+
+        Raises:
+            ValueError: the caller is not one of them, or :meth:`prepare` was not called for them.
+        """
+        group = self._groups.get(positions)
+        if group is None:
+            raise ValueError(
+                f"rank {self.position} of the domain has no group {positions}: not a member, or not prepared"
+            )
+        return group
+
+    def of_block(self, block: Positions) -> BlockGroups:
+        """All groups that work on a microbatch of ``block``. Raises as :meth:`get`."""
+        levels = None
+        if self._a2a_size is not None:
+            inner = self._a2a_size(block)
+            index = block.index(self.position)
+            first = index - index % inner
+            levels = self.get(block[first : first + inner]), self.get(block[index % inner :: inner])
+        group = self.get(block)
+        return BlockGroups(group, levels, self._wide_groups.get(block, group) if self._wide else None)
+
+    def destroy(self) -> None:
+        """Destroy the groups that this rank is a member of."""
+        if dist.is_initialized():
+            for positions, group in [*self._groups.items(), *self._wide_groups.items()]:
+                if group is not None and positions not in self._known:
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+        self._wide_groups.clear()
+        self._created.clear()
+        self._connected.clear()
+
+
+def _in_order(blocks: Iterable[Positions]) -> list[Positions]:
+    """As all ranks create and connect them."""
+    return sorted(blocks, key=lambda ranks: (-len(ranks), ranks))

@@ -1,0 +1,237 @@
+"""Jobs: packed microbatches in the making, before they have ranks."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from heapq import nlargest
+from itertools import chain
+
+import numpy as np
+
+from megatron_cp.dynamic_cp.scheduler.binning import best_fit, most_room
+from megatron_cp.dynamic_cp.scheduler.gaps import Gaps
+from megatron_cp.dynamic_cp.scheduler.problem import Problem
+
+# Bounds on how many samples are squeezed into how many wide jobs: the time for it must not grow with n.
+_MOST_TO_SQUEEZE = 512
+_JOBS_TO_SQUEEZE = 8
+_JOBS_TO_FILL = 8
+
+
+class Job:
+    """Samples that run together on a group of one level's size: their positions, their sums, and the seconds."""
+
+    __slots__ = ("items", "length", "level", "seconds", "squares", "start", "tokens")
+
+    def __init__(self, problem: Problem, level: int, items: list[int], length: int, squares: int, tokens: int) -> None:
+        self.level = level
+        self.items = items
+        self.length = length
+        self.squares = squares
+        self.tokens = tokens  # padded, per rank
+        self.start = -1  # first narrowest block within the shelf, where that is settled
+        self.seconds = problem.costs[level].seconds(squares, length)
+
+
+Shelf = list[Job]
+
+
+def jobs_of(problem: Problem, level: int, contents: list[list[int]]) -> list[Job]:
+    """A job of ``level`` for each of ``contents``, the positions of its samples; none may be empty."""
+    items = list(chain.from_iterable(contents))
+    ends = np.cumsum([0, *map(len, contents)])
+    s = problem.lengths[items]
+    sums = np.zeros((3, len(items) + 1), dtype=np.int64)
+    np.cumsum([s, s * s, problem.tokens[level, items]], axis=1, out=sums[:, 1:])
+    length, squares, tokens = np.diff(sums[:, ends]).tolist()
+    return [Job(problem, level, *each) for each in zip(contents, length, squares, tokens, strict=True)]
+
+
+def wide_jobs(problem: Problem, level: np.ndarray, limit: float, fill: bool) -> list[Job]:
+    """Pack the samples above level 0, each at its level, into jobs of at most ``limit`` seconds where possible.
+
+    fill: samples, of level 0 too, may first take the tokens that wider jobs have free (:func:`fill_up`).
+    Returns the jobs, longest first.
+    """
+    jobs: list[Job] = []
+    for i in np.unique(level if fill else level[level > 0])[::-1].tolist():
+        members = np.flatnonzero(level == i)
+        if fill and jobs:
+            members = fill_up(problem, jobs, members, i)
+        if i == 0 or not members.size:
+            continue
+        own = problem.seconds[i, members] - problem.costs[i].fixed
+        longest = max(limit - problem.costs[i].fixed, float(own.max()))
+        share = np.maximum(own / longest, problem.tokens[i, members] / problem.max_tokens)
+        by_share = np.argsort(-share, kind="stable")
+        jobs += jobs_of(problem, i, best_fit(members[by_share].tolist(), share[by_share].tolist(), 1.0))
+    jobs.sort(key=lambda job: (-job.seconds, job.items[0]))
+    return jobs
+
+
+def fill_up(problem: Problem, jobs: list[Job], members: np.ndarray, level: int) -> np.ndarray:
+    """Let wider jobs with free tokens take samples, longest first, where that costs fewer rank-seconds than a job of
+    the sample's own level. Pays where a microbatch's fixed costs or its exposed communication are high.
+
+    Returns the samples that are left. Looks at no more than a few jobs at a time.
+    """
+    waiting = sorted(jobs, key=lambda job: (job.tokens - problem.max_tokens) * problem.sizes[job.level], reverse=True)
+    open_jobs = [waiting.pop() for _ in range(min(_JOBS_TO_FILL, len(waiting)))]
+    least = int(problem.lengths[members[-1]])
+    own = problem.shared_seconds(level, members) * problem.sizes[level]
+    left = []
+    for x, alone in zip(members.tolist(), own.tolist(), strict=True):
+        s = problem.length_list[x]
+        cheapest, taker = alone, None
+        for job in open_jobs:
+            if job.tokens + int(problem.tokens[job.level, x]) <= problem.max_tokens:
+                after = problem.costs[job.level].seconds(job.squares + s * s, job.length + s)
+                extra = (after - job.seconds) * problem.sizes[job.level]
+                if extra < cheapest:
+                    cheapest, taker = extra, job
+        if taker is None:
+            left.append(x)
+            continue
+        taker.items.append(x)
+        taker.squares += s * s
+        taker.length += s
+        taker.tokens += int(problem.tokens[taker.level, x])
+        taker.seconds = problem.costs[taker.level].seconds(taker.squares, taker.length)
+        if (problem.max_tokens - taker.tokens) * problem.sizes[taker.level] < least:
+            open_jobs.remove(taker)
+            if waiting:
+                open_jobs.append(waiting.pop())
+    return np.array(left, dtype=np.int64)
+
+
+def stack(problem: Problem, jobs: list[Job], leaves: int) -> tuple[list[Shelf], list[int]]:
+    """Put jobs, longest first, side by side on shelves of ``leaves`` narrowest blocks: first fit.
+
+    Returns the shelves, tallest first, and how many narrowest blocks each has free. Each shelf's first job is its
+    longest; each job's ``start`` is set. (The first-fit-decreasing-height rule of strip packing: Coffman, Garey,
+    Johnson and Tarjan 1980.)
+    """
+    shelves: list[Shelf] = []
+    gaps: list[Gaps] = []
+    first_fit = [0] * len(problem.sizes)
+    for job in jobs:
+        width = problem.leaves[job.level]
+        k = first_fit[job.level]
+        while k < len(shelves):
+            job.start = gaps[k].take(width)
+            if job.start >= 0:
+                break
+            k += 1
+        else:
+            shelves.append([])
+            gaps.append(Gaps(leaves))
+            job.start = gaps[k].take(width)
+        first_fit[job.level] = k
+        shelves[k].append(job)
+    return shelves, [one.free for one in gaps]
+
+
+def top_up(problem: Problem, shelves: list[Shelf], short: np.ndarray) -> np.ndarray:
+    """Fill jobs up to the height of their shelf, each time with the longest short sample that still fits.
+
+    short: positions of level-0 samples, longest first. Returns those that are left. A sample of less than eight padding
+    units of a job is not worth its padding there.
+    """
+    count = len(short)
+    following = list(range(count + 1))  # union-find: the next one that is still there
+
+    def available(k: int) -> int:
+        while following[k] != k:
+            following[k] = following[following[k]]
+            k = following[k]
+        return k
+
+    positions, lengths = short.tolist(), problem.lengths[short].tolist()
+    shorter = [-length for length in lengths]
+    prices: dict[int, list[float]] = {}
+    taken = []
+    for shelf in shelves:
+        height = shelf[0].seconds
+        for job in shelf:
+            slack = height - job.seconds
+            if job.level == 0 or slack < 0.01 * height:
+                continue
+            cost, unit = problem.costs[job.level], 2 * problem.sequence_parallel_size * problem.sizes[job.level]
+            if job.level not in prices:
+                long_enough = short[: bisect_right(shorter, -8 * unit)]
+                prices[job.level] = (cost.fixed - problem.seconds[job.level, long_enough]).tolist()
+            price, k = prices[job.level], 0
+            while slack >= 0.01 * height:
+                free = (problem.max_tokens - job.tokens) * problem.sizes[job.level] // unit * unit
+                k = available(max(k, bisect_left(price, -slack), bisect_left(shorter, -free)))
+                if k >= len(price):
+                    break
+                s = lengths[k]
+                seconds = cost.seconds(job.squares + s * s, job.length + s)
+                if seconds > height:  # communication that the job no longer hides: try a shorter one
+                    slack *= 0.7
+                    k += 1
+                    continue
+                job.items.append(positions[k])
+                job.squares += s * s
+                job.length += s
+                job.tokens += -(-s // unit) * unit // problem.sizes[job.level]
+                job.seconds = seconds
+                following[k] = k + 1
+                taken.append(k)
+                slack = height - seconds
+    return np.delete(short, taken)
+
+
+def spread_out(problem: Problem, left: list[int], leaves: int) -> list[list[list[int]]]:
+    """Put level-0 samples, longest first, into as few microbatches as hold them, evenly over ``leaves`` ranks each.
+
+    Returns the microbatches' jobs, as the samples in them.
+    """
+    tokens = problem.tokens[0, left].tolist()
+    bins = best_fit(left, tokens, problem.max_tokens)
+    count = min(-(-len(bins) // leaves) * leaves, len(left))
+    chosen = most_room(problem.seconds[0, left].tolist(), tokens, [0.0] * count, problem.max_tokens)
+    if -1 not in chosen:  # nearly always: there are at least as many bins as will do
+        bins = [[] for _ in range(count)]
+        for x, k in zip(left, chosen, strict=True):
+            bins[k].append(x)
+    return [bins[k : k + leaves] for k in range(0, len(bins), leaves)]
+
+
+def squeeze_in(problem: Problem, stacks: list[list[Shelf]], left: list[int], alone: float) -> bool:
+    """Add short samples that found no tokens elsewhere to the wide jobs with most of them free, where that costs less
+    than microbatches of their own. Returns whether it did; otherwise nothing has changed.
+
+    left: positions of level-0 samples, longest first. alone: seconds of microbatches of their own.
+    """
+    if len(left) > _MOST_TO_SQUEEZE:
+        return False
+    wide = [(shelf, job) for shelves in stacks for shelf in shelves for job in shelf if job.level]
+    wide = nlargest(
+        _JOBS_TO_SQUEEZE, wide, key=lambda pair: (problem.max_tokens - pair[1].tokens) * problem.sizes[pair[1].level]
+    )
+    height = {id(shelf): max([job.seconds for job in shelf]) for shelf, _ in wide}
+    state = [(job.tokens, job.squares, job.length, job.seconds) for _, job in wide]
+    added: list[list[int]] = [[] for _ in wide]
+    for x in left:
+        s, options = problem.length_list[x], []
+        for k, (shelf, job) in enumerate(wide):
+            tokens, squares, length, _ = state[k]
+            tokens, squares, length = tokens + int(problem.tokens[job.level, x]), squares + s * s, length + s
+            if tokens <= problem.max_tokens:
+                seconds = problem.costs[job.level].seconds(squares, length)
+                options.append((max(0.0, seconds - height[id(shelf)]), seconds, k, (tokens, squares, length, seconds)))
+        if not options:
+            return False
+        higher, _, k, after = min(options)
+        alone -= higher
+        if alone <= 0:
+            return False
+        height[id(wide[k][0])] += higher
+        state[k] = after
+        added[k].append(x)
+    for (_, job), items, (tokens, squares, length, seconds) in zip(wide, added, state, strict=True):
+        job.items += items
+        job.tokens, job.squares, job.length, job.seconds = tokens, squares, length, seconds
+    return True

@@ -1,0 +1,351 @@
+"""Lengths in, schedule out: the entry of dynamic context parallelism. Pure and deterministic."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+
+import numpy as np
+
+from megatron_cp.dynamic_cp.analysis.simulate import simulate
+from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
+from megatron_cp.dynamic_cp.groups import BuddyTree, buddy_tree
+from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
+from megatron_cp.dynamic_cp.scheduler.greedy import greedy_per_microbatch
+from megatron_cp.dynamic_cp.scheduler.jobs import Shelf
+from megatron_cp.dynamic_cp.scheduler.placement import Plan, build
+from megatron_cp.dynamic_cp.scheduler.problem import Problem, make_problem
+from megatron_cp.dynamic_cp.types import Group, Schedule
+
+# How many plans to try for a batch: about this many samples and ranks in all, so that time stays n log n.
+_EFFORT = 15_000
+_MOST_PLANS = 24
+# Where time is for two plans only: ranks that must keep step for three quarters of a block to be worth one of them.
+_ENOUGH_FOR_QUARTERS = 64
+# How many of the most promising limits are also planned with wide jobs filled up first.
+_STARTS_WITH_FILL = 4
+# Groups of one size are tried as well where they may take less than this part of the plan's seconds.
+_WORTH_A_TRY = 0.995
+# Samples times microbatches up to which the greedy rule is tried as well.
+_CHEAP_FOR_GREEDY = 3000
+
+
+def schedule(
+    lengths: Sequence[int] | np.ndarray,
+    num_ranks: int,
+    max_seqlen_per_rank: int,
+    *,
+    min_cp_size: int = 1,
+    cost: CostModel | None = None,
+    sync_ranks: int = 1,
+    pipeline_size: int = 1,
+    microbatch_multiple: int = 1,
+    sequence_parallel_size: int = 1,
+) -> Schedule:
+    """Spread one global batch over data-and-context-parallel ranks so that the slowest rank is done soonest.
+
+    lengths: tokens of each sample; the schedule names samples by their index here.
+    num_ranks: data parallel size times context parallel size; any number, not only powers of two.
+    max_seqlen_per_rank: most tokens a rank holds in one microbatch, padding included.
+    min_cp_size: fewest ranks a group may have.
+    cost: seconds of a microbatch; the default suits an 8B model on H100s. A wrong model makes schedules slower, never
+        incorrect.
+    sync_ranks: ranks that meet in every microbatch, aligned blocks of that many: the expert parallel size, or
+        num_ranks for a barrier. 1 for dense models.
+    pipeline_size: pipeline stages; with more than one, all ranks keep step and the bubble counts.
+    microbatch_multiple: the number of microbatches is a multiple of this (interleaved pipeline stages want it).
+    sequence_parallel_size: tensor parallel size where sequence parallelism is on, else 1; samples are padded to it.
+
+    Every sample appears exactly once, groups come from ``legal_groups(num_ranks, min_cp_size)``, and the same input
+    gives the same schedule everywhere. Ranks without a group in a microbatch are idle there (``Schedule.idle_slots``).
+    Raises ValueError for a sample that fits nowhere, naming it and the smallest setting that would hold it.
+
+    The search: for several limits on a microbatch's seconds, each sample takes the fewest ranks that keep it under the
+    limit; the most promising limits are planned in full (:mod:`.plan`), then jobs that leave their neighbours idle
+    are widened as long as that helps. Groups of one size (:mod:`.fixed`) are tried where they may be faster, and few
+    samples with the greedy rule (:mod:`.greedy`).
+    Time is O(n log n + num_ranks log num_ranks).
+    """
+    sizes = {
+        "num_ranks": num_ranks,
+        "max_seqlen_per_rank": max_seqlen_per_rank,
+        "min_cp_size": min_cp_size,
+        "sync_ranks": sync_ranks,
+        "pipeline_size": pipeline_size,
+        "microbatch_multiple": microbatch_multiple,
+        "sequence_parallel_size": sequence_parallel_size,
+    }
+    for name, value in sizes.items():
+        if not isinstance(value, Integral):
+            raise ValueError(f"{name}={value!r}: must be an integer")
+    for name, value in (("pipeline_size", pipeline_size), ("microbatch_multiple", microbatch_multiple)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
+    if sync_ranks < 1 or num_ranks % sync_ranks:
+        raise ValueError(
+            f"sync_ranks={sync_ranks}: must divide the number of ranks ({num_ranks}), because ranks that meet in every "
+            f"microbatch form equal aligned blocks"
+        )
+    block_level = _block_level(buddy_tree(num_ranks, min_cp_size), sync_ranks, pipeline_size)
+    setting = (lengths, num_ranks, max_seqlen_per_rank, min_cp_size, cost or DEFAULT_COST, sequence_parallel_size)
+    problem = make_problem(*setting, block_level=block_level)
+    if not problem.lengths.size:
+        return Schedule(num_ranks, max_seqlen_per_rank, [], sequence_parallel_size)
+
+    def seconds(microbatches: list[list[Group]]) -> float:
+        one = Schedule(num_ranks, max_seqlen_per_rank, microbatches)
+        return simulate(one, lengths, problem.cost, sync_ranks=sync_ranks, pipeline_size=pipeline_size).seconds
+
+    plan = _search(problem, block_level, pipeline_size)
+    planned = _lay_out(problem, plan, pipeline_size)
+    added = _round_up(planned, microbatch_multiple)
+    options = [planned]
+    if _greedy_is_cheap(problem):
+        options.append(greedy_per_microbatch(make_problem(*setting)))
+        _round_up(options[-1], microbatch_multiple)
+    best = seconds(planned) if added else plan.seconds
+    options += _of_one_size(problem, lengths, best, pipeline_size, microbatch_multiple)
+    chosen = min(options, key=seconds) if len(options) > 1 else planned
+    return Schedule(num_ranks, max_seqlen_per_rank, chosen, sequence_parallel_size)
+
+
+def _of_one_size(
+    problem: Problem,
+    lengths: Sequence[int] | np.ndarray,
+    seconds: float,
+    pipeline_size: int,
+    microbatch_multiple: int,
+) -> list[list[list[Group]]]:
+    """Groups of one size each time, where that may take fewer ``seconds``: of samples that are alike, often."""
+    tree, found = problem.tree, []
+    tokens, squares = float(problem.lengths.sum()), float(problem.lengths @ problem.lengths)
+    for level, (i, size) in enumerate(zip(problem.tree_levels, problem.sizes, strict=True)):
+        if i < 0 or not tree.is_regular(i) or tree.num_ranks % size or not np.isfinite(problem.seconds[level, 0]):
+            continue
+        cost = problem.costs[level]
+        shortest, longest = problem.seconds[level, [-1, 0]].tolist()
+        fewest = float(problem.tokens[level].sum()) / problem.max_tokens  # microbatches
+        work = (cost.seconds(squares, tokens) + cost.fixed * (fewest - 1)) * size / tree.num_ranks
+        # Short microbatches may fill and drain the pipeline.
+        if max(work + (pipeline_size - 1) * shortest, pipeline_size * longest) < _WORTH_A_TRY * seconds:
+            one = schedule_fixed_cp(
+                lengths,
+                tree.num_ranks,
+                problem.max_tokens,
+                cp_size=size,
+                cost=problem.cost,
+                microbatch_multiple=microbatch_multiple,
+                sequence_parallel_size=problem.sequence_parallel_size,
+            )
+            found.append(one.microbatches)
+    return found
+
+
+def _greedy_is_cheap(problem: Problem) -> bool:
+    """Whether the greedy rule applies (sizes double) and is quick: it looks at all samples for each microbatch."""
+    tree = problem.tree
+    doubles = all(2 * tree.size(i) == tree.size(i + 1) for i in range(len(tree.levels) - 1))
+    microbatches = 1 + float(problem.lengths.sum()) / (problem.tree.num_ranks * problem.max_tokens)
+    return doubles and len(problem.lengths) * microbatches <= _CHEAP_FOR_GREEDY
+
+
+def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: int) -> int:
+    """The lowest level of the tree whose blocks consist of whole domains of ranks that keep step."""
+    top = len(tree.levels) - 1
+    if pipeline_size > 1:
+        return top
+    return next(i for i in range(top + 1) if tree.is_regular(i) and tree.size(i) % sync_ranks == 0)
+
+
+@dataclass
+class _Candidate:
+    """A plan and what it was built from: ``doubling`` and ``limit`` gave the levels, or they were widened since."""
+
+    block_level: int
+    limit: float
+    doubling: bool
+    fill: bool
+    level: np.ndarray
+    plan: Plan
+
+
+def _search(problem: Problem, block_level: int, pipeline_size: int) -> Plan:
+    """The best plan within the effort: over limits on a microbatch's seconds, then over widening single jobs."""
+    budget = max(2, min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks)))
+    keeps_step = block_level > 0
+    limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
+    number = max(2, budget // 3) if keeps_step else max(1, min(3, budget // 4))
+    chosen = limits[:number]
+    if keeps_step and problem.tree.size(block_level) < _ENOUGH_FOR_QUARTERS:
+        # Few ranks, few three quarters: one plan with them, if there is time for several.
+        doubling = [one for one in limits if one[1]] or limits
+        chosen = doubling[:1] if budget == 2 else doubling[: number - 1] + limits[:1]
+
+    def plan(limit: float, doubling: bool, level_of_blocks: int = block_level, fill: bool = False) -> _Candidate:
+        level = problem.levels_under(limit, doubling=doubling)
+        built = build(problem, level, level_of_blocks, limit, pipeline_size, fill)
+        return _Candidate(level_of_blocks, limit, doubling, fill, level, built)
+
+    found = [plan(*one) for one in chosen]
+    if budget >= 12:
+        # Ranks may keep step where they need not: with few samples that is sometimes better packed.
+        regular = [i for i in range(block_level + 1, len(problem.tree.levels)) if problem.tree.is_regular(i)]
+        found += [plan(*limits[0], i) for i in dict.fromkeys((*regular[2:3], *regular[-1:]))]
+        found += [plan(*one, fill=True) for one in limits[:_STARTS_WITH_FILL]]
+    if keeps_step and budget >= 5:
+        # The estimate can be far off: go on in the direction that helps.
+        for factor in (1.4, 0.7):
+            best = min(found, key=lambda one: one.plan.seconds)
+            while len(found) < budget:
+                found.append(plan(best.limit * factor, best.doubling, best.block_level, best.fill))
+                if found[-1].plan.seconds >= best.plan.seconds:
+                    break
+                best = found[-1]
+    best = min(found, key=lambda one: one.plan.seconds)
+    if keeps_step and budget > 2:
+        # From the plan that looked best and from the one that is: they often lead to different ends.
+        tops = [found[0]] if best is found[0] else [found[0], best]
+        steps = -(-max(0, budget - len(found)) // len(tops))
+        best = min([_widen(problem, top, steps, pipeline_size) for top in tops], key=lambda one: one.plan.seconds)
+    return best.plan
+
+
+def _widen(problem: Problem, best: _Candidate, steps: int, pipeline_size: int) -> _Candidate:
+    """Widen the job that leaves its neighbours idle for longest, as long as that makes the plan better."""
+    tried: set[int] = set()
+    for _ in range(steps):
+        items = _job_that_wastes_most(problem, best.plan, best.level, tried)
+        if items is None:
+            break
+        tried.update(items)
+        level = best.level.copy()
+        level[items] += 1
+        plan = build(problem, level, best.block_level, best.limit, pipeline_size, best.fill)
+        if plan.seconds < best.plan.seconds:
+            best = _Candidate(best.block_level, best.limit, best.doubling, best.fill, level, plan)
+    return best
+
+
+def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: float) -> list[tuple[float, bool]]:
+    """Limits on a microbatch's seconds, the most promising first by an estimate of the step that they lead to.
+
+    Where three quarters of a block are on offer, each other entry (True) does without: they can leave gaps.
+
+    The estimate is the area (seconds times ranks of every sample, spread evenly), or the longest sample if that is
+    more, plus the pipeline's bubble; where ranks keep step, neighbours of the longest sample waste some of its time.
+    """
+    limits = _ladder(problem)
+    over = problem.over(limits)
+    # Limits part the movable samples, by length, into levels; all others are short enough for level 0.
+    movable = max(1, int(over[0, -1]))
+    seconds = problem.seconds[:, :movable]
+    area = np.stack([size * problem.shared_seconds(i, slice(movable)) for i, size in enumerate(problem.sizes)])
+    area[np.isinf(area)] = 0.0
+    # summed[i, x]: the area at level i of the samples before x.
+    summed = np.concatenate([np.zeros((len(area), 1)), np.cumsum(area, axis=1)], axis=1)
+    still = problem.sizes[0] * float(problem.shared_seconds(0, slice(movable, None)).sum())
+    ranked: list[list[tuple[float, float, bool]]] = []
+    for doubling in (False, True) if -1 in problem.tree_levels else (False,):
+        choices = problem.choices(doubling)
+        left = np.full(len(limits), movable)
+        spread, longest = np.full(len(limits), still), np.zeros(len(limits))
+        for i in choices.tolist():
+            start = np.minimum(over[i], left)
+            spread += summed[i, left] - summed[i, start]
+            at_start = seconds[i, np.minimum(start, movable - 1)]
+            np.maximum(longest, at_start, out=longest, where=start < left)
+            left = start
+        # What no level does within the limit goes to the fastest one.
+        most = int(left.max())
+        fastest = choices[problem.seconds[choices, :most].argmin(axis=0)]
+        spread += np.concatenate([[0.0], np.cumsum(area[fastest, np.arange(most)])])[left]
+        np.maximum(longest, problem.seconds[choices, 0].min(), out=longest, where=left > 0)
+        spread /= problem.tree.num_ranks
+        ahead = np.maximum(spread, longest) + (pipeline_size - 1 + weight_of_longest) * longest
+        ranked.append(sorted([(each, -limit, doubling) for each, limit in zip(ahead.tolist(), limits, strict=True)]))
+    return [(-negative, doubling) for ones in zip(*ranked, strict=True) for _, negative, doubling in ones]
+
+
+def _ladder(problem: Problem) -> list[float]:
+    """Limits on a microbatch's seconds that are worth a thought, the highest first."""
+    lowest = max(0.03 * problem.mean_load, 6 * problem.cost.per_microbatch)
+    limits = [max(4.0 * problem.mean_load, lowest)]
+    while limits[-1] * 0.85 >= lowest:
+        limits.append(limits[-1] * 0.85)
+    return limits
+
+
+def _job_that_wastes_most(problem: Problem, plan: Plan, level: np.ndarray, tried: set[int]) -> list[int] | None:
+    """Samples of the longest job on the shelf that leaves most idle, if they can be widened and were not tried yet."""
+    most, found = 0.0, None
+    for stacked in plan.shelves:
+        for shelf in stacked:
+            job = max(shelf, key=lambda job: job.seconds)
+            if job.level == len(problem.sizes) - 1 or job.items[0] in tried:
+                continue
+            used = sum([other.seconds * problem.sizes[other.level] for other in shelf])
+            waste = job.seconds * problem.tree.size(plan.block_level) - used
+            if waste > most:
+                most, found = waste, job
+    return [x for x in found.items if level[x] == found.level] if found else None
+
+
+def _lay_out(problem: Problem, plan: Plan, pipeline_size: int) -> list[list[Group]]:
+    """Give every job its ranks and its microbatch: wide jobs first, each block's shelves after those around it."""
+    tree, ids = problem.tree, problem.order.tolist()
+    done = [0] * tree.num_ranks  # microbatches of each rank so far
+    microbatches: list[list[Group]] = []
+    ranks_of: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def put(start: int, stop: int, items: list[int], k: int) -> None:
+        if k == len(microbatches):
+            microbatches.append([])
+        ranks = ranks_of.get((start, stop))
+        if ranks is None:
+            ranks = ranks_of[start, stop] = tuple(range(start, stop))
+        microbatches[k].append(Group(ranks, tuple([ids[x] for x in items])))
+
+    for (i, j), jobs in plan.wide.items():
+        start, stop = tree.levels[i][j]
+        before = done[start]
+        for k, job in enumerate(jobs, before):
+            put(start, stop, job.items, k)
+        done[start:stop] = [before + len(jobs)] * (stop - start)
+    leaf_starts = [start for start, _ in tree.levels[0]]
+    leaf_stops = [stop for _, stop in tree.levels[0]]
+    for j, stacked in enumerate(plan.shelves):
+        start, stop = tree.levels[plan.block_level][j]
+        first = j << plan.block_level
+        for k, shelf in enumerate(_pipeline_order(stacked) if pipeline_size > 1 else stacked, done[start]):
+            if plan.block_level == 0:  # a shelf is one job on the block: most of a dense schedule
+                put(start, stop, shelf[0].items, k)
+                continue
+            taken = {job.start + x for job in shelf if job.level for x in range(problem.leaves[job.level])}
+            gaps = (x for x in itertools.count() if x not in taken)
+            for job in shelf:
+                leaf = first + (job.start if job.level else next(gaps))
+                put(leaf_starts[leaf], leaf_stops[leaf + problem.leaves[job.level] - 1], job.items, k)
+    for groups in microbatches:
+        groups.sort()
+    return microbatches
+
+
+def _pipeline_order(shelves: list[Shelf]) -> list[Shelf]:
+    """Short microbatches first and last, where the pipeline fills and drains, long ones in the middle."""
+    rising = sorted(shelves, key=lambda shelf: max([job.seconds for job in shelf]))
+    return rising[::2] + rising[1::2][::-1]
+
+
+def _round_up(microbatches: list[list[Group]], multiple: int) -> int:
+    """Make the number of microbatches a multiple: split those with most to split, and leave the rest empty. Returns
+    how many were added."""
+    before = len(microbatches)
+    while len(microbatches) % multiple:
+        k = max(range(len(microbatches)), key=lambda k: sum(len(g.sample_ids) > 1 for g in microbatches[k]))
+        halves = [(group, (len(group.sample_ids) + 1) // 2) for group in microbatches[k]]
+        microbatches[k] = [Group(group.ranks, group.sample_ids[:half]) for group, half in halves]
+        rest = [Group(group.ranks, group.sample_ids[half:]) for group, half in halves if half < len(group.sample_ids)]
+        microbatches.insert(k + 1, rest)
+    return len(microbatches) - before

@@ -1,0 +1,227 @@
+"""Every repair of megatron-core 0.19.2, each with the upstream place, why, and the test that fails without it.
+
+The list is also in ``3rdparty/README.md``. A repair is the last resort: a config flag, a constructor argument, our own
+module in a ``ModuleSpec`` or a subclass comes first.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+from typing import Any
+
+import torch
+
+
+def apply() -> None:
+    """Install all repairs. Called once, right after megatron.core was imported (see ``hook``)."""
+    _distributed_optimizer_loads_torch_adam()
+    _checkpoint_results_stay_in_process()
+    _checkpoints_run_no_code()
+    _optimizer_state_of_several_buckets_is_saved_whole()
+    _gradient_norms_are_exact()
+    _packs_are_rotated_without_waiting()
+
+
+def _distributed_optimizer_loads_torch_adam() -> None:
+    """optimizer/distrib_optimizer.py:838, :1024, :1223, where neither Transformer Engine nor apex is installed.
+
+    With torch's own Adam, loading a checkpoint into a fresh distributed optimizer fails: the assertion at 838 wants a
+    ``step`` before any step was taken, and also of an optimizer without parameters, which a pipeline stage without
+    experts has; the copy at 1223 has no ``step`` to read and writes in place to leaves that require gradients; and 1024
+    makes all parameters share one ``step`` tensor, so that Adam then counts one step per parameter. Tests:
+    tests/unit_tests/training/checkpoint/test_checkpoint.py, test_resharding.py.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    optimizer_class = distrib_optimizer.DistributedOptimizer
+
+    original_state_dict = optimizer_class.state_dict
+    original_load = optimizer_class.load_state_dict
+    original_set = optimizer_class._set_main_param_and_optimizer_states
+
+    @functools.wraps(original_state_dict)
+    def state_dict(self: Any) -> dict:
+        if not any(group["params"] for group in self.optimizer.param_groups):
+            groups = self.optimizer.state_dict()["param_groups"]
+            plain = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+            return {"optimizer": {"param_groups": [{**group, "step": 0.0} for group in plain]}}
+        if len(self.optimizer.state) == 0:
+            allocate_adam_state(self.optimizer)
+        return original_state_dict(self)
+
+    @functools.wraps(original_load)
+    def load_state_dict(self: Any, state: dict) -> None:
+        original_load(self, state)
+        for param_state in self.optimizer.state.values():
+            param_state["step"] = param_state["step"].clone()
+
+    @functools.wraps(original_set)
+    def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][order]
+        with torch.no_grad():
+            original_set(self, model_param, {"step": self.optimizer.state[main_param]["step"], **tensors})
+
+    optimizer_class.state_dict = state_dict
+    optimizer_class.load_state_dict = load_state_dict
+    optimizer_class._set_main_param_and_optimizer_states = set_states
+
+
+def _checkpoint_results_stay_in_process() -> None:
+    """dist_checkpointing/strategies/filesystem_async.py:65, for synchronous saves.
+
+    The threads that write a rank's files report through a queue that lives in a *spawned manager process*: one more
+    Python a rank, which imports the user's main script again (a script without an import guard starts training anew
+    and the save hangs). An ordinary queue does for threads. Test:
+    tests/unit_tests/training/checkpoint/test_checkpoint.py.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
+
+
+def _checkpoints_run_no_code() -> None:
+    """dist_checkpointing/strategies/torch.py:921 and serialization.py:225.
+
+    torch's reader unpickles the index, and torch's planner each object (``common_state``, ``rng``), without any
+    restriction: a crafted checkpoint runs code. ``common.pt`` is read so, too, where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD
+    is set. Here all three are read with a list of allowed classes. Test:
+    tests/unit_tests/training/checkpoint/test_crafted_checkpoints.py.
+    """
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+
+    from megatron_cp.mcore.checkpoint_reader import CheckpointReader, load_common_file
+
+    strategies.FileSystemReader = CheckpointReader
+    serialization.load_common = load_common_file
+
+
+def _optimizer_state_of_several_buckets_is_saved_whole() -> None:
+    """optimizer/distrib_optimizer.py:1764, where gradients are reduced in several buckets (overlap_grad_reduce).
+
+    The state is gathered bucket after bucket *without* the padding at each bucket's end, and then cut into parameters
+    at offsets that count this padding: every parameter behind the first padded bucket is saved with parts of another's
+    state, and only a warning about the last one says so. Here the cut is given offsets without padding. Test:
+    tests/unit_tests/training/checkpoint/test_checkpoint.py.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.sharded_param_state_fully_reshardable
+
+    @functools.wraps(original)
+    def sharded_param_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        padded = [buffer.param_index_map for buffer in self.buffers]
+        try:
+            for buffer in self.buffers:
+                buffer.param_index_map = offsets_without_padding(buffer)
+            return original(self, *args, **kwargs)
+        finally:
+            for buffer, offsets in zip(self.buffers, padded, strict=True):
+                buffer.param_index_map = offsets
+
+    DistributedOptimizer.sharded_param_state_fully_reshardable = sharded_param_state
+
+
+def offsets_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
+    """``buffer.param_index_map`` (start, end, bucket), as it would be if no bucket ended with padding."""
+    padding, so_far = [], 0
+    for bucket in buffer.buckets:
+        padding.append(so_far)
+        so_far += bucket.grad_data.numel() - bucket.numel_unpadded
+    return {
+        param: (start - padding[bucket], end - padding[bucket], bucket)
+        for param, (start, end, bucket) in buffer.param_index_map.items()
+    }
+
+
+def _gradient_norms_are_exact() -> None:
+    """optimizer/clip_grads.py:45 (utils.py:1325), where neither Transformer Engine nor apex is installed.
+
+    ``torch.norm`` of a float32 tensor on a CPU adds squares one after the other: of 50 million elements the norm is
+    0.4 % too small. So gradients are clipped less than asked for, and otherwise on one rank than where each holds a
+    part. Here the squares of 1024 elements are added in float32 and these sums in float64, in the same time. Test:
+    tests/unit_tests/mcore/test_patches.py.
+    """
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    if clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm:
+        return
+
+    def l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], *args: Any) -> Any:
+        norms = [_norm_by_blocks(tensor) for tensors in tensor_lists for tensor in tensors]
+        return torch.linalg.vector_norm(torch.stack(norms)).float().reshape(1), None
+
+    clip_grads.l2_norm_impl = l2_norm
+
+
+def _norm_by_blocks(tensor: torch.Tensor, size: int = 1024) -> torch.Tensor:
+    """The 2-norm of all elements, in float64."""
+    flat = tensor.detach().flatten()
+    whole = flat.numel() // size * size
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    blocks = torch.linalg.vector_norm(flat[:whole].view(-1, size), dim=1, dtype=dtype)
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
+    return torch.linalg.vector_norm(torch.cat((blocks, rest.reshape(1))), dtype=torch.float64)
+
+
+def _packs_are_rotated_without_waiting() -> None:
+    """models/common/embeddings/rope_utils.py:189.
+
+    Rotary embeddings of a pack ask the device for the sequences' lengths, twice for the queries and twice for the keys
+    of every layer: the host waits until the device has done all that it was told, and then rotates one sequence after
+    the other. Here the rows of the table are looked up on the device, once a microbatch, and all sequences are rotated
+    at once. Upstream's other reading of the table (as long as the pack: positions that go on from one sequence to the
+    next) is left out: it was taken by the table's length, also where that was so by chance. Test:
+    tests/unit_tests/mcore/test_patches.py.
+    """
+    from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
+
+    def rotate(
+        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *, cp_group: Any, **options: Any
+    ) -> torch.Tensor:
+        """``t`` [t_local, h, d], padded ``cu_seqlens`` [b + 1] of the whole pack, ``freqs`` [longest, 1, 1, d]."""
+        rows = _rows_of_pack(cu_seqlens, t.shape[0], cp_group.rank(), cp_group.size())
+        angles = freqs.index_select(0, rows)
+        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, **options).squeeze(1)
+
+    rope_utils._apply_rotary_pos_emb_thd = rotate
+    rotary_pos_embedding._apply_rotary_pos_emb_thd = rotate
+
+
+def _rows_of_pack(cu_seqlens: torch.Tensor, count: int, rank: int, size: int) -> torch.Tensor:
+    """Positions [count] in their sequences of the tokens that ``rank`` of ``size`` holds, in zigzag order.
+
+    Kept with ``cu_seqlens``, which all layers of a microbatch share. Raises RuntimeError (on a GPU, later) if it is not
+    of ``size`` times as many tokens.
+    """
+    # A tensor of inference mode does not say whether somebody wrote to it.
+    cut = None if cu_seqlens.is_inference() else (cu_seqlens._version, count, rank, size)
+    kept = getattr(cu_seqlens, "kept_rows", None)
+    if cut is not None and kept is not None and kept[0] == cut:
+        return kept[1]
+    starts = cu_seqlens.long() // size  # of each sequence here
+    torch._assert_async(starts[-1] == count, f"a pack's rank of {size} has {count} tokens, which is not its share")
+    tokens = torch.arange(count, device=cu_seqlens.device)
+    sequence = torch.searchsorted(starts[1:], tokens, right=True)
+    offset = tokens - starts[sequence]
+    chunk = (starts.diff() // 2)[sequence]
+    first, second = rank * chunk + offset, (2 * size - 1 - rank) * chunk + offset - chunk
+    rows = offset if size == 1 else torch.where(offset < chunk, first, second)
+    cu_seqlens.kept_rows = cut, rows  # type: ignore[attr-defined]
+    return rows
+
+
+def allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter of a fresh torch Adam/AdamW the state that its first step would allocate."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }

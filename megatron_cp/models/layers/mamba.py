@@ -1,0 +1,307 @@
+"""Mamba-2 layers: megatron-core's, with a mixer that needs no CUDA and follows a microbatch's context-parallel group.
+
+Parameters, their names and their checkpoints are upstream's. Under context parallelism the mixer exchanges sequence for
+heads and back, as upstream; how the heads are shared is worked out for the group of each call, so the groups may differ
+from one microbatch to the next, and need not divide the heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_cp.attention.merge import accumulation_dtype
+from megatron_cp.attention.transports.comm import Peers
+from megatron_cp.dynamic_cp.runtime.active_group import active_group
+from megatron_cp.models.initial_weights import drawing_from, seed_of
+from megatron_cp.models.layers.mamba_exchange import (
+    for_scan,
+    heads_to_sequence,
+    sequence_to_heads,
+    sequences_of,
+    share_of_channels,
+    share_of_projections,
+    token_layout,
+)
+from megatron_cp.models.layers.mamba_shape import CONV_WIDTH, MambaShape, MambaShare
+from megatron_cp.models.layers.ssd import conv_and_scan
+
+try:  # mamba-ssm's fused kernel, which needs causal-conv1d beside it, and this module of it
+    import causal_conv1d.cpp_functions  # noqa: F401
+    from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined as fused_kernel
+except ImportError:
+    fused_kernel = None
+
+Weights = tuple[Tensor, ...]  # of the convolution [channels, width] and [channels], dt_bias, a, d [heads]
+
+FUSED_CHUNK_SIZE = 128
+# Its Triton kernels count elements in 32 bits. What has more they read from elsewhere, most often without an error.
+FUSED_ELEMENTS = 2**31
+NORM_EPSILON = 1e-5
+
+
+class GatedNorm(MegatronModule):
+    """RMS norm of each group's features, in float32. (The gate is applied before, head by head.)"""
+
+    def __init__(self, config: TransformerConfig, features: int, group_size: int, tp_group: Any) -> None:
+        super().__init__(config)
+        weight = torch.ones(features, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = _tensor_parallel(weight)
+        self.group_size, self.tp_group = group_size, tp_group
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = accumulation_dtype(x.dtype)
+        groups = x.to(dtype).unflatten(-1, (-1, self.group_size))
+        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + NORM_EPSILON)
+        return (normed.flatten(-2) * self.weight.to(dtype)).to(x.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+
+class ContextParallelMambaMixer(MambaMixer):
+    """Upstream's mixer in all that is saved; built and computed here.
+
+    Upstream's constructor does not go on without mamba-ssm. And its initial weights depend on the tensor-parallel
+    layout: there a rank cuts z, x, B, C and dt out of its slice of one matrix, here out of the whole one.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MambaMixerSubmodules,
+        d_model: int,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        pp_layer_offset: int = 0,
+        name: str | None = None,
+    ) -> None:
+        MegatronModule.__init__(self, config)
+        self.layer_number = layer_number
+        self.pg_collection = pg_collection
+        self.tp_group = pg_collection.tp
+        whole = MambaShape.of(config)
+        self.shape = shape = whole.split(self.tp_group.size())
+        # By the names that upstream's sharded_state_dict reads.
+        self.nheads_local_tp, self.ngroups_local_tp = shape.heads, shape.groups
+        self.d_inner_local_tp, self.d_state = shape.inner, shape.state_dim
+
+        self.in_proj = build_module(
+            submodules.in_proj,
+            d_model,
+            sum(whole.projected),
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="fc1",
+            tp_group=self.tp_group,
+        )
+        self.in_proj.weight.partition_sizes = shape.projected
+        if config.use_cpu_initialization and config.perform_initialization:
+            self.in_proj.weight.data.copy_(self._draw(whole.projected, (d_model,), config.init_method))
+
+        def parameter(
+            parts: list[int], rest: tuple[int, ...], draw: Callable, dtype: torch.dtype
+        ) -> torch.nn.Parameter:
+            drawn = self._draw(parts, rest, draw)
+            # A model that is built for its shapes alone holds no data that could be moved.
+            device = drawn.device if drawn.is_meta else torch.cuda.current_device()
+            return _tensor_parallel(drawn.to(device=device, dtype=dtype))
+
+        self.conv1d_weight = parameter(whole.convolved, (1, CONV_WIDTH), _draw_convolution, config.params_dtype)
+        self.conv1d_bias = parameter(whole.convolved, (), _draw_convolution, config.params_dtype)
+        for weight in (self.conv1d_weight, self.conv1d_bias):
+            weight.partition_sizes = shape.convolved  # type: ignore[attr-defined]
+        self.dt_bias = parameter([whole.heads], (), _draw_dt_bias, config.params_dtype)
+        self.A_log = parameter([whole.heads], (), _draw_log_a, torch.float32)
+        self.D = parameter([whole.heads], (), torch.nn.init.ones_, torch.float32)
+        self.norm = GatedNorm(config, shape.inner, whole.inner // whole.groups, self.tp_group)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            whole.inner,
+            d_model,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="fc2",
+            tp_group=self.tp_group,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_context: Any = None,
+        *,
+        inference_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s_local, b, hidden] -> [s_local, b, hidden], and no bias. Packs (thd) have b = 1 and may bring a group.
+
+        Raises:
+            ValueError: a group that cannot share the heads, lengths that do not fit, or an inference context.
+        """
+        if inference_context is not None or inference_params is not None:
+            raise ValueError("Mamba layers are built for training here; there is no inference")
+        peers = self._peers(packed_seq_params)
+        share = self.shape.share(peers.rank, peers.size)
+        projected, _ = self.in_proj(hidden_states)
+        layout = token_layout(packed_seq_params, projected.shape[0], peers.size)
+        projected = sequence_to_heads(projected, self.shape, layout, peers)
+        seq_idx = None
+        if packed_seq_params is not None:
+            numbers, padding = sequences_of(layout, projected.device)
+            seq_idx = numbers.expand(projected.shape[1], -1)
+            # Padding lies behind its sequence and reaches no real token; but in a product nan would.
+            projected = projected.masked_fill(padding[:, None, None], 0)
+        y = self._mix_share(for_scan(projected, share).transpose(0, 1), share, seq_idx).transpose(0, 1)
+        return self.out_proj(self.norm(heads_to_sequence(y, self.shape, layout, peers)))
+
+    def _mix_share(self, x: Tensor, share: MambaShare, seq_idx: Tensor | None) -> Tensor:
+        """[b, s, features] -> [b, s, inner] with this rank's share of the heads."""
+        dtype = accumulation_dtype(x.dtype)
+        weights = (
+            self.conv1d_weight.squeeze(1),
+            self.conv1d_bias,
+            self.dt_bias.to(dtype),
+            -self.A_log.to(dtype).exp(),
+            self.D.to(dtype),
+        )
+        return _by_best_kernel(x, _share_of_weights(weights, self.shape, share), share.scanned, seq_idx)
+
+    def _peers(self, packed: PackedSeqParams | None) -> Peers:
+        if packed is not None and packed.cp_group is None and packed.local_cp_size == 1:
+            return Peers.alone()
+        return Peers.of(self.pg_collection.cp)
+
+    def _draw(self, parts: list[int], rest: tuple[int, ...], draw: Callable) -> Tensor:
+        """Parts of a weight, drawn whole, of which each tensor-parallel rank keeps its share of every one."""
+        whole = torch.empty(sum(parts), *rest)
+        draw(whole)
+        rank, size = self.tp_group.rank(), self.tp_group.size()
+        return torch.cat([part.chunk(size)[rank] for part in whole.split(parts)])
+
+
+class SeededMambaLayer(MambaLayer):
+    """A layer whose initial weights depend on the seed and its number alone; see ``SeededTransformerLayer``."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        initialization_seed: int,
+        layer_number: int = 1,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: Any,
+    ) -> None:
+        with drawing_from(seed_of(initialization_seed, f"layer {layer_number}")):
+            super().__init__(config, *args, layer_number=layer_number, pg_collection=pg_collection, **kwargs)
+        self.pg_collection = pg_collection
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with active_group(self.pg_collection, kwargs.get("packed_seq_params")):
+            return super().forward(*args, **kwargs)
+
+
+def _by_best_kernel(x: Tensor, weights: Weights, shape: MambaShape, seq_idx: Tensor | None) -> Tensor:
+    """:func:`conv_and_scan`, by mamba-ssm's kernel where it can compute that."""
+    too_large = _largest_tensor(x, shape) >= FUSED_ELEMENTS
+    if fused_kernel is None or not wants_fused_kernel(x) or not _aligned(shape) or (too_large and shape.heads == 1):
+        return conv_and_scan(x, *weights, head_dim=shape.head_dim, groups=shape.groups, seq_idx=seq_idx)
+    if too_large:
+        halves = [shape.share(index, 2) for index in range(2)]
+        parts = [
+            _by_best_kernel(
+                for_scan(share_of_projections(x, shape, half), half),
+                _share_of_weights(weights, shape, half),
+                half.scanned,
+                seq_idx,
+            )
+            for half in halves
+        ]
+        return torch.cat(parts, dim=-1)
+    return fused_kernel(
+        x.contiguous(),
+        *weights,
+        chunk_size=FUSED_CHUNK_SIZE,
+        seq_idx=None if seq_idx is None else seq_idx.contiguous(),
+        activation="silu",
+        headdim=shape.head_dim,
+        ngroups=shape.groups,
+        norm_before_gate=False,
+    )
+
+
+def _share_of_weights(weights: Weights, shape: MambaShape, share: MambaShare) -> Weights:
+    convolution, of_heads = weights[:2], weights[2:]
+    heads = slice(share.heads.start, share.heads.stop)
+    return (
+        *(share_of_channels(weight, shape, share) for weight in convolution),
+        *(weight[heads] for weight in of_heads),
+    )
+
+
+def wants_fused_kernel(x: Tensor) -> bool:
+    """Whether mamba-ssm's kernel, where installed, shall take ``x``: its products of float32 are TF32's on a GPU."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _aligned(shape: MambaShape) -> bool:
+    """Whether x, B and C, of all channels, can be read by eights: causal-conv1d refuses the others."""
+    return shape.inner % 8 == 0 and sum(shape.convolved) % 8 == 0
+
+
+def _largest_tensor(x: Tensor, shape: MambaShape) -> int:
+    """Elements of the projections, of all chunks' states, or of the products of each chunk's C and B."""
+    states = -(-shape.inner * shape.state_dim // FUSED_CHUNK_SIZE)
+    return x.shape[:2].numel() * max(x.shape[-1], states, shape.groups * FUSED_CHUNK_SIZE)
+
+
+def _tensor_parallel(tensor: Tensor) -> torch.nn.Parameter:
+    """A parameter of which each tensor-parallel rank has another slice: gradient norms count all of them."""
+    parameter = torch.nn.Parameter(tensor)
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    return parameter
+
+
+# Upstream's distributions, which are those of the paper's code.
+
+
+def _draw_convolution(weight: Tensor) -> None:
+    bound = 1 / math.sqrt(CONV_WIDTH)
+    weight.uniform_(-bound, bound)
+
+
+def _draw_dt_bias(weight: Tensor) -> None:
+    """Such that softplus of it is between 0.001 and 0.1, evenly on a logarithmic scale."""
+    weight.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
+    weight.add_(torch.log(-torch.expm1(-weight)))  # the inverse of softplus
+
+
+def _draw_log_a(weight: Tensor) -> None:
+    weight.uniform_(1, 16).log_()

@@ -1,0 +1,129 @@
+"""Sequence for heads and back, around a Mamba layer's scan, over the ranks of a context-parallel group.
+
+Before: a rank has its zigzag part of the tokens with all of its heads. In between: all tokens, in their order, with its
+share of the heads. As upstream's MambaContextParallel, but in one message instead of five, and for any number of ranks
+up to that of the heads.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import all_to_all
+from torch import Tensor
+
+from megatron_cp.attention.sharding import Layout, read_offsets
+from megatron_cp.attention.tables import KEPT, on_device, regroup_rows
+from megatron_cp.attention.transports.comm import Peers
+from megatron_cp.models.layers.mamba_shape import MambaShape, MambaShare
+from megatron_cp.parallel.transfer import send
+
+
+def token_layout(packed: PackedSeqParams | None, rows: int, size: int) -> Layout:
+    """How the tokens lie on ``size`` ranks of ``rows`` tokens each.
+
+    Raises:
+        ValueError: the rows are not those of the pack, or not two equal chunks.
+    """
+    if packed is None:
+        if size > 1 and rows % 2:
+            raise ValueError(f"a Mamba layer got {rows} rows: a zigzag shard is two equal chunks, so an even number")
+        return Layout.dense(rows * size, size)
+    padded = packed.cu_seqlens_q_padded
+    lengths = read_offsets(packed.cu_seqlens_q)
+    layout = Layout.packed(lengths, None if padded is None else read_offsets(padded), size)
+    if layout.rows != rows:
+        raise ValueError(
+            f"a Mamba layer got {rows} rows, but the pack's sequences occupy {sum(layout.padded)} tokens, which is "
+            f"{layout.rows} on each of {size} ranks"
+        )
+    return layout
+
+
+@functools.lru_cache(maxsize=KEPT)
+@torch.inference_mode(False)
+def sequences_of(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each token of a pack, in order: the number of its sequence (int32 [t]), and whether it is padding (bool)."""
+    numbers = np.repeat(np.arange(len(layout.padded), dtype=np.int32), layout.padded)
+    padding = np.ones(len(numbers), dtype=bool)
+    starts = np.cumsum([0, *layout.padded])
+    for start, length in zip(starts, layout.lengths, strict=False):
+        padding[start : start + length] = False
+    return on_device(numbers, device), on_device(padding, device)
+
+
+def sequence_to_heads(x: Tensor, shape: MambaShape, layout: Layout, peers: Peers) -> Tensor:
+    """[s_local, b, features of all heads] -> [s, b, features of this rank's share], in the order of the tokens.
+
+    ``x`` is the input projection's output; its features are ``shape.projected``. Differentiable.
+    """
+    if peers.size == 1:
+        return x
+    shares = [shape.share(rank, peers.size) for rank in range(peers.size)]
+    blocks = [share_of_projections(x, shape, share).flatten() for share in shares]
+    received = _exchange(blocks, [blocks[peers.rank].numel()] * peers.size, peers)
+    width = sum(shares[peers.rank].shape.projected)
+    return regroup_rows(received.view(-1, x.shape[1], width), layout, peers.size)
+
+
+def heads_to_sequence(y: Tensor, shape: MambaShape, layout: Layout, peers: Peers) -> Tensor:
+    """[s, b, inner of this rank's share] -> [s_local, b, inner of all heads]: the way back. Differentiable."""
+    if peers.size == 1:
+        return y
+    blocks = regroup_rows(y, layout, peers.size, inverse=True).chunk(peers.size)
+    tokens = blocks[0].shape[:2]
+    widths = [shape.share(rank, peers.size).shape.inner for rank in range(peers.size)]
+    sizes = [tokens.numel() * width for width in widths]
+    received = _exchange([block.flatten() for block in blocks], sizes, peers)
+    return torch.cat([block.view(*tokens, -1) for block in received.split(sizes)], dim=-1)
+
+
+def for_scan(x: Tensor, share: MambaShare) -> Tensor:
+    """This rank's share of the projections, [..., z x B C dt], with B and C as the scan wants them. Differentiable."""
+    return _groups_of_heads(x, share.shape.projected, slice(2, 4), share)
+
+
+def share_of_channels(parameter: Tensor, shape: MambaShape, share: MambaShare) -> Tensor:
+    """A rank's share of a parameter [features of x B C, ...], for the scan. Differentiable.
+
+    The gradients of a rank are zero outside its share; their sum over the ranks is the whole one.
+    """
+    features = parameter.movedim(0, -1)
+    units = [shape.heads, shape.groups, shape.groups]
+    features = _narrowed(features, shape.convolved, units, [share.heads, share.groups, share.groups])
+    return _groups_of_heads(features, share.shape.convolved, slice(1, 3), share).movedim(-1, 0)
+
+
+def share_of_projections(x: Tensor, shape: MambaShape, share: MambaShare) -> Tensor:
+    """A rank's share of the input projection's output [..., z x B C dt]. Differentiable."""
+    units = [shape.heads, shape.heads, shape.groups, shape.groups, shape.heads]
+    ids = [share.heads, share.heads, share.groups, share.groups, share.heads]
+    return _narrowed(x, shape.projected, units, ids)
+
+
+def _narrowed(x: Tensor, sizes: list[int], units: list[int], ids: list[range]) -> Tensor:
+    """Of each part of the last dim, which consists of so many heads or groups, those with these ids."""
+    kept = []
+    for part, count, wanted in zip(x.split(sizes, dim=-1), units, ids, strict=True):
+        width = part.shape[-1] // count
+        kept.append(part.narrow(-1, wanted.start * width, len(wanted) * width))
+    return torch.cat(kept, dim=-1)
+
+
+def _groups_of_heads(x: Tensor, sizes: list[int], of_groups: slice, share: MambaShare) -> Tensor:
+    if share.group_of_head is None:
+        return x
+    index = send(torch.tensor(share.group_of_head), x.device)
+    parts = list(x.split(sizes, dim=-1))
+    parts[of_groups] = [
+        part.unflatten(-1, (len(share.groups), -1)).index_select(-2, index).flatten(-2) for part in parts[of_groups]
+    ]
+    return torch.cat(parts, dim=-1)
+
+
+def _exchange(blocks: list[Tensor], sizes: list[int], peers: Peers) -> Tensor:
+    """Send a block to each rank, in order, and receive theirs, of these sizes; flat. Differentiable."""
+    return all_to_all(peers.group, torch.cat(blocks), sizes, [block.numel() for block in blocks])

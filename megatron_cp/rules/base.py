@@ -1,0 +1,246 @@
+"""What a rule is, and what its check can ask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from megatron_cp.attention.modules.te_support import Gap
+from megatron_cp.common.errors import Violation
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.proposals import value_at
+from megatron_cp.rules.resolve import backend_in, its_layers_in, packed_sizes
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """Overrides of ``llama_tiny_pretrain_config`` (four layers, eight heads, four KV heads, cp 4) that break a rule."""
+
+    overrides: tuple[str, ...]
+    world_size: int = 4
+    environment: str | Environment = "cpu"
+    gpus_per_node: int | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found: the setting, what is wrong, and what would be right.
+
+    ``fix`` is text in the form of :mod:`megatron_cp.rules.remedies`. It may propose more than works: every alternative
+    is tried before it is shown.
+    """
+
+    field: str
+    message: str
+    fix: str = ""
+    severity: Severity | None = None  # where it differs from the rule's
+
+
+@dataclass
+class Context:
+    """A configuration and the place it is to run, with the numbers that checks ask for.
+
+    Sizes below one, which rule A1 reports, read as one, so that every other check can calculate.
+    """
+
+    config: RunConfig
+    world_size: int
+    gpus_per_node: int | None
+    environment: Environment
+
+    @cached_property
+    def tp(self) -> int:
+        return max(1, self.config.model.tensor_model_parallel_size)
+
+    @cached_property
+    def pp(self) -> int:
+        return max(1, self.config.model.pipeline_model_parallel_size)
+
+    @cached_property
+    def cp(self) -> int:
+        return max(1, self.config.model.context_parallel_size)
+
+    @cached_property
+    def ep(self) -> int:
+        return max(1, self.config.model.expert_model_parallel_size)
+
+    @cached_property
+    def etp(self) -> int:
+        return max(1, self.config.model.expert_tensor_parallel_size or 1)
+
+    @cached_property
+    def dp(self) -> int:
+        return max(1, self.world_size // (self.tp * self.pp * self.cp))
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the world divides at all (rule A2): what is left over means nothing otherwise."""
+        return self.world_size % (self.tp * self.pp * self.cp) == 0
+
+    @cached_property
+    def heads(self) -> int:
+        """Query heads on one tensor-parallel rank."""
+        return max(1, self.config.model.num_attention_heads // self.tp)
+
+    @cached_property
+    def kv_heads(self) -> int:
+        """Key/value heads on one tensor-parallel rank; with fewer than tp each rank holds a copy of one."""
+        return max(1, self.config.model.kv_heads // self.tp)
+
+    @cached_property
+    def transports(self) -> tuple[str, ...]:
+        """The transports in use, each once, in the order of the layers."""
+        return self.config.model.transports
+
+    @cached_property
+    def levels(self) -> tuple[int, int] | None:
+        """Hierarchical sizes (a2a, p2p) where they are well-formed, as rules C5 to C7 ask."""
+        sizes = self.config.model.hierarchical_context_parallel_sizes
+        well_formed = sizes is not None and len(sizes) == 2 and min(sizes) >= 1 and math.prod(sizes) == self.cp
+        return (sizes[0], sizes[1]) if well_formed and sizes is not None else None
+
+    def a2a_sizes(self) -> Iterator[tuple[str, int]]:
+        """Transport and number of ranks over which an all-to-all splits the heads."""
+        if "a2a" in self.transports:
+            # Of a pack's group ours takes as many neighbours as fit the heads, and Transformer Engine all.
+            sizes = {self.cp, *self.packed_sizes} if self.backend == "te" else {self.cp}
+            worst = max(sizes, key=lambda size: (self.heads % size != 0, size))
+            if worst > 1:
+                yield "a2a", worst
+        if self.cp > 1 and "a2a+p2p" in self.transports and self.levels is not None:
+            yield "a2a+p2p", self.levels[0]
+
+    @cached_property
+    def packed(self) -> bool:
+        """Whether training runs packs."""
+        return self.config.model.sequence_packing_scheduler is not None
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether anything runs packs, evaluation in groups of its own among them."""
+        return self.config.runs_packs
+
+    @cached_property
+    def eval_cp(self) -> int:
+        """Context parallel size of evaluation; 1 where it is training's."""
+        return self.config.dist.eval_context_parallel_size or 1
+
+    @cached_property
+    def packed_sizes(self) -> set[int]:
+        """Ranks of the groups that packs may use."""
+        return packed_sizes(self.config, self.world_size)
+
+    @cached_property
+    def widest(self) -> int:
+        """The most ranks that may share a sample, in training or in evaluation."""
+        return max(self.cp, self.eval_cp, self.dp * self.cp if self.config.model.dynamic_context_parallel else 1)
+
+    @cached_property
+    def gloo(self) -> bool:
+        """Whether gloo carries the messages, by itself or staged."""
+        return self.config.dist.distributed_backend in ("gloo", "staged") or self.environment.device == "cpu"
+
+    @cached_property
+    def node_size(self) -> int | None:
+        """Ranks that share a node: as given, else as the environment knows."""
+        return self.gpus_per_node or (self.environment.gpus_per_node if self.environment.device == "gpu" else None)
+
+    @cached_property
+    def _choice(self) -> tuple[str, list[Gap]]:
+        return backend_in(self.environment, self.config, self.packed_sizes)
+
+    @property
+    def backend(self) -> str:
+        """Whose attention runs: "te" or "native"."""
+        return self._choice[0]
+
+    @property
+    def its_layers(self) -> bool:
+        """Whether the layers around attention are Transformer Engine's."""
+        return its_layers_in(self.environment, self.config)
+
+    def te_findings(self, rule_id: str) -> Iterator[Finding]:
+        """What Transformer Engine lacks under a rule, an error where it is asked for by name, or is slow at."""
+        for gap in self._choice[1]:
+            if gap.rule == rule_id and self.backend == "te":
+                severity: Severity = "warning" if gap.slow else "error"
+                yield Finding(
+                    gap.field, f"Transformer Engine: {gap.message}", "model.attention_backend=native", severity
+                )
+            elif gap.rule == rule_id:
+                message = f"Transformer Engine: {gap.message}; our own attention is used instead"
+                yield Finding(gap.field, message, "model.attention_backend=native (silences this warning)", "warning")
+
+    def variable(self, name: str) -> str | None:
+        """An environment variable as the run will see it: what is exported wins over ``env_vars``."""
+        return self.environment.variables.get(name, self.config.env_vars.get(name))
+
+    def set_variable(self, name: str, value: str) -> str:
+        """How to give an environment variable a value: in the configuration, unless it is exported."""
+        exported = name in self.environment.variables
+        return f"export {name}={value} (wins over env_vars)" if exported else f"env_vars.{name}={value}"
+
+
+Check = Callable[[Context], Iterator[Finding]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One constraint on a configuration and the place it is to run."""
+
+    id: str
+    title: str
+    why: str
+    check: Check
+    example: Example
+    severity: Severity = "error"
+
+    def violations(self, context: Context) -> Iterator[Violation]:
+        for found in self.check(context):
+            severity = found.severity or self.severity
+            yield Violation(
+                self.id, severity, found.field, found.message, found.fix, value_at(context.config, found.field)
+            )
+
+
+RULES: dict[str, Rule] = {}
+SECTIONS = {
+    "A": "The world and how the parallel sizes divide it",
+    "B": "Sequence lengths and slicing",
+    "C": "The transport of context-parallel attention",
+    "D": "Heads and head dims",
+    "E": "Masks, windows, dropout, softmax and determinism",
+    "F": "Packed sequences",
+    "G": "Loss and gradients",
+    "H": "Process groups and dynamic context parallelism",
+    "I": "Models and schedules",
+    "K": "Settings that must fit each other and the machine",
+}
+
+
+def rule(id: str, title: str, why: str, example: Example, *, severity: Severity = "error") -> Callable[[Check], Check]:
+    """Enter a check into the table under its id."""
+
+    def enter(check: Check) -> Check:
+        if id in RULES:
+            raise ValueError(f"rule {id} is defined twice")
+        RULES[id] = Rule(id, title, why, check, example, severity)
+        return check
+
+    return enter
+
+
+def order(rule_id: str) -> tuple[str, int]:
+    """Sorts ids by section and number."""
+    return rule_id[0], int(rule_id[1:])
+
+
+def broken(*overrides: str, **where: Any) -> Example:
+    """Shorthand for an :class:`Example`."""
+    return Example(overrides, **where)

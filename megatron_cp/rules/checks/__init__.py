@@ -1,0 +1,7 @@
+"""All rules, a concern a file. Importing this package enters them into the table."""
+
+# ruff: noqa: F401
+
+from megatron_cp.rules.checks.model import architecture, attention, experts, fusions, heads, loss, mtp_and_mamba
+from megatron_cp.rules.checks.parallel import context_parallel, groups, packing, sequence, sizes, stages
+from megatron_cp.rules.checks.run import checkpointing, data, logging, optimizer, recomputation, settings, variables

@@ -1,0 +1,338 @@
+"""K, of the model: its shape fits together, and all of it is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_cp.config.run_config import ModelConfig, RunConfig
+from megatron_cp.models.hybrid_pattern import LETTERS, ahead_of, layers_of, with_stages, without_stages
+from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.proposals import (
+    closest,
+    default_of,
+    divisors,
+    either,
+    nearest_multiples,
+    one_of,
+    resized,
+    typed,
+    value_at,
+)
+from megatron_cp.rules.unused_settings import unread
+
+# megatron-core's latent attention makes its own projections, scale and rotary embedding, without asking for these.
+_NOT_READ_BY_LATENT_ATTENTION = (
+    "softmax_scale", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "add_qkv_bias",
+)  # fmt: skip
+_NOT_READ_BY_ITS_YARN = ("rotary_percent", "yarn_correction_range_round_to_int")
+# What gives the stages of other models their layers.
+_STAGES = (
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+)  # fmt: skip
+
+
+@rule(
+    "K12",
+    "A sliding window is two lengths.",
+    "megatron-core passes (left, right) on as they are and fails late; a causal window has nothing to the right. The "
+    "layers of multi-token prediction have the windows of the first layers: their numbers begin at 1 again.",
+    broken("model.window_size=[64]"),
+)
+def window_is_two_lengths(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    window, every = model.window_size, model.window_attn_skip_freq
+    if window is not None and (len(window) != 2 or min(window) < -1):
+        left = window[0] if window and window[0] > 0 else 1024
+        message = f"must be [left, right], -1 for no limit, got {window}"
+        yield Finding("model.window_size", message, typed("model.window_size", [left, 0]))
+    elif window is not None and model.attention_mask_type == "causal" and window[1] > 0:
+        message = f"causal attention sees nothing ahead; the right part of {window} has no effect"
+        yield Finding("model.window_size", message, typed("model.window_size", [window[0], 0]), severity="warning")
+    # megatron-core numbers the layers of multi-token prediction from 1 again, and looks them up in the same list.
+    depths = min(model.mtp_num_layers or 0, 1) if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
+    # In a hybrid model attention alone does.
+    ahead = max((layers.rfind("*") + 1 for layers in ahead_of(model.hybrid_layer_pattern)), default=depths)
+    if isinstance(every, list) and len(every) != model.num_layers:
+        message = f"has {len(every)} entries for {model.num_layers} layers"
+        fix = one_of("model.window_attn_skip_freq", [resized(every, model.num_layers) if every else None, None])
+        yield Finding("model.window_attn_skip_freq", message, fix)
+    elif isinstance(every, list) and window is not None and len(every) < ahead:
+        message = f"has {len(every)} entries for {ahead} layers of multi-token prediction, which take them from the "
+        fewer = f"model.mtp_num_layers={len(every)}"
+        if model.architecture == "hybrid":
+            shorter = [layers[: len(every)] for layers in ahead_of(model.hybrid_layer_pattern)]
+            fewer = _pattern("/".join([(model.hybrid_layer_pattern or "").split("/")[0], *shorter]))
+        everywhere = "model.window_attn_skip_freq=null (a window in all layers)"
+        yield Finding("model.window_attn_skip_freq", f"{message}first on", either(fewer, everywhere))
+    elif isinstance(every, int) and every < 1:
+        yield Finding(
+            "model.window_attn_skip_freq",
+            f"leaves every n-th layer without a window, n at least 1, got {every}",
+            "model.window_attn_skip_freq=null (a window in all layers)",
+        )
+    elif isinstance(every, list) and not set(every) <= {0, 1}:
+        message = f"says 1 for a layer with a window and 0 for one without, got {every}"
+        yield Finding("model.window_attn_skip_freq", message, typed("model.window_attn_skip_freq", _ones(every)))
+    elif every is not None and window is None:
+        message = "has no effect: model.window_size is null, and no layer has a window"
+        yield Finding("model.window_attn_skip_freq", message, "model.window_attn_skip_freq=null", severity="warning")
+
+
+def _ones(entries: list[int]) -> list[int]:
+    return [int(bool(entry)) for entry in entries]
+
+
+def _pattern(pattern: str) -> str:
+    return f'"model.hybrid_layer_pattern={pattern}"'
+
+
+@rule(
+    "K14",
+    "A hybrid model has a layer pattern with one letter a layer.",
+    "M is Mamba, * attention, - an MLP, E experts; the pattern is the model. | may part the pipeline stages, all of "
+    "them. Behind it each depth of multi-token prediction has the same pattern, after a /.",
+    broken("model.architecture=hybrid"),
+)
+def hybrid_pattern(c: Context) -> Iterator[Finding]:
+    model, field = c.config.model, "model.hybrid_layer_pattern"
+    pattern, layers = model.hybrid_layer_pattern, layers_of(model.hybrid_layer_pattern)
+    if model.architecture != "hybrid":
+        if pattern is not None:
+            yield Finding(field, "is set, but model.architecture is gpt", f"{field}=null, or model.architecture=hybrid")
+    elif not layers or set(layers) - set(LETTERS):
+        yield Finding(
+            field, "must be letters among M, *, - and E", _pattern(("M*-" * model.num_layers)[: model.num_layers])
+        )
+    elif len(layers) != model.num_layers:
+        message = f"has {len(layers)} letters for {model.num_layers} layers"
+        yield Finding(field, message, f"model.num_layers={len(layers)}")
+    elif ahead_of(pattern) or model.mtp_num_layers:
+        yield from _patterns_ahead(model)
+    if model.architecture == "hybrid" and layers and "|" in (pattern or "").split("/")[0]:
+        stages = c.pp * max(1, model.virtual_pipeline_model_parallel_size or 1)
+        try:
+            with_stages(pattern or "", stages)
+        except ValueError as error:
+            yield Finding(field, str(error), _pattern(without_stages(pattern)))
+
+
+def _patterns_ahead(model: ModelConfig) -> Iterator[Finding]:
+    field, ahead, depths = "model.hybrid_layer_pattern", ahead_of(model.hybrid_layer_pattern), model.mtp_num_layers or 0
+    own = (model.hybrid_layer_pattern or "").split("/")[0]
+    if not ahead:
+        message = f"has no layers for the {depths} depths of multi-token prediction (model.mtp_num_layers)"
+        yield Finding(field, message, either(_pattern(f"{own}{'/*-' * min(depths, 8)}"), "model.mtp_num_layers=null"))
+    elif not ahead[0] or set(ahead[0]) - set(LETTERS) or len(set(ahead)) > 1:
+        message = f"each depth of multi-token prediction has the same layers, letters among M, *, - and E; got {ahead}"
+        yield Finding(field, message, _pattern(f"{own}{'/*-' * len(ahead)}"))
+    elif len(ahead) != depths:
+        message = (
+            f"is {depths or 'null'}, and model.hybrid_layer_pattern has layers for {len(ahead)} depths, after each /"
+        )
+        yield Finding("model.mtp_num_layers", message, f"model.mtp_num_layers={len(ahead)}")
+
+
+@rule(
+    "K17",
+    "The head dim is even where rotary embeddings pair its dimensions.",
+    "Rotary embeddings turn pairs of dimensions. Multi-latent attention turns qk_pos_emb_head_dim of them, whatever "
+    "the position embeddings, and pairs them in its own way.",
+    broken("model.kv_channels=15"),
+)
+def head_dim_is_even(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    latent = model.multi_latent_attention
+    field = "model.qk_pos_emb_head_dim" if latent else "model.kv_channels"
+    size = value_at(c.config, field) or 0
+    rotated = math.floor(size * model.rotary_percent)
+    if (latent or model.position_embedding_type in ("rope", "yarn")) and rotated % 2:
+        yield Finding(
+            field,
+            f"rotary embeddings turn {rotated} dimensions of a head, an odd number",
+            f"{field}={math.ceil((rotated + 1) / model.rotary_percent)}",
+        )
+    if latent and model.rotary_interleaved:
+        yield Finding(
+            "model.rotary_interleaved",
+            "rotary_interleaved does not work with multi_latent_attention.",
+            "model.rotary_interleaved=false",
+        )
+
+
+@rule(
+    "K55",
+    "YaRN is told what it lengthens, and no other scaling is beside it.",
+    "Which frequencies it changes, and how far, follows from the scaling factor and the original length. megatron-core "
+    "leaves the other ways to stretch positions out, silently.",
+    broken("model.position_embedding_type=yarn"),
+)
+def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if model.position_embedding_type != "yarn":
+        return
+    factor, original = model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings
+    examples = {
+        "model.yarn_rotary_scaling_factor": 4.0,
+        "model.yarn_original_max_position_embeddings": 4096,
+    }
+    missing = {field: value for field, value in examples.items() if value_at(c.config, field) is None}
+    for field in missing:
+        fix = " ".join(typed(name, value) for name, value in missing.items())
+        note = "a model that was trained on 4096 tokens, for sequences of 4 times as many"
+        yield Finding(field, "is needed with position_embedding_type=yarn", f"{fix} ({note})")
+    if model.multi_latent_attention and original and original % (2 * c.cp):
+        message = f"megatron-core's latent attention slices so many positions: {original} are not a multiple of "
+        message += f"2 * context_parallel_size = {2 * c.cp}"
+        field = "model.yarn_original_max_position_embeddings"
+        yield Finding(field, message, one_of(field, nearest_multiples(original, 2 * c.cp)))
+    if model.yarn_beta_fast <= model.yarn_beta_slow:
+        message = f"must be above yarn_beta_slow ({model.yarn_beta_slow}), got {model.yarn_beta_fast}"
+        yield Finding("model.yarn_beta_fast", message, "model.yarn_beta_fast=32.0 model.yarn_beta_slow=1.0")
+    if 1 <= model.rotary_base < 2:  # rule K30 knows of less
+        message = f"must be at least 2 for yarn, which asks how often its powers turn, got {model.rotary_base}"
+        yield Finding("model.rotary_base", message, default_of("model.rotary_base"))
+    for name in ("rope_scaling", "seq_len_interpolation_factor"):
+        if getattr(model, name):
+            message = "stretches the positions as well, which yarn does already"
+            yield Finding(f"model.{name}", message, default_of(f"model.{name}"))
+    length = c.config.dataset.seq_length
+    if factor is not None and original is not None and factor * original < length:
+        message = f"{factor} times the original {original} positions are fewer than the sequence length ({length})"
+        times = math.ceil(length / max(1, original))
+        fix = f"model.yarn_rotary_scaling_factor={times}.0 model.max_position_embeddings={times * max(1, original)}"
+        yield Finding("model.yarn_rotary_scaling_factor", message, fix, "warning")
+
+
+@rule(
+    "K18",
+    "The key/value heads divide the attention heads.",
+    "Each key/value head serves the same number of query heads.",
+    broken("model.num_query_groups=3"),
+)
+def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
+    heads, groups = c.config.model.num_attention_heads, c.config.model.num_query_groups
+    if c.config.model.multi_latent_attention:
+        return  # has no key/value heads, and rule K19 says so
+    if groups and groups > 0 and heads > 0 and heads % groups:
+        yield Finding(
+            "model.num_query_groups",
+            f"{groups} key/value heads do not divide {heads} attention heads",
+            one_of("model.num_query_groups", closest(divisors(heads), groups)),
+        )
+
+
+@rule(
+    "K19",
+    "Every setting given is built.",
+    "A setting that is accepted and then ignored gives another model than the configuration says. One that nothing "
+    "reads while another is off, such as rope_scaling_factor without rope_scaling, is warned of.",
+    broken(
+        "model.architecture=hybrid",
+        "model.hybrid_layer_pattern=M*M*",
+        "model.mamba_num_groups=4",
+        "model.num_query_groups=null",
+        "model.multi_latent_attention=true",
+    ),
+)
+def everything_is_built(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    not_built_in_hybrids = {
+        "model.multi_latent_attention": model.multi_latent_attention,
+        "model.rope_scaling": model.rope_scaling,
+    }
+    for field, asked in not_built_in_hybrids.items():
+        if asked and model.architecture == "hybrid":
+            fix = either(f"{field}=false", "model.architecture=gpt")
+            yield Finding(field, "is not built into hybrid models by this version", fix)
+    for name in _STAGES if model.architecture == "hybrid" else []:
+        if getattr(model, name):
+            message = "does not move the layers of a hybrid model, which its pattern gives to the stages"
+            fix = f"{default_of(f'model.{name}')} (| in the pattern begins a stage)"
+            yield Finding(f"model.{name}", message, fix)
+    if model.architecture == "hybrid" and model.moe_layer_freq != 1:
+        message = "does not say which layers of a hybrid model have experts: E in its pattern does"
+        yield Finding("model.moe_layer_freq", message, "model.moe_layer_freq=1")
+    if model.multi_latent_attention:
+        yield from _not_read_by_latent_attention(model)
+    yield from unread(c.config)
+
+
+def _not_read_by_latent_attention(model: ModelConfig) -> Iterator[Finding]:
+    kind = model.position_embedding_type
+    for name in _NOT_READ_BY_LATENT_ATTENTION + (_NOT_READ_BY_ITS_YARN if kind == "yarn" else ()):
+        field = f"model.{name}"
+        if getattr(model, name) != value_at(RunConfig(), field):
+            which = "multi-latent attention with YaRN" if name in _NOT_READ_BY_ITS_YARN else "multi-latent attention"
+            yield Finding(field, f"does not reach {which}, which goes on without it", default_of(field))
+    if kind not in ("rope", "yarn"):
+        message = "does not reach multi-latent attention, which has rotary embeddings of its own"
+        yield Finding("model.position_embedding_type", message, "model.position_embedding_type=rope")
+
+
+@rule(
+    "K24",
+    "Tensor parallelism divides the compressed vectors of latent attention.",
+    "megatron-core's own layers divide the projections that make them over the ranks; Transformer Engine's keep them "
+    "whole.",
+    broken(
+        "model.multi_latent_attention=true", "model.kv_lora_rank=31", "model.tensor_model_parallel_size=2", world_size=8
+    ),
+)  # fmt: skip
+def compressed_vectors_are_divided(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if not model.multi_latent_attention or c.its_layers:
+        return
+    if model.q_lora_rank and model.q_lora_rank % c.tp:
+        message = f"tensor_model_parallel_size ({c.tp}) does not divide {model.q_lora_rank}"
+        yield Finding(
+            "model.q_lora_rank", message, one_of("model.q_lora_rank", nearest_multiples(model.q_lora_rank, c.tp))
+        )
+    shared = model.qk_pos_emb_head_dim
+    if (model.kv_lora_rank + shared) % c.tp:
+        message = f"tensor_model_parallel_size ({c.tp}) does not divide {model.kv_lora_rank}, with "
+        message += f"qk_pos_emb_head_dim {model.kv_lora_rank + shared}"
+        fitting = (model.kv_lora_rank + shared) // c.tp * c.tp - shared
+        yield Finding("model.kv_lora_rank", message, f"model.kv_lora_rank={max(fitting, -shared % c.tp or c.tp)}")
+
+
+@rule(
+    "K37",
+    "Multi-latent attention's values are no wider than its queries, in packs.",
+    "megatron-core fills a pack's values up to the queries' width, and cuts wider ones down to it: the output then "
+    "does not fit its projection. Samples that are not packed may have either.",
+    broken(
+        "model.multi_latent_attention=true", "model.sequence_packing_scheduler=dp_balanced",
+        "dataset.kind=mock_documents", "model.qk_head_dim=16", "model.qk_pos_emb_head_dim=8", "model.v_head_dim=32",
+    ),
+)  # fmt: skip
+def latent_values_in_packs(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    width = model.qk_head_dim + model.qk_pos_emb_head_dim
+    if model.multi_latent_attention and c.packs and model.v_head_dim > width:
+        yield Finding(
+            "model.v_head_dim",
+            f"{model.v_head_dim} is more than qk_head_dim + qk_pos_emb_head_dim = {width}, which packs are cut to",
+            f"model.v_head_dim={width}",
+        )
+
+
+@rule(
+    "K31",
+    "Tensor parallelism divides the feed-forward layers.",
+    "Each rank holds as many columns of the first matrix, gated or not, as rows of the second.",
+    broken("model.ffn_hidden_size=97", "model.tensor_model_parallel_size=2", world_size=8),
+)
+def feed_forward_divides(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    dense, experts = ("tensor_model_parallel_size", c.tp), ("expert_tensor_parallel_size", c.etp)
+    split = [("ffn_hidden_size", *dense)] if "-" in model.parts else []
+    if "E" in model.parts:
+        of_experts = "ffn_hidden_size" if model.moe_ffn_hidden_size is None else "moe_ffn_hidden_size"
+        split += [(of_experts, *experts), ("moe_shared_expert_intermediate_size", *dense)]
+    for name, ranks, size in split:
+        width = getattr(model, name)
+        if width is not None and width % size:
+            message = f"{width} is not divisible by {ranks} ({size})"
+            yield Finding(f"model.{name}", message, one_of(f"model.{name}", nearest_multiples(width, size)))

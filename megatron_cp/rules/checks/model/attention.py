@@ -1,0 +1,178 @@
+"""E. Masks, windows, dropout, softmax and determinism of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.proposals import either
+
+
+@rule(
+    "E1",
+    "A sliding window with Transformer Engine needs a2a or, with a causal mask, all_gather.",
+    "Its ring does not skip what is outside the window and refuses. Without a causal mask all_gather computes "
+    "something else, silently, and a2a has windows since 2.16 (in packs since 2.12, as on one rank). Our attention has "
+    "windows on every transport.",
+    broken("model.attention_backend=te", "model.window_size=[64,0]", environment="gpu"),
+)
+def window_transport(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("E1")
+
+
+@rule(
+    "E2",
+    "No attention dropout together with a sliding window under context parallelism.",
+    "Transformer Engine has no kernel for the two together, and our attention has no attention dropout.",
+    broken(
+        "model.attention_backend=te", "model.window_size=[64,0]", "model.attention_dropout=0.1",
+        "model.cp_comm_type=a2a", "model.hierarchical_context_parallel_sizes=null", environment="gpu",
+    ),
+)  # fmt: skip
+def window_dropout(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("E2")
+
+
+@rule(
+    "E4",
+    "A softmax offset (softmax_type) with Transformer Engine needs a2a.",
+    "Its other transports merge partial results without it. In packs it is there since 2.12, on one rank too. Our "
+    "attention has it on every transport.",
+    broken("model.attention_backend=te", "model.softmax_type=learnable", environment="gpu"),
+)
+def softmax_offset_transport(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("E4")
+
+
+@rule(
+    "E8",
+    "No attention mask is made from the data.",
+    "Attention under context parallelism is causal or full; a mask that a dataset makes at document borders is ignored "
+    "silently upstream, and would be a [s, s] tensor. Packing keeps documents apart without one.",
+    broken("dataset.reset_attention_mask=true"),
+)
+def no_mask_from_data(c: Context) -> Iterator[Finding]:
+    if c.config.dataset.reset_attention_mask:
+        yield Finding(
+            "dataset.reset_attention_mask",
+            "the mask would be ignored: attention sees over document borders as before",
+            either(
+                "dataset.reset_attention_mask=false",
+                "dataset.reset_attention_mask=false model.sequence_packing_scheduler=dp_balanced (separates documents)",
+            ),
+        )
+
+
+@rule(
+    "E9",
+    "Positions are restarted at document borders for learned embeddings only.",
+    "megatron-core's rotary embedding, which shows attention distances only, counts from the start of the sequence "
+    "whatever position_ids say, silently. Without position embeddings nothing reads them but multi-token prediction, "
+    "which counts its targets by them.",
+    broken("dataset.reset_position_ids=true"),
+)
+def no_restarted_positions(c: Context) -> Iterator[Finding]:
+    kind = c.config.model.position_embedding_type
+    if c.config.dataset.reset_position_ids and kind != "learned_absolute":
+        yield Finding(
+            "dataset.reset_position_ids",
+            f"position_ids would be ignored with position_embedding_type={kind}",
+            "dataset.reset_position_ids=false",
+        )
+
+
+@rule(
+    "E11",
+    "Attention dropout needs Transformer Engine's attention.",
+    "Our attention is exact and has none; hidden_dropout works everywhere.",
+    broken("model.attention_dropout=0.1"),
+)
+def attention_dropout(c: Context) -> Iterator[Finding]:
+    if c.config.model.attention_dropout and c.backend == "native":
+        yield Finding(
+            "model.attention_dropout",
+            "attention_dropout is not supported by our attention, which this run uses",
+            "model.attention_dropout=0 (hidden_dropout still regularizes)",
+        )
+
+
+@rule(
+    "E13",
+    "Transformer Engine has a kernel left: flash or fused attention, in bf16 or fp16.",
+    "Its unfused attention has no context parallelism; NVTE_FUSED_ATTN=0 without flash attention leaves nothing.",
+    broken("model.attention_backend=te", "env_vars.NVTE_FUSED_ATTN=0", "env_vars.NVTE_FLASH_ATTN=0", environment="gpu"),
+)
+def a_kernel_is_left(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("E13")
+    if c.backend == "te" and c.widest > 1:
+        flash = c.environment.flash_attn is not None and c.variable("NVTE_FLASH_ATTN") != "0"
+        if c.variable("NVTE_FUSED_ATTN") == "0" and not flash:
+            yield Finding(
+                "env_vars.NVTE_FUSED_ATTN",
+                "No dot product attention backend is available: fused attention is off by NVTE_FUSED_ATTN=0, and flash "
+                "attention is off or not installed",
+                either(c.set_variable("NVTE_FUSED_ATTN", "1"), "model.attention_backend=native"),
+            )
+
+
+@rule(
+    "E15",
+    "Determinism asked for is determinism given.",
+    "Transformer Engine reads NVTE_ALLOW_NONDETERMINISTIC_ALGO, NCCL chooses algorithms by itself, the fused "
+    "cross-entropy is not deterministic, and mamba-ssm's gradients are added up in any order.",
+    broken("model.deterministic_mode=true", "model.cross_entropy_loss_fusion=true", "mixed_precision=bf16_mixed"),
+)
+def determinism(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if not model.deterministic_mode:
+        return
+    if model.cross_entropy_loss_fusion:
+        yield Finding(
+            "model.cross_entropy_loss_fusion",
+            "Cross Entropy Fusion is currently not deterministic",
+            "model.cross_entropy_loss_fusion=false",
+        )
+    if c.backend == "te" and c.variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO") != "0":
+        yield Finding(
+            "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+            "deterministic_mode is on and we are using DotProductAttention from Transformer Engine, but "
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO is not 0",
+            c.set_variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
+        )
+    if c.environment.device == "gpu" and c.world_size > 1 and not c.variable("NCCL_ALGO"):
+        yield Finding(
+            "env_vars.NCCL_ALGO",
+            "is not set: NCCL may choose another reduction order on the next run",
+            "env_vars.NCCL_ALGO=Ring",
+            severity="warning",
+        )
+    if c.environment.device == "gpu" and "M" in model.parts:
+        for name in ("MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC"):
+            if c.variable(name) != "1":
+                yield Finding(
+                    f"env_vars.{name}",
+                    "is not 1: mamba-ssm, where installed, adds gradients up in any order",
+                    c.set_variable(name, "1"),
+                    severity="warning",
+                )
+
+
+@rule(
+    "E16",
+    "Deterministic packed attention on Hopper needs a large workspace, for Transformer Engine.",
+    "cuDNN's deterministic backward pass for thd keeps partial gradients of all tiles.",
+    broken(
+        "model.deterministic_mode=true", "model.sequence_packing_scheduler=dp_balanced", "model.cp_comm_type=p2p",
+        "model.hierarchical_context_parallel_sizes=null", "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
+        environment="gpu",
+    ),
+    severity="warning",
+)  # fmt: skip
+def deterministic_packing(c: Context) -> Iterator[Finding]:
+    hopper = c.environment.compute_capability == 9.0
+    if c.backend == "te" and c.config.model.deterministic_mode and c.packed and hopper:
+        yield Finding(
+            "model.deterministic_mode",
+            "the deterministic backward pass of packed attention may run out of memory on Hopper",
+            "model.attention_backend=native",
+        )

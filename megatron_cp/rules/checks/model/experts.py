@@ -1,0 +1,195 @@
+"""Mixture of experts: complete, routed over whole sequences, balanced alike, and within what gloo can gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cp.config.run_config import ModelConfig
+from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.proposals import closest, divisors, either, one_of, resized, typed
+
+
+@rule(
+    "K15",
+    "A mixture of experts is complete.",
+    "The router chooses moe_router_topk of num_moe_experts; megatron-core asks for sequence parallelism under tp.",
+    broken("model.num_moe_experts=2", "model.moe_router_topk=4"),
+)
+def experts_are_complete(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if model.num_moe_experts is None:
+        if model.moe_ffn_hidden_size is not None:
+            yield Finding(
+                "model.moe_ffn_hidden_size",
+                "moe_ffn_hidden_size is set but num_moe_experts is None",
+                "model.moe_ffn_hidden_size=null",
+            )
+        if "E" in model.parts:
+            message = "is null, and the E in model.hybrid_layer_pattern are layers with experts"
+            yield Finding(
+                "model.num_moe_experts", message, either("model.num_moe_experts=8", _pattern(model, "E", "-", -1))
+            )
+    if model.num_moe_experts is None or model.num_moe_experts < 1:
+        return  # of the latter rule A1 has said so
+    yield from _expert_layers(model)
+    if not 1 <= model.moe_router_topk <= model.num_moe_experts:
+        yield Finding(
+            "model.moe_router_topk",
+            f"must be between 1 and num_moe_experts ({model.num_moe_experts}), got {model.moe_router_topk}",
+            f"model.moe_router_topk={max(1, min(model.num_moe_experts, model.moe_router_topk))}",
+        )
+    yield from _expert_groups(model)
+    sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
+    softmax = model.moe_router_score_function == "softmax" and not sinkhorn
+    if model.moe_router_topk == 1 and softmax and not model.moe_router_pre_softmax:
+        yield Finding(
+            "model.moe_router_pre_softmax",
+            "a softmax over the one expert that moe_router_topk=1 chooses is always 1, and the router learns nothing",
+            "model.moe_router_pre_softmax=true",
+        )
+    if model.moe_router_enable_expert_bias and (sinkhorn or softmax):
+        yield Finding(
+            "model.moe_router_enable_expert_bias",
+            "Expert bias for aux-loss-free routing only supports 'sigmoid' scores, and no sinkhorn",
+            "model.moe_router_enable_expert_bias=false",
+        )
+    if sinkhorn and model.moe_aux_loss_coeff:
+        yield Finding(
+            "model.moe_aux_loss_coeff", "Sinkhorn routing does not support aux loss.", "model.moe_aux_loss_coeff=0.0"
+        )
+    if c.tp > 1 and not model.sequence_parallel:
+        yield Finding(
+            "model.sequence_parallel",
+            "performance may degrade if MoE and tensor parallelism are enabled without also enabling sequence "
+            "parallelism: megatron-core refuses to train so",
+            "model.sequence_parallel=true",
+        )
+    if model.add_bias_linear:
+        yield Finding("model.add_bias_linear", "mlp_bias is not supported for experts", "model.add_bias_linear=false")
+    if model.moe_grouped_gemm and not c.its_layers:
+        yield Finding(
+            "model.moe_grouped_gemm", "grouped matrix products need Transformer Engine", "model.moe_grouped_gemm=null"
+        )
+
+
+def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
+    field, experts = "model.moe_router_group_topk", model.num_moe_experts or 0
+    groups, chosen, topk = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
+    if chosen is None or chosen < 1 or (groups is not None and groups < 1):
+        return  # not asked for, or rule A1 has said so
+    if groups is None:
+        message = "When using group limited routing, moe_router_num_groups must be specified."
+        yield Finding(field, message, f"{field}=null, or model.moe_router_num_groups={experts}")
+    elif experts % groups:
+        yield Finding(
+            "model.moe_router_num_groups",
+            f"num_moe_experts ({experts}) should be divisible by moe_router_num_groups ({groups})",
+            one_of("model.moe_router_num_groups", closest(divisors(experts), groups)),
+        )
+    elif not chosen <= min(groups, topk):
+        message = f"{chosen} groups cannot be chosen of {groups} for {topk} experts of a token"
+        yield Finding(field, message, f"{field}={min(groups, topk)}")
+    elif topk > chosen * (experts // groups):
+        # megatron-core would choose experts of other groups, or fail.
+        message = (
+            f"the {chosen * (experts // groups)} experts of {chosen} groups are fewer than moe_router_topk ({topk})"
+        )
+        yield Finding(field, message, f"{field}={-(-topk * groups // experts)}")
+
+
+def _pattern(model: ModelConfig, old: str, new: str, times: int) -> str:
+    """The hybrid model's pattern with other letters; empty where it has none of the old."""
+    pattern = model.hybrid_layer_pattern or ""
+    return f'"model.hybrid_layer_pattern={pattern.replace(old, new, times)}"' if old in pattern else ""
+
+
+def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
+    field, every = "model.moe_layer_freq", model.moe_layer_freq
+    if model.architecture == "hybrid":
+        if "E" not in model.parts:
+            message = (
+                f"has no layer with experts (E), of which model.num_moe_experts={model.num_moe_experts} is the number"
+            )
+            yield Finding(
+                "model.hybrid_layer_pattern",
+                message,
+                either("model.num_moe_experts=null", _pattern(model, "-", "E", 1)),
+            )
+    elif isinstance(every, int):
+        if every < 1:
+            message = f"puts experts into one layer of n, n at least 1, got {every}"
+            yield Finding(field, message, f"{field}=1 (experts in all layers)")
+    elif len(every) != model.num_layers:
+        yield Finding(
+            field,
+            f"has {len(every)} entries for {model.num_layers} layers",
+            one_of(field, [resized(every, model.num_layers) if every else 1, 1]),
+        )
+    elif not set(every) <= {0, 1}:
+        message = f"says 1 for a layer with experts and 0 for one without, got {every}"
+        yield Finding(field, message, typed(field, [int(bool(each)) for each in every]))
+    elif not any(every):
+        yield Finding(field, "leaves no layer with experts", f"{field}=1, or model.num_moe_experts=null")
+
+
+@rule(
+    "K22",
+    "No sinkhorn routing under context or sequence parallelism.",
+    "It balances the experts over the tokens that one rank holds, so that the same model routes differently, silently, "
+    "when a sequence is sliced (the loss differs by a hundredth). Packs have no sinkhorn either: H18.",
+    broken("model.num_moe_experts=4", "model.moe_router_load_balancing_type=sinkhorn", "model.moe_router_topk=1"),
+)
+def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    sliced = c.cp > 1 or (c.tp > 1 and model.sequence_parallel)
+    if model.num_moe_experts and model.moe_router_load_balancing_type == "sinkhorn" and sliced:
+        yield Finding(
+            "model.moe_router_load_balancing_type",
+            "sinkhorn balances over the tokens of one rank, a slice of the sequence",
+            one_of("model.moe_router_load_balancing_type", ["aux_loss", "none"]),
+        )
+
+
+@rule(
+    "K33",
+    "Experts are not balanced over the global batch by several replicas.",
+    "megatron-core divides each replica's share of global_aux_loss by the tokens of all (Megatron-LM issue 3672) and "
+    "then averages the shares: the loss is as many times weaker as there are replicas, silently. A factor would not "
+    "mend it: a replica counts its microbatches so far, which more replicas have fewer of. Packs have none: H18.",
+    broken(
+        "model.context_parallel_size=2", "model.hierarchical_context_parallel_sizes=null", "model.cp_comm_type=p2p",
+        "train.micro_batch_size=8", "model.num_moe_experts=4", "model.moe_router_load_balancing_type=global_aux_loss",
+        "model.moe_aux_loss_coeff=1.0",
+    ),
+)  # fmt: skip
+def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    is_global = model.moe_router_load_balancing_type == "global_aux_loss" and model.moe_aux_loss_coeff > 0
+    if c.divisible and c.dp > 1 and model.num_moe_experts and is_global and not c.packed:
+        yield Finding(
+            "model.moe_router_load_balancing_type",
+            f"global_aux_loss is 1/{c.dp} as strong on {c.dp} data-parallel replicas as on one",
+            one_of("model.moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"]),
+        )
+
+
+@rule(
+    "K29",
+    "Over gloo, experts are split or spread over ranks, not both.",
+    "The ranks that split an expert gather the tokens that other ranks sent to each, unequal numbers of them, and gloo "
+    "gathers equal numbers only. The allgather dispatcher gathers before tokens are chosen, all of them.",
+    broken(
+        "model.context_parallel_size=1", "model.hierarchical_context_parallel_sizes=null", "model.cp_comm_type=p2p",
+        "model.tensor_model_parallel_size=2", "model.sequence_parallel=true", "model.num_moe_experts=4",
+        "model.expert_model_parallel_size=2", "train.micro_batch_size=8",
+    ),
+)  # fmt: skip
+def experts_over_gloo(c: Context) -> Iterator[Finding]:
+    # Ranks of one tensor-parallel group hold equally many tokens; those of several, not where they run packs.
+    unequal = c.ep > 1 or (c.packs and c.etp > c.tp)
+    if c.gloo and c.etp > 1 and unequal and c.config.model.moe_token_dispatcher_type == "alltoall":
+        yield Finding(
+            "model.expert_tensor_parallel_size",
+            f"etp {c.etp} with ep {c.ep} and tp {c.tp} gathers unequal numbers of tokens, which gloo cannot",
+            "model.expert_tensor_parallel_size=1",
+        )

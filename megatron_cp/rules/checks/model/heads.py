@@ -1,0 +1,226 @@
+"""D. Heads and head dims: what an all-to-all can hand out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_cp.attention.modules.te_support import odd_heads
+from megatron_cp.models.layers.mamba_shape import MambaShape
+from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.checks.parallel.context_parallel import FLAT, plain_transports, splits
+from megatron_cp.rules.environment import PRESETS
+from megatron_cp.rules.proposals import closest, default_of, divisors, either, nearest_multiples, one_of
+
+_OLD = replace(PRESETS["gpu"], transformer_engine="2.10.0")
+
+
+def _heads_finding(c: Context, transport: str) -> Iterator[Finding]:
+    for kind, size in c.a2a_sizes():
+        if kind == transport and c.heads % size:
+            levels = [f"model.cp_comm_type=a2a+p2p {sizes}" for sizes in reversed(splits(c))]
+            fix = either(*levels, *plain_transports(c))
+            if kind == "a2a" and size != c.cp:  # a group of packs, which have one level in Transformer Engine
+                fix = either(FLAT, "model.attention_backend=native")
+            field = "model.cp_comm_type" if kind == "a2a" else "model.hierarchical_context_parallel_sizes"
+            yield Finding(
+                field,
+                f"cp_comm_type='{kind}' requires num_heads % cp_size == 0: {c.config.model.num_attention_heads} heads "
+                f"/ tp {c.tp} = {c.heads} is not divisible by {size}, the all-to-all's ranks",
+                fix,
+            )
+    yield from c.te_findings("D1" if transport == "a2a" else "D2")
+
+
+@rule(
+    "D1",
+    "With a2a, cp divides the heads of a tensor-parallel rank.",
+    "The all-to-all gives each rank whole heads. Transformer Engine asks the same of key/value heads; our attention "
+    "gives several ranks the same one.",
+    broken("model.cp_comm_type=a2a", "model.hierarchical_context_parallel_sizes=null", "model.num_attention_heads=6",
+           "model.num_query_groups=6", "model.hidden_size=96"),
+)  # fmt: skip
+def heads_divide_by_cp(c: Context) -> Iterator[Finding]:
+    yield from _heads_finding(c, "a2a")
+
+
+@rule(
+    "D2",
+    "With a2a+p2p, the a2a size divides the heads of a tensor-parallel rank.",
+    "As D1; Transformer Engine does not check it and fails in a view.",
+    broken("model.num_attention_heads=9", "model.num_query_groups=9", "model.hidden_size=144"),
+)
+def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
+    yield from _heads_finding(c, "a2a+p2p")
+
+
+@rule(
+    "D3",
+    "With an all-to-all, each rank's heads and key/value heads are even in number, for Transformer Engine.",
+    "From 2.15 on its fused (cuDNN) attention is disabled otherwise, also where the all-to-all's level has one rank; "
+    "only flash attention is left, if it is installed.",
+    broken(
+        "model.num_attention_heads=9", "model.num_query_groups=9", "model.hidden_size=144", "dataset.seq_length=252",
+        "model.context_parallel_size=3", "model.hierarchical_context_parallel_sizes=[3,1]",
+        world_size=3, environment="gpu",
+    ),
+    severity="warning",
+)  # fmt: skip
+def even_heads(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("D3")
+    version, flash = c.environment.transformer_engine, c.environment.flash_attn is not None
+    odd = odd_heads(c.config, version) if c.backend == "te" and version is not None and flash else ""
+    if odd:
+        for kind, size in c.a2a_sizes():
+            yield Finding(
+                "model.num_query_groups",
+                f"{odd} heads on a tensor-parallel rank is odd; with {kind} over {size} ranks Transformer Engine can "
+                "use flash attention only",
+                either(FLAT, "model.attention_backend=native"),
+            )
+
+
+@rule(
+    "D4",
+    "With an all-to-all, Transformer Engine needs at least as many key/value heads as tp ranks.",
+    "Fewer are already shared between tensor-parallel ranks and cannot be handed out further.",
+    broken(
+        "model.attention_backend=te", "model.num_query_groups=2", "model.tensor_model_parallel_size=4",
+        world_size=16, environment="gpu",
+    ),
+)  # fmt: skip
+def enough_kv_heads(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("D4")
+
+
+@rule(
+    "D5",
+    "A head dim above 128 leaves few kernels under context parallelism, for Transformer Engine.",
+    "The fused backward pass for head dim 256 exists on Blackwell with p2p and all_gather only.",
+    broken("model.kv_channels=256", environment="gpu"),
+    severity="warning",
+)
+def large_head_dim(c: Context) -> Iterator[Finding]:
+    dim = c.config.model.kv_channels or 0
+    if c.backend == "te" and c.widest > 1 and dim > 128 and not c.config.model.multi_latent_attention:
+        yield Finding(
+            "model.kv_channels",
+            f"head dim {dim}: Transformer Engine may have flash attention only, or nothing, on this GPU",
+            "model.attention_backend=native (silences this warning)",
+        )
+
+
+@rule(
+    "D6",
+    "Multi-latent attention under context parallelism needs a Transformer Engine that has it.",
+    "Its queries and values have different head dims: since 2.8 with p2p and a2a+p2p, since 2.15 with all transports.",
+    broken(
+        "model.attention_backend=te", "model.multi_latent_attention=true", "model.cp_comm_type=a2a",
+        "model.hierarchical_context_parallel_sizes=null", environment=_OLD,
+    ),
+)  # fmt: skip
+def mla_version(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("D6")
+
+
+@rule(
+    "D7",
+    "Mamba's heads and groups divide over tp * cp.",
+    "Its mixer exchanges sequence for heads over the whole context-parallel group, whatever cp_comm_type says. Dynamic "
+    "groups and evaluation's own share the heads as evenly as they can, so there it is enough that each rank gets one.",
+    broken(
+        "model.architecture=hybrid",
+        "model.hybrid_layer_pattern=M*M*",
+        "model.mamba_num_heads=6",
+        "model.mamba_num_groups=2",
+    ),
+)
+def mamba_heads_divide(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if model.architecture != "hybrid" or "M" not in (model.hybrid_layer_pattern or ""):
+        return
+    dynamic = model.dynamic_context_parallel
+    heads, groups, cp = MambaShape.of(model).heads, max(1, model.mamba_num_groups), 1 if dynamic else c.cp
+    parts = c.tp * cp
+    if heads % parts:
+        yield Finding(
+            "model.mamba_num_heads",
+            f"nheads must be evenly divisible by tp_size * cp_size: {heads} by {parts}",
+            either(
+                one_of("model.mamba_num_heads", nearest_multiples(heads, math.lcm(parts, groups))),
+                one_of("model.context_parallel_size", [d for d in reversed(divisors(c.cp)) if heads % (c.tp * d) == 0]),
+            ),
+        )
+    elif (dynamic or c.eval_cp > 1) and c.divisible and heads // c.tp < c.widest:
+        most = heads // c.tp
+        fewer = [size for size in reversed(divisors(c.dp * c.cp)) if size <= most]
+        who, instead = f"evaluation's groups have {c.widest}", one_of("dist.eval_context_parallel_size", fewer)
+        if dynamic:
+            who = f"a dynamic group may have all dp * cp = {c.widest}"
+            instead = "model.dynamic_context_parallel=false model.sequence_packing_scheduler=dp_balanced"
+        yield Finding(
+            "model.mamba_num_heads",
+            f"{who} ranks, and {heads} heads / tp {c.tp} = {most} can be shared by no more than {most}",
+            either(one_of("model.mamba_num_heads", [math.lcm(c.widest * c.tp, groups)]), instead),
+        )
+    local = groups // c.tp
+    if groups % c.tp:
+        message = f"{groups} groups do not divide over tp {c.tp}"
+    elif heads % groups:
+        message = f"nheads must be evenly divisible by ngroups: {heads} by {groups}"
+    elif local < cp and cp % local:
+        message = f"cp_size must be evenly divisible by ngroups/tp_size: {cp} by {local}"
+    elif local >= cp and local % cp:
+        message = f"ngroups must be evenly divisible by tp_size * cp_size: {groups} by {parts}"
+    else:
+        return
+    valid = [n for n in divisors(heads) if n % c.tp == 0 and (n // c.tp % cp == 0 or cp % (n // c.tp) == 0)]
+    fitting = one_of("model.mamba_num_groups", closest(valid, groups))
+    yield Finding("model.mamba_num_groups", message, fitting or f"model.mamba_num_heads={math.lcm(parts, groups)}")
+
+
+@rule(
+    "D12",
+    "A Mamba layer's sizes are at least 1, and its heads are as wide as it says.",
+    "Without mamba_num_heads a layer is twice as wide as the model, in heads of mamba_head_dim.",
+    broken(
+        "model.architecture=hybrid",
+        "model.hybrid_layer_pattern=M*M*",
+        "model.mamba_head_dim=48",
+        "model.mamba_num_groups=1",
+        "model.hierarchical_context_parallel_sizes=null",
+        "model.cp_comm_type=p2p",
+        "train.micro_batch_size=4",
+        "model.context_parallel_size=1",
+    ),
+)
+def mamba_sizes(c: Context) -> Iterator[Finding]:
+    model = c.config.model
+    if model.architecture != "hybrid":
+        return
+    for name in ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"):
+        value = getattr(model, name)
+        if value is not None and value < 1:
+            message = f"must be an integer of at least 1, got {value}"
+            yield Finding(f"model.{name}", message, default_of(f"model.{name}"))
+    width = 2 * model.hidden_size
+    if model.mamba_num_heads is None and model.mamba_head_dim > 0 and width % model.mamba_head_dim:
+        yield Finding(
+            "model.mamba_head_dim",
+            f"d_inner must be evenly divisible by headdim: {width} by {model.mamba_head_dim}",
+            one_of("model.mamba_head_dim", closest(divisors(width), model.mamba_head_dim)),
+        )
+
+
+@rule(
+    "D13",
+    "Head dims are multiples of 8, for Transformer Engine.",
+    "Its flash and fused attention take no others; what is left on one rank has no context parallelism and no packs. "
+    "Our attention fills them up.",
+    broken(
+        "model.attention_backend=te", "model.kv_channels=20", "model.position_embedding_type=none", environment="gpu",
+    ),
+)  # fmt: skip
+def head_dims_by_eights(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("D13")

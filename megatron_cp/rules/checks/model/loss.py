@@ -1,0 +1,38 @@
+"""G. The loss, gradients and their reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cp.rules.base import Context, Finding, broken, rule
+
+
+@rule(
+    "G1",
+    "Per-token loss and averaging in the collective exclude each other.",
+    "Per-token loss divides the summed gradients by the number of tokens of all ranks, once, at the end.",
+    broken("ddp.average_in_collective=true"),
+)
+def no_average_in_collective(c: Context) -> Iterator[Finding]:
+    if c.config.model.calculate_per_token_loss and c.config.ddp.average_in_collective:
+        yield Finding(
+            "ddp.average_in_collective",
+            "Cannot average in collective when calculating per-token loss!",
+            "ddp.average_in_collective=false",
+        )
+
+
+@rule(
+    "G2",
+    "The loss is per token under context parallelism.",
+    "Averaged per rank, slices with few unmasked tokens weigh as much as full ones: a biased loss and gradient, and "
+    "NaN where a slice has none. Upstream allows it for pretraining.",
+    broken("model.calculate_per_token_loss=false"),
+)
+def per_token_loss(c: Context) -> Iterator[Finding]:
+    if (c.cp > 1 or c.packed) and not c.config.model.calculate_per_token_loss:
+        yield Finding(
+            "model.calculate_per_token_loss",
+            "false averages each context-parallel rank's slice by its own number of tokens: a biased loss",
+            "model.calculate_per_token_loss=true",
+        )

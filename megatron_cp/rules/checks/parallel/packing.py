@@ -1,0 +1,73 @@
+"""F. Packed sequences, and H23 of their groups. What only a batch can tell is in :mod:`megatron_cp.rules.batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.proposals import either, typed
+
+
+@rule(
+    "F3",
+    "Padding between packed sequences needs fused attention, for Transformer Engine.",
+    "Under context parallelism every sequence is padded to a multiple of 2 * cp; flash attention 2 cannot skip that.",
+    broken(
+        "model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced", "model.cp_comm_type=p2p",
+        "model.hierarchical_context_parallel_sizes=null", "env_vars.NVTE_FUSED_ATTN=0", environment="gpu",
+    ),
+)  # fmt: skip
+def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
+    if c.backend == "te" and c.packs and c.widest > 1 and c.variable("NVTE_FUSED_ATTN") == "0":
+        yield Finding(
+            "env_vars.NVTE_FUSED_ATTN",
+            "is 0, and packed sequences with padding between them need Transformer Engine's fused attention",
+            either(c.set_variable("NVTE_FUSED_ATTN", "1"), "model.attention_backend=native"),
+        )
+
+
+@rule(
+    "F5",
+    "Packed sequences need a Transformer Engine that has them on the transport.",
+    "p2p always, a2a since 2.10, all_gather since 2.18, a2a+p2p since 2.19. Our attention has them on every transport. "
+    "Before 2.18 they make the host wait for the GPU on a2a, for each sequence: slow, a warning where it is asked for.",
+    broken(
+        "model.attention_backend=te",
+        "model.sequence_packing_scheduler=dp_balanced",
+        "model.cp_comm_type=all_gather",
+        "model.hierarchical_context_parallel_sizes=null",
+        environment="gpu",
+    ),
+)
+def packing_transport(c: Context) -> Iterator[Finding]:
+    yield from c.te_findings("F5")
+
+
+@rule(
+    "H23",
+    "Dynamic context parallelism has samples that one rank does not hold.",
+    "Groups are of one rank as long as samples fit there, but for few samples that balance so. The default limit is "
+    "that of context_parallel_size ranks: with one of them, the longest sample.",
+    broken(
+        "model.dynamic_context_parallel=true", "model.context_parallel_size=1", "model.cp_comm_type=p2p",
+        "model.hierarchical_context_parallel_sizes=null",
+    ),
+    severity="warning",
+)  # fmt: skip
+def dynamic_groups_have_a_use(c: Context) -> Iterator[Finding]:
+    model, longest, ranks = c.config.model, c.config.dataset.seq_length, c.dp * c.cp
+    limit, smallest = model.max_seqlen_per_dp_cp_rank, model.min_dynamic_context_parallel_size
+    if model.dynamic_context_parallel and c.divisible and limit is not None and ranks > 1 >= smallest:
+        unit = 2 * (c.tp if model.sequence_parallel else 1)
+        shared = -(-longest // (min(ranks, c.node_size or 8) * unit)) * unit
+        if longest <= limit and shared < limit:
+            field = "model.max_seqlen_per_dp_cp_rank"
+            yield Finding(
+                field,
+                f"a rank holds {limit} tokens, and the longest sample has {longest}: nearly all groups will be of one "
+                "rank, with no gain over packs of static context parallelism",
+                either(
+                    f"{typed(field, shared)} (tokens that the memory of one rank allows)",
+                    "model.dynamic_context_parallel=false model.sequence_packing_scheduler=dp_balanced",
+                ),
+            )

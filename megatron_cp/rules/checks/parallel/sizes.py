@@ -1,0 +1,392 @@
+"""A. The world and how the parallel sizes divide it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.models.vocabulary import known_vocab_size, padded
+from megatron_cp.parallel.layout import MOST_RANKS, layout_of
+from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.checks.parallel.context_parallel import FLAT
+from megatron_cp.rules.proposals import (
+    closest,
+    default_of,
+    divisors,
+    either,
+    nearest_multiples,
+    one_of,
+    typed,
+    value_at,
+)
+
+_SIZES = {
+    "model": (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "num_layers",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "seq_length",
+        "max_position_embeddings",
+        "make_vocab_size_divisible_by",
+        "vocab_size",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+        "num_moe_experts",
+        "moe_ffn_hidden_size",
+        "moe_latent_size",
+        "moe_shared_expert_intermediate_size",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "mtp_num_layers",
+        "cross_entropy_chunk_size",
+        "min_dynamic_context_parallel_size",
+        "max_seqlen_per_dp_cp_rank",
+    ),
+    "train": ("train_iters", "global_batch_size", "micro_batch_size"),
+    "dataset": ("seq_length",),
+}
+_USUAL = {"model.kv_channels": 64}  # where 1 is possible and of no use
+_MOST = 2**31 - 1
+
+
+def _proper(field: str) -> str:
+    """Sizes that are surely possible."""
+    default = value_at(RunConfig(), field)
+    return either(
+        default_of(field), one_of(field, [size for size in (1, _USUAL.get(field)) if size not in (None, default)])
+    )
+
+
+def oversized(config: RunConfig, world_size: int) -> list[Finding]:
+    """The sizes that are surely mistyped, and with which the checks themselves would take for ever."""
+    found = []
+    if world_size > MOST_RANKS:
+        message = f"must be at most {MOST_RANKS}, got {world_size}"
+        found.append(Finding("world size", message, f"start {config.fewest_ranks} ranks"))
+    for section, names in _SIZES.items():
+        for name in names:
+            value = getattr(getattr(config, section), name)
+            if value is not None and value > _MOST:
+                field = f"{section}.{name}"
+                found.append(Finding(field, f"must be at most {_MOST}, got {value}", _proper(field)))
+    return found
+
+
+@rule(
+    "A1",
+    "Sizes and counts are at least 1, and no larger than anything that exists.",
+    "Upstream a context parallel size of 0 ends in a ZeroDivisionError deep in the set-up of the process groups. "
+    "With a number far too large the checks would count to it.",
+    broken("train.train_iters=0"),
+)
+def sizes_are_positive(c: Context) -> Iterator[Finding]:
+    for section, names in _SIZES.items():
+        for name in names:
+            value = getattr(getattr(c.config, section), name)
+            if value is not None and value < 1:
+                field, message = f"{section}.{name}", f"must be an integer of at least 1, got {value}"
+                yield Finding(field, message, _proper(field))
+    if c.world_size < 1:
+        message = f"must be an integer of at least 1, got {c.world_size}"
+        yield Finding("world size", message, f"start {c.config.fewest_ranks} ranks")
+    yield from oversized(c.config, c.world_size)
+
+
+@rule(
+    "A2",
+    "tp * pp * cp divides the world size.",
+    "The ranks are a grid with these sides; what is left over is the data-parallel size.",
+    broken("model.pipeline_model_parallel_size=2", world_size=4),
+)
+def world_is_divisible(c: Context) -> Iterator[Finding]:
+    size = c.tp * c.pp * c.cp
+    if c.world_size % size:
+        sizes = {"context": c.cp, "tensor_model": c.tp, "pipeline_model": c.pp}
+        smaller = [
+            one_of(f"model.{name}_parallel_size", closest(divisors(c.world_size * own // size), own))
+            for name, own in sizes.items()
+            if c.world_size * own % size == 0
+        ]
+        yield Finding(
+            "model.context_parallel_size",
+            f"world size ({c.world_size}) is not divisible by total_model_size ({size}) = tp {c.tp} * pp {c.pp} * cp "
+            f"{c.cp}: world_size ({c.world_size}) is not divisible by {size}",
+            either(
+                f"start {size} ranks (megatron-cp train -n {size} or a multiple)" if size <= MOST_RANKS else "",
+                *smaller,
+            ),
+        )
+
+
+@rule(
+    "A3",
+    "etp * ep * pp divides the world size.",
+    "Experts see the same ranks as another grid, whose sides must divide them too.",
+    broken("model.num_moe_experts=6", "model.expert_model_parallel_size=3"),
+)
+def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
+    size = c.etp * c.ep * c.pp
+    if c.world_size % size:
+        fitting = [ep for ep in divisors(c.world_size) if c.world_size % (c.etp * ep * c.pp) == 0]
+        ranks = math.lcm(size, c.tp * c.pp * c.cp)
+        more = f"start {ranks} ranks (or a multiple of them)" if ranks <= MOST_RANKS else ""
+        field = "model.expert_model_parallel_size"
+        fix = either(one_of(field, closest(fitting, c.ep)), more)
+        if not c.config.model.num_moe_experts and c.etp != c.tp:  # their groups are built all the same
+            field = "model.expert_tensor_parallel_size"
+            fix = either(f"{field}=null (there are no experts)", more)
+        yield Finding(
+            field,
+            f"world_size ({c.world_size}) is not divisible by expert_tensor_model_pipeline_parallel size ({size}) "
+            f"= etp {c.etp} * ep {c.ep} * pp {c.pp}",
+            fix,
+        )
+
+
+@rule(
+    "A4",
+    "tp divides the attention heads.",
+    "Each tensor-parallel rank holds whole heads.",
+    broken(
+        "model.num_attention_heads=6",
+        "model.num_query_groups=2",
+        "model.kv_channels=16",
+        "model.tensor_model_parallel_size=4",
+        "model.cp_comm_type=p2p",
+        "model.hierarchical_context_parallel_sizes=null",
+        world_size=16,
+    ),
+)
+def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
+    heads = c.config.model.num_attention_heads
+    if heads % c.tp:
+        yield Finding(
+            "model.num_attention_heads",
+            f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({c.tp})",
+            one_of("model.tensor_model_parallel_size", closest(divisors(max(1, heads)), c.tp)),
+        )
+
+
+@rule(
+    "A5",
+    "tp divides the key/value heads, or the other way round.",
+    "A rank holds whole key/value heads, or shares one with its neighbours, of which each computes an equal part of "
+    "its dimensions.",
+    broken(
+        "model.num_attention_heads=12", "model.num_query_groups=3", "model.tensor_model_parallel_size=2", world_size=8
+    ),
+)
+def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
+    model, groups = c.config.model, c.config.model.kv_heads
+    dim = model.kv_channels or 0
+    if groups >= 1 and groups % c.tp and c.tp % groups:
+        fitting = [t for t in divisors(model.num_attention_heads) if groups % t == 0 or t % groups == 0]
+        yield Finding(
+            "model.num_query_groups",
+            f"num_query_groups ({groups}) must be a multiple or divisor of tensor_model_parallel_size ({c.tp})",
+            one_of("model.tensor_model_parallel_size", closest(fitting, c.tp)),
+        )
+    elif 1 <= groups < c.tp and model.num_attention_heads % c.tp == 0 and 2 * groups * dim % c.tp:
+        step = math.lcm(2, c.tp // math.gcd(2 * groups, c.tp))  # even, for rotary embeddings
+        yield Finding(
+            "model.kv_channels",
+            f"{groups} key and value heads of {dim} dimensions cannot be shared equally by the ranks of "
+            f"tensor_model_parallel_size ({c.tp})",
+            one_of("model.kv_channels", nearest_multiples(dim, step)),
+        )
+
+
+def _batch_finding(c: Context, field: str, message: str, global_batch: int, micro_batch: int) -> Iterator[Finding]:
+    multiple = max(1, micro_batch) * c.dp
+    if global_batch < 1:
+        return  # rule A1 has said so
+    if c.divisible and not c.packed and (global_batch % multiple or global_batch < multiple):
+        yield Finding(
+            field,
+            f"{message}; {c.world_size} ranks / (tp {c.tp} * pp {c.pp} * cp {c.cp}) = {c.dp}",
+            one_of(field, nearest_multiples(global_batch, multiple)),
+        )
+
+
+@rule(
+    "A6",
+    "The global batch divides into micro batches over the data-parallel replicas.",
+    "Every replica takes the same number of micro batches; context parallelism reduces the number of replicas.",
+    broken("train.global_batch_size=12", "train.micro_batch_size=8"),
+)
+def batch_divides(c: Context) -> Iterator[Finding]:
+    batch, micro = c.config.train.global_batch_size, c.config.train.micro_batch_size
+    message = (
+        f"global batch size ({batch}) is not divisible by micro batch size ({micro}) times data parallel size ({c.dp})"
+    )
+    yield from _batch_finding(c, "train.global_batch_size", message, batch, micro)
+
+
+@rule(
+    "A7",
+    "The evaluation batch divides into micro batches over the data-parallel replicas.",
+    "As A6, for validation.eval_global_batch_size and eval_micro_batch_size (by default the training ones).",
+    broken("validation.eval_iters=1", "validation.eval_global_batch_size=9"),
+)
+def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
+    validation = c.config.validation
+    if c.packs:
+        return  # a pack takes any number of samples
+    if validation.eval_iters and (validation.eval_global_batch_size or validation.eval_micro_batch_size):
+        batch, micro = c.config.evaluation_batch
+        message = (
+            f"eval_global_batch_size ({batch}) must be divisible by eval_micro_batch_size * eval_data_parallel_size "
+            f"({micro} * {c.dp} = {micro * c.dp})"
+        )
+        yield from _batch_finding(c, "validation.eval_global_batch_size", message, batch, micro)
+
+
+@rule(
+    "A8",
+    "With dist.use_tp_pp_dp_mapping and pipeline stages, dense and expert layers have equal data-parallel sizes.",
+    "In that order the stages of both grids must be the same ranks; megatron-core's MPU asserts it after some groups "
+    "were already built. Our decentralized groups do not need it for dense models.",
+    broken(
+        "dist.use_tp_pp_dp_mapping=true",
+        "model.pipeline_model_parallel_size=2",
+        "model.context_parallel_size=2",
+        "model.cp_comm_type=p2p",
+        "model.hierarchical_context_parallel_sizes=null",
+    ),
+)
+def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
+    free = c.config.dist.use_decentralized_pg and not c.config.model.num_moe_experts
+    if c.config.dist.use_tp_pp_dp_mapping and c.pp > 1 and c.tp * c.cp != c.etp * c.ep and not free:
+        yield Finding(
+            "dist.use_tp_pp_dp_mapping",
+            "When not using pp-last rank ordering, the data parallel size of the attention and moe layers must be the "
+            f"same; here tp * cp = {c.tp * c.cp} and etp * ep = {c.etp * c.ep}",
+            either(
+                "dist.use_tp_pp_dp_mapping=false",
+                "" if c.config.model.num_moe_experts else "dist.use_decentralized_pg=true",
+            ),
+        )
+
+
+@rule(
+    "A9",
+    "Sequence parallelism needs tp > 1.",
+    "It splits the sequence over the tensor-parallel ranks outside attention and MLP.",
+    broken("model.sequence_parallel=true"),
+)
+def sequence_parallel_needs_tp(c: Context) -> Iterator[Finding]:
+    if c.config.model.sequence_parallel and c.tp == 1:
+        yield Finding(
+            "model.sequence_parallel",
+            "Cannot use sequence parallelism without tensor parallelism",
+            "model.sequence_parallel=false, or model.tensor_model_parallel_size=2",
+        )
+
+
+@rule(
+    "A12",
+    "CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor or context parallelism before Blackwell.",
+    "With more hardware queues a communication kernel may be scheduled after the computation that it should overlap.",
+    broken(environment="gpu"),
+    severity="warning",
+)
+def one_hardware_queue(c: Context) -> Iterator[Finding]:
+    before_blackwell = c.environment.device == "gpu" and (c.environment.compute_capability or 0) < 10
+    value = c.variable("CUDA_DEVICE_MAX_CONNECTIONS")
+    if before_blackwell and c.tp * c.widest > 1 and value != "1":
+        yield Finding(
+            "env_vars.CUDA_DEVICE_MAX_CONNECTIONS",
+            f"is {value or 'not set'}; communication may not overlap with computation",
+            c.set_variable("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+        )
+
+
+@rule(
+    "A13",
+    "The ranks of an all-to-all level share a node.",
+    "The all-to-all of a2a+p2p is exposed and moves every head; across nodes it runs at the network's speed, "
+    "which is what the hierarchy is meant to avoid.",
+    broken("model.tensor_model_parallel_size=4", "model.num_query_groups=8", world_size=16, gpus_per_node=4),
+    severity="warning",
+)
+def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
+    if c.node_size is None or c.levels is None or "a2a+p2p" not in c.transports or c.world_size <= c.node_size:
+        return
+    try:
+        groups = layout_of(c.config, c.world_size).hierarchical_groups()[0]
+    except ValueError:  # an impossible layout is another rule's matter
+        return
+    node = c.node_size
+    spans = [len({rank // node for rank in group}) for group in groups]
+    across = sum(span > 1 for span in spans)
+    if across:
+        largest = max((d for d in divisors(c.cp) if node % (c.tp * d) == 0), default=1)
+        field = "model.hierarchical_context_parallel_sizes"
+        yield Finding(
+            field,
+            f"{across} of {len(groups)} all-to-all groups span up to {max(spans)} nodes of {node} ranks "
+            f"(tp {c.tp} * a2a {c.levels[0]} = {c.tp * c.levels[0]} neighbouring ranks)",
+            either(typed(field, [largest, c.cp // largest]) if largest > 1 else "", FLAT),
+        )
+
+
+@rule(
+    "A18",
+    "Expert parallelism divides the experts of a mixture-of-experts model.",
+    "Each expert-parallel rank holds the same number of experts.",
+    broken("model.expert_model_parallel_size=2"),
+)
+def experts_divide(c: Context) -> Iterator[Finding]:
+    experts = c.config.model.num_moe_experts
+    if c.ep > 1 and not experts:
+        yield Finding(
+            "model.expert_model_parallel_size",
+            "num_moe_experts must be non None to use expert-parallel",
+            "model.expert_model_parallel_size=1",
+        )
+    elif experts and experts % c.ep:
+        yield Finding(
+            "model.num_moe_experts",
+            f"num_moe_experts ({experts}) should be divisible by expert_model_parallel_size ({c.ep})",
+            one_of("model.expert_model_parallel_size", closest(divisors(experts), c.ep)),
+        )
+
+
+@rule(
+    "A19",
+    "A vocabulary is padded to the same rows under every tensor parallel size.",
+    "Rows that pad it take part in the softmax: with more of them it is another model, with other losses.",
+    broken("parallel=none", "model.make_vocab_size_divisible_by=1", "model.tensor_model_parallel_size=2", world_size=2),
+)
+def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
+    unit, size = c.config.model.make_vocab_size_divisible_by, known_vocab_size(c.config)
+    if unit < 1 or c.tp < 1 or unit % c.tp == 0:
+        return
+    fitting = math.lcm(unit, c.tp)
+    if size is None:
+        rows = f"to a multiple of {fitting} here and of {unit} on one rank, which may be another number of rows"
+    elif padded(size, unit, c.tp) != padded(size, unit, 1):
+        rows = f"to {padded(size, unit, c.tp)} rows here and to {padded(size, unit, 1)} on one rank"
+    else:
+        return
+    yield Finding(
+        "model.make_vocab_size_divisible_by",
+        f"is no multiple of tp {c.tp}: the vocabulary is padded {rows}",
+        f"model.make_vocab_size_divisible_by={fitting} (the same model under this tp and all that divide it)",
+        severity=None if size else "warning",  # of some sizes neither pads any
+    )

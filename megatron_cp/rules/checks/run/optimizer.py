@@ -1,0 +1,159 @@
+"""I and K, of the optimizer: its kind, and the schedule of its learning rate and weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cp.config.run_config import SCHEDULE_LENGTHS, TRAINING_LENGTHS, RunConfig
+from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.proposals import default_of, either, value_at
+
+
+@rule(
+    "I9",
+    "The learning rate's schedule is consistent.",
+    "megatron-core's scheduler asserts these, mostly without a message.",
+    broken("scheduler.lr_decay_iters=10", "scheduler.lr_warmup_iters=10"),
+)
+def schedule_is_consistent(c: Context) -> Iterator[Finding]:
+    schedule, optimizer = c.config.scheduler, c.config.optimizer
+    decay, warmup, fraction = schedule.lr_decay_iters, c.config.warmup_iters(), schedule.lr_warmup_fraction
+    if fraction is not None and schedule.lr_warmup_iters != 0:
+        yield Finding(
+            "scheduler.lr_warmup_fraction",
+            "Can only specify one of lr_warmup_fraction or lr_warmup_iters, got "
+            f"{fraction} and {schedule.lr_warmup_iters}",
+            "scheduler.lr_warmup_iters=0, or scheduler.lr_warmup_fraction=null",
+        )
+    if decay is not None and decay < 1:
+        if c.config.train.train_iters >= 1:  # else it follows from that, and rule A1 has said so
+            yield Finding(
+                "scheduler.lr_decay_iters",
+                f"must be at least 1, got {decay}",
+                "scheduler.lr_decay_iters=null, or scheduler.lr_decay_samples=null",
+            )
+    elif decay is not None and not 0 <= warmup < decay:
+        name, most = ("lr_warmup_iters", decay - 1) if fraction is None else ("lr_warmup_fraction", 0.1)
+        yield Finding(
+            f"scheduler.{name}",
+            f"warmup of {warmup} iterations must be at least 0 and smaller than scheduler.lr_decay_iters ({decay})",
+            either(f"scheduler.{name}={most}", f"scheduler.lr_decay_iters={warmup + 1}" if warmup >= decay else ""),
+        )
+    elif fraction is None and warmup < schedule.lr_warmup_iters:
+        yield Finding(
+            "scheduler.lr_warmup_iters",
+            f"the run has {decay} iterations: the learning rate rises for {warmup} of them",
+            either(
+                f"scheduler.lr_warmup_iters={warmup} (silences this warning)",
+                f"scheduler.lr_decay_iters={schedule.lr_warmup_iters + 1} (where the run begins a longer schedule)",
+            ),
+            severity="warning",
+        )
+    left = c.config.train.train_iters - (decay or 0)
+    # Some iterations more are how many end a run; most of one is seldom meant: a run's own config.yaml, made longer.
+    if decay is not None and decay >= 1 and schedule.lr_decay_style != "constant" and left > 0.1 * (decay + left):
+        yield Finding(
+            "scheduler.lr_decay_iters",
+            f"the last {left} of {decay + left} iterations are behind the schedule: the learning rate stays at "
+            f"optimizer.min_lr={optimizer.min_lr:g} there",
+            either(
+                f"scheduler.lr_decay_iters={decay + left}",
+                f"scheduler.lr_decay_iters={decay + left} scheduler.override_opt_param_scheduler=true (where the run "
+                "has begun with the other)",
+            ),
+            severity="warning",
+        )
+    if optimizer.lr < 0:
+        yield Finding("optimizer.lr", f"must be at least 0, got {optimizer.lr}", "optimizer.lr=3e-4")
+    else:
+        for name, value in (
+            ("optimizer.min_lr", optimizer.min_lr),
+            ("scheduler.lr_warmup_init", schedule.lr_warmup_init),
+        ):
+            if not 0 <= value <= optimizer.lr:
+                yield Finding(name, f"must be between 0 and optimizer.lr ({optimizer.lr})", f"{name}=0.0")
+    if schedule.lr_decay_style == "WSD" and decay is not None and 0 <= warmup < decay:
+        last, most = schedule.lr_wsd_decay_iters, decay - warmup
+        if last is None:
+            message = "must be set for lr_decay_style=WSD"
+            yield Finding("scheduler.lr_wsd_decay_iters", message, f"scheduler.lr_wsd_decay_iters={max(1, most // 10)}")
+        elif not 1 <= last <= most:
+            yield Finding(
+                "scheduler.lr_wsd_decay_iters",
+                f"must be from 1 to the {most} iterations between the warmup ({warmup}) and the end of the schedule "
+                f"({decay}), got {last}",
+                either(
+                    f"scheduler.lr_wsd_decay_iters={1 if last < 1 else most}",
+                    f"scheduler.lr_decay_iters={warmup + last}" if last >= 1 else "",
+                ),
+            )
+    start = optimizer.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
+    end = optimizer.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
+    if start < 0:
+        name = "optimizer.weight_decay" if schedule.start_weight_decay is None else "scheduler.start_weight_decay"
+        yield Finding(name, "weight decay must be at least 0", f"{name}=0.0")
+    elif end < start:
+        yield Finding(
+            "scheduler.end_weight_decay",
+            f"weight decay must not fall: it goes from {start} to {end}",
+            f"scheduler.end_weight_decay={start}",
+        )
+    elif end > start and schedule.weight_decay_incr_style == "constant":
+        yield Finding(
+            "scheduler.weight_decay_incr_style",
+            f"weight decay goes from {start} to {end}, which is not constant",
+            f"scheduler.weight_decay_incr_style=linear, or scheduler.start_weight_decay={end}",
+        )
+    if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
+        yield Finding(
+            "scheduler.override_opt_param_scheduler",
+            "both override and use-checkpoint are set",
+            "scheduler.override_opt_param_scheduler=false, or scheduler.use_checkpoint_opt_param_scheduler=false",
+        )
+
+
+@rule(
+    "K56",
+    "A length is given in iterations or in samples, not in both.",
+    "Samples become iterations, of whole global batches, where those are not given; one of two would be ignored.",
+    broken("scheduler.lr_decay_iters=50", "scheduler.lr_decay_samples=400"),
+)
+def one_length(c: Context) -> Iterator[Finding]:
+    for section, names in (("train", TRAINING_LENGTHS), ("scheduler", SCHEDULE_LENGTHS)):
+        for name in names:
+            iterations, samples = f"{section}.{name}_iters", f"{section}.{name}_samples"
+            if value_at(c.config, samples) != value_at(RunConfig(), samples):
+                given = f"{iterations}={value_at(c.config, iterations)}"
+                none = f"{iterations}=null" if section == "train" else default_of(iterations)
+                yield Finding(samples, f"cannot be given together with {given}", f"{none}, or {default_of(samples)}")
+
+
+@rule(
+    "K9",
+    "The distributed optimizer is Adam's.",
+    "megatron-core's distributed optimizer cannot save another one's state.",
+    broken("optimizer.optimizer=sgd"),
+)
+def distributed_adam(c: Context) -> Iterator[Finding]:
+    optimizer = c.config.optimizer
+    if optimizer.use_distributed_optimizer and optimizer.optimizer != "adam":
+        yield Finding(
+            "optimizer.use_distributed_optimizer",
+            f"Only Adam is supported by the distributed optimizer, got {optimizer.optimizer}",
+            "optimizer.use_distributed_optimizer=false, or optimizer.optimizer=adam",
+        )
+
+
+@rule(
+    "K10",
+    "Overlapped parameter gathering needs the distributed optimizer.",
+    "Without it there are no shards to gather, and megatron-core fails in the first step.",
+    broken("ddp.overlap_param_gather=true", "optimizer.use_distributed_optimizer=false"),
+)
+def overlap_is_possible(c: Context) -> Iterator[Finding]:
+    if c.config.ddp.overlap_param_gather and not c.config.optimizer.use_distributed_optimizer:
+        yield Finding(
+            "ddp.overlap_param_gather",
+            "needs optimizer.use_distributed_optimizer=true",
+            "ddp.overlap_param_gather=false, or optimizer.use_distributed_optimizer=true",
+        )

@@ -1,0 +1,195 @@
+"""K. Precision, devices, memory and the range of numbers: settings that fit each other and the machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.proposals import default_of, either, one_of, typed, value_at
+
+_ANY, _SEEDS = (0, math.inf), (0, 2**31 - 1)
+# Setting -> the least and the most that it may be. Sizes are rule A1's, fractions K16's, times and scales K51's.
+_RANGES: dict[str, tuple[float, float]] = {
+    "rng.seed": _SEEDS,
+    "dataset.random_seed": _SEEDS,
+    "dataset.num_workers": _ANY,
+    "logger.peak_tflops_per_device": (1e-9, math.inf),
+    "dataset.mock_num_samples": (1, math.inf),
+    "validation.eval_iters": _ANY,
+    "validation.eval_global_batch_size": (1, math.inf),
+    "validation.eval_micro_batch_size": (1, math.inf),
+    "optimizer.clip_grad": _ANY,
+    "optimizer.adam_eps": (1e-30, math.inf),  # a gradient of 0 divided by 0 is no number
+    "model.init_method_std": _ANY,
+    "model.layernorm_epsilon": _ANY,
+    "model.rotary_base": (1, math.inf),
+    "model.yarn_rotary_scaling_factor": (1, math.inf),
+    "model.yarn_original_max_position_embeddings": (1, math.inf),
+    "model.mtp_loss_scaling_factor": _ANY,
+    "model.moe_aux_loss_coeff": _ANY,
+    "model.moe_z_loss_coeff": _ANY,
+    "model.moe_router_bias_update_rate": _ANY,
+    "model.moe_router_topk_scaling_factor": (1e-30, math.inf),  # megatron-core takes 0 for none
+    "model.dynamic_context_parallel_calibration_iters": _ANY,
+    "train.manual_gc_interval": _ANY,
+    "mixed_precision.loss_scale_window": (1, math.inf),
+    "mixed_precision.hysteresis": (1, math.inf),
+}
+_LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
+@rule(
+    "K5",
+    "At most one precision is chosen.",
+    "None of them means bf16 on GPUs and fp32 on CPUs.",
+    broken("mixed_precision.fp32=true", "mixed_precision.bf16=true"),
+)
+def one_precision(c: Context) -> Iterator[Finding]:
+    precision = c.config.mixed_precision
+    chosen = [name for name in ("fp32", "bf16", "fp16") if getattr(precision, name)]
+    if len(chosen) > 1:
+        message = f"Only one of {', '.join(chosen)} should be True"
+        yield Finding("mixed_precision", message, one_of("mixed_precision", chosen))
+
+
+@rule(
+    "K6",
+    "The communication backend fits the device.",
+    "NCCL moves GPU memory only.",
+    broken("dist.distributed_backend=nccl"),
+)
+def backend_fits_device(c: Context) -> Iterator[Finding]:
+    if c.config.dist.distributed_backend == "nccl" and c.environment.device == "cpu":
+        yield Finding(
+            "dist.distributed_backend", "nccl needs GPUs, and there are none", "dist.distributed_backend=null"
+        )
+
+
+@rule(
+    "K8",
+    "attention_backend=te and transformer_impl=transformer_engine find Transformer Engine and a GPU.",
+    "Asking for it by name must not end in something else; auto takes what is there. Its layers are named in every "
+    "recipe of Megatron-Bridge's: without a GPU that is a notice.",
+    broken("model.attention_backend=te"),
+)
+def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
+    model, on_gpu = c.config.model, c.environment.device == "gpu"
+    missing = "Transformer Engine is not installed, or too old" if on_gpu else "there is no GPU"
+    if model.attention_backend == "te" and c.backend != "te":
+        if model.transformer_impl == "local":
+            missing = "model.transformer_impl=local leaves it out"
+        yield Finding(
+            "model.attention_backend", f"asks for Transformer Engine, but {missing}", "model.attention_backend=auto"
+        )
+    if model.transformer_impl == "transformer_engine" and not c.its_layers:
+        message = f"asks for Transformer Engine's layers, but {missing}: megatron-core's own take their place"
+        yield Finding("model.transformer_impl", message, "model.transformer_impl=auto", None if on_gpu else "warning")
+
+
+@rule(
+    "K13",
+    "fp16 looks for one loss scale by overflowing.",
+    "Those steps are skipped by themselves; ddp.check_for_nan_in_grad would end the run at the first of them. Experts "
+    "that are spread over other ranks have an optimizer and a scale of their own in megatron-core, which drifts from "
+    "the one that the loss was scaled by: their gradients are silently a power of two off.",
+    broken("mixed_precision=fp16_mixed"),
+)
+def fp16_overflows(c: Context) -> Iterator[Finding]:
+    if c.config.mixed_precision.fp16 and c.config.model.num_moe_experts and (c.ep > 1 or c.etp != c.tp):
+        yield Finding(
+            "mixed_precision.fp16",
+            "experts that are spread over other ranks than the rest would have a loss scale of their own",
+            either(
+                "mixed_precision=bf16_mixed (needs no scale)",
+                "model.expert_model_parallel_size=1 model.expert_tensor_parallel_size=null",
+            ),
+        )
+    if c.config.mixed_precision.fp16 and c.config.ddp.check_for_nan_in_grad:
+        yield Finding(
+            "ddp.check_for_nan_in_grad",
+            "fp16 overflows until its loss scale fits, and the run would end with: gradients are not finite",
+            "ddp.check_for_nan_in_grad=false, or mixed_precision=bf16_mixed (needs no scale)",
+        )
+    precision = c.config.mixed_precision
+    if precision.fp16 and precision.min_loss_scale > precision.initial_loss_scale > 0:
+        yield Finding(
+            "mixed_precision.initial_loss_scale",
+            f"is below mixed_precision.min_loss_scale ({precision.min_loss_scale})",
+            f"mixed_precision.initial_loss_scale={precision.min_loss_scale}",
+        )
+    for name in () if precision.fp16 else _LOSS_SCALE:
+        field = f"mixed_precision.{name}"
+        if getattr(precision, name) != value_at(RunConfig(), field):
+            message = "has no effect: the loss is scaled in fp16 only"
+            yield Finding(field, message, f"{default_of(field)}, or mixed_precision.fp16=true", "warning")
+
+
+@rule(
+    "K16",
+    "Probabilities and fractions are between 0 and 1.",
+    "A dropout of 10 is a typing error, not a setting. Adam divides by one minus a power of its betas.",
+    broken("model.hidden_dropout=10"),
+)
+def fractions(c: Context) -> Iterator[Finding]:
+    values = {
+        "model.hidden_dropout": c.config.model.hidden_dropout,
+        "model.attention_dropout": c.config.model.attention_dropout,
+        "dataset.mock_masked_fraction": c.config.dataset.mock_masked_fraction,
+        "optimizer.adam_beta1": c.config.optimizer.adam_beta1,
+        "optimizer.adam_beta2": c.config.optimizer.adam_beta2,
+        "optimizer.sgd_momentum": c.config.optimizer.sgd_momentum,
+    }
+    for field, value in values.items():
+        if not 0 <= value < 1:
+            yield Finding(field, f"must be at least 0 and less than 1, got {value}", _proportion(field, value))
+    share, field = c.config.model.rotary_percent, "model.rotary_percent"
+    if not 0 < share <= 1:
+        yield Finding(field, f"must be above 0 and at most 1, got {share}", _proportion(field, share))
+
+
+def _proportion(field: str, value: float) -> str:
+    """A percentage as a fraction, where it is one; else the default."""
+    return either(typed(field, value / 100) if 1 < value < 100 else "", default_of(field))
+
+
+@rule(
+    "K28",
+    "Nothing is offloaded to host memory.",
+    "Without a GPU there is no other memory, and offloading activations is Transformer Engine's. Of megatron-core's "
+    "hybrid optimizer no variant was found that could be trusted, not even with parameters that pretended to be on a "
+    "GPU: with distributed optimizer state it cannot be built in fp32, in bf16 it cannot be resumed, and with the "
+    "precision-aware optimizer it trains to other losses.",
+    broken("optimizer.optimizer_cpu_offload=true"),
+)
+def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
+    asked = {
+        "model.cpu_offloading": c.config.model.cpu_offloading,
+        "optimizer.optimizer_cpu_offload": c.config.optimizer.optimizer_cpu_offload,
+    }
+    for field, value in asked.items():
+        if value:
+            yield Finding(
+                field,
+                "offloading to host memory is not supported",
+                f"{field}=false (model.recompute_granularity=full, the distributed optimizer, "
+                "model.cross_entropy_chunk_size and a larger model.context_parallel_size save memory)",
+            )
+
+
+@rule(
+    "K30",
+    "Seeds, counts and factors are in the range that has a meaning.",
+    "A negative number of batches evaluates none and reports a loss of 0; a negative seed ends in numpy, and what is "
+    "made of a large one no longer fits torch's 64 bits.",
+    broken("dataset.random_seed=-1"),
+)
+def numbers_are_in_range(c: Context) -> Iterator[Finding]:
+    for field, (least, most) in _RANGES.items():
+        value = value_at(c.config, field)
+        if value is not None and not least <= value <= most:
+            limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+            positive = typed(field, abs(value)) if least <= abs(value) <= most else ""
+            fix = "validation.eval_iters=10" if field == "validation.eval_iters" else positive
+            yield Finding(field, f"must be {limit}, got {value}", either(fix, default_of(field)))

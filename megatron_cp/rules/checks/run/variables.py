@@ -1,0 +1,77 @@
+"""K. Environment variables that a recipe sets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megatron_cp.rules.base import Context, Finding, broken, rule
+
+# What tunes a library. Everything else is refused: no list of harmful variables is ever complete.
+_PREFIXES = (
+    "CAUSAL_CONV1D_",
+    "CUBLAS_",
+    "CUBLASLT_",
+    "CUDNN_",
+    "GLOO_",
+    "KMP_",
+    "MAMBA_",
+    "MKL_",
+    "NCCL_",
+    "NVTE_",
+    "OMP_",
+    "TORCH_NCCL_",
+    "UB_",
+)
+_NAMES = frozenset(
+    [
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_DEVICE_ORDER",
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_MODULE_LOADING",
+        "CUDA_SCALE_LAUNCH_QUEUES",
+        "CUDA_VISIBLE_DEVICES",
+        "HF_HUB_OFFLINE",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "TOKENIZERS_PARALLELISM",
+        "TORCH_CPP_LOG_LEVEL",
+        "TORCH_DISTRIBUTED_DEBUG",
+        "TORCH_SHOW_CPP_STACKTRACES",
+        "TRANSFORMERS_OFFLINE",
+        "WANDB_MODE",
+    ]
+)
+# Words in the names of those that name a library to load, a file to read or write, or an address: NCCL_NET_PLUGIN,
+# NCCL_CONF_FILE, NCCL_COMM_ID, OMP_TOOL_LIBRARIES, NVTE_CUDA_INCLUDE_DIR, CUDNN_LOGDEST_DBG.
+_NAMES_SOMETHING = frozenset(
+    ["COMMAND", "COMM", "DIR", "FILE", "LIB", "LIBRARIES", "LIBRARY", "LOGDEST", "PATH", "PLUGIN", "TOOL"]
+)
+
+
+def may_set(name: str) -> bool:
+    """Whether a recipe may set the environment variable."""
+    tunes = name.startswith(_PREFIXES) and re.fullmatch("[A-Z0-9_]+", name)
+    return name in _NAMES or (bool(tunes) and _NAMES_SOMETHING.isdisjoint(name.split("_")))
+
+
+@rule(
+    "K59",
+    "env_vars holds variables that tune libraries, and no others.",
+    "LD_PRELOAD, PYTHONPATH, PATH, NCCL_NET_PLUGIN and their like choose what code runs, HTTPS_PROXY, HF_ENDPOINT and "
+    "MASTER_ADDR where data go, NCCL_DEBUG_FILE which file is overwritten. A recipe may come from somebody else, "
+    "so these are set in the shell that starts the run. Prefixes that a recipe may set: "
+    + ", ".join(_PREFIXES)
+    + " (but no "
+    "plugin, library, file, folder or address); names: " + ", ".join(sorted(_NAMES)) + ".",
+    broken("env_vars.LD_PRELOAD=/tmp/library.so"),
+)
+def variables_tune(c: Context) -> Iterator[Finding]:
+    for name, value in c.config.env_vars.items():
+        field = f"env_vars.{name}"
+        if not may_set(name):
+            message = "not a variable that tunes a library: it may choose what code runs, or where data go"
+            fix = f"{field}=null (if you need it: export {name}=VALUE in the shell, before you start the launcher)"
+            yield Finding(field, message, fix)
+        elif "\0" in value:
+            yield Finding(field, "the value of a variable cannot hold the character 0", f"{field}=1")

@@ -1,0 +1,194 @@
+"""Checksums of a checkpoint's files: computed while they are written, kept beside them, compared when they are read.
+
+They find damage: bits that a disk, a network or a copy changed. Whoever can write a checkpoint can also write its
+checksums, so they say nothing about who wrote it. xxh3 with 128 bits is faster than memory, see
+``benchmarks/checkpoint_checksums.py``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from xxhash import xxh3_128
+
+from megatron_cp.common.errors import UnusableCheckpoint
+from megatron_cp.common.input_files import file_or_pipe, parse_json, read_bytes
+from megatron_cp.mcore.checkpoint_index import INDEX, read_index
+from megatron_cp.mcore.checkpoint_reader import COMMON_FILE
+
+CHECKSUMS = "checksums.json"
+_COMMON = "common_state/shard_0_1"  # megatron-core's name for what is no tensor
+_CONFIG = "metadata.json"  # megatron-core's, which names the format
+_READERS = 4  # files that a rank reads at once
+_BLOCK = 1 << 20  # summed while it is in the processor's cache
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """A file's size and checksum."""
+
+    bytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """Of a checkpoint. ``common``: of the object in one of the files that is read before all else is checked."""
+
+    files: Mapping[str, FileSum]
+    common: str
+
+
+class SummingTransforms(_StorageWriterTransforms):
+    """What torch sends one file's items through while it writes them: the checksum of all of its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sum = xxh3_128()
+        self._bytes = 0
+
+    def transform_save_stream(self, write_item: Any, raw_stream: io.IOBase) -> tuple[IO[bytes], list[str]]:
+        return super().transform_save_stream(write_item, _Tee(raw_stream, self._add))  # type: ignore[arg-type]
+
+    def _add(self, content: Any) -> None:
+        self._sum.update(content)
+        self._bytes += memoryview(content).nbytes
+
+    @property
+    def result(self) -> FileSum:
+        return FileSum(self._bytes, self._sum.hexdigest())
+
+
+class _Tee:
+    """A stream whose bytes are also given to ``add``."""
+
+    def __init__(self, stream: Any, add: Any) -> None:
+        self._stream, self._add = stream, add
+
+    def write(self, content: Any) -> int:
+        self._add(content)
+        return self._stream.write(content)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def write_checksums(folder: Path, files: Mapping[str, FileSum]) -> None:
+    """Keep the checksums of a checkpoint that is complete but for them; rank 0's work.
+
+    Args:
+        files: of the data files, from the ranks that wrote them. The rest are small, and read here.
+    """
+    rest = {path.name: sum_of(path) for path in folder.iterdir() if path.name not in files}
+    place = read_index(folder).storage_data
+    common = next(_bytes_at(folder, where) for key, where in place.items() if key.fqn == _COMMON)
+    sums = Checksums(dict(sorted((rest | dict(files)).items())), xxh3_128(common).hexdigest())
+    (folder / CHECKSUMS).write_text(_serialized(sums), encoding="ascii")
+
+
+def _serialized(sums: Checksums) -> str:
+    content = asdict(sums)
+    return json.dumps(content | {"xxh3_128": xxh3_128(json.dumps(content).encode()).hexdigest()}, indent=1)
+
+
+def read_checksums(folder: Path) -> Checksums | None:
+    """A checkpoint's checksums, ``None`` where an earlier version wrote it.
+
+    Raises:
+        UnusableCheckpoint: they are damaged themselves.
+    """
+    path = folder / CHECKSUMS
+    try:
+        text = read_bytes(path).decode("ascii")
+        content = parse_json(text)
+        files = {
+            str(name): FileSum(int(each["bytes"]), str(each["xxh3_128"])) for name, each in content["files"].items()
+        }
+        sums = Checksums(files, str(content["common"]))
+        if _serialized(sums) == text:
+            return sums
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnusableCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise UnusableCheckpoint(f"{path} is damaged: it is not what was written")
+
+
+def changed_files(folder: Path, sums: Checksums, rank: int = 0, ranks: int = 1) -> list[str]:
+    """What is wrong with this rank's share of a checkpoint's files; all ranks together read each file once."""
+    names = _share(sums.files, rank, ranks)
+    with ThreadPoolExecutor(_READERS) as readers:  # reading and summing let other threads run
+        problems = readers.map(lambda name: _problem_of(folder / name, sums.files[name]), names)
+        found = [f"{folder / name} {problem}" for name, problem in zip(names, problems, strict=True) if problem]
+    if rank == 0 and COMMON_FILE not in sums.files and (folder / COMMON_FILE).exists():
+        found.append(f"{folder / COMMON_FILE} is none of the checkpoint's files, and would be read instead of one")
+    return found
+
+
+def _share(files: Mapping[str, FileSum], rank: int, ranks: int) -> Sequence[str]:
+    """The names of the files that a rank reads, so that all read about as many bytes."""
+    loads, shares = [0] * ranks, [[] for _ in range(ranks)]  # type: ignore[var-annotated]
+    for name, each in sorted(files.items(), key=lambda item: (-item[1].bytes, item[0])):
+        least = loads.index(min(loads))
+        loads[least] += each.bytes
+        shares[least].append(name)
+    return shares[rank]
+
+
+def _problem_of(path: Path, expected: FileSum) -> str:
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            return f"has {size} bytes where {expected.bytes} were written"
+        return "" if sum_of(path) == expected else "has other bytes than were written (its checksum differs)"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def sum_of(path: Path) -> FileSum:
+    """Read a file for its checksum."""
+    total, size, block = xxh3_128(), 0, memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            total.update(block[:count])
+            size += count
+    return FileSum(size, total.hexdigest())
+
+
+def read_common_bytes(folder: Path, sums: Checksums | None) -> bytes:
+    """The serialized part of a checkpoint that is no tensor, with the little that finding it takes compared first.
+
+    Raises:
+        UnusableCheckpoint: it is damaged or missing.
+        OSError: it cannot be read.
+    """
+    files = {} if sums is None else sums.files
+    for name in files.keys() & {INDEX, _CONFIG}:
+        problem = _problem_of(folder / name, files[name])
+        if problem:
+            raise UnusableCheckpoint(f"{folder / name} {problem}")
+    for key, place in read_index(folder).storage_data.items():
+        if key.fqn == _COMMON:
+            content = _bytes_at(folder, place)
+            if sums is not None and xxh3_128(content).hexdigest() != sums.common:
+                raise UnusableCheckpoint(f"{folder / place.relative_path} has other bytes than were written")
+            return content
+    raise UnusableCheckpoint(f"{folder / INDEX} names no {_COMMON}: another program wrote this checkpoint")
+
+
+def _bytes_at(folder: Path, place: Any) -> bytes:
+    with open(folder / place.relative_path, "rb", opener=file_or_pipe) as file:
+        file.seek(place.offset)
+        return file.read(min(place.length, os.fstat(file.fileno()).st_size))

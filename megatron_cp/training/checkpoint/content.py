@@ -1,0 +1,207 @@
+"""What a checkpoint holds beside tensors: its shape is declared here, and compared before anything is used.
+
+A value of another type or out of range would end later, in an error about something else, or train on wrongly.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megatron_cp.common.errors import UnusableCheckpoint
+from megatron_cp.dynamic_cp.cost import CostModel
+from megatron_cp.mcore.checkpoint_reader import COMMON_FILE, load_common_file, load_object
+from megatron_cp.training.checkpoint.checksums import CHECKSUMS, read_checksums, read_common_bytes
+from megatron_cp.training.checkpoint.settings import is_number, problems_of_settings, shown, with_defaults
+
+# The layout of what a checkpoint holds besides tensors; a newer one cannot be read.
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value that fulfils a condition, and how to say so."""
+
+    says: str
+    accepts: Callable[[Any], bool]
+
+
+def _is_step(value: Any) -> bool:
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return is_number(number) and number >= 0
+
+
+def _is_cost(value: Any) -> bool:
+    try:
+        numbers = vars(CostModel(**value)) | {"transport": 0}
+        return all(map(is_number, numbers.values()))
+    except (TypeError, ValueError, AttributeError):
+        return False
+
+
+def _is_numpy_state(value: Any) -> bool:
+    """A position out of range would be read from outside of the array."""
+    if not isinstance(value, tuple) or len(value) != 5:
+        return False
+    name, keys, position, has_gauss, _ = value
+    fits = isinstance(keys, np.ndarray) and keys.dtype == np.uint32 and keys.shape == (624,)
+    return name == "MT19937" and fits and type(position) is int and 0 <= position <= 624 and has_gauss in (0, 1)
+
+
+def _or_none(value: _Value) -> _Value:
+    return _Value(f"{value.says} or null", lambda found: found is None or value.accepts(found))
+
+
+_COUNT = _Value("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < 2**62)
+_WHOLE = _Value("a whole number", lambda value: type(value) is int and abs(value) < 2**62)
+_AT_LEAST_ONE = _Value("a whole number from 1 on", lambda value: type(value) is int and 1 <= value < 2**31)
+_NUMBER = _Value("a finite number", is_number)
+_TEXT = _Value("a text", lambda value: isinstance(value, str))
+_BOOL = _Value("true or false", lambda value: isinstance(value, bool))
+_STEP = _Value("a number from 0 on", _is_step)
+_COST = _Value("a cost model", _is_cost)
+_BYTES = _Value("a tensor of bytes", lambda value: isinstance(value, Tensor) and value.dtype.itemsize == 1)
+_TENSOR = _Value("a tensor", lambda value: isinstance(value, Tensor))
+
+# A mapping has these keys (``?``: or lacks them) and may have others; a list or tuple has any number of the one entry.
+_GROUP = {
+    **dict.fromkeys(("wd_mult?", "lr_mult?", "max_lr?", "min_lr?", "start_wd?", "end_wd?"), _or_none(_NUMBER)),
+    **dict.fromkeys(("is_expert_parallel?", "is_decoupled_lr?", "default_config?"), _or_none(_BOOL)),
+    "step?": _STEP,
+}
+_TORCH_OPTIMIZER = {"param_groups": [_GROUP], "state?": {"common_step?": _STEP}}
+_SCALER = {"scale?": _TENSOR, "growth_tracker?": _WHOLE, "hysteresis_tracker?": _WHOLE}
+_STEPS = {
+    "consumed_samples": _COUNT,
+    "cost?": _COST,
+    "cost_of_next?": _COST,
+    "calibration?": {
+        "of": {},
+        "cost": _COST,
+        "measured": _COUNT,
+        "observed": _Value(
+            "a list of times", lambda value: isinstance(value, list) and all(map(_is_observation, value))
+        ),
+    },
+}
+_CONTENT = {
+    "world_size": _AT_LEAST_ONE,
+    "progress": dict.fromkeys(("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations"), _COUNT),
+    "config": {},
+    "data": {"train?": _STEPS},
+    "scheduler?": {
+        **dict.fromkeys(("max_lr", "min_lr", "start_wd", "end_wd"), _NUMBER),
+        **dict.fromkeys(("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps", "num_steps"), _STEP),
+        **dict.fromkeys(("lr_decay_style", "wd_incr_style"), _TEXT),
+        "wsd_decay_steps?": _or_none(_STEP),
+        "lr_wsd_decay_style?": _or_none(_TEXT),
+    },
+    "optimizer?": {},
+}
+_RANDOM = {
+    "python": _Value("a state of Python's random", lambda value: isinstance(value, tuple)),
+    "numpy": _Value("a state of numpy's MT19937", _is_numpy_state),
+    "torch": _BYTES,
+    "device": _BYTES,
+    "tracker": {},
+}
+
+
+def _is_observation(value: Any) -> bool:
+    """``([([length, ...], ranks), ...], seconds)``, of one rank in one step."""
+    try:
+        work, seconds = value
+        return is_number(seconds) and all(
+            _AT_LEAST_ONE.accepts(ranks) and all(map(_COUNT.accepts, lengths)) for lengths, ranks in work
+        )
+    except (TypeError, ValueError):
+        return False
+
+
+def read_common(folder: Path, verify: bool = True) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors, with the ``config`` that wrote it (defaults where it says nothing).
+
+    Args:
+        verify: compare what is read with its checksum, where the checkpoint has checksums.
+
+    Raises:
+        UnusableCheckpoint: it is damaged, names code, or an entry is not what it should be.
+        OSError: it cannot be read.
+    """
+    sums = read_checksums(folder) if verify else None
+    if (folder / COMMON_FILE).exists():  # which megatron-core prefers
+        common = load_common_file(folder)
+    else:
+        content = read_common_bytes(folder, sums)
+        common = load_object(io.BytesIO(content), f"{folder}: common_state")
+        common = common[0] if isinstance(common, list) and len(common) == 1 else common
+    if not isinstance(common, dict):
+        raise UnusableCheckpoint(f"{folder}: common_state is {shown(common)}, not a mapping")
+    version = common.get("format")
+    if version is None or (type(version) is int and version > FORMAT):
+        return common  # of another program or a newer version, which check_format says
+    problem = next(_problems(common, {"format": _AT_LEAST_ONE} | _CONTENT, ""), "") or _other_problem(common)
+    if problem:
+        raise UnusableCheckpoint(f"its entry {problem}")
+    if verify and sums is None and "checksums" in common:
+        raise UnusableCheckpoint(f"{folder / CHECKSUMS} is missing")
+    return common | {"config": with_defaults(common["config"])}
+
+
+def check_random_state(state: Any, name: str) -> None:
+    """Raises UnusableCheckpoint where a checkpoint's random state is none."""
+    problem = next(_problems(state, _RANDOM, f"{name}."), "") or next(
+        (
+            f"{name}.tracker.{key} is {shown(each)}, not a tensor"
+            for key, each in state["tracker"].items()
+            if not _BYTES.accepts(each)
+        ),
+        "",
+    )
+    if problem:
+        raise UnusableCheckpoint(problem)
+
+
+def _other_problem(common: dict[str, Any]) -> str:
+    found = [*problems_of_settings(common["config"]), *_optimizer_problems(common.get("optimizer"))]
+    return found[0] if found else ""
+
+
+def _problems(value: Any, expected: Any, path: str) -> Iterator[str]:
+    """What is not as expected, in words. As deep as what is expected, however deep the value is."""
+    name = path.rstrip(".") or "common_state"
+    if isinstance(expected, _Value):
+        if not expected.accepts(value):
+            yield f"{name} is {shown(value)}, not {expected.says}"
+    elif isinstance(expected, list):
+        if not isinstance(value, list | tuple):
+            yield f"{name} is {shown(value)}, not a list"
+            return
+        for index, each in enumerate(value):
+            yield from _problems(each, expected[0], f"{path}{index}.")
+    elif not isinstance(value, dict):
+        yield f"{name} is {shown(value)}, not a mapping"
+    else:
+        for key, inner in expected.items():
+            wanted = key.removesuffix("?")
+            if wanted in value:
+                yield from _problems(value[wanted], inner, f"{path}{wanted}.")
+            elif wanted == key:
+                yield f"{path}{key} is missing"
+
+
+def _optimizer_problems(state: Any) -> Iterator[str]:
+    """One optimizer's state, or those of several by their numbers; each torch's own or one around that."""
+    if not state:
+        return
+    several = {f"optimizer.{index}.": each for index, each in state.items()} if 0 in state else {"optimizer.": state}
+    for path, each in several.items():
+        around = isinstance(each, dict) and "optimizer" in each
+        expected = {"optimizer": _TORCH_OPTIMIZER, "grad_scaler?": _SCALER} if around else _TORCH_OPTIMIZER
+        yield from _problems(each, expected, path)

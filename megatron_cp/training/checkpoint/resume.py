@@ -1,0 +1,405 @@
+"""What a run begins with: which checkpoint, and whether it fits the configuration.
+
+Read by every rank for itself, so that what does not fit is told before any process group exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.run_config import DatasetConfig, ModelConfig, RunConfig
+from megatron_cp.models.hybrid_pattern import layers_of, without_stages
+from megatron_cp.models.vocabulary import padded
+from megatron_cp.rules.remedies import BETWEEN, Fix, override
+from megatron_cp.training.checkpoint.content import FORMAT, read_common
+from megatron_cp.training.checkpoint.differences import begin_with, checkpoint_of, differences, overrides, said
+from megatron_cp.training.checkpoint.files import (
+    checkpoint_folder,
+    existing_folder,
+    latest_iteration,
+    saved_iterations,
+    what_is_meant,
+)
+from megatron_cp.training.optimizer import schedule_of
+
+# What decides which weights there are: with other values of these a checkpoint's do not fit.
+_WEIGHTS = (
+    "vocab_size",
+    "architecture",
+    "hybrid_layer_pattern",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "share_embeddings_and_output_weights",
+    "position_embedding_type",
+    "max_position_embeddings",
+    "normalization",
+    "activation_func",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "softmax_type",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "mtp_num_layers",
+    "mtp_use_repeated_layer",
+    "num_moe_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_latent_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_enable_expert_bias",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
+)
+# What else the model computes with them: another model too, but one that may begin with these weights.
+_FUNCTION = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rope_scaling",
+    "rope_scaling_factor",
+    "seq_len_interpolation_factor",
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
+    "attention_mask_type",
+    "softmax_scale",
+    "window_size",
+    "window_attn_skip_freq",
+    "layernorm_epsilon",
+    "moe_router_topk",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+)
+# Whose state the optimizer's is.
+_OPTIMIZER = ("optimizer.optimizer", "optimizer.use_distributed_optimizer")
+# What the learning rate and the weight decay of an iteration depend on.
+_SCHEDULE = (
+    "train.train_iters",
+    "train.global_batch_size",
+    "optimizer.lr",
+    "optimizer.min_lr",
+    "optimizer.weight_decay",
+    "scheduler.lr_decay_style",
+    "scheduler.lr_decay_iters",
+    "scheduler.lr_warmup_iters",
+    "scheduler.lr_warmup_fraction",
+    "scheduler.lr_warmup_init",
+    "scheduler.lr_wsd_decay_iters",
+    "scheduler.lr_wsd_decay_style",
+    "scheduler.start_weight_decay",
+    "scheduler.end_weight_decay",
+    "scheduler.weight_decay_incr_style",
+)
+# Of a schedule, what megatron-core's own state lacks: how the last steps of a WSD schedule decay.
+FORGOTTEN = ("wsd_decay_steps", "lr_wsd_decay_style")
+# What the samples, their order and what of them is learnt depend on.
+_DATA = (
+    *(f"dataset.{field.name}" for field in fields(DatasetConfig) if field.name not in ("path_to_cache", "num_workers")),
+    *(f"tokenizer.{name}" for name in ("tokenizer_type", "tokenizer_model", "eod_id", "add_bos")),
+    "train.global_batch_size",
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run begins with.
+
+    finetune: with its weights only. consumed_samples: where its data stood; 0 where that does not matter.
+    """
+
+    root: str
+    iteration: int
+    finetune: bool
+    consumed_samples: int = 0
+
+
+def find_start(config: RunConfig) -> Start | None:
+    """The checkpoint to begin with, ``None`` to start fresh.
+
+    A run with ``checkpoint.pretrained_checkpoint``, or with a ``checkpoint.load`` that is another folder than
+    ``checkpoint.save``, begins with what is there, and resumes from its own checkpoints once it has some. So does any
+    other that was told how to begin: the same configuration again goes on.
+
+    Raises:
+        ConfigError: a checkpoint was asked for and is not there, or it does not fit.
+    """
+    begun = _newest_of_its_own(config)
+    if begun is not None:
+        return begun
+    wanted = config.checkpoint
+    root, finetune = wanted.load or "", wanted.finetune
+    advice = "checkpoint.load=null checkpoint.exit_on_missing_checkpoint=false (starts fresh)"
+    if wanted.pretrained_checkpoint:
+        finetune = not root or latest_iteration(root) is None
+        root = wanted.pretrained_checkpoint if finetune else root
+        advice = "checkpoint.pretrained_checkpoint=null (starts fresh)"
+    elif finetune:
+        advice = "checkpoint.pretrained_checkpoint=PATH, or checkpoint.finetune=false (starts fresh)"
+    elif wanted.save and Path(root).absolute() != Path(wanted.save).absolute():
+        root = root if latest_iteration(wanted.save) is None else wanted.save
+    measured = config.train.skip_train
+    if measured:
+        advice = "checkpoint.load=PATH (train.skip_train=true measures a checkpoint)"
+    # The step to begin with is one of the other folder's checkpoints, where there is another.
+    has_begun = not finetune and (bool(wanted.pretrained_checkpoint) or root != wanted.load)
+    step = None if has_begun else wanted.ckpt_step
+    iteration = latest_iteration(root) if step is None and root else step
+    option = "checkpoint.pretrained_checkpoint" if root == wanted.pretrained_checkpoint else "checkpoint.load"
+
+    def meant() -> str:
+        return what_is_meant(root, lambda run, step: checkpoint_of(option, run, step)) if root else ""
+
+    if iteration is None:
+        if finetune or measured or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:
+            raise ConfigError(f"{option}={root}: there is no checkpoint (no iter_* folder). Fix: {meant() or advice}")
+        return None
+    folder = existing_folder(root, iteration)
+    if folder is None:
+        others = saved_iterations(root)
+        fix = meant() or (f"checkpoint.ckpt_step={others[-1]}" if others else advice)
+        raise ConfigError(f"{option}={root}: there is no {checkpoint_folder(root, iteration).name}. Fix: {fix}")
+    common = _read_and_check(config, folder, finetune or measured)
+    if common is None:
+        return Start(root, iteration, finetune)
+    return Start(root, iteration, finetune, 0 if finetune else common["progress"]["consumed_samples"])
+
+
+def _read_and_check(config: RunConfig, folder: Path, finetune: bool) -> dict[str, Any] | None:
+    """What a checkpoint holds beside tensors; None if it is damaged, which :func:`load_checkpoint` says for all ranks.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    try:
+        common = read_common(folder, config.checkpoint.verify_checksums)
+        check_fits(config, common, folder, finetune)
+    except ConfigError:
+        raise
+    except Exception:  # of damaged bytes, which can end in any error
+        return None
+    return common
+
+
+def _newest_of_its_own(config: RunConfig) -> Start | None:
+    """The newest checkpoint of the run's folder where this very configuration wrote it, ``None`` where another did.
+
+    A damaged one does not say who wrote it. To begin anew over it, or to go on from another, has to be asked for.
+    """
+    root = config.checkpoint.save
+    iteration = latest_iteration(root) if root else None
+    folder = existing_folder(root, iteration) if root and iteration is not None else None
+    if root is None or iteration is None or folder is None:
+        return None
+    try:
+        common = read_common(folder, config.checkpoint.verify_checksums)
+    except Exception:  # of damaged bytes, which can end in any error
+        wanted = config.checkpoint
+        other = wanted.ckpt_step is not None and wanted.load == root and not wanted.pretrained_checkpoint
+        return None if config.train.skip_train or (other and not wanted.finetune) else Start(root, iteration, False)
+    if not has_written(config, common):
+        return None
+    if _read_and_check(config, folder, finetune=False) is None:
+        return Start(root, iteration, False)
+    return Start(root, iteration, False, common["progress"]["consumed_samples"])
+
+
+def has_written(config: RunConfig, common: dict[str, Any]) -> bool:
+    """Whether a checkpoint is of this very configuration: it has begun as it says, and is not to begin once more.
+
+    Settings that the program which wrote it did not have yet count as they are by default. An environment variable that
+    a setting refers to may have another value by now.
+    """
+    saved = common.get("config")
+    if not isinstance(saved, dict):
+        return False
+    known = _of_today(saved)
+    known["checkpoint"]["verify_checksums"] = config.checkpoint.verify_checksums  # which changes nothing
+    return known in (config.as_written(), asdict(config))
+
+
+def _of_today(saved: dict[str, Any]) -> dict[str, Any]:
+    of_default = RunConfig()
+    known = asdict(of_default)
+    for name, value in saved.items():
+        if isinstance(value, dict) and is_dataclass(getattr(of_default, name, None)):
+            known[name] |= {setting: each for setting, each in value.items() if setting in known[name]}
+        elif name in known:
+            known[name] = value
+    return known
+
+
+def wants_optimizer(config: RunConfig, common: dict[str, Any]) -> bool:
+    """Whether a run that resumes from a checkpoint goes on with its optimizer.
+
+    ``checkpoint.load_optim=false`` is how to begin; the run's own optimizer is no longer the one it did not want.
+    """
+    own = has_written(config, common) and config.checkpoint.save_optim
+    return config.checkpoint.load_optim or own
+
+
+def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> None:
+    """Whether a run can go on from a checkpoint, or, with ``finetune``, begin with its weights.
+
+    Raises:
+        ConfigError: it is of another model, optimizer, schedule, program or newer version; says what differs.
+    """
+    check_format(common, folder)
+    _check_model(config, common, folder, finetune)
+    if finetune:
+        return
+    if "scheduler" not in common:
+        raise ConfigError(f"checkpoint {folder} holds weights only. Fix: {begin_with(config, folder)}")
+    if wants_optimizer(config, common):
+        _check_optimizer(config, common, folder)
+    _check_schedule(config, common, folder)
+
+
+def check_format(common: dict[str, Any], folder: Path) -> None:
+    """Raises ConfigError where a checkpoint is of another program, or of a newer version of this one."""
+    version = common.get("format")
+    if version is None:
+        raise ConfigError(f"checkpoint {folder} was written by another program. Fix: name one of megatron_cp's.")
+    if version > FORMAT:
+        raise ConfigError(
+            f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}. Fix: upgrade megatron_cp."
+        )
+
+
+def other_data(config: RunConfig, common: dict[str, Any]) -> list[str]:
+    """Which settings make the samples others than they were to be."""
+    return said(differences(common["config"], asdict(config), _DATA))
+
+
+def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> None:
+    saved, now = dict(common["config"]["model"]), asdict(config.model)
+    for model in (saved, now):
+        # Where its pipeline stages begin makes no other model.
+        model["hybrid_layer_pattern"] = without_stages(model.get("hybrid_layer_pattern")) or None
+        if model["position_embedding_type"] != "learned_absolute":  # no weights
+            model["max_position_embeddings"] = None
+    if finetune and begins_further_tokens_anew(saved, now):
+        for model in (saved, now):
+            model["hybrid_layer_pattern"] = layers_of(model["hybrid_layer_pattern"]) or None
+            model["mtp_num_layers"] = model["mtp_use_repeated_layer"] = None
+    if saved["num_layers"] == now["num_layers"] and _parts_of_layers(saved) == _parts_of_layers(now):
+        saved["moe_layer_freq"] = now["moe_layer_freq"]  # one number and a list can say the same
+    # With YaRN the same weights are turned by other frequencies.
+    turned = {saved["position_embedding_type"], now["position_embedding_type"]} == {"rope", "yarn"}
+    weights = [name for name in _WEIGHTS if not (turned and name == "position_embedding_type")]
+    function = [*(["position_embedding_type"] if turned else []), *_FUNCTION]
+    saved["vocab_size"] = saved["vocab_size"] or now["vocab_size"]  # None: the tokenizer's, before it was recorded
+    other_weights, other_function = (
+        differences({"model": saved}, {"model": now}, [f"model.{name}" for name in names])
+        for names in (weights, [] if finetune else function)
+    )
+    padding, rows = _other_padding(saved, now)
+    different = other_weights | other_function
+    if different or padding:
+        here = str(Fix((*overrides(different), *rows)))
+        begin = f"{BETWEEN}{begin_with(config, folder)} (a new run with its weights)"
+        raise ConfigError(
+            f"checkpoint {folder} is of another model: {'; '.join(said(different) + padding)}. "
+            f"Fix: {here} (the checkpoint's values){'' if other_weights or padding else begin}"
+        )
+
+
+def begins_further_tokens_anew(saved: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether one of two models predicts further tokens and the other does not: the rest of its weights is the same."""
+    return bool(saved.get("mtp_num_layers")) != bool(now["mtp_num_layers"])
+
+
+def _parts_of_layers(model: dict[str, Any]) -> tuple[str, ...]:
+    names = ("architecture", "hybrid_layer_pattern", "num_layers", "num_moe_experts", "moe_layer_freq")
+    return ModelConfig(**{name: model[name] for name in names if name in model}).layer_parts
+
+
+def _other_padding(saved: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What differs in the rows that pad the vocabulary, and the overrides that keep the checkpoint's.
+
+    They are part of the softmax; megatron-core would drop some, or add rows of zeros.
+    """
+    if not now["vocab_size"] or saved["vocab_size"] != now["vocab_size"]:
+        return [], []
+    there, here = (
+        padded(model["vocab_size"], model["make_vocab_size_divisible_by"], model["tensor_model_parallel_size"])
+        for model in (saved, now)
+    )
+    if there == here:
+        return [], []
+    fix = {"make_vocab_size_divisible_by": there, "tensor_model_parallel_size": saved["tensor_model_parallel_size"]}
+    if there % now["tensor_model_parallel_size"] == 0:
+        del fix["tensor_model_parallel_size"]
+    words = [override(f"model.{name}", value) for name, value in fix.items()]
+    return [f"its vocabulary is padded to {there} rows and here to {here}"], words
+
+
+def _check_optimizer(config: RunConfig, common: dict[str, Any], folder: Path) -> None:
+    if not common["config"]["checkpoint"]["save_optim"]:
+        raise ConfigError(
+            f"checkpoint {folder} holds no optimizer state: it was written with checkpoint.save_optim=false. Fix: "
+            "checkpoint.load_optim=false (a fresh optimizer), or checkpoint.finetune=true (a new run with its weights)"
+        )
+    different = differences(common["config"], asdict(config), _OPTIMIZER)
+    momentum = common["config"]["optimizer"]["sgd_momentum"]
+    if config.optimizer.optimizer == "sgd" and bool(momentum) != bool(config.optimizer.sgd_momentum):
+        # With one there is a state, without one there is none; another one goes on with it.
+        different |= differences(common["config"], asdict(config), ["optimizer.sgd_momentum"])
+    saved, now = _precision(common["config"]), _precision(asdict(config))
+    if not config.optimizer.use_distributed_optimizer and None not in (saved, now) and saved != now:
+        # Only the distributed one always keeps its parameters in float32, under the same names.
+        different["mixed_precision"] = (now, saved)
+    if different:
+        raise ConfigError(
+            f"checkpoint {folder} has another optimizer's state: {'; '.join(said(different))}. Fix: "
+            f"{Fix(overrides(different))} (the checkpoint's), or checkpoint.load_optim=false (a fresh optimizer)"
+        )
+
+
+def _precision(config: dict[str, Any]) -> str | None:
+    """Where it is given; else it depends on the device."""
+    return next((name for name in ("fp32", "bf16", "fp16") if config["mixed_precision"][name]), None)
+
+
+def _check_schedule(config: RunConfig, common: dict[str, Any], folder: Path) -> None:
+    """What megatron-core asserts when it loads a schedule, and what it forgets to."""
+    if config.scheduler.override_opt_param_scheduler or config.scheduler.use_checkpoint_opt_param_scheduler:
+        return
+    saved, now = common["scheduler"], schedule_of(config)
+    if now["wd_incr_style"] == "constant":
+        del now["wd_incr_steps"]  # over which nothing changes: a longer run is no other one
+    if now["lr_decay_style"] != "WSD":
+        now = {name: value for name, value in now.items() if name not in FORGOTTEN}
+    changed = [name for name, value in now.items() if name in saved and saved[name] != value]
+    if changed:
+        different = differences(common["config"], asdict(config), _SCHEDULE)
+        if common["config"]["scheduler"]["lr_decay_iters"] == config.scheduler.lr_decay_iters:
+            different.pop("train.train_iters", None)
+        raise ConfigError(
+            f"checkpoint {folder} was trained with another learning-rate schedule: "
+            f"{'; '.join(said(different) or changed)}. Without scheduler.lr_decay_iters and lr_warmup_iters it "
+            "follows train.train_iters. Fix: scheduler.override_opt_param_scheduler=true (the new schedule), or "
+            "scheduler.use_checkpoint_opt_param_scheduler=true (the checkpoint's)"
+        )

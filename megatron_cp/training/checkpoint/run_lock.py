@@ -1,0 +1,155 @@
+"""One run at a time writes into a folder, which all its nodes see: another run would take its unfinished checkpoints
+for leftovers, and a node with a folder of its own could not save its part.
+
+Rank 0 locks a file in the folder (see ``file_lock``). The lock ends with the process, however that ends. What rank 0
+writes into the file all ranks must find there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_cp.common.errors import RuntimeFault, shown, shown_ranks
+from megatron_cp.parallel.collectives import everyones
+from megatron_cp.training.checkpoint.file_lock import FileLock
+from megatron_cp.training.monitor.metrics import logger
+from megatron_cp.training.monitor.sinks import writing_into
+
+LOCK = ".lock"
+PATIENCE = 120.0  # seconds: a file server takes that long to forget a machine that died
+SIGHT = 10.0  # seconds: a network file system may show a new file late
+_POLL = 0.5
+
+_locks: dict[Path, FileLock] = {}
+"""The locks that this process holds, by the folder's name as configured."""
+
+
+@contextmanager
+def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
+    """Hold the folder; collective. Another run that holds it has a while to end first.
+
+    Args:
+        longest_wait: seconds that a rank waits for another before it gives up.
+
+    Raises:
+        RuntimeFault: on every rank: another run still writes there, or nothing can be written there, or not all ranks
+            see the same folder.
+    """
+    lock, problem, owner = None, "", ""
+    try:
+        if dist.get_rank() == 0:
+            lock = FileLock(folder / LOCK)
+            try:
+                with writing_into(folder):
+                    problem = _take(lock, folder, min(PATIENCE, longest_wait / 2))
+                    owner = "" if problem else _sign(lock)
+            except RuntimeFault as fault:
+                problem = str(fault)
+            else:
+                if not problem:
+                    _locks[folder] = lock
+        problem, owner = everyones((problem, owner))[0]
+        if problem:
+            raise RuntimeFault(problem, on_all_ranks=True)
+        # Rank 0 does not open its file a second time, which would drop a record lock.
+        sees_it = lock is not None or _is_of(folder, owner, min(SIGHT, longest_wait / 2))
+        hosts = everyones("" if sees_it else socket.gethostname())
+        without = [rank for rank, host in enumerate(hosts) if host]
+        if without:
+            where = shown(list(dict.fromkeys(filter(None, hosts))), ", ")
+            raise RuntimeFault(
+                f"{folder} is another folder, or none, for {shown_ranks(without)} ({where}) than for rank 0 ({owner}), "
+                "nothing was trained. Give a checkpoint.save that all nodes share.",
+                on_all_ranks=True,
+            )
+        yield
+    finally:
+        if lock is not None:
+            _locks.pop(folder, None)
+            lock.release()
+
+
+def check_still_held(folder: Path) -> None:
+    """Check, before something is saved, that this process's lock on ``folder`` still keeps others out; on rank 0.
+
+    Somebody may have deleted or moved the folder or the file in it. Then the lock is taken anew.
+
+    Raises:
+        OSError: another run has taken the folder meanwhile.
+    """
+    lock = _locks.get(folder)
+    if lock is None or lock.in_place:
+        return
+    lock.release()
+    folder.mkdir(parents=True, exist_ok=True)
+    holder = lock.take()
+    if holder is not None:
+        raise OSError(
+            f"checkpoint.save={folder}: the folder was deleted or moved while this run trained, and another run writes "
+            f"there now ({_named(holder)}). Fix: set checkpoint.save={folder}-2"
+        )
+    _sign(lock)
+    logger.warning(
+        "warning: checkpoint.save=%s: the folder or its %s was deleted or moved while this run trained. The run goes "
+        "on and saves there again. What was in the folder before is not restored",
+        folder,
+        LOCK,
+    )
+
+
+def _take(lock: FileLock, folder: Path, patience: float) -> str:
+    """Take the lock; returns "", or after ``patience`` seconds a message that says who holds it."""
+    began, waited = time.monotonic(), False
+    while (holder := lock.take()) is not None:
+        if time.monotonic() - began >= patience:
+            return (
+                f"checkpoint.save={folder}: another run writes into this folder ({_named(holder)}). Fix: wait until "
+                f"that run has ended, or set checkpoint.save={folder}-2"
+            )
+        if not waited:
+            logger.info(
+                "another run writes into %s (%s). Waiting %.0f s for it to end", folder, _named(holder), patience
+            )
+        waited = True
+        time.sleep(_POLL)
+    if lock.unsupported:
+        logger.warning(
+            "warning: checkpoint.save=%s: the file system supports no locks (%s), so nothing keeps a second run out of "
+            "this folder: start only one. To silence this warning, set checkpoint.save to a folder on a file system "
+            "with locks (Lustre: mounted with -o flock)",
+            folder,
+            lock.unsupported,
+        )
+    return ""
+
+
+def _named(holder: str) -> str:
+    return holder or "its process is unknown"
+
+
+def _sign(lock: FileLock) -> str:
+    """Write which process holds the folder to where other nodes see it; returns that text."""
+    owner = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
+    lock.write(owner)
+    return owner
+
+
+def _is_of(folder: Path, owner: str, patience: float) -> bool:
+    """Whether the folder that this rank sees is, within ``patience`` seconds, the one that ``owner`` signed."""
+    until = time.monotonic() + patience
+    while True:
+        with suppress(OSError, ValueError):
+            if (folder / LOCK).read_text(encoding="utf-8") == owner:
+                return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(_POLL)

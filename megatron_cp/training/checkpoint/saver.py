@@ -1,0 +1,397 @@
+"""Checkpoints: megatron-core's ``torch_dist`` format, complete or absent, written now or in the background.
+
+Nothing in a checkpoint depends on the layout that wrote it but the random states, which are restored where the layout
+is the same. What the files go through is in ``checkpoint_files``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_cp.common.errors import ConfigError, RuntimeFault
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.launch.health_monitor import completing
+from megatron_cp.parallel.collectives import found_by_anyone
+from megatron_cp.parallel.device import random_state, restore_random_state
+from megatron_cp.training.checkpoint.checksums import CHECKSUMS
+from megatron_cp.training.checkpoint.content import FORMAT, check_random_state
+from megatron_cp.training.checkpoint.files import (
+    checkpoint_folder,
+    clean_leftovers,
+    create_partial,
+    existing_folder,
+    keep_most_recent,
+    latest_iteration,
+    put_in_place,
+    stored_names,
+)
+from megatron_cp.training.checkpoint.optimizer_state import by_number, shaped_as_now, with_common_steps
+from megatron_cp.training.checkpoint.resume import (
+    FORGOTTEN,
+    begins_further_tokens_anew,
+    check_fits,
+    other_data,
+    wants_optimizer,
+)
+from megatron_cp.training.checkpoint.run_lock import check_still_held
+from megatron_cp.training.checkpoint.verification import checked_common, describe
+from megatron_cp.training.checkpoint.writer import Writer
+from megatron_cp.training.monitor.metrics import logger
+from megatron_cp.training.monitor.nonfinite import parameters_are_finite
+from megatron_cp.training.setup import Progress, Run
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint in its place. Seconds: how long training stood still for it, and from its start to its place."""
+
+    folder: Path
+    paused: float
+    taken: float
+
+
+class CheckpointSaver:
+    """Saves a run's checkpoints below ``root``; with ``checkpoint.async_save`` a process of each rank's writes them.
+
+    One checkpoint at a time: the next save waits for the one before. Every method but :attr:`writing` and
+    :meth:`close` is collective.
+    """
+
+    def __init__(self, run: Run, root: str | Path) -> None:
+        self._run = run
+        self._root = Path(root)
+        self._background = run.config.checkpoint.async_save
+        self._pending: _Pending | None = None
+        self._on_rank_0("leftovers of interrupted saves could not be cleaned away", lambda: clean_leftovers(root))
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank still writes in the background."""
+        return self._pending is not None and self._pending.writer.writing
+
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint waits for :meth:`finish`; the same on every rank."""
+        return self._pending is not None
+
+    def save(self, data_state: dict[str, Any]) -> Saved | None:
+        """Save everything that resuming needs; in the background it is in its place after :meth:`finish`.
+
+        Raises:
+            RuntimeFault: on every rank, where any rank could not write. The previous checkpoint stays the latest.
+        """
+        self.finish()
+        started = time.perf_counter()
+        if self._run.model[0].ddp_config.overlap_param_gather:
+            # The optimizer leaves each rank with its own shards of the new weights; the next forward pass, or this,
+            # gathers the others'.
+            for chunk in self._run.model:
+                chunk.start_param_sync(force_sync=True)
+        run, iteration = self._run, self._run.progress.iteration
+        final = checkpoint_folder(self._root, iteration)
+        if not parameters_are_finite(run):
+            message = "parameters are not finite; the previous checkpoint stays the latest"
+            raise RuntimeFault(f"checkpoint {final} could not be written: {message}", on_all_ranks=True)
+        failed = self._failed(final)
+        partial = self._on_rank_0(failed, lambda: self._create_partial(final))
+        self._pending = pending = _Pending(iteration, final, partial, Writer(run.groups.dp_cp), started)
+        with self._cleaned_up(partial):
+            with _reported_on_all_ranks(failed):  # before ranks need each other
+                if not partial.is_dir():
+                    raise FileNotFoundError(
+                        f"{partial}, which rank 0 made, is not here: all nodes must share the folder"
+                    )
+            with _reported_on_all_ranks(failed):
+                state = _sharded_state(run, is_loading=False) | {
+                    "format": FORMAT,
+                    "checksums": CHECKSUMS,
+                    "progress": asdict(run.progress),
+                    "config": run.config.as_written(),
+                    "world_size": dist.get_world_size(),
+                    "data": data_state,
+                }
+                pending.writer.start(
+                    state,
+                    partial,
+                    content_metadata=_content_metadata(),
+                    fully_parallel=run.config.checkpoint.fully_parallel_save,
+                    background=self._background,
+                )
+        pending.paused = time.perf_counter() - started
+        return None if self._background else self.finish()
+
+    def finish(self) -> Saved | None:
+        """Wait for what is being written, on all ranks, check it and put it in its place."""
+        pending = self._pending
+        if pending is None:
+            return None
+        waited = time.perf_counter()
+        failed = self._failed(pending.final)
+        with self._cleaned_up(pending.partial):
+            with _reported_on_all_ranks(failed):
+                written = pending.writer.finish()
+            everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(written, everyone)
+            self._on_rank_0(failed, lambda: self._complete(pending, everyone or []))
+        self._pending = None
+        now = time.perf_counter()
+        return Saved(pending.final, pending.paused + now - waited, now - pending.started)
+
+    def close(self) -> None:
+        """Stop writing: what is not in its place stays a leftover, and the previous checkpoint the latest."""
+        if self._pending is not None:
+            self._pending.writer.close()
+            self._pending = None
+
+    def _create_partial(self, final: Path) -> Path:
+        check_still_held(self._root)
+        return create_partial(final)
+
+    def _complete(self, pending: _Pending, written: list[Any]) -> None:
+        check_still_held(self._root)
+        with completing:  # every rank has written: nobody else is needed for it any more
+            pending.writer.write_index(written)
+            put_in_place(pending.partial, pending.final)
+        wanted = self._run.config.checkpoint
+        try:
+            keep_most_recent(self._root, pending.iteration, wanted.most_recent_k, wanted.save_retain_interval)
+        except OSError as error:  # the new one is safe all the same
+            logger.warning("an old checkpoint could not be deleted: %s", error)
+
+    def _failed(self, final: Path) -> str:
+        latest = latest_iteration(self._root)
+        valid = "there is none before it" if latest is None else f"that of iteration {latest} stays the latest"
+        return f"checkpoint {final} could not be written; {valid}"
+
+    @contextlib.contextmanager
+    def _cleaned_up(self, partial: Path) -> Any:
+        """After a failure that all ranks know of, nobody writes any more and the space is free again."""
+        try:
+            yield
+        except RuntimeFault:
+            self.close()
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _on_rank_0(self, failed: str, function: Callable[[], _T]) -> _T:
+        """What rank 0's call returns, on every rank."""
+        result: list[Any] = [None]
+        with _reported_on_all_ranks(failed):
+            if dist.get_rank() == 0:
+                result = [function()]
+        dist.broadcast_object_list(result)
+        return result[0]
+
+
+@dataclass
+class _Pending:
+    iteration: int
+    final: Path
+    partial: Path
+    writer: Writer
+    started: float
+    paused: float = 0.0
+
+
+def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool = False) -> dict[str, Any]:
+    """Load checkpoint ``iteration`` below ``root`` into the run; returns the data state. Collective.
+
+    ``finetune``: its weights only, to begin a new run with.
+
+    Raises:
+        RuntimeFault: the checkpoint is missing or unreadable.
+        ConfigError: it does not fit; see :func:`megatron_cp.training.checkpoint.resume.check_fits`.
+    """
+    folder = existing_folder(root, iteration) or checkpoint_folder(root, iteration)
+    common = checked_common(run.config, folder, iteration)
+    failed = f"checkpoint {folder} could not be loaded"
+    with _reported_on_all_ranks(failed):
+        refused = _refusal(run.config, common, folder, finetune)
+    if refused is not None:
+        raise refused
+    wanted, saved = run.config.checkpoint, common["config"]["checkpoint"]
+    with_optimizer = wants_optimizer(run.config, common) and not finetune
+    same_layout = _layout_of(common["config"], common["world_size"]) == _layout_of(
+        asdict(run.config), dist.get_world_size()
+    )
+    with_rng = wanted.load_rng and not finetune and same_layout and saved["save_rng"]
+    state = _sharded_state(run, is_loading=True, optimizer=with_optimizer, rng=with_rng)
+    chunks = list(zip(_chunk_names(run), run.model, strict=True))
+    ahead_anew = finetune and begins_further_tokens_anew(common["config"]["model"], asdict(run.config.model))
+    with _reported_on_all_ranks(failed):
+        for name, _ in chunks:
+            fit_to_checkpoint(state[name], folder, ahead_anew)
+        loaded = dist_checkpointing.load(state, str(folder))
+        if with_rng:
+            check_random_state(loaded["rng"], f"{folder}: rng")
+    if ahead_anew and run.config.model.mtp_num_layers:
+        logger.info("%s has no layers for multi-token prediction: they begin anew", folder)
+    with _reported_on_all_ranks(failed):
+        for name, chunk in chunks:
+            own = {
+                key: value
+                for key, value in chunk.module.state_dict().items()
+                if key.endswith("_extra_state") or (ahead_anew and _is_ahead(key))
+            }
+            chunk.module.load_state_dict(own | loaded[name])
+        if with_optimizer:
+            _load_optimizer(run, loaded["optimizer"], common)
+        else:
+            run.optimizer.reload_model_params()
+            if not finetune:
+                logger.info("the optimizer begins anew (checkpoint.load_optim=false)")
+        if not finetune:
+            _load_scheduler(run, common)
+        if with_rng:
+            restore_random_state(loaded["rng"])
+    if finetune:
+        return {}
+    run.progress = Progress(**{each.name: common["progress"][each.name] for each in fields(Progress)})
+    different = other_data(run.config, common)
+    if different and dist.get_rank() == 0:
+        logger.warning("the samples that follow are others than they were to be: %s", "; ".join(different))
+    return common["data"]
+
+
+def _refusal(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> ConfigError | None:
+    """Why a checkpoint does not fit; the same on every rank."""
+    try:
+        check_fits(config, common, folder, finetune)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _is_ahead(name: str) -> bool:
+    """Whether a parameter is of the layers for multi-token prediction."""
+    return "mtp" in name.split(".")
+
+
+def fit_to_checkpoint(state: dict[str, Any], folder: Path, ahead_anew: bool = False) -> None:
+    """Take out of a model's state what is not to be loaded: the modules' extra states.
+
+    Transformer Engine's modules have such a state, of float8 quantization, which nothing here uses. It is a pickle,
+    which would be read without any restriction. With ``ahead_anew`` the layers for multi-token prediction begin anew.
+
+    Raises:
+        LookupError: it lacks weights.
+    """
+    saved = stored_names(folder)
+    lacking = []
+    for name, entry in list(state.items()):
+        # Named with a number behind it where one module computes several experts.
+        is_extra = isinstance(entry, ShardedObject) and entry.key.endswith("_extra_state")
+        if (ahead_anew and _is_ahead(name)) or is_extra:
+            del state[name]
+        elif isinstance(entry, ShardedTensor) and entry.key not in saved:
+            lacking.append(entry.key)
+    if lacking:
+        raise LookupError(
+            f"it lacks {len(lacking)} of the model's tensors ({', '.join(sorted(set(lacking))[:3])}, ...): an earlier "
+            "version of megatron_cp may have written it, which called the norms of experts' and latent attention's "
+            "layers otherwise"
+        )
+
+
+def _load_optimizer(run: Run, state: Any, common: dict[str, Any]) -> None:
+    """An optimizer's tensors and counts; what is configured stays as configured.
+
+    megatron-core finds the saved group of some parameters by its learning rates too, and torch takes all settings from
+    there: a new learning rate would end the run, and new betas do nothing.
+    """
+    configured = [
+        {name: value for name, value in group.items() if name not in ("params", "step")}
+        for group in run.optimizer.param_groups
+    ]
+    _set_learning_rates(run, common["scheduler"])
+    run.optimizer.load_state_dict(shaped_as_now(state, common["optimizer"], _parameter_groups(run)))
+    for group, settings in zip(run.optimizer.param_groups, configured, strict=True):
+        group.update(settings)
+
+
+def _parameter_groups(run: Run) -> list[list[dict[str, Any]]]:
+    """Of each of the run's optimizers."""
+    return [optimizer.param_groups for optimizer in run.optimizer.chained_optimizers]
+
+
+def _load_scheduler(run: Run, common: dict[str, Any]) -> None:
+    state = dict(common["scheduler"])
+    if run.scheduler.wd_incr_style == "constant":
+        state["wd_incr_steps"] = run.scheduler.wd_incr_steps  # over which nothing changes: a longer run is no other one
+    if run.config.scheduler.use_checkpoint_opt_param_scheduler:
+        _set_learning_rates(run, state)  # which go before the schedule's own
+        for name in FORGOTTEN:
+            setattr(run.scheduler, name, state.get(name, getattr(run.scheduler, name)))
+    run.scheduler.load_state_dict(state)
+    run.scheduler.step(increment=0)  # it sets the weight decay before it has loaded what that follows
+
+
+def _set_learning_rates(run: Run, schedule: dict[str, Any]) -> None:
+    for group in run.optimizer.param_groups:
+        group.update(max_lr=schedule["max_lr"], min_lr=schedule["min_lr"])
+
+
+def _chunk_names(run: Run) -> list[str]:
+    return ["model"] if len(run.model) == 1 else [f"model{index}" for index in range(len(run.model))]
+
+
+def _content_metadata() -> dict[str, Any]:
+    return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def _sharded_state(run: Run, is_loading: bool, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
+    metadata = _content_metadata() | {"dp_cp_group": run.groups.dp_cp}
+    chunks = {
+        name: chunk.module.sharded_state_dict(metadata=metadata)
+        for name, chunk in zip(_chunk_names(run), run.model, strict=True)
+    }
+    state: dict[str, Any] = dict(chunks)
+    if optimizer and (is_loading or run.config.checkpoint.save_optim):
+        saved = run.optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
+        groups = _parameter_groups(run)
+        state["optimizer"] = by_number(saved if is_loading else with_common_steps(saved, groups), groups)
+    if not is_loading:
+        state["scheduler"] = run.scheduler.state_dict() | {name: getattr(run.scheduler, name) for name in FORGOTTEN}
+    if rng and (is_loading or run.config.checkpoint.save_rng):
+        # One object a rank: context-parallel ranks draw their dropout from streams of their own.
+        state["rng"] = ShardedObject("rng", random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+    return state
+
+
+def _layout_of(config: dict[str, Any], world_size: int) -> tuple:
+    names = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    )
+    return (world_size, config["dist"]["use_tp_pp_dp_mapping"], *(config["model"][name] for name in names))
+
+
+@contextlib.contextmanager
+def _reported_on_all_ranks(what: str) -> Any:
+    """If any rank fails inside, all ranks raise one :class:`RuntimeFault` that says which ones and why."""
+    mine = []
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        mine = [describe(error)]
+    failures = found_by_anyone(mine)
+    if failures:
+        raise RuntimeFault(f"{what}. {'; '.join(failures[:4])}", on_all_ranks=True)

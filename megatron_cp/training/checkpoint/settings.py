@@ -1,0 +1,78 @@
+"""The configuration that wrote a checkpoint: whether its values have their settings' types."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import types
+from collections.abc import Iterator
+from dataclasses import asdict, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.schema import describe, hints
+
+# Settings that are divided by.
+_DIVISORS = (
+    "model.make_vocab_size_divisible_by",
+    "model.tensor_model_parallel_size",
+    "model.pipeline_model_parallel_size",
+    "model.context_parallel_size",
+    "train.global_batch_size",
+    "train.micro_batch_size",
+)
+
+
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300  # NaN is not below
+
+
+def problems_of_settings(config: dict[str, Any]) -> Iterator[str]:
+    """Settings of a wrong type, or that are divided by and below 1, in words."""
+    for section, kind in hints(RunConfig).items():
+        value = config.get(section, {})
+        if not is_dataclass(kind):
+            if not _fits(value, kind):
+                yield f"config.{section} is {shown(value)}, expected {describe(kind)}"
+            continue
+        if not isinstance(value, dict):
+            yield f"config.{section} is {shown(value)}, not a mapping"
+            continue
+        for name, of in hints(kind).items():  # type: ignore[arg-type]
+            if name in value and not _fits(value[name], of):
+                yield f"config.{section}.{name} is {shown(value[name])}, expected {describe(of)}"
+            elif f"{section}.{name}" in _DIVISORS and value.get(name) is not None and not 1 <= value[name] < 2**31:
+                yield f"config.{section}.{name} is {shown(value[name])}, not a whole number from 1 on"
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value has a setting's type; a choice of today need not have been one of then."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, each) for each in args)
+    if origin is Literal:
+        return type(value) in {type(each) for each in args}
+    if origin is list:
+        return isinstance(value, list | tuple) and all(_fits(each, args[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(each, args[1]) for each in value.values())
+    if kind is float:
+        return is_number(value) or value in (math.inf, -math.inf)
+    return kind is Any or type(value) is kind
+
+
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with the defaults of settings that the program which wrote it did not have."""
+    filled = {
+        name: default | config.get(name, {}) if isinstance(default, dict) else config.get(name, default)
+        for name, default in asdict(RunConfig()).items()
+    }
+    return config | filled
+
+
+def shown(value: Any) -> str:
+    """A value for a message, however long or deep it is."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a number of very many digits"

@@ -1,0 +1,164 @@
+"""Write one rank's part of a checkpoint: megatron-core's plan, files and background process, our reports.
+
+megatron-core plans who writes what and writes the files. Its own last part is not used: there an error on one rank
+(a full disk while rank 0 writes the index) leaves the others waiting, and loses what the error was.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed import ProcessGroup
+
+from megatron_cp.launch.process import end_with_parent
+from megatron_cp.training.checkpoint.checksums import FileSum, SummingTransforms, write_checksums
+
+
+@dataclass
+class Written:
+    """What a rank has written: torch's ``WriteResult`` of each part, and each file's checksum."""
+
+    parts: list[Any] = field(default_factory=list)
+    files: dict[str, FileSum] = field(default_factory=dict)
+
+
+class Writer:
+    """One save of this rank: :meth:`start`, then :meth:`finish`, then on rank 0 :meth:`write_index`.
+
+    Args:
+        replicas: the ranks that hold copies of each other's parameters and can share the work.
+    """
+
+    def __init__(self, replicas: ProcessGroup) -> None:
+        self._replicas = replicas
+        self._strategy = _Strategy()
+        self._caller = TemporalAsyncCaller()
+        self._report: IO[bytes] | None = None
+        self._folder = Path()
+
+    @property
+    def writing(self) -> bool:
+        """Whether the background process still runs."""
+        return self._caller.process is not None and self._caller.process.is_alive()
+
+    def start(
+        self,
+        state: dict[str, Any],
+        folder: Path,
+        *,
+        content_metadata: dict[str, Any],
+        fully_parallel: bool,
+        background: bool,
+    ) -> None:
+        """Plan together and write this rank's files, or have a forked process write them; collective.
+
+        On return ``state`` may be changed: a forked process sees memory as it was; what lies on a GPU was copied.
+        """
+        self._folder = folder
+        strategy: Any = self._strategy
+        if fully_parallel:
+            strategy = FullyParallelSaveStrategyWrapper(strategy, self._replicas)
+        request = dist_checkpointing.save(
+            state,
+            str(folder),
+            strategy,
+            async_sharded_save=True,
+            async_strategy="mcore",
+            content_metadata=content_metadata,
+        )
+        assert request is not None
+        self._report = tempfile.TemporaryFile()  # noqa: SIM115 - read and closed by finish
+        if background:
+            arguments = [self._report, None, os.getpid()]  # the second one is what preload_fn returns
+            self._caller.schedule_async_call(request._replace(async_fn=_write, async_fn_args=arguments))
+        else:
+            _write(self._report, request.preload_fn() if request.preload_fn else None, os.getpid())
+
+    def finish(self) -> Written:
+        """Wait for this rank's files.
+
+        Raises:
+            OSError: the files could not be written.
+        """
+        report, process = self._report, self._caller.process
+        assert report is not None
+        if process is not None:
+            process.join()
+        code = 0 if process is None else process.exitcode
+        self._caller.close()
+        with report:
+            report.seek(0)
+            try:
+                written = pickle.load(report)
+            except (EOFError, pickle.UnpicklingError) as error:
+                raise OSError(f"the process that writes in the background ended early (exit code {code})") from error
+        self._report = None
+        if isinstance(written, BaseException):
+            raise written
+        return written
+
+    def write_index(self, written: list[Written]) -> None:
+        """Write what makes the files a checkpoint, from every rank's results; on rank 0."""
+        self._strategy.writer.finish(self._strategy.metadata, [each.parts for each in written])
+        save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self._folder))
+        write_checksums(self._folder, {name: file for each in written for name, file in each.files.items()})
+
+    def close(self) -> None:
+        """Stop the background process, if there is one."""
+        self._caller.close(abort=True)
+
+
+class _Strategy(TorchDistSaveShardedStrategy):
+    """megatron-core's plan, kept, so that it can be finished by hand."""
+
+    writer: FileSystemWriterAsync
+    metadata: Any
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, async_strategy: str) -> AsyncRequest:
+        self.writer, self.metadata = writer, planned[1]
+        _, preload, _ = writer.get_save_function_and_args()
+        return AsyncRequest(None, (), [], preload_fn=preload)
+
+
+def _write(report: IO[bytes], buckets: list[Any] | None, parent: int) -> None:
+    """Write files and report what is in them, or the error; in the calling process or one forked from it."""
+    if os.getpid() != parent:
+        # A writer whose rank is gone writes for nobody, and would hold the rank's connections open.
+        end_with_parent(parent=parent)
+    outcome: Any = Written()
+    checked = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # torch's own, which nothing compares, costs more than ours
+    try:
+        for number, bucket in enumerate(buckets or []):
+            summing = SummingTransforms()
+            _, parts = FileSystemWriterAsync.write_preloaded_data([summing], number, bucket, None, None, use_fsync=True)
+            if isinstance(parts, Exception):
+                raise parts
+            outcome.parts += parts
+            outcome.files[Path(bucket[0]).name] = summing.result
+    except Exception as error:
+        outcome = _root_of(error)
+    finally:
+        torch.serialization.set_crc32_options(checked)
+    pickle.dump(outcome, report)
+    report.flush()
+
+
+def _root_of(error: BaseException) -> BaseException:
+    """The disk's error where there was one: torch's own about it speaks of unexpected positions in a file."""
+    root: BaseException | None = error
+    while root is not None and not isinstance(root, OSError):
+        root = root.__cause__ or root.__context__
+    return root or error

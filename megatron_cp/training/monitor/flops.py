@@ -1,0 +1,138 @@
+"""Floating-point operations of a training step, from real tokens and real causal attention. Pure.
+
+Counted like this: a matrix product of an ``[m, k]`` by a ``[k, n]`` matrix is ``2 m k n`` operations, the backward pass
+costs twice the forward pass, recomputation is not counted (it is overhead, not work), nor is padding. Norms, rotary
+embeddings, softmax and activations are left out, as is usual: they are not matrix products, and few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_cp.config.run_config import ModelConfig
+from megatron_cp.models.hybrid_pattern import ahead_of
+from megatron_cp.models.layers.mamba_shape import CONV_WIDTH, MambaShape
+
+
+def training_flops(model: ModelConfig, vocab_size: int, lengths: Sequence[int]) -> float:
+    """Operations of forward and backward over documents of these lengths (tokens), summed over all ranks.
+
+    ``vocab_size`` is the output layer's rows. Attention counts each query's own visible keys: its document's past
+    under a causal mask, the whole document otherwise, no more than the layer's sliding window.
+    """
+    pairs = sum(pairs_of_samples(model, lengths).tolist())  # these and their operations may be too many for int64
+    return 3.0 * (sum(lengths) * flops_per_token(model, vocab_size) + pairs * flops_per_pair(model))
+
+
+def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
+    """Operations of a forward pass over one token, without those of attention between tokens."""
+    depths = model.mtp_num_layers or 0
+    # Each depth of multi-token prediction joins two hidden states, and has a layer and the output layer's product.
+    outside = 2 * model.hidden_size * ((1 + depths) * vocab_size + depths * 2 * model.hidden_size)
+    return outside + sum(_PER_TOKEN[part](model) for _, kind in layers_with_parts(model) for part in kind)
+
+
+def flops_per_pair(model: ModelConfig) -> int:
+    """Operations of a layer's forward attention for one query and one key that it sees."""
+    return model.num_attention_heads * 2 * sum(head_dims(model))
+
+
+def pairs_of_samples(model: ModelConfig, lengths: Sequence[int]) -> np.ndarray:
+    """Pairs of a query and a key that it sees in each document, summed over the layers with attention: int64 [n]."""
+    causal, window = model.attention_mask_type == "causal", tuple(model.window_size or (-1, -1))
+    windows = [layer_has_window(model, number) for number, kind in layers_with_parts(model) if "*" in kind]
+    windowed, whole = windows.count(True), windows.count(False)
+    tokens = np.asarray(lengths, dtype=np.int64)
+    return whole * attended_pairs(tokens, causal) + windowed * attended_pairs(tokens, causal, window)
+
+
+def layers_with_parts(model: ModelConfig) -> list[tuple[int, str]]:
+    """Number and parts of each layer: attention ``*``, MLP ``-``, experts ``E``, Mamba ``M``."""
+    main = [*enumerate(model.layer_parts, start=1)]
+    if model.architecture == "hybrid":  # megatron-core numbers the layers of multi-token prediction from 1 again
+        return [
+            *main,
+            *(layer for depth in ahead_of(model.hybrid_layer_pattern) for layer in enumerate(depth, start=1)),
+        ]
+    numbers = (1 if model.mtp_use_repeated_layer else depth + 1 for depth in range(model.mtp_num_layers or 0))
+    return [*main, *((number, main[-1][1]) for number in numbers)]
+
+
+def layer_has_window(model: ModelConfig, layer_number: int) -> bool:
+    """Whether a layer (1-based) attends through ``model.window_size``; the others see everything."""
+    every = model.window_attn_skip_freq
+    if model.window_size is None or every is None:
+        return model.window_size is not None
+    if isinstance(every, list):
+        return bool(every[min(layer_number, len(every)) - 1])
+    return layer_number % every != 0
+
+
+def head_dims(model: ModelConfig) -> tuple[int, int]:
+    """Channels of a head's queries and keys, and of its values."""
+    if model.multi_latent_attention:
+        return model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
+    channels = model.kv_channels or model.hidden_size // model.num_attention_heads
+    return channels, channels
+
+
+def _projection_flops(model: ModelConfig) -> int:
+    qk_dim, v_dim = head_dims(model)
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    if model.multi_latent_attention:
+        rank = model.kv_lora_rank
+        queries = (
+            hidden * model.q_lora_rank + model.q_lora_rank * heads * qk_dim
+            if model.q_lora_rank
+            else hidden * heads * qk_dim
+        )
+        keys_values = hidden * (rank + model.qk_pos_emb_head_dim) + rank * heads * (model.qk_head_dim + v_dim)
+    else:
+        groups = model.num_query_groups or heads
+        queries = hidden * heads * qk_dim
+        keys_values = hidden * groups * (qk_dim + v_dim)
+    return 2 * (queries + keys_values + heads * v_dim * hidden)
+
+
+def _mlp_flops(model: ModelConfig) -> int:
+    matrices = 3 if model.gated_linear_unit else 2
+    return 2 * matrices * model.hidden_size * _ffn(model)
+
+
+def _expert_flops(model: ModelConfig) -> int:
+    """The router, the experts that a token is sent to, and the shared ones with their gate."""
+    matrices, latent = 3 if model.gated_linear_unit else 2, model.moe_latent_size or 0
+    shared = model.moe_shared_expert_intermediate_size or 0
+    scores = (model.num_moe_experts or 0) + (shared > 0 and model.moe_shared_expert_gate)
+    met = model.moe_router_topk * (model.moe_ffn_hidden_size or _ffn(model))
+    # Into fewer dimensions and back, where experts work in those.
+    outside = 2 * model.hidden_size * (matrices * shared + scores + 2 * latent)
+    return outside + 2 * (latent or model.hidden_size) * matrices * met
+
+
+def _ffn(model: ModelConfig) -> int:
+    return model.ffn_hidden_size or 4 * model.hidden_size
+
+
+def _mamba_flops(model: ModelConfig) -> int:
+    """Projections, the short convolution, and the state's recurrence: h = a h + (dt x) B and y = C h."""
+    shape = MambaShape.of(model)
+    projections = model.hidden_size * (sum(shape.projected) + shape.inner)
+    recurrence = 5 * shape.inner * shape.state_dim
+    return 2 * (projections + CONV_WIDTH * sum(shape.convolved)) + recurrence
+
+
+def attended_pairs(lengths: np.ndarray, causal: bool, window: tuple[int, ...] = (-1, -1)) -> np.ndarray:
+    """Pairs of a query and a key that it sees in each document; ``window`` is (left, right), -1 for no limit."""
+
+    def on_a_side(limit: int) -> np.ndarray:
+        reach = lengths - 1 if limit < 0 else np.minimum(limit, lengths - 1)
+        return lengths * reach - reach * (reach + 1) // 2
+
+    left, right = window
+    return lengths + on_a_side(left) + on_a_side(0 if causal else right)
+
+
+_PER_TOKEN = {"*": _projection_flops, "-": _mlp_flops, "E": _expert_flops, "M": _mamba_flops}

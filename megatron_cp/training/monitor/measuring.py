@@ -1,0 +1,44 @@
+"""What sets a measured loss apart from those of the run whose folder it is written into."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.recipes import load_recipe
+from megatron_cp.config.run_config import RunConfig
+
+_NOT_READ = ("path_to_cache", "num_workers")  # of the data, by a loss
+
+
+def unlike_the_run(config: RunConfig, folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """Settings of the held-out data that differ from the run's, and the ``checkpoint`` folder if it is another's.
+
+    Args:
+        folder: holds the run's ``config.yaml``; where it has none, no run wrote its settings, and none differ.
+        checkpoint: where the measured weights come from.
+    """
+    unlike: dict[str, Any] = {}
+    if checkpoint.resolve() != folder.resolve():
+        unlike["checkpoint.load"] = str(checkpoint)
+    written = folder / "config.yaml"
+    if not written.is_file():
+        return unlike
+    try:
+        own = _held_out_settings(load_recipe(written))
+    except ConfigError:  # of an older version, say
+        return unlike
+    return unlike | {name: value for name, value in _held_out_settings(config).items() if value != own[name]}
+
+
+def _held_out_settings(config: RunConfig) -> dict[str, Any]:
+    samples, _ = config.evaluation_batch
+    sections = {"dataset": asdict(config.dataset), "tokenizer": asdict(config.tokenizer)}
+    return {
+        f"{section}.{name}": value
+        for section, values in sections.items()
+        for name, value in values.items()
+        if name not in _NOT_READ
+    } | {"validation.eval_iters": config.validation.eval_iters, "validation.eval_global_batch_size": samples}

@@ -1,0 +1,234 @@
+"""What a run tells while it runs: log lines, a live progress line, and the sinks' numbers. Rank 0 alone writes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megatron_cp.common.jsonl_log import METRICS, SCHEDULES
+from megatron_cp.common.terminal import PrintableRecords
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.dynamic_cp.analysis.recorded import record
+from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
+from megatron_cp.parallel.layout import layout_of
+from megatron_cp.training.monitor.peak import Peak
+from megatron_cp.training.monitor.phases import Interval
+from megatron_cp.training.monitor.sinks import JsonLines, open_charts, writing_into
+from megatron_cp.training.monitor.step_metrics import StepMetrics, clock, log_line
+from megatron_cp.training.packed.scheduling import what_keeps_step
+
+logger = logging.getLogger("megatron_cp")
+
+_STEPS_TO_JUDGE_BY = 100  # the time left follows from the pace of these
+
+
+def wants_live_line(config: RunConfig) -> bool:
+    """Whether rank 0 draws a moving progress line: asked for, or "auto" on a terminal."""
+    choice = config.logger.progress
+    return choice == "rich" or (choice == "auto" and sys.stderr.isatty())
+
+
+class Reporter:
+    """What a run tells while it runs. This one writes nothing: it is that of every rank but the first.
+
+    writes: whether anybody reads what it is told; what takes work to find out need not be told otherwise.
+    """
+
+    writes = False
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._total = config.train.train_iters
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether this iteration is logged; the same on every rank."""
+        return iteration % self._config.logger.log_interval == 0 or iteration == self._total
+
+    def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
+        """Record one optimizer step, and what was measured over the last interval where one ends here."""
+
+    def schedule(self, iteration: int, plan: StepPlan) -> None:
+        """Record what a step of packed microbatches ran, in ``schedules.jsonl``."""
+
+    def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
+        """Record the loss on held-out data, and how long it took."""
+
+    def saved(self, iteration: int, seconds: float) -> None:
+        """Show for how long training stood still to save a checkpoint; ``metrics.jsonl`` has it among the phases."""
+
+    def close(self) -> None:
+        """Write no more."""
+
+
+class WritingReporter(Reporter):
+    """The first rank's, which writes.
+
+    Args:
+        folder: the run's folder.
+        start: iterations that are done already; what an earlier attempt wrote about later ones is dropped.
+        world_size: ranks of the run.
+        unlike: what sets evaluations apart from the run's own; these go to ``metrics.jsonl`` alone.
+        peak: what the MFU is a fraction of; without it none is written.
+    """
+
+    writes = True
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        start: int,
+        world_size: int,
+        unlike: Mapping[str, object] | None = None,
+        peak: Peak | None = None,
+    ) -> None:
+        super().__init__(config)
+        self._folder = folder
+        self._unlike = unlike or {}
+        self._peak = peak
+        trains = start < self._total and not config.train.skip_train
+        resume_after = start if trains else None
+        self._lines = JsonLines(folder / METRICS, resume_after)
+        self._charts = open_charts(config, folder, resume_after)
+        self._schedules: JsonLines | None = None
+        self._of_every_schedule: dict[str, int] = {}
+        model = config.model
+        if model.sequence_packing_scheduler is not None:
+            self._schedules = JsonLines(folder / SCHEDULES, resume_after)
+            self._of_every_schedule = {
+                "context_parallel_size": model.context_parallel_size,
+                **what_keeps_step(model, layout_of(config, world_size)),
+            }
+        self._progress = ProgressLine(self._total, start) if wants_live_line(config) else None
+        self._since_log: list[StepMetrics] = []
+        self._ends: deque[float] = deque([time.monotonic()], maxlen=_STEPS_TO_JUDGE_BY + 1)
+
+    def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
+        values = metrics.values(self._peak)
+        if interval is not None:
+            values |= {"timers_s": interval.seconds, "peak_memory_bytes": interval.peak_memory_bytes}
+        self._write(metrics.iteration, values)
+        self._ends.append(time.monotonic())
+        left = self._seconds_left(metrics.iteration)
+        if self._progress is not None:
+            self._progress.update(metrics, left)
+        self._since_log.append(metrics)
+        if self.is_due(metrics.iteration):
+            if self._config.logger.progress != "none":
+                logger.info(log_line(self._since_log, self._total, left, self._peak, interval))
+            self._since_log = []
+
+    def schedule(self, iteration: int, plan: StepPlan) -> None:
+        assert self._schedules is not None
+        with writing_into(self._folder):
+            self._schedules.write(iteration, record(plan, **self._of_every_schedule))
+
+    def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
+        with_what = "".join(f", {setting}={value}" for setting, value in self._unlike.items())
+        logger.info("%s loss at iteration %d%s: %.6f", name, iteration, with_what, loss)
+        values: dict[str, object] = {f"{name}_loss": loss}
+        values |= {} if seconds is None else {"evaluation_time_s": seconds}
+        if not self._unlike:
+            self._write(iteration, values)
+        else:
+            with writing_into(self._folder):
+                self._lines.write(iteration, values | {"measured_with": self._unlike})
+
+    def saved(self, iteration: int, seconds: float) -> None:
+        with writing_into(self._folder):
+            for chart in self._charts:
+                chart.write(iteration, {"checkpoint_time_s": seconds})
+
+    def close(self) -> None:
+        for each in (self._progress, self._lines, *self._charts, self._schedules):
+            if each is not None:
+                with writing_into(self._folder):  # what was left to write
+                    each.close()
+
+    def _write(self, iteration: int, values: Mapping[str, object]) -> None:
+        with writing_into(self._folder):
+            for sink in (self._lines, *self._charts):
+                sink.write(iteration, values)
+
+    def _seconds_left(self, iteration: int) -> float:
+        """At the pace of the last steps, evaluation and checkpoints included."""
+        return (self._total - iteration) * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+
+
+class ProgressLine:
+    """A line on the terminal that moves.
+
+    Args:
+        total: iterations of the whole run.
+        start: iterations that are done already.
+    """
+
+    def __init__(self, total: int, start: int) -> None:
+        self._progress = Progress(
+            TextColumn("[bold]training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console(),
+        )
+        self._task = self._progress.add_task("training", total=total, completed=start, status="", left="")
+        self._progress.start()
+
+    def update(self, metrics: StepMetrics, seconds_left: float) -> None:
+        """Show a step that is done."""
+        status = f"loss {metrics.lm_loss:.4f} · {metrics.tokens_per_s:,.0f} tokens/s"
+        left = f"left {clock(seconds_left)}"
+        self._progress.update(self._task, completed=metrics.iteration, status=status, left=left)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+_console: Console | None = None
+
+
+def console() -> Console:
+    """The one terminal that log lines and the progress line share (standard error)."""
+    global _console
+    if _console is None:
+        _console = Console(stderr=True)
+    return _console
+
+
+def start_logging(rank: int, live: bool) -> None:
+    """Log to standard error: rank 0 at INFO, the others from WARNING on, with their rank in front."""
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    handler: logging.Handler
+    if live and rank == 0:
+        handler = RichHandler(console=console(), show_path=False, show_level=False, log_time_format="[%X]")
+    else:
+        handler = logging.StreamHandler()
+        prefix = "" if rank == 0 else f"[rank {rank}] "
+        handler.setFormatter(logging.Formatter(f"[%(asctime)s] {prefix}%(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+    handler.addFilter(PrintableRecords())
+    root.addHandler(handler)
+    threading.excepthook = _log_thread_failure
+    root.setLevel(logging.WARNING)
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    # megatron-core logs the deprecation of the model classes that everybody uses, and the same advice on every rank.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+def _log_thread_failure(failed: threading.ExceptHookArgs) -> None:
+    """In one line, where Python prints a traceback."""
+    name = failed.thread.name if failed.thread else "unknown"
+    first_line = (str(failed.exc_value).splitlines() or [""])[0]
+    logger.error("thread %s failed, everything else goes on: %s: %s", name, failed.exc_type.__name__, first_line)

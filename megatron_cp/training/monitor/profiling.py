@@ -1,0 +1,100 @@
+"""Profiles of chosen steps on chosen ranks: PyTorch's profiler to a trace file, or marks for NVIDIA's Nsight Systems.
+
+A profile shows the phases of a step by name (:mod:`megatron_cp.training.monitor.phases`), and each iteration around
+them.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron_cp.config.run_config import ProfilingConfig
+from megatron_cp.training.monitor.phases import Phases
+
+logger = logging.getLogger(__name__)
+
+
+class Profiler:
+    """Profiles iterations ``profile_step_start + 1`` to ``profile_step_end`` where this rank is among the chosen.
+
+    Call :meth:`begin` before each step and :meth:`end` after it. ``folder`` is the run's; a trace is written to
+    ``profile/rank<r>_iterations_<first>-<last>.json.gz`` in it, for ui.perfetto.dev or chrome://tracing. A trace that
+    cannot be written costs a warning, not the run.
+    """
+
+    def __init__(self, config: ProfilingConfig, folder: Path, rank: int, phases: Phases) -> None:
+        chosen = rank in config.profile_ranks
+        self._config = config
+        self._with_torch = chosen and config.use_pytorch_profiler
+        self._with_nsys = chosen and config.use_nsys_profiler
+        self._folder, self._rank, self._phases = folder / "profile", rank, phases
+        self._trace: profile | None = None
+        self._step: record_function | None = None
+        self._running = False
+        self._first = self._last = 0
+        phases.nvtx = chosen and config.nvtx_ranges
+
+    def begin(self, done: int) -> None:
+        """Before the step after ``done`` iterations."""
+        if not (self._with_torch or self._with_nsys):
+            return
+        if not self._running and self._config.profile_step_start <= done < self._config.profile_step_end:
+            self._start(done + 1)
+        if self._running:
+            self._last = done + 1
+            if self._with_nsys:
+                torch.cuda.nvtx.range_push(f"iteration {done + 1}")
+            self._step = record_function(f"iteration {done + 1}")
+            self._step.__enter__()
+
+    def end(self, done: int) -> None:
+        """After the step that made it ``done`` iterations."""
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+            if self._with_nsys:
+                torch.cuda.nvtx.range_pop()
+        if self._running and done >= self._config.profile_step_end:
+            self.close()
+
+    def close(self) -> None:
+        """Stop, and write what there is; nothing if no profile is under way."""
+        if not self._running:
+            return
+        self._running = False
+        if self._with_nsys:
+            torch.cuda.cudart().cudaProfilerStop()
+            self._phases.nvtx = self._config.nvtx_ranges
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        trace.stop()
+        path = self._folder / f"rank{self._rank}_iterations_{self._first}-{self._last}.json.gz"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            logger.warning("the profile %s could not be written: %s", path, error)
+        else:
+            logger.info("wrote the profile %s; megatron-cp profile sums it up, ui.perfetto.dev shows it", path)
+
+    def _start(self, first: int) -> None:
+        self._running, self._first = True, first
+        if self._with_nsys:
+            torch.cuda.cudart().cudaProfilerStart()
+            self._phases.nvtx = True
+        if self._with_torch:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            self._trace = profile(
+                activities=activities,
+                record_shapes=self._config.pytorch_profiler_collect_shapes,
+                with_stack=self._config.pytorch_profiler_collect_callstack,
+                acc_events=True,  # there is one cycle; without it torch warns of others
+            )
+            self._trace.start()

@@ -1,0 +1,185 @@
+"""Where a run's numbers go: ``metrics.jsonl``, TensorBoard, Weights & Biases. Used by rank 0 alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from megatron_cp.common.errors import RuntimeFault
+from megatron_cp.common.jsonl_log import keep_lines_until
+from megatron_cp.common.limits import reached_limit
+from megatron_cp.config.run_config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+Values = Mapping[str, Any]
+
+
+@contextmanager
+def writing_into(folder: Path) -> Iterator[None]:
+    """Errors of writing name the run's folder: a full disk's own words do not.
+
+    Raises:
+        RuntimeFault: instead of an ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = reached_limit(error) or error.strerror or error
+        raise RuntimeFault(
+            f"the run folder {folder} cannot be written: {why}. Mend that (a full disk: make room) "
+            "and start the run again to go on from the last checkpoint."
+        ) from error
+
+
+class Sink(Protocol):
+    """Takes the numbers of iterations, in order."""
+
+    def write(self, iteration: int, values: Values) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One line a call, complete as soon as it is written. The first drops what an earlier attempt wrote about the
+    iterations after ``resume_after``; where that is ``None``, nothing is done again and all stays."""
+
+    def __init__(self, path: Path, resume_after: int | None) -> None:
+        self._path, self._resume_after = path, resume_after
+        self._file: TextIO | None = None
+
+    def write(self, iteration: int, values: Values) -> None:
+        if self._file is None:
+            if self._resume_after is not None:
+                keep_lines_until(self._path, self._resume_after)
+            self._file = self._path.open("a", buffering=1, encoding="utf-8")
+        line = {"iteration": iteration} | {name: _strict(value) for name, value in values.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class TensorBoard:
+    """Scalars under ``tensorboard/``, complete as soon as they are written.
+
+    Without torch's ``SummaryWriter``, whose thread prints a traceback where the disk is full.
+    """
+
+    def __init__(self, folder: Path, resume_after: int | None) -> None:
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._folder = event_pb2, folder
+        # Files are read in the order of their names, so a later attempt's must come after.
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        with writing_into(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._records = RecordWriter((folder / name).open("wb"))
+            self._write(file_version="brain.Event:2")
+            if resume_after is not None:  # what an earlier attempt wrote from here on is not shown
+                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                self._write(step=resume_after + 1, session_log=start)
+            self._records.flush()
+
+    def write(self, iteration: int, values: Values) -> None:
+        from torch.utils.tensorboard.summary import scalar
+
+        with writing_into(self._folder):
+            for name, value in scalars(values).items():
+                self._write(step=iteration, summary=scalar(name, value))
+            self._records.flush()
+
+    def close(self) -> None:
+        with writing_into(self._folder):
+            self._records.close()
+
+    def _write(self, **content: Any) -> None:
+        self._records.write(self._event.Event(wall_time=time.time(), **content).SerializeToString())
+
+
+class WeightsAndBiases:
+    """A run of ``logger.wandb_project``; a resumed training goes on in the same run.
+
+    Online or offline as wandb's own variables say (``WANDB_MODE=offline`` writes under ``wandb/`` in the run folder).
+    """
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        import wandb
+
+        chosen, number = config.logger, folder / "wandb_run_id.txt"
+        if not number.exists():
+            number.write_text(uuid.uuid4().hex[:12])
+        self._run: Any = wandb.init(
+            project=chosen.wandb_project,
+            name=chosen.wandb_exp_name,
+            entity=chosen.wandb_entity,
+            dir=str(folder),
+            id=number.read_text().strip(),
+            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
+            config=config.as_written(),
+        )
+
+    def write(self, iteration: int, values: Values) -> None:
+        self._try(lambda: self._run.log(scalars(values), step=iteration))
+
+    def close(self) -> None:
+        self._try(lambda: self._run.finish())
+
+    def _try(self, request: Callable[[], object]) -> None:
+        if self._run is None:
+            return
+        try:
+            request()
+        except Exception as error:
+            self._run = None
+            _warn_without_wandb(error)
+
+
+def open_charts(config: RunConfig, folder: Path, resume_after: int | None) -> list[Sink]:
+    """TensorBoard and Weights & Biases where they are asked for; see :class:`JsonLines`."""
+    charts: list[Sink] = []
+    chosen = config.logger
+    if chosen.tensorboard:
+        charts.append(TensorBoard(Path(chosen.tensorboard_dir or folder / "tensorboard"), resume_after))
+    if chosen.wandb_project:
+        try:
+            charts.append(WeightsAndBiases(config, folder))
+        except Exception as error:  # no network, no key, a broken installation: no reason to lose a training run
+            _warn_without_wandb(error)
+    return charts
+
+
+def _warn_without_wandb(error: Exception) -> None:
+    logger.warning(
+        "Weights & Biases is off, everything else goes on: %s (%s). Without a network set WANDB_MODE=offline, "
+        "and later 'wandb sync' what it wrote.",
+        error,
+        type(error).__name__,
+    )
+
+
+def scalars(values: Values) -> dict[str, float]:
+    """Numbers alone, those of mappings as ``name/key``."""
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        entries = value.items() if isinstance(value, Mapping) else [(None, value)]
+        for key, number in entries:
+            if isinstance(number, bool | int | float):
+                flat[name if key is None else f"{name}/{key}"] = float(number)
+    return flat
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no nan and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

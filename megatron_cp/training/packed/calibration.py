@@ -1,0 +1,135 @@
+"""The cost model fitted to this run's own step times, and the same on every rank.
+
+During the first iterations each rank's working time is gathered by all; at the end of them rank 0 fits the model and
+all ranks take over its numbers. From then on the model stays as it is, and it is saved with every checkpoint, so that
+a resumed run makes the same schedules as one that was never stopped. In another layout, or with another model to start
+from, the saved numbers mean nothing: such a run measures anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_cp.dynamic_cp.calibration import Calibrator
+from megatron_cp.dynamic_cp.cost import CostModel
+from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
+from megatron_cp.training.monitor.work_clock import WorkClock
+from megatron_cp.training.packed.scheduling import keeps_step
+from megatron_cp.training.setup import Run
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 2  # first iterations of a process, which allocate, compile and connect
+POOR_FIT = 0.3  # median relative error above which schedules are likely to be lopsided
+
+
+class CostTracker:
+    """The cost model in use. Collective over the run's ranks.
+
+    Only where ranks run independently does a rank's time tell what its own microbatches cost: without pipeline stages
+    and shared experts. Otherwise the model derived from the shape stays.
+    """
+
+    def __init__(self, run: Run, prior: CostModel, active: bool) -> None:
+        model = run.config.model
+        self._run = run
+        self._prior = prior
+        self.cost = prior
+        self._first = run.progress.iteration
+        iterations = model.dynamic_context_parallel_calibration_iters if active and not keeps_step(model) else 0
+        self._wanted = max(1, iterations - WARM_UP) if iterations else 0
+        # What the numbers of a fitted model hold for.
+        self._of = {
+            "ranks": run.all_ranks.size(),
+            "tp": model.tensor_model_parallel_size,
+            "pp": model.pipeline_model_parallel_size,
+            "ep": model.expert_model_parallel_size,
+            "etp": model.expert_tensor_parallel_size,
+            "cp_comm_type": model.cp_comm_type,
+            "prior": asdict(prior),
+        }
+        self._measured = 0  # iterations
+        self._observed: list[tuple[list[tuple[list[int], int]], float]] = []
+        if self._wanted:
+            run.work_clock = WorkClock()
+
+    def observe(self, plan: StepPlan) -> bool:
+        """Take in the last step's time; whether :attr:`cost` has changed."""
+        clock = self._run.work_clock
+        if clock is None or self._run.progress.iteration <= self._first + WARM_UP:
+            return False
+        group, seconds = self._run.all_ranks, clock.seconds
+        assert self._run.dynamic_groups is not None
+        mine = torch.tensor([self._run.dynamic_groups.position, seconds], dtype=torch.float64, device=self._run.device)
+        everyone = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(everyone, mine, group=group)
+        times: dict[int, float] = {}
+        for position, measured in torch.stack(everyone).tolist():
+            times[int(position)] = max(times.get(int(position), 0.0), measured)
+        for position, measured in sorted(times.items()):
+            work = [
+                ([plan.lengths[i] for i in group.sample_ids], group.cp_size)
+                for group in plan.schedule.groups_of(position)
+                if group is not None
+            ]
+            if work:
+                self._observed.append((work, measured))
+        self._measured += 1
+        if self._measured < self._wanted:
+            return False
+        self._run.work_clock = None
+        self._fit()
+        return True
+
+    def _fit(self) -> None:
+        group = self._run.all_ranks
+        found: list[Any] = [None]
+        if group.rank() == 0:
+            calibrator = Calibrator(self._prior, window=max(1, len(self._observed)))
+            for work, seconds in self._observed:
+                calibrator.observe(work, seconds)
+            fit = calibrator.fit()
+            found = [asdict(fit.cost)]
+            logger.info(
+                "cost model calibrated: predictions of a rank's step time are off by %.0f%% (before: %.0f%%), median "
+                "of %d observations; this machine takes %.2g times as long as assumed",
+                100 * fit.residual,
+                100 * fit.prior_residual,
+                fit.observations,
+                fit.scale,
+            )
+            if fit.residual > POOR_FIT or fit.at_bound:
+                logger.warning(
+                    "the calibrated cost model may be poor, and schedules slower than need be: predictions are off by "
+                    "%.0f%%; coefficients at the bound of %g times from what the model's shape gives: %s",
+                    100 * fit.residual,
+                    calibrator.bound,
+                    ", ".join(fit.at_bound) or "none",
+                )
+        dist.broadcast_object_list(found, src=dist.get_process_group_ranks(group)[0], group=group)
+        self.cost = CostModel(**found[0])
+        self._observed.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save, in plain types."""
+        return {
+            "of": self._of,
+            "cost": asdict(self.cost),
+            "measured": self._measured,
+            "observed": list(self._observed),
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> bool:
+        """Take over a saved model, and what was measured for one; False, and nothing changes, where it does not fit."""
+        if state is None or state.get("of") != self._of:
+            return False
+        self.cost = CostModel(**state["cost"])
+        self._measured, self._observed = state["measured"], list(state["observed"])
+        if self._measured >= self._wanted:
+            self._run.work_clock = None
+        return True

@@ -1,0 +1,71 @@
+"""mamba-ssm's real kernels on a machine without a GPU, interpreted.
+
+``mamba_split_conv1d_scan_combined``, which a GPU's Mamba layers are computed by, is Python over Triton kernels and over
+causal-conv1d, which is Python over a compiled extension. :func:`load` imports the real Python of both packages. Triton
+interprets the kernels, and :mod:`tests.doubles.mamba_on_cpu.extension` stands for the extension. So our use of them is
+tried against what they really take and compute. What this cannot show: speed, and what Triton's compiler, the
+extension's kernels and a GPU's memory do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.doubles import pretend_gpu
+from tests.doubles.triton_on_cpu import interpret
+
+FOLDER = "MEGATRON_CP_MAMBA_FOLDER"  # environment variable: where mamba-ssm and causal-conv1d were installed
+
+
+def _one_of(configurations: list[Any]) -> list[Any]:
+    """Nothing is tuned: of a kernel's block sizes the middle ones, which are not slow here."""
+
+    def work(configuration: Any) -> int:
+        product = 1
+        for size in configuration.kwargs.values():
+            product *= size
+        return product
+
+    return [sorted(configurations, key=work)[len(configurations) // 2]]
+
+
+def load() -> None:
+    """Import mamba-ssm from the folder in the environment. It computes all Mamba layers, but those in float64.
+
+    On a pretended GPU the layers that it would compute on a real one.
+    """
+    pretended = pretend_gpu.loaded()
+    if torch.cuda.is_available() and not pretended:
+        raise RuntimeError("there is a GPU: use the real mamba-ssm")
+    folder = Path(os.environ[FOLDER])
+    sys.path.insert(0, str(folder))  # before the real one, where it is installed too
+    interpret()
+    importlib.import_module("megatron.core")  # which hides them where there is no GPU, as do pretended ones
+    for package in ("mamba_ssm", "causal_conv1d"):
+        del sys.modules[package]
+    import triton
+
+    autotune = triton.autotune
+    triton.autotune = lambda configs, *args, **kwargs: autotune(_one_of(configs), *args, **kwargs)
+    if not pretended:  # what kernels are launched with
+        torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
+        torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
+
+    from tests.doubles.mamba_on_cpu import extension
+
+    sys.modules["causal_conv1d_cuda"] = extension
+    sys.modules["selective_scan_cuda"] = ModuleType("selective_scan_cuda")  # Mamba-1's, never called
+    from megatron_cp.models.layers import mamba
+
+    if mamba.fused_kernel is None:
+        raise FileNotFoundError(f"no mamba_ssm and causal_conv1d in {folder}")
+    if not pretended:
+        mamba.wants_fused_kernel = lambda x: x.dtype != torch.float64

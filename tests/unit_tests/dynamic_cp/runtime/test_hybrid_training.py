@@ -1,0 +1,61 @@
+"""Mamba-2 hybrids on packed microbatches, a CP size each, train like one rank: long-tailed lengths, uneven masks."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.ranks import RanksFailed, run_ranks
+from tests.training_runs import worst_difference
+from tests.unit_tests.dynamic_cp.runtime.test_training import CASES, RECOMPUTE, Case, Losses, check_case, train
+from tests.unit_tests.models.hybrids import HYBRID
+from tests.unit_tests.training.layouts_compared.layouts import PP2, TP2
+
+QUICK = ["3 ranks", "4 ranks, decentralized", "tp2 sp", "pp2 vpp2"]
+HYBRID_CASES: dict[str, Case] = {
+    **CASES,
+    "full recomputation, pp2 tp2": (8, PP2 | TP2 | RECOMPUTE, 64, {}),
+}
+
+
+@functools.cache
+def one_rank() -> Losses:
+    return run_ranks(train, 1, HYBRID, 128)[0][0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in HYBRID_CASES]
+)
+def test_packed_training_equals_one_rank(name: str) -> None:
+    check_case(HYBRID_CASES[name], HYBRID, one_rank())
+
+
+def without_resets() -> Losses:
+    from megatron_cp.models.layers import mamba
+
+    def one_sequence(layout: Any, device: Any) -> Any:
+        numbers, padding = original(layout, device)
+        return numbers * 0, padding
+
+    original, mamba.sequences_of = mamba.sequences_of, one_sequence
+    return train(HYBRID, 128)[0]
+
+
+def test_a_state_that_is_not_reset_is_noticed() -> None:
+    worst_loss, _ = worst_difference(run_ranks(without_resets, 1)[0], one_rank())
+    assert worst_loss > 1e-4
+
+
+def without_the_switch() -> None:
+    import contextlib
+
+    from megatron_cp.models.layers import mamba
+
+    mamba.active_group = lambda groups, packed: contextlib.nullcontext()
+    train(HYBRID, 32)
+
+
+def test_mamba_layers_need_the_switch() -> None:
+    """They would exchange over the configured group, one rank here, and find another number of tokens."""
+    with pytest.raises(RanksFailed, match=r"a Mamba layer got .* rows, but the pack's sequences occupy"):
+        run_ranks(without_the_switch, 4)

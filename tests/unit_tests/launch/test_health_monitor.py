@@ -1,0 +1,129 @@
+"""Ranks that hear nothing of a lost one by themselves, as with NCCL: their threads end them."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cp.launch import health_monitor as roll_call
+from megatron_cp.launch.health_monitor import RollCall, completing
+from megatron_cp.launch.rendezvous import common_store
+from megatron_cp.launch.store_watch import stop_watching, watch
+from tests.ranks import RanksFailed, run_ranks
+
+RANKS, FALLING = 3, 2
+SAID = "megatron-cp: rank 0, forward of iteration 3: waited in vain because rank 2 had failed: out of memory. Start the"
+
+
+def waiting(folder: str, port: int, last_words: Any) -> None:
+    """The last rank fails; the others' main threads wait for what never comes."""
+    roll_call._GRACE = 1.0
+    rank = dist.get_rank()
+    sys.stderr = Path(folder, f"stderr{rank}").open("w", buffering=1)  # noqa: SIM115 - until the rank ends
+    store = dist.TCPStore("localhost", port)
+    roll = RollCall(store)
+    roll.doing = lambda: "forward of iteration 3"
+    dist.barrier()
+    if rank == FALLING:
+        assert "out of GPU memory" in str(roll.explain(torch.OutOfMemoryError("tried to allocate 2 GiB")))
+        return
+    last_words(folder, store)
+    time.sleep(300.0)
+
+
+def end(tmp_path: Path, last_words: Any) -> str:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(waiting, RANKS, str(tmp_path), store.port, last_words, timeout=120, grace=60)
+    report = str(failed.value)
+    assert report.count("died without a report (exit 1)") == RANKS - 1 and f"rank {FALLING} of" not in report, report
+    return "".join(path.read_text() for path in sorted(tmp_path.glob("stderr*")))
+
+
+def nothing(folder: str, store: dist.Store) -> None:
+    pass
+
+
+def as_nccl_meets(folder: str, store: dist.Store) -> None:
+    store.get("what another rank would have written")
+
+
+@pytest.mark.parametrize("waits", [nothing, as_nccl_meets])
+def test_a_rank_that_waits_in_vain_is_ended_and_one_says_why(waits: Any, tmp_path: Path) -> None:
+    """Also in the store itself, as the first collective of a group does with NCCL."""
+    text = end(tmp_path, waits)
+    assert text.startswith(SAID) and text.count("\n") == 1, text
+
+
+def complete(folder: str, store: dist.Store) -> None:
+    with completing:
+        time.sleep(6.0)
+        Path(folder, f"completed{dist.get_rank()}").touch()
+
+
+def test_a_save_that_can_complete_is_completed(tmp_path: Path) -> None:
+    text = end(tmp_path, complete)
+    assert text.startswith(SAID), text
+    assert {path.name for path in tmp_path.glob("completed*")} == {"completed0", "completed1"}
+
+
+def standing_still(folder: str, port: int, frozen: bool) -> None:
+    """The last rank is frozen or elsewhere; the others wait, until it goes on."""
+    roll_call._LOOK, roll_call._SIGNING = 0.1, 1.5
+    rank, store = dist.get_rank(), dist.TCPStore("localhost", port)
+    sys.stderr = Path(folder, f"stderr{rank}").open("w", buffering=1)  # noqa: SIM115 - until the rank ends
+    roll = RollCall(store, standstill=1.2)
+    moved = time.monotonic()
+    roll.doing = lambda: f"phase {int(2 * (time.monotonic() - moved))} of iteration 3"
+    dist.barrier()
+    time.sleep(2.0)  # moving
+    assert not Path(folder, f"stderr{rank}").read_text()
+    here = "data of iteration 4" if rank == FALLING else "forward of iteration 4"
+    roll.doing, roll.step = lambda: here, lambda: 3
+    if rank == FALLING and frozen:
+        store.set("frozen", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank == 0:
+        time.sleep(5.0)
+        if frozen:
+            os.kill(int(store.get("frozen")), signal.SIGCONT)
+    dist.barrier()
+    roll.close()
+
+
+@pytest.mark.parametrize(
+    ("frozen", "who"),
+    [
+        (True, "rank 2 is gone (killed, crashed or frozen)"),
+        (False, "every rank still answers (rank 2: data of iteration 4; ranks 0-1: forward of iteration 4)"),
+    ],
+)
+def test_ranks_that_do_not_move_say_who_does_not_answer(frozen: bool, who: str, tmp_path: Path) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    run_ranks(standing_still, RANKS, str(tmp_path), store.port, frozen, timeout=60)
+    text = "".join(path.read_text() for path in sorted(tmp_path.glob("stderr*")))
+    assert text == f"megatron-cp: rank 0, forward of iteration 4, has not moved for 0.02 minutes: {who}\n"
+
+
+def threads_after_the_end() -> list[str]:
+    store = dist.PrefixStore("end", common_store())
+    watch(store, 0.1)
+    roll = RollCall(store)
+    time.sleep(0.05)
+    roll.close()
+    stop_watching()
+    return [each.name for each in threading.enumerate()]
+
+
+def test_no_thread_asks_the_store_while_python_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes back from a request then aborts the process."""
+    monkeypatch.setattr(roll_call, "_LOOK", 0.001)
+    for names in run_ranks(threads_after_the_end, 2):
+        assert not {"roll-call", "store watch", "store request"} & set(names), names

@@ -1,0 +1,207 @@
+"""Ranks meet in their launcher's store, and hear there of those that cannot come or would speak by other means."""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron_cp import cli
+from megatron_cp.common.errors import DataError, RuntimeFault
+from megatron_cp.config.run_config import DistributedConfig, RunConfig
+from megatron_cp.launch.rendezvous import tell_those_who_wait
+from megatron_cp.parallel.device import start_distributed
+from megatron_cp.training import train  # noqa: F401 - so that no forked rank has to
+from tests.ranks import run_ranks
+
+HOST = socket.gethostname()
+TINY = ["train", "--recipe", "llama_tiny_p2p_pretrain_config", "model.context_parallel_size=1"]
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
+    """torchrun's store."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    return store
+
+
+def start_again(counts: list[int], late: int | None, between_nodes: bool) -> bool:
+    """Whether this start sees what an earlier one wrote into the launcher's store."""
+    rank = int(os.environ["RANK"])
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(counts[rank])
+    if between_nodes:
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+    if rank == late:
+        time.sleep(1.5)
+    start_distributed(RunConfig(dist=DistributedConfig(distributed_timeout_minutes=1.0)))
+    store = _get_default_store()
+    seen = store.check(["address"])
+    dist.barrier()
+    store.set("address", "of a rank that dies")
+    return seen
+
+
+@pytest.mark.parametrize("between_nodes", [False, True])
+def test_restarted_ranks_do_not_read_what_dead_ones_wrote(launcher: dist.TCPStore, between_nodes: bool) -> None:
+    """torchrun keeps one store for all restarts: the addresses of the dead would be found there. A node counts its own
+    failures, so that the second node's failed three times here, and the first's never."""
+    for restart, late in enumerate((None, 0, 1)):
+        counts = [0 if between_nodes else restart, restart]
+        assert run_ranks(start_again, 2, counts, late, between_nodes) == [False, False]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_was_not_in_the_last_start_waits_for_the_next(launcher: dist.TCPStore, late: int) -> None:
+    """It finds the name of a start in which nobody answers; also where all but this rank had come."""
+    launcher.set("start", "the_last")
+    before = dist.PrefixStore("the_last", launcher)
+    before.set("here_0", f"{HOST} nccl")
+    before.add("times_0", 1)
+    assert run_ranks(start_again, 2, [0, 0], late, True) == [False, False]
+
+
+def test_what_was_told_in_an_earlier_start_is_forgotten(launcher: dist.TCPStore) -> None:
+    """A node that only started again with the others counts no restart."""
+    launcher.set("start", "the_last")
+    launcher.set("gone", "1 rank 3, on node5, ended before all had met: its GPU was lost")
+    assert run_ranks(start_again, 2, [0, 1], 1, True) == [False, False]
+
+
+def test_what_nccl_wrote_in_an_earlier_start_is_gone(launcher: dist.TCPStore) -> None:
+    """Its watchdog looks for this below all names, and ends a rank that finds it."""
+    run_ranks(start_again, 2, [0, 0], None, True)
+    launcher.set("exception_dump", "1")
+    run_ranks(start_again, 2, [0, 1], None, True)
+    assert not launcher.check(["exception_dump"])
+
+
+def meeting(backends: list[str | None], minutes: float) -> str:
+    """What a rank of as many as there are ``backends`` hears when it starts with its own."""
+    os.environ["WORLD_SIZE"] = str(len(backends))
+    backend = backends[int(os.environ["RANK"])]
+    try:
+        start_distributed(
+            RunConfig(dist=DistributedConfig(distributed_timeout_minutes=minutes, distributed_backend=backend))
+        )
+    except RuntimeFault as fault:
+        return f"{fault.on_all_ranks} {fault}"
+    dist.barrier()  # one that leaves breaks the connections that another is still building
+    dist.destroy_process_group()
+    return ""
+
+
+def test_ranks_that_do_not_come_are_named(launcher: dist.TCPStore) -> None:
+    """A node that lacks a file ends before it meets the others."""
+    (said, again) = run_ranks(meeting, 2, [None] * 5, 0.02)
+    assert said == again and said.startswith(
+        "True ranks 2-4 did not come within 0.02 minutes (dist.distributed_timeout"
+    )
+
+
+def test_all_meet(launcher: dist.TCPStore) -> None:
+    assert run_ranks(meeting, 4, [None] * 4, 1.0) == [""] * 4
+
+
+def test_ranks_that_would_speak_by_other_means_are_named(launcher: dist.TCPStore) -> None:
+    """As one of a node whose GPUs are not seen would, which takes gloo and not NCCL."""
+    heard = run_ranks(meeting, 4, ["gloo", "gloo", "staged", "gloo"], 1.0)
+    assert len(set(heard)) == 1 and heard[0].startswith(
+        "True the ranks would not hear each other, nothing was trained: gloo, without a GPU, on ranks 0-1, 3 "
+        f"({HOST}); staged, without a GPU, on rank 2 ({HOST}). All need the same dist.distributed_backend"
+    ), heard
+
+
+def with_one_that_cannot(restarts: str, fail: Callable[[], None]) -> str:
+    """What two of three ranks, on two nodes, hear of the last one."""
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": restarts}
+    if os.environ["RANK"] == "2":
+        cli.failures._SECONDS_TO_SPEAK = 0.0
+        with contextlib.suppress(ZeroDivisionError):
+            fail()
+        return ""
+    try:
+        start_distributed(RunConfig(dist=DistributedConfig(distributed_timeout_minutes=1 if restarts == "0" else 0.02)))
+    except (DataError, RuntimeFault) as fault:
+        return f"{type(fault).__name__}: {fault}"
+    return "met"
+
+
+def lacks_a_file() -> None:
+    tell_those_who_wait(DataError("corpus.bin: no such file"))
+    tell_those_who_wait(DataError("what comes of it"))
+
+
+def test_a_rank_that_cannot_come_says_why_to_other_nodes(launcher: dist.TCPStore) -> None:
+    said = f"DataError: rank 2, on {HOST}, ended before all had met: corpus.bin: no such file"
+    assert run_ranks(with_one_that_cannot, 3, "0", lacks_a_file) == [said, said, ""]
+
+
+def test_started_again_ranks_do_not_hear_why_one_did_not_come_before(launcher: dist.TCPStore) -> None:
+    """They have the same store."""
+    heard = run_ranks(with_one_that_cannot, 3, "1", lacks_a_file)
+    assert heard[0].startswith("RuntimeFault: rank 2 did not come within 0.02 minutes")
+
+
+def breaks_a_rule() -> None:
+    assert cli.main([*TINY, "train.global_batch_size=0"]) == 2
+
+
+def lacks_its_corpus() -> None:
+    assert (
+        cli.main([*TINY, "train.global_batch_size=48", "dataset.kind=indexed", "dataset.data_path=absent/corpus"]) == 2
+    )
+
+
+def has_a_broken_gpu() -> None:
+    def dispatch(argv: object) -> int:
+        raise RuntimeFault("GPU 3 cannot be used")
+
+    cli._dispatch = dispatch
+    assert cli.main(TINY) == 1
+
+
+def has_a_bug() -> None:
+    def dispatch(argv: object) -> int:
+        return 1 // 0
+
+    cli._dispatch = dispatch
+    cli.main(TINY)
+
+
+@pytest.mark.parametrize(
+    ("fail", "said"),
+    [
+        (breaks_a_rule, "error A1: train.global_batch_size=0: must be an integer of at least 1"),
+        (lacks_its_corpus, "absent/corpus"),
+        (has_a_broken_gpu, "GPU 3 cannot be used"),
+        (has_a_bug, "ZeroDivisionError('integer division or modulo by zero')"),
+    ],
+)
+def test_whatever_ends_a_rank_early_is_told_to_other_nodes(
+    launcher: dist.TCPStore, fail: Callable[[], None], said: str
+) -> None:
+    """Where it would be wrong again (exit code 2), those that hear of it end so, too."""
+    heard = run_ranks(with_one_that_cannot, 3, "0", fail)
+    kind = "DataError" if fail in (breaks_a_rule, lacks_its_corpus) else "RuntimeFault"
+    assert heard[0] == heard[1] and heard[0].startswith(f"{kind}: rank 2, on {HOST}, ended before all had met: {said}")
+
+
+def tell_once_met() -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    start_distributed(RunConfig())
+    tell_those_who_wait(DataError("too late"))
+    dist.barrier()
+
+
+def test_nobody_is_told_once_all_have_met(launcher: dist.TCPStore) -> None:
+    """Who keeps the store may be gone by then, and torch would print a stack for each try to reach it."""
+    run_ranks(tell_once_met, 2)
+    assert not launcher.check(["gone"])

@@ -1,0 +1,147 @@
+"""A frozen process that keeps torch.distributed's store: what asks it ends within the time limit and says so."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_cp.config.run_config import DistributedConfig, RunConfig
+from megatron_cp.launch import rendezvous as meeting
+from megatron_cp.launch import store_watch
+from megatron_cp.launch.store_watch import BoundedStore, StoreSilentError, watch, within
+from megatron_cp.parallel.device import start_distributed
+from tests.ranks import RanksFailed, run_ranks
+
+SILENT = "which keeps torch.distributed's store at 127.0.0.1:"
+
+
+class Keeper:
+    """A process that keeps a store."""
+
+    def __init__(self) -> None:
+        reading, writing = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                os.write(writing, str(store.port).encode())
+                while os.getppid() != 1:
+                    time.sleep(0.5)
+            finally:
+                os._exit(0)
+        self.port = int(os.read(reading, 16))
+        os.close(reading)
+        os.close(writing)
+
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+
+@pytest.fixture
+def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeper]:
+    keeper = Keeper()
+    monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(keeper.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(store_watch, "_TURN", 0.2)
+    monkeypatch.setattr(meeting, "_SECONDS_TO_ANSWER", 0.2)
+    yield keeper
+    with suppress(ProcessLookupError):
+        os.kill(keeper.pid, signal.SIGKILL)
+    os.waitpid(keeper.pid, 0)
+
+
+def test_a_request_ends_within_its_limit(keeper: Keeper) -> None:
+    """torch's own client waits until the process is gone, whatever timeout it has."""
+    store = dist.TCPStore("127.0.0.1", keeper.port, timeout=timedelta(seconds=0.2))
+    store.set("key", "value")
+    bounded = BoundedStore(store, 0.5)
+    assert bounded.get("key") == b"value"
+    keeper.freeze()
+    for request in (lambda: bounded.check(["key"]), lambda: within(0.5, store.clone)):
+        began = time.monotonic()
+        with pytest.raises(
+            StoreSilentError, match=f"the launcher, {SILENT}{keeper.port}, has not answered for 0.5 sec"
+        ):
+            request()
+        assert time.monotonic() - began < 5.0
+
+
+def test_what_goes_wrong_is_raised_where_it_was_asked() -> None:
+    with pytest.raises(ZeroDivisionError):
+        within(5.0, lambda: 1 // 0)
+
+
+def test_a_request_is_made_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert within(5.0, lambda: "answer") == "answer"
+
+
+def begin(seconds: float) -> str:
+    try:
+        start_distributed(RunConfig(dist=DistributedConfig(distributed_timeout_minutes=seconds / 60)))
+    except StoreSilentError as silent:
+        return f"{silent.on_all_ranks} {silent}"
+    return "started"
+
+
+def test_ranks_do_not_wait_for_each_other_in_a_frozen_store(keeper: Keeper) -> None:
+    keeper.freeze()
+    heard = run_ranks(begin, 2, 1.0)
+    assert [text.split(":")[0] for text in heard] == ["False rank 0", "True rank 1"], heard
+    assert all(SILENT in text and "has not answered for 1.2 seconds" in text for text in heard), heard
+
+
+def wait(folder: str, how: str, keeper: int) -> None:
+    rank = os.environ["RANK"]
+    sys.stderr = Path(folder, f"stderr{rank}").open("w", buffering=1)  # noqa: SIM115 - until the rank ends
+    assert begin(2.0) == "started"
+    dist.barrier()
+    if rank == "0":
+        os.kill(keeper, signal.SIGSTOP if how == "frozen" else signal.SIGKILL)
+    time.sleep(60.0)
+
+
+@pytest.mark.parametrize("how", ["frozen", "gone"])
+def test_ranks_that_wait_are_ended_and_one_says_why(keeper: Keeper, how: str, tmp_path: Path) -> None:
+    """As in a step, or in a store request of torch's own."""
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(wait, 2, str(tmp_path), how, keeper.pid, timeout=40.0, grace=20.0)
+    assert str(failed.value).count("died without a report (exit 1)") == 2, failed.value
+    text = "".join(path.read_text() for path in sorted(tmp_path.glob("stderr*")))
+    assert text.startswith("megatron-cp: rank 0: the launcher, ") and text.count("\n") == 1, text
+
+
+def pause(folder: str) -> None:
+    """This process is frozen for longer than the limit; the store is not."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    watch(store, 1.0)
+    Path(folder, f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
+    time.sleep(2.0)
+
+
+def test_a_rank_that_was_frozen_itself_goes_on(keeper: Keeper, tmp_path: Path) -> None:
+    def freeze_for_long() -> None:
+        path = tmp_path / "pid0"
+        while not path.exists() or not path.read_text():
+            time.sleep(0.01)
+        os.kill(int(path.read_text()), signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(int(path.read_text()), signal.SIGCONT)
+
+    helper = threading.Thread(target=freeze_for_long)
+    helper.start()
+    run_ranks(pause, 1, str(tmp_path))
+    helper.join()

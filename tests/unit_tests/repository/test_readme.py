@@ -1,0 +1,68 @@
+"""What README.md, docs/ and 3rdparty/ say is there is there, and their commands compose."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.config.recipes import list_recipes, load_recipe
+from megatron_cp.rules import check
+
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "README.md").read_text()
+PAGES = sorted([ROOT / "README.md", ROOT / "3rdparty/README.md", *ROOT.glob("docs/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_scripts_that_are_named_exist() -> None:
+    for name in set(re.findall(r"(?:scripts|\.ci)/[\w/.]+\w", README)):
+        assert (ROOT / name).exists(), name
+
+
+def test_recipes_that_are_named_exist() -> None:
+    named = set(re.findall(r"--recipe (\w+)(?![.\w/])", README))
+    assert len(named) >= 2
+    assert named <= set(list_recipes())
+
+
+def test_the_gpu_command_keeps_every_rule_and_its_small_version_too() -> None:
+    (command,) = re.findall(r"^megatron-cp train -n 4 (?:.*\\\n)+.*$", README, flags=re.MULTILINE)
+    words = shlex.split(command.replace("\\\n", " "))
+    recipe, overrides = words[words.index("--recipe") + 1], words[words.index("--recipe") + 2 :]
+    assert check(load_recipe(recipe, overrides), 4, environment="gpu") == []
+    (small,) = re.findall(r"^  (model.num_layers=2 .*)$", README, flags=re.MULTILINE)
+    assert check(load_recipe(recipe, [*overrides, *small.split()]), 4, environment="cpu") == []
+
+
+def test_the_recipe_is_that_of_the_recipes_page() -> None:
+    page = (ROOT / "docs/recipes.md").read_text()
+    blocks = [re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)[0] for text in (README, page)]
+    assert blocks[0] == blocks[1]
+
+
+def test_versions_are_the_locked_ones() -> None:
+    lock = (ROOT / "requirements.lock").read_text()
+    page = (ROOT / "3rdparty/README.md").read_text()
+    rows = re.findall(r"^\| ([\w, -]+) \| ([\d., ]+)", page, flags=re.MULTILINE)
+    checked = 0
+    for names, versions in rows:
+        for name, stated in zip(names.split(", "), versions.strip(", ").split(", "), strict=False):
+            if name != "transformer-engine":
+                assert re.search(rf"^{name}=={re.escape(stated.strip())} ", lock, flags=re.MULTILINE), name
+                checked += 1
+    assert checked >= 15
+
+
+def test_every_repair_is_listed() -> None:
+    page = (ROOT / "3rdparty/README.md").read_text()
+    patches = (ROOT / "megatron_cp/mcore/patches.py").read_text()
+    repairs = re.findall(r'"""(\w+/[\w/]+\.py):(\d+)', patches)
+    assert len(repairs) == len(re.findall(r"^    _\w+\(\)$", patches, flags=re.MULTILINE)) >= 1
+    for path, line in repairs:
+        assert re.search(rf"`{re.escape(path)}:[\d, ]*\b{line}\b", page), f"{path}:{line}"
