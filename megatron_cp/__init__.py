@@ -49,10 +49,10 @@ __all__ = [
 _MODULES = {
     "api": ("train",),
     "attention": ("context_parallel_attention",),
-    "config": ("RunConfig",),
+    "config.run_config": ("RunConfig",),
     "dynamic_cp": ("schedule",),
-    "errors": ("ConfigError", "DataError", "RuntimeFault", "Violation"),
-    "recipes": ("list_recipes", "load_recipe"),
+    "common.errors": ("ConfigError", "DataError", "RuntimeFault", "Violation"),
+    "config.recipes": ("list_recipes", "load_recipe"),
     "rules": ("check",),
 }
 

@@ -22,7 +22,12 @@ from megatron_cp.common.input_files import parse_json, read_bytes
 Span = tuple[int, int]  # nanoseconds, whole ones: what begins where another ends is beside it, not within
 
 COMMUNICATION, OTHERS, PYTHON = "communication", "others", "Python, waiting"
-PHASES = ("data", "schedule", "forward_backward", "optimizer")  # as training/phases.py names them, within a step
+PHASES = (
+    "data",
+    "schedule",
+    "forward_backward",
+    "optimizer",
+)  # as training/monitor/phases.py names them, within a step
 # The first that a name has anything of, in lower case; the names are those of PyTorch, cuDNN, cuBLAS, CUTLASS, NCCL,
 # Transformer Engine, mamba-ssm, FlashAttention and of functions that PyTorch's compiler fused.
 _KINDS = {

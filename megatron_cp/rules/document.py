@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from os.path import normpath
 from pathlib import Path
 
 from megatron_cp.common.terminal import say
@@ -66,7 +67,7 @@ def _rule_row(rule: Rule) -> list[str]:
 
 
 def _elsewhere_row(id: str) -> list[str]:
-    guard = f"`{GUARDS[id]}`" if id in GUARDS else ""
+    guard = f"`{normpath(f'unit_tests/{GUARDS[id]}')}`" if id in GUARDS else ""
     return [id, ELSEWHERE[id].title, ELSEWHERE[id].what, "silent" if id in SILENT_UPSTREAM else "", guard]
 
 

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_cp.common.errors import ConfigError, DataError, Violation, failed_alone
+from megatron_cp.common.input_files import special_files
 from megatron_cp.config.recipes import settings_of
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.data.samples.datasets import Datasets, build_datasets
@@ -110,7 +111,7 @@ def check_save_folder(config: RunConfig) -> None:
     """Make the folder that the run will write into.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: it cannot be made or written, or has a pipe or device in it, whose opening could take for ever.
     """
     if not config.checkpoint.save:
         return
@@ -119,8 +120,10 @@ def check_save_folder(config: RunConfig) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "no permission to write")
+        if special := special_files(folder):
+            raise OSError(errno.EINVAL, f"{special[0]} is neither a file nor a folder")
     except OSError as error:
-        message, fix = f"cannot be a folder to write into: {error.strerror}", "another checkpoint.save"
+        message, fix = f"cannot be a folder to write into: {error.strerror}", "checkpoint.save=runs/another"
         raise ConfigError([Violation("", "error", "checkpoint.save", message, fix, config.checkpoint.save)]) from error
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.functional_tests.equivalence_table
 
-The same layouts as in ``tests/unit_tests/training/layouts_compared/test_equivalence.py``, and the 20 iterations of
+The same layouts as in ``tests/unit_tests/training/layouts/test_equivalence.py``, and the 20 iterations of
 its slow part.
 """
 
@@ -10,7 +10,7 @@ import time
 
 from tests.ranks import run_ranks
 from tests.training_runs import train_losses, worst_difference
-from tests.unit_tests.training.layouts_compared.layouts import LAYOUTS
+from tests.unit_tests.training.layouts.cases import LAYOUTS
 
 STEPS = 20
 

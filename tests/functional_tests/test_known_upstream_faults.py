@@ -2,12 +2,12 @@
 
 Those with a test of their own elsewhere:
 
-- groups of an earlier run that outlive it: ``unit_tests/training/test_decentralized_pg.py``,
+- groups of an earlier run that outlive it: ``unit_tests/training/layouts/test_decentralized_pg.py``,
   ``test_nothing_stale_remains_after_another_initialization``;
-- hierarchical groups ignored by Transformer Engine's attention: ``unit_tests/attention/test_transformer_engine.py``,
+- hierarchical groups ignored by Transformer Engine's attention: ``unit_tests/attention/modules/test_te.py``,
   ``test_groups_transport_and_stream_are_those_handed_over`` and ``test_missing_groups_are_refused``;
 - multi-token prediction that rolls packed tokens by unpadded lengths and averages its loss per rank:
-  ``unit_tests/models/test_mtp_targets.py`` and ``test_mtp.py``;
+  ``unit_tests/models/layers/test_mtp_targets.py`` and ``test_mtp.py``;
 - batches sliced twice, gradients not reduced over context-parallel ranks, losses averaged per rank:
   ``unit_tests/verify/test_faults.py``.
 """
@@ -26,7 +26,7 @@ from megatron_cp.training.setup import setup
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import VOCAB, start, tiny_config, train_losses
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP
 
 DYNAMIC = {"model__dynamic_context_parallel": True, "dataset__kind": "mock_documents"}
 

@@ -9,7 +9,7 @@ from tests.doubles.mamba_on_cpu.mixers import SMALL, Counted, run_ranks, trained
 from tests.doubles.pretend_gpu.steps import BF16, OF_A_STEP, waits_of_a_dense_step
 from tests.training_runs import train_losses, worst_difference
 from tests.unit_tests.models.hybrids import HYBRID
-from tests.unit_tests.training.layouts_compared.layouts import CP2
+from tests.unit_tests.training.layouts.cases import CP2
 
 
 def test_bf16_trains_with_it_as_with_our_scan() -> None:

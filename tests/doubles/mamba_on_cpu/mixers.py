@@ -20,7 +20,7 @@ from tests import ranks
 from tests.training_runs import train_losses, worst_difference
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.models.layers.test_mamba import mixer_of, packed, shared_against_alone
-from tests.unit_tests.training.layouts_compared.layouts import CP2
+from tests.unit_tests.training.layouts.cases import CP2
 
 Overrides = dict[str, Any]
 

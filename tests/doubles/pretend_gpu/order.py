@@ -20,7 +20,7 @@ from tests.doubles.pretend_gpu.steps import BF16, DENSE, PACKED, some
 from tests.packed_runs import DYNAMIC, LONGEST, lengths_file, packed_losses
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config
-from tests.unit_tests.training.layouts_compared.layouts import LAYOUTS, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.layouts.cases import LAYOUTS, PP2, SP, TP2, VPP2
 
 Events = list[Message | int]
 

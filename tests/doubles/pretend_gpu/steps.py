@@ -33,8 +33,8 @@ from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, tr
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config
 from tests.unit_tests.models.hybrids import FURTHER, HYBRID_EXPERTS
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.layouts_compared.test_model_variants import MLA, MOE, OVERLAPPED
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.layouts.test_model_variants import MLA, MOE, OVERLAPPED
 
 BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
 MTP = {"model__mtp_num_layers": 1}

@@ -12,7 +12,7 @@ Tests run with the version that ``scripts/setup.sh`` installs. Another one from 
 
     pip install --no-deps --target FOLDER transformer-engine==VERSION
     export MEGATRON_CP_TE_FOLDER=FOLDER CUDA_VISIBLE_DEVICES=""
-    pytest tests/doubles/te_on_cpu/support.py  # what attention/te_support.py says of it
+    pytest tests/doubles/te_on_cpu/support.py  # what attention/modules/te_support.py says of it
     pytest tests/doubles/te_on_cpu/layers.py -m "not slow"  # models train with its layers as with ours
     pytest -m gpu tests/unit_tests/attention/modules/test_te_equivalence.py -k layer  # its attention in bf16
 """

@@ -33,8 +33,8 @@ from tests.unit_tests.attention.harness import make_groups
 from tests.unit_tests.attention.modules.test_native import make_config
 from tests.unit_tests.models.hybrids import FURTHER, HYBRID, HYBRID_EXPERTS
 from tests.unit_tests.training.checkpoint.test_checkpoint import resume, save_after
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
-from tests.unit_tests.training.layouts_compared.test_model_variants import (
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
+from tests.unit_tests.training.layouts.test_model_variants import (
     BALANCED,
     CLASSIC,
     EP2,

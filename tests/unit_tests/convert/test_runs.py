@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config
 from tests.unit_tests.convert.published import SHAPE, publish, published_losses
 from tests.unit_tests.models.hybrids import FURTHER
-from tests.unit_tests.training.layouts_compared.test_model_variants import BIASED, MLA
+from tests.unit_tests.training.layouts.test_model_variants import BIASED, MLA
 
 TRAINED: dict[str, dict[str, Any]] = {
     "llama, tp 2, pp 2, with two more tokens predicted": {

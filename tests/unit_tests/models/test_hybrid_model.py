@@ -12,7 +12,7 @@ from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config, train_losses
 from tests.unit_tests.models.hybrids import FURTHER, HYBRID
-from tests.unit_tests.training.layouts_compared.layouts import SP, TP2
+from tests.unit_tests.training.layouts.cases import SP, TP2
 
 DROPOUT = {"model__hidden_dropout": 0.3}
 FULL = {"model__recompute_granularity": "full", "model__recompute_method": "uniform", "model__recompute_num_layers": 1}

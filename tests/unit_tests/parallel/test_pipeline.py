@@ -17,8 +17,8 @@ from megatron_cp.training.step import train_step
 from tests.packed_runs import DYNAMIC, LONGEST, lengths_file, packed_losses
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import Losses, losses_of, start, tiny_config
-from tests.unit_tests.training.layouts_compared.layouts import PP2, VPP2
-from tests.unit_tests.training.layouts_compared.test_model_variants import FULL
+from tests.unit_tests.training.layouts.cases import PP2, VPP2
+from tests.unit_tests.training.layouts.test_model_variants import FULL
 
 
 def out_of_order(lengths: str, overrides: dict[str, Any]) -> None:

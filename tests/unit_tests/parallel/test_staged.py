@@ -20,7 +20,7 @@ from megatron_cp.parallel import staged
 from tests.packed_runs import BALANCED, DYNAMIC, Losses, lengths_file, packed_losses
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import train_losses, worst_difference
-from tests.unit_tests.training.layouts_compared.layouts import LAYOUTS, PP2, VPP2
+from tests.unit_tests.training.layouts.cases import LAYOUTS, PP2, VPP2
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]

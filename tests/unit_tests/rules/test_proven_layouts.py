@@ -6,8 +6,8 @@ from megatron_cp.config.run_config import RunConfig
 from megatron_cp.rules import check
 from tests.packed_runs import lengths_file, packed_config
 from tests.training_runs import tiny_config
-from tests.unit_tests.training.layouts_compared.layouts import LAYOUTS
-from tests.unit_tests.training.layouts_compared.test_model_variants import CASES
+from tests.unit_tests.training.layouts.cases import LAYOUTS
+from tests.unit_tests.training.layouts.test_model_variants import CASES
 from tests.unit_tests.training.packed.test_equivalence import CASES as PACKED
 
 

@@ -17,7 +17,7 @@ from megatron_cp.rules.document import PATH, document
 from megatron_cp.rules.explain import EXAMPLE_RECIPE, example_violations, explain
 from megatron_cp.rules.not_rules import ELSEWHERE, GUARDS, KINDS, SILENT_UPSTREAM
 
-TESTS = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
 
 # The sections of the reference collection and how many constraints each has.
 REFERENCE = {"A": 14, "B": 12, "C": 17, "D": 11, "E": 19, "F": 16, "G": 8, "H": 13, "I": 13}

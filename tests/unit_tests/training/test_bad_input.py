@@ -234,3 +234,11 @@ def test_parameters_that_are_no_numbers_are_not_saved(cli: Any, tmp_path: Path) 
     code, text = cli("train.train_iters=2", "checkpoint.save_interval=1", before=damaging)
     assert code == 1 and "iter_0000002 could not be written: parameters are not finite" in text, text
     assert "iter_0000001" in " ".join(files(tmp_path / "run")) and "iter_0000002" not in " ".join(files(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "schedules.jsonl", "config.yaml", "verified_layouts.json"])
+def test_a_pipe_in_the_run_folder_is_not_waited_for(cli: Any, tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / name)
+    code, text = cli()
+    assert code == 2 and f"run/{name} is neither a file nor a folder" in text, (code, text)

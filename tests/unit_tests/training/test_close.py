@@ -18,7 +18,7 @@ from megatron_cp.training.step import train_step
 from tests.packed_runs import DYNAMIC, lengths_file, packed_config, train_dataset
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, TP2
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, TP2
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
 

@@ -12,9 +12,9 @@ from megatron_cp.training import step
 from megatron_cp.training.setup import Run
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config
-from tests.unit_tests.training.layouts_compared.layouts import CP2, PP2, SP, TP2
-from tests.unit_tests.training.layouts_compared.test_fp16 import FP16
-from tests.unit_tests.training.layouts_compared.test_model_variants import EP2, ETP1, MOE, OVERLAPPED
+from tests.unit_tests.training.layouts.cases import CP2, PP2, SP, TP2
+from tests.unit_tests.training.layouts.test_fp16 import FP16
+from tests.unit_tests.training.layouts.test_model_variants import EP2, ETP1, MOE, OVERLAPPED
 
 PLAIN = {"optimizer__use_distributed_optimizer": False}
 BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}

@@ -11,8 +11,8 @@ from megatron_cp.verify.report import diagnose
 from tests.ranks import run_ranks
 from tests.training_runs import tiny_config
 from tests.unit_tests.models.hybrids import HYBRID, HYBRID_EXPERTS
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.layouts_compared.test_model_variants import CLASSIC, EP2, ETP1, MLA, MOE
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.layouts.test_model_variants import CLASSIC, EP2, ETP1, MLA, MOE
 
 TIED = {"model__share_embeddings_and_output_weights": True}
 DECENTRALIZED = {"dist__use_decentralized_pg": True}

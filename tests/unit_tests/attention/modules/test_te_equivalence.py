@@ -26,7 +26,7 @@ from tests.training_runs import train_losses, worst_difference
 from tests.unit_tests.attention.harness import Case, make_groups
 from tests.unit_tests.attention.modules.test_native import make_config
 from tests.unit_tests.parallel.test_staged import run_staged, start
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, TP2, over
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, TP2, over
 
 NO_TE = pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine")
 GPU = "cuda" if torch.cuda.is_available() else "cpu"

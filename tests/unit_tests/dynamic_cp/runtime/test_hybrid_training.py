@@ -9,7 +9,7 @@ from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import worst_difference
 from tests.unit_tests.dynamic_cp.runtime.test_training import CASES, RECOMPUTE, Case, Losses, check_case, train
 from tests.unit_tests.models.hybrids import HYBRID
-from tests.unit_tests.training.layouts_compared.layouts import PP2, TP2
+from tests.unit_tests.training.layouts.cases import PP2, TP2
 
 QUICK = ["3 ranks", "4 ranks, decentralized", "tp2 sp", "pp2 vpp2"]
 HYBRID_CASES: dict[str, Case] = {

@@ -27,7 +27,7 @@ from megatron_cp.training.step import train_step
 from tests.packed_runs import pack
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import VOCAB, Losses, losses_of, tiny_config, worst_difference
-from tests.unit_tests.training.layouts_compared.layouts import CP2, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.layouts.cases import CP2, PP2, SP, TP2, VPP2
 
 LENGTHS = [int(x) for x in np.random.default_rng(3).choice([5, 17, 40, 9, 3, 64, 100, 23, 1, 12], size=60)]
 BATCH = 12

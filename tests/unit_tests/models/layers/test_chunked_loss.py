@@ -13,7 +13,7 @@ from megatron_cp.models.layers.chunked_loss import chunked_losses
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2
 
 CHUNK = {"model__cross_entropy_chunk_size": 5}  # divides nothing
 TIED = {"model__share_embeddings_and_output_weights": True}

@@ -11,7 +11,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config
-from tests.unit_tests.training.layouts_compared.test_model_variants import MLA
+from tests.unit_tests.training.layouts.test_model_variants import MLA
 
 LENGTH, HIDDEN = 48, 128
 # Theirs, and ours.

@@ -28,7 +28,7 @@ from megatron_cp.training.monitor.step_metrics import StepMetrics
 from megatron_cp.training.setup import setup
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import VOCAB, save_checkpoint, start, tiny_config
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, MIXED, PP2, SP, TP2, VPP2, over
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, MIXED, PP2, SP, TP2, VPP2, over
 
 MTP1 = {"model__mtp_num_layers": 1, "model__mtp_loss_scaling_factor": 0.5}
 MTP2 = MTP1 | {"model__mtp_num_layers": 2}

@@ -20,7 +20,7 @@ from megatron_cp.training.checkpoint.saver import load_checkpoint
 from megatron_cp.training.step import train_step
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import Losses, losses_of, save_checkpoint, start, tiny_config, train_losses, worst_difference
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, LAYOUTS, PP2, SIX_LAYERS, TP2, VPP2
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, LAYOUTS, PP2, SIX_LAYERS, TP2, VPP2
 
 OVERLAPPED = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True}
 # Buckets that end within a layer, each with padding of its own.

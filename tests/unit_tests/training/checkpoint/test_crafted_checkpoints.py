@@ -30,7 +30,7 @@ from tests.crafted_checkpoints import (
 )
 from tests.ranks import run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config
-from tests.unit_tests.training.layouts_compared.layouts import CP2
+from tests.unit_tests.training.layouts.cases import CP2
 
 slow = pytest.mark.slow
 ONE_LAYER = {"model__num_layers": 1, **CP2}

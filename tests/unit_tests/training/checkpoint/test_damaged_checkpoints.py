@@ -19,7 +19,7 @@ from megatron_cp.training.step import train_step
 from tests.crafted_checkpoints import as_written_before_checksums, flip, flip_back
 from tests.ranks import run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config
-from tests.unit_tests.training.layouts_compared.layouts import CP2
+from tests.unit_tests.training.layouts.cases import CP2
 
 slow = pytest.mark.slow
 TWO = ["train.train_iters=2", "checkpoint.save_interval=1"]

@@ -18,7 +18,7 @@ from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, tr
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import losses_of, save_checkpoint, tiny_config, train_losses, worst_difference
 from tests.unit_tests.training.checkpoint.test_checkpoint import resume, save_after
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
 
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
 FOUR_BY_ONE = {"model__cp_comm_type": "a2a+p2p", "model__hierarchical_context_parallel_sizes": [4, 1]}

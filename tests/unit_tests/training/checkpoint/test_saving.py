@@ -17,7 +17,7 @@ from megatron_cp.training.checkpoint.saver import CheckpointSaver, load_checkpoi
 from megatron_cp.training.step import train_step
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config, train_losses
-from tests.unit_tests.training.layouts_compared.layouts import CP2, PP2
+from tests.unit_tests.training.layouts.cases import CP2, PP2
 
 ASYNC = {"checkpoint__async_save": True}
 slow = pytest.mark.slow

@@ -14,7 +14,7 @@ from megatron_cp.training.monitor.nonfinite import MAX_SKIPPED_IN_A_ROW, Sightin
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config, train_losses, worst_difference
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, PP2, TP2, VPP2
+from tests.unit_tests.training.layouts.cases import CP2, CP4, PP2, TP2, VPP2
 
 
 def poison(run: Any, rank: int, name: str, microbatch: int, backward: bool) -> Any:

@@ -12,7 +12,7 @@ from megatron_cp.training.step import train_step
 from tests.packed_runs import pack
 from tests.ranks import run_ranks
 from tests.training_runs import VOCAB, tiny_config, worst_difference
-from tests.unit_tests.training.layouts_compared.layouts import CP2
+from tests.unit_tests.training.layouts.cases import CP2
 
 LENGTHS = (37, 50, 50, 9)
 

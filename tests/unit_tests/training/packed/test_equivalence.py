@@ -21,8 +21,8 @@ from tests.packed_runs import (
 from tests.ranks import run_ranks
 from tests.training_runs import worst_difference
 from tests.unit_tests.models.hybrids import FURTHER, HYBRID, HYBRID_EXPERTS
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.layouts_compared.test_model_variants import (
+from tests.unit_tests.training.layouts.cases import CP2, CP4, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.layouts.test_model_variants import (
     BIASED,
     CLASSIC,
     EP2,

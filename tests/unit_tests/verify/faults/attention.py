@@ -18,7 +18,7 @@ from megatron_cp.dynamic_cp.runtime import packing
 from megatron_cp.mcore import patches
 from megatron_cp.models.layers import mamba_exchange
 from tests.unit_tests.models.hybrids import HYBRID
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, TP2, over
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, TP2, over
 from tests.unit_tests.verify.faults.registry import BACKWARD, FORWARD, PROBE, changed, fault
 from tests.unit_tests.verify.test_layouts import DYNAMIC, PACKED
 

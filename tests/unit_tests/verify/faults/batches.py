@@ -12,7 +12,7 @@ from megatron_cp.attention.sharding import shard_sequence
 from megatron_cp.dynamic_cp.runtime import iterator
 from megatron_cp.models.layers import chunked_loss, mtp
 from megatron_cp.training import batches, step
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.layouts.cases import CP2, CP4, PP2, SP, TP2, VPP2
 from tests.unit_tests.verify.faults.registry import (
     BACKWARD,
     BATCHES,

@@ -10,8 +10,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron_cp.dynamic_cp.runtime import iterator
 from megatron_cp.models.layers import router_losses
 from megatron_cp.models.layers.router import PackRouter
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4
-from tests.unit_tests.training.layouts_compared.test_model_variants import BALANCED, BIASED, EP2, SIGMOID
+from tests.unit_tests.training.layouts.cases import CP2, CP4
+from tests.unit_tests.training.layouts.test_model_variants import BALANCED, BIASED, EP2, SIGMOID
 from tests.unit_tests.verify.faults.registry import BACKWARD, ROUTERS, STEP, WEIGHTS, changed, fault
 from tests.unit_tests.verify.test_layouts import DYNAMIC
 

@@ -12,8 +12,8 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 
 from megatron_cp.parallel import pipeline
 from megatron_cp.training import gradients, setup, step
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.layouts_compared.test_model_variants import EP2, MOE, OVERLAPPED
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.layouts.test_model_variants import EP2, MOE, OVERLAPPED
 from tests.unit_tests.verify.faults.registry import BACKWARD, COPIES, FORWARD, NORM, changed, fault
 from tests.unit_tests.verify.test_layouts import TIED
 

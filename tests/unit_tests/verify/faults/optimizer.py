@@ -11,7 +11,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.optimizer import clip_grads
 
 from megatron_cp.training import setup, step
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, PP2
+from tests.unit_tests.training.layouts.cases import CP2, CP4, PP2
 from tests.unit_tests.verify.faults.gradients import BUCKETS, PLAIN
 from tests.unit_tests.verify.faults.registry import RATE, STEP, WEIGHTS, changed, fault
 

@@ -8,7 +8,7 @@ from unittest import mock
 from megatron_cp.attention import tiles
 from megatron_cp.dynamic_cp.runtime import iterator
 from megatron_cp.training import gradients, setup, step
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4
+from tests.unit_tests.training.layouts.cases import CP2, CP4
 from tests.unit_tests.verify.faults.registry import NOT_CAUGHT, changed, fault
 from tests.unit_tests.verify.test_layouts import PACKED
 

@@ -10,7 +10,7 @@ from megatron_cp.training.step import train_step
 from megatron_cp.verify.reduce import ADAM_EPS
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config, train_losses, worst_difference
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2
 
 Overrides = dict[str, Any]
 MOE = {

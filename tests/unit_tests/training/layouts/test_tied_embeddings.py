@@ -14,7 +14,7 @@ from megatron_cp.training.setup import Run
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config, train_losses, worst_difference
-from tests.unit_tests.training.layouts_compared.layouts import CP2, PP2, TP2, VPP2
+from tests.unit_tests.training.layouts.cases import CP2, PP2, TP2, VPP2
 
 TIED = {"model__share_embeddings_and_output_weights": True}
 DECENTRALIZED = {"dist__use_decentralized_pg": True}

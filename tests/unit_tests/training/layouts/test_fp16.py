@@ -11,7 +11,7 @@ from megatron_cp.training.monitor.nonfinite import MAX_SKIPPED_IN_A_ROW
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config
-from tests.unit_tests.training.layouts_compared.layouts import CP2
+from tests.unit_tests.training.layouts.cases import CP2
 
 FP16 = {
     "mixed_precision__fp32": False,

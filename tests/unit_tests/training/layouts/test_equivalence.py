@@ -8,8 +8,8 @@ import pytest
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config, train_losses, worst_difference
 from tests.unit_tests.models.hybrids import HYBRID_EXPERTS
-from tests.unit_tests.training.layouts_compared.layouts import LAYOUTS, PP2, SIX_LAYERS, VPP2
-from tests.unit_tests.training.layouts_compared.test_model_variants import CLASSIC, MOE
+from tests.unit_tests.training.layouts.cases import LAYOUTS, PP2, SIX_LAYERS, VPP2
+from tests.unit_tests.training.layouts.test_model_variants import CLASSIC, MOE
 
 STEPS, MORE = 4, 20
 # float32 sums in another order differ by about 1e-7; 20 Adam steps with a changing loss come to 4e-7 (see README.md).

@@ -13,7 +13,7 @@ from megatron_cp.training.setup import setup
 from tests.ranks import run_ranks
 from tests.training_runs import VOCAB, tiny_config
 from tests.unit_tests.models.hybrids import HYBRID
-from tests.unit_tests.training.layouts_compared.layouts import CP2, PP2
+from tests.unit_tests.training.layouts.cases import CP2, PP2
 
 DYNAMIC = {"model__dynamic_context_parallel": True}
 EVALUATION = {"dist__eval_context_parallel_size": 2}

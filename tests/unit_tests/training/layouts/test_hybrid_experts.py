@@ -11,8 +11,8 @@ from tests.ranks import run_ranks
 from tests.training_runs import train_losses, worst_difference
 from tests.unit_tests.models.hybrids import HYBRID_EXPERTS
 from tests.unit_tests.training.checkpoint.test_checkpoint import resume, save_after
-from tests.unit_tests.training.layouts_compared.layouts import CP2, CP4, HCP, LAYOUTS, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.layouts_compared.test_model_variants import (
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, LAYOUTS, PP2, SP, TP2, VPP2
+from tests.unit_tests.training.layouts.test_model_variants import (
     BALANCED,
     EP2,
     ETP1,
