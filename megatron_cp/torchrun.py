@@ -7,8 +7,8 @@ see training/signals.py) are not started again. A rank that fails is torchrun's 
 and --max-restarts counts, unless the rank ended with 2: what is wrong with a recipe is wrong again. Ranks of other
 nodes hear of one that was killed, and a launcher on another machine can take the place of one that is lost.
 
-Stores listen on the loopback or the endpoint's address (launch/torch_rendezvous.py). Ranks end when this process is killed
-(process.py).
+Stores listen on the loopback or the endpoint's address (launch/torch_rendezvous.py). Ranks end when this process is
+killed (launch/process.py).
 
 Exit codes: 0 done; the first failing rank's own (1, or 2 for what a user can mend); 1 where a rank had to be killed or
 a port is taken; 2 usage; 143, 130 and 129 stopped (128 + the signal, for any other). torchrun ends with 1 and a

@@ -51,7 +51,7 @@ def keep_lines_until(path: Path, iteration: int) -> None:
     if not path.exists():
         return
     end, dropped, mixed = 0, False, False
-    with path.open("rb") as file:
+    with open(path, "rb", opener=file_or_pipe) as file:
         for line in file:
             number = _iteration_of(line)
             keep = number is not None and number <= iteration

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-# Not as dist.is_initialized, which data/samples/datasets.py hides from megatron-core while other ranks wait for this one.
+# Not as dist.is_initialized, which data/samples/datasets.py hides from megatron-core while other ranks wait.
 from torch.distributed import is_initialized
 
 

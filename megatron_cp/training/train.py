@@ -111,7 +111,7 @@ def check_save_folder(config: RunConfig) -> None:
     """Make the folder that the run will write into.
 
     Raises:
-        ConfigError: it cannot be made or written, or has a pipe or device in it, whose opening could take for ever.
+        ConfigError: it cannot be made or written, or holds a pipe, which would wait for its reader.
     """
     if not config.checkpoint.save:
         return
@@ -120,8 +120,8 @@ def check_save_folder(config: RunConfig) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "no permission to write")
-        if special := special_files(folder):
-            raise OSError(errno.EINVAL, f"{special[0]} is neither a file nor a folder")
+        if pipes := [path for path in special_files(folder) if path.is_fifo()]:
+            raise OSError(errno.EINVAL, f"{pipes[0]} is a pipe")
     except OSError as error:
         message, fix = f"cannot be a folder to write into: {error.strerror}", "checkpoint.save=runs/another"
         raise ConfigError([Violation("", "error", "checkpoint.save", message, fix, config.checkpoint.save)]) from error

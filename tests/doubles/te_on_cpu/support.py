@@ -1,5 +1,6 @@
-"""What ``attention/modules/te_support.py`` says of the installed version of Transformer Engine, tried: what it lists as had is
-exact, and what it lists as lacking is refused or wrong.
+"""What ``attention/modules/te_support.py`` says of the installed Transformer Engine, tried.
+
+What it lists as had is exact, and what it lists as lacking is refused or wrong.
 
 Not collected by itself: ``tests/unit_tests/doubles/test_te_on_cpu.py`` runs it. See :mod:`tests.doubles.te_on_cpu` for
 other versions.

@@ -241,4 +241,4 @@ def test_a_pipe_in_the_run_folder_is_not_waited_for(cli: Any, tmp_path: Path, na
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / name)
     code, text = cli()
-    assert code == 2 and f"run/{name} is neither a file nor a folder" in text, (code, text)
+    assert code == 2 and f"run/{name} is a pipe" in text, (code, text)
