@@ -15,6 +15,7 @@ import yaml
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from megatron_cp.common.atomic_files import write_text
 from megatron_cp.common.errors import ConfigError, DataError, Violation, failed_alone
 from megatron_cp.common.input_files import special_files
 from megatron_cp.config.recipes import settings_of
@@ -214,10 +215,8 @@ def _write_config(config: RunConfig, folder: Path) -> None:
         # As used: a longer run from this file has the same schedule, which its own length no longer cuts.
         if config.scheduler.lr_warmup_fraction is None:
             settings["scheduler"]["lr_warmup_iters"] = config.warmup_iters()
-        aside = folder / ".config.yaml"
         with writing_into(folder):
-            aside.write_text(yaml.safe_dump(settings, sort_keys=False))
-            os.replace(aside, folder / "config.yaml")  # that of an earlier start stays whole until then
+            write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
 
 
 def _announce(ready: Run, vocab_size: int) -> None:

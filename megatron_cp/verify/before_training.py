@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_cp.common.atomic_files import write_text
 from megatron_cp.common.errors import RuntimeFault
 from megatron_cp.config.run_config import (
     CheckpointConfig,
@@ -121,10 +121,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, known: dict[str, Any]) -> None:
-    aside = file.with_name(f".{file.name}")
     with writing_into(file.parent):
-        aside.write_text(json.dumps(known, indent=1) + "\n")
-        os.replace(aside, file)
+        write_text(file, json.dumps(known, indent=1) + "\n")
 
 
 @contextmanager

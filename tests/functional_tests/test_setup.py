@@ -80,7 +80,7 @@ def test_without_gpus(setup):
     assert code == 2 and said == "setup: no option --gpus; there are --gpu and --mamba\n" and not calls
 
 
-@pytest.mark.parametrize("version", [(3, 11, 9), (3, 15, 0)])
+@pytest.mark.parametrize("version", [(3, 11, 9), pytest.param((3, 15, 0), marks=pytest.mark.slow)])
 def test_a_python_without_wheels_is_passed_over(setup, version):
     python = setup.tools / "python3.12"
     python.write_text(PYTHON.format(python=sys.executable, version=version))
@@ -89,7 +89,7 @@ def test_a_python_without_wheels_is_passed_over(setup, version):
     assert code == 0 and calls, said
 
 
-@pytest.mark.parametrize("extra", ["gpu", "mamba"])
+@pytest.mark.parametrize("extra", ["gpu", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_an_extra_is_compiled_for_this_pytorch(setup, extra):
     code, _, calls = setup(f"--{extra}")
     assert code == 0 and "--requirement requirements.lock" in calls[0]
@@ -115,6 +115,7 @@ def test_an_extra_is_compiled_for_this_pytorch(setup, extra):
     assert len(compiled(setup()[2])) == 1 and not kept.exists()
 
 
+@pytest.mark.slow
 def test_both_extras(setup):
     assert setup("--gpu")[0] == 0
     code, _, calls = setup("--mamba", MAMBA_FORCE_BUILD="FALSE", MAX_JOBS="3")
@@ -130,11 +131,12 @@ def test_both_extras(setup):
 
 def test_kernels_are_tried_in_the_version_that_is_installed():
     """Those of mamba-ssm, without a GPU."""
-    tried = (ROOT / "tests" / "mamba_on_cpu" / "requirements.txt").read_text()
+    tried = (ROOT / "tests" / "doubles" / "mamba_on_cpu" / "requirements.txt").read_text()
     (extra,) = re.findall(r"^mamba = (.*)$", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     assert re.findall(r"[\w-]+==[\w.]+", extra) == re.findall(r"^[\w-]+==[\w.]+", tried, flags=re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_all_else_is_there_where_it_cannot_be_compiled(setup):
     code, said, calls = setup("--gpu", CXX="no-such-compiler")
     assert code == 1 and "no C++ compiler (no-such-compiler): install g++" in said

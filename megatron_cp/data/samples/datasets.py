@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
@@ -270,5 +269,9 @@ def _without_process_group() -> Iterator[None]:
     an error on rank 0 leaves the others in a barrier. It is hidden from every thread, since the builder has some of its
     own; ``together``, which goes on talking to the other ranks meanwhile, has the function under a name of its own.
     """
-    with mock.patch.object(torch.distributed, "is_initialized", return_value=False):
+    original = torch.distributed.is_initialized
+    torch.distributed.is_initialized = lambda: False
+    try:
         yield
+    finally:
+        torch.distributed.is_initialized = original

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_cp.common.atomic_files import to_disk, write_text
 from megatron_cp.common.errors import ConfigError, UnusableCheckpoint, shown
 from megatron_cp.common.input_files import read_bytes
 from megatron_cp.mcore.checkpoint_index import read_index
@@ -144,20 +145,15 @@ def put_in_place(partial: Path, final: Path) -> None:
     if problems:
         raise OSError(f"what was written is not what should be there: {'; '.join(problems[:4])}")
     for path in partial.iterdir():
-        _to_disk(path)
-    _to_disk(partial)
+        to_disk(path)
+    to_disk(partial)
     replaced = _replaced(final)
     if final.exists():
         discard(replaced)
         final.rename(replaced)
     partial.rename(final)
-    _to_disk(final.parent)
-    latest = final.parent / LATEST
-    written = latest.with_name(f".{LATEST}.partial")
-    written.write_text(str(int(final.name.removeprefix("iter_"))))
-    _to_disk(written)
-    os.replace(written, latest)
-    _to_disk(final.parent)
+    to_disk(final.parent)
+    write_text(final.parent / LATEST, str(int(final.name.removeprefix("iter_"))), survives_power_loss=True)
     discard(replaced)
 
 
@@ -198,12 +194,3 @@ def clean_leftovers(root: str | Path) -> None:
 
 def _replaced(final: Path) -> Path:
     return final.with_name(f".{final.name}.replaced")
-
-
-def _to_disk(path: Path) -> None:
-    """Return when a file's bytes, or a folder's entries, would survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -85,9 +85,9 @@ def log_line(
         f"nan: {not_finite}" if not_finite else "",
         f"TFLOP/s/GPU: {tflops:.{1 if tflops >= 10 else 4}f}",
         f"MFU ({peak.source}): {peak.mfu(tflops):.3f}" if peak is not None else "",
+        f"left {clock(seconds_left)}",
         f"step ms: {seconds * 1e3:.1f}",
         f"tokens/s: {tokens:.0f}",
-        f"left {clock(seconds_left)}",
         f"peak memory (GB): {interval.peak_memory_bytes / 1e9:.2f}" if interval is not None else "",
     ]
     line = entries[0]

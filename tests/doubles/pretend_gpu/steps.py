@@ -72,7 +72,13 @@ PACKED: dict[str, Case] = {
 
 # Others have what is theirs; for the slow run.
 LIKE_OTHERS = {"pp2 vpp2 cp2", "latent", "hybrid, two tokens further", "hybrid with experts"}
-LIKE_OTHERS |= {"dynamic, multi-token prediction, all-to-all"}
+LIKE_OTHERS |= {
+    "dynamic, multi-token prediction, all-to-all",
+    "dynamic, gathered",
+    "static, all-to-all",
+    "pp2",
+    "experts",
+}
 
 
 def some(names: Iterable[str], slow: Container[str] = LIKE_OTHERS) -> list[Any]:

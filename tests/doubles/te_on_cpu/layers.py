@@ -60,10 +60,7 @@ PLAIN_KERNELS = {f"model__{name}": False for name in FUSIONS}
 # The first of each kind; all others are for the slow run.
 QUICK = {
     "hierarchy, decentralized",
-    "its own scale, ring",
     "learnable offset, tp2 all-to-all",
-    "latent attention, tp2 sp",
-    "experts, tp2 sp",
     "experts, ep2 cp2",
     "hybrid, tp2 sp cp2",
 }

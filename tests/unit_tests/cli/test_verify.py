@@ -78,10 +78,10 @@ def test_the_full_size() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "--steps must be at least 1"),
         (["--against", "model.num_query_groups=8"], "model.num_query_groups: differs between the two"),
-        (["model.tensor_model_parallel_size=4"], "world size (4) is not divisible"),
-        (["model.cp_comm_type=ring"], "Unsupported communication type: ring"),
+        pytest.param(["--steps", "0"], "--steps must be at least 1", marks=pytest.mark.slow),
+        pytest.param(["model.tensor_model_parallel_size=4"], "world size (4) is not divisible", marks=pytest.mark.slow),
+        pytest.param(["model.cp_comm_type=ring"], "Unsupported communication type: ring", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_run_ends_with_two(arguments: list[str], message: str) -> None:

@@ -61,10 +61,10 @@ import torch.distributed as dist
 
 from megatron_cp.common.errors import RuntimeFault
 from megatron_cp.launch.rendezvous import meet
-from megatron_cp.training import roll_call
+from megatron_cp.launch import health_monitor
 
 folder, rank, how = Path(sys.argv[1]), os.environ["RANK"], sys.argv[3]
-roll_call._GRACE = 1.0
+health_monitor._GRACE = 1.0
 if how == "die" and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 if how == f"interrupted{rank}":
@@ -74,7 +74,7 @@ try:
 except RuntimeFault as fault:
     sys.exit(f"megatron-cp: {fault}")
 dist.init_process_group("gloo", store=store, rank=int(rank), world_size=size)
-roll_call.RollCall()
+health_monitor.RollCall()
 dist.barrier()
 (folder / f"pid{rank}.tmp").write_text(str(os.getpid()))
 (folder / f"pid{rank}.tmp").rename(folder / f"pid{rank}.0")
@@ -163,6 +163,7 @@ def test_ranks_have_the_time_they_need(launch: Callable[..., Launched]) -> None:
     assert "megatron-cp: SIGTERM: the ranks were told and ended with 143\n" in text and "Traceback" not in text, text
 
 
+@pytest.mark.slow
 def test_they_are_killed_when_it_is_over(launch: Callable[..., Launched]) -> None:
     run = launch(seconds=12.0, patience="1")
     run.pids()
@@ -174,6 +175,7 @@ def test_they_are_killed_when_it_is_over(launch: Callable[..., Launched]) -> Non
     )
 
 
+@pytest.mark.slow
 def test_the_ranks_are_asked_again_when_the_launcher_is(launch: Callable[..., Launched]) -> None:
     run = launch(seconds=100.0)
     run.pids()
@@ -213,6 +215,7 @@ def test_a_terminal_that_hangs_up_stops_the_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "saved0").read_text().split()[0] == "SIGHUP"
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_again_and_again_is_one(launch: Callable[..., Launched]) -> None:
     """A terminal's shell and the kernel both send SIGHUP, shortly after each other."""
     run = launch(seconds=2.0)
@@ -229,6 +232,7 @@ def take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+@pytest.mark.slow
 def test_nohup_ignores_a_terminal_that_hangs_up(launch: Callable[..., Launched]) -> None:
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ignored by what is started now, too
     try:
@@ -243,6 +247,7 @@ def test_nohup_ignores_a_terminal_that_hangs_up(launch: Callable[..., Launched])
     assert run.ended()[0] == 143 and run.written("saved*") == ["saved0", "saved1"]
 
 
+@pytest.mark.slow
 def test_what_stopped_is_not_started_again(launch: Callable[..., Launched]) -> None:
     """Rank 0 ends two seconds before rank 1, which a signal would end by then."""
     run = launch(*ALONE, "--max-restarts=1", seconds=2.0)
@@ -263,7 +268,7 @@ def test_launchers_of_two_nodes_meet(launch: Callable[..., Launched]) -> None:
     assert nodes[0].written("saved*") == ["saved0", "saved1"]
 
 
-@pytest.mark.parametrize("how", ["kill", "die"])
+@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.slow), "die"])
 def test_ranks_of_other_nodes_hear_of_one_that_was_killed(launch: Callable[..., Launched], how: str) -> None:
     """Once all have met, and before."""
     where = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
@@ -276,7 +281,7 @@ def test_ranks_of_other_nodes_hear_of_one_that_was_killed(launch: Callable[..., 
     assert "megatron-cp: rank 1 failed first: it was killed by signal 9" in other, other
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_do_not_wait_for_one_that_stopped_before_all_had_met(launch: Callable[..., Launched], rank: int) -> None:
     """As at Ctrl-C in one rank while it starts."""
     started = time.monotonic()
@@ -304,6 +309,7 @@ def test_a_launcher_that_loses_the_others_store_says_so(launch: Callable[..., La
     assert "Traceback" not in text, text
 
 
+@pytest.mark.slow
 def test_a_launcher_that_stays_alone_says_so(launch: Callable[..., Launched]) -> None:
     where = ("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}")
     code, text = launch(*where, "--rdzv_conf=join_timeout=2").ended()

@@ -135,7 +135,9 @@ sys.exit(main(["{command}", "--recipe", "mamba_hybrid_tiny_pretrain_config", "pa
 """
 
 
-@pytest.mark.parametrize(("told", "option", "packages"), BROKEN)
+@pytest.mark.parametrize(
+    ("told", "option", "packages"), [BROKEN[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in BROKEN[1:])]
+)
 def test_what_is_broken_is_told(tmp_path: Path, told: str, option: str, packages: dict[str, str]) -> None:
     command = "verify" if "mamba_ssm.ops" in told else "train"  # the other command that starts ranks
     done = run_beside(tmp_path, packages, WITH_A_GPU.format(command=command))

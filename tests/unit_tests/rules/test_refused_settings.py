@@ -499,8 +499,9 @@ def test_a_scaling_factor_below_one_shortens():
 def test_yarn_for_fewer_positions_than_the_sequence_has_is_said():
     few = [*YARN[:1], "model.yarn_original_max_position_embeddings=100", "model.yarn_rotary_scaling_factor=2.0"]
     (found,) = check(load_recipe(EXAMPLE_RECIPE, few), 4, environment="cpu")
-    assert (found.rule, found.severity, found.fix) == ("K55", "warning", "model.yarn_rotary_scaling_factor=3.0")
-    assert check(load_recipe(EXAMPLE_RECIPE, [*few, found.fix]), 4, environment="cpu") == []
+    fix = "model.yarn_rotary_scaling_factor=3.0 model.max_position_embeddings=300"
+    assert (found.rule, found.severity, found.fix) == ("K55", "warning", fix)
+    assert check(load_recipe(EXAMPLE_RECIPE, [*few, *fix.split()]), 4, environment="cpu") == []
 
 
 def test_concentrated_yarn_has_no_fused_rotary_embedding():

@@ -31,7 +31,7 @@ def test_a_good_run_ends_with_zero_and_can_be_repeated(cli: Any, tmp_path: Path)
     assert code == 0 and "nothing to do: already at iteration 1" in text, text
 
 
-@pytest.mark.parametrize("written", [".config.yaml", "metrics.jsonl"])
+@pytest.mark.parametrize("written", [".config.yaml.partial", "metrics.jsonl"])
 def test_a_full_disk_names_the_run_folder_and_keeps_the_configuration(cli: Any, tmp_path: Path, written: str) -> None:
     def write_into_what_is_full() -> None:
         sinks.keep_lines_until = lambda *args: None  # would read /dev/full to its end
@@ -44,7 +44,7 @@ def test_a_full_disk_names_the_run_folder_and_keeps_the_configuration(cli: Any, 
     assert (
         code == 1 and f"megatron-cp: the run folder {run} cannot be written: No space left on device. Mend" in text
     ), text
-    assert ((run / "config.yaml").read_text() == "an earlier start's") == (written == ".config.yaml")
+    assert ((run / "config.yaml").read_text() == "an earlier start's") == (written == ".config.yaml.partial")
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,7 @@ PIECES = [
 
 
 @given(configurations(), st.lists(st.sampled_from(PIECES), max_size=4), st.sampled_from(["cpu", "gpu"]), st.booleans())
-@settings(deadline=None, database=None, derandomize=True, max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, database=None, derandomize=True, max_examples=120, suppress_health_check=list(HealthCheck))
 def test_whatever_the_rules_accept_they_accept_reduced(drawn, pieces, environment, full):
     world_size, overrides = drawn
     for piece in pieces:
