@@ -339,6 +339,7 @@ def on_a_terminal(folder: str) -> None:
     os.environ.update(COLUMNS="110", TERM="xterm-256color")
     os.dup2(follower, 2)
     sys.stderr = os.fdopen(2, "w")
+    metrics._console = None  # one that an earlier test of this process made knows no terminal
     logger = {"logger__progress": "auto", "logger__tensorboard": False, "logger__log_interval": 1000}
     config = tiny_config(**logger, train__train_iters=10)
     assert metrics.wants_live_line(config)
