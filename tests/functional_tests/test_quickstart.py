@@ -113,7 +113,7 @@ def test_the_command_to_train_on_works_as_it_is_printed(
     """No warning, and a rate that decays from above the least one."""
     assert quickstart.main(SMALL, tmp_path, sources) == 0
     (command,) = re.findall(r"Train on from this checkpoint:\s+(.*)", capsys.readouterr().out)
-    done = subprocess.run(command, shell=True, cwd=quickstart.ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "warning" not in (done.stdout + done.stderr).lower(), done.stderr[-3000:]
     folder = tmp_path / "run-001"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open() if "lm_loss" in line]
@@ -133,7 +133,8 @@ def test_as_a_user_runs_it() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "HIERARCHICAL_CONTEXT_PARALLEL_GROUPS a2a=[[0,1],[2,3]] p2p=[[0,2],[1,3]]" in done.stderr
     (folder,) = re.findall(r"run folder +\W*(runs/quickstart/run-\d+|\S+/run-\d+)", done.stdout)
-    losses = [json.loads(line)["lm_loss"] for line in (ROOT / folder / "metrics.jsonl").open() if "lm_loss" in line]
+    lines = map(json.loads, (ROOT / folder / "metrics.jsonl").open())
+    losses = [line["lm_loss"] for line in lines if "lm_loss" in line]
     assert sum(losses[-5:]) / 5 < losses[0] / 2
     # One last loss: of the panel, the run's last words, its last log line, and metrics.jsonl.
     said = re.findall(r"-> (\d\.\d{4})", done.stdout + done.stderr)
