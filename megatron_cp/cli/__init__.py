@@ -61,7 +61,7 @@ def _dispatch(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 failed while running, 2 usage or configuration, 129, 130 and 143 stopped."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started us (>&-), and thus None in Python
+        if getattr(sys, name) is None:  # None where the shell closed it (>&-)
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     end_with_launcher()
     try:

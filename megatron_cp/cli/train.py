@@ -51,7 +51,7 @@ def run_or_start(
         command: and its ``argv``, which each rank is given.
         further: overrides that the command adds.
     """
-    launcher.rank()  # a wrong one is told before torch is imported
+    launcher.rank()  # refuses a wrong RANK before torch is imported
     number = ranks.to_start(parser, args)
     if number is not None:
         with ranks.no_warnings():

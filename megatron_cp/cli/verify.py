@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(parser, argv)
     if args.steps < 1:
         parser.error("--steps must be at least 1")
-    launcher.rank()  # a wrong one is told before torch is imported
+    launcher.rank()  # refuses a wrong RANK before torch is imported
     number = ranks.to_start(parser, args)
     if number is None:
         return _compare(*_layouts(parser, args, launcher.world_size() or 1))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
-class Ahead[T]:
+class Prefetch[T]:
     """Values that are each begun before they are asked for, one at a time, in a thread of this one's own.
 
     It holds nothing of who makes them but while they are made, so that whoever holds it may go without closing it.

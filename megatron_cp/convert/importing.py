@@ -66,9 +66,9 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
     ]
     if model.max_position_embeddings != values["max_position_embeddings"]:
         said.append(
-            f"max_position_embeddings is {model.max_position_embeddings}, YaRN's factor times the original length; "
-            f"config.json has {values['max_position_embeddings']}, of which some versions of transformers make another "
-            "factor"
+            f"max_position_embeddings={model.max_position_embeddings} is YaRN's factor times the original length. "
+            f"config.json has {values['max_position_embeddings']}; older versions of transformers divide that by the "
+            "original length and get another factor"
         )
     if several:
         said.append("its weights are of several dtypes, which float32 holds; --torch-dtype gives them one of yours")

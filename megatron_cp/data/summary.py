@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from megatron_cp.common.errors import DataError
 from megatron_cp.config.run_config import RunConfig
+from megatron_cp.data.samples.contents import Contents, HasSources
 from megatron_cp.data.samples.parts import paths_of
-from megatron_cp.data.text.contents import Contents, HasSources
 
 if TYPE_CHECKING:
     from megatron_cp.data.samples.datasets import Datasets

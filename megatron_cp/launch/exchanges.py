@@ -8,7 +8,7 @@ torch for almost every other error. What is certain is the call that raised. An 
 - one that a ``.wait()`` raised: handles of asynchronous collectives have no Python frame;
 - one out of autograd's engine, which runs collectives of its own threads and loses their frames.
 
-The rest is a question to the other ranks (``RollCall.explain``): an exchange that fails while another rank is gone or
+For the rest the other ranks are asked (``HealthMonitor.explain``). An exchange that fails while another rank is gone or
 has failed is a lost peer. So is one that took the whole time limit or broke a connection (by the system's own words for
 that), on this rank or another. Else all ranks are well: the error is this rank's own and keeps its traceback.
 """

@@ -64,7 +64,7 @@ class Found(NamedTuple):
     all_well: bool
 
 
-class Board:
+class FailureStore:
     """``rank``'s view of the board that the ``size`` ranks have in ``store``. Raises RuntimeError where that is gone.
 
     ``patience``: seconds that a rank has to sign once the alarm is up.

@@ -29,7 +29,7 @@ from megatron_cp.common.limits import reached_limit
 from megatron_cp.common.terminal import say
 from megatron_cp.launch import store_watch
 from megatron_cp.launch.exchanges import is_exchange, is_network_error, name_of_exchange
-from megatron_cp.launch.failure_store import Board, Found, Store
+from megatron_cp.launch.failure_store import FailureStore, Found, Store
 from megatron_cp.launch.rendezvous import begun, common_store, is_waited_for
 from megatron_cp.launch.store_watch import (
     GO_ON,
@@ -49,7 +49,7 @@ _ANSWER = 5.0  # seconds for the store to answer one request of a rank that is t
 completing = store_watch.completing
 
 
-class RollCall:
+class HealthMonitor:
     """This rank's part in finding out who is missing. ``doing`` tells what the rank is at, ``step`` in which step.
 
     ``standstill``: seconds after which a rank that is still at the same has not moved; None: no rank is asked.
@@ -63,7 +63,7 @@ class RollCall:
         # A connection of its own: over the main thread's this one would wait as long as that, which may be in there for
         # what a lost rank would have written (NCCL's first collective of a group).
         self._store = dist.PrefixStore(_NAME, (store or common_store()).clone())  # type: ignore[attr-defined]
-        self._board = Board(cast(Store, self._store), self._rank, self._size)  # torch's stub lacks append
+        self._board = FailureStore(cast(Store, self._store), self._rank, self._size)  # torch's stub lacks append
         self._since = time.monotonic()  # this rank is at the same since then
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="roll-call", daemon=True)
@@ -93,7 +93,7 @@ class RollCall:
 
     def _tell_of_standstill(self, at: str, step: int) -> None:
         store = dist.PrefixStore(f"standstill in step {step}", self._store)
-        board = Board(cast(Store, store), self._rank, self._size, _SIGNING)
+        board = FailureStore(cast(Store, store), self._rank, self._size, _SIGNING)
         who, lowest, _ = board.find_out(at)
         if self._rank == lowest and not self._closed.is_set() and self.doing() == at:
             minutes = (self._standstill or 0.0) / 60
@@ -117,7 +117,7 @@ class RollCall:
 
     def _find_out(self, *, broken: bool = False) -> Found:
         """Ask why the run cannot go on. ``broken``: this rank lost a connection."""
-        board = Board(cast(Store, BoundedStore(self._store, _ANSWER)), self._rank, self._size)
+        board = FailureStore(cast(Store, BoundedStore(self._store, _ANSWER)), self._rank, self._size)
         try:
             return board.find_out(self.doing(), broken=broken)
         except StoreSilentError as silent:
@@ -176,7 +176,7 @@ def say_for_the_killed(address: str, port: int, rank: int, number: int) -> None:
     def say() -> None:
         store = begun(address, port, rank, how)
         if store is not None:
-            Board(cast(Store, dist.PrefixStore(_NAME, store)), rank, 0).fell(how)
+            FailureStore(cast(Store, dist.PrefixStore(_NAME, store)), rank, 0).fell(how)
 
     with suppress(RuntimeError):  # who keeps the store is gone or frozen, too
         within(_ANSWER, say)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from typing import Any
 
 from megatron_cp.config.run_config import RunConfig
-from megatron_cp.rules.remedies import BETWEEN
+from megatron_cp.rules.remedies import BETWEEN, Fix, override
 
 
 def typed(field: str, value: Any) -> str:
@@ -16,11 +15,7 @@ def typed(field: str, value: Any) -> str:
 
     Text with a comma is quoted twice, for the shell and for Hydra, which takes it for several values.
     """
-    if isinstance(value, str) and "," in value:
-        return f"\"{field}='{value}'\""
-    if isinstance(value, list):
-        return f'"{field}=[{",".join(map(str, value))}]"'
-    return f"{field}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
+    return str(Fix((override(field, value),)))
 
 
 def default_of(field: str) -> str:

@@ -65,7 +65,10 @@ def setting_of(override: str) -> str:
 def override(setting: str, value: Any) -> str:
     """The word that gives a setting a value, as Hydra parses it; :class:`Fix` quotes it for a shell."""
     if isinstance(value, str):
-        return f"{setting}='{value}'" if _SPECIAL.search(value) else f"{setting}={value}"
+        # Hydra takes text with a comma for several values.
+        return f"{setting}='{value}'" if _SPECIAL.search(value) or "," in value else f"{setting}={value}"
+    if isinstance(value, list):
+        return f"{setting}=[{','.join(map(str, value))}]"
     return f"{setting}={json.dumps(value, separators=(',', ':'))}"
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from megatron_cp.common.errors import DataError
 from megatron_cp.common.limits import reached_limit, shared_memory_full
-from megatron_cp.common.prefetch import Ahead
+from megatron_cp.common.prefetch import Prefetch
 from megatron_cp.data.batches import Batch, BatchIterator, slice_for_context_parallel
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.dynamic_cp.runtime.packing import PackedMicrobatch
@@ -96,7 +96,7 @@ class StaticSteps:
         )
         self._checks = BatchChecks(run)
         self._lengths = [config.model.seq_length or 0] * size
-        self._ahead: Ahead[_Read] = Ahead(count=steps_to_come(run, training), name="batches")
+        self._ahead: Prefetch[_Read] = Prefetch(count=steps_to_come(run, training), name="batches")
 
     def __next__(self) -> Step:
         """All microbatches at once: a rank that finds fault with one can tell the others only while none of them waits

@@ -27,7 +27,7 @@ from megatron_cp.data.summary import log_data
 from megatron_cp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.data.together import on_every_rank
 from megatron_cp.launch import launcher
-from megatron_cp.launch.health_monitor import RollCall
+from megatron_cp.launch.health_monitor import HealthMonitor
 from megatron_cp.mcore.packages import check_mamba_ssm
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
@@ -77,7 +77,7 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
     check_save_folder(config)
     start_distributed(config)
     # Shortly before torch gives up; a short time limit is one of a test.
-    roll, alone = RollCall(standstill=0.9 * 60 * config.dist.distributed_timeout_minutes), False
+    roll, alone = HealthMonitor(standstill=0.9 * 60 * config.dist.distributed_timeout_minutes), False
     with ExitStack() as leaving:
         try:
             check_all_ranks_agree(config)
@@ -142,7 +142,9 @@ def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     return known or tokenizer.vocab_size
 
 
-def _run(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start | None, roll: RollCall) -> TrainResult:
+def _run(
+    config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start | None, roll: HealthMonitor
+) -> TrainResult:
     folder = Path(config.checkpoint.save or "")
     datasets = _datasets(config, tokenizer, start)
     ready = setup(config, vocab_size)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_cp.common.atomic_files import write_text
 from megatron_cp.common.errors import RuntimeFault
+from megatron_cp.common.input_files import read_json
 from megatron_cp.config.run_config import (
     CheckpointConfig,
     LoggerConfig,
@@ -115,7 +116,7 @@ def _key(reduced: RunConfig) -> str:
 def _read(file: Path) -> dict[str, Any]:
     """What was verified before; nothing where the file cannot be read, which costs one more verification."""
     with suppress(OSError, ValueError, AttributeError, TypeError):
-        found = json.loads(file.read_text())
+        found = read_json(file)
         return {key: value for key, value in found.items() if "time" in value}
     return {}
 

@@ -31,12 +31,12 @@ from megatron_cp.data.formats.indexed import (
     open_indexed,
     tokens_before,
 )
+from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.samples.mock import MockDataset
 from megatron_cp.data.samples.order import shuffled
 from megatron_cp.data.samples.parts import Part, parts_of
 from megatron_cp.data.samples.streams import KINDS, Stream, build_streams
 from megatron_cp.data.split import ALL_FOR_TRAINING
-from megatron_cp.data.text.contents import Contents
 from megatron_cp.data.text.tokenizers import Tokenizer
 from megatron_cp.data.together import on_every_rank, once_per_node
 

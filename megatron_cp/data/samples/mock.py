@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron_cp.config.run_config import DatasetConfig
-from megatron_cp.data.text.contents import Contents
+from megatron_cp.data.samples.contents import Contents
 
 
 class MockDataset(Dataset):

@@ -19,10 +19,10 @@ from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import open_indexed
 from megatron_cp.data.formats.jsonl import Keys, map_prompt_lengths, tokenized, warn_of_plain_prompts
 from megatron_cp.data.samples.blend import Turns
+from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.samples.order import shuffled, shuffled_all
 from megatron_cp.data.samples.parts import SPLITS, parts_of, paths_of
 from megatron_cp.data.samples.varlen import DocumentDataset, MockVarlenDataset, Sample
-from megatron_cp.data.text.contents import Contents
 from megatron_cp.data.text.records import check_records
 from megatron_cp.data.text.tokenizers import Tokenizer
 from megatron_cp.data.together import on_every_rank, once_per_node

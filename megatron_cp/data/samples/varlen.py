@@ -16,8 +16,8 @@ import torch
 from megatron_cp.common.errors import DataError
 from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import check_ids, chunks, first_ends, open_indexed, tokens_between
+from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.split import ALL_FOR_TRAINING
-from megatron_cp.data.text.contents import Contents
 
 Sample = dict[str, torch.Tensor]
 

@@ -132,10 +132,11 @@ def _tokens(ids: Iterable[str]) -> str:
 
 def _fix(record: Record, settings: TokenizerConfig) -> str:
     """Settings with which the run's tokenizer writes documents as the record says."""
-    there = {"tokenizer_type": record.tokenizer_type, "tokenizer_model": record.tokenizer_model or "null"}
-    for changes in ({"add_bos": "null"}, {"add_bos": "false"}, {"add_bos": "true"}, there):
-        values = {name: {"null": None, "false": False, "true": True}.get(text, text) for name, text in changes.items()}
+    there = {"tokenizer_type": record.tokenizer_type, "tokenizer_model": record.tokenizer_model}
+    attempts: list[dict[str, Any]] = [{"add_bos": None}, {"add_bos": False}, {"add_bos": True}, there]
+    for values in attempts:
         with suppress(DataError):
-            if record.fits(build_tokenizer(replace(settings, **values))):  # type: ignore[arg-type]
-                return shlex.join(f"tokenizer.{name}={text}" for name, text in changes.items())
+            if record.fits(build_tokenizer(replace(settings, **values))):
+                texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+                return shlex.join(f"tokenizer.{name}={text}" for name, text in texts.items())
     return "make the files again with megatron-cp preprocess and the run's tokenizer"

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megatron_cp.common.prefetch import Ahead
+from megatron_cp.common.prefetch import Prefetch
 from megatron_cp.dynamic_cp.analysis.report import as_arrays, cp_sizes, imbalance_of_work, padding_fraction
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
@@ -113,7 +113,7 @@ class DynamicBatches:
         self._consumed = consumed_samples
         # The next step may be under way with an older cost model than the one in use now.
         self._cost_of_next = self._cost = cost
-        self._ahead: Ahead[StepPlan] = Ahead(count=num_steps, name="cp-scheduler")
+        self._ahead: Prefetch[StepPlan] = Prefetch(count=num_steps, name="cp-scheduler")
 
     def __iter__(self) -> Iterator[StepPlan]:
         return self

@@ -42,7 +42,7 @@ def checkpoint_of(setting: str, run: Path, iteration: int | None) -> str:
     return str(Fix((override(setting, str(run)), *step)))
 
 
-def begin_with(config: RunConfig, folder: Path) -> str:
+def begin_new_run(config: RunConfig, folder: Path) -> str:
     """What to type for a new run with a checkpoint's weights, in a folder that no run has."""
     root, save = folder.parent, config.checkpoint.save or str(folder.parent)
     words = [override("checkpoint.pretrained_checkpoint", str(root)), "checkpoint.load=null"]

@@ -15,7 +15,7 @@ from megatron_cp.models.hybrid_pattern import layers_of, without_stages
 from megatron_cp.models.vocabulary import padded
 from megatron_cp.rules.remedies import BETWEEN, Fix, override
 from megatron_cp.training.checkpoint.content import FORMAT, read_common
-from megatron_cp.training.checkpoint.differences import begin_with, checkpoint_of, differences, overrides, said
+from megatron_cp.training.checkpoint.differences import begin_new_run, checkpoint_of, differences, overrides, said
 from megatron_cp.training.checkpoint.files import (
     checkpoint_folder,
     existing_folder,
@@ -271,7 +271,7 @@ def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune
     if finetune:
         return
     if "scheduler" not in common:
-        raise ConfigError(f"checkpoint {folder} holds weights only. Fix: {begin_with(config, folder)}")
+        raise ConfigError(f"checkpoint {folder} holds weights only. Fix: {begin_new_run(config, folder)}")
     if wants_optimizer(config, common):
         _check_optimizer(config, common, folder)
     _check_schedule(config, common, folder)
@@ -319,7 +319,7 @@ def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetu
     different = other_weights | other_function
     if different or padding:
         here = str(Fix((*overrides(different), *rows)))
-        begin = f"{BETWEEN}{begin_with(config, folder)} (a new run with its weights)"
+        begin = f"{BETWEEN}{begin_new_run(config, folder)} (a new run with its weights)"
         raise ConfigError(
             f"checkpoint {folder} is of another model: {'; '.join(said(different) + padding)}. "
             f"Fix: {here} (the checkpoint's values){'' if other_weights or padding else begin}"

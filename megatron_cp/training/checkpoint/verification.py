@@ -13,6 +13,7 @@ from megatron_cp.common.errors import ConfigError, RuntimeFault, UnusableCheckpo
 from megatron_cp.common.limits import reached_limit
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.parallel.collectives import everyones
+from megatron_cp.rules.remedies import Fix, override
 from megatron_cp.training.checkpoint.checksums import changed_files, read_checksums
 from megatron_cp.training.checkpoint.content import read_common
 from megatron_cp.training.checkpoint.files import damage, existing_folder, saved_iterations
@@ -81,11 +82,7 @@ def begin_with(config: RunConfig, root: str, iteration: int) -> str:
             continue
         if start is not None and Path(start.root) == Path(root) and start.iteration == iteration:
             break
-    words = {
-        name: "null" if value is None else str(value).lower() if value is False else value
-        for name, value in changed.items()
-    }
-    return " ".join(f"checkpoint.{name}={value}" for name, value in words.items())
+    return str(Fix(tuple(override(f"checkpoint.{name}", value) for name, value in changed.items())))
 
 
 def _is_first() -> bool:

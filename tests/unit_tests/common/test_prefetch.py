@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from megatron_cp.common.prefetch import Ahead
+from megatron_cp.common.prefetch import Prefetch
 
 
 class Made:
@@ -37,7 +37,7 @@ def made() -> Iterator[Made]:
 
 
 def test_the_next_value_is_made_while_the_last_one_is_used(made: Made) -> None:
-    with closing(Ahead(count=None, name="maker")) as ahead:
+    with closing(Prefetch(count=None, name="maker")) as ahead:
         assert ahead.take(made, 1) == 1
         made.begun.clear()
         ahead.begin(made, 2)
@@ -50,7 +50,7 @@ def test_the_next_value_is_made_while_the_last_one_is_used(made: Made) -> None:
 
 @pytest.mark.parametrize(("count", "asked"), [(None, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 1]), (0, [0, 1])])
 def test_nothing_is_begun_that_will_not_be_taken(made: Made, count: int | None, asked: list[int]) -> None:
-    with closing(Ahead(count=count, name="maker")) as ahead:
+    with closing(Prefetch(count=count, name="maker")) as ahead:
         for number in range(2):
             ahead.take(made, number)
             ahead.begin(made, number + 1)
@@ -59,7 +59,7 @@ def test_nothing_is_begun_that_will_not_be_taken(made: Made, count: int | None, 
 
 
 def test_an_error_is_raised_where_the_value_is_wanted_and_again(made: Made) -> None:
-    with closing(Ahead(count=None, name="maker")) as ahead:
+    with closing(Prefetch(count=None, name="maker")) as ahead:
         ahead.begin(made, KeyError("lost"))
         ahead.settle()
         for _ in range(2):
@@ -71,7 +71,7 @@ def test_an_error_is_raised_where_the_value_is_wanted_and_again(made: Made) -> N
 
 def test_what_is_forgotten_runs_no_more() -> None:
     made = Made(may=False)
-    with closing(Ahead(count=None, name="maker")) as ahead:
+    with closing(Prefetch(count=None, name="maker")) as ahead:
         ahead.begin(made, 1)
         assert made.begun.wait(20)
         threading.Timer(0.2, made.may.set).start()

@@ -11,9 +11,9 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_cp.config.run_config import RunConfig
+from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.samples.datasets import Datasets, build_datasets
 from megatron_cp.data.summary import LINE, log_data, planned_line
-from megatron_cp.data.text.contents import Contents
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from tests.training_runs import tiny_config
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch.distributed as dist
 
-from megatron_cp.launch.failure_store import Board, Roll
+from megatron_cp.launch.failure_store import FailureStore, Roll
 
 RANKS = 2000
 
@@ -26,8 +26,8 @@ class Counting:
         return ask
 
 
-def boards(store: object, ranks: int = RANKS, patience: float = 0.4) -> list[Board]:
-    return [Board(store, rank, ranks, patience) for rank in range(ranks)]
+def boards(store: object, ranks: int = RANKS, patience: float = 0.4) -> list[FailureStore]:
+    return [FailureStore(store, rank, ranks, patience) for rank in range(ranks)]
 
 
 def test_a_large_world_finds_out_in_few_requests() -> None:

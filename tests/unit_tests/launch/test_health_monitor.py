@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cp.launch import health_monitor as roll_call
-from megatron_cp.launch.health_monitor import RollCall, completing
+from megatron_cp.launch import health_monitor
+from megatron_cp.launch.health_monitor import HealthMonitor, completing
 from megatron_cp.launch.rendezvous import common_store
 from megatron_cp.launch.store_watch import stop_watching, watch
 from tests.ranks import RanksFailed, run_ranks
@@ -24,11 +24,11 @@ SAID = "megatron-cp: rank 0, forward of iteration 3: waited in vain because rank
 
 def waiting(folder: str, port: int, last_words: Any) -> None:
     """The last rank fails; the others' main threads wait for what never comes."""
-    roll_call._GRACE = 1.0
+    health_monitor._GRACE = 1.0
     rank = dist.get_rank()
     sys.stderr = Path(folder, f"stderr{rank}").open("w", buffering=1)  # noqa: SIM115 - until the rank ends
     store = dist.TCPStore("localhost", port)
-    roll = RollCall(store)
+    roll = HealthMonitor(store)
     roll.doing = lambda: "forward of iteration 3"
     dist.barrier()
     if rank == FALLING:
@@ -76,10 +76,10 @@ def test_a_save_that_can_complete_is_completed(tmp_path: Path) -> None:
 
 def standing_still(folder: str, port: int, frozen: bool) -> None:
     """The last rank is frozen or elsewhere; the others wait, until it goes on."""
-    roll_call._LOOK, roll_call._SIGNING = 0.1, 1.5
+    health_monitor._LOOK, health_monitor._SIGNING = 0.1, 1.5
     rank, store = dist.get_rank(), dist.TCPStore("localhost", port)
     sys.stderr = Path(folder, f"stderr{rank}").open("w", buffering=1)  # noqa: SIM115 - until the rank ends
-    roll = RollCall(store, standstill=1.2)
+    roll = HealthMonitor(store, standstill=1.2)
     moved = time.monotonic()
     roll.doing = lambda: f"phase {int(2 * (time.monotonic() - moved))} of iteration 3"
     dist.barrier()
@@ -115,7 +115,7 @@ def test_ranks_that_do_not_move_say_who_does_not_answer(frozen: bool, who: str, 
 def threads_after_the_end() -> list[str]:
     store = dist.PrefixStore("end", common_store())
     watch(store, 0.1)
-    roll = RollCall(store)
+    roll = HealthMonitor(store)
     time.sleep(0.05)
     roll.close()
     stop_watching()
@@ -124,6 +124,6 @@ def threads_after_the_end() -> list[str]:
 
 def test_no_thread_asks_the_store_while_python_exits(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes back from a request then aborts the process."""
-    monkeypatch.setattr(roll_call, "_LOOK", 0.001)
+    monkeypatch.setattr(health_monitor, "_LOOK", 0.001)
     for names in run_ranks(threads_after_the_end, 2):
         assert not {"roll-call", "store watch", "store request"} & set(names), names

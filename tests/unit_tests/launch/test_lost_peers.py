@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cp.launch import health_monitor as roll_call
-from megatron_cp.launch.failure_store import Board
-from megatron_cp.launch.health_monitor import RollCall
+from megatron_cp.launch import health_monitor
+from megatron_cp.launch.failure_store import FailureStore
+from megatron_cp.launch.health_monitor import HealthMonitor
 from tests.ranks import run_ranks
 
 RANKS, LOST, LIMIT = 3, 2, 2.5
@@ -153,12 +153,12 @@ def frozen() -> None:
 
 def lose_a_peer(folder: str, port: int, exchange: Callable[[], None], lost: Callable[[], None]) -> None:
     """Write what this rank reports, and whether it is the one to report it."""
-    roll_call._LOOK, roll_call._SIGNING = 0.1, 0.1
-    Board.__init__.__defaults__ = (2.0,)  # seconds to sign
+    health_monitor._LOOK, health_monitor._SIGNING = 0.1, 0.1
+    FailureStore.__init__.__defaults__ = (2.0,)  # seconds to sign
     rank, store = int(os.environ["RANK"]), dist.TCPStore("127.0.0.1", port)
     seconds = timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=seconds)
-    roll = RollCall(store, standstill=0.9 * LIMIT)
+    roll = HealthMonitor(store, standstill=0.9 * LIMIT)
     dist.barrier()
     if rank == LOST:
         Path(folder, "lost").write_text(str(os.getpid()))

@@ -14,8 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_cp.config.run_config import DistributedConfig, RunConfig
-from megatron_cp.launch import rendezvous as meeting
-from megatron_cp.launch import store_watch
+from megatron_cp.launch import rendezvous, store_watch
 from megatron_cp.launch.store_watch import BoundedStore, StoreSilentError, watch, within
 from megatron_cp.parallel.device import start_distributed
 from tests.ranks import RanksFailed, run_ranks
@@ -53,7 +52,7 @@ def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeper]:
     monkeypatch.setenv("MASTER_PORT", str(keeper.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(store_watch, "_TURN", 0.2)
-    monkeypatch.setattr(meeting, "_SECONDS_TO_ANSWER", 0.2)
+    monkeypatch.setattr(rendezvous, "_SECONDS_TO_ANSWER", 0.2)
     yield keeper
     with suppress(ProcessLookupError):
         os.kill(keeper.pid, signal.SIGKILL)

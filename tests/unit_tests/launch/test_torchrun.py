@@ -74,7 +74,7 @@ try:
 except RuntimeFault as fault:
     sys.exit(f"megatron-cp: {fault}")
 dist.init_process_group("gloo", store=store, rank=int(rank), world_size=size)
-health_monitor.RollCall()
+health_monitor.HealthMonitor()
 dist.barrier()
 (folder / f"pid{rank}.tmp").write_text(str(os.getpid()))
 (folder / f"pid{rank}.tmp").rename(folder / f"pid{rank}.0")

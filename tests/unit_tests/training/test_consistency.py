@@ -12,7 +12,7 @@ import pytest
 
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import Environment
-from megatron_cp.training import consistency as agreement
+from megatron_cp.training import consistency
 from megatron_cp.training.consistency import differences, digest, fingerprint
 
 
@@ -80,7 +80,7 @@ def test_other_code_on_one_rank(cli: Any) -> None:
 
 def other_code() -> None:
     if os.environ["RANK"] == "1":
-        agreement._code_digest = lambda: "another"
+        consistency._code_digest = lambda: "another"
 
 
 def test_another_configuration_on_one_rank(cli: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 from megatron_cp.common.errors import ConfigError
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.rules.remedies import parse_fix, with_overrides
-from megatron_cp.training.checkpoint.differences import begin_with
+from megatron_cp.training.checkpoint.differences import begin_new_run
 from megatron_cp.training.checkpoint.resume import check_fits, find_start
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
@@ -91,4 +91,4 @@ def test_weights_alone_begin_a_new_run(runs: Path) -> None:
     (fix,) = parse_fix(str(refused.value).partition(" Fix: ")[2])
     found = find_start(with_overrides(config, fix.overrides))
     assert found is not None and found.finetune and found.root == str(runs / "run")
-    assert begin_with(config, runs / "run/iter_0000001") == str(fix)
+    assert begin_new_run(config, runs / "run/iter_0000001") == str(fix)

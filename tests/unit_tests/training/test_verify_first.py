@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import Environment
-from megatron_cp.training import consistency as agreement
+from megatron_cp.training import consistency
 from megatron_cp.verify import before_training
 from megatron_cp.verify.reduce import comparable
 from tests.ranks import run_ranks
@@ -94,8 +94,8 @@ def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = run_ranks(keys, 1, [*same, *other])
     assert found[0] == found[1] and len(set(found)) == 1 + len(other)
     for module, name, value in (
-        (agreement, "_code_digest", lambda: "other code"),
-        (agreement, "installed_version", lambda name: "9.9"),
+        (consistency, "_code_digest", lambda: "other code"),
+        (consistency, "installed_version", lambda name: "9.9"),
         (Environment, "detect", lambda: Environment(device="gpu")),
         (Environment, "detect", lambda: Environment(variables={"NVTE_FLASH_ATTN": "0"})),
     ):

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cp.training.checkpoint import run_lock as folder_lock
+from megatron_cp.training.checkpoint import run_lock
 from megatron_cp.training.checkpoint.files import latest_iteration
 from megatron_cp.training.checkpoint.run_lock import LOCK
 
@@ -27,7 +27,7 @@ TWO_STEPS = ("train.train_iters=2", "scheduler.lr_decay_iters=20")
 
 
 def impatient() -> None:
-    folder_lock.PATIENCE = 0.0
+    run_lock.PATIENCE = 0.0
 
 
 def forked(work: Callable[[], object]) -> int:
@@ -91,7 +91,7 @@ def test_a_second_run_goes_on_where_the_first_came_to(cli: Any, tmp_path: Path) 
     waits = tmp_path / "waits"
 
     def before() -> None:
-        folder_lock.time = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: waits.touch())
+        run_lock.time = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: waits.touch())
 
     def come_to_an_end() -> None:
         while not waits.exists():
@@ -220,7 +220,7 @@ def after_second_step(work: Callable[[], object]) -> None:
 
 def elsewhere() -> None:
     """Rank 1 is on a node that has a folder of its own under the same name."""
-    folder_lock.SIGHT = 0.2
+    run_lock.SIGHT = 0.2
     if os.environ["RANK"] == "1":
         Path("elsewhere").mkdir()
         os.chdir("elsewhere")
@@ -250,7 +250,7 @@ def test_a_new_file_may_be_seen_late(cli: Any, tmp_path: Path) -> None:
             return read_text(path, *args, **kwargs)
 
         Path.read_text = late  # type: ignore[method-assign]
-        folder_lock._POLL = 0.01
+        run_lock._POLL = 0.01
 
     code, text = cli(before=before)
     assert code == 0 and "saved checkpoint" in text, text
