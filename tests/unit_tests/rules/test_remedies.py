@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 
 import pytest
 
+from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import RULES, Example
 from megatron_cp.rules.explain import example_violations
+from megatron_cp.rules.proposals import typed, value_at
 from megatron_cp.rules.remedies import Fix, parse_fix
 from tests.unit_tests.rules.remedies import (  # noqa: F401  (one is a fixture)
     failures_of,
@@ -27,6 +30,23 @@ def test_every_fix_of_an_example_works(rule):
         for fix in parse_fix(violation.fix):
             assert not fix.by_hand or re.fullmatch(BY_HAND, fix.by_hand), fix
             assert str(fix) in violation.fix
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("dataset.split", "98,2,0"),
+        ("checkpoint.load", "runs/with a space"),
+        ("checkpoint.ckpt_step", None),
+        ("model.window_size", [64, 0]),
+        ("model.cp_comm_type", ["p2p", "a2a"]),
+        ("optimizer.lr", 1e-05),
+        ("checkpoint.finetune", False),
+    ],
+)
+def test_what_is_typed_is_the_value(setting, value):
+    recipe = "llama_tiny_pretrain_config"
+    assert value_at(load_recipe(recipe, shlex.split(typed(setting, value))), setting) == value
 
 
 def test_a_shell_hands_every_override_on_as_it_is_parsed():
