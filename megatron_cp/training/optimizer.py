@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.setting import passed_on
 
 
 def build_optimizer(
@@ -18,26 +20,15 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """megatron-core's optimizer over the wrapped model chunks; ``dtype`` is the parameters'."""
     chosen, precision = config.optimizer, config.mixed_precision
+    known = [field.name for field in fields(CoreOptimizerConfig)]
     core = CoreOptimizerConfig(
-        optimizer=chosen.optimizer,
-        lr=chosen.lr,
-        min_lr=chosen.min_lr,
-        weight_decay=chosen.weight_decay,
-        adam_beta1=chosen.adam_beta1,
-        adam_beta2=chosen.adam_beta2,
-        adam_eps=chosen.adam_eps,
-        sgd_momentum=chosen.sgd_momentum,
-        clip_grad=chosen.clip_grad,
-        use_distributed_optimizer=chosen.use_distributed_optimizer,
+        **passed_on(chosen, known),
+        **passed_on(precision, known),
         overlap_param_gather=model[0].ddp_config.overlap_param_gather,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         params_dtype=dtype,
         loss_scale=precision.loss_scale if precision.fp16 else None,  # megatron-core would also scale bf16
-        initial_loss_scale=precision.initial_loss_scale,
-        min_loss_scale=precision.min_loss_scale,
-        loss_scale_window=precision.loss_scale_window,
-        hysteresis=precision.hysteresis,
     )
     optimizer = get_megatron_optimizer(core, model, use_gloo_process_groups=False, pg_collection=groups)
     if chosen.optimizer == "sgd":
