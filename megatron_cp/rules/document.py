@@ -53,7 +53,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
+def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
     yield "| " + " | ".join(head) + " |"
     yield "|" + "---|" * len(head)
     for row in rows:
@@ -77,13 +77,13 @@ def document() -> str:
     for section, title in SECTIONS.items():
         rules = [RULES[id] for id in sorted(RULES, key=order) if id.startswith(section)]
         lines.append(f"## {section}. {title}\n")
-        lines += _table(["id", "severity", "constraint", "why", "upstream", "example"], map(_rule_row, rules))
+        lines += table(["id", "severity", "constraint", "why", "upstream", "example"], map(_rule_row, rules))
         lines.append("")
     lines.append("## What is no rule of the table, and why\n")
     for kind, title in KINDS.items():
         ids = [id for id in sorted(ELSEWHERE, key=order) if ELSEWHERE[id].kind == kind]
         lines.append(f"### {title}\n")
-        lines += _table(["id", "constraint", "what happens", "upstream", "test"], map(_elsewhere_row, ids))
+        lines += table(["id", "constraint", "what happens", "upstream", "test"], map(_elsewhere_row, ids))
         lines.append("")
     return "\n".join(lines)
 
