@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.common.errors import ConfigError, RuntimeFault, Violation
+from megatron_cp.common.limits import in_one_line
 from megatron_cp.config.run_config import CheckpointConfig, MixedPrecisionConfig, RunConfig
 from megatron_cp.config.schema import build
 from megatron_cp.config.single_rank import on_one_rank
@@ -39,7 +40,7 @@ from megatron_cp.training.checkpoint.files import (
 )
 from megatron_cp.training.checkpoint.resume import check_format
 from megatron_cp.training.checkpoint.saver import fit_to_checkpoint
-from megatron_cp.training.checkpoint.verification import complete_beside, describe, problems_of
+from megatron_cp.training.checkpoint.verification import complete_beside, problems_of
 from megatron_cp.training.checkpoint.writer import Writer
 from megatron_cp.training.setup import Progress
 
@@ -94,7 +95,7 @@ class WholeModel:
             fit_to_checkpoint(state, folder)
             loaded = dist_checkpointing.load({"model": state}, str(folder))
         except (Exception, CheckpointException) as error:
-            raise RuntimeFault(f"checkpoint {folder} cannot be read: {describe(error)}") from error
+            raise RuntimeFault(f"checkpoint {folder} cannot be read: {in_one_line(error)}") from error
         self.module.load_state_dict(loaded["model"])
 
     def _sharded(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_cp.dynamic_cp.groups import Positions
 from megatron_cp.dynamic_cp.runtime.packing import BlockGroups
+from megatron_cp.parallel.collectives import sum_over_ranks
 from megatron_cp.parallel.layout import RankLayout
 
 
@@ -93,7 +94,7 @@ class DynamicGroups:
         groups = [*(self._groups[positions] for positions in self._parts(block)), self._wide_groups.get(block)]
         for group in groups:
             if group is not None and group.size() > 1 and dist.get_backend(group) == "nccl":
-                dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=group)
+                sum_over_ranks(torch.zeros(1, device=torch.cuda.current_device()), group)
 
     def _parts(self, block: Positions) -> Iterator[Positions]:
         """The block itself and the groups of its two levels, a rank's own left out."""
