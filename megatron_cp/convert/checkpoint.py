@@ -21,6 +21,7 @@ from megatron_cp.common.limits import in_one_line
 from megatron_cp.config.run_config import CheckpointConfig, MixedPrecisionConfig, RunConfig
 from megatron_cp.config.schema import build
 from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.mcore.private_names import keep_expert_bias_in_float32
 from megatron_cp.models.builder import build_model
 from megatron_cp.models.layers.router import PackRouter
 from megatron_cp.models.transformer_config import transformer_config
@@ -189,7 +190,7 @@ def whole_model(config: RunConfig) -> Iterator[WholeModel]:
         if core_config.fp16 or core_config.bf16:
             module = Float16Module(core_config, module)
             for router in (each for each in module.modules() if isinstance(each, PackRouter)):
-                router._maintain_float32_expert_bias()
+                keep_expert_bias_in_float32(router)
         yield WholeModel(config, groups, module)
         destroy_process_groups(groups)
     finally:

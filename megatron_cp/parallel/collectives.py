@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Not as dist.is_initialized, which mcore/state.py hides from megatron-core while other ranks wait.
+# Not as dist.is_initialized, which mcore/global_state.py hides from megatron-core while other ranks wait.
 from torch.distributed import ProcessGroup, is_initialized
 from torch.distributed.checkpoint.api import CheckpointException
 
