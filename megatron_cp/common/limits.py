@@ -7,7 +7,7 @@ import os
 import resource
 from pathlib import Path
 
-from megatron_cp.common.errors import UnusableCheckpoint
+from megatron_cp.common.errors import UnusableCheckpoint, first_line
 
 _MEMORY = ("can't allocate memory", "bad_alloc", "failed to map segment", os.strerror(errno.ENOMEM))
 _FILES = (os.strerror(errno.EMFILE), os.strerror(errno.ENFILE))
@@ -45,9 +45,8 @@ def in_one_line(error: BaseException) -> str:
         error = next(iter(failures.values()))[0]
     if isinstance(error, UnusableCheckpoint):
         return str(error)
-    first_line = str(error).splitlines()[0] if str(error) else "no details"
     limit = reached_limit(error)
-    return f"{type(error).__name__}: {first_line}{f' ({limit})' if limit else ''}"
+    return f"{type(error).__name__}: {first_line(error)}{f' ({limit})' if limit else ''}"
 
 
 def lacks_files(needed: int) -> str | None:

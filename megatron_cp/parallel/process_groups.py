@@ -68,14 +68,14 @@ def _mpu(config: RunConfig, layout: RankLayout, timeout_minutes: float) -> Proce
 
 def _decentralized(config: RunConfig, layout: RankLayout, timeout_minutes: float) -> ProcessGroupCollection:
     timeout = timedelta(minutes=timeout_minutes)
-    fields: dict[str, Any] = {family: _new_groups(layout.groups(family), timeout, family) for family in FAMILIES}
+    fields: dict[str, Any] = {family: new_groups(layout.groups(family), timeout, family) for family in FAMILIES}
     fields |= {alias: fields[family] for alias, family in _ALIASES.items()}
     fields["hcp"] = None
     if layout.hierarchical is not None:
         fields["hcp"] = [
-            _new_groups(lists, timeout, f"hcp{level}") for level, lists in enumerate(layout.hierarchical_groups())
+            new_groups(lists, timeout, f"hcp{level}") for level, lists in enumerate(layout.hierarchical_groups())
         ]
-    fields["intra_dist_opt"] = _new_groups([list(range(layout.world_size))], timeout, "intra_dist_opt")
+    fields["intra_dist_opt"] = new_groups([list(range(layout.world_size))], timeout, "intra_dist_opt")
     fields |= dict.fromkeys(_ABSENT)
     set_without_groups(fields["pp"].size(), fields["pp"].rank())
     return ProcessGroupCollection(**fields)
@@ -93,7 +93,7 @@ def build_lone_groups(timeout_minutes: float) -> ProcessGroupCollection:
     return ProcessGroupCollection(**fields, hcp=None, **dict.fromkeys(_ABSENT))
 
 
-def _new_groups(rank_lists: RankLists, timeout: timedelta, name: str) -> dist.ProcessGroup | None:
+def new_groups(rank_lists: RankLists, timeout: timedelta, name: str) -> dist.ProcessGroup | None:
     """Create all groups of a family (every rank must take part in each creation); returns the caller's own."""
     mine = None
     for ranks in rank_lists:

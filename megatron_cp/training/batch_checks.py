@@ -7,8 +7,7 @@ a few numbers a step (is anything wrong here, and checksums of the samples) and 
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,21 +55,18 @@ class BatchChecks:
         mine = self._replicas[self._run.all_ranks.rank()]
         _, differing = _exchange(self._run, problems, {mine: checksum}, size=max(self._replicas) + 1)
         if differing:
-            _raise(self._run, self._disagreements(gather_objects(checksum, self._run.all_ranks)))
+            _raise(self._run, self._disagreements(gather_objects(checksum, self._run.all_ranks), differing))
 
-    def _disagreements(self, checksums: Sequence[int]) -> list[str]:
-        members: dict[int, list[int]] = defaultdict(list)
-        for rank, replica in enumerate(self._replicas):
-            members[replica].append(rank)
+    def _disagreements(self, checksums: Sequence[int], replicas: Iterable[int]) -> list[str]:
         texts = []
-        for replica, ranks in members.items():
+        for replica in replicas:
+            ranks = [rank for rank, each in enumerate(self._replicas) if each == replica]
             others = [rank for rank in ranks if checksums[rank] != checksums[ranks[0]]]
-            if others:
-                texts.append(
-                    f"data-parallel replica {replica}: ranks {others} read other samples than rank {ranks[0]}, but "
-                    f"ranks {ranks} work on the same ones (each on its slice). Check that all nodes read the same data "
-                    "files and sample index, and that the sampler depends on the data-parallel rank alone"
-                )
+            texts.append(
+                f"data-parallel replica {replica}: ranks {others} read other samples than rank {ranks[0]}, but "
+                f"ranks {ranks} work on the same ones (each on its slice). Check that all nodes read the same data "
+                "files and sample index, and that the sampler depends on the data-parallel rank alone"
+            )
         return texts
 
 

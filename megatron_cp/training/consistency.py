@@ -18,6 +18,7 @@ from megatron_cp.common.errors import (
     ConfigError,
     RuntimeFault,
     Violation,
+    first_line,
     format_violations,
     ranks_by_value,
     shown_ranks,
@@ -60,7 +61,7 @@ def agreed_start(config: RunConfig) -> Start | None:
         start = find_start(config)
         found = f"iteration {start.iteration} of {start.root}" if start else "no checkpoint"
     except ConfigError as refused:
-        error, found = refused, str(refused).splitlines()[0]
+        error, found = refused, first_line(refused)
     everyone = gather_objects(found)
     if len(set(everyone)) > 1:
         raise RuntimeFault(

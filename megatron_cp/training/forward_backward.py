@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -21,7 +21,8 @@ from megatron_cp.training.batches import Microbatch
 from megatron_cp.training.setup import Run
 
 
-class StepLosses(NamedTuple):
+@dataclass(frozen=True)
+class StepLosses:
     """What was computed of one global batch. Equal on all ranks."""
 
     loss: float  # mean over the unmasked tokens of the global batch
@@ -40,12 +41,9 @@ class LossSums:
 
 
 @dataclass(frozen=True)
-class PendingLosses:
-    """:class:`StepLosses` in float64 on the device, which may still compute them. Equal on all ranks."""
+class PendingLosses(LossSums):
+    """:class:`StepLosses` on the device, which may still compute them. Equal on all ranks."""
 
-    loss: Tensor  # []
-    tokens: Tensor  # []
-    mtp_losses: Tensor  # [depths]
     router_losses: dict[str, Tensor]
 
     def read(self, packed: Tensor | None = None) -> StepLosses:

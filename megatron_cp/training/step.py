@@ -38,13 +38,9 @@ Report = Callable[[], StepReport]
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did: its losses (:class:`StepLosses`) and what came of them. Equal on all ranks."""
+class StepResult(StepLosses):
+    """What one optimizer step did: its losses and what came of them. Equal on all ranks."""
 
-    loss: float
-    tokens: int
-    mtp_losses: tuple[float, ...]
-    router_losses: dict[str, float]
     grad_norm: float | None = None
     skipped: bool = True  # the parameters are as they were: inf or nan, or no token with a loss
     report: StepReport = field(default_factory=StepReport)  # over all ranks
@@ -82,24 +78,24 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch], report: Report) ->
         if not math.isfinite(losses.loss) or (checked and suspected and not gradients_are_finite(run)):
             where, damaged = _origin(run, microbatches, randomness)
             _skip_or_stop(run, f"{_not_finite(losses.loss)}; {where}", damaged)
-            return StepResult(*losses, report=reports)
+            return StepResult(**vars(losses), report=reports)
         if not losses.tokens:
             # A router's losses would be divided by nothing, and momentum alone would move the parameters.
             logger.info("iteration %d: no token has a loss. The step is left out", run.progress.iteration + 1)
-            return StepResult(*losses, report=reports)
+            return StepResult(**vars(losses), report=reports)
         grad_norm = unscale_gradients(run) if scaled else exact_norm(run, norm)
         if grad_norm is None:
             _stop_if_the_scale_is_stuck(run, microbatches, randomness)
-            return StepResult(*losses, report=reports)
+            return StepResult(**vars(losses), report=reports)
         if checked and overflows_in_optimizer(run.config.optimizer, grad_norm):
             what = f"the loss is {losses.loss:.6f}, but the gradients' norm is {grad_norm:.3g}"
             _skip_or_stop(run, f"{what}: its square overflows float32 in the optimizer. optimizer.clip_grad=1 clips it")
-            return StepResult(*losses, grad_norm=grad_norm, report=reports)
+            return StepResult(**vars(losses), grad_norm=grad_norm, report=reports)
         success = apply_gradients(run.optimizer, grad_norm)
         if success:
             run.skipped_in_a_row = 0
             run.scheduler.step(increment=run.config.train.global_batch_size)
-    return StepResult(*losses, grad_norm=grad_norm, skipped=not success, report=reports)
+    return StepResult(**vars(losses), grad_norm=grad_norm, skipped=not success, report=reports)
 
 
 def _forget_gradients(run: Run) -> None:

@@ -18,7 +18,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_cp.common.errors import ConfigError, RuntimeFault
-from megatron_cp.config.run_config import RunConfig
 from megatron_cp.launch.health_monitor import completing
 from megatron_cp.parallel.collectives import gather_on_first_rank, raised_on_all_ranks, run_on_first_rank
 from megatron_cp.parallel.device import random_state, restore_random_state
@@ -205,8 +204,12 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     folder = existing_folder(root, iteration) or checkpoint_folder(root, iteration)
     common = checked_common(run.config, folder, iteration)
     failed = f"checkpoint {folder} could not be loaded"
+    refused: ConfigError | None = None  # the same on every rank
     with raised_on_all_ranks(failed):
-        refused = _refusal(run.config, common, folder, finetune)
+        try:
+            check_fits(run.config, common, folder, finetune)
+        except ConfigError as error:
+            refused = error
     if refused is not None:
         raise refused
     wanted, saved = run.config.checkpoint, common["config"]["checkpoint"]
@@ -251,15 +254,6 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     if different and dist.get_rank() == 0:
         logger.warning("the samples that follow are others than they were to be: %s", "; ".join(different))
     return common["data"]
-
-
-def _refusal(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> ConfigError | None:
-    """Why a checkpoint does not fit; the same on every rank."""
-    try:
-        check_fits(config, common, folder, finetune)
-    except ConfigError as error:
-        return error
-    return None
 
 
 def _is_ahead(name: str) -> bool:

@@ -32,7 +32,7 @@ def checked_common(config: RunConfig, folder: Path, iteration: int) -> dict[str,
     if problems:
         found = f"checkpoint {folder} cannot be read: {'; '.join(problems[:4])}"
         raise RuntimeFault(f"{found}. {_how_to_go_on(config, folder, iteration)}", on_all_ranks=True)
-    if verify and read_checksums(folder) is None and _is_first():
+    if verify and read_checksums(folder) is None:
         logger.info("%s has no checksums (an earlier version wrote it): only sizes were compared", folder)
     return read_common(folder, verify)
 
@@ -83,7 +83,3 @@ def begin_with(config: RunConfig, root: str, iteration: int) -> str:
         if start is not None and Path(start.root) == Path(root) and start.iteration == iteration:
             break
     return str(Fix(tuple(override(f"checkpoint.{name}", value) for name, value in changed.items())))
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

@@ -82,13 +82,13 @@ class CostTracker:
         return True
 
     def _fit(self) -> None:
-        found: dict[str, Any] = {}
+        found = self._prior
         if self._run.all_ranks.rank() == 0:
             calibrator = Calibrator(self._prior, window=max(1, len(self._observed)))
             for work, seconds in self._observed:
                 calibrator.observe(work, seconds)
             fit = calibrator.fit()
-            found = asdict(fit.cost)
+            found = fit.cost
             logger.info(
                 "cost model calibrated: predictions of a rank's step time are off by %.0f%% (before: %.0f%%), median "
                 "of %d observations; this machine takes %.2g times as long as assumed",
@@ -105,7 +105,7 @@ class CostTracker:
                     calibrator.bound,
                     ", ".join(fit.at_bound) or "none",
                 )
-        self.cost = CostModel(**broadcast_object(found, self._run.all_ranks))
+        self.cost = broadcast_object(found, self._run.all_ranks)
         self._observed.clear()
 
     def state_dict(self) -> dict[str, Any]:
