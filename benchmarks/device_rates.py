@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_pretrain import MODELS, RECOMPUTE, config_of, running, seconds_of
+from megatron_cp.config.flags import add_overrides
 from megatron_cp.dynamic_cp.calibration import Calibrator, Fit
 from megatron_cp.dynamic_cp.cost import DEVICES, CostModel, Device
 from megatron_cp.parallel.device import stop_distributed
@@ -62,7 +63,7 @@ def rates(before: Device, prior: CostModel, fit: Fit, layers: int) -> Device:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every case")
+    add_overrides(parser, "settings of every case")
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")])
     parser.add_argument("--attention", choices=["auto", "te", "native"], default="auto")

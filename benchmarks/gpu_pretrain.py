@@ -38,6 +38,7 @@ import torch
 
 from megatron_cp.cli import profile as profile_cli
 from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.flags import add_overrides
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import ProfilingConfig, RunConfig
 from megatron_cp.data.samples.datasets import build_datasets
@@ -213,7 +214,7 @@ def told(error: Exception) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every case")
+    add_overrides(parser, "settings of every case")
     names = {"type": lambda text: text.split(",")}
     parser.add_argument("--models", **names, default=["1b"], help=", ".join(MODELS))
     parser.add_argument("--sizes", **names, default=["4096", "8192", "16384", "32768", "65536", "131072"])

@@ -29,6 +29,7 @@ from rich.table import Table
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, DataError
 from megatron_cp.common.input_files import read_json
 from megatron_cp.common.terminal import ArgumentParser, printable, say
+from megatron_cp.config.flags import add_overrides
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import RunConfig, TokenizerConfig
 from megatron_cp.data.text.corpus import standard_library_sources
@@ -208,7 +209,7 @@ def main(
         description=f"Train {RECIPE} on the Python standard library's source: {RANKS} processes on CPUs, or up to "
         f"{RANKS} GPUs where there are some.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, in Hydra's grammar")
+    add_overrides(parser, "settings of the recipe, in Hydra's grammar")
     user = list(parser.parse_args(arguments).overrides)
 
     console = Console(highlight=False)

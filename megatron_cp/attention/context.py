@@ -16,7 +16,7 @@ from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Mask
 from megatron_cp.attention.transports.comm import Peers
 from megatron_cp.config.run_config import CP_COMM_TYPES
-from megatron_cp.parallel.collectives import everyones
+from megatron_cp.parallel.collectives import gather_objects
 
 GroupOrPair = dist.ProcessGroup | Sequence[dist.ProcessGroup]
 
@@ -69,7 +69,7 @@ class CPContext:
         everyone = [(self.rank, facts)]
         for peers in (self.heads, self.ring):
             if peers.size > 1:
-                everyone = [entry for part in everyones(everyone, peers.group) for entry in part]
+                everyone = [entry for part in gather_objects(everyone, peers.group) for entry in part]
         (first, expected), *others = sorted(everyone, key=lambda entry: entry[0])
         for rank, theirs in others:
             for name, value in expected.items():

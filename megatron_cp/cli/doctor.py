@@ -22,7 +22,7 @@ from megatron_cp.attention.modules.te_support import MINIMUM, parse_version
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, format_violations
 from megatron_cp.common.installation import how_to_install, how_to_install_requirement
 from megatron_cp.common.terminal import ArgumentParser, say
-from megatron_cp.config.flags import add_recipe, compose, given, parse
+from megatron_cp.config.flags import add_recipe, add_world_size, compose, given, parse
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.models.fusions import kernels_in_use
 from megatron_cp.rules import Environment, check, resolve_auto
@@ -250,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_recipe(parser, "also say which attention this recipe would use")
-    parser.add_argument("--world-size", "--world_size", type=int, help="ranks of the recipe")
+    add_world_size(parser, "ranks of the recipe")
     parser.add_argument("--try", dest="trial", action="store_true", help="import every library as well (slow)")
     return parser
 

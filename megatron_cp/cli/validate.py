@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK, format_violations
 from megatron_cp.common.terminal import ArgumentParser, say
-from megatron_cp.config.flags import add_recipe, compose, parse
+from megatron_cp.config.flags import add_gpus_per_node, add_recipe, add_world_size, compose, parse
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.data.summary import planned_line
 from megatron_cp.parallel.layout import group_lines, layout_of
@@ -29,10 +29,8 @@ def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
     """A parser for a command that checks a recipe."""
     parser = ArgumentParser(f"megatron-cp {command}", description=description, allow_abbrev=False)
     add_recipe(parser, "what to run")
-    parser.add_argument(
-        "--world-size", "--world_size", type=int, help="ranks to check for (default: the recipe's recipe_world_size)"
-    )
-    parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="ranks that share a node")
+    add_world_size(parser, "ranks to check for (default: the recipe's recipe_world_size)")
+    add_gpus_per_node(parser)
     parser.add_argument(
         "--environment",
         metavar="gpu|cpu|FILE.yaml",

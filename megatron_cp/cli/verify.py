@@ -79,10 +79,10 @@ def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:
     layout = configs[-1]
     launcher.add_variables(layout.env_vars)
     # torch and megatron-core take ten seconds: only once everything is checked
-    import torch.distributed as dist
     from rich.console import Console
 
     from megatron_cp.mcore.packages import check_mamba_ssm
+    from megatron_cp.parallel.collectives import run_on_first_rank
     from megatron_cp.parallel.device import start_distributed, stop_distributed
     from megatron_cp.training.consistency import check_all_ranks_agree
     from megatron_cp.training.monitor.metrics import start_logging
@@ -100,9 +100,9 @@ def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:
             result = compare_layouts(*configs)
         else:
             result = compare_with_one_rank(layout, on_one_rank(layout))
-        if rank == 0:
-            show(result, names, Console(width=None if sys.stdout.isatty() else 120))
-        dist.barrier()  # a launcher stops all ranks as soon as one has ended with a failure
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        # The other ranks wait: a launcher stops all ranks as soon as one has ended with a failure.
+        run_on_first_rank(lambda: show(result, names, console), "the comparison could not be shown")
         return EXIT_OK if result.equal else EXIT_FAILED
     finally:
         stop_distributed(alone=failed_alone(sys.exception()))

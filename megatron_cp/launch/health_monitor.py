@@ -24,7 +24,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from megatron_cp.common.errors import EXIT_FAILED, RuntimeFault
+from megatron_cp.common.errors import EXIT_FAILED, RuntimeFault, first_line
 from megatron_cp.common.limits import reached_limit
 from megatron_cp.common.terminal import say
 from megatron_cp.launch import store_watch
@@ -144,17 +144,17 @@ class HealthMonitor:
         where = f"rank {self._rank}, {self.doing()}"
         if isinstance(error, RuntimeFault):
             if not error.on_all_ranks:
-                self._fell(_first_line(error))
+                self._fell(first_line(error))
             return None
         if isinstance(error, torch.OutOfMemoryError):
             self._fell("out of memory")
             return RuntimeFault(
-                f"{where}: out of GPU memory ({_first_line(error)}). Activations shrink with more "
+                f"{where}: out of GPU memory ({first_line(error)}). Activations shrink with more "
                 "model.context_parallel_size, model.recompute_granularity=full or a smaller train.micro_batch_size."
             )
         if (limit := reached_limit(error)) is not None:
             self._fell(limit)
-            return RuntimeFault(f"{where}: {limit}. It said: {_first_line(error)}")
+            return RuntimeFault(f"{where}: {limit}. It said: {first_line(error)}")
         if isinstance(error, OSError):
             self._fell(str(error))
             return RuntimeFault(f"{where}: {error}")
@@ -162,9 +162,9 @@ class HealthMonitor:
             why, lowest, all_well = self._find_out(broken=self._has_waited() or is_network_error(error))
             if not all_well:
                 link = "although" if why.startswith("every") else "because"
-                what = f"{name_of_exchange(error)} failed {link} {why}. It said: {_first_line(error)}"
+                what = f"{name_of_exchange(error)} failed {link} {why}. It said: {first_line(error)}"
                 return RuntimeFault(f"{where}: {what}. {GO_ON}", on_all_ranks=self._rank != lowest)
-        self._fell(f"{type(error).__name__}: {_first_line(error)}")
+        self._fell(f"{type(error).__name__}: {first_line(error)}")
         return None
 
 
@@ -187,7 +187,3 @@ def stopped_before_rendezvous(address: str, port: int, rank: int) -> bool:
     with suppress(RuntimeError):  # the process that keeps the store is gone or frozen
         return within(_ANSWER, lambda: is_waited_for(address, port, rank))
     return False
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no details"])[0]

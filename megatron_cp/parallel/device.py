@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_cp.common.errors import ConfigError, DataError, RuntimeFault, Violation
+from megatron_cp.common.errors import ConfigError, DataError, RuntimeFault, Violation, first_line
 from megatron_cp.common.limits import lacks_files
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.launch import launcher, slurm
@@ -90,7 +90,7 @@ def _take_gpu(gpu: int) -> None:
         host = socket.gethostname()
         raise RuntimeFault(
             f"rank {launcher.rank()}, on {host}: GPU {gpu} of {torch.cuda.device_count()} cannot be used: "
-            f"{(str(error).splitlines() or [''])[0]}. nvidia-smi there tells more; the node can be left out (Slurm: "
+            f"{first_line(error)}. nvidia-smi there tells more; the node can be left out (Slurm: "
             f"sbatch --exclude={host})"
         ) from error
 

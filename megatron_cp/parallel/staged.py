@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch.distributed import Work
 
 NAME = "staged"
 
@@ -37,7 +37,7 @@ Start = Callable[[list[Tensor], list[Tensor]], Any]
 
 def register() -> None:
     """Make the backend known to torch.distributed; once a process is enough, and more do no harm."""
-    if NAME.upper() not in dist.Backend._plugins:
+    if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 
 

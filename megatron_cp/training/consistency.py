@@ -18,13 +18,14 @@ from megatron_cp.common.errors import (
     ConfigError,
     RuntimeFault,
     Violation,
+    first_line,
     format_violations,
     ranks_by_value,
     shown_ranks,
 )
 from megatron_cp.common.interpolation import FromEnvironment
 from megatron_cp.config.run_config import RunConfig
-from megatron_cp.parallel.collectives import everyones
+from megatron_cp.parallel.collectives import gather_objects
 from megatron_cp.rules.environment import Environment, installed_version
 from megatron_cp.training.checkpoint.resume import Start, find_start
 
@@ -42,9 +43,9 @@ def check_all_ranks_agree(config: RunConfig) -> None:
         RuntimeFault: on every rank, naming the fields that differ and which ranks have what.
     """
     mine = fingerprint(config, Environment.detect())
-    if len(set(everyones(digest(mine)))) == 1:
+    if len(set(gather_objects(digest(mine)))) == 1:
         return
-    found = format_violations(differences(everyones(mine)))
+    found = format_violations(differences(gather_objects(mine)))
     raise RuntimeFault(f"the ranks do not run the same thing, nothing was trained.\n{found}", on_all_ranks=True)
 
 
@@ -60,8 +61,8 @@ def agreed_start(config: RunConfig) -> Start | None:
         start = find_start(config)
         found = f"iteration {start.iteration} of {start.root}" if start else "no checkpoint"
     except ConfigError as refused:
-        error, found = refused, str(refused).splitlines()[0]
-    everyone = everyones(found)
+        error, found = refused, first_line(refused)
+    everyone = gather_objects(found)
     if len(set(everyone)) > 1:
         raise RuntimeFault(
             f"the ranks would not begin with the same checkpoint, nothing was trained: {_who_has_what(everyone)}. All "

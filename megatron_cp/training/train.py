@@ -25,10 +25,10 @@ from megatron_cp.data.samples.parts import has_test_part
 from megatron_cp.data.samples.streams import check_files
 from megatron_cp.data.summary import log_data
 from megatron_cp.data.text.tokenizers import Tokenizer, build_tokenizer
-from megatron_cp.data.together import on_every_rank
 from megatron_cp.launch import launcher
 from megatron_cp.launch.health_monitor import HealthMonitor
 from megatron_cp.mcore.packages import check_mamba_ssm
+from megatron_cp.parallel.collectives import run_on_all_ranks, sum_over_ranks
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.checkpoint.files import LATEST, latest_iteration, newer_than_latest
@@ -207,7 +207,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, start: Start | None) -> D
         if dist.get_rank() == 0:
             log_data(config, datasets, tokenizer.eod, consumed, last)
 
-    on_every_rank(report)  # a file that the first rank can no longer read ends all ranks
+    run_on_all_ranks(report)  # a file that the first rank can no longer read ends all ranks
     return datasets
 
 
@@ -251,10 +251,8 @@ def count_parameters(ready: Run) -> int:
             parameter, groups.tp, groups.expt_tp
         ):
             counts[int(expert)] += parameter.numel()
-    dense, experts = counts[:1], counts[1:]
-    dist.all_reduce(dense, group=groups.mp)
-    dist.all_reduce(experts, group=groups.tp_ep_pp)
-    return int(dense + experts)
+    dense, experts = counts.split(1)
+    return int(sum_over_ranks(dense, groups.mp) + sum_over_ranks(experts, groups.tp_ep_pp))
 
 
 def _last_words(ready: Run, folder: Path, outcome: TrainResult, begun_at: int) -> None:

@@ -26,7 +26,7 @@ from megatron_cp.config.run_config import (
 )
 from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.launch import launcher
-from megatron_cp.parallel.collectives import everyones
+from megatron_cp.parallel.collectives import broadcast_object
 from megatron_cp.rules import Environment
 from megatron_cp.training.consistency import digest, fingerprint
 from megatron_cp.training.monitor.sinks import writing_into
@@ -52,7 +52,7 @@ def verify_once(config: RunConfig) -> None:
     (small,) = comparable([config], world_size, STEPS)
     reduced = checked(small, world_size)
     file, layout, key = Path(config.checkpoint.save or "", FILE), describe(config, world_size), _key(reduced)
-    known, key = everyones((_read(file), key))[0]
+    known, key = broadcast_object((_read(file), key))
     if key in known:
         logger.info("layout verified before, not verified again: %s (%s, %s)", layout, file, known[key]["time"])
         return

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -20,6 +19,7 @@ from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.runtime.iterator import Scheduler
 from megatron_cp.dynamic_cp.types import Group, Schedule
+from megatron_cp.parallel.collectives import sum_over_ranks
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.packed.scheduling import keeps_step, make_schedule, model_cost, what_keeps_step
@@ -161,8 +161,7 @@ def _losses_kept(run: Run, vocab_size: int, result: Measurement, *, wanted: bool
         yield
     finally:
         hook.remove()
-    dist.all_reduce(sums, group=run.groups.dp_cp)
-    result.token_losses = sums.cpu()
+    result.token_losses = sum_over_ranks(sums, run.groups.dp_cp).cpu()
 
 
 def _changes(run: Run, before: list[ShardedTensor]) -> list[ShardedTensor]:

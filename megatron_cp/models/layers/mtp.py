@@ -36,6 +36,7 @@ from megatron_cp.config.run_config import RunConfig
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import drawing_from, seed_of
 from megatron_cp.models.layers.router import routers_in
+from megatron_cp.parallel.collectives import gather_tensors
 from megatron_cp.parallel.transfer import send
 
 
@@ -191,9 +192,7 @@ def shift_left(values: Tensor, group: dist.ProcessGroup, packed: PackedSeqParams
     # Rank r holds chunks r and 2 * size - 1 - r of each sequence, one after the other.
     first, second = edges[:-1], (edges[:-1] + edges[1:]) // 2
     heads = torch.stack([values[..., first], values[..., second]])
-    gathered = heads.new_empty((size * 2, *values.shape[:-1], len(first)))
-    dist.all_gather_into_tensor(gathered, heads, group=group)
-    gathered = gathered.unflatten(0, (size, 2))
+    gathered = gather_tensors(heads, group)
     if rank < size - 1:  # the last rank holds both neighbours of the middle
         shifted[..., second - 1] = gathered[rank + 1, 0]
     shifted[..., edges[1:] - 1] = gathered[rank - 1, 1] if rank else 0

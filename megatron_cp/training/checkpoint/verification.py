@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_cp.common.errors import ConfigError, RuntimeFault, UnusableCheckpoint
-from megatron_cp.common.limits import reached_limit
+from megatron_cp.common.errors import ConfigError, RuntimeFault
+from megatron_cp.common.limits import in_one_line
 from megatron_cp.config.overrides import override
 from megatron_cp.config.run_config import RunConfig
-from megatron_cp.parallel.collectives import everyones
+from megatron_cp.parallel.collectives import gather_objects
 from megatron_cp.rules.remedies import Fix
 from megatron_cp.training.checkpoint.checksums import changed_files, read_checksums
 from megatron_cp.training.checkpoint.content import read_common
@@ -33,7 +33,7 @@ def checked_common(config: RunConfig, folder: Path, iteration: int) -> dict[str,
     if problems:
         found = f"checkpoint {folder} cannot be read: {'; '.join(problems[:4])}"
         raise RuntimeFault(f"{found}. {_how_to_go_on(config, folder, iteration)}", on_all_ranks=True)
-    if verify and read_checksums(folder) is None and _is_first():
+    if verify and read_checksums(folder) is None:
         logger.info("%s has no checksums (an earlier version wrote it): only sizes were compared", folder)
     return read_common(folder, verify)
 
@@ -50,8 +50,8 @@ def problems_of(folder: Path, verify: bool) -> list[str]:
         if rank == 0:
             mine += damage(folder)
     except (Exception, CheckpointException) as error:  # also of a rank alone, whose others would wait
-        mine.append(describe(error))
-    return list(dict.fromkeys(problem for theirs in everyones(mine) for problem in theirs))
+        mine.append(in_one_line(error))
+    return list(dict.fromkeys(problem for theirs in gather_objects(mine) for problem in theirs))
 
 
 def complete_beside(root: Path, iteration: int, verify: bool) -> int | None:
@@ -84,18 +84,3 @@ def begin_with(config: RunConfig, root: str, iteration: int) -> str:
         if start is not None and Path(start.root) == Path(root) and start.iteration == iteration:
             break
     return str(Fix(tuple(override(f"checkpoint.{name}", value) for name, value in changed.items())))
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def describe(error: BaseException) -> str:
-    """One line; torch's ``CheckpointException`` (not an ``Exception``) holds the ranks' own errors and tracebacks."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    if isinstance(error, UnusableCheckpoint):
-        return str(error)
-    first_line = str(error).splitlines()[0] if str(error) else "no details"
-    limit = reached_limit(error)
-    return f"{type(error).__name__}: {first_line}{f' ({limit})' if limit else ''}"

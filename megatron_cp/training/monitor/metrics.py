@@ -15,6 +15,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_cp.common.jsonl_log import METRICS, SCHEDULES
+from megatron_cp.common.limits import in_one_line
 from megatron_cp.common.terminal import PrintableRecords
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.dynamic_cp.analysis.recorded import record
@@ -230,5 +231,5 @@ def start_logging(rank: int, live: bool) -> None:
 def _log_thread_failure(failed: threading.ExceptHookArgs) -> None:
     """In one line, where Python prints a traceback."""
     name = failed.thread.name if failed.thread else "unknown"
-    first_line = (str(failed.exc_value).splitlines() or [""])[0]
-    logger.error("thread %s failed, everything else goes on: %s: %s", name, failed.exc_type.__name__, first_line)
+    what = in_one_line(failed.exc_value or failed.exc_type())
+    logger.error("thread %s failed, everything else goes on: %s", name, what)

@@ -21,7 +21,7 @@ from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
 from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.parallel.layout import layout_of
-from megatron_cp.training import step
+from megatron_cp.training import forward_backward, step
 from megatron_cp.training.checkpoint.saver import load_checkpoint
 from megatron_cp.training.monitor.metrics import WritingReporter
 from megatron_cp.training.monitor.step_metrics import StepMetrics
@@ -228,7 +228,7 @@ def upstreams_loss(overrides: dict[str, Any]) -> Steps:
     results = []
     with (
         mock.patch.object(LanguageModel, "_postprocess", GPTModel._postprocess),
-        mock.patch.object(step, "_depth_tokens", lambda run, window: []),
+        mock.patch.object(forward_backward, "_depth_tokens", lambda run, window: []),
     ):
         for _ in range(STEPS):
             (microbatch,) = next(batches).microbatches

@@ -18,8 +18,9 @@ import torch
 
 from megatron_cp.common.jsonl_log import keep_lines_until, read_lines
 from megatron_cp.training.monitor.metrics import WritingReporter, wants_live_line
-from megatron_cp.training.monitor.phases import Interval, Phases, interval_of, peak_memory_bytes, read_numbers
+from megatron_cp.training.monitor.phases import PHASES, Interval, Phases, peak_memory_bytes
 from megatron_cp.training.monitor.step_metrics import StepMetrics
+from megatron_cp.training.monitor.step_report import StepReport, gather_reports, read_reports
 from tests.ranks import run_ranks
 from tests.training_runs import tiny_config
 
@@ -150,19 +151,29 @@ def test_on_a_gpu_nobody_waits_for_a_phase(monkeypatch: pytest.MonkeyPatch) -> N
     assert phases.read() == {"other": 1}
 
 
-def numbers_of_two_ranks() -> list[float]:
-    phases = Phases()
+def interval_of_two_ranks() -> Interval:
+    phases, rank = Phases(), torch.distributed.get_rank()
     with phases("data"):
-        time.sleep(0.2 * (1 + torch.distributed.get_rank()))
-    if torch.distributed.get_rank() == 1:
+        time.sleep(0.2 * (1 + rank))
+    if rank == 1:
         held = torch.ones(30_000_000)  # 120 MB
         assert held.sum() == 30_000_000
-    return read_numbers(phases, torch.device("cpu"))
+    mine = StepReport(
+        signal=15 * rank,
+        saving=rank == 0,
+        peak_memory_bytes=peak_memory_bytes(torch.device("cpu")),
+        seconds=dict.fromkeys(PHASES, 0.0) | phases.read(),
+    )
+    gathered = gather_reports(mine, torch.ones(1, dtype=torch.float64) * (rank == 1), torch.distributed.group.WORLD)
+    suspected, report = read_reports(gathered, mine)
+    assert suspected and (report.signal, report.out_of_time, report.saving) == (15, False, True)
+    return report.interval(5)
 
 
 def test_an_interval_is_the_mean_of_the_ranks_and_the_memory_of_the_fullest() -> None:
     before = peak_memory_bytes(torch.device("cpu"))
-    a = interval_of(list(zip(*run_ranks(numbers_of_two_ranks, 2), strict=True)), 5)
+    a, b = run_ranks(interval_of_two_ranks, 2)
+    assert a == b
     assert 0.3 / 5 <= a.seconds["data"] < 2 * 0.3 / 5
     assert "schedule" not in a.seconds
     assert 100_000_000 < a.peak_memory_bytes < before + 400_000_000
