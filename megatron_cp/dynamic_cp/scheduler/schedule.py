@@ -13,7 +13,6 @@ from megatron_cp.dynamic_cp.analysis.simulate import simulate
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.groups import BuddyTree, buddy_tree
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
-from megatron_cp.dynamic_cp.scheduler.greedy import greedy_per_microbatch
 from megatron_cp.dynamic_cp.scheduler.jobs import Shelf
 from megatron_cp.dynamic_cp.scheduler.placement import Plan, build
 from megatron_cp.dynamic_cp.scheduler.problem import Problem, make_problem
@@ -28,8 +27,6 @@ _ENOUGH_FOR_QUARTERS = 64
 _STARTS_WITH_FILL = 4
 # Groups of one size are tried as well where they may take less than this part of the plan's seconds.
 _WORTH_A_TRY = 0.995
-# Samples times microbatches up to which the greedy rule is tried as well.
-_CHEAP_FOR_GREEDY = 3000
 
 
 def schedule(
@@ -64,8 +61,7 @@ def schedule(
 
     The search: for several limits on a microbatch's seconds, each sample takes the fewest ranks that keep it under the
     limit; the most promising limits are planned in full (:mod:`.plan`), then jobs that leave their neighbours idle
-    are widened as long as that helps. Groups of one size (:mod:`.fixed`) are tried where they may be faster, and few
-    samples with the greedy rule (:mod:`.greedy`).
+    are widened as long as that helps. Groups of one size (:mod:`.fixed`) are tried where they may be faster.
     Time is O(n log n + num_ranks log num_ranks).
     """
     sizes = {
@@ -89,8 +85,15 @@ def schedule(
             f"microbatch form equal aligned blocks"
         )
     block_level = _block_level(buddy_tree(num_ranks, min_cp_size), sync_ranks, pipeline_size)
-    setting = (lengths, num_ranks, max_seqlen_per_rank, min_cp_size, cost or DEFAULT_COST, sequence_parallel_size)
-    problem = make_problem(*setting, block_level=block_level)
+    problem = make_problem(
+        lengths,
+        num_ranks,
+        max_seqlen_per_rank,
+        min_cp_size,
+        cost or DEFAULT_COST,
+        sequence_parallel_size,
+        block_level=block_level,
+    )
     if not problem.lengths.size:
         return Schedule(num_ranks, max_seqlen_per_rank, [], sequence_parallel_size)
 
@@ -101,12 +104,8 @@ def schedule(
     plan = _search(problem, block_level, pipeline_size)
     planned = _lay_out(problem, plan, pipeline_size)
     added = _round_up(planned, microbatch_multiple)
-    options = [planned]
-    if _greedy_is_cheap(problem):
-        options.append(greedy_per_microbatch(make_problem(*setting)))
-        _round_up(options[-1], microbatch_multiple)
     best = seconds(planned) if added else plan.seconds
-    options += _of_one_size(problem, lengths, best, pipeline_size, microbatch_multiple)
+    options = [planned, *_of_one_size(problem, lengths, best, pipeline_size, microbatch_multiple)]
     chosen = min(options, key=seconds) if len(options) > 1 else planned
     return Schedule(num_ranks, max_seqlen_per_rank, chosen, sequence_parallel_size)
 
@@ -141,14 +140,6 @@ def _of_one_size(
             )
             found.append(one.microbatches)
     return found
-
-
-def _greedy_is_cheap(problem: Problem) -> bool:
-    """Whether the greedy rule applies (sizes double) and is quick: it looks at all samples for each microbatch."""
-    tree = problem.tree
-    doubles = all(2 * tree.size(i) == tree.size(i + 1) for i in range(len(tree.levels) - 1))
-    microbatches = 1 + float(problem.lengths.sum()) / (problem.tree.num_ranks * problem.max_tokens)
-    return doubles and len(problem.lengths) * microbatches <= _CHEAP_FOR_GREEDY
 
 
 def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: int) -> int:

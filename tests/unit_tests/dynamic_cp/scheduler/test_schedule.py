@@ -6,13 +6,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.dynamic_cp import PRESETS, Group, Schedule, legal_groups, padded_length, schedule, schedule_fixed_cp
+from benchmarks.dynamic_cp_baselines import greedy as greedy_rule
+from megatron_cp.dynamic_cp import PRESETS, Group, legal_groups, padded_length, schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.analysis.report import padding_fraction
 from megatron_cp.dynamic_cp.analysis.simulate import simulate
 from megatron_cp.dynamic_cp.distributions import sample_lengths
 from megatron_cp.dynamic_cp.scheduler import fixed
 from megatron_cp.dynamic_cp.scheduler.gaps import Gaps
-from megatron_cp.dynamic_cp.scheduler.greedy import greedy_per_microbatch
 from megatron_cp.dynamic_cp.scheduler.jobs import jobs_of, spread_out, squeeze_in
 from megatron_cp.dynamic_cp.scheduler.problem import make_problem
 from tests.functional_tests.dynamic_cp.fuzz_scheduler import configuration, failures
@@ -162,7 +162,7 @@ def test_dynamic_beats_fixed_cp(cost, mode):
 def test_not_slower_than_the_greedy_rule(cost, mode, distribution, ranks, m, count, seed):
     longest = 65536 if distribution == "long" else 131072
     lengths, model, options = sample_lengths(distribution, count, longest, seed), PRESETS[cost], MODES[mode](ranks)
-    greedy = Schedule(ranks, m, greedy_per_microbatch(make_problem(lengths, ranks, m, 1, model, 1)))
+    greedy = greedy_rule(lengths, ranks, m, model)
     ours = schedule(lengths, ranks, m, cost=model, **options)
     seconds = [simulate(plan, lengths, model, **options).seconds for plan in (ours, greedy)]
     assert seconds[0] <= 1.01 * seconds[1]
