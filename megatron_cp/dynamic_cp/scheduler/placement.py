@@ -20,7 +20,7 @@ from itertools import chain
 import numpy as np
 
 from megatron_cp.dynamic_cp.scheduler.binning import best_fit, least_loaded, most_room, water_level
-from megatron_cp.dynamic_cp.scheduler.jobs import Job, Shelf, jobs_of, spread_out, squeeze_in, stack, top_up, wide_jobs
+from megatron_cp.dynamic_cp.scheduler.jobs import Job, Shelf, jobs_of, spread_out, stack, top_up, wide_jobs
 from megatron_cp.dynamic_cp.scheduler.problem import Problem
 
 
@@ -178,15 +178,14 @@ def _fill_shelves(
         full = min(full, float(work.sum()) / len(best_fit(short.tolist(), tokens.tolist(), capacity)))
 
     blocks = [j for j, _ in new for _ in range(leaves)]
-    if left:  # the jobs' tokens did not suffice: into wide jobs, or more microbatches for the least loaded blocks
+    if left:  # the jobs' tokens did not suffice: more microbatches for the least loaded blocks
         alone = [max([job.seconds for job in jobs_of(problem, 0, bins)]) for bins in extra]
-        if not squeeze_in(problem, plan.shelves, left, sum(alone)):
-            totals = list(loads)
-            for j, seconds in new:
-                totals[j] += seconds + fixed
-            for bins, j in zip(extra, least_loaded(alone, totals), strict=True):
-                blocks += [j] * len(bins)
-                contents += bins
+        totals = list(loads)
+        for j, seconds in new:
+            totals[j] += seconds + fixed
+        for bins, j in zip(extra, least_loaded(alone, totals), strict=True):
+            blocks += [j] * len(bins)
+            contents += bins
     plain: list[list[Job]] = [[] for _ in loads]
     busy = [k for k, items in enumerate(contents) if items]
     for k, job in zip(busy, jobs_of(problem, 0, [contents[k] for k in busy]), strict=True):

@@ -13,7 +13,7 @@ from megatron_cp.dynamic_cp.analysis.simulate import simulate
 from megatron_cp.dynamic_cp.distributions import sample_lengths
 from megatron_cp.dynamic_cp.scheduler import fixed
 from megatron_cp.dynamic_cp.scheduler.gaps import Gaps
-from megatron_cp.dynamic_cp.scheduler.jobs import jobs_of, spread_out, squeeze_in
+from megatron_cp.dynamic_cp.scheduler.jobs import spread_out
 from megatron_cp.dynamic_cp.scheduler.problem import make_problem
 from tests.functional_tests.dynamic_cp.fuzz_scheduler import configuration, failures
 from tests.unit_tests.dynamic_cp.scheduler.checks import problems
@@ -282,32 +282,6 @@ def test_gaps_are_filled_with_legal_blocks(leaves, widths):
         assert 0 <= start < leaves and start not in taken
         taken.add(start)
     assert taken == set(range(leaves)) and gaps.take(1) == -1
-
-
-def test_what_is_left_over_is_squeezed_into_wide_jobs_where_that_is_cheaper():
-    problem = make_problem([24_000] + [1000] * 5, 4, 10_000, 1, COST, 1, block_level=2)
-    three = problem.sizes.index(3)
-
-    def shelf():
-        return [*jobs_of(problem, three, [[0]]), *jobs_of(problem, 0, [[1, 2]])]
-
-    before, after = shelf(), shelf()
-    own = COST.seconds([1000], 1)
-    assert spread_out(problem, [3, 4, 5], 4) == [[[3], [4], [5]]]
-    assert squeeze_in(problem, [[after]], [3, 4, 5], 3 * own)
-    wide = after[0]
-    assert wide.items == [0, 3, 4, 5] and wide.tokens <= 10_000
-    [again] = jobs_of(problem, three, [wide.items])
-    assert (wide.length, wide.squares) == (again.length, again.squares) and wide.seconds == pytest.approx(again.seconds)
-    assert before[0].seconds < wide.seconds < before[0].seconds + 3 * own
-    untouched = shelf()
-    assert not squeeze_in(problem, [[untouched]], [3, 4, 5], 0.5 * (wide.seconds - before[0].seconds))
-    assert untouched[0].items == [0]
-
-    # Only two more thousands fit three ranks beside 27,000 tokens: nothing changes.
-    full = make_problem([27_000] + [1000] * 5, 4, 10_000, 1, COST, 1, block_level=2)
-    [job] = jobs_of(full, three, [[0]])
-    assert not squeeze_in(full, [[[job]]], [1, 2, 3, 4], 4 * own) and job.items == [0]
 
 
 def test_what_is_left_over_is_spread_over_all_ranks():
