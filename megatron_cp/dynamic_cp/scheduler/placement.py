@@ -100,7 +100,7 @@ def _place_wide(problem: Problem, plan: Plan, jobs: list[Job]) -> tuple[list[flo
         if count > len(loads):
             loads = [loads[j // 2] for j in range(count)]
             highest = [highest[j // 2] for j in range(count)]
-        here = [job for job in jobs if problem.tree_levels[job.level] == i]
+        here = [job for job in jobs if job.level == i]
         if not here:
             continue
         on_tail = None

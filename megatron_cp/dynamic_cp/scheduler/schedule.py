@@ -21,8 +21,6 @@ from megatron_cp.dynamic_cp.types import Group, Schedule
 # How many plans to try for a batch: about this many samples and ranks in all, so that time stays n log n.
 _EFFORT = 15_000
 _MOST_PLANS = 24
-# Where time is for two plans only: ranks that must keep step for three quarters of a block to be worth one of them.
-_ENOUGH_FOR_QUARTERS = 64
 # How many of the most promising limits are also planned with wide jobs filled up first.
 _STARTS_WITH_FILL = 4
 # Groups of one size are tried as well where they may take less than this part of the plan's seconds.
@@ -92,7 +90,6 @@ def schedule(
         min_cp_size,
         cost or DEFAULT_COST,
         sequence_parallel_size,
-        block_level=block_level,
     )
     if not problem.lengths.size:
         return Schedule(num_ranks, max_seqlen_per_rank, [], sequence_parallel_size)
@@ -120,8 +117,8 @@ def _of_one_size(
     """Groups of one size each time, where that may take fewer ``seconds``: of samples that are alike, often."""
     tree, found = problem.tree, []
     tokens, squares = float(problem.lengths.sum()), float(problem.lengths @ problem.lengths)
-    for level, (i, size) in enumerate(zip(problem.tree_levels, problem.sizes, strict=True)):
-        if i < 0 or not tree.is_regular(i) or tree.num_ranks % size or not np.isfinite(problem.seconds[level, 0]):
+    for level, size in enumerate(problem.sizes):
+        if not tree.is_regular(level) or tree.num_ranks % size or not np.isfinite(problem.seconds[level, 0]):
             continue
         cost = problem.costs[level]
         shortest, longest = problem.seconds[level, [-1, 0]].tolist()
@@ -152,11 +149,10 @@ def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: int) -> int:
 
 @dataclass
 class _Candidate:
-    """A plan and what it was built from: ``doubling`` and ``limit`` gave the levels, or they were widened since."""
+    """A plan and what it was built from: ``limit`` gave the levels, or they were widened since."""
 
     block_level: int
     limit: float
-    doubling: bool
     fill: bool
     level: np.ndarray
     plan: Plan
@@ -168,29 +164,24 @@ def _search(problem: Problem, block_level: int, pipeline_size: int) -> Plan:
     keeps_step = block_level > 0
     limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
     number = max(2, budget // 3) if keeps_step else max(1, min(3, budget // 4))
-    chosen = limits[:number]
-    if keeps_step and problem.tree.size(block_level) < _ENOUGH_FOR_QUARTERS:
-        # Few ranks, few three quarters: one plan with them, if there is time for several.
-        doubling = [one for one in limits if one[1]] or limits
-        chosen = doubling[:1] if budget == 2 else doubling[: number - 1] + limits[:1]
 
-    def plan(limit: float, doubling: bool, level_of_blocks: int = block_level, fill: bool = False) -> _Candidate:
-        level = problem.levels_under(limit, doubling=doubling)
+    def plan(limit: float, level_of_blocks: int = block_level, fill: bool = False) -> _Candidate:
+        level = problem.levels_under(limit)
         built = build(problem, level, level_of_blocks, limit, pipeline_size, fill)
-        return _Candidate(level_of_blocks, limit, doubling, fill, level, built)
+        return _Candidate(level_of_blocks, limit, fill, level, built)
 
-    found = [plan(*one) for one in chosen]
+    found = [plan(limit) for limit in limits[:number]]
     if budget >= 12:
         # Ranks may keep step where they need not: with few samples that is sometimes better packed.
         regular = [i for i in range(block_level + 1, len(problem.tree.levels)) if problem.tree.is_regular(i)]
-        found += [plan(*limits[0], i) for i in dict.fromkeys((*regular[2:3], *regular[-1:]))]
-        found += [plan(*one, fill=True) for one in limits[:_STARTS_WITH_FILL]]
+        found += [plan(limits[0], i) for i in dict.fromkeys((*regular[2:3], *regular[-1:]))]
+        found += [plan(limit, fill=True) for limit in limits[:_STARTS_WITH_FILL]]
     if keeps_step and budget >= 5:
         # The estimate can be far off: go on in the direction that helps.
         for factor in (1.4, 0.7):
             best = min(found, key=lambda one: one.plan.seconds)
             while len(found) < budget:
-                found.append(plan(best.limit * factor, best.doubling, best.block_level, best.fill))
+                found.append(plan(best.limit * factor, best.block_level, best.fill))
                 if found[-1].plan.seconds >= best.plan.seconds:
                     break
                 best = found[-1]
@@ -215,14 +206,12 @@ def _widen(problem: Problem, best: _Candidate, steps: int, pipeline_size: int) -
         level[items] += 1
         plan = build(problem, level, best.block_level, best.limit, pipeline_size, best.fill)
         if plan.seconds < best.plan.seconds:
-            best = _Candidate(best.block_level, best.limit, best.doubling, best.fill, level, plan)
+            best = _Candidate(best.block_level, best.limit, best.fill, level, plan)
     return best
 
 
-def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: float) -> list[tuple[float, bool]]:
+def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: float) -> list[float]:
     """Limits on a microbatch's seconds, the most promising first by an estimate of the step that they lead to.
-
-    Where three quarters of a block are on offer, each other entry (True) does without: they can leave gaps.
 
     The estimate is the area (seconds times ranks of every sample, spread evenly), or the longest sample if that is
     more, plus the pipeline's bubble; where ranks keep step, neighbours of the longest sample waste some of its time.
@@ -237,26 +226,24 @@ def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: f
     # summed[i, x]: the area at level i of the samples before x.
     summed = np.concatenate([np.zeros((len(area), 1)), np.cumsum(area, axis=1)], axis=1)
     still = problem.sizes[0] * float(problem.shared_seconds(0, slice(movable, None)).sum())
-    ranked: list[list[tuple[float, float, bool]]] = []
-    for doubling in (False, True) if -1 in problem.tree_levels else (False,):
-        choices = problem.choices(doubling)
-        left = np.full(len(limits), movable)
-        spread, longest = np.full(len(limits), still), np.zeros(len(limits))
-        for i in choices.tolist():
-            start = np.minimum(over[i], left)
-            spread += summed[i, left] - summed[i, start]
-            at_start = seconds[i, np.minimum(start, movable - 1)]
-            np.maximum(longest, at_start, out=longest, where=start < left)
-            left = start
-        # What no level does within the limit goes to the fastest one.
-        most = int(left.max())
-        fastest = choices[problem.seconds[choices, :most].argmin(axis=0)]
-        spread += np.concatenate([[0.0], np.cumsum(area[fastest, np.arange(most)])])[left]
-        np.maximum(longest, problem.seconds[choices, 0].min(), out=longest, where=left > 0)
-        spread /= problem.tree.num_ranks
-        ahead = np.maximum(spread, longest) + (pipeline_size - 1 + weight_of_longest) * longest
-        ranked.append(sorted([(each, -limit, doubling) for each, limit in zip(ahead.tolist(), limits, strict=True)]))
-    return [(-negative, doubling) for ones in zip(*ranked, strict=True) for _, negative, doubling in ones]
+    left = np.full(len(limits), movable)
+    spread, longest = np.full(len(limits), still), np.zeros(len(limits))
+    for i in range(len(problem.sizes)):
+        start = np.minimum(over[i], left)
+        spread += summed[i, left] - summed[i, start]
+        at_start = seconds[i, np.minimum(start, movable - 1)]
+        np.maximum(longest, at_start, out=longest, where=start < left)
+        left = start
+    # What no level does within the limit goes to the fastest one.
+    most = int(left.max())
+    fastest = problem.seconds[:, :most].argmin(axis=0)
+    spread += np.concatenate([[0.0], np.cumsum(area[fastest, np.arange(most)])])[left]
+    np.maximum(longest, problem.seconds[:, 0].min(), out=longest, where=left > 0)
+    spread /= problem.tree.num_ranks
+    ahead = np.maximum(spread, longest) + (pipeline_size - 1 + weight_of_longest) * longest
+    return [
+        limit for _, limit in sorted(zip(ahead.tolist(), limits, strict=True), key=lambda pair: (pair[0], -pair[1]))
+    ]
 
 
 def _ladder(problem: Problem) -> list[float]:
