@@ -236,6 +236,11 @@ def rule(id: str, title: str, why: str, example: Example, *, severity: Severity 
     return enter
 
 
+def te_rule(id: str, title: str, why: str, example: Example) -> None:
+    """Enter a rule into the table that repeats what :mod:`te_support` says of Transformer Engine."""
+    rule(id, title, why, example)(lambda context: context.te_findings(id))
+
+
 def order(rule_id: str) -> tuple[str, int]:
     """Sorts ids by section and number."""
     return rule_id[0], int(rule_id[1:])

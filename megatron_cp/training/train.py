@@ -76,8 +76,7 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
     find_start(config)
     check_save_folder(config)
     start_distributed(config)
-    # Shortly before torch gives up; a short time limit is one of a test.
-    roll, alone = HealthMonitor(standstill=0.9 * 60 * config.dist.distributed_timeout_minutes), False
+    roll, alone = HealthMonitor(timeout=60 * config.dist.distributed_timeout_minutes), False
     with ExitStack() as leaving:
         try:
             check_all_ranks_agree(config)
@@ -149,7 +148,6 @@ def _run(
     datasets = _datasets(config, tokenizer, start)
     ready = setup(config, vocab_size)
     roll.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"
-    roll.step = lambda: ready.progress.iteration
     data_state, measured = None, config.train.skip_train
     if start is not None:
         weights_only = start.finetune or measured

@@ -89,13 +89,6 @@ class TestTransformerEngine:
         assert self.rules(*overrides) == {("D1", "warning")} | slow  # ours gives several ranks the same head
         assert self.rules(*overrides, "model.num_query_groups=4") == slow
 
-    def test_an_all_to_all_never_meets_three_quarters_of_a_block(self):
-        slow = ("F5", "warning")
-        assert self.rules(*self.A2A, "model.dynamic_context_parallel=true", "train.micro_batch_size=1") == {slow}
-        mixed = ("model.cp_comm_type=[a2a,p2p,p2p,p2p]", "model.hierarchical_context_parallel_sizes=null")
-        overrides = (*mixed, "model.dynamic_context_parallel=true", "train.micro_batch_size=1")
-        assert self.rules(*overrides, "model.attention_backend=te") == {("D1", "error"), slow}
-
     def test_ours_also_proves_the_configured_all_to_all_where_groups_are_dynamic(self):
         heads = ("model.num_attention_heads=6", "model.num_query_groups=6", "model.hidden_size=96")
         overrides = (*self.A2A, *heads, "model.dynamic_context_parallel=true", "train.micro_batch_size=1")

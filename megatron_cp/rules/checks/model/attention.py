@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.proposals import either
 
-
-@rule(
+te_rule(
     "E1",
     "A sliding window with Transformer Engine needs a2a or, with a causal mask, all_gather.",
     "Its ring does not skip what is outside the window and refuses. Without a causal mask all_gather computes "
@@ -16,11 +15,9 @@ from megatron_cp.rules.proposals import either
     "windows on every transport.",
     broken("model.attention_backend=te", "model.window_size=[64,0]", environment="gpu"),
 )
-def window_transport(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("E1")
 
 
-@rule(
+te_rule(
     "E2",
     "No attention dropout together with a sliding window under context parallelism.",
     "Transformer Engine has no kernel for the two together, and our attention has no attention dropout.",
@@ -29,19 +26,15 @@ def window_transport(c: Context) -> Iterator[Finding]:
         "model.cp_comm_type=a2a", "model.hierarchical_context_parallel_sizes=null", environment="gpu",
     ),
 )  # fmt: skip
-def window_dropout(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("E2")
 
 
-@rule(
+te_rule(
     "E4",
     "A softmax offset (softmax_type) with Transformer Engine needs a2a.",
     "Its other transports merge partial results without it. In packs it is there since 2.12, on one rank too. Our "
     "attention has it on every transport.",
     broken("model.attention_backend=te", "model.softmax_type=learnable", environment="gpu"),
 )
-def softmax_offset_transport(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("E4")
 
 
 @rule(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_cp.attention.modules.te_support import odd_heads
 from megatron_cp.models.layers.mamba_shape import MambaShape
-from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.checks.parallel.context_parallel import FLAT, plain_transports, splits
 from megatron_cp.rules.environment import PRESETS
 from megatron_cp.rules.proposals import closest, default_of, divisors, either, nearest_multiples, one_of
@@ -81,7 +81,7 @@ def even_heads(c: Context) -> Iterator[Finding]:
             )
 
 
-@rule(
+te_rule(
     "D4",
     "With an all-to-all, Transformer Engine needs at least as many key/value heads as tp ranks.",
     "Fewer are already shared between tensor-parallel ranks and cannot be handed out further.",
@@ -90,8 +90,6 @@ def even_heads(c: Context) -> Iterator[Finding]:
         world_size=16, environment="gpu",
     ),
 )  # fmt: skip
-def enough_kv_heads(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("D4")
 
 
 @rule(
@@ -111,7 +109,7 @@ def large_head_dim(c: Context) -> Iterator[Finding]:
         )
 
 
-@rule(
+te_rule(
     "D6",
     "Multi-latent attention under context parallelism needs a Transformer Engine that has it.",
     "Its queries and values have different head dims: since 2.8 with p2p and a2a+p2p, since 2.15 with all transports.",
@@ -120,8 +118,6 @@ def large_head_dim(c: Context) -> Iterator[Finding]:
         "model.hierarchical_context_parallel_sizes=null", environment=_OLD,
     ),
 )  # fmt: skip
-def mla_version(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("D6")
 
 
 @rule(
@@ -213,7 +209,7 @@ def mamba_sizes(c: Context) -> Iterator[Finding]:
         )
 
 
-@rule(
+te_rule(
     "D13",
     "Head dims are multiples of 8, for Transformer Engine.",
     "Its flash and fused attention take no others; what is left on one rank has no context parallelism and no packs. "
@@ -222,5 +218,3 @@ def mamba_sizes(c: Context) -> Iterator[Finding]:
         "model.attention_backend=te", "model.kv_channels=20", "model.position_embedding_type=none", environment="gpu",
     ),
 )  # fmt: skip
-def head_dims_by_eights(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("D13")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_cp.config.run_config import CP_COMM_TYPES
 from megatron_cp.config.schema import nearest
-from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.environment import PRESETS
 from megatron_cp.rules.proposals import divisors, either, one_of, resized, typed
 
@@ -207,11 +207,9 @@ def settings_without_cp(c: Context) -> Iterator[Finding]:
         )
 
 
-@rule(
+te_rule(
     "C16",
     "Transformer Engine is new enough.",
     "Context parallelism came with 1.0, a2a+p2p with 1.12, and what we use of its attention with 2.10.",
     broken("model.attention_backend=te", environment=replace(PRESETS["gpu"], transformer_engine="1.11.0")),
 )
-def transformer_engine_is_new_enough(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("C16")

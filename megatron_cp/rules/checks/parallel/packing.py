@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.proposals import either, typed
 
 
@@ -26,7 +26,7 @@ def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
         )
 
 
-@rule(
+te_rule(
     "F5",
     "Packed sequences need a Transformer Engine that has them on the transport.",
     "p2p always, a2a since 2.10, all_gather since 2.18, a2a+p2p since 2.19. Our attention has them on every transport. "
@@ -39,8 +39,6 @@ def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
         environment="gpu",
     ),
 )
-def packing_transport(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("F5")
 
 
 @rule(
