@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from megatron_cp.training.monitor.peak import Peak
 from megatron_cp.training.monitor.phases import Interval
 
+LINE_WIDTH = 138  # 160 with the time that is logged in front
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -63,7 +65,7 @@ def log_line(
     peak: Peak | None = None,
     interval: Interval | None = None,
 ) -> str:
-    """The most important numbers of the last of ``steps``.
+    """At most LINE_WIDTH characters on the last of ``steps``, the most important numbers first.
 
     Times and rates are means over ``steps``, skipped steps are counted over them; all else is the last step's.
     """
@@ -75,9 +77,9 @@ def log_line(
     skipped, not_finite = sum(s.skipped for s in steps), sum(not math.isfinite(s.lm_loss) for s in steps)
     entries = [
         f"iteration {last.iteration:{len(str(total))}d}/{total}",
-        f"lm loss: {last.lm_loss:.4f}",
+        f"lm loss: {_short(last.lm_loss, 4)}",
         f"lr: {f'{last.learning_rate:.3E}' if last.learning_rate else '0'}",
-        f"grad norm: {last.grad_norm:.3f}" if last.grad_norm is not None else "",
+        f"grad norm: {_short(last.grad_norm, 3)}" if last.grad_norm is not None else "",
         f"loss scale: {last.loss_scale:g}" if last.loss_scale != 1 else "",
         f"skipped: {skipped}" if skipped else "",
         f"nan: {not_finite}" if not_finite else "",
@@ -88,7 +90,16 @@ def log_line(
         f"tokens/s: {tokens:.0f}",
         f"peak memory (GB): {interval.peak_memory_bytes / 1e9:.2f}" if interval is not None else "",
     ]
-    return " | ".join(filter(None, entries))
+    line = entries[0]
+    for entry in filter(None, entries[1:]):
+        if len(line) + len(entry) + 3 <= LINE_WIDTH:
+            line += f" | {entry}"
+    return line
+
+
+def _short(value: float, digits: int) -> str:
+    """At most nine characters."""
+    return f"{value:.{digits}f}" if abs(value) < 1e4 or not math.isfinite(value) else f"{value:.3E}"
 
 
 def clock(seconds: float) -> str:

@@ -167,7 +167,8 @@ def test_a_log_line_has_the_loss_of_its_step_and_the_times_of_its_interval() -> 
     assert fields["tokens/s"] == round(500 / 0.3) and fields["step ms"] == pytest.approx(150)
 
 
-def test_what_the_line_leaves_out_is_in_the_metrics() -> None:
+def test_every_line_fits_160_characters_and_keeps_what_matters_most() -> None:
+    """With everything there can be, and long numbers."""
     widest = replace(
         LAST,
         iteration=10_000_000,
@@ -187,7 +188,15 @@ def test_what_the_line_leaves_out_is_in_the_metrics() -> None:
         padding_fraction=0.0012,
         cp_sizes={1: 1000, 2: 1000, 4: 1000},
     )
+    stamp = len("[2026-01-31 12:00:00] ")
+    for step in (LAST, widest, replace(widest, lm_loss=float("nan"), skipped=True)):
+        for peak in (None, Peak(1e-3, "measured"), Peak(2500.0, "given")):
+            line = log_line([step] * 1000, 10_000_000, 1e7, peak, INTERVAL)
+            assert stamp + len(line) <= 160, line
+            wanted = {"skipped", "nan"} if step.skipped else {"TFLOP/s/GPU"}
+            assert {"iteration", "lm loss", "lr", "grad norm"} | wanted <= parse(line).keys(), line
     assert parse(log_line([LAST], 10_000_000, 1e7, Peak(2500.0, "measured")))["MFU (measured)"] == 0
+    # What the line leaves out is in metrics.jsonl.
     values = widest.values(Peak(2500.0, "given"))
     assert {"mtp_1 loss", "mtp_2 loss", "z_loss", "imbalance", "cp_sizes", "mfu_of_given_peak"} <= values.keys()
 
