@@ -41,10 +41,12 @@ class ModelConfig:
     vocab_size: int | None = None  # from the tokenizer, or from the checkpointed model for a published one
     make_vocab_size_divisible_by: int = 128
     share_embeddings_and_output_weights: bool = False
+    scale_embeddings: bool = False  # by sqrt(hidden_size), rounded to the weights' dtype
 
     # Positions.
     position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
     rotary_base: float = 10000.0
+    rotary_base_local: float | None = None  # of layers with a window, whose positions nothing stretches
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
     rope_scaling: bool = False
@@ -61,7 +63,9 @@ class ModelConfig:
     # Layers.
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     layernorm_epsilon: float = 1e-5
-    activation_func: Literal["silu", "gelu", "relu", "squared_relu", "quick_gelu"] = "silu"
+    layernorm_zero_centered_gamma: bool = False  # norms multiply with 1 + weight
+    sandwich_norm: bool = False  # also norms of what attention and MLP add to the residual
+    activation_func: Literal["silu", "gelu", "relu", "squared_relu", "quick_gelu", "fast_gelu"] = "silu"
     gated_linear_unit: bool = True
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
@@ -169,6 +173,11 @@ class ModelConfig:
         """Key/value heads that attention meets: latent attention makes keys and values for every head."""
         groups = None if self.multi_latent_attention else self.num_query_groups
         return groups or self.num_attention_heads
+
+    @property
+    def has_local_rotary(self) -> bool:
+        """Whether layers with a window have a rotary base of their own."""
+        return self.rotary_base_local is not None and self.position_embedding_type == "rope"
 
     @property
     def yarn_length(self) -> int | None:

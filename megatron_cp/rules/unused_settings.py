@@ -33,10 +33,17 @@ def _rotates(config: RunConfig) -> bool:
 _READINGS = (
     _Reading(
         "model",
-        ("rotary_base", "rotary_percent", "rotary_interleaved"),
+        ("rotary_base", "rotary_base_local", "rotary_percent", "rotary_interleaved"),
         _rotates,
         "model.position_embedding_type=rope or yarn",
         "model.position_embedding_type=rope",
+    ),
+    _Reading(
+        "model",
+        ("rotary_base_local",),
+        lambda config: config.model.window_size is not None,
+        "model.window_size",
+        '"model.window_size=[1023,0]"',
     ),
     _Reading(
         "model",

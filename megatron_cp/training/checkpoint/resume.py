@@ -40,6 +40,8 @@ _WEIGHTS = (
     "position_embedding_type",
     "max_position_embeddings",
     "normalization",
+    "layernorm_zero_centered_gamma",
+    "sandwich_norm",
     "activation_func",
     "gated_linear_unit",
     "add_bias_linear",
@@ -68,7 +70,9 @@ _WEIGHTS = (
 )
 # What else the model computes with them: another model too, but one that may begin with these weights.
 _FUNCTION = (
+    "scale_embeddings",
     "rotary_base",
+    "rotary_base_local",
     "rotary_percent",
     "rotary_interleaved",
     "rope_scaling",

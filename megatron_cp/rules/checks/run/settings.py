@@ -25,6 +25,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.init_method_std": _ANY,
     "model.layernorm_epsilon": _ANY,
     "model.rotary_base": (1, math.inf),
+    "model.rotary_base_local": (1, math.inf),
     "model.yarn_rotary_scaling_factor": (1, math.inf),
     "model.yarn_original_max_position_embeddings": (1, math.inf),
     "model.mtp_loss_scaling_factor": _ANY,
