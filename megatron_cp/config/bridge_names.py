@@ -104,7 +104,7 @@ _NAMES = {
     "model.persist_layer_norm": _UNREAD,  # by apex's norms alone
     "model.memory_efficient_layer_norm": _UNREAD,
     "model.masked_softmax_fusion": _UNREAD,  # by megatron-core's own attention alone
-    "model.layernorm_zero_centered_gamma": _absent("norms multiply with their weight"),
+    "model.interleaved_attn_pattern": _called("model.window_attn_skip_freq", "model.window_attn_skip_freq=6"),
     "model.apply_query_key_layer_scaling": _absent("scores are computed in float32 anyway"),
     "model.parallel_output": _always(True),
     "model.perform_initialization": _always(True),

@@ -53,6 +53,20 @@ class ModelConfig(
         return groups or self.num_attention_heads
 
     @property
+    def has_local_rotary(self) -> bool:
+        """Whether layers with a window have a rotary base of their own."""
+        return self.rotary_base_local is not None and self.position_embedding_type == "rope"
+
+    def layer_has_window(self, layer_number: int) -> bool:
+        """Whether a layer (1-based) attends through ``window_size``; the others see everything."""
+        every = self.window_attn_skip_freq
+        if self.window_size is None or every is None:
+            return self.window_size is not None
+        if isinstance(every, list):
+            return bool(every[min(layer_number, len(every)) - 1])
+        return layer_number % every != 0
+
+    @property
     def yarn_length(self) -> int | None:
         """Positions under YaRN, scaling factor * original length, rounded; None without YaRN or without the two."""
         length = (self.yarn_rotary_scaling_factor or 0) * (self.yarn_original_max_position_embeddings or 0)

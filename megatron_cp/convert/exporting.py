@@ -13,10 +13,10 @@ from megatron_cp.common.errors import DataError
 from megatron_cp.common.interpolation import looked_up
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, find_checkpoint, undivided, whole_model
-from megatron_cp.convert.families import Family, hf_from_model
 from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, copy_companions, new_folder, read_json, write_model
-from megatron_cp.convert.weights import part_of
 from megatron_cp.data.text.tokenizers import build_tokenizer
+from megatron_cp.models.families import hf_from_model
+from megatron_cp.models.families.common.weights import WeightNames
 from megatron_cp.models.hybrid_pattern import layers_of
 from megatron_cp.training.checkpoint.files import LATEST, newer_than_latest
 
@@ -43,7 +43,7 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
     config.model.hybrid_layer_pattern = layers_of(trained.model.hybrid_layer_pattern) or None
     with whole_model(config) as whole:
         whole.load(found.folder)
-        tensors = _published(whole, family)
+        tensors = _published(whole, family.weights)
     check_finite(tensors, found.dtype, dtype)
     tokenizer, ids, without = _tokenizer(trained)
     values |= {"torch_dtype": dtype, "use_cache": True} | ids
@@ -89,11 +89,11 @@ def positions_said(trained: RunConfig, declared: int) -> list[str]:
     return said
 
 
-def _published(whole: WholeModel, family: Family) -> dict[str, torch.Tensor]:
+def _published(whole: WholeModel, names: WeightNames) -> dict[str, torch.Tensor]:
     """Every published tensor, in memory of its own; the model's goes as they come."""
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in whole.parameters().items():
-        part = part_of(name, family)
+        part = names.part_of(name)
         for published, tensor in zip(part.published, part.split(parameter.detach(), whole.config.model), strict=True):
             tensors[published] = tensor.clone(memory_format=torch.contiguous_format)
         parameter.data = parameter.data.new_empty(0)

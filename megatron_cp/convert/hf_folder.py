@@ -19,8 +19,8 @@ from torch import Tensor
 from megatron_cp.common import input_files
 from megatron_cp.common.atomic_files import written_aside
 from megatron_cp.common.errors import ConfigError, RuntimeFault
-from megatron_cp.convert.families import FAMILIES
 from megatron_cp.convert.sizes import check_sizes
+from megatron_cp.models.families import FAMILIES
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -13,6 +13,7 @@ from megatron_cp.models.fusions import fuses_gradient_sum
 from megatron_cp.models.initial_weights import draw_part, seed_of
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.layer_specs import gpt_block_spec, its_layers
+from megatron_cp.models.layers.local_rotary import LocalAndGlobalRotary
 from megatron_cp.models.layers.mtp import mtp_block_spec
 from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.models.yarn import kept_shares
@@ -80,6 +81,10 @@ def _build_chunk(
         )
     if with_yarn and not model.multi_latent_attention:  # which has positions of its own in every layer
         _lengthen_positions(chunk.rotary_pos_emb, model)
+    if model.has_local_rotary:
+        chunk.rotary_pos_emb = LocalAndGlobalRotary(chunk.rotary_pos_emb, model)
+    if model.scale_embeddings and (chunk.pre_process or chunk.mtp_process):
+        _scale_embeddings(chunk.embedding.word_embeddings, model.hidden_size)
     chunk.cross_entropy_chunk_size = model.cross_entropy_chunk_size
     if core_config.use_cpu_initialization and core_config.perform_initialization:
         _seed_vocabulary_weights(chunk, core_config, groups, config.rng.seed)
@@ -98,6 +103,12 @@ def _lengthen_positions(embedding: Any, model: ModelConfig) -> None:
     plain = embedding.inv_freq
     kept = plain.new_tensor(kept_shares(model, 2 * len(plain)))
     embedding.inv_freq = plain / model.yarn_rotary_scaling_factor * (1 - kept) + plain * kept
+
+
+def _scale_embeddings(embedding: Any, hidden_size: int) -> None:
+    """Multiply an embedding's output by sqrt(hidden_size), rounded to the weights' dtype as Gemma's is."""
+    scale = float(torch.tensor(hidden_size**0.5, dtype=embedding.weight.dtype))
+    embedding.register_forward_hook(lambda module, tokens, output: output * scale)
 
 
 def _let_products_sum_gradients(chunk: torch.nn.Module) -> None:

@@ -33,25 +33,10 @@ from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
 from megatron_cp.models.layers import latent_attention
 from megatron_cp.models.layers.latent_experts import LatentMoELayer
+from megatron_cp.models.layers.local_rotary import LocalRotaryAttention
+from megatron_cp.models.layers.norms import NormThenAdd, TorchNorm
 from megatron_cp.models.layers.router import PackRouter, routers_of
 from megatron_cp.parallel.layout import layout_of
-
-
-class TorchNorm:
-    """torch's own LayerNorm or RMSNorm, as megatron-core's ``WrappedTorchNorm``, but also under sequence parallelism.
-
-    There each tensor-parallel rank normalizes its own tokens, so the norm's gradients are partial sums; the mark on
-    the parameters makes megatron-core reduce them.
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
-    ) -> torch.nn.Module:
-        norm_class = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
-        norm = norm_class(hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm.to(config.params_dtype)
 
 
 class SeededTransformerLayer(TransformerLayer):
@@ -130,6 +115,8 @@ def gpt_layer_spec(config: RunConfig, core_config: TransformerConfig, experts: b
             layer.submodules.mlp = partial(LatentMoELayer, **layer.submodules.mlp.keywords)
     attention = layer.submodules.self_attention
     attention.params["attn_mask_type"] = AttnMaskType[config.model.attention_mask_type]
+    if config.model.has_local_rotary:
+        attention.module = LocalRotaryAttention
     attention.submodules.core_attention = _attention_class(config) if with_te else ContextParallelAttention
     if with_te:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -142,6 +129,9 @@ def gpt_layer_spec(config: RunConfig, core_config: TransformerConfig, experts: b
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if getattr(attention.submodules, name, IdentityOp) not in (None, IdentityOp):
                 setattr(attention.submodules, name, TorchNorm)
+    if config.model.sandwich_norm:
+        add = ModuleSpec(NormThenAdd, params={"config": core_config, "norm": norm})
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
     seeded = ModuleSpec(
         module=SeededTransformerLayer,
         submodules=layer.submodules,

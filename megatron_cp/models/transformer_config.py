@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ _ACTIVATIONS = {
     "relu": F.relu,
     "squared_relu": squared_relu,
     "quick_gelu": quick_gelu,
+    "fast_gelu": partial(F.gelu, approximate="tanh"),  # upstream's function of this name rounds after each operation
 }
 
 

@@ -13,9 +13,9 @@ from transformers import AutoConfig
 
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import RunConfig, TokenizerConfig
-from megatron_cp.convert.families import FAMILIES, model_from_hf
 from megatron_cp.convert.importing import import_model
 from megatron_cp.convert.recipe import continued_pretraining
+from megatron_cp.models.families import FAMILIES, model_from_hf
 from megatron_cp.rules import Environment, check
 from megatron_cp.training.train import run
 from tests.ranks import run_ranks

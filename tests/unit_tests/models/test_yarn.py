@@ -13,8 +13,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_cp.convert.families import hf_from_model
 from megatron_cp.models.builder import _lengthen_positions
+from megatron_cp.models.families import hf_from_model
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.models.yarn import concentration
 from tests.training_runs import tiny_config

@@ -24,6 +24,7 @@ from megatron_cp.rules.unused_settings import unread
 # megatron-core's latent attention makes its own projections, scale and rotary embedding, without asking for these.
 _NOT_READ_BY_LATENT_ATTENTION = (
     "softmax_scale", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "add_qkv_bias",
+    "rotary_base_local",
 )  # fmt: skip
 _NOT_READ_BY_ITS_YARN = ("rotary_percent", "yarn_correction_range_round_to_int")
 # What gives the stages of other models their layers.
@@ -197,6 +198,9 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
         if getattr(model, name):
             message = "stretches the positions as well, which yarn does already"
             yield Finding(f"model.{name}", message, default_of(f"model.{name}"))
+    if model.rotary_base_local is not None:
+        message = "is not offered with yarn, whose frequencies and concentration all layers share"
+        yield Finding("model.rotary_base_local", message, default_of("model.rotary_base_local"))
     length = c.config.dataset.seq_length
     if factor is not None and original is not None and factor * original < length:
         message = f"{factor} times the original {original} positions are fewer than the sequence length ({length})"
@@ -241,6 +245,7 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
     not_built_in_hybrids = {
         "model.multi_latent_attention": model.multi_latent_attention,
         "model.rope_scaling": model.rope_scaling,
+        "model.sandwich_norm": model.sandwich_norm,
     }
     for field, asked in not_built_in_hybrids.items():
         if asked and model.architecture == "hybrid":
