@@ -18,7 +18,6 @@ from megatron_cp.common.interpolation import as_written
 
 # What is counted in iterations or in samples: NAME_iters and NAME_samples.
 TRAINING_LENGTHS, SCHEDULE_LENGTHS = ("train",), ("lr_warmup", "lr_decay", "lr_wsd_decay")
-CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 @dataclass
@@ -136,7 +135,7 @@ class ModelConfig:
     overlap_p2p_comm: bool | None = None  # stages compute while messages pass; None: where there are virtual stages
 
     # Context parallelism.
-    # p2p | all_gather | a2a | a2a+p2p | auto, or a list with one of them a layer
+    # A transport of attention/transports/registry.py, auto, or a list with one of them a layer.
     cp_comm_type: str | list[str] = field(
         default="p2p", metadata={"expected": "cp_comm_type must be a str or list of str"}
     )

@@ -111,11 +111,11 @@ class Calibrator:
         squares, tokens, c, samples = table.T
         parallel = c > 1
         inside = c <= prior.ranks_per_node
-        ring = prior.transport == "p2p"
+        messages = prior.messages
         attention = prior.quadratic * (squares / c + prior.small_tile * tokens)
-        moved = parallel * tokens * (c - 1) / c / (1 if ring else c)
+        moved = parallel * tokens * (c - 1) / c / (c if messages.by_heads else 1)
         intra, inter = prior.kv_intra * moved * inside, prior.kv_inter * moved * ~inside
-        hidden = (prior.overlap if ring else 0.0) * attention
+        hidden = (prior.overlap if messages.hops else 0.0) * attention
         exposed = parallel & (factors[3] * intra + factors[4] * inter > factors[1] * hidden)
         columns = np.stack(
             [
@@ -124,7 +124,7 @@ class Calibrator:
                 prior.linear * tokens / c,
                 exposed * intra,
                 exposed * inter,
-                prior.ring_step * parallel * ((c - 1) if ring else 1.0),
+                prior.ring_step * parallel * ((c - 1) if messages.hops else 1.0),
                 prior.per_sample * samples * prior.calls(c),
             ],
             axis=1,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from megatron_cp.attention.transports.registry import TRANSPORTS, cost_transport
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.parallel.layout import RankLayout
 
@@ -96,7 +97,8 @@ def configured_blocks(config: RunConfig, layout: RankLayout) -> tuple[Positions,
     blocks: tuple[Positions, ...] = ()
     if model.dynamic_context_parallel:
         # An all-to-all wants sizes that divide the heads: make_problem offers it no three quarters.
-        blocks = legal_groups(ranks, model.min_dynamic_context_parallel_size, quarters=model.transports != ("a2a",))
+        by_heads = TRANSPORTS[cost_transport(model.transports)].cost.by_heads
+        blocks = legal_groups(ranks, model.min_dynamic_context_parallel_size, quarters=not by_heads)
     elif model.sequence_packing_scheduler is not None:
         blocks = fixed_groups(ranks, layout.cp)
     if of_evaluation is not None:

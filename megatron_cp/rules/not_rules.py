@@ -147,7 +147,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
         "megatron-core's own attention has none; ours takes its place where Transformer Engine's is not used (K8).",
     ),
     "D8": Elsewhere("not offered", "Gated delta nets divide their heads over tp * cp.", "There are none."),
-    "D9": Elsewhere("not offered", "Sparse attention (DSA) wants all_gather.", "There is none."),
+    "D9": Elsewhere("not offered", "Sparse attention (DSA) wants all keys and values gathered.", "There is none."),
     "D10": Elsewhere("not offered", "Batch-invariant mode wants cp 1.", "There is no such mode."),
     "D11": Elsewhere("not offered", "Other experimental attention variants.", "There are none."),
     "E3": Elsewhere(
@@ -227,7 +227,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     ),
     "H5": Elsewhere("not offered", "ModelOpt with decentralized groups.", "There is no ModelOpt."),
     "H7": Elsewhere(
-        "right", "Evaluation under another cp with a2a+p2p.", "Its groups have their two levels, as dynamic ones do."
+        "right", "Evaluation under another cp with two levels.", "Its groups have their two levels, as dynamic ones do."
     ),
     "H9": Elsewhere(
         "covered",

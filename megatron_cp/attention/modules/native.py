@@ -24,6 +24,7 @@ from megatron_cp.attention.functional import attend_in_context
 from megatron_cp.attention.modules.configured import configured_context, learnable_softmax_offset, transport_of_layer
 from megatron_cp.attention.modules.probe import ProbeInputs
 from megatron_cp.attention.tiles import Mask
+from megatron_cp.attention.transports.registry import transport_named
 from megatron_cp.parallel.device import device
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True}
@@ -91,7 +92,7 @@ class ContextParallelAttention(MegatronModule):
         return self._context
 
     def set_context_parallel_group(self, group: GroupOrPair | CPContext | None) -> CPContext:
-        """Use ``group`` (a process group, or an (a2a, p2p) pair for ``a2a+p2p``) from now on; returns what was in use.
+        """Use ``group`` (a process group, or one for each of two levels) from now on; returns what was in use.
 
         None restores the configured groups, and what this returned may be given back to restore it. Contexts are kept,
         so switching back and forth costs nothing.
@@ -201,13 +202,13 @@ class ContextParallelAttention(MegatronModule):
         return CPContext.alone(self.cp_comm_type)
 
     def _context_of_microbatch(self, packed: Any) -> CPContext:
-        """That of the microbatch's group; its two levels for ``a2a+p2p``, and for ``a2a`` where it has too many ranks
-        for the heads."""
-        levels = getattr(packed, "cp_levels", None)
+        """That of the microbatch's group; its two levels where the transport, or the number of heads, needs them."""
+        transport, levels = transport_named(self.cp_comm_type), getattr(packed, "cp_levels", None)
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
-        too_many = self.cp_comm_type == "a2a" and heads % packed.cp_group.size() != 0
-        if levels is not None and (too_many or self.cp_comm_type == "a2a+p2p"):
-            return self._context_for(levels, "a2a+p2p")
+        too_many = any(heads % ranks for ranks in transport.head_ranks(packed.cp_group.size(), None))
+        in_two_levels = transport.in_two_levels if too_many else transport.name if transport.hierarchical else None
+        if levels is not None and in_two_levels is not None:
+            return self._context_for(levels, in_two_levels)
         return self._context_for(packed.cp_group)
 
     def _context_for(self, group: GroupOrPair, comm_type: str | None = None) -> CPContext:
@@ -233,7 +234,7 @@ class ContextParallelAttention(MegatronModule):
 def _global_groups(config: TransformerConfig, comm_type: str) -> ProcessGroupCollection:
     required = ["tp"]
     if config.context_parallel_size > 1:
-        required += ["cp", "hcp"] if comm_type == "a2a+p2p" else ["cp"]
+        required += ["cp", "hcp"] if transport_named(comm_type).hierarchical else ["cp"]
     return ProcessGroupCollection.use_mpu_process_groups(required_pgs=required)
 
 

@@ -130,7 +130,7 @@ def make_problem(
     order = np.argsort(-ids, kind="stable")
     s = ids[order]
     choices = [(tree.size(i), min(1 << i, len(tree.levels[0])), i) for i in range(len(tree.levels))]
-    if cost.transport != "a2a":
+    if not cost.messages.by_heads:
         quarters = range(min(block_level, len(tree.levels[0]).bit_length() - 1) - 1)
         choices += [(3 * tree.size(i), 3 << i, -1) for i in quarters]
     sizes, leaves, tree_levels = zip(*sorted(choices), strict=True)

@@ -46,6 +46,7 @@ PURE = [
     ),
     "megatron_cp.attention.sharding",
     "megatron_cp.attention.heads",
+    "megatron_cp.attention.transports.registry",
     "megatron_cp.attention.transports.select",
     "megatron_cp.attention.modules.te_support",
     "megatron_cp.models.yarn",
@@ -97,6 +98,10 @@ def test_folders_are_small() -> None:
 
 def test_private_names_of_megatron_core_are_read_in_one_place() -> None:
     assert house.private_upstream_names() == {}
+
+
+def test_transports_are_named_in_few_places() -> None:
+    assert len(house.files_that_write_a_transport()) <= 4, house.files_that_write_a_transport()
 
 
 def test_thinking_parts_import_neither_torch_nor_megatron() -> None:
