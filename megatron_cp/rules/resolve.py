@@ -72,7 +72,7 @@ def resolve_auto(
             return config, None
     resolved = dataclasses.replace(
         model,
-        cp_comm_type=_in_place_of_auto(model.cp_comm_type, transport),
+        cp_comm_type=replaced(model.cp_comm_type, transport),
         hierarchical_context_parallel_sizes=given or sizes,
     )
     what = f"{transport} {sizes}" if sizes else transport
@@ -87,7 +87,7 @@ def _selected(
     node = gpus_per_node or environment.gpus_per_node or launcher.local_world_size() or world_size
     by_heads = dataclasses.replace(
         model,
-        cp_comm_type=_in_place_of_auto(model.cp_comm_type, ALL_TO_ALL.name),
+        cp_comm_type=replaced(model.cp_comm_type, ALL_TO_ALL.name),
         hierarchical_context_parallel_sizes=None,
     )
     packed = packed_sizes(dataclasses.replace(config, model=by_heads), world_size)
@@ -105,5 +105,6 @@ def _selected(
     )
 
 
-def _in_place_of_auto(kinds: str | list[str], transport: str) -> str | list[str]:
-    return transport if isinstance(kinds, str) else [transport if kind == "auto" else kind for kind in kinds]
+def replaced(kinds: str | list[str], right: str, wrong: str = "auto") -> str | list[str]:
+    """``cp_comm_type`` with one transport in place of another."""
+    return right if isinstance(kinds, str) else [right if kind == wrong else kind for kind in kinds]

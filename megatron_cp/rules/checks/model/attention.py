@@ -26,10 +26,8 @@ def window_transport(c: Context) -> Iterator[Finding]:
     "E2",
     "No attention dropout together with a sliding window under context parallelism.",
     "Transformer Engine has no kernel for the two together, and our attention has no attention dropout.",
-    broken(
-        "model.attention_backend=te", "model.window_size=[64,0]", "model.attention_dropout=0.1",
-        *ALL_TO_ALL.settings, environment="gpu",
-    ),
+    broken("model.attention_backend=te", "model.window_size=[64,0]", "model.attention_dropout=0.1",
+           *ALL_TO_ALL.settings, environment="gpu"),
 )  # fmt: skip
 def window_dropout(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("E2")
@@ -163,11 +161,8 @@ def determinism(c: Context) -> Iterator[Finding]:
     "E16",
     "Deterministic packed attention on Hopper needs a large workspace, for Transformer Engine.",
     "cuDNN's deterministic backward pass for thd keeps partial gradients of all tiles.",
-    broken(
-        "model.deterministic_mode=true", "model.sequence_packing_scheduler=dp_balanced", *RING.settings,
-        "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
-        environment="gpu",
-    ),
+    broken("model.deterministic_mode=true", "model.sequence_packing_scheduler=dp_balanced", *RING.settings,
+           "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO=0", environment="gpu"),
     severity="warning",
 )  # fmt: skip
 def deterministic_packing(c: Context) -> Iterator[Finding]:

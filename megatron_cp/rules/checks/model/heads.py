@@ -117,10 +117,7 @@ def large_head_dim(c: Context) -> Iterator[Finding]:
     "D6",
     "Multi-latent attention under context parallelism needs a Transformer Engine that has it.",
     f"Its queries and values have different head dims: {first_versions('different_head_dims')}.",
-    broken(
-        "model.attention_backend=te", "model.multi_latent_attention=true", *ALL_TO_ALL.settings,
-        environment=_OLD,
-    ),
+    broken("model.attention_backend=te", "model.multi_latent_attention=true", *ALL_TO_ALL.settings, environment=_OLD),
 )  # fmt: skip
 def mla_version(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("D6")

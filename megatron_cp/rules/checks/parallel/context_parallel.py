@@ -13,6 +13,7 @@ from megatron_cp.parallel.layout import LEVELS
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.environment import PRESETS
 from megatron_cp.rules.proposals import divisors, either, one_of, resized, typed
+from megatron_cp.rules.resolve import replaced
 
 _SIZES = "model.hierarchical_context_parallel_sizes"
 FLAT = " ".join(RING.settings)
@@ -38,7 +39,7 @@ def plain_transports(c: Context) -> list[str]:
     broken(f"model.cp_comm_type={RING.other_names[0]}", f"{_SIZES}=null"),
 )
 def transport_is_known(c: Context) -> Iterator[Finding]:
-    valid = (*TRANSPORTS, "auto")
+    kinds, valid = c.config.model.cp_comm_type, (*TRANSPORTS, "auto")
     names = {other: transport.name for transport in TRANSPORTS.values() for other in transport.other_names}
     for kind in c.config.model.transports:
         if kind == "auto":  # where one can be chosen, it was before the rules are asked
@@ -48,18 +49,9 @@ def transport_is_known(c: Context) -> Iterator[Finding]:
             suggestion = f"; did you mean '{other}'?" if other else nearest(kind, list(valid))
             meant = next((name for name in valid if f"'{name}'" in suggestion), "")
             known = f" (one of {', '.join(valid)})" if not suggestion else ""
-            yield Finding(
-                "model.cp_comm_type",
-                f"Unsupported communication type: {kind}{suggestion or known}",
-                one_of(
-                    "model.cp_comm_type", [_in_place(c, kind, name) for name in dict.fromkeys([meant, *valid]) if name]
-                ),
-            )
-
-
-def _in_place(c: Context, wrong: str, right: str) -> str | list[str]:
-    kinds = c.config.model.cp_comm_type
-    return right if isinstance(kinds, str) else [right if kind == wrong else kind for kind in kinds]
+            proposed = [replaced(kinds, name, kind) for name in dict.fromkeys([meant, *valid]) if name]
+            message = f"Unsupported communication type: {kind}{suggestion or known}"
+            yield Finding("model.cp_comm_type", message, one_of("model.cp_comm_type", proposed))
 
 
 @rule(

@@ -204,10 +204,8 @@ def dispatch_of_packs(c: Context) -> Iterator[Finding]:
     "Groups of other sizes for multi-latent attention start from context_parallel_size of 2.",
     "With a configured size of 1 megatron-core cuts its rotary embeddings to the tokens of one rank, which are fewer "
     "than the positions of a sample that several ranks share.",
-    broken(
-        "model.dynamic_context_parallel=true", "model.multi_latent_attention=true", "model.context_parallel_size=1",
-        *RING.settings,
-    ),
+    broken("model.dynamic_context_parallel=true", "model.multi_latent_attention=true",
+           "model.context_parallel_size=1", *RING.settings),
 )  # fmt: skip
 def latent_positions(c: Context) -> Iterator[Finding]:
     model = c.config.model

@@ -14,10 +14,8 @@ from megatron_cp.rules.proposals import either, typed
     "F3",
     "Padding between packed sequences needs fused attention, for Transformer Engine.",
     "Under context parallelism every sequence is padded to a multiple of 2 * cp; flash attention 2 cannot skip that.",
-    broken(
-        "model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced", *RING.settings,
-        "env_vars.NVTE_FUSED_ATTN=0", environment="gpu",
-    ),
+    broken("model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced", *RING.settings,
+           "env_vars.NVTE_FUSED_ATTN=0", environment="gpu"),
 )  # fmt: skip
 def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
     if c.backend == "te" and c.packs and c.widest > 1 and c.variable("NVTE_FUSED_ATTN") == "0":
@@ -49,9 +47,7 @@ def packing_transport(c: Context) -> Iterator[Finding]:
     "Dynamic context parallelism has samples that one rank does not hold.",
     "Groups are of one rank as long as samples fit there, but for few samples that balance so. The default limit is "
     "that of context_parallel_size ranks: with one of them, the longest sample.",
-    broken(
-        "model.dynamic_context_parallel=true", "model.context_parallel_size=1", *RING.settings,
-    ),
+    broken("model.dynamic_context_parallel=true", "model.context_parallel_size=1", *RING.settings),
     severity="warning",
 )  # fmt: skip
 def dynamic_groups_have_a_use(c: Context) -> Iterator[Finding]:
