@@ -16,6 +16,9 @@ from numpy.typing import ArrayLike
 
 from megatron_cp.attention.transports.registry import ALL_TO_ALL, RING, TRANSPORTS, CostTerms
 
+# The coefficients of a cost model that measured times can be fitted to.
+FITTED = ("per_microbatch", "quadratic", "linear", "kv_intra", "kv_inter", "ring_step", "per_sample")
+
 
 class GroupCost(NamedTuple):
     """The cost model for one group size: ``fixed + squares * q + tokens * p + exposed communication``.
@@ -74,16 +77,7 @@ class CostModel:
     per_sample: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "per_microbatch",
-            "quadratic",
-            "linear",
-            "small_tile",
-            "kv_intra",
-            "kv_inter",
-            "ring_step",
-            "per_sample",
-        ):
+        for name in ("small_tile", *FITTED):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"CostModel.{name}={getattr(self, name)}: must be a finite number >= 0")
         if not 0 <= self.overlap <= 1:
@@ -221,15 +215,7 @@ _A100 = Device(attention_flops=170e12, matmul_flops=200e12, intra_bytes=200e9, i
 _H100 = Device(attention_flops=350e12, matmul_flops=400e12, intra_bytes=300e9, inter_bytes=45e9)
 _H200 = Device(attention_flops=380e12, matmul_flops=430e12, intra_bytes=300e9, inter_bytes=45e9)
 # One core a rank, gloo over the loopback: orders of magnitude, for calibration to start from.
-_CPU = Device(
-    attention_flops=1e10,
-    matmul_flops=3e10,
-    intra_bytes=5e8,
-    inter_bytes=5e8,
-    launch_seconds=3e-3,
-    hop_seconds=2e-4,
-    call_seconds=2e-4,
-)
+_CPU = Device(1e10, 3e10, 5e8, 5e8, launch_seconds=3e-3, hop_seconds=2e-4, call_seconds=2e-4)
 # By a part of the device's name.
 DEVICES: Mapping[str, Device] = {"A100": _A100, "H100": _H100, "H200": _H200, "cpu": _CPU}
 

@@ -74,8 +74,7 @@ class ContextParallelAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.cp_comm_type = cp_comm_type or transport_of_layer(config, layer_number)
         self.pg_collection = pg_collection or _global_groups(config, self.cp_comm_type)
-        self._configured_context = configured_context(config, self.cp_comm_type, self.pg_collection, where)
-        self._context = self._configured_context
+        self.context = configured_context(config, self.cp_comm_type, self.pg_collection, where)
         self._contexts: dict[tuple[int, ...], tuple[GroupOrPair, CPContext]] = {}
 
         # apply_query_key_layer_scaling changes nothing: upstream divides scores by the layer's number to keep them in
@@ -85,26 +84,6 @@ class ContextParallelAttention(MegatronModule):
         self.window_size: tuple[int, int] | None = tuple(config.window_size) if windowed else None
         self.softmax_offset = self._build_softmax_offset()
         self._with_transformer_engine = config.transformer_impl == "transformer_engine"
-
-    @property
-    def context(self) -> CPContext:
-        """The transport and groups in use."""
-        return self._context
-
-    def set_context_parallel_group(self, group: GroupOrPair | CPContext | None) -> CPContext:
-        """Use ``group`` (a process group, or one for each of two levels) from now on; returns what was in use.
-
-        None restores the configured groups, and what this returned may be given back to restore it. Contexts are kept,
-        so switching back and forth costs nothing.
-        """
-        before = self._context
-        if group is None:
-            self._context = self._configured_context
-        elif isinstance(group, CPContext):
-            self._context = group
-        else:
-            self._context = self._context_for(group)
-        return before
 
     def forward(
         self,
@@ -168,7 +147,7 @@ class ContextParallelAttention(MegatronModule):
     def probe_forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Plain causal attention through this module's transport."""
         mask, its_kernels = Mask.build(True, None), self._with_transformer_engine
-        return attend_in_context(self._context, query, key, value, mask=mask, transformer_engine=its_kernels)
+        return attend_in_context(self.context, query, key, value, mask=mask, transformer_engine=its_kernels)
 
     def sharded_state_dict(
         self,
@@ -189,11 +168,11 @@ class ContextParallelAttention(MegatronModule):
 
     def _context_of(self, packed_seq_params: PackedSeqParams | None) -> CPContext:
         if packed_seq_params is None:
-            return self._context
+            return self.context
         if packed_seq_params.cp_group is not None:
             return self._context_of_microbatch(packed_seq_params)
         if packed_seq_params.local_cp_size is None:
-            return self._context
+            return self.context
         if packed_seq_params.local_cp_size != 1:
             raise ValueError(
                 f"packed_seq_params: local_cp_size={packed_seq_params.local_cp_size} comes without cp_group; "
