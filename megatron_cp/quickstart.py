@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from megatron_cp.attention.transports.registry import RING
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, DataError
 from megatron_cp.common.input_files import read_json
 from megatron_cp.common.terminal import ArgumentParser, printable, say
@@ -47,8 +48,8 @@ RANKS = 4
 
 # With fewer GPUs than ranks: plain context parallelism over what there is.
 _LAYOUTS = {
-    1: ("model.context_parallel_size=1", "model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null"),
-    2: ("model.context_parallel_size=2", "model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null"),
+    1: ("model.context_parallel_size=1", *RING.settings),
+    2: ("model.context_parallel_size=2", *RING.settings),
     RANKS: (),
 }
 

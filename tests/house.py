@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from megatron_cp.config.run_config import CP_COMM_TYPES, ModelConfig
+from megatron_cp.attention.transports.registry import TRANSPORTS
+from megatron_cp.config.run_config import ModelConfig
 
 PACKAGE = Path(__file__).parents[1] / "megatron_cp"
 MCORE = PACKAGE / "mcore"  # what changes megatron-core, or reads its private names
@@ -101,8 +102,9 @@ def files_that_write(names: Iterable[str]) -> dict[str, list[Path]]:
 
 
 def files_that_write_a_transport() -> list[Path]:
-    exact = {path: set(_strings(path)) for path in modules().values()}
-    return [path for path, texts in exact.items() if texts & set(CP_COMM_TYPES)]
+    """The files in whose texts a transport's name stands, also as a part of a fix, but for the transports' own."""
+    own = {modules()[transport.run.partition(":")[0]] for transport in TRANSPORTS.values()}
+    return sorted({path for paths in files_that_write(TRANSPORTS).values() for path in paths} - own)
 
 
 def files_that_name(word: str) -> list[Path]:

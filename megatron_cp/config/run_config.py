@@ -27,7 +27,6 @@ from megatron_cp.config.setting import Facts, facts_of
 
 # What is counted in iterations or in samples: NAME_iters and NAME_samples.
 TRAINING_LENGTHS, SCHEDULE_LENGTHS = ("train",), ("lr_warmup", "lr_decay", "lr_wsd_decay")
-CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 @dataclass

@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
+from megatron_cp.attention.transports.registry import TRANSPORTS
 from megatron_cp.common.errors import ConfigError, Violation
 from megatron_cp.common.terminal import in_a_line
-from megatron_cp.config.run_config import CP_COMM_TYPES, ModelConfig, RunConfig, TokenizerConfig
+from megatron_cp.config.run_config import ModelConfig, RunConfig, TokenizerConfig
 from megatron_cp.config.schema import build
 from megatron_cp.rules import Environment, check
 from megatron_cp.rules.proposals import typed
@@ -189,7 +190,7 @@ def _about_length(config: RunConfig, length: int) -> str:
     text = f"{length} tokens a sample fit one rank; the model was published for {longest}."
     ranks = 1 << max(0, -(-longest // _TOKENS_OF_A_RANK) - 1).bit_length()
     while ranks > 1:  # fewer ranks hold more tokens each
-        for transport in CP_COMM_TYPES[:3]:
+        for transport in (name for name, each in TRANSPORTS.items() if not each.hierarchical):
             settings: dict[str, Any] = {"dataset.seq_length": longest, "model.context_parallel_size": ranks}
             settings |= {"model.cp_comm_type": transport, "train.global_batch_size": _samples_of(longest)}
             words = [typed(name, value) for name, value in settings.items()]

@@ -39,6 +39,7 @@ FAMILIES = (*_DENSE_FAMILIES, *_EXPERT_FAMILIES, "embd", "pos_embd")
 
 RankLists = list[list[int]]
 
+LEVELS = ("a2a", "p2p")  # of hierarchical context parallelism: neighbours first
 _LARGEST_LITERAL_WORLD = 64  # ranks; the tables of larger worlds are abbreviated
 
 
@@ -183,7 +184,7 @@ def group_lines(layout: RankLayout) -> list[str]:
     lines = [f"TENSOR_MODEL_PARALLEL_GROUP {text(layout.groups('tp'))}"] if layout.tp > 1 else []
     lines.append(f"CONTEXT_PARALLEL_GROUP {text(layout.groups('cp'))}")
     if layout.hierarchical is not None:
-        names = ("a2a", "p2p") if len(layout.hierarchical) == 2 else map(str, range(len(layout.hierarchical)))
+        names = LEVELS if len(layout.hierarchical) == len(LEVELS) else map(str, range(len(layout.hierarchical)))
         levels = zip(names, layout.hierarchical_groups(), strict=True)
         lines.append("HIERARCHICAL_CONTEXT_PARALLEL_GROUPS " + " ".join(f"{n}={text(g)}" for n, g in levels))
     if layout.pp > 1:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from megatron_cp.attention.modules.te_support import Gap
+from megatron_cp.attention.transports.registry import Transport, known_transports
 from megatron_cp.common.errors import Violation
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.rules.environment import Environment
@@ -94,27 +95,31 @@ class Context:
         return max(1, self.config.model.kv_heads // self.tp)
 
     @cached_property
-    def transports(self) -> tuple[str, ...]:
-        """The transports in use, each once, in the order of the layers."""
-        return self.config.model.transports
+    def transports(self) -> tuple[Transport, ...]:
+        """The known transports in use, each once, in the order of the layers."""
+        return known_transports(self.config.model.transports)
+
+    @cached_property
+    def hierarchical(self) -> Transport | None:
+        """The transport of two levels in use."""
+        return next((transport for transport in self.transports if transport.hierarchical), None)
 
     @cached_property
     def levels(self) -> tuple[int, int] | None:
-        """Hierarchical sizes (a2a, p2p) where they are well-formed, as rules C5 to C7 ask."""
+        """Hierarchical sizes where they are well-formed, as rules C5 to C7 ask."""
         sizes = self.config.model.hierarchical_context_parallel_sizes
         well_formed = sizes is not None and len(sizes) == 2 and min(sizes) >= 1 and math.prod(sizes) == self.cp
         return (sizes[0], sizes[1]) if well_formed and sizes is not None else None
 
-    def a2a_sizes(self) -> Iterator[tuple[str, int]]:
-        """Transport and number of ranks over which an all-to-all splits the heads."""
-        if "a2a" in self.transports:
-            # Of a pack's group ours takes as many neighbours as fit the heads, and Transformer Engine all.
-            sizes = {self.cp, *self.packed_sizes} if self.backend == "te" else {self.cp}
-            worst = max(sizes, key=lambda size: (self.heads % size != 0, size))
-            if worst > 1:
-                yield "a2a", worst
-        if self.cp > 1 and "a2a+p2p" in self.transports and self.levels is not None:
-            yield "a2a+p2p", self.levels[0]
+    def head_splits(self) -> Iterator[tuple[Transport, int]]:
+        """Transport and number of ranks over which it splits the heads."""
+        # Of a pack's group ours takes as many neighbours as fit the heads, and Transformer Engine all.
+        packed = self.packed_sizes if self.backend == "te" else ()
+        for transport in self.transports:
+            sizes = transport.head_ranks(self.cp, self.levels, packed)
+            worst = max(sizes, key=lambda size: (self.heads % size != 0, size), default=1)
+            if sizes and (self.cp > 1 or worst > 1):
+                yield transport, worst
 
     @cached_property
     def packed(self) -> bool:

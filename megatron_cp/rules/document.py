@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from megatron_cp.common.terminal import say
+from megatron_cp.parallel.layout import LEVELS
 from megatron_cp.rules import RULES, Rule
 from megatron_cp.rules.base import SECTIONS, order
 from megatron_cp.rules.environment import Environment
@@ -43,9 +44,10 @@ variables: {{CUDA_DEVICE_MAX_CONNECTIONS: "1"}}
 `megatron-cp train --explain C9` tells about one rule, and shows such a file where the example has one. Where
 megatron-core or Megatron-Bridge words the same rule, the message has its wording.
 
-Each example is an override of `{EXAMPLE_RECIPE}` (4 layers, 8 heads, 4 key/value heads, cp 4 as a2a 2 x p2p 2) that
-breaks the rule. "Silent" marks what upstream does not notice: training runs, and the model is wrong or the setting has
-no effect. Ids that are missing here are in [other_constraints.md](other_constraints.md).
+Each example is an override of `{EXAMPLE_RECIPE}` (4 layers, 8 heads, 4 key/value heads, cp 4 as
+{" 2 x ".join(LEVELS)} 2) that breaks the rule. "Silent" marks what upstream does not notice: training runs, and the
+model is wrong or the setting has no effect. Ids that are missing here are in
+[other_constraints.md](other_constraints.md).
 """
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection
 
 from megatron_cp.attention.modules.te_support import Gap, choose_backend, has_its_layers, has_window
+from megatron_cp.attention.transports.registry import ALL_TO_ALL, HIERARCHICAL
 from megatron_cp.attention.transports.select import select_transport
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.launch import launcher
@@ -54,7 +55,7 @@ def resolve_auto(
     """The configuration with ``cp_comm_type=auto`` replaced by a transport, and what was chosen and why.
 
     The same configuration and None where nothing is ``auto`` or nothing can be chosen (the rules then say what is
-    wrong). Sizes that are given mean a2a+p2p with just those; whether they can be is the rules' matter, too. Otherwise
+    wrong). Sizes that are given mean two levels of just those; whether they can be is the rules' matter, too. Otherwise
     a node has ``gpus_per_node`` ranks; by default what the launcher or the environment says, else all ranks.
     """
     model = config.model
@@ -63,7 +64,7 @@ def resolve_auto(
     given = model.hierarchical_context_parallel_sizes
     sizes: list[int] | None
     if given and model.context_parallel_size > 1:
-        transport, sizes, reason = "a2a+p2p", given, "these are its hierarchical_context_parallel_sizes"
+        transport, sizes, reason = HIERARCHICAL.name, given, "these are its hierarchical_context_parallel_sizes"
     else:
         try:
             transport, sizes, reason = _selected(config, world_size, gpus_per_node, environment)
@@ -71,7 +72,7 @@ def resolve_auto(
             return config, None
     resolved = dataclasses.replace(
         model,
-        cp_comm_type=_in_place_of_auto(model.cp_comm_type, transport),
+        cp_comm_type=replaced(model.cp_comm_type, transport),
         hierarchical_context_parallel_sizes=given or sizes,
     )
     what = f"{transport} {sizes}" if sizes else transport
@@ -84,10 +85,12 @@ def _selected(
     """What :func:`select_transport` returns, and raises, for this configuration."""
     model = config.model
     node = gpus_per_node or environment.gpus_per_node or launcher.local_world_size() or world_size
-    with_a2a = dataclasses.replace(
-        model, cp_comm_type=_in_place_of_auto(model.cp_comm_type, "a2a"), hierarchical_context_parallel_sizes=None
+    by_heads = dataclasses.replace(
+        model,
+        cp_comm_type=replaced(model.cp_comm_type, ALL_TO_ALL.name),
+        hierarchical_context_parallel_sizes=None,
     )
-    packed = packed_sizes(dataclasses.replace(config, model=with_a2a), world_size)
+    packed = packed_sizes(dataclasses.replace(config, model=by_heads), world_size)
     return select_transport(
         model.num_attention_heads,
         model.kv_heads,
@@ -102,5 +105,6 @@ def _selected(
     )
 
 
-def _in_place_of_auto(kinds: str | list[str], transport: str) -> str | list[str]:
-    return transport if isinstance(kinds, str) else [transport if kind == "auto" else kind for kind in kinds]
+def replaced(kinds: str | list[str], right: str, wrong: str = "auto") -> str | list[str]:
+    """``cp_comm_type`` with one transport in place of another."""
+    return right if isinstance(kinds, str) else [right if kind == wrong else kind for kind in kinds]

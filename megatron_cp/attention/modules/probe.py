@@ -117,7 +117,8 @@ def _compare_groups(suspects: list[_Suspect]) -> list[str]:
     mine: list[tuple[str, dict[str, list[int]]]] = []
     for suspect in suspects:
         context = suspect.module.context
-        groups = {"cp": suspect.module.pg_collection.cp, "a2a": context.heads.group, "p2p": context.ring.group}
+        levels = zip(context.transport.levels, context.peers, strict=True)
+        groups = {"cp": suspect.module.pg_collection.cp} | {level: peers.group for level, peers in levels}
         members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
         mine.append((f"layers {suspect.layers}, {context.comm_type}", members))
     everyone = gather_objects(mine)

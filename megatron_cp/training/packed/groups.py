@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_cp.attention.transports.registry import known_transports
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.dynamic_cp.groups import all_to_all_size, configured_blocks, group_line
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
@@ -25,7 +26,7 @@ def build_dynamic_groups(config: RunConfig, groups: ProcessGroupCollection) -> D
     if not blocks:
         return None
     domain = layout.dp * layout.cp
-    tp = model.tensor_model_parallel_size
+    tp, transports = model.tensor_model_parallel_size, known_transports(model.transports)
     found = DynamicGroups(
         layout,
         blocks=blocks,
@@ -34,9 +35,9 @@ def build_dynamic_groups(config: RunConfig, groups: ProcessGroupCollection) -> D
         a2a_size=partial(
             all_to_all_size,
             heads=max(1, model.num_attention_heads // tp),
-            ranks_per_node=neighbours_in_a_node(config) if "a2a+p2p" in model.transports else domain,
+            ranks_per_node=neighbours_in_a_node(config) if any(t.hierarchical for t in transports) else domain,
         )
-        if {"a2a", "a2a+p2p"} & set(model.transports)
+        if any(t.exchanges_heads for t in transports)
         else None,
         with_tensor_parallel=bool(model.num_moe_experts),
         known={(0,): groups.dp_cp} if groups.intra_dist_opt.size() == 1 else None,

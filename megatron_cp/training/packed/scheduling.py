@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_cp.attention.transports.registry import cost_transport
 from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.dynamic_cp.cost import DEVICES, CostModel, ModelShape, cost_model
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
@@ -99,7 +100,7 @@ def model_cost(config: RunConfig) -> CostModel:
         shape,
         device,
         tensor_parallel_size=model.tensor_model_parallel_size,
-        transport="a2a" if model.transports == ("a2a",) else "p2p",
+        transport=cost_transport(model.transports),
     )
 
 

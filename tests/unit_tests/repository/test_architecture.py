@@ -46,6 +46,7 @@ PURE = [
     ),
     "megatron_cp.attention.sharding",
     "megatron_cp.attention.heads",
+    "megatron_cp.attention.transports.registry",
     "megatron_cp.attention.transports.select",
     "megatron_cp.attention.modules.te_support",
     "megatron_cp.models.yarn",
@@ -147,6 +148,10 @@ def test_recipe_arguments_are_declared_in_one_module() -> None:
 
 def test_no_frames_and_no_mocks() -> None:
     assert not house.files_that_name("_getframe") and not house.files_that_name("unittest")
+
+
+def test_transports_are_named_in_few_places() -> None:
+    assert len(house.files_that_write_a_transport()) <= 4, house.files_that_write_a_transport()
 
 
 def test_thinking_parts_import_neither_torch_nor_megatron() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_cp.attention.transports.registry import HIERARCHICAL, LEVELS, RING
 from megatron_cp.config.run_config import RunConfig, settings
 from megatron_cp.config.setting import LARGEST
 from megatron_cp.models.vocabulary import known_vocab_size, padded
@@ -129,8 +130,7 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
         "model.num_query_groups=2",
         "model.kv_channels=16",
         "model.tensor_model_parallel_size=4",
-        "model.cp_comm_type=p2p",
-        "model.hierarchical_context_parallel_sizes=null",
+        *RING.settings,
         world_size=16,
     ),
 )
@@ -227,8 +227,7 @@ def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
         "dist.use_tp_pp_dp_mapping=true",
         "model.pipeline_model_parallel_size=2",
         "model.context_parallel_size=2",
-        "model.cp_comm_type=p2p",
-        "model.hierarchical_context_parallel_sizes=null",
+        *RING.settings,
     ),
 )
 def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
@@ -281,13 +280,13 @@ def one_hardware_queue(c: Context) -> Iterator[Finding]:
 @rule(
     "A13",
     "The ranks of an all-to-all level share a node.",
-    "The all-to-all of a2a+p2p is exposed and moves every head; across nodes it runs at the network's speed, "
-    "which is what the hierarchy is meant to avoid.",
+    f"The all-to-all of {HIERARCHICAL.name} is exposed and moves every head; across nodes it runs at the network's "
+    "speed, which is what the hierarchy is meant to avoid.",
     broken("model.tensor_model_parallel_size=4", "model.num_query_groups=8", world_size=16, gpus_per_node=4),
     severity="warning",
 )
 def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
-    if c.node_size is None or c.levels is None or "a2a+p2p" not in c.transports or c.world_size <= c.node_size:
+    if c.node_size is None or c.levels is None or not c.hierarchical or c.world_size <= c.node_size:
         return
     try:
         groups = layout_of(c.config, c.world_size).hierarchical_groups()[0]
@@ -302,7 +301,7 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
         yield Finding(
             field,
             f"{across} of {len(groups)} all-to-all groups span up to {max(spans)} nodes of {node} ranks "
-            f"(tp {c.tp} * a2a {c.levels[0]} = {c.tp * c.levels[0]} neighbouring ranks)",
+            f"(tp {c.tp} * {LEVELS[0]} {c.levels[0]} = {c.tp * c.levels[0]} neighbouring ranks)",
             either(typed(field, [largest, c.cp // largest]) if largest > 1 else "", FLAT),
         )
 
