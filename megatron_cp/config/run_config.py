@@ -204,6 +204,22 @@ class ModelConfig:
         """The entries of ``cp_comm_type``, each once, in the order of the layers."""
         return tuple(dict.fromkeys([self.cp_comm_type] if isinstance(self.cp_comm_type, str) else self.cp_comm_type))
 
+    @property
+    def fewest_ranks(self) -> int:
+        """Ranks of one model replica, tp * pp * cp: the layout needs these or a multiple. At least 1."""
+        return max(1, self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Number of model replicas that see different samples."""
+        return world_size // self.fewest_ranks
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """What a rank holds of the longest sample on context_parallel_size ranks, padded: one fits, in any case."""
+        width = max(1, self.tensor_model_parallel_size) if self.sequence_parallel else 1
+        unit = 2 * max(1, self.context_parallel_size) * width
+        return -(-max(1, self.seq_length or 1) // unit) * 2 * width
+
 
 @dataclass
 class TrainConfig:
@@ -263,6 +279,17 @@ class SchedulerConfig:
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     override_opt_param_scheduler: bool = False
     use_checkpoint_opt_param_scheduler: bool = False
+
+    def warmup_iters(self, train_iters: int) -> int:
+        """Iterations over which the learning rate rises.
+
+        A recipe's warmup is written for its full length: where the schedule is as long as the run, the warmup ends at
+        least one iteration before the run does. Rule I9 says so.
+        """
+        decay = train_iters if self.lr_decay_iters is None else self.lr_decay_iters
+        if self.lr_warmup_fraction is not None:
+            return int(self.lr_warmup_fraction * decay)
+        return min(self.lr_warmup_iters, max(0, decay - 1)) if decay == train_iters else self.lr_warmup_iters
 
 
 @dataclass
@@ -440,7 +467,7 @@ class RunConfig:
         if model.dynamic_context_parallel and model.sequence_packing_scheduler is None:
             model.sequence_packing_scheduler = "default_dynamic_cp"
         if model.sequence_packing_scheduler is not None and model.max_seqlen_per_dp_cp_rank is None:
-            model.max_seqlen_per_dp_cp_rank = self._tokens_per_rank()
+            model.max_seqlen_per_dp_cp_rank = model.tokens_per_rank
         if data.kind is None:
             data.kind = _kind_of_data(data.data_path, packed=model.sequence_packing_scheduler is not None)
         self._count_in_iterations()
@@ -456,6 +483,13 @@ class RunConfig:
     def as_written(self) -> dict[str, Any]:
         """All settings as they may be written: what environment variables gave as the recipe refers to it."""
         return as_written(asdict(self))
+
+    def value_at(self, path: str) -> Any:
+        """A setting by its dotted name; None where there is no such setting."""
+        value: Any = self
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        return value
 
     def given(self) -> dict[str, Any]:
         """The settings as plain values before :meth:`finalize` filled what the others decide.
@@ -479,25 +513,6 @@ class RunConfig:
                     setattr(section, iterations, given // batch)
                     setattr(section, samples, unset)
 
-    def _tokens_per_rank(self) -> int:
-        """What a rank holds of the longest sample on context_parallel_size ranks, padded: one fits, in any case."""
-        m = self.model
-        width = max(1, m.tensor_model_parallel_size) if m.sequence_parallel else 1
-        unit = 2 * max(1, m.context_parallel_size) * width
-        return -(-max(1, m.seq_length or 1) // unit) * 2 * width
-
-    def warmup_iters(self) -> int:
-        """Iterations over which the learning rate rises.
-
-        A recipe's warmup is written for its full length: where the schedule is as long as the run, the warmup ends at
-        least one iteration before the run does. Rule I9 says so.
-        """
-        schedule, run = self.scheduler, self.train.train_iters
-        decay = run if schedule.lr_decay_iters is None else schedule.lr_decay_iters
-        if schedule.lr_warmup_fraction is not None:
-            return int(schedule.lr_warmup_fraction * decay)
-        return min(schedule.lr_warmup_iters, max(0, decay - 1)) if decay == run else schedule.lr_warmup_iters
-
     @property
     def runs_packs(self) -> bool:
         """Whether anything runs packs, evaluation in groups of its own among them."""
@@ -510,15 +525,10 @@ class RunConfig:
         batch, micro = own.eval_global_batch_size, own.eval_micro_batch_size
         return batch or train.global_batch_size, micro or train.micro_batch_size
 
-    @property
-    def fewest_ranks(self) -> int:
-        """Ranks of one model replica, tp * pp * cp: the layout needs these or a multiple. At least 1."""
-        m = self.model
-        return max(1, m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size)
 
-    def data_parallel_size(self, world_size: int) -> int:
-        """Number of model replicas that see different samples."""
-        return world_size // self.fewest_ranks
+def default_at(path: str) -> Any:
+    """The default of a setting, by its dotted name."""
+    return RunConfig().value_at(path)
 
 
 def _kind_of_data(

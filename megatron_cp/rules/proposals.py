@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import default_at
 from megatron_cp.rules.remedies import BETWEEN, Fix, override
 
 
@@ -20,7 +20,7 @@ def typed(field: str, value: Any) -> str:
 
 def default_of(field: str) -> str:
     """The override that gives a setting its default: ``model.rotary_percent=1.0``."""
-    return typed(field, value_at(RunConfig(), field))
+    return typed(field, default_at(field))
 
 
 def one_of(field: str, values: Iterable[Any]) -> str:
@@ -31,14 +31,6 @@ def one_of(field: str, values: Iterable[Any]) -> str:
 def either(*alternatives: str) -> str:
     """The text of a fix with several alternatives, the best first; empty ones are left out."""
     return BETWEEN.join(filter(None, alternatives))
-
-
-def value_at(config: RunConfig, path: str) -> Any:
-    """A setting by its dotted name; None where there is no such setting."""
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name, None)
-    return value
 
 
 def divisors(number: int) -> list[int]:

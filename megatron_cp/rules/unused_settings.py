@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import RunConfig, default_at
 from megatron_cp.rules.base import Finding
-from megatron_cp.rules.proposals import default_of, either, value_at
+from megatron_cp.rules.proposals import default_of, either
 
 
 class _Reading(NamedTuple):
@@ -275,12 +275,12 @@ _READINGS = (
 
 def unread(config: RunConfig) -> Iterator[Finding]:
     """A warning for each setting of a finalized configuration that was given a value and is read by nothing."""
-    said, defaults = set(), RunConfig()
+    said = set()
     for section, names, are_read, switch, turn_on in _READINGS:
         for name in [] if are_read(config) else names:
             field = f"{section}.{name}"
-            value = value_at(config, field)
-            if field not in said and value != value_at(defaults, field) and value != _unset(config, section, name):
+            value = config.value_at(field)
+            if field not in said and value != default_at(field) and value != _unset(config, section, name):
                 said.add(field)
                 fix = either(default_of(field), turn_on or switch)
                 yield Finding(field, f"has no effect: it is read with {switch} only", fix, "warning")
@@ -288,6 +288,6 @@ def unread(config: RunConfig) -> Iterator[Finding]:
 
 def _unset(config: RunConfig, section: str, name: str) -> Any:
     """What the setting is where nobody gives it: its default, which others may decide."""
-    default = value_at(RunConfig(), f"{section}.{name}")
+    default = default_at(f"{section}.{name}")
     without = replace(config, **{section: replace(getattr(config, section), **{name: default})})
-    return value_at(without.finalize(), f"{section}.{name}")
+    return without.finalize().value_at(f"{section}.{name}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import default_at
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import default_of, either, one_of, typed, value_at
+from megatron_cp.rules.proposals import default_of, either, one_of, typed
 
 _ANY, _SEEDS = (0, math.inf), (0, 2**31 - 1)
 # Setting -> the least and the most that it may be. Sizes are rule A1's, fractions K16's, times and scales K51's.
@@ -121,7 +121,7 @@ def fp16_overflows(c: Context) -> Iterator[Finding]:
         )
     for name in () if precision.fp16 else _LOSS_SCALE:
         field = f"mixed_precision.{name}"
-        if getattr(precision, name) != value_at(RunConfig(), field):
+        if getattr(precision, name) != default_at(field):
             message = "has no effect: the loss is scaled in fp16 only"
             yield Finding(field, message, f"{default_of(field)}, or mixed_precision.fp16=true", "warning")
 
@@ -187,7 +187,7 @@ def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
 )
 def numbers_are_in_range(c: Context) -> Iterator[Finding]:
     for field, (least, most) in _RANGES.items():
-        value = value_at(c.config, field)
+        value = c.config.value_at(field)
         if value is not None and not least <= value <= most:
             limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
             positive = typed(field, abs(value)) if least <= abs(value) <= most else ""
