@@ -47,7 +47,8 @@ def seconds_a_microbatch(size: int, options: argparse.Namespace) -> tuple[list[f
             batch = next(steps).microbatches
             few, all_of_them = (seconds_of(partial(train_step, run, part)) for part in (batch[:FEW], batch))
             found.append((all_of_them - few) / (len(batch) - FEW))
-    return found[options.warm_up :], model_cost(run.config), len(layers_with_parts(config.model))
+    cost = model_cost(run.config.model, run.config.dataset.seq_length)
+    return found[options.warm_up :], cost, len(layers_with_parts(config.model))
 
 
 def rates(before: Device, prior: CostModel, fit: Fit, layers: int) -> Device:

@@ -139,7 +139,8 @@ def calibrated(*ways: Way) -> Fit:
     """The cost model that fits what the ways measured so far: between them they ran samples of all lengths on groups
     of all sizes."""
     states = [way.steps.state_dict()["calibration"] for way in ways]
-    calibrator = Calibrator(model_cost(ways[0].run.config))
+    config = ways[0].run.config
+    calibrator = Calibrator(model_cost(config.model, config.dataset.seq_length))
     for work, seconds in (one for state in states for one in state["observed"]):
         calibrator.observe(work, seconds)
     return calibrator.fit()
@@ -239,7 +240,7 @@ def main() -> None:
     options = parser.parse_args()
     if "RANK" in os.environ:
         options.ranks = int(os.environ["WORLD_SIZE"])
-        start_distributed(configuration("dynamic", options))
+        start_distributed(configuration("dynamic", options).dist)
         compare_all(options)
         stop_distributed()
     else:

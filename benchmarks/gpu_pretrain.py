@@ -133,16 +133,16 @@ def running(config: RunConfig) -> Iterator[tuple[Run, Steps, int]]:
     violations = [v for v in check(config, 1) if v.severity == "error"]
     if violations:
         raise ConfigError(violations)
-    start_distributed(config)
+    start_distributed(config.dist)
     tokenizer = build_tokenizer(config.tokenizer)
     count = config.train.train_iters * config.train.global_batch_size
-    dataset = build_datasets(config, tokenizer, count).train
+    dataset = build_datasets(config.dataset, tokenizer, count).train
     assert dataset is not None
     run = setup(config, tokenizer.vocab_size)
     gc.disable()
     try:
         with closing(open_steps(run, dataset, 0, training=True)) as steps:
-            yield run, steps, padded_vocab_size(config, tokenizer.vocab_size)
+            yield run, steps, padded_vocab_size(config.model, tokenizer.vocab_size)
     finally:
         gc.enable()
         run.close()

@@ -96,6 +96,22 @@ class ModelConfig(
         return frozenset({"*"} | {"E" if experts else "-" for experts in chosen})
 
     @property
+    def fewest_ranks(self) -> int:
+        """Ranks of one model replica, tp * pp * cp: the layout needs these or a multiple. At least 1."""
+        return max(1, self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Number of model replicas that see different samples."""
+        return world_size // self.fewest_ranks
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """What a rank holds of the longest sample on context_parallel_size ranks, padded: one fits, in any case."""
+        width = max(1, self.tensor_model_parallel_size) if self.sequence_parallel else 1
+        unit = 2 * max(1, self.context_parallel_size) * width
+        return -(-max(1, self.seq_length or 1) // unit) * 2 * width
+
+    @property
     def transports(self) -> tuple[str, ...]:
         """The entries of ``cp_comm_type``, each once, in the order of the layers."""
         return tuple(dict.fromkeys([self.cp_comm_type] if isinstance(self.cp_comm_type, str) else self.cp_comm_type))

@@ -23,6 +23,7 @@ from megatron_cp.config.schema import build
 from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.mcore.private_names import keep_expert_bias_in_float32
 from megatron_cp.models.builder import build_model
+from megatron_cp.models.layer_specs import choose_attention
 from megatron_cp.models.layers.router import PackRouter
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.parallel.device import seed_everything, stop_distributed
@@ -181,12 +182,13 @@ def whole_model(config: RunConfig) -> Iterator[WholeModel]:
     """Build the model of a finalized configuration that divides nothing, on this process as the only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        groups = build_process_groups(config)
-        seed_everything(config, groups)
-        core_config = transformer_config(config)
+        groups = build_process_groups(config.model, config.dist)
+        seed_everything(config.rng, groups)
+        core_config = transformer_config(config.model, config.mixed_precision)
         core_config.perform_initialization = False
         assert config.model.vocab_size is not None
-        (module,) = build_model(config, core_config, groups, config.model.vocab_size)
+        attention = choose_attention(config.model, core_config, (), config.mixed_precision.fp32)
+        (module,) = build_model(config.model, core_config, groups, config.model.vocab_size, config.rng.seed, attention)
         if core_config.fp16 or core_config.bf16:
             module = Float16Module(core_config, module)
             for router in (each for each in module.modules() if isinstance(each, PackRouter)):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_cp.common.errors import ConfigError, DataError, shown
+from megatron_cp.config.recipes import from_settings
 from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, undivided, whole_model
 from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_companions, new_folder, read_config
@@ -55,7 +56,7 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
             tokenizer.tokenizer_model = str(root / TOKENIZER)
         title = f"{source.resolve().name}, imported ({family.architecture}): continued pretraining"
         recipe = continued_pretraining(title, model, tokenizer, root, dtype, parameters)
-        config = recipe.config()
+        config = from_settings(recipe.settings())
         check_or_raise(config, 1, None, Environment.of("cpu"))
         config = undivided(config, dtype)
         with torch.device("meta"), whole_model(config) as shapes_alone:

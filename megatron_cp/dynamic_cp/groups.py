@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.parallel.layout import RankLayout
 
 Positions = tuple[int, ...]  # consecutive ranks of a domain, counted within it
@@ -83,9 +83,12 @@ def fixed_groups(num_ranks: int, cp_size: int) -> tuple[Positions, ...]:
     return tuple(tuple(range(start, start + cp_size)) for start in range(0, num_ranks, cp_size))
 
 
-def configured_blocks(config: RunConfig, layout: RankLayout) -> tuple[Positions, ...]:
-    """The groups that the packed microbatches of a run may use, by their positions in a domain; none without packs."""
-    model, ranks, of_evaluation = config.model, layout.dp * layout.cp, config.dist.eval_context_parallel_size
+def configured_blocks(model: ModelConfig, of_evaluation: int | None, layout: RankLayout) -> tuple[Positions, ...]:
+    """The groups that the packed microbatches of a run may use, by their positions in a domain; none without packs.
+
+    ``of_evaluation`` is ``dist.eval_context_parallel_size``.
+    """
+    ranks = layout.dp * layout.cp
     blocks: tuple[Positions, ...] = ()
     if model.dynamic_context_parallel:
         blocks = legal_groups(ranks, model.min_dynamic_context_parallel_size)

@@ -8,7 +8,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_cp.config.run_config import ModelConfig, RunConfig
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.fusions import fuses_gradient_sum
 from megatron_cp.models.initial_weights import draw_part, seed_of
 from megatron_cp.models.language_model import LanguageModel
@@ -23,32 +23,41 @@ if TYPE_CHECKING:
 
 
 def build_model(
-    config: RunConfig, core_config: TransformerConfig, groups: ProcessGroupCollection, vocab_size: int
+    model: ModelConfig,
+    core_config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    vocab_size: int,
+    seed: int,
+    core_attention: type,
 ) -> list[LanguageModel | HybridLanguageModel]:
     """This rank's chunks of the model, one a virtual pipeline stage, on this rank's device.
 
     Args:
         vocab_size: number of tokens the tokenizer knows, before padding.
+        core_attention: the class of :func:`choose_attention`.
     """
-    stages = config.model.virtual_pipeline_model_parallel_size
+    stages = model.virtual_pipeline_model_parallel_size
     vp_stages = [None] if stages is None else list(range(stages))
-    return [_build_chunk(config, core_config, groups, vocab_size, vp_stage) for vp_stage in vp_stages]
+    return [
+        _build_chunk(model, core_config, groups, vocab_size, vp_stage, seed, core_attention) for vp_stage in vp_stages
+    ]
 
 
 def _build_chunk(
-    config: RunConfig,
+    model: ModelConfig,
     core_config: TransformerConfig,
     groups: ProcessGroupCollection,
     vocab_size: int,
     vp_stage: int | None,
+    seed: int,
+    core_attention: type,
 ) -> LanguageModel | HybridLanguageModel:
-    model = config.model
     with_yarn = model.position_embedding_type == "yarn"
     stage, stages = groups.pp.rank(), groups.pp.size()
     last_vp_stage = (model.virtual_pipeline_model_parallel_size or 1) - 1
     is_last = stage == stages - 1 and (vp_stage is None or vp_stage == last_vp_stage)
     common: dict[str, Any] = {
-        "vocab_size": padded_vocab_size(config, vocab_size),
+        "vocab_size": padded_vocab_size(model, vocab_size),
         "max_sequence_length": model.max_position_embeddings,
         "pre_process": stage == 0 and (vp_stage or 0) == 0,
         "post_process": is_last,
@@ -65,12 +74,12 @@ def _build_chunk(
         # Imported here: Mamba's modules bring kernels along that no other model needs.
         from megatron_cp.models.hybrid import build_hybrid
 
-        chunk: LanguageModel | HybridLanguageModel = build_hybrid(config, core_config, **common)
+        chunk: LanguageModel | HybridLanguageModel = build_hybrid(model, core_config, seed, core_attention, **common)
     else:
-        block, layer = gpt_block_spec(config, core_config, groups, vp_stage)
+        block, layer = gpt_block_spec(model, core_config, groups, vp_stage, seed, core_attention)
         mtp = None
         if is_last and model.mtp_num_layers:
-            mtp = mtp_block_spec(config, layer, block.layer_norm, its_layers(core_config))
+            mtp = mtp_block_spec(model, seed, layer, block.layer_norm, its_layers(core_config))
         chunk = LanguageModel(
             config=core_config,
             transformer_layer_spec=block,
@@ -87,8 +96,8 @@ def _build_chunk(
         _scale_embeddings(chunk.embedding.word_embeddings, model.hidden_size)
     chunk.cross_entropy_chunk_size = model.cross_entropy_chunk_size
     if core_config.use_cpu_initialization and core_config.perform_initialization:
-        _seed_vocabulary_weights(chunk, core_config, groups, config.rng.seed)
-    if fuses_gradient_sum(config, its_layers(core_config)):
+        _seed_vocabulary_weights(chunk, core_config, groups, seed)
+    if fuses_gradient_sum(model, its_layers(core_config)):
         _let_products_sum_gradients(chunk)
     if torch.cuda.is_available():
         chunk.cuda(torch.cuda.current_device())

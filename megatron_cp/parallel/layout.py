@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import DistributedConfig, ModelConfig
 
 MOST_RANKS = 1_000_000  # a mistyped number is told at once, instead of counting to it
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
@@ -162,9 +162,8 @@ def _slices(sizes: Mapping[str, int], varying: Collection[str]) -> RankLists:
     return [[first + place for place in inside] for first in outside]
 
 
-def layout_of(config: RunConfig, world_size: int) -> RankLayout:
+def layout_of(model: ModelConfig, distributed: DistributedConfig, world_size: int) -> RankLayout:
     """The rank layout of a finalized configuration."""
-    model = config.model
     levels = model.hierarchical_context_parallel_sizes
     return RankLayout(
         world_size,
@@ -174,7 +173,7 @@ def layout_of(config: RunConfig, world_size: int) -> RankLayout:
         ep=model.expert_model_parallel_size,
         etp=model.expert_tensor_parallel_size or 1,
         hierarchical=tuple(levels) if levels and model.context_parallel_size > 1 else None,
-        order="tp-cp-ep-pp-dp" if config.dist.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        order="tp-cp-ep-pp-dp" if distributed.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
 
 

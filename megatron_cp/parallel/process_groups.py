@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.common.errors import RuntimeFault
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import DistributedConfig, ModelConfig
 from megatron_cp.mcore.global_state import forget_parallel_state, set_without_groups
 from megatron_cp.parallel.layout import FAMILIES, RankLayout, RankLists, group_lines, layout_of
 
@@ -34,27 +34,29 @@ _ALIASES = {
 _ABSENT = ("inter_dist_opt", "gtp_remat", "expt_gtp_remat", "dp_cp_ag", "expt_dp_ag")
 
 
-def build_process_groups(config: RunConfig) -> ProcessGroupCollection:
+def build_process_groups(model: ModelConfig, distributed: DistributedConfig) -> ProcessGroupCollection:
     """Build every process group of a run; torch.distributed must be initialized.
 
     Collective: every rank of the world calls it with the same configuration. The collection's ``hcp`` is
     ``[a2a_group, p2p_group]`` where hierarchical sizes are configured and ``None`` otherwise.
     """
-    layout = layout_of(config, dist.get_world_size())
-    timeout = config.dist.distributed_timeout_minutes
-    build = _decentralized if config.dist.use_decentralized_pg else _mpu
-    groups = build(config, layout, timeout)
+    layout = layout_of(model, distributed, dist.get_world_size())
+    timeout = distributed.distributed_timeout_minutes
+    if distributed.use_decentralized_pg:
+        groups = _decentralized(layout, timeout)
+    else:
+        groups = _mpu(layout, timeout, model.virtual_pipeline_model_parallel_size)
     _check_against_layout(groups, layout)
     _log_groups(layout)
     return groups
 
 
-def _mpu(config: RunConfig, layout: RankLayout, timeout_minutes: float) -> ProcessGroupCollection:
+def _mpu(layout: RankLayout, timeout_minutes: float, virtual_stages: int | None) -> ProcessGroupCollection:
     destroy_process_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=config.model.virtual_pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_stages,
         context_parallel_size=layout.cp,
         hierarchical_context_parallel_sizes=list(layout.hierarchical) if layout.hierarchical else None,
         expert_model_parallel_size=layout.ep,
@@ -66,7 +68,7 @@ def _mpu(config: RunConfig, layout: RankLayout, timeout_minutes: float) -> Proce
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def _decentralized(config: RunConfig, layout: RankLayout, timeout_minutes: float) -> ProcessGroupCollection:
+def _decentralized(layout: RankLayout, timeout_minutes: float) -> ProcessGroupCollection:
     timeout = timedelta(minutes=timeout_minutes)
     fields: dict[str, Any] = {family: new_groups(layout.groups(family), timeout, family) for family in FAMILIES}
     fields |= {alias: fields[family] for alias, family in _ALIASES.items()}

@@ -11,9 +11,8 @@ from typing import Any, Literal
 from megatron_cp.attention.modules.te_support import Gap
 from megatron_cp.attention.transports.registry import Transport, known_transports
 from megatron_cp.common.errors import Violation
-from megatron_cp.config.run_config import RunConfig
 from megatron_cp.rules.environment import Environment
-from megatron_cp.rules.proposals import value_at
+from megatron_cp.rules.remedies import Case
 from megatron_cp.rules.resolve import backend_in, its_layers_in, packed_sizes
 
 Severity = Literal["error", "warning"]
@@ -43,17 +42,12 @@ class Finding:
     severity: Severity | None = None  # where it differs from the rule's
 
 
-@dataclass
-class Context:
+@dataclass(frozen=True)
+class Context(Case):
     """A configuration and the place it is to run, with the numbers that checks ask for.
 
     Sizes below one, which rule A1 reports, read as one, so that every other check can calculate.
     """
-
-    config: RunConfig
-    world_size: int
-    gpus_per_node: int | None
-    environment: Environment
 
     @cached_property
     def tp(self) -> int:
@@ -139,7 +133,7 @@ class Context:
     @cached_property
     def packed_sizes(self) -> set[int]:
         """Ranks of the groups that packs may use."""
-        return packed_sizes(self.config, self.world_size)
+        return packed_sizes(self.config.model, self.config.dist, self.world_size)
 
     @cached_property
     def widest(self) -> int:
@@ -158,7 +152,7 @@ class Context:
 
     @cached_property
     def _choice(self) -> tuple[str, list[Gap]]:
-        return backend_in(self.environment, self.config, self.packed_sizes)
+        return backend_in(self.environment, self.config.model, self.packed_sizes, self.config.mixed_precision.fp32)
 
     @property
     def backend(self) -> str:
@@ -168,7 +162,7 @@ class Context:
     @property
     def its_layers(self) -> bool:
         """Whether the layers around attention are Transformer Engine's."""
-        return its_layers_in(self.environment, self.config)
+        return its_layers_in(self.environment, self.config.model, self.config.mixed_precision.fp32)
 
     def te_findings(self, rule_id: str) -> Iterator[Finding]:
         """What Transformer Engine lacks under a rule, an error where it is asked for by name, or is slow at."""
@@ -210,7 +204,7 @@ class Rule:
         for found in self.check(context):
             severity = found.severity or self.severity
             yield Violation(
-                self.id, severity, found.field, found.message, found.fix, value_at(context.config, found.field)
+                self.id, severity, found.field, found.message, found.fix, context.config.value_at(found.field)
             )
 
 

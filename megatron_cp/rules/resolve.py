@@ -8,7 +8,7 @@ from collections.abc import Collection
 from megatron_cp.attention.modules.te_support import Gap, choose_backend, has_its_layers, has_window
 from megatron_cp.attention.transports.registry import ALL_TO_ALL, HIERARCHICAL
 from megatron_cp.attention.transports.select import select_transport
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import DistributedConfig, ModelConfig, RunConfig
 from megatron_cp.launch import launcher
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.environment import Environment
@@ -23,30 +23,34 @@ def ranks_to_check(config: RunConfig, asked: int | None) -> int:
     if asked is not None:
         return asked
     launched = launcher.world_size()
-    return launched if launched is not None else config.recipe_world_size or config.fewest_ranks
+    return launched if launched is not None else config.recipe_world_size or config.model.fewest_ranks
 
 
-def packed_sizes(config: RunConfig, world_size: int) -> set[int]:
+def packed_sizes(model: ModelConfig, distributed: DistributedConfig, world_size: int) -> set[int]:
     """Ranks of the groups that packs may use; none where nothing is packed, or where the layout cannot be."""
-    if not config.runs_packs:
+    of_evaluation = distributed.eval_context_parallel_size
+    if model.sequence_packing_scheduler is None and of_evaluation is None:
         return set()
     from megatron_cp.dynamic_cp.groups import configured_blocks  # needs numpy, which takes a while to import
 
     try:
-        return {len(block) for block in configured_blocks(config, layout_of(config, world_size))}
+        layout = layout_of(model, distributed, world_size)
+        return {len(block) for block in configured_blocks(model, of_evaluation, layout)}
     except ValueError:  # the rules say why
         return set()
 
 
-def backend_in(environment: Environment, config: RunConfig, packed: Collection[int]) -> tuple[str, list[Gap]]:
+def backend_in(
+    environment: Environment, model: ModelConfig, packed: Collection[int], fp32: bool
+) -> tuple[str, list[Gap]]:
     """What :func:`choose_backend` comes to in an environment; ``packed`` are its ``packed_sizes``."""
     on_gpu, flash = environment.device == "gpu", environment.flash_attn is not None
-    return choose_backend(config, environment.transformer_engine, on_gpu, packed, flash)
+    return choose_backend(model, environment.transformer_engine, on_gpu, packed, fp32, flash)
 
 
-def its_layers_in(environment: Environment, config: RunConfig) -> bool:
+def its_layers_in(environment: Environment, model: ModelConfig, fp32: bool) -> bool:
     """What :func:`has_its_layers` says in an environment."""
-    return has_its_layers(config, environment.transformer_engine, environment.device == "gpu")
+    return has_its_layers(model, environment.transformer_engine, environment.device == "gpu", fp32)
 
 
 def resolve_auto(
@@ -90,7 +94,7 @@ def _selected(
         cp_comm_type=replaced(model.cp_comm_type, ALL_TO_ALL.name),
         hierarchical_context_parallel_sizes=None,
     )
-    packed = packed_sizes(dataclasses.replace(config, model=by_heads), world_size)
+    packed = packed_sizes(by_heads, config.dist, world_size)
     return select_transport(
         model.num_attention_heads,
         model.kv_heads,
@@ -98,9 +102,9 @@ def _selected(
         model.context_parallel_size,
         node,
         seq_length=model.seq_length,
-        window=has_window(config),
+        window=has_window(model),
         softmax_offset=model.softmax_type != "vanilla",
-        transformer_engine=backend_in(environment, config, packed)[0] == "te",
+        transformer_engine=backend_in(environment, model, packed, config.mixed_precision.fp32)[0] == "te",
         packed_sizes=packed,
     )
 

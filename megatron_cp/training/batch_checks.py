@@ -16,7 +16,6 @@ from megatron_cp.common.errors import DataError, RuntimeFault, shown
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.dynamic_cp.runtime.packing import mask_problems
 from megatron_cp.parallel.collectives import gather_objects, gather_problems, max_of_messages
-from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.batch import KEYS, check_batch, check_pack, check_positions
 from megatron_cp.training.setup import Run
 
@@ -29,8 +28,7 @@ class BatchChecks:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        layout = layout_of(run.config, run.all_ranks.size())
-        self._replicas = [layout.coordinates(rank)["dp"] for rank in range(layout.world_size)]
+        self._replicas = [run.layout.coordinates(rank)["dp"] for rank in range(run.layout.world_size)]
 
     def problems_of(self, sliced: Batch) -> list[str]:
         """What is wrong with a microbatch that is sliced for this rank."""

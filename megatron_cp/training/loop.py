@@ -85,7 +85,7 @@ def _train(
     reporter: Reporter,
 ) -> TrainResult:
     config = run.config
-    vocab_rows = padded_vocab_size(config, vocab_size)
+    vocab_rows = padded_vocab_size(config.model, vocab_size)
     if config.train.manual_gc:
         gc.disable()
     started = time.monotonic()

@@ -125,26 +125,28 @@ def compare_with_one_rank(layout: RunConfig, reference: RunConfig) -> Comparison
     """
     started = time.monotonic()
     alone = build_lone_groups(reference.dist.distributed_timeout_minutes)
-    found = measure(reference, alone, scheduler=same_packs(layout, dist.get_world_size()))
+    ranks = layout_of(layout.model, layout.dist, dist.get_world_size())
+    found = measure(reference, alone, scheduler=same_packs(layout.model, ranks, layout.dataset.seq_length))
     found.steps, found.rates, found.token_losses = broadcast_object((found.steps, found.rates, found.token_losses))
     if dist.get_rank() != 0:
         found.weights, found.gradients, found.updates = [], [], []
-    return _compare(found, layout, time.monotonic() - started)
+    return _compare(found, layout, ranks, time.monotonic() - started)
 
 
 def compare_layouts(first: RunConfig, second: RunConfig) -> Comparison:
     """Run two layouts of one model, one after the other, on all ranks. Collective."""
     started = time.monotonic()
-    found = measure(first, scheduler=with_dummies(first, dist.get_world_size()))
+    ranks, others = (layout_of(each.model, each.dist, dist.get_world_size()) for each in (first, second))
+    found = measure(first, scheduler=with_dummies(first.model, ranks))
     found.token_losses = next(theirs for theirs in gather_objects(found.token_losses) if theirs.numel())
-    return _compare(found, second, time.monotonic() - started)
+    return _compare(found, second, others, time.monotonic() - started)
 
 
-def _compare(reference: Measurement, layout: RunConfig, seconds: float) -> Comparison:
+def _compare(reference: Measurement, layout: RunConfig, ranks: RankLayout, seconds: float) -> Comparison:
     started = time.monotonic()
     result, fault = Measurement(), None
     try:
-        result = measure(layout, weights=reference.weights, scheduler=with_dummies(layout, dist.get_world_size()))
+        result = measure(layout, weights=reference.weights, scheduler=with_dummies(layout.model, ranks))
     except RuntimeFault as error:
         if not error.on_all_ranks:
             raise
@@ -156,7 +158,7 @@ def _compare(reference: Measurement, layout: RunConfig, seconds: float) -> Compa
         _compare_rates(reference.rates, result.rates),
         compare_tensors(reference.gradients, result.gradients, GRADIENT_TOLERANCE),
         compare_tensors(reference.updates, result.updates, UPDATE_TOLERANCE),
-        ranks=layout_of(layout, dist.get_world_size()),
+        ranks=ranks,
         probe=reference.probe or result.probe,
         fault=fault,
         seconds=(seconds, time.monotonic() - started),

@@ -20,7 +20,7 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from megatron_cp.common.errors import DataError
-from megatron_cp.config.run_config import DatasetConfig, RunConfig
+from megatron_cp.config.run_config import DatasetConfig
 from megatron_cp.data.formats.cache import build_cached, cache_key, cache_root, map_array
 from megatron_cp.data.formats.indexed import (
     IndexedFiles,
@@ -55,7 +55,7 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(
-    config: RunConfig, tokenizer: Tokenizer, train_samples: int, valid_samples: int = 0, test_samples: int = 0
+    data: DatasetConfig, tokenizer: Tokenizer, train_samples: int, valid_samples: int = 0, test_samples: int = 0
 ) -> Datasets:
     """The datasets of a run; each has at least as many samples as asked for. Call it on every rank.
 
@@ -65,15 +65,15 @@ def build_datasets(
         DataError: on every rank, with one message, where a file or a setting of the ``dataset`` section is at fault.
     """
     samples = (train_samples, valid_samples, test_samples)
-    kind = config.dataset.kind or ("indexed" if config.dataset.data_path else "mock")
+    kind = data.kind or ("indexed" if data.data_path else "mock")
     if kind in KINDS:
-        return Datasets(*build_streams(config.dataset, tokenizer, samples))
+        return Datasets(*build_streams(data, tokenizer, samples))
     if kind == "indexed":
-        return Datasets(*_build_indexed(config.dataset, tokenizer, samples))
-    seeds = (config.dataset.random_seed + 1_000_003 * split for split in range(3))
+        return Datasets(*_build_indexed(data, tokenizer, samples))
+    seeds = (data.random_seed + 1_000_003 * split for split in range(3))
     return Datasets(
         *(
-            MockDataset(config.dataset, tokenizer.vocab_size, seed, n) if n else None
+            MockDataset(data, tokenizer.vocab_size, seed, n) if n else None
             for seed, n in zip(seeds, samples, strict=True)
         )
     )

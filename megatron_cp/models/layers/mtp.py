@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import drawing_from, seed_of
 from megatron_cp.models.layers.router import routers_in
@@ -156,15 +156,15 @@ class FurtherTokens:
 
 
 def mtp_block_spec(
-    config: RunConfig, model_layer: ModuleSpec | None, norm: Any, transformer_engine: bool
+    model: ModelConfig, seed: int, model_layer: ModuleSpec | None, norm: Any, transformer_engine: bool
 ) -> MultiTokenPredictionBlockSubmodules:
     """The spec of all depths, each with norms like the model's own and a layer like ``model_layer``, or by the pattern
     of a hybrid model; or of the one that all depths share."""
     layer = get_mtp_layer_spec(model_layer, transformer_engine)
     submodules = layer.submodules
     submodules.enorm = submodules.hnorm = submodules.layer_norm = norm
-    layer = ModuleSpec(module=PredictionLayer, submodules=submodules, params={"initialization_seed": config.rng.seed})
-    layers = 1 if config.model.mtp_use_repeated_layer else config.model.mtp_num_layers or 0
+    layer = ModuleSpec(module=PredictionLayer, submodules=submodules, params={"initialization_seed": seed})
+    layers = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * layers)
 
 

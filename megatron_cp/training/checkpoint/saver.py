@@ -10,6 +10,7 @@ import contextlib
 import shutil
 import time
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from megatron_cp.training.checkpoint.files import (
 from megatron_cp.training.checkpoint.optimizer_state import by_number, shaped_as_now, with_common_steps
 from megatron_cp.training.checkpoint.resume import (
     FORGOTTEN,
+    begin_with,
     begins_further_tokens_anew,
     check_fits,
     other_data,
@@ -202,32 +204,33 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
         ConfigError: it does not fit; see :func:`megatron_cp.training.checkpoint.resume.check_fits`.
     """
     folder = existing_folder(root, iteration) or checkpoint_folder(root, iteration)
-    common = checked_common(run.config, folder, iteration)
+    config, wanted = run.config, run.config.checkpoint
+    common = checked_common(folder, iteration, wanted.verify_checksums, partial(begin_with, config))
     failed = f"checkpoint {folder} could not be loaded"
     refused: ConfigError | None = None  # the same on every rank
     with raised_on_all_ranks(failed):
         try:
-            check_fits(run.config, common, folder, finetune)
+            check_fits(config, common, folder, finetune)
         except ConfigError as error:
             refused = error
     if refused is not None:
         raise refused
-    wanted, saved = run.config.checkpoint, common["config"]["checkpoint"]
-    with_optimizer = wants_optimizer(run.config, common) and not finetune
+    saved = common["config"]["checkpoint"]
+    with_optimizer = wants_optimizer(config, common) and not finetune
     same_layout = _layout_of(common["config"], common["world_size"]) == _layout_of(
-        asdict(run.config), dist.get_world_size()
+        asdict(config), dist.get_world_size()
     )
     with_rng = wanted.load_rng and not finetune and same_layout and saved["save_rng"]
     state = _sharded_state(run, is_loading=True, optimizer=with_optimizer, rng=with_rng)
     chunks = list(zip(_chunk_names(run), run.model, strict=True))
-    ahead_anew = finetune and begins_further_tokens_anew(common["config"]["model"], asdict(run.config.model))
+    ahead_anew = finetune and begins_further_tokens_anew(common["config"]["model"], asdict(config.model))
     with raised_on_all_ranks(failed):
         for name, _ in chunks:
             fit_to_checkpoint(state[name], folder, ahead_anew)
         loaded = dist_checkpointing.load(state, str(folder))
         if with_rng:
             check_random_state(loaded["rng"], f"{folder}: rng")
-    if ahead_anew and run.config.model.mtp_num_layers:
+    if ahead_anew and config.model.mtp_num_layers:
         logger.info("%s has no layers for multi-token prediction: they begin anew", folder)
     with raised_on_all_ranks(failed):
         for name, chunk in chunks:
@@ -250,7 +253,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     if finetune:
         return {}
     run.progress = Progress(**{each.name: common["progress"][each.name] for each in fields(Progress)})
-    different = other_data(run.config, common)
+    different = other_data(config.dataset, config.tokenizer, config.train, common)
     if different and dist.get_rank() == 0:
         logger.warning("the samples that follow are others than they were to be: %s", "; ".join(different))
     return common["data"]

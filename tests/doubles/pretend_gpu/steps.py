@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.pipeline_parallel.schedules import custom_backward
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import LoggerConfig
 from megatron_cp.data.samples.datasets import build_datasets
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.training.loop import train
@@ -143,8 +143,8 @@ class CountingReporter(Reporter):
 
     writes = True
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def __init__(self, settings: LoggerConfig, train_iters: int) -> None:
+        super().__init__(settings, train_iters)
         self.waits: list[dict[str, int]] = []
         self.timers: list[set[str]] = []
 
@@ -166,8 +166,9 @@ def waits_of_the_loop(folder: str, lengths: str | None, overrides: dict[str, Any
         else (tiny_config(**more))
     )
     tokenizer = build_tokenizer(config.tokenizer)
-    datasets = build_datasets(config, tokenizer, config.train.train_iters * config.train.global_batch_size)
-    run, reporter = setup(config, tokenizer.vocab_size), CountingReporter(config)
+    datasets = build_datasets(config.dataset, tokenizer, config.train.train_iters * config.train.global_batch_size)
+    run = setup(config, tokenizer.vocab_size)
+    reporter = CountingReporter(config.logger, config.train.train_iters)
     with closing(SignalWatch(False)) as watch, pytest.raises(Enough):
         train(run, datasets, tokenizer.vocab_size, Path(folder), reporter, watch)
     run.close()

@@ -181,7 +181,7 @@ REFUSED = [
 
 
 def world_size_of(overrides):
-    return load_recipe(EXAMPLE_RECIPE, overrides).fewest_ranks
+    return load_recipe(EXAMPLE_RECIPE, overrides).model.fewest_ranks
 
 
 @pytest.mark.parametrize(("overrides", "rule", "remedy"), REFUSED, ids=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_cp.config.run_config import ModelConfig, RunConfig
+from megatron_cp.config.run_config import ModelConfig, default_at
 from megatron_cp.models.hybrid_pattern import LETTERS, ahead_of, layers_of, with_stages, without_stages
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import (
@@ -17,7 +17,6 @@ from megatron_cp.rules.proposals import (
     one_of,
     resized,
     typed,
-    value_at,
 )
 from megatron_cp.rules.unused_settings import unread
 
@@ -146,7 +145,7 @@ def head_dim_is_even(c: Context) -> Iterator[Finding]:
     model = c.config.model
     latent = model.multi_latent_attention
     field = "model.qk_pos_emb_head_dim" if latent else "model.kv_channels"
-    size = value_at(c.config, field) or 0
+    size = c.config.value_at(field) or 0
     rotated = math.floor(size * model.rotary_percent)
     if (latent or model.position_embedding_type in ("rope", "yarn")) and rotated % 2:
         yield Finding(
@@ -178,7 +177,7 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
         "model.yarn_rotary_scaling_factor": 4.0,
         "model.yarn_original_max_position_embeddings": 4096,
     }
-    missing = {field: value for field, value in examples.items() if value_at(c.config, field) is None}
+    missing = {field: value for field, value in examples.items() if c.config.value_at(field) is None}
     for field in missing:
         fix = " ".join(typed(name, value) for name, value in missing.items())
         note = "a model that was trained on 4096 tokens, for sequences of 4 times as many"
@@ -268,7 +267,7 @@ def _not_read_by_latent_attention(model: ModelConfig) -> Iterator[Finding]:
     kind = model.position_embedding_type
     for name in _NOT_READ_BY_LATENT_ATTENTION + (_NOT_READ_BY_ITS_YARN if kind == "yarn" else ()):
         field = f"model.{name}"
-        if getattr(model, name) != value_at(RunConfig(), field):
+        if getattr(model, name) != default_at(field):
             which = "multi-latent attention with YaRN" if name in _NOT_READ_BY_ITS_YARN else "multi-latent attention"
             yield Finding(field, f"does not reach {which}, which goes on without it", default_of(field))
     if kind not in ("rope", "yarn"):

@@ -72,7 +72,7 @@ def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
 def even_heads(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("D3")
     version, flash = c.environment.transformer_engine, c.environment.flash_attn is not None
-    odd = odd_heads(c.config, version) if c.backend == "te" and version is not None and flash else ""
+    odd = odd_heads(c.config.model, version) if c.backend == "te" and version is not None and flash else ""
     if odd:
         for transport, size in c.head_splits():
             yield Finding(

@@ -6,29 +6,21 @@ import math
 from collections.abc import Iterator
 
 from megatron_cp.attention.transports.registry import HIERARCHICAL, LEVELS, RING
-from megatron_cp.config.run_config import RunConfig, settings
+from megatron_cp.config.run_config import RunConfig, default_at, settings
 from megatron_cp.config.setting import LARGEST
 from megatron_cp.models.vocabulary import known_vocab_size, padded
 from megatron_cp.parallel.layout import MOST_RANKS, layout_of
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.checks.parallel.context_parallel import FLAT
-from megatron_cp.rules.proposals import (
-    closest,
-    default_of,
-    divisors,
-    either,
-    nearest_multiples,
-    one_of,
-    typed,
-    value_at,
-)
+from megatron_cp.rules.proposals import closest, default_of, divisors, either, nearest_multiples, one_of, typed
+from megatron_cp.rules.remedies import Case
 
 _USUAL = {"model.kv_channels": 64}  # where 1 is possible and of no use
 
 
 def _proper(field: str) -> str:
     """Sizes that are surely possible."""
-    default = value_at(RunConfig(), field)
+    default = default_at(field)
     return either(
         default_of(field), one_of(field, [size for size in (1, _USUAL.get(field)) if size not in (None, default)])
     )
@@ -36,18 +28,18 @@ def _proper(field: str) -> str:
 
 def _sizes(config: RunConfig) -> Iterator[tuple[str, int]]:
     for field, facts in settings().items():
-        value = value_at(config, field)
+        value = config.value_at(field)
         if facts.kind == "size" and value is not None:
             yield field, value
 
 
-def oversized(config: RunConfig, world_size: int) -> list[Finding]:
+def oversized(case: Case) -> list[Finding]:
     """The sizes that are surely mistyped, and with which the checks themselves would take for ever."""
     found = []
-    if world_size > MOST_RANKS:
-        message = f"must be at most {MOST_RANKS}, got {world_size}"
-        found.append(Finding("world size", message, f"start {config.fewest_ranks} ranks"))
-    for field, value in _sizes(config):
+    if case.world_size > MOST_RANKS:
+        message = f"must be at most {MOST_RANKS}, got {case.world_size}"
+        found.append(Finding("world size", message, f"start {case.config.model.fewest_ranks} ranks"))
+    for field, value in _sizes(case.config):
         if value > LARGEST:
             found.append(Finding(field, f"must be at most {LARGEST}, got {value}", _proper(field)))
     return found
@@ -66,8 +58,8 @@ def sizes_are_positive(c: Context) -> Iterator[Finding]:
             yield Finding(field, f"must be an integer of at least 1, got {value}", _proper(field))
     if c.world_size < 1:
         message = f"must be an integer of at least 1, got {c.world_size}"
-        yield Finding("world size", message, f"start {c.config.fewest_ranks} ranks")
-    yield from oversized(c.config, c.world_size)
+        yield Finding("world size", message, f"start {c.config.model.fewest_ranks} ranks")
+    yield from oversized(c)
 
 
 @rule(
@@ -289,7 +281,7 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
     if c.node_size is None or c.levels is None or not c.hierarchical or c.world_size <= c.node_size:
         return
     try:
-        groups = layout_of(c.config, c.world_size).hierarchical_groups()[0]
+        groups = layout_of(c.config.model, c.config.dist, c.world_size).hierarchical_groups()[0]
     except ValueError:  # an impossible layout is another rule's matter
         return
     node = c.node_size
@@ -335,7 +327,7 @@ def experts_divide(c: Context) -> Iterator[Finding]:
     broken("parallel=none", "model.make_vocab_size_divisible_by=1", "model.tensor_model_parallel_size=2", world_size=2),
 )
 def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
-    unit, size = c.config.model.make_vocab_size_divisible_by, known_vocab_size(c.config)
+    unit, size = c.config.model.make_vocab_size_divisible_by, known_vocab_size(c.config.model, c.config.tokenizer)
     if unit < 1 or c.tp < 1 or unit % c.tp == 0:
         return
     fitting = math.lcm(unit, c.tp)

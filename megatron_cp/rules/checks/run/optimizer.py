@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.config.run_config import SCHEDULE_LENGTHS, TRAINING_LENGTHS, RunConfig
+from megatron_cp.config.run_config import SCHEDULE_LENGTHS, TRAINING_LENGTHS, default_at
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import default_of, either, value_at
+from megatron_cp.rules.proposals import default_of, either
 
 
 @rule(
@@ -17,7 +17,11 @@ from megatron_cp.rules.proposals import default_of, either, value_at
 )
 def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     schedule, optimizer = c.config.scheduler, c.config.optimizer
-    decay, warmup, fraction = schedule.lr_decay_iters, c.config.warmup_iters(), schedule.lr_warmup_fraction
+    decay, warmup, fraction = (
+        schedule.lr_decay_iters,
+        schedule.warmup_iters(c.config.train.train_iters),
+        schedule.lr_warmup_fraction,
+    )
     if fraction is not None and schedule.lr_warmup_iters != 0:
         yield Finding(
             "scheduler.lr_warmup_fraction",
@@ -122,8 +126,8 @@ def one_length(c: Context) -> Iterator[Finding]:
     for section, names in (("train", TRAINING_LENGTHS), ("scheduler", SCHEDULE_LENGTHS)):
         for name in names:
             iterations, samples = f"{section}.{name}_iters", f"{section}.{name}_samples"
-            if value_at(c.config, samples) != value_at(RunConfig(), samples):
-                given = f"{iterations}={value_at(c.config, iterations)}"
+            if c.config.value_at(samples) != default_at(samples):
+                given = f"{iterations}={c.config.value_at(iterations)}"
                 none = f"{iterations}=null" if section == "train" else default_of(iterations)
                 yield Finding(samples, f"cannot be given together with {given}", f"{none}, or {default_of(samples)}")
 
