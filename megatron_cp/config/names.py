@@ -5,32 +5,20 @@ Written so, a name that no setting has is an error, and every use of a setting i
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
 
-from megatron_cp.config.run_config import RunConfig
-from megatron_cp.config.schema import hints
-
-
-class _Section:
-    """A section's settings by name."""
-
-    def __init__(self, section: str, kind: Any) -> None:
-        self.__dict__ |= {name: f"{section}.{name}" for name in hints(kind)}
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> str: ...
+from megatron_cp.config.run_config import settings
 
 
-class _Sections:
-    def __init__(self) -> None:
-        sections = {name: kind for name, kind in hints(RunConfig).items() if dataclasses.is_dataclass(kind)}
-        self.__dict__ |= {name: _Section(name, kind) for name, kind in sections.items()}
+def _sections() -> Any:
+    """Every section's settings, by name."""
+    names: dict[str, dict[str, str]] = defaultdict(dict)
+    for path in settings():
+        section, _, name = path.partition(".")
+        names[section][name] = path
+    return SimpleNamespace(**{section: SimpleNamespace(**of_it) for section, of_it in names.items()})
 
-    if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> _Section: ...
-
-
-NAME = _Sections()
+NAME = _sections()

@@ -21,5 +21,5 @@ def name_tensor_parallel_group(projection: Any, group: ProcessGroup) -> None:
 
     Without a group it asks the global state which rank saves it.
     """
-    if getattr(projection, "_tp_group", projection) is None:
+    if getattr(projection, "_tp_group", group) is None:
         projection._tp_group = group

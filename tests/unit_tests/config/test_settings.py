@@ -41,7 +41,6 @@ class WithOneMore(RunConfig):
 def one_more(monkeypatch: pytest.MonkeyPatch) -> type[RunConfig]:
     """The configuration with two more settings, each of one line."""
     monkeypatch.setattr(run_config, "RunConfig", WithOneMore)
-    monkeypatch.setattr("megatron_cp.rules.unused_settings.RunConfig", WithOneMore)
     settings.cache_clear()
     yield WithOneMore
     settings.cache_clear()
@@ -52,7 +51,7 @@ def test_one_line_adds_a_setting_that_is_passed_on(one_more: type[RunConfig]) ->
     config = build(one_more, {"model": {"config_logger_dir": "somewhere", "moe_input_jitter_eps": -1.0}}, problems)
     assert not problems
     config.finalize()
-    built = transformer_config(config)
+    built = transformer_config(config.model, config.mixed_precision)
     assert (built.config_logger_dir, built.moe_input_jitter_eps) == ("somewhere", -1.0)
     context = Context(config, 1, None, Environment.detect())
     for found in (unread(config), RULES["K30"].check(context)):  # that nothing reads it, and its range

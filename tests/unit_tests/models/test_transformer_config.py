@@ -44,6 +44,7 @@ def test_activations_are_what_their_names_say() -> None:
         "relu": x.clamp(min=0),
         "squared_relu": x.clamp(min=0) ** 2,
         "quick_gelu": x * torch.sigmoid(1.702 * x),
+        "fast_gelu": x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
     }
     assert formulas.keys() == set(ACTIVATIONS)
     for name, expected in formulas.items():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from megatron_cp.attention.transports.registry import HIERARCHICAL, LEVELS, RING
-from megatron_cp.config.run_config import RunConfig, default_at, settings
+from megatron_cp.config.run_config import default_at, settings
 from megatron_cp.config.setting import LARGEST
 from megatron_cp.models.vocabulary import known_vocab_size, padded
 from megatron_cp.parallel.layout import MOST_RANKS, layout_of
@@ -26,9 +27,9 @@ def _proper(field: str) -> str:
     )
 
 
-def _sizes(config: RunConfig) -> Iterator[tuple[str, int]]:
+def _sizes(value_at: Callable[[str], Any]) -> Iterator[tuple[str, int]]:
     for field, facts in settings().items():
-        value = config.value_at(field)
+        value = value_at(field)
         if facts.kind == "size" and value is not None:
             yield field, value
 
@@ -39,7 +40,7 @@ def oversized(case: Case) -> list[Finding]:
     if case.world_size > MOST_RANKS:
         message = f"must be at most {MOST_RANKS}, got {case.world_size}"
         found.append(Finding("world size", message, f"start {case.config.model.fewest_ranks} ranks"))
-    for field, value in _sizes(case.config):
+    for field, value in _sizes(case.config.value_at):
         if value > LARGEST:
             found.append(Finding(field, f"must be at most {LARGEST}, got {value}", _proper(field)))
     return found
@@ -53,7 +54,7 @@ def oversized(case: Case) -> list[Finding]:
     broken("train.train_iters=0"),
 )
 def sizes_are_positive(c: Context) -> Iterator[Finding]:
-    for field, value in _sizes(c.config):
+    for field, value in _sizes(c.config.value_at):
         if value < 1:
             yield Finding(field, f"must be an integer of at least 1, got {value}", _proper(field))
     if c.world_size < 1:

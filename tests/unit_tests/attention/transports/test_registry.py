@@ -70,7 +70,8 @@ def test_auto_considers_it_if_it_says_so(auto: int | None, monkeypatch: pytest.M
 
 def test_the_cost_model_counts_its_messages() -> None:
     """One exchange, exposed: no hops, no share of the heads."""
-    cost = model_cost(tiny_config(**DYNAMIC))
+    config = tiny_config(**DYNAMIC)
+    cost = model_cost(config.model, config.dataset.seq_length)
     assert cost.transport == KEYS_ONLY.name == cost_transport([KEYS_ONLY.name] * 4)
     bare = dataclasses.replace(cost, kv_intra=0.0, ring_step=0.0)
     moved = cost.kv_intra * 1000 * 3 / 4
