@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import override
 from megatron_cp.config.run_config import (
     DatasetConfig,
@@ -230,26 +231,27 @@ def other_data(
 
 
 def _check_model(here: ModelConfig, save: str | None, common: dict[str, Any], folder: Path, finetune: bool) -> None:
-    saved, now = dict(common["config"]["model"]), asdict(here)
+    saved, now = saved_model(common), replace(here)
     for model in (saved, now):
         # Where its pipeline stages begin makes no other model.
-        model["hybrid_layer_pattern"] = without_stages(model.get("hybrid_layer_pattern")) or None
-        if model["position_embedding_type"] != "learned_absolute":  # no weights
-            model["max_position_embeddings"] = None
+        model.hybrid_layer_pattern = without_stages(model.hybrid_layer_pattern) or None
+        if model.position_embedding_type != "learned_absolute":  # no weights
+            model.max_position_embeddings = None
     if finetune and begins_further_tokens_anew(saved, now):
         for model in (saved, now):
-            model["hybrid_layer_pattern"] = layers_of(model["hybrid_layer_pattern"]) or None
-            model["mtp_num_layers"] = model["mtp_use_repeated_layer"] = None
-    if saved["num_layers"] == now["num_layers"] and _parts_of_layers(saved) == _parts_of_layers(now):
-        saved["moe_layer_freq"] = now["moe_layer_freq"]  # one number and a list can say the same
+            model.hybrid_layer_pattern = layers_of(model.hybrid_layer_pattern) or None
+            model.mtp_num_layers, model.mtp_use_repeated_layer = None, False
+    if saved.num_layers == now.num_layers and saved.layer_parts == now.layer_parts:
+        saved.moe_layer_freq = now.moe_layer_freq  # one number and a list can say the same
     # With YaRN the same weights are turned by other frequencies.
-    turned = {saved["position_embedding_type"], now["position_embedding_type"]} == {"rope", "yarn"}
-    positions = ["model.position_embedding_type"] if turned else []
+    turned = {saved.position_embedding_type, now.position_embedding_type} == {"rope", "yarn"}
+    positions = [NAME.model.position_embedding_type] if turned else []
     weights = [name for name in settings_that(WEIGHTS) if name not in positions]
     function = [*positions, *settings_that(FUNCTION)]
-    saved["vocab_size"] = saved["vocab_size"] or now["vocab_size"]  # None: the tokenizer's, before it was recorded
+    saved.vocab_size = saved.vocab_size or now.vocab_size  # None: the tokenizer's, before it was recorded
     other_weights, other_function = (
-        differences({"model": saved}, {"model": now}, names) for names in (weights, [] if finetune else function)
+        differences({"model": asdict(saved)}, {"model": asdict(now)}, names)
+        for names in (weights, [] if finetune else function)
     )
     padding, rows = _other_padding(saved, now)
     different = other_weights | other_function
@@ -262,33 +264,32 @@ def _check_model(here: ModelConfig, save: str | None, common: dict[str, Any], fo
         )
 
 
-def begins_further_tokens_anew(saved: dict[str, Any], now: dict[str, Any]) -> bool:
+def saved_model(common: dict[str, Any]) -> ModelConfig:
+    """A checkpoint's model, in the settings of today."""
+    return ModelConfig(**_of_today(common["config"])["model"])
+
+
+def begins_further_tokens_anew(saved: ModelConfig, now: ModelConfig) -> bool:
     """Whether one of two models predicts further tokens and the other does not: the rest of its weights is the same."""
-    return bool(saved.get("mtp_num_layers")) != bool(now["mtp_num_layers"])
+    return bool(saved.mtp_num_layers) != bool(now.mtp_num_layers)
 
 
-def _parts_of_layers(model: dict[str, Any]) -> tuple[str, ...]:
-    names = ("architecture", "hybrid_layer_pattern", "num_layers", "num_moe_experts", "moe_layer_freq")
-    return ModelConfig(**{name: model[name] for name in names if name in model}).layer_parts
-
-
-def _other_padding(saved: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+def _other_padding(saved: ModelConfig, now: ModelConfig) -> tuple[list[str], list[str]]:
     """What differs in the rows that pad the vocabulary, and the overrides that keep the checkpoint's.
 
     They are part of the softmax; megatron-core would drop some, or add rows of zeros.
     """
-    if not now["vocab_size"] or saved["vocab_size"] != now["vocab_size"]:
+    if not now.vocab_size or saved.vocab_size != now.vocab_size:
         return [], []
     there, here = (
-        padded(model["vocab_size"], model["make_vocab_size_divisible_by"], model["tensor_model_parallel_size"])
+        padded(model.vocab_size or 0, model.make_vocab_size_divisible_by, model.tensor_model_parallel_size)
         for model in (saved, now)
     )
     if there == here:
         return [], []
-    fix = {"make_vocab_size_divisible_by": there, "tensor_model_parallel_size": saved["tensor_model_parallel_size"]}
-    if there % now["tensor_model_parallel_size"] == 0:
-        del fix["tensor_model_parallel_size"]
-    words = [override(f"model.{name}", value) for name, value in fix.items()]
+    words = [override(NAME.model.make_vocab_size_divisible_by, there)]
+    if there % now.tensor_model_parallel_size:
+        words.append(override(NAME.model.tensor_model_parallel_size, saved.tensor_model_parallel_size))
     return [f"its vocabulary is padded to {there} rows and here to {here}"], words
 
 

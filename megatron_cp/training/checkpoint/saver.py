@@ -19,6 +19,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_cp.common.errors import ConfigError, RuntimeFault
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.launch.health_monitor import completing
 from megatron_cp.parallel.collectives import gather_on_first_rank, raised_on_all_ranks, run_on_first_rank
 from megatron_cp.parallel.device import random_state, restore_random_state
@@ -41,6 +42,7 @@ from megatron_cp.training.checkpoint.resume import (
     begins_further_tokens_anew,
     check_fits,
     other_data,
+    saved_model,
     wants_optimizer,
 )
 from megatron_cp.training.checkpoint.run_lock import check_still_held
@@ -217,13 +219,14 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
         raise refused
     saved = common["config"]["checkpoint"]
     with_optimizer = wants_optimizer(config, common) and not finetune
-    same_layout = _layout_of(common["config"], common["world_size"]) == _layout_of(
-        asdict(config), dist.get_world_size()
+    before, now = common["config"]["dist"]["use_tp_pp_dp_mapping"], config.dist.use_tp_pp_dp_mapping
+    same_layout = _layout_of(saved_model(common), before, common["world_size"]) == _layout_of(
+        config.model, now, dist.get_world_size()
     )
     with_rng = wanted.load_rng and not finetune and same_layout and saved["save_rng"]
     state = _sharded_state(run, is_loading=True, optimizer=with_optimizer, rng=with_rng)
     chunks = list(zip(_chunk_names(run), run.model, strict=True))
-    ahead_anew = finetune and begins_further_tokens_anew(common["config"]["model"], asdict(config.model))
+    ahead_anew = finetune and begins_further_tokens_anew(saved_model(common), config.model)
     with raised_on_all_ranks(failed):
         for name, _ in chunks:
             fit_to_checkpoint(state[name], folder, ahead_anew)
@@ -355,13 +358,14 @@ def _sharded_state(run: Run, is_loading: bool, optimizer: bool = True, rng: bool
     return state
 
 
-def _layout_of(config: dict[str, Any], world_size: int) -> tuple:
-    names = (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
+def _layout_of(model: ModelConfig, use_tp_pp_dp_mapping: bool, world_size: int) -> tuple:
+    return (
+        world_size,
+        use_tp_pp_dp_mapping,
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.virtual_pipeline_model_parallel_size,
+        model.context_parallel_size,
+        model.expert_model_parallel_size,
+        model.expert_tensor_parallel_size,
     )
-    return (world_size, config["dist"]["use_tp_pp_dp_mapping"], *(config["model"][name] for name in names))

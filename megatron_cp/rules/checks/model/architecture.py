@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig, default_at
 from megatron_cp.models.hybrid_pattern import LETTERS, ahead_of, layers_of, with_stages, without_stages
 from megatron_cp.rules.base import Context, Finding, broken, rule
@@ -22,15 +23,21 @@ from megatron_cp.rules.unused_settings import unread
 
 # megatron-core's latent attention makes its own projections, scale and rotary embedding, without asking for these.
 _NOT_READ_BY_LATENT_ATTENTION = (
-    "softmax_scale", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "add_qkv_bias",
-    "rotary_base_local",
-)  # fmt: skip
-_NOT_READ_BY_ITS_YARN = ("rotary_percent", "yarn_correction_range_round_to_int")
+    NAME.model.softmax_scale,
+    NAME.model.rope_scaling,
+    NAME.model.rope_scaling_factor,
+    NAME.model.seq_len_interpolation_factor,
+    NAME.model.add_qkv_bias,
+    NAME.model.rotary_base_local,
+)
+_NOT_READ_BY_ITS_YARN = (NAME.model.rotary_percent, NAME.model.yarn_correction_range_round_to_int)
 # What gives the stages of other models their layers.
 _STAGES = (
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-)  # fmt: skip
+    NAME.model.account_for_embedding_in_pipeline_split,
+    NAME.model.account_for_loss_in_pipeline_split,
+    NAME.model.num_layers_in_first_pipeline_stage,
+    NAME.model.num_layers_in_last_pipeline_stage,
+)
 
 
 @rule(
@@ -193,10 +200,9 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
     if 1 <= model.rotary_base < 2:  # rule K30 knows of less
         message = f"must be at least 2 for yarn, which asks how often its powers turn, got {model.rotary_base}"
         yield Finding("model.rotary_base", message, default_of("model.rotary_base"))
-    for name in ("rope_scaling", "seq_len_interpolation_factor"):
-        if getattr(model, name):
-            message = "stretches the positions as well, which yarn does already"
-            yield Finding(f"model.{name}", message, default_of(f"model.{name}"))
+    for field in (NAME.model.rope_scaling, NAME.model.seq_len_interpolation_factor):
+        if c.config.value_at(field):
+            yield Finding(field, "stretches the positions as well, which yarn does already", default_of(field))
     if model.rotary_base_local is not None:
         message = "is not offered with yarn, whose frequencies and concentration all layers share"
         yield Finding("model.rotary_base_local", message, default_of("model.rotary_base_local"))
@@ -250,25 +256,23 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
         if asked and model.architecture == "hybrid":
             fix = either(f"{field}=false", "model.architecture=gpt")
             yield Finding(field, "is not built into hybrid models by this version", fix)
-    for name in _STAGES if model.architecture == "hybrid" else []:
-        if getattr(model, name):
+    for field in _STAGES if model.architecture == "hybrid" else []:
+        if c.config.value_at(field):
             message = "does not move the layers of a hybrid model, which its pattern gives to the stages"
-            fix = f"{default_of(f'model.{name}')} (| in the pattern begins a stage)"
-            yield Finding(f"model.{name}", message, fix)
+            yield Finding(field, message, f"{default_of(field)} (| in the pattern begins a stage)")
     if model.architecture == "hybrid" and model.moe_layer_freq != 1:
         message = "does not say which layers of a hybrid model have experts: E in its pattern does"
         yield Finding("model.moe_layer_freq", message, "model.moe_layer_freq=1")
     if model.multi_latent_attention:
-        yield from _not_read_by_latent_attention(model)
+        yield from _not_read_by_latent_attention(c)
     yield from unread(c.config)
 
 
-def _not_read_by_latent_attention(model: ModelConfig) -> Iterator[Finding]:
-    kind = model.position_embedding_type
-    for name in _NOT_READ_BY_LATENT_ATTENTION + (_NOT_READ_BY_ITS_YARN if kind == "yarn" else ()):
-        field = f"model.{name}"
-        if getattr(model, name) != default_at(field):
-            which = "multi-latent attention with YaRN" if name in _NOT_READ_BY_ITS_YARN else "multi-latent attention"
+def _not_read_by_latent_attention(c: Context) -> Iterator[Finding]:
+    kind = c.config.model.position_embedding_type
+    for field in _NOT_READ_BY_LATENT_ATTENTION + (_NOT_READ_BY_ITS_YARN if kind == "yarn" else ()):
+        if c.config.value_at(field) != default_at(field):
+            which = "multi-latent attention with YaRN" if field in _NOT_READ_BY_ITS_YARN else "multi-latent attention"
             yield Finding(field, f"does not reach {which}, which goes on without it", default_of(field))
     if kind not in ("rope", "yarn"):
         message = "does not reach multi-latent attention, which has rotary embeddings of its own"
@@ -330,13 +334,14 @@ def latent_values_in_packs(c: Context) -> Iterator[Finding]:
 )
 def feed_forward_divides(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    dense, experts = ("tensor_model_parallel_size", c.tp), ("expert_tensor_parallel_size", c.etp)
-    split = [("ffn_hidden_size", *dense)] if "-" in model.parts else []
+    names = NAME.model
+    dense, experts = (names.tensor_model_parallel_size, c.tp), (names.expert_tensor_parallel_size, c.etp)
+    split = [(names.ffn_hidden_size, *dense)] if "-" in model.parts else []
     if "E" in model.parts:
-        of_experts = "ffn_hidden_size" if model.moe_ffn_hidden_size is None else "moe_ffn_hidden_size"
-        split += [(of_experts, *experts), ("moe_shared_expert_intermediate_size", *dense)]
-    for name, ranks, size in split:
-        width = getattr(model, name)
+        of_experts = names.ffn_hidden_size if model.moe_ffn_hidden_size is None else names.moe_ffn_hidden_size
+        split += [(of_experts, *experts), (names.moe_shared_expert_intermediate_size, *dense)]
+    for field, ranks, size in split:
+        width = c.config.value_at(field)
         if width is not None and width % size:
             message = f"{width} is not divisible by {ranks} ({size})"
-            yield Finding(f"model.{name}", message, one_of(f"model.{name}", nearest_multiples(width, size)))
+            yield Finding(field, message, one_of(field, nearest_multiples(width, size)))

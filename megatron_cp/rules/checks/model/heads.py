@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megatron_cp.attention.modules.te_support import first_versions, odd_heads
 from megatron_cp.attention.transports.registry import ALL_TO_ALL, HIERARCHICAL, LEVELS, RING
+from megatron_cp.config.names import NAME
 from megatron_cp.models.layers.mamba_shape import MambaShape
 from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.checks.parallel.context_parallel import FLAT, plain_transports, splits
@@ -193,11 +194,11 @@ def mamba_sizes(c: Context) -> Iterator[Finding]:
     model = c.config.model
     if model.architecture != "hybrid":
         return
-    for name in ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"):
-        value = getattr(model, name)
+    names = NAME.model
+    for field in (names.mamba_state_dim, names.mamba_head_dim, names.mamba_num_groups, names.mamba_num_heads):
+        value = c.config.value_at(field)
         if value is not None and value < 1:
-            message = f"must be an integer of at least 1, got {value}"
-            yield Finding(f"model.{name}", message, default_of(f"model.{name}"))
+            yield Finding(field, f"must be an integer of at least 1, got {value}", default_of(field))
     width = 2 * model.hidden_size
     if model.mamba_num_heads is None and model.mamba_head_dim > 0 and width % model.mamba_head_dim:
         yield Finding(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import divisors, either, nearest_multiples, one_of
 
-_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_ENDS = (NAME.model.num_layers_in_first_pipeline_stage, NAME.model.num_layers_in_last_pipeline_stage)
 
 
 @rule(
@@ -19,7 +20,7 @@ _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stag
 )
 def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    ends = {f"model.{name}": getattr(model, name) for name in _ENDS if getattr(model, name) is not None}
+    ends = {field: c.config.value_at(field) for field in _ENDS if c.config.value_at(field) is not None}
     counted = model.account_for_embedding_in_pipeline_split + model.account_for_loss_in_pipeline_split
     if model.architecture == "hybrid":
         counted = 0  # its pattern has layers only (and K19 refuses the settings)
@@ -57,7 +58,7 @@ def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[
     if c.pp == 1:
         yield Finding(field, "needs pipeline stages", f"{field}=null, or model.pipeline_model_parallel_size=2")
     elif counted:
-        flags = [f"model.account_for_{what}_in_pipeline_split" for what in ("embedding", "loss")]
+        flags = [NAME.model.account_for_embedding_in_pipeline_split, NAME.model.account_for_loss_in_pipeline_split]
         message = f"cannot be set at the same time with {' or '.join(flags)}"
         yield Finding(field, message, f"{field}=null, or {' '.join(f'{flag}=false' for flag in flags)}")
     elif not between and virtual > 1:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import default_of, either, typed
 
 _METHOD = "model.recompute_method=uniform model.recompute_num_layers=1"
 WHOLE_LAYERS = f"model.recompute_granularity=full {_METHOD} model.recompute_modules=null"
-_SETTINGS = ("recompute_method", "recompute_num_layers", "recompute_modules", "distribute_saved_activations")
+_SETTINGS = (
+    NAME.model.recompute_method,
+    NAME.model.recompute_num_layers,
+    NAME.model.recompute_modules,
+    NAME.model.distribute_saved_activations,
+)
 # By model.recompute_granularity, what it does not look at. A number of layers is refused for selective.
-_NOT_READ = {None: _SETTINGS, "full": ("recompute_modules",), "selective": ("recompute_method",)}
+_NOT_READ = {
+    None: _SETTINGS,
+    "full": (NAME.model.recompute_modules,),
+    "selective": (NAME.model.recompute_method,),
+}
 
 
 @rule(
@@ -29,7 +39,7 @@ def recomputation(c: Context) -> Iterator[Finding]:
     yield from _layers(c)
     yield from _distributed(c)
     kind = c.config.model.recompute_granularity
-    for field in [f"model.{name}" for name in _NOT_READ[kind] if getattr(c.config.model, name)]:
+    for field in filter(c.config.value_at, _NOT_READ[kind]):
         if kind is None:
             message = "has no effect: model.recompute_granularity is null, and nothing is recomputed"
             yield Finding(
