@@ -41,7 +41,10 @@ def add_recipe(parser: argparse.ArgumentParser, what: str) -> None:
     """
     parser.add_argument("--recipe", metavar="NAME|FILE.yaml", help=f"{what}; 'megatron-cp recipes' lists the names")
     parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merged over the recipe")
-    _add_flags(parser)
+    group = parser.add_argument_group("flags for frequent settings")
+    for short, long, kind, setting in _FLAGS:
+        names = dict.fromkeys(name for name in (short, long, long.replace("_", "-")) if name)
+        group.add_argument(*names, dest=setting, type=kind, metavar=kind.__name__, help=f"-> {setting}")
     known = "the recipe where --recipe is not given, and any setting, in Hydra's grammar; wins over all of the above"
     add_overrides(parser, known, metavar="[RECIPE] key=value")
 
@@ -86,13 +89,6 @@ def compose(parser: argparse.ArgumentParser, args: argparse.Namespace, *further:
     if not args.recipe:
         parser.error("no recipe is given. Fix: --recipe NAME, of those that 'megatron-cp recipes' lists")
     return load_recipe(args.recipe, [*args.overrides, *further], files=args.config, flags=given(args))
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("flags for frequent settings")
-    for short, long, kind, setting in _FLAGS:
-        names = dict.fromkeys(name for name in (short, long, long.replace("_", "-")) if name)
-        group.add_argument(*names, dest=setting, type=kind, metavar=kind.__name__, help=f"-> {setting}")
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
