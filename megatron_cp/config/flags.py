@@ -21,7 +21,11 @@ def add_recipe(parser: argparse.ArgumentParser, what: str) -> None:
     """
     parser.add_argument("--recipe", metavar="NAME|FILE.yaml", help=f"{what}; 'megatron-cp recipes' lists the names")
     parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merged over the recipe")
-    _add_flags(parser)
+    group = parser.add_argument_group("flags for frequent settings")
+    for setting, flags in _flags().items():
+        kind = next(kind for kind in alternatives(kind_of(RunConfig, setting)) if kind in (int, float, str))
+        names = dict.fromkeys(name for flag in flags for name in (flag, f"{flag[:2]}{flag[2:].replace('_', '-')}"))
+        group.add_argument(*names, dest=setting, type=kind, metavar=kind.__name__, help=f"-> {setting}")
     known = "the recipe where --recipe is not given, and any setting, in Hydra's grammar; wins over all of the above"
     add_overrides(parser, known, metavar="[RECIPE] key=value")
 
@@ -66,14 +70,6 @@ def compose(parser: argparse.ArgumentParser, args: argparse.Namespace, *further:
     if not args.recipe:
         parser.error("no recipe is given. Fix: --recipe NAME, of those that 'megatron-cp recipes' lists")
     return load_recipe(args.recipe, [*args.overrides, *further], files=args.config, flags=given(args))
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("flags for frequent settings")
-    for setting, flags in _flags().items():
-        kind = next(kind for kind in alternatives(kind_of(RunConfig, setting)) if kind in (int, float, str))
-        names = dict.fromkeys(name for flag in flags for name in (flag, f"{flag[:2]}{flag[2:].replace('_', '-')}"))
-        group.add_argument(*names, dest=setting, type=kind, metavar=kind.__name__, help=f"-> {setting}")
 
 
 def _flags() -> dict[str, tuple[str, ...]]:

@@ -40,7 +40,7 @@ _TENSOR_FACTORIES = ("tensor", "empty", "empty_like", "zeros", "zeros_like", "on
 # expected. The others take seconds to import.
 PACKAGES_FOR_GPUS = ("transformer_engine", "apex", "amp_C", "mamba_ssm", "causal_conv1d")
 
-_torch_compile: Callable | None = None
+_torch_compile, _tensor_type = torch.compile, torch.Tensor.type
 
 
 class _Stream:
@@ -49,24 +49,17 @@ class _Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = _CPU
 
-    def wait_stream(self, stream: _Stream) -> None: ...
+    def synchronize(self, *awaited: object) -> None: ...
 
-    def wait_event(self, event: _Event) -> None: ...
+    wait_stream = wait_event = synchronize
 
     def record_event(self, event: _Event | None = None) -> _Event:
         event = event or _Event()
         event.record()
         return event
 
-    def synchronize(self) -> None: ...
-
     def query(self) -> bool:
         return True
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
 
 
 class _Event:
@@ -78,9 +71,9 @@ class _Event:
     def record(self, stream: _Stream | None = None) -> None:
         self._time = time.perf_counter()
 
-    def wait(self, stream: _Stream | None = None) -> None: ...
+    def synchronize(self, stream: _Stream | None = None) -> None: ...
 
-    def synchronize(self) -> None: ...
+    wait = synchronize
 
     def query(self) -> bool:
         return True
@@ -154,19 +147,13 @@ class _TypeName(str):
         return not self == other
 
 
-def _named_for_both(original: Callable) -> Callable:
-    """``Tensor.type()``, as optimizers ask for it."""
-
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, *args, **kwargs)
-        return _TypeName(found) if isinstance(found, str) else found
-
-    return type_
+def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    found = _tensor_type(self, *args, **kwargs)
+    return _TypeName(found) if isinstance(found, str) else found
 
 
 def before_import() -> None:
     """Put the stand-ins in place; nothing where CUDA is present."""
-    global _torch_compile
     if torch.cuda.is_available():
         return
     for package in PACKAGES_FOR_GPUS:
@@ -175,9 +162,9 @@ def before_import() -> None:
         setattr(torch.cuda, name, stand_in)
     torch.cuda.random.get_rng_state = _rng_state
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    torch.Tensor.type = _named_for_both(torch.Tensor.type)  # type: ignore[method-assign]
+    torch.Tensor.type = _type  # type: ignore[assignment,method-assign]
     # Functions marked for fusion would be compiled in the first step: half a minute and a C++ compiler, for no gain.
-    _torch_compile, torch.compile = torch.compile, _identity  # type: ignore[assignment]
+    torch.compile = _identity  # type: ignore[assignment]
 
 
 def _identity(function: Callable, *args: Any, **kwargs: Any) -> Callable:
@@ -197,8 +184,7 @@ def after_import() -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     jit.disable_jit_fuser()  # for the modules that are imported later
-    if _torch_compile is not None:
-        torch.compile = _torch_compile
+    torch.compile = _torch_compile
     # Upstream queues the new state with CUDA's lazy initialization, which never comes.
     random._set_cuda_rng_state = _set_rng_state
     # Host and device are the same generator here, so a fork of the "device" state always changes the host's.

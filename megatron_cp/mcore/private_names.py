@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu as initialize_affine_weight_cpu
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.distributed import ProcessGroup
 
-__all__ = ["initialize_affine_weight_cpu", "keep_expert_bias_in_float32", "name_tensor_parallel_group"]
+initialize_affine_weight_cpu = layers._initialize_affine_weight_cpu
 
 
 def keep_expert_bias_in_float32(router: TopKRouter) -> None:

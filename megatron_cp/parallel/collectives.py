@@ -140,10 +140,8 @@ def run_on_first_rank[T](work: Callable[[], T], what: str) -> T:
     Raises:
         RuntimeFault: on every rank, as :func:`raised_on_all_ranks` does.
     """
-    value: Any = None
     with raised_on_all_ranks(what):
-        if dist.get_rank() == 0:
-            value = work()
+        value: Any = work() if dist.get_rank() == 0 else None
     return broadcast_object(value)
 
 
@@ -154,9 +152,8 @@ def run_on_all_ranks[T](work: Callable[[], T]) -> T:
         DataError: on every rank, with the message of the first rank that failed.
     """
     value, problem = _attempt(work)
-    for other in gather_objects(problem):
-        if other:
-            raise DataError(other)
+    for other in filter(None, gather_objects(problem)):
+        raise DataError(other)
     return value  # type: ignore[return-value]
 
 
@@ -194,9 +191,8 @@ def _outcomes[T](work: Callable[[], T], mine: bool) -> list[T]:
             reports = [report for report in gather_objects(_report(future)) if report is not None]
             if all(done for done, _, _ in reports):
                 break
-    for _, _, problem in reports:
-        if problem:
-            raise DataError(problem)
+    for problem in filter(None, (problem for _, _, problem in reports)):
+        raise DataError(problem)
     return [value for _, value, _ in reports]
 
 

@@ -114,13 +114,9 @@ def destroy_process_groups(groups: ProcessGroupCollection | None = None) -> None
     of_mpu = forget_parallel_state()
     if groups is None or not dist.is_initialized():
         return
-    collected = [of_mpu] if of_mpu is not None else vars(groups).values()
-    unique: dict[int, dist.ProcessGroup] = {}
-    for value in collected:
-        for group in value if isinstance(value, list) else [value]:
-            if isinstance(group, dist.ProcessGroup):
-                unique[id(group)] = group
-    for group in unique.values():
+    built = [group for value in vars(groups).values() for group in (value if isinstance(value, list) else [value])]
+    found = built if of_mpu is None else of_mpu
+    for group in {id(group): group for group in found if isinstance(group, dist.ProcessGroup)}.values():
         dist.destroy_process_group(group)
 
 

@@ -6,7 +6,6 @@ a few numbers a step (is anything wrong here, and checksums of the samples) and 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,7 +50,7 @@ class BatchChecks:
             RuntimeFault: on every rank, if any rank has a problem or ranks that share samples have different ones.
         """
         mine = self._replicas[self._run.all_ranks.rank()]
-        _, differing = _exchange(self._run, problems, {mine: checksum}, size=max(self._replicas) + 1)
+        differing = _exchange(self._run, problems, {mine: checksum}, size=max(self._replicas) + 1)
         if differing:
             _raise(self._run, self._disagreements(gather_objects(checksum, self._run.all_ranks), differing))
 
@@ -89,8 +88,8 @@ class PackChecks:
         """
         problems = [*problems, *(problems_of_packs(plan) if plan else ())]
         made, read = (plan.checksum, plan.checksums) if plan else (0, {})
-        plans_differ, differing = _exchange(self._run, problems, read, self._size, made)
-        if plans_differ:
+        differing = _exchange(self._run, problems, {**read, self._size: made}, self._size + 1)
+        if self._size in differing:
             _raise(self._run, self._differing_plans(made))
         if differing and plan is not None:
             _raise(self._run, self._differing_samples(plan, differing))
@@ -126,28 +125,23 @@ class _Found:
     """What one rank found. Ranks exchange the largest of each number: of negatives, that is the smallest."""
 
     problems: int
-    plan: int
-    minus_plan: int
-    read: torch.Tensor  # a checksum for each sample, or _NOT_READ
+    read: torch.Tensor  # a checksum in each place, or _NOT_READ
     minus_read: torch.Tensor  # its negative, or _NOT_READ
 
 
-def _exchange(
-    run: Run, problems: Sequence[Problem], checksums: Mapping[int, int], size: int, plan: int = 0
-) -> tuple[bool, list[int]]:
-    """Whether ranks have different ``plan`` checksums, and which of ``size`` samples were read differently. Collective.
+def _exchange(run: Run, problems: Sequence[Problem], checksums: Mapping[int, int], size: int) -> list[int]:
+    """The places, of ``size``, for which ranks have different checksums. Collective.
 
     Raises:
         RuntimeFault: on every rank, if any rank has a problem.
     """
     read, minus_read = torch.full((2, size), _NOT_READ, dtype=torch.int64)
-    for sample, checksum in checksums.items():
-        read[sample], minus_read[sample] = checksum, -checksum
-    largest = max_of_messages(_Found(len(problems), plan, -plan, read, minus_read), run.all_ranks, run.device)
+    for place, checksum in checksums.items():
+        read[place], minus_read[place] = checksum, -checksum
+    largest = max_of_messages(_Found(len(problems), read, minus_read), run.all_ranks, run.device)
     if largest.problems:
         _raise_all(run, problems)
-    differing = (largest.read != _NOT_READ) & (largest.read != -largest.minus_read)
-    return largest.plan != -largest.minus_plan, differing.nonzero().flatten().tolist()
+    return ((largest.read != _NOT_READ) & (largest.read != -largest.minus_read)).nonzero().flatten().tolist()
 
 
 def problems_of_packs(plan: StepPlan) -> list[str]:
@@ -173,10 +167,3 @@ def _raise(run: Run, texts: Sequence[str], of_data: bool = False) -> None:
     if texts:
         message = f"the batches of step {run.progress.iteration + 1} cannot be used.\n{shown(texts, '\n')}"
         raise RuntimeFault(message, on_all_ranks=True, of_data=of_data)
-
-
-def checksum_of(batch: Batch, start: int = 0) -> int:
-    """A checksum of every tensor of a batch on the host, going on from ``start``."""
-    for key in sorted(batch):
-        start = zlib.crc32(batch[key].contiguous().numpy().tobytes(), start)
-    return start

@@ -18,9 +18,9 @@ from megatron_cp.common.limits import reached_limit, shared_memory_full
 from megatron_cp.common.prefetch import Prefetch
 from megatron_cp.data.batches import Batch, BatchIterator, slice_for_context_parallel
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
-from megatron_cp.dynamic_cp.runtime.packing import PackedMicrobatch
+from megatron_cp.dynamic_cp.runtime.packing import PackedMicrobatch, checksum_of
 from megatron_cp.parallel.transfer import pinned
-from megatron_cp.training.batch_checks import BatchChecks, Problem, checksum_of
+from megatron_cp.training.batch_checks import BatchChecks, Problem
 from megatron_cp.training.setup import Run
 
 Microbatch = Batch | PackedMicrobatch

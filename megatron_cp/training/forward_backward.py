@@ -60,9 +60,7 @@ def forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only:
     with run.phases("data"):
         depth_tokens = [] if forward_only else _depth_tokens(run, microbatches)
     schedule = get_forward_backward_func(pp_size=model.pipeline_model_parallel_size, vp_size=stages)
-    communicator = PipelineCommunicator(
-        run.groups.pp, run.core_config, [_passed_on(run, each) for each in microbatches]
-    )
+    shapes = [_passed_on(run, each) for each in microbatches]
     if run.router_losses is not None:
         run.router_losses.begin()
     timed = run.work_clock(run.core_config) if run.work_clock and not forward_only else nullcontext()
@@ -77,7 +75,7 @@ def forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only:
             # Evaluation may have another one than training.
             micro_batch_size=_values_of(microbatches[0])["tokens"].shape[0],
             forward_only=forward_only,
-            p2p_communicator=communicator,
+            p2p_communicator=PipelineCommunicator(run.groups.pp, run.core_config, shapes),
             pg_collection=run.groups,
         )
         return _reduce_losses(run, reports, depth_tokens, None if forward_only else run.router_losses)

@@ -219,16 +219,14 @@ def _evaluate(run: Run, name: str, dataset: Dataset | Stream | None, reporter: R
     """
     if dataset is None:
         return 0
-    began, stop = time.perf_counter(), 0
+    began = time.perf_counter()
 
-    def asked_to_stop() -> bool:
-        nonlocal stop
-        stop = int(max_over_ranks(torch.full((), watch.received, device=run.device)))
-        return bool(stop)
+    def asked_to_stop() -> int:
+        return int(max_over_ranks(torch.full((), watch.received, device=run.device)))
 
     with run.phases("evaluation"), closing(open_steps(run, dataset, 0, training=False)) as steps:
-        loss = evaluate(run, steps, run.config.validation.eval_iters, asked_to_stop)
-    if loss is not None:
+        loss, stop = evaluate(run, steps, run.config.validation.eval_iters, asked_to_stop)
+    if not stop:
         reporter.evaluation(run.progress.iteration, name, loss, time.perf_counter() - began)
     return stop
 

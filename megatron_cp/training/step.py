@@ -175,10 +175,11 @@ def _stop_if_the_scale_is_stuck(run: Run, microbatches: Sequence[Microbatch], ra
     )
 
 
-def evaluate(run: Run, steps: Steps, count: int, asked_to_stop: Callable[[], bool]) -> float | None:
+def evaluate(run: Run, steps: Steps, count: int, asked_to_stop: Callable[[], int]) -> tuple[float, int]:
     """Mean loss per unmasked token over the next ``count`` global batches, without touching the model.
 
-    ``None`` where ``asked_to_stop`` says so before one of them; it must answer the same on all ranks.
+    And what ``asked_to_stop`` says before each of them: where it is not 0, the loss is of the batches before. It must
+    say the same on all ranks.
     """
     for chunk in run.model:
         chunk.eval()
@@ -186,14 +187,13 @@ def evaluate(run: Run, steps: Steps, count: int, asked_to_stop: Callable[[], boo
             # Forward passes gather the weights of the modules that they call: not of the embedding's copy on the last
             # stage, by which the layers for further tokens, left out here, share it with the output layer.
             chunk.start_param_sync(force_sync=True)
-    total, tokens, stopped = 0.0, 0, False
+    total, tokens, stop = 0.0, 0, 0
     with torch.no_grad():
         for _ in range(count):
-            stopped = asked_to_stop()
-            if stopped:
+            if stop := asked_to_stop():
                 break
             losses = forward_backward(run, next(steps).microbatches, forward_only=True).read()
             total, tokens = total + losses.loss * losses.tokens, tokens + losses.tokens
     for chunk in run.model:
         chunk.train()
-    return None if stopped else total / max(tokens, 1)
+    return total / max(tokens, 1), stop

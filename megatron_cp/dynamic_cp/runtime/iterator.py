@@ -22,9 +22,11 @@ from megatron_cp.dynamic_cp.analysis.report import as_arrays, cp_sizes, imbalanc
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
 from megatron_cp.dynamic_cp.runtime.packing import (
+    TRAINED,
     HostPack,
     PackedMicrobatch,
     Sample,
+    checksum_of,
     dummy_sample,
     lay_out,
     mask_problems,
@@ -182,7 +184,7 @@ class DynamicBatches:
             index = samples[sample_id]
             part = self._source[index]
             _check(index, part, lengths[sample_id])
-            checksums[sample_id] = _checksum(part)
+            checksums[sample_id] = checksum_of({key: part[key] for key in TRAINED})
             parts.append(part)
         rank = group.ranks.index(self._groups.position)
         return lay_out(parts, rank, group.cp_size, sequence_parallel_size=width)
@@ -221,7 +223,7 @@ class DynamicBatches:
 
 def _check(index: int, sample: Sample, length: int) -> None:
     """Raise ValueError for a sample that is not what its length says, or that is not trained as its mask says."""
-    for key in ("tokens", "labels", "loss_mask"):
+    for key in TRAINED:
         if len(sample[key]) != length:
             raise ValueError(
                 f"sample {index} of the data set should have {length} {key}, but has {len(sample[key])}: each token "
@@ -235,11 +237,4 @@ def _checksum_of_plan(samples: Sequence[int], lengths: Sequence[int], schedule: 
     crc = schedule.num_microbatches  # the last ones may be empty
     for numbers in (np.array([samples, lengths], dtype=np.int64), *as_arrays(schedule)):
         crc = zlib.crc32(numbers, crc)
-    return crc
-
-
-def _checksum(sample: Sample) -> int:
-    crc = 0
-    for key in ("tokens", "labels", "loss_mask"):
-        crc = zlib.crc32(sample[key].contiguous().numpy(), crc)
     return crc

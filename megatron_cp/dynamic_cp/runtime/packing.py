@@ -7,7 +7,8 @@ into the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from megatron_cp.dynamic_cp.types import padded_length
 from megatron_cp.parallel.transfer import pinned
 
 Sample = dict[str, torch.Tensor]
+TRAINED = ("tokens", "labels", "loss_mask")  # what a sample holds: one for each token
 
 
 @dataclass
@@ -131,7 +133,7 @@ def lay_out(
         "padding_mask": torch.ones(starts[-1], dtype=torch.bool),
     }
     for start, length, sample in zip(starts, lengths, samples, strict=False):
-        for key in ("tokens", "labels", "loss_mask"):
+        for key in TRAINED:
             whole[key][start : start + length] = sample[key]
         whole["position_ids"][start : start + length] = torch.arange(length)
         whole["padding_mask"][start : start + length] = idle
@@ -171,3 +173,10 @@ def length_of(index: int, sample: Sample) -> int:
                 "one of each"
             )
     return length
+
+
+def checksum_of(batch: Mapping[str, torch.Tensor], start: int = 0) -> int:
+    """A checksum of every tensor of a batch on the host, going on from ``start``."""
+    for key in sorted(batch):
+        start = zlib.crc32(batch[key].contiguous().numpy().tobytes(), start)
+    return start

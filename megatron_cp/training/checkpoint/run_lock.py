@@ -50,13 +50,11 @@ def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
             lock = FileLock(folder / LOCK)
             try:
                 with writing_into(folder):
-                    problem = _take(lock, folder, min(PATIENCE, longest_wait / 2))
-                    owner = "" if problem else _sign(lock)
+                    _take(lock, folder, min(PATIENCE, longest_wait / 2))
+                    owner = _sign(lock)
+                _locks[folder] = lock
             except RuntimeFault as fault:
                 problem = str(fault)
-            else:
-                if not problem:
-                    _locks[folder] = lock
         problem, owner = broadcast_object((problem, owner))
         if problem:
             raise RuntimeFault(problem, on_all_ranks=True)
@@ -106,12 +104,12 @@ def check_still_held(folder: Path) -> None:
     )
 
 
-def _take(lock: FileLock, folder: Path, patience: float) -> str:
-    """Take the lock; returns "", or after ``patience`` seconds a message that says who holds it."""
+def _take(lock: FileLock, folder: Path, patience: float) -> None:
+    """Take the lock. Raises RuntimeFault after ``patience`` seconds, which says who holds it."""
     began, waited = time.monotonic(), False
     while (holder := lock.take()) is not None:
         if time.monotonic() - began >= patience:
-            return (
+            raise RuntimeFault(
                 f"checkpoint.save={folder}: another run writes into this folder ({_named(holder)}). Fix: wait until "
                 f"that run has ended, or set checkpoint.save={folder}-2"
             )
@@ -129,7 +127,6 @@ def _take(lock: FileLock, folder: Path, patience: float) -> str:
             folder,
             lock.unsupported,
         )
-    return ""
 
 
 def _named(holder: str) -> str:

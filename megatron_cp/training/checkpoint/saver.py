@@ -52,6 +52,8 @@ from megatron_cp.training.monitor.metrics import logger
 from megatron_cp.training.monitor.nonfinite import parameters_are_finite
 from megatron_cp.training.setup import Progress, Run
 
+_CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -125,7 +127,7 @@ class CheckpointSaver:
                 pending.writer.start(
                     state,
                     partial,
-                    content_metadata=_content_metadata(),
+                    content_metadata=_CONTENT,
                     fully_parallel=run.config.checkpoint.fully_parallel_save,
                     background=self._background,
                 )
@@ -335,12 +337,8 @@ def _chunk_names(run: Run) -> list[str]:
     return ["model"] if len(run.model) == 1 else [f"model{index}" for index in range(len(run.model))]
 
 
-def _content_metadata() -> dict[str, Any]:
-    return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-
-
 def _sharded_state(run: Run, is_loading: bool, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
-    metadata = _content_metadata() | {"dp_cp_group": run.groups.dp_cp}
+    metadata = _CONTENT | {"dp_cp_group": run.groups.dp_cp}
     chunks = {
         name: chunk.module.sharded_state_dict(metadata=metadata)
         for name, chunk in zip(_chunk_names(run), run.model, strict=True)

@@ -61,10 +61,10 @@ class CostTracker:
         clock = self._run.work_clock
         if clock is None or self._run.progress.iteration <= self._first + WARM_UP:
             return False
-        group = self._run.all_ranks
         assert self._run.dynamic_groups is not None
         times: dict[int, float] = {}
-        for position, measured in gather_objects((self._run.dynamic_groups.position, clock.seconds), group):
+        mine = self._run.dynamic_groups.position, clock.seconds
+        for position, measured in gather_objects(mine, self._run.all_ranks):
             times[position] = max(times.get(position, 0.0), measured)
         for position, measured in sorted(times.items()):
             work = [

@@ -11,8 +11,8 @@ import torch
 from megatron_cp.common.errors import DataError
 from megatron_cp.data import batches
 from megatron_cp.data.samples.datasets import MockDataset
+from megatron_cp.dynamic_cp.runtime.packing import checksum_of
 from megatron_cp.training import batches as training_batches
-from megatron_cp.training.batch_checks import checksum_of
 
 
 def on_rank_one(change: Callable[[], None]) -> None:
