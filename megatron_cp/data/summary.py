@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from megatron_cp.data.samples.datasets import Datasets
 
 logger = logging.getLogger(__name__)
-LINE = 160  # characters of the data: line
-_STAMP = len("[2026-01-01 00:00:00] ")  # room that is left for it where the numbers allow
-_SHORTEST_NAME = 16
 # More passes over the same text add little: Muennighoff et al., "Scaling Data-Constrained Language Models" (2023).
 _MOST_EPOCHS = 4
 _MOST_FILES = 10  # of a blend that get a line of their own
@@ -59,23 +56,22 @@ def planned_line(config: RunConfig) -> str:
         return f"data: {_mock_name(config)} | {_REAL_DATA}"
     samples = _number(config.train.train_iters * config.train.global_batch_size)
     try:
-        files = _files(paths_of(config.dataset), LINE // 2)
+        files = _files(paths_of(config.dataset))
     except DataError:  # a rule says why
         return f"data: dataset.data_path names no files | dataset.kind={config.dataset.kind}"
     return f"data: {files} ({config.dataset.kind}) | the run takes {samples} samples | a dry run opens no file"
 
 
 def _data_line(config: RunConfig, datasets: Datasets, uses: Sequence[_Use]) -> str:
-    """At most ``LINE`` characters; of a run that only evaluates, about the data of its first evaluation."""
+    """Of a run that only evaluates, about the data of its first evaluation."""
     mock = _is_mock(config)
     facts = [
         *_numbers([use.source for use in uses], mock),
         f"{'run' if datasets.train is not None else 'eval'}: {_epochs_taken(uses, mock)}",
         _REAL_DATA if mock else _held_out(config, datasets),
     ]
-    rest = "".join(f" | {fact}" for fact in facts)
-    room = max(_SHORTEST_NAME, LINE - _STAMP - len("data: ") - len(rest))
-    return f"data: {_mock_name(config) if mock else _files([use.source.name for use in uses], room)}{rest}"
+    name = _mock_name(config) if mock else _files([use.source.name for use in uses])
+    return " | ".join([f"data: {name}", *facts])
 
 
 def _file_lines(uses: Sequence[_Use]) -> Iterator[str]:
@@ -162,7 +158,7 @@ def _is_mock(config: RunConfig) -> bool:
 
 def _mock_name(config: RunConfig) -> str:
     data = config.dataset
-    return f"MOCK DATA (random{f', {_end_of(data.mock_lengths, 12)}' if data.kind == 'mock_documents' else ' tokens'})"
+    return f"MOCK DATA (random{f', {data.mock_lengths}' if data.kind == 'mock_documents' else ' tokens'})"
 
 
 def _numbers(sources: Sequence[Contents], mock: bool) -> list[str]:
@@ -238,11 +234,6 @@ def _number(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
 
 
-def _files(names: Sequence[str], room: int) -> str:
-    """The one name, or the first and how many more there are, in ``room`` characters; the end of a name is kept."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return _end_of(names[0], max(_SHORTEST_NAME - len(more), room - len(more))) + more
-
-
-def _end_of(name: str, room: int) -> str:
-    return name if len(name) <= room else f"…{name[len(name) - room + 1 :]}"
+def _files(names: Sequence[str]) -> str:
+    """The one name, or the first and how many more there are."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
