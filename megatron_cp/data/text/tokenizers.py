@@ -88,6 +88,10 @@ class _Base:
         self.special_ids = frozenset((eod,))
 
     @property
+    def eos(self) -> int:
+        return self.eod
+
+    @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
         return OrderedDict(tokenizer=type(self).__name__, vocab_size=self.vocab_size, eod=self.eod)
 
