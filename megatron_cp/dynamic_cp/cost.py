@@ -175,7 +175,6 @@ def cost_model(
     *,
     tensor_parallel_size: int = 1,
     transport: str = RING.name,
-    overlap: float = 0.9,
 ) -> CostModel:
     """Derive a :class:`CostModel` from first principles.
 
@@ -201,7 +200,7 @@ def cost_model(
         kv_intra=bytes_per_token / device.intra_bytes,
         kv_inter=bytes_per_token / device.inter_bytes,
         ring_step=3 * device.hop_seconds * attending,
-        overlap=overlap,
+        overlap=0.9,
         ranks_per_node=max(1, device.gpus_per_node // tp),
         transport=transport,
         per_sample=device.call_seconds * attending,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from numbers import Integral
 
 import numpy as np
@@ -58,8 +57,8 @@ def schedule(
     Raises ValueError for a sample that fits nowhere, naming it and the smallest setting that would hold it.
 
     The search: for several limits on a microbatch's seconds, each sample takes the fewest ranks that keep it under the
-    limit; the most promising limits are planned in full (:mod:`.plan`), then jobs that leave their neighbours idle
-    are widened as long as that helps. Groups of one size (:mod:`.fixed`) are tried where they may be faster.
+    limit; the most promising limits are planned in full (:mod:`.placement`). Groups of one size (:mod:`.fixed`) are
+    tried where they may be faster.
     Time is O(n log n + num_ranks log num_ranks).
     """
     sizes = {
@@ -147,67 +146,18 @@ def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: int) -> int:
     return next(i for i in range(top + 1) if tree.is_regular(i) and tree.size(i) % sync_ranks == 0)
 
 
-@dataclass
-class _Candidate:
-    """A plan and what it was built from: ``limit`` gave the levels, or they were widened since."""
-
-    block_level: int
-    limit: float
-    fill: bool
-    level: np.ndarray
-    plan: Plan
-
-
 def _search(problem: Problem, block_level: int, pipeline_size: int) -> Plan:
-    """The best plan within the effort: over limits on a microbatch's seconds, then over widening single jobs."""
+    """The best of the plans for the most promising limits on a microbatch's seconds, as many as the effort allows."""
     budget = max(2, min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks)))
     keeps_step = block_level > 0
     limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
-    number = max(2, budget // 3) if keeps_step else max(1, min(3, budget // 4))
-
-    def plan(limit: float, level_of_blocks: int = block_level, fill: bool = False) -> _Candidate:
-        level = problem.levels_under(limit)
-        built = build(problem, level, level_of_blocks, limit, pipeline_size, fill)
-        return _Candidate(level_of_blocks, limit, fill, level, built)
-
-    found = [plan(limit) for limit in limits[:number]]
+    tried = [(limit, False) for limit in limits[: budget if keeps_step else max(1, min(3, budget // 4))]]
     if budget >= 12:
-        # Ranks may keep step where they need not: with few samples that is sometimes better packed.
-        regular = [i for i in range(block_level + 1, len(problem.tree.levels)) if problem.tree.is_regular(i)]
-        found += [plan(limits[0], i) for i in dict.fromkeys((*regular[2:3], *regular[-1:]))]
-        found += [plan(limit, fill=True) for limit in limits[:_STARTS_WITH_FILL]]
-    if keeps_step and budget >= 5:
-        # The estimate can be far off: go on in the direction that helps.
-        for factor in (1.4, 0.7):
-            best = min(found, key=lambda one: one.plan.seconds)
-            while len(found) < budget:
-                found.append(plan(best.limit * factor, best.block_level, best.fill))
-                if found[-1].plan.seconds >= best.plan.seconds:
-                    break
-                best = found[-1]
-    best = min(found, key=lambda one: one.plan.seconds)
-    if keeps_step and budget > 2:
-        # From the plan that looked best and from the one that is: they often lead to different ends.
-        tops = [found[0]] if best is found[0] else [found[0], best]
-        steps = -(-max(0, budget - len(found)) // len(tops))
-        best = min([_widen(problem, top, steps, pipeline_size) for top in tops], key=lambda one: one.plan.seconds)
-    return best.plan
-
-
-def _widen(problem: Problem, best: _Candidate, steps: int, pipeline_size: int) -> _Candidate:
-    """Widen the job that leaves its neighbours idle for longest, as long as that makes the plan better."""
-    tried: set[int] = set()
-    for _ in range(steps):
-        items = _job_that_wastes_most(problem, best.plan, best.level, tried)
-        if items is None:
-            break
-        tried.update(items)
-        level = best.level.copy()
-        level[items] += 1
-        plan = build(problem, level, best.block_level, best.limit, pipeline_size, best.fill)
-        if plan.seconds < best.plan.seconds:
-            best = _Candidate(best.block_level, best.limit, best.fill, level, plan)
-    return best
+        tried += [(limit, True) for limit in limits[:_STARTS_WITH_FILL]]
+    plans = [
+        build(problem, problem.levels_under(limit), block_level, limit, pipeline_size, fill) for limit, fill in tried
+    ]
+    return min(plans, key=lambda plan: plan.seconds)
 
 
 def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: float) -> list[float]:
@@ -253,21 +203,6 @@ def _ladder(problem: Problem) -> list[float]:
     while limits[-1] * 0.85 >= lowest:
         limits.append(limits[-1] * 0.85)
     return limits
-
-
-def _job_that_wastes_most(problem: Problem, plan: Plan, level: np.ndarray, tried: set[int]) -> list[int] | None:
-    """Samples of the longest job on the shelf that leaves most idle, if they can be widened and were not tried yet."""
-    most, found = 0.0, None
-    for stacked in plan.shelves:
-        for shelf in stacked:
-            job = max(shelf, key=lambda job: job.seconds)
-            if job.level == len(problem.sizes) - 1 or job.items[0] in tried:
-                continue
-            used = sum([other.seconds * problem.sizes[other.level] for other in shelf])
-            waste = job.seconds * problem.tree.size(plan.block_level) - used
-            if waste > most:
-                most, found = waste, job
-    return [x for x in found.items if level[x] == found.level] if found else None
 
 
 def _lay_out(problem: Problem, plan: Plan, pipeline_size: int) -> list[list[Group]]:
