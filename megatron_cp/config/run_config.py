@@ -63,6 +63,8 @@ class ModelConfig:
     layernorm_epsilon: float = 1e-5
     activation_func: Literal["silu", "gelu", "relu", "squared_relu", "quick_gelu"] = "silu"
     gated_linear_unit: bool = True
+    glu_linear_offset: float = 0.0  # added to what the gate multiplies
+    activation_func_clamp_value: float | None = None  # the gate at most this, what it multiplies within its +-
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
     qk_layernorm: bool = False

@@ -32,7 +32,7 @@ from megatron_cp.dynamic_cp.groups import configured_blocks
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
 from megatron_cp.models.layers import latent_attention
-from megatron_cp.models.layers.latent_experts import LatentMoELayer
+from megatron_cp.models.layers.experts import BiasedExpertOutput, LatentMoELayer
 from megatron_cp.models.layers.router import PackRouter, routers_of
 from megatron_cp.parallel.layout import layout_of
 
@@ -125,7 +125,10 @@ def gpt_layer_spec(config: RunConfig, core_config: TransformerConfig, experts: b
         **({} if with_te else {"normalization": config.model.normalization}),
     )
     if experts:
-        layer.submodules.mlp.keywords["submodules"].router = PackRouter
+        parts = layer.submodules.mlp.keywords["submodules"]
+        parts.router = PackRouter
+        if config.model.add_bias_linear and not with_te:
+            parts.experts.keywords["submodules"].linear_fc2 = BiasedExpertOutput
         if config.model.moe_latent_size is not None:
             layer.submodules.mlp = partial(LatentMoELayer, **layer.submodules.mlp.keywords)
     attention = layer.submodules.self_attention

@@ -74,6 +74,12 @@ _READINGS = (
     ),
     _Reading(
         "model",
+        ("glu_linear_offset", "activation_func_clamp_value"),
+        lambda config: config.model.gated_linear_unit,
+        "model.gated_linear_unit=true",
+    ),
+    _Reading(
+        "model",
         ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
         lambda config: config.model.multi_latent_attention,
         "model.multi_latent_attention=true",

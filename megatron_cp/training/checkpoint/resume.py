@@ -86,6 +86,8 @@ _FUNCTION = (
     "window_size",
     "window_attn_skip_freq",
     "layernorm_epsilon",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
     "moe_router_topk",
     "moe_router_num_groups",
     "moe_router_group_topk",

@@ -24,6 +24,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optimizer.adam_eps": (1e-30, math.inf),  # a gradient of 0 divided by 0 is no number
     "model.init_method_std": _ANY,
     "model.layernorm_epsilon": _ANY,
+    "model.activation_func_clamp_value": (1e-30, math.inf),
     "model.rotary_base": (1, math.inf),
     "model.yarn_rotary_scaling_factor": (1, math.inf),
     "model.yarn_original_max_position_embeddings": (1, math.inf),
