@@ -92,12 +92,17 @@ def positions_said(model: ModelConfig, declared: int) -> list[str]:
 def _published(whole: WholeModel, names: WeightNames) -> dict[str, torch.Tensor]:
     """Every published tensor, in memory of its own; the model's goes as they come."""
     tensors: dict[str, torch.Tensor] = {}
+    of_experts: dict[str, list[torch.Tensor]] = {}
     for name, parameter in whole.parameters().items():
         part = names.part_of(name)
         for published, tensor in zip(part.published, part.split(parameter.detach(), whole.config.model), strict=True):
-            tensors[published] = tensor.clone(memory_format=torch.contiguous_format)
+            own = tensor.clone(memory_format=torch.contiguous_format)
+            if part.expert is None:
+                tensors[published] = own
+            else:  # megatron-core's parameters come in the order of the experts
+                of_experts.setdefault(published, []).append(own)
         parameter.data = parameter.data.new_empty(0)
-    return tensors
+    return tensors | {published: torch.stack(of_experts[published]) for published in of_experts}
 
 
 def _tokenizer(settings: TokenizerConfig) -> tuple[Path | None, dict[str, Any], str]:

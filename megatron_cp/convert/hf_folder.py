@@ -130,8 +130,10 @@ class PublishedWeights:
             raise ConfigError(f"{self._folder}: {has}; {', '.join(_DTYPES)} are needed")
         return (_DTYPES[given.pop()], True) if len(given) == 1 else ("float32", False)
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """Return a tensor, or what it holds at ``index`` of its first dimension."""
+        file = self._file_of[name]
+        return file.get_tensor(name) if index is None else file.get_slice(name)[index]
 
 
 def write_model(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:

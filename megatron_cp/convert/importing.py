@@ -89,7 +89,7 @@ def _fill(whole: WholeModel, published: PublishedWeights, names: WeightNames) ->
     model, parameters = whole.config.model, whole.parameters()
     for name, parameter in parameters.items():
         part = names.part_of(name)
-        parameter.data.copy_(part.join([published[tensor] for tensor in part.published], model))
+        parameter.data.copy_(part.join([published.read(tensor, part.expert) for tensor in part.published], model))
     return sum(parameter.numel() for parameter in parameters.values())
 
 
@@ -102,7 +102,7 @@ def _check_fits(whole: WholeModel, published: PublishedWeights, names: WeightNam
     model, parameters = whole.config.model, whole.parameters()
     parts = {name: names.part_of(name) for name in parameters}
     expected = {
-        name: tuple(tensor.shape)
+        name: (() if part.expert is None else (model.num_moe_experts or 0,)) + tuple(tensor.shape)
         for parameter, part in parts.items()
         for name, tensor in zip(
             part.published, part.split(parameters[parameter].detach().to("meta"), model), strict=True
@@ -125,7 +125,7 @@ def _check_tied(model: ModelConfig, published: PublishedWeights, names: WeightNa
     """An output layer beside the embedding that it is said to be must be the same."""
     embedding, output = names.outside[EMBEDDING], names.outside[OUTPUT]
     both = model.share_embeddings_and_output_weights and {embedding, output} <= published.names()
-    if both and not torch.equal(published[embedding], published[output]):
+    if both and not torch.equal(published.read(embedding), published.read(output)):
         raise ConfigError(
             f"tie_word_embeddings=True in config.json: says that {output} is {embedding}, and the weights hold another "
             'one. Fix: "tie_word_embeddings": false (in config.json)'

@@ -26,7 +26,8 @@ def check_sizes(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     # All others are a factor of some tensor's dimension; of max_position_embeddings there is no tensor.
     limits = dict.fromkeys(counts, (widest, f"the weights' largest dimension is {widest}"))
     limits["num_hidden_layers"] = layers, f"the weights have {layers} layers"
-    for name in (name for name, own in counts.items() if own == "num_moe_experts"):
+    # Without numbered experts one tensor is of all of them, or they are missing, which the import reports.
+    for name in (name for name, own in counts.items() if own == "num_moe_experts" and experts):
         limits[name] = experts, f"the weights have {experts} experts in a layer"
     del limits["max_position_embeddings"]
     found = Problems("the value that the model was published with; or fetch its weights again")

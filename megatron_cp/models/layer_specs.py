@@ -31,7 +31,7 @@ from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
 from megatron_cp.models.layers import latent_attention
-from megatron_cp.models.layers.latent_experts import LatentMoELayer
+from megatron_cp.models.layers.experts import BiasedExpertOutput, LatentMoELayer
 from megatron_cp.models.layers.local_rotary import LocalRotaryAttention
 from megatron_cp.models.layers.norms import NormThenAdd, TorchNorm
 from megatron_cp.models.layers.router import PackRouter, routers_of
@@ -111,7 +111,10 @@ def gpt_layer_spec(
         **({} if with_te else {"normalization": model.normalization}),
     )
     if experts:
-        layer.submodules.mlp.keywords["submodules"].router = PackRouter
+        parts = layer.submodules.mlp.keywords["submodules"]
+        parts.router = PackRouter
+        if model.add_bias_linear and not with_te:
+            parts.experts.keywords["submodules"].linear_fc2 = BiasedExpertOutput
         if model.moe_latent_size is not None:
             layer.submodules.mlp = partial(LatentMoELayer, **layer.submodules.mlp.keywords)
     attention = layer.submodules.self_attention

@@ -46,6 +46,8 @@ def transformer_config(
     on_gpu, its_layers = torch.cuda.is_available(), use_its_layers(model, precision.fp32)
     loss = fused_loss(model, its_layers)
     with_experts = [int("E" in parts) for parts in model.layer_parts]
+    biased_experts = model.add_bias_linear and model.num_moe_experts is not None
+    bent = bool(model.glu_linear_offset) or model.activation_func_clamp_value is not None
     parallel, interleaved = model.context_parallel_size > 1, model.virtual_pipeline_model_parallel_size is not None
     # Microbatches may be sliced where the model is not.
     grouped = parallel or model.dynamic_context_parallel or eval_context_parallel_size is not None
@@ -65,9 +67,10 @@ def transformer_config(
         transformer_impl="transformer_engine" if its_layers else "local",  # what the layer specs go by
         use_cpu_initialization=model.use_cpu_initialization or not on_gpu,
         # Without either it is one addition, which a compiled function only takes longer to launch.
-        bias_dropout_fusion=on_gpu and (model.hidden_dropout > 0 or model.add_bias_linear),
-        # SwiGLU only: the other fused functions refuse some models, or approximate what a CPU computes exactly.
-        bias_activation_fusion=on_gpu and model.activation_func == "silu" and model.gated_linear_unit,
+        # Upstream's grouped experts with biases refuse it.
+        bias_dropout_fusion=on_gpu and (model.hidden_dropout > 0 or model.add_bias_linear) and not biased_experts,
+        # Plain SwiGLU only: the other fused functions refuse some models, or approximate what a CPU computes exactly.
+        bias_activation_fusion=on_gpu and model.activation_func == "silu" and model.gated_linear_unit and not bent,
         apply_rope_fusion=fuses_rotary_embedding(model, its_layers),
         cross_entropy_loss_fusion=loss is not None,
         cross_entropy_fusion_impl=loss or "native",

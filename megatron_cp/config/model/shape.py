@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_cp.config.setting import FUNCTION, LAYOUT, WEIGHTS, setting, share, size
+from megatron_cp.config.setting import FUNCTION, LAYOUT, WEIGHTS, equals, setting, share, size
+
+GATED = equals("model.gated_linear_unit", True)
 
 
 @dataclass
@@ -38,6 +40,10 @@ class Shape:
         "silu", "activation of MLPs and experts", WEIGHTS, translated=True
     )
     gated_linear_unit: bool = setting(True, "MLPs and experts multiply the activation with a gate", WEIGHTS)
+    glu_linear_offset: float = setting(0.0, "added to what the gate multiplies", FUNCTION, when=GATED)
+    activation_func_clamp_value: float | None = setting(
+        None, "the gate is at most this, what it multiplies within plus and minus it", FUNCTION, least=1e-30, when=GATED
+    )
     add_bias_linear: bool = setting(False, "linear layers have biases", WEIGHTS)
     hidden_dropout: float = share(0.0, "dropout of what a layer adds to the residual stream")
     init_method_std: float = setting(0.02, "standard deviation of initial weights", least=0)

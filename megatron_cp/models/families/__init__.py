@@ -26,12 +26,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families import deepseek, llama, mistral, nemotron_h, qwen
+from megatron_cp.models.families import deepseek, gpt_oss, llama, mistral, nemotron_h, qwen
 from megatron_cp.models.families.common.base import FEATURES, Family
 from megatron_cp.models.families.common.problems import Problems
 
-_FILES = (llama, mistral, qwen, deepseek, nemotron_h)
-# An export takes the first one that computes what the model does.
+_FILES = (llama, mistral, qwen, deepseek, nemotron_h, gpt_oss)
+# Of several that compute what a model does, an export takes the one with most marks, and of those the first.
 FAMILIES: dict[str, Family] = {family.model_type: family for file in _FILES for family in file.FAMILIES}
 
 
@@ -58,7 +58,7 @@ def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]
         ConfigError: no family computes that; lists all that stands in the way.
     """
     problems = Problems()
-    family = max(FAMILIES.values(), key=lambda each: each.fits(model))  # the first of several
+    family = max(FAMILIES.values(), key=lambda each: (each.fits(model), len(each.marks)))
     if not all(family.fits(model)):
         has = ", ".join(f"{name}={getattr(model, name)}" for name in reversed(FEATURES))
         problems.unless(False, "model", None, f"no family has all of {has}")

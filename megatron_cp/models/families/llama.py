@@ -23,7 +23,8 @@ PLAIN: dict[str, Any] = {
     "attention_mask_type": "causal",
     "softmax_scale": None,
     "softmax_type": "vanilla",
-    "window_attn_skip_freq": None,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
 }
 ATTENTION_BIAS = Settings(written={"attention_bias": False})
 

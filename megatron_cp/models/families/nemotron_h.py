@@ -90,6 +90,8 @@ _LAYERS = HybridLayers(
         "layernorm_epsilon": 1e-5,
         "activation_func": "squared_relu",
         "gated_linear_unit": False,
+        "glu_linear_offset": 0.0,
+        "activation_func_clamp_value": None,
         "add_bias_linear": False,
         "add_qkv_bias": False,
         "qk_layernorm": False,

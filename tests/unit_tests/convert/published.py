@@ -148,6 +148,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 48,
     },
+    "gpt oss": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+        "swiglu_limit": 0.5,
+        "rope_parameters": YARN | {"rope_theta": 150000.0, "truncate": False},
+    },
     "qwen3 experts, not normalized": {
         "model_type": "qwen3_moe",
         "num_experts": 4,

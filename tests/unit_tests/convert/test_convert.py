@@ -129,6 +129,8 @@ LAYOUTS = [
     ("qwen2", TENSOR_PIPELINE),
     ("mixtral", EXPERTS),
     ("deepseek 3", HIERARCHICAL),
+    ("gpt oss", HIERARCHICAL),
+    ("gpt oss", EXPERTS),
     ("nemotron h", TENSOR_PIPELINE),
     ("nemotron 3", HIERARCHICAL),
     ("nemotron 3, experts in fewer dimensions", EXPERTS),

@@ -9,7 +9,7 @@ from megatron_cp.common.errors import ConfigError
 from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.config.setting import FUNCTION, WEIGHTS, facts_of
 from megatron_cp.convert.exporting import positions_said
-from megatron_cp.models.families import FAMILIES, hf_from_model, model_from_hf
+from megatron_cp.models.families import hf_from_model, model_from_hf
 
 # What decides which weights there are, or what the model computes with them.
 DECISIVE = {name for name, facts in facts_of(ModelConfig).items() if {WEIGHTS, FUNCTION} & set(facts.affects)}
@@ -41,6 +41,15 @@ DEEPSEEK3 = LATENT | {
     "moe_router_enable_expert_bias": True,
     "moe_router_topk_scaling_factor": 2.5,
     "moe_layer_freq": [0, 1],
+}
+GPT_OSS = EXPERTS | {
+    "activation_func": "quick_gelu",
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 7.0,
+    "add_bias_linear": True,
+    "softmax_type": "learnable",
+    "window_size": [127, 0],
+    "window_attn_skip_freq": 2,
 }
 HYBRID: dict[str, Any] = {
     "architecture": "hybrid",
@@ -116,6 +125,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_moe_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
     ),
     "latent, sigmoid, one expert": ("deepseek_v3", DEEPSEEK3 | {"moe_router_topk": 1}),
+    "sinks": ("gpt_oss", GPT_OSS),
+    "sinks, windows in listed layers": ("gpt_oss", GPT_OSS | {"num_layers": 3, "window_attn_skip_freq": [0, 1, 1]}),
     "hybrid": ("nemotron_h", HYBRID),
     "hybrid with experts": ("nemotron_h", HYBRID_EXPERTS),
     "hybrid with groups of experts": (
@@ -205,6 +216,8 @@ NO_COUNTERPART: dict[str, dict[str, Any]] = {
     "normalization": {"normalization": "LayerNorm"},
     "activation_func": {"activation_func": "gelu"},
     "gated_linear_unit": {"gated_linear_unit": False},
+    "glu_linear_offset": {"glu_linear_offset": 1.0},
+    "activation_func_clamp_value": {"activation_func_clamp_value": 7.0},
     "add_bias_linear": {"add_bias_linear": True},
     "attention_mask_type": {"attention_mask_type": "no_mask"},
     "softmax_scale": {"softmax_scale": 0.2},
@@ -302,10 +315,7 @@ def test_a_published_vocabulary_is_not_padded(rows: int, unit: int) -> None:
     assert rows % unit == 0
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [name for name, family in FAMILIES.items() if "window_size" in family.may_have and name != "nemotron_h"],
-)
+@pytest.mark.parametrize("model_type", ["mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
 def test_windows_in_some_layers_only_are_refused_or_not_used(model_type: str) -> None:
     model = replace(LLAMA, **next(changes for family, changes in MODELS.values() if family == model_type))
     _, values = hf_from_model(model, rows=256)
@@ -453,6 +463,27 @@ def test_what_deepseeks_families_do_otherwise_is_refused(name: str, setting: str
 )
 def test_what_nemotrons_family_does_otherwise_is_refused(setting: str, value: Any) -> None:
     _, values = hf_from_model(replace(LLAMA, **HYBRID_EXPERTS), rows=256)
+    with pytest.raises(ConfigError, match=rf"{setting}.*(needed|no counterpart)"):
+        model_from_hf(values | {setting: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("layer_types", None),
+        ("layer_types", ["sliding_attention", "local"]),
+        ("layer_types", ["full_attention"]),
+        ("sliding_window", None),
+        ("swiglu_limit", 0.0),
+        ("swiglu_alpha", 1.0),
+        ("attention_bias", False),
+        ("hidden_act", "gelu"),
+        ("quantization_config", {"quant_method": "mxfp4"}),
+        ("num_experts_per_tok", 9),
+    ],
+)
+def test_what_gpt_oss_does_otherwise_is_refused(setting: str, value: Any) -> None:
+    _, values = hf_from_model(replace(LLAMA, **GPT_OSS), rows=256)
     with pytest.raises(ConfigError, match=rf"{setting}.*(needed|no counterpart)"):
         model_from_hf(values | {setting: value})
 

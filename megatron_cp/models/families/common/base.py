@@ -108,7 +108,7 @@ class Family:
     marks: tuple[str, ...] = ()
 
     def fits(self, model: ModelConfig) -> tuple[bool, ...]:
-        """Whether a model of this family has what ``model`` has: its architecture, each feature, each mark."""
+        """Whether a model of this family has what ``model`` has: its architecture, each feature, all marks."""
         needed = {own: value for part in self.parts for own, value in part.needed.items()}
         has = {own for part in self.parts for own in part.counts.values()} | {own for own in needed if needed[own]}
         features = {own for own in FEATURES if getattr(model, own)}
@@ -118,7 +118,7 @@ class Family:
         return (
             model.architecture == needed["architecture"],
             *either,
-            *(getattr(model, own) == needed[own] for own in self.marks),
+            all(getattr(model, own) == needed[own] for own in self.marks),
         )
 
     def counts(self, values: Mapping[str, Any]) -> dict[str, str]:

@@ -24,22 +24,37 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 # Published files may hold them, and nothing is lost without: computed, or the embedding once more.
 _SPARE = re.compile(r"rotary_emb\.inv_freq$")
 
+# Query, key and value projections by group of heads; two halves, one after the other, or as pairs of columns.
+How = Literal["same", "stacked", "by group", "paired", "transposed"]
+
 
 @dataclass(frozen=True)
 class Part:
-    """The published tensors of which one of megatron-core's parameters is made, in order, and how."""
+    """The published tensors of which one of megatron-core's parameters is made, in order, and how.
+
+    expert: the expert's number, where a published tensor is of all experts and the parameter is made of its slice.
+    """
 
     published: tuple[str, ...]
-    how: Literal["same", "stacked", "by group"]
+    how: How
+    expert: int | None = None
 
     def join(self, tensors: list[Tensor], model: ModelConfig) -> Tensor:
-        """The parameter, from the published tensors."""
+        """The parameter, from the published tensors or their slices."""
+        if self.how == "paired":
+            return torch.cat([tensors[0].t()[start::2] for start in range(2)])
+        if self.how == "transposed":
+            return tensors[0].t()
         if self.how == "by group":
             return torch.cat([t.reshape(model.kv_heads, -1, *t.shape[1:]) for t in tensors], dim=1).flatten(0, 1)
         return torch.cat(tensors) if self.how == "stacked" else tensors[0]
 
     def split(self, parameter: Tensor, model: ModelConfig) -> list[Tensor]:
-        """The published tensors, from the parameter; what :meth:`join` undoes."""
+        """The published tensors or their slices, from the parameter; what :meth:`join` undoes."""
+        if self.how == "paired":
+            return [torch.stack(parameter.chunk(2), dim=1).flatten(0, 1).t()]
+        if self.how == "transposed":
+            return [parameter.t()]
         if self.how == "by group":
             by_group = parameter.reshape(model.kv_heads, -1, *parameter.shape[1:])
             head = by_group.shape[1] // (model.num_attention_heads // model.kv_heads + 2)
@@ -53,7 +68,8 @@ class WeightNames:
 
     layers: what stands before the number of a layer.
     outside, in_a_layer: without and with a layer's prefix; ``{}`` is an expert's number. Several tensors make up one
-        parameter: query, key and value projections, or the halves of a gated MLP's first matrix.
+        parameter: query, key and value projections, or the halves of a gated MLP's first matrix. A published name
+        without ``{}`` is of all experts: their transposed matrices, with gate and up projection as pairs of columns.
     """
 
     layers: str
@@ -71,11 +87,15 @@ class WeightNames:
         assert layer, name
         expert = _EXPERT.search(layer[2])
         published = self.in_a_layer[_EXPERT.sub("{}", layer[2])]
-        how: Literal["same", "stacked", "by group"] = "same"
+        of_all = expert is not None and "{}" not in published[0]
+        how: How = "same"
         if len(published) > 1:
             how = "by group" if "linear_qkv" in name else "stacked"
+        elif of_all:
+            how = "paired" if "linear_fc1" in name else "transposed"
         numbered = (inner.format(expert[0]) if expert else inner for inner in published)
-        return Part(tuple(f"{self.layers}.{layer[1]}.{inner}" for inner in numbered), how)
+        names = tuple(f"{self.layers}.{layer[1]}.{inner}" for inner in numbered)
+        return Part(names, how, int(expert[0]) if expert and of_all else None)
 
     def is_spare(self, published: str, model: ModelConfig) -> bool:
         """Whether a published tensor may be left where it is."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.base import Settings
@@ -12,7 +14,12 @@ from megatron_cp.models.families.common.problems import Problems, is_count
 
 
 @dataclass(frozen=True)
-class NoWindow(Settings):
+class _InAllLayers(Settings):
+    needed: Mapping[str, Any] = field(default_factory=lambda: {"window_attn_skip_freq": None})
+
+
+@dataclass(frozen=True)
+class NoWindow(_InAllLayers):
     """No window, also where the settings ask for one: Hugging Face's library does not read them."""
 
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
@@ -22,7 +29,7 @@ class NoWindow(Settings):
 
 
 @dataclass(frozen=True)
-class SlidingWindow(Settings):
+class SlidingWindow(_InAllLayers):
     """A window in all layers, or in none."""
 
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
@@ -33,8 +40,7 @@ class SlidingWindow(Settings):
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
         window = model.window_size
-        causal = window is None or (window[0] >= 0 and window[1] == 0)
-        problems.unless(causal, "model.window_size", window, "[n, 0] is needed")
+        check_causal(window, problems)
         return super().write(model, problems) | {"sliding_window": window[0] + 1 if window else None}
 
 
@@ -64,3 +70,47 @@ class SwitchedWindow(SlidingWindow):
         # Some versions apply a window whatever use_sliding_window says.
         switch = {"use_sliding_window": bool(model.window_size), "max_window_layers": 0}
         return super().write(model, problems) | switch
+
+
+@dataclass(frozen=True)
+class LayerWindows(Settings):
+    """A window in the layers that ``layer_types`` lists as ``sliding_attention``; the others see everything."""
+
+    def check(self, values: Mapping[str, Any], problems: Problems) -> None:
+        super().check(values, problems)
+        kinds: Any = values.get("layer_types")
+        known = isinstance(kinds, list) and set(map(str, kinds)) <= {"sliding_attention", "full_attention"}
+        known = known and len(kinds) == values.get("num_hidden_layers")
+        message = "sliding_attention or full_attention for each layer is needed"
+        problems.unless(known, "layer_types", kinds, message)
+        width: Any = values.get("sliding_window")
+        unused = not (known and "sliding_attention" in kinds)
+        message = "a whole number of at least 1 is needed"
+        problems.unless(unused or is_count(width), "sliding_window", width, message)
+
+    def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
+        super().read(values, model, problems)
+        sliding = [kind == "sliding_attention" for kind in values["layer_types"]]
+        if not any(sliding):
+            return
+        model.window_size = [values["sliding_window"] - 1, 0]
+        if not all(sliding):
+            numbers = range(1, len(sliding) + 1)
+            every = (n for n in numbers if sliding == [layer % n != 0 for layer in numbers])
+            model.window_attn_skip_freq = next(every, [int(each) for each in sliding])
+
+    def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
+        window, every = model.window_size, model.window_attn_skip_freq
+        check_causal(window, problems)
+        numbers = range(1, model.num_layers + 1)
+        has_window = [window is not None and is_layer_window_attention(window, every, layer) for layer in numbers]
+        return super().write(model, problems) | {
+            "sliding_window": window[0] + 1 if window else None,
+            "layer_types": ["sliding_attention" if each else "full_attention" for each in has_window],
+        }
+
+
+def check_causal(window: list[int] | None, problems: Problems) -> None:
+    """Report a window that a published model cannot have."""
+    causal = window is None or (window[0] >= 0 and window[1] == 0)
+    problems.unless(causal, "model.window_size", window, "[n, 0] is needed")

@@ -65,12 +65,25 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
             "parallelism: megatron-core refuses to train so",
             "model.sequence_parallel=true",
         )
-    if model.add_bias_linear:
-        yield Finding("model.add_bias_linear", "mlp_bias is not supported for experts", "model.add_bias_linear=false")
+    yield from _expert_biases(model)
     if model.moe_grouped_gemm and not c.its_layers:
         yield Finding(
             "model.moe_grouped_gemm", "grouped matrix products need Transformer Engine", "model.moe_grouped_gemm=null"
         )
+
+
+def _expert_biases(model: ModelConfig) -> Iterator[Finding]:
+    field, without = "model.add_bias_linear", "model.add_bias_linear=false"
+    if not model.add_bias_linear:
+        return
+    if model.expert_tensor_parallel_size != 1:
+        name = "model.expert_tensor_parallel_size"
+        message = "Bias in Moe is only supported when ETP==1"
+        yield Finding(name, message, either(f"{name}=1", without))
+    if model.moe_shared_expert_intermediate_size is not None:
+        yield Finding(field, "bias is not supported in the shared experts", without)
+    if model.moe_latent_size is not None:
+        yield Finding(field, "biases of experts in fewer dimensions (moe_latent_size) are not supported", without)
 
 
 def _expert_groups(model: ModelConfig) -> Iterator[Finding]:

@@ -44,6 +44,15 @@ SIGMOID = MOE | {
 }
 # A rate at which the choice changes from step to step.
 BIASED = SIGMOID | {"model__moe_router_enable_expert_bias": True, "model__moe_router_bias_update_rate": 0.1}
+GPT_OSS = MOE | {
+    "model__softmax_type": "learnable",
+    "model__window_size": [8, 0],
+    "model__window_attn_skip_freq": 2,
+    "model__add_bias_linear": True,
+    "model__activation_func": "quick_gelu",
+    "model__glu_linear_offset": 1.0,
+    "model__activation_func_clamp_value": 0.05,
+}
 MLA = {
     "model__multi_latent_attention": True,
     "model__qk_layernorm": True,
@@ -98,6 +107,9 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "squared relu, hcp": ({"model__activation_func": "squared_relu", "model__gated_linear_unit": False}, 4, CP4 | HCP),
     "quick gelu, tp2 cp2": ({"model__activation_func": "quick_gelu"}, 4, TP2 | CP2),
     "squared relu of experts, cp2": (MOE | {"model__activation_func": "squared_relu"}, 2, CP2),
+    "gpt-oss, p2p": (GPT_OSS, 4, CP4),
+    "gpt-oss, hcp": (GPT_OSS, 4, CP4 | HCP),
+    "gpt-oss, tp2 sp cp2 ep2": (GPT_OSS, 4, TP2 | SP | CP2 | EP2 | ETP1),
     "latent attention, hcp": (MLA, 4, CP4 | HCP),
     "latent attention with yarn, hcp": (MLA | YARN | SHARPER, 4, CP4 | HCP),
     "latent attention, tp2 cp2": (MLA, 4, TP2 | CP2),

@@ -1,8 +1,9 @@
-"""Experts that work in fewer dimensions than the model has (LatentMoE, of Nemotron 3 Super).
+"""Experts that megatron-core's own layers do not build: with biases, and in fewer dimensions than the model has.
 
-Before tokens are sent to their experts one matrix makes them smaller, and after their sums came back another makes them
-as large as before; the router and shared experts see whole ones. Upstream's layer wants Transformer Engine for both
-matrices, and with decentralized groups could not save them. Here they are ordinary products.
+Experts in fewer dimensions are LatentMoE's, of Nemotron 3 Super. Before tokens are sent to their experts one matrix
+makes them smaller, and after their sums came back another makes them as large as before; the router and shared experts
+see whole ones. Upstream's layer needs Transformer Engine for both matrices, and cannot save them with decentralized
+groups. Here they are ordinary products.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -51,3 +53,17 @@ class LatentMoELayer(MoELayer):
         hidden, latent = config.hidden_size, config.moe_latent_size
         self.fc1_latent_proj = WholeLinear(hidden, latent, config, config.init_method)
         self.fc2_latent_proj = WholeLinear(latent, hidden, config, config.output_layer_init_method)
+
+
+class BiasedExpertOutput(RowParallelLinear):
+    """An expert's second matrix and its bias, undivided: rule K15 requires expert_tensor_parallel_size=1.
+
+    megatron-core's layer reduces the product over the one rank that has it. Its MLP then adds the bias in place
+    (mlp.py:354), which autograd refuses for a reduced tensor. And under sequence parallelism it sums the bias' gradient
+    over the tensor-parallel ranks, which hold other experts.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.explicit_expert_comm = True
+        self.bias.sequence_parallel = False
