@@ -18,6 +18,8 @@ for argument in "$@"; do
     esac
 done
 scripts/setup.sh ${gpu:+--gpu}
+# Else every worker, and every process that a test starts, would compile all tests anew, for ten seconds.
+unset PYTHONDONTWRITEBYTECODE
 # The tests fork several ranks: one thread each.
 export OMP_NUM_THREADS=1
 # All others are of what runs without a GPU, also where there is one.

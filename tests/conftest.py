@@ -45,6 +45,8 @@ from megatron_cp.rules.nvml import read_driver
 
 # Few tests each, that take long: at the end of a run with several workers one of them would be left alone with these.
 _FIRST = ("test_te_on_cpu", "test_pretend_gpu", "test_te_on_pretended_gpu", "test_mamba_on_cpu", "test_quickstart")
+# Folders whose files take long, most of them with several ranks. The quick files of the others fill up the end.
+_EARLY = ("functional_tests", "unit_tests/training", "unit_tests/verify", "unit_tests/models", "unit_tests/launch")
 
 
 def _import_transformer_engine(capability: float) -> None:
@@ -66,7 +68,8 @@ if (
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in _FIRST)
+    early = tuple(f"tests/{folder}/" for folder in _EARLY)
+    items.sort(key=lambda item: (item.path.stem not in _FIRST, not item.nodeid.startswith(early)))
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import megatron.core.models.mimo  # noqa: F401 - no rank imports it for itself, as megatron-core's optimizer would
 import torch
 
 from megatron_cp.config.run_config import RunConfig

@@ -30,7 +30,7 @@ def accepted_layout_is_right(drawn: tuple[int, Overrides]) -> None:
 
 
 SETTINGS = settings(
-    deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck), max_examples=12
+    deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck), max_examples=6
 )
 
 

@@ -157,6 +157,9 @@ def lose_a_peer(folder: str, port: int, exchange: Callable[[], None], lost: Call
     FailureStore.__init__.__defaults__ = (2.0,)  # seconds to sign
     rank, store = int(os.environ["RANK"]), dist.TCPStore("127.0.0.1", port)
     seconds = timedelta(seconds=LIMIT)
+    # The limit is for the exchange: on a busy machine ranks come to life further apart.
+    store.set(f"alive{rank}", "")
+    store.wait([f"alive{other}" for other in range(RANKS)], timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=seconds)
     roll = HealthMonitor(store, timeout=LIMIT)
     dist.barrier()

@@ -1,5 +1,6 @@
 """The hybrid models of the tests that train one: overrides for ``tests.training_runs.tiny_config``."""
 
+import megatron_cp.models.hybrid  # noqa: F401 - no rank imports it for itself
 from tests.unit_tests.training.layouts.test_model_variants import BIASED
 
 # 16 Mamba heads in two groups: four ranks share a group by two, and three ranks cannot share evenly.

@@ -59,7 +59,11 @@ def trained(overrides: dict[str, Any], upstream: bool) -> Trained:
     return [(each.loss, each.grad_norm or 0.0) for each in results], parameters
 
 
-@pytest.mark.parametrize("name", CASES)
+# Of two features that others have, each in other company.
+SLOW = ("spread experts", "bf16, plain", "not clipped")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
 def test_a_step_is_megatron_cores_own(name: str) -> None:
     ranks, overrides = CASES[name]
     ours, theirs = (run_ranks(trained, ranks, overrides, upstream) for upstream in (False, True))
@@ -88,7 +92,15 @@ def with_large_gradients(overrides: dict[str, Any], factor: float) -> Trained:
     return [(each.loss, each.grad_norm or 0.0) for each in results], parameters
 
 
-@pytest.mark.parametrize("name", ["tp2 cp2", "pp2 tied", "spread experts", "spread experts, sums of two groups"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("tp2 cp2", marks=pytest.mark.slow),
+        "pp2 tied",
+        pytest.param("spread experts", marks=pytest.mark.slow),
+        "spread experts, sums of two groups",
+    ],
+)
 def test_a_norm_whose_square_overflows_is_exact(name: str) -> None:
     """Squares of 1e20 overflow float32. Clipped, these gradients are those of a run without the factor."""
     ranks, overrides = CASES[name]

@@ -201,7 +201,7 @@ def test_evaluation_in_groups_of_its_own(
 ) -> None:
     """The same losses as in training's groups, and attention really ran in the others."""
     settings = [*layout, "train.train_iters=2", "train.global_batch_size=4", "validation.eval_interval=1"]
-    settings += ["validation.eval_iters=2", "validation.eval_global_batch_size=8", "validation.eval_micro_batch_size=1"]
+    settings += ["validation.eval_iters=1", "validation.eval_global_batch_size=8", "validation.eval_micro_batch_size=1"]
     settings += [] if "model.num_layers=3" in layout else ["model.num_layers=2"]
     settings += [] if "dataset.kind=mock_documents" in layout else ["dataset.mock_masked_fraction=0.4"]
     losses = []

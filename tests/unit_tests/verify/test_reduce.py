@@ -326,9 +326,26 @@ PIECES = [
 ]
 
 
-@given(configurations(), st.lists(st.sampled_from(PIECES), max_size=4), st.sampled_from(["cpu", "gpu"]), st.booleans())
-@settings(deadline=None, database=None, derandomize=True, max_examples=120, suppress_health_check=list(HealthCheck))
+DRAWN = given(
+    configurations(), st.lists(st.sampled_from(PIECES), max_size=4), st.sampled_from(["cpu", "gpu"]), st.booleans()
+)
+SETTINGS = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@DRAWN
+@settings(SETTINGS, max_examples=40)
 def test_whatever_the_rules_accept_they_accept_reduced(drawn, pieces, environment, full):
+    accepted_reduced(drawn, pieces, environment, full)
+
+
+@pytest.mark.slow
+@DRAWN
+@settings(SETTINGS, max_examples=200)
+def test_two_hundred_of_what_the_rules_accept_they_accept_reduced(drawn, pieces, environment, full):
+    accepted_reduced(drawn, pieces, environment, full)
+
+
+def accepted_reduced(drawn, pieces, environment, full):
     world_size, overrides = drawn
     for piece in pieces:
         overrides = overrides | piece

@@ -11,7 +11,7 @@ from tests.unit_tests.dynamic_cp.runtime.test_training import CASES, RECOMPUTE, 
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts.cases import PP2, TP2
 
-QUICK = ["3 ranks", "4 ranks, decentralized", "tp2 sp", "pp2 vpp2"]
+QUICK = ["3 ranks", "tp2 sp", "pp2 vpp2"]
 HYBRID_CASES: dict[str, Case] = {
     **CASES,
     "full recomputation, pp2 tp2": (8, PP2 | TP2 | RECOMPUTE, 64, {}),

@@ -11,8 +11,17 @@ SP = {"model__sequence_parallel": True}
 SIX_LAYERS = {"model__num_layers": 6, "model__init_method_std": 0.1}
 PP2 = {"model__pipeline_model_parallel_size": 2}
 VPP2 = {"model__virtual_pipeline_model_parallel_size": 2}
+PIPELINE = "model__pipeline_model_parallel_size"
 HCP = {"model__cp_comm_type": "a2a+p2p", "model__hierarchical_context_parallel_sizes": [2, 2]}
 MIXED = HCP | {"model__cp_comm_type": ["a2a+p2p", "p2p", "a2a", "all_gather"]}
+
+
+def batch_for(world_size: int, layout: dict[str, Any]) -> dict[str, Any]:
+    """Larger microbatches, which halves the messages, where at least two are left and no pipeline needs all four."""
+    replicas = world_size // (
+        layout.get("model__tensor_model_parallel_size", 1) * layout.get("model__context_parallel_size", 1)
+    )
+    return {} if PIPELINE in layout or replicas > 1 else {"train__micro_batch_size": 2}
 
 
 def over(transport: str) -> dict[str, Any]:

@@ -83,17 +83,18 @@ FOUR_RANKS = [
     {"pp": 2, "dist__use_tp_pp_dp_mapping": True},
     {"model__expert_model_parallel_size": 2, "model__num_moe_experts": 2},
 ]
-EIGHT_RANKS = [
-    {"cp": 8, "hcp": [4, 2]},
-    {"cp": 8, "hcp": [2, 4]},
-    {"tp": 2, "cp": 4, "hcp": [2, 2]},
-    {"cp": 4, "pp": 2, "hcp": [2, 2]},
-    {"tp": 2, "cp": 2, "pp": 2},
-]
+EIGHT_RANKS = [{"tp": 2, "cp": 4, "hcp": [2, 2]}, {"cp": 4, "pp": 2, "hcp": [2, 2]}]
+MORE_OF_EIGHT = [{"cp": 8, "hcp": [4, 2]}, {"cp": 8, "hcp": [2, 4]}, {"tp": 2, "cp": 2, "pp": 2}]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "cases"), [(4, FOUR_RANKS), (8, EIGHT_RANKS), (6, [{"cp": 6, "hcp": [3, 2]}, {"cp": 3}])]
+    ("world_size", "cases"),
+    [
+        (4, FOUR_RANKS),
+        (8, EIGHT_RANKS),
+        pytest.param(8, MORE_OF_EIGHT, marks=pytest.mark.slow),
+        (6, [{"cp": 6, "hcp": [3, 2]}, {"cp": 3}]),
+    ],
 )
 def test_decentralized_groups_are_the_mpus_groups(world_size: int, cases: list[dict[str, Any]]) -> None:
     by_rank = run_ranks(both_kinds, world_size, cases)

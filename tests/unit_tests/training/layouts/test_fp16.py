@@ -38,7 +38,10 @@ def train(overrides: dict[str, Any], steps: int = 6, save: str | None = None, lo
     return results
 
 
-@pytest.mark.parametrize(("size", "layout"), [(1, {}), (2, CP2)], ids=["one rank", "cp2"])
+SIZES = [pytest.param(1, {}, marks=pytest.mark.slow), (2, CP2)]
+
+
+@pytest.mark.parametrize(("size", "layout"), SIZES, ids=["one rank", "cp2"])
 def test_it_trains_like_float32(size: int, layout: dict[str, Any]) -> None:
     exact = run_ranks(train, 1, {})[0]
     for results in run_ranks(train, size, FP16 | layout):
@@ -48,7 +51,7 @@ def test_it_trains_like_float32(size: int, layout: dict[str, Any]) -> None:
             assert not skipped and scale == 256
 
 
-@pytest.mark.parametrize(("size", "layout"), [(1, {}), (2, CP2)], ids=["one rank", "cp2"])
+@pytest.mark.parametrize(("size", "layout"), SIZES, ids=["one rank", "cp2"])
 def test_steps_that_overflow_are_left_out_and_halve_the_scale(size: int, layout: dict[str, Any]) -> None:
     from_above = FP16 | layout | {"mixed_precision__initial_loss_scale": 2.0**20}
     for results in run_ranks(train, size, from_above, 12):
@@ -94,7 +97,9 @@ def test_a_scale_that_cannot_fall_ends_the_run(scale: dict[str, float], falling:
     assert "; first on rank" in text and f"Lower mixed_precision.{setting}," in text, text
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["optimizer", "distributed optimizer"])
+@pytest.mark.parametrize(
+    "distributed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["optimizer", "distributed optimizer"]
+)
 def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path, distributed: bool) -> None:
     """And with how many steps went well since it last changed, after which it doubles."""
     overrides = FP16 | CP2 | {"mixed_precision__loss_scale_window": 4}
