@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cp.common.errors import shown
 from megatron_cp.parallel.collectives import gather_objects, max_over_ranks
 from megatron_cp.training.setup import Run
 
@@ -72,16 +73,13 @@ def origin(run: Run, repeat: Callable[[], float]) -> tuple[str, bool]:
         What to tell a person, and whether the parameters themselves are damaged.
     """
     rank = run.all_ranks.rank()
-    bad_parameters = [
-        name for name, parameter in _named_parameters(run) if not bool(torch.isfinite(parameter.detach()).all())
-    ]
+    bad = [name for name, values in _named_parameters(run) if not bool(torch.isfinite(values.detach()).all())]
     with _watched(run) as seen:
         loss = repeat()
-    everyone = gather_objects((min(seen, default=None), bad_parameters[:3]), run.all_ranks)
+    everyone = gather_objects((min(seen, default=None), bad[:3]), run.all_ranks)
     damaged = [f"{name} on rank {other}" for other, (_, names) in enumerate(everyone) for name in names]
     if damaged:
-        shown = ", ".join(damaged[:4]) + (" and more" if len(damaged) > 4 else "")
-        return f"the parameters themselves are not finite: {shown}", True
+        return f"the parameters themselves are not finite: {shown(damaged, ', ', most=4)}", True
     sightings = sorted(sighting for sighting, _ in everyone if sighting is not None)
     if sightings:
         others = [str(sighting.rank) for sighting in sightings[1:9]]
