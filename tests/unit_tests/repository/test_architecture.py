@@ -95,6 +95,12 @@ def test_folders_are_small() -> None:
     assert {name: count for name, count in house.files_of_folders().items() if count > 12} == {}
 
 
+def test_functions_take_what_they_read() -> None:
+    """The whole configuration goes to what needs most of it; everything else takes sections or values."""
+    assert len(house.files_that_name("RunConfig")) <= 20, house.files_that_name("RunConfig")
+    assert len(house.functions_given("RunConfig")) <= 40, house.functions_given("RunConfig")
+
+
 def test_private_names_of_megatron_core_are_read_in_one_place() -> None:
     assert house.private_upstream_names() == {}
 
