@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +23,12 @@ from megatron_cp.common.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, format_
 from megatron_cp.common.installation import how_to_install, how_to_install_requirement
 from megatron_cp.common.terminal import ArgumentParser, say
 from megatron_cp.config.flags import add_recipe, add_world_size, compose, given, parse
-from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.fusions import kernels_in_use
 from megatron_cp.rules import Environment, check, resolve_auto
+from megatron_cp.rules.base import Context
 from megatron_cp.rules.environment import installed_version
 from megatron_cp.rules.nvml import Driver, read_driver
-from megatron_cp.rules.resolve import backend_in, its_layers_in, packed_sizes, ranks_to_check
+from megatron_cp.rules.resolve import ranks_to_check
 
 MEGATRON_CORE = "0.19.2"
 _SECONDS_TO_IMPORT = 300
@@ -176,27 +176,24 @@ def findings(found: Survey, *, of_recipe: bool = False) -> Iterator[Finding]:
         yield Finding(False, "uninstall apex: what is installed is another project of that name, and no use here")
 
 
-def attention_of(
-    model: ModelConfig, environment: Environment, packed: Collection[int], fp32: bool
-) -> tuple[str, list[str]]:
+def attention_of(c: Context) -> tuple[str, list[str]]:
     """The attention that a finalized configuration gets in this environment, and why."""
-    wanted, on_gpu = model.attention_backend, environment.device == "gpu"
-    version = environment.transformer_engine
-    backend, gaps = backend_in(environment, model, packed, fp32)
+    model, version = c.config.model, c.environment.transformer_engine
+    wanted = model.attention_backend
     if wanted == "native":
         why = ["model.attention_backend=native asks for it"]
     elif model.transformer_impl == "local":
         why = ["model.transformer_impl=local does without Transformer Engine"]
-    elif not on_gpu:
+    elif c.environment.device != "gpu":
         why = ["there is no GPU, and Transformer Engine's attention needs one"]
     elif version is None:
         why = ["Transformer Engine is not installed"]
-    elif gaps:  # named all the same, it is an error of the rules
-        why = ["model.attention_backend=te asks for it"] if backend == "te" else []
-        why += [f"Transformer Engine {version}, {gap.field}: {gap.message}" for gap in gaps]
+    elif c.gaps:  # named all the same, it is an error of the rules
+        why = ["model.attention_backend=te asks for it"] if c.backend == "te" else []
+        why += [f"Transformer Engine {version}, {gap.field}: {gap.message}" for gap in c.gaps]
     else:
         why = [f"Transformer Engine {version} computes all that the recipe asks for"]
-    return "Transformer Engine's" if backend == "te" else "our own", why
+    return "Transformer Engine's" if c.backend == "te" else "our own", why
 
 
 def _try(libraries: Sequence[Library]) -> dict[str, str]:
@@ -287,17 +284,15 @@ def main(argv: Sequence[str]) -> int:
     if config is not None:
         world_size = ranks_to_check(config, args.world_size)
         config, choice = resolve_auto(config, world_size, None, found.environment)
-        model, fp32 = config.model, config.mixed_precision.fp32
-        packed = packed_sizes(model, config.dist, world_size)
-        attention, why = attention_of(model, found.environment, packed, fp32)
+        context = Context(config, world_size, None, found.environment)
+        attention, why = attention_of(context)
         backend = config.dist.distributed_backend or ("nccl" if found.environment.device == "gpu" else "gloo")
         say(f"{config.recipe} on {world_size} ranks")
-        its_layers = its_layers_in(found.environment, model, fp32)
-        if its_layers and attention == "our own":
+        if context.its_layers and attention == "our own":
             attention += ", by Transformer Engine's kernels"
         say(_line("attention", f"{attention}: {why[0]}"), *(_line("", reason) for reason in why[1:]), sep="\n")
-        say(_line("layers", "Transformer Engine's" if its_layers else "megatron-core's own"))
-        fused = kernels_in_use(model, its_layers)
+        say(_line("layers", "Transformer Engine's" if context.its_layers else "megatron-core's own"))
+        fused = kernels_in_use(config.model, context.its_layers)
         say(_line("fused kernels", ", ".join(fused) or "none of Transformer Engine's"))
         say(_line("communication", backend), *([_line("", choice)] if choice else []), sep="\n")
         violations = check(config, world_size, None, found.environment)

@@ -13,7 +13,7 @@ from megatron_cp.common.terminal import say
 from megatron_cp.config.flags import compose, parse
 from megatron_cp.config.recipes import to_yaml
 from megatron_cp.launch import launcher
-from megatron_cp.rules import Environment, check_or_raise, resolve_auto
+from megatron_cp.rules import checked
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,9 +53,7 @@ def run_or_start(
     number = ranks.to_start(parser, args)
     if number is not None:
         with ranks.no_warnings():
-            config, environment = compose(parser, args, *further), Environment.detect()
-            config, _ = resolve_auto(config, number, args.gpus_per_node, environment)
-            check_or_raise(config, number, args.gpus_per_node, environment)
+            checked(compose(parser, args, *further), number, args.gpus_per_node)
         return ranks.start(command, argv, number)
     config = prepared(compose(parser, args, *further), args.gpus_per_node)
     from megatron_cp.training.train import run  # torch and megatron-core: ten seconds

@@ -29,7 +29,7 @@ from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.parallel.device import seed_everything, stop_distributed
 from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
 from megatron_cp.training.checkpoint.checksums import CHECKSUMS
-from megatron_cp.training.checkpoint.content import FORMAT, read_common
+from megatron_cp.training.checkpoint.content import FORMAT
 from megatron_cp.training.checkpoint.files import (
     checkpoint_folder,
     create_partial,
@@ -42,7 +42,6 @@ from megatron_cp.training.checkpoint.files import (
 )
 from megatron_cp.training.checkpoint.resume import check_format
 from megatron_cp.training.checkpoint.saver import fit_to_checkpoint
-from megatron_cp.training.checkpoint.verification import complete_beside, problems_of
 from megatron_cp.training.checkpoint.writer import Writer
 from megatron_cp.training.setup import Progress
 
@@ -132,16 +131,7 @@ def find_checkpoint(root: Path, iteration: int | None) -> Found:
         which = "" if iteration is None else f"{iteration} "
         raise ConfigError(f"--megatron-path {root}: there is no checkpoint {which}in it. Fix: {fix}")
     assert iteration is not None
-    problems = problems_of(folder, verify=True)
-    if problems:
-        other = complete_beside(root, iteration, verify=True)
-        instead = (
-            f"Iteration {other} is complete. Fix: --iteration {other}"
-            if other is not None
-            else (f"{root} has no other complete checkpoint")
-        )
-        raise RuntimeFault(f"checkpoint {folder} cannot be read: {'; '.join(problems[:4])}. {instead}")
-    common = read_common(folder)
+    common = checked_common(folder, iteration, True, lambda _, other: f"--iteration {other}")
     embedding = stored_tensors(folder).get(_EMBEDDING)
     check_format(common, folder)
     unknown: list[Violation] = []

@@ -17,7 +17,7 @@ from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.remedies import Case, keep_working_fixes
 from megatron_cp.rules.resolve import resolve_auto
 
-__all__ = ["RULES", "Environment", "Example", "Rule", "Violation", "check", "check_or_raise", "resolve_auto"]
+__all__ = ["RULES", "Environment", "Example", "Rule", "Violation", "check", "check_or_raise", "checked", "resolve_auto"]
 
 
 def check(
@@ -60,6 +60,14 @@ def _violations(case: Case) -> list[Violation]:
     context = Context(**vars(replace(case, config=config)))
     found = [violation for id in sorted(RULES, key=order) for violation in RULES[id].violations(context)]
     return sorted(found, key=lambda violation: violation.severity != "error")
+
+
+def checked(config: RunConfig, world_size: int, gpus_per_node: int | None = None) -> RunConfig:
+    """The configuration for this machine, its ``auto`` settings resolved. Raises as :func:`check_or_raise` does."""
+    environment = Environment.detect()
+    config, _ = resolve_auto(config, world_size, gpus_per_node, environment)
+    check_or_raise(config, world_size, gpus_per_node, environment)
+    return config
 
 
 def check_or_raise(

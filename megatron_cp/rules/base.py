@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from megatron_cp.attention.modules.te_support import Gap
+from megatron_cp.attention.modules.te_support import Gap, has_its_layers
 from megatron_cp.attention.transports.registry import Transport, known_transports
 from megatron_cp.common.errors import Violation
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.remedies import Case
-from megatron_cp.rules.resolve import backend_in, its_layers_in, packed_sizes
+from megatron_cp.rules.resolve import backend_in, packed_sizes
 
 Severity = Literal["error", "warning"]
 
@@ -160,13 +160,19 @@ class Context(Case):
         return self._choice[0]
 
     @property
+    def gaps(self) -> list[Gap]:
+        """What speaks against Transformer Engine's attention."""
+        return self._choice[1]
+
+    @property
     def its_layers(self) -> bool:
         """Whether the layers around attention are Transformer Engine's."""
-        return its_layers_in(self.environment, self.config.model, self.config.mixed_precision.fp32)
+        environment, fp32 = self.environment, self.config.mixed_precision.fp32
+        return has_its_layers(self.config.model, environment.transformer_engine, environment.device == "gpu", fp32)
 
     def te_findings(self, rule_id: str) -> Iterator[Finding]:
         """What Transformer Engine lacks under a rule, an error where it is asked for by name, or is slow at."""
-        for gap in self._choice[1]:
+        for gap in self.gaps:
             if gap.rule == rule_id and self.backend == "te":
                 severity: Severity = "warning" if gap.slow else "error"
                 yield Finding(

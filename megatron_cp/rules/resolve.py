@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from megatron_cp.attention.modules.te_support import Gap, choose_backend, has_its_layers, has_window
+from megatron_cp.attention.modules.te_support import Gap, choose_backend, has_window
 from megatron_cp.attention.transports.registry import ALL_TO_ALL, HIERARCHICAL
 from megatron_cp.attention.transports.select import select_transport
 from megatron_cp.config.run_config import DistributedConfig, ModelConfig, RunConfig
@@ -46,11 +46,6 @@ def backend_in(
     """What :func:`choose_backend` comes to in an environment; ``packed`` are its ``packed_sizes``."""
     on_gpu, flash = environment.device == "gpu", environment.flash_attn is not None
     return choose_backend(model, environment.transformer_engine, on_gpu, packed, fp32, flash)
-
-
-def its_layers_in(environment: Environment, model: ModelConfig, fp32: bool) -> bool:
-    """What :func:`has_its_layers` says in an environment."""
-    return has_its_layers(model, environment.transformer_engine, environment.device == "gpu", fp32)
 
 
 def resolve_auto(

@@ -82,12 +82,11 @@ def scheduled_values(optimizer: MegatronOptimizer, fp16: bool) -> Scheduled:
 
 
 def build_scheduler(
-    values: dict[str, Any], settings: SchedulerConfig, optimizer: MegatronOptimizer
+    settings: SchedulerConfig, train: TrainConfig, chosen: OptimizerConfig, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
-    """``values`` are those of :func:`schedule_of`."""
     return OptimizerParamScheduler(
         optimizer,
-        **values,
+        **schedule_of(settings, train, chosen),
         use_checkpoint_opt_param_scheduler=settings.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=settings.override_opt_param_scheduler,
     )

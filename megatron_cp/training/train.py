@@ -31,7 +31,7 @@ from megatron_cp.launch.health_monitor import HealthMonitor
 from megatron_cp.mcore.packages import check_mamba_ssm
 from megatron_cp.parallel.collectives import run_on_all_ranks, sum_over_ranks
 from megatron_cp.parallel.device import start_distributed, stop_distributed
-from megatron_cp.rules import Environment, check_or_raise, resolve_auto
+from megatron_cp.rules import checked
 from megatron_cp.training.checkpoint.files import LATEST, latest_iteration, newer_than_latest
 from megatron_cp.training.checkpoint.resume import Start, begin_with, find_start
 from megatron_cp.training.checkpoint.run_lock import only_run_in
@@ -63,8 +63,7 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
     """
     rank, world_size = launcher.rank(), launcher.world_size() or 1
     # The command line has checked already, without importing torch; whoever calls this from Python has not.
-    config, _ = resolve_auto(config, world_size, None, Environment.of(None))
-    check_or_raise(config, world_size)
+    config = checked(config, world_size)
     start_logging(rank, wants_live_line(config.logger.progress))
     launcher.add_variables(config.env_vars)
     # What needs no other rank is read first: a missing file ends the run before any process group exists.

@@ -18,7 +18,7 @@ from megatron_cp.config.run_config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.dynamic_cp.distributions import LEAST_LONGEST
 from megatron_cp.launch import launcher
-from megatron_cp.rules import Environment, check_or_raise, resolve_auto
+from megatron_cp.rules import checked
 from megatron_cp.verify.sizes import of_every_kind, shrink, shrink_thresholds
 
 VOCAB, TOKENS = 255, 32
@@ -106,14 +106,6 @@ def checked_and_comparable(
             file=sys.stderr,
         )
     return configs
-
-
-def checked(config: RunConfig, world_size: int) -> RunConfig:
-    """The configuration with its auto settings resolved. Raises ConfigError if a rule is broken."""
-    environment = Environment.detect()
-    config, _ = resolve_auto(config, world_size, None, environment)
-    check_or_raise(config, world_size, None, environment)
-    return config
 
 
 def _raise_weights(model: ModelConfig) -> None:

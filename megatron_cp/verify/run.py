@@ -32,12 +32,12 @@ from megatron_cp.launch import launcher
 from megatron_cp.mcore.packages import check_mamba_ssm
 from megatron_cp.parallel.collectives import broadcast_object, run_on_first_rank
 from megatron_cp.parallel.device import start_distributed, stop_distributed
-from megatron_cp.rules import Environment
+from megatron_cp.rules import Environment, checked
 from megatron_cp.training.consistency import check_all_ranks_agree, digest, fingerprint
 from megatron_cp.training.monitor.metrics import start_logging
 from megatron_cp.training.monitor.sinks import writing_into
 from megatron_cp.verify.compare import compare_layouts, compare_with_one_rank
-from megatron_cp.verify.reduce import checked, comparable
+from megatron_cp.verify.reduce import comparable
 from megatron_cp.verify.report import diagnose, show
 
 logger = logging.getLogger(__name__)

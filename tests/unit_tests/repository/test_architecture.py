@@ -154,6 +154,12 @@ def test_transports_are_named_in_few_places() -> None:
     assert len(house.files_that_write_a_transport()) <= 4, house.files_that_write_a_transport()
 
 
+def test_functions_take_what_they_read() -> None:
+    """The whole configuration goes to what needs most of it; everything else takes sections or values."""
+    assert len(house.files_that_name("RunConfig")) <= 20, house.files_that_name("RunConfig")
+    assert len(house.functions_given("RunConfig")) <= 40, house.functions_given("RunConfig")
+
+
 def test_thinking_parts_import_neither_torch_nor_megatron() -> None:
     code = f"""
 import importlib, sys

@@ -185,7 +185,7 @@ def test_an_interval_is_the_mean_of_the_ranks_and_the_memory_of_the_fullest() ->
 
 def report(folder: Path, start: int = 0, steps: range = range(1, 4), step_too: bool = True, **settings: Any) -> None:
     config = tiny_config(**{f"logger__{name}": value for name, value in settings.items()})
-    reporter = WritingReporter(config.logger, 10, folder, start, run_settings=config.as_written())
+    reporter = WritingReporter(config.logger, 10, folder, start, trains=start < 10, run_settings=config.as_written())
     for iteration in steps if step_too else ():
         reporter.step(step(iteration), INTERVAL if reporter.is_due(iteration) else None)
     reporter.evaluation(steps[-1], "validation", 4.5, 0.1)
