@@ -24,6 +24,10 @@ PLAIN: dict[str, Any] = {
     "softmax_scale": None,
     "softmax_type": "vanilla",
     "window_attn_skip_freq": None,
+    "rotary_base_local": None,
+    "layernorm_zero_centered_gamma": False,
+    "sandwich_norm": False,
+    "scale_embeddings": False,
 }
 ATTENTION_BIAS = Settings(written={"attention_bias": False})
 

@@ -129,6 +129,8 @@ LAYOUTS = [
     ("qwen2", TENSOR_PIPELINE),
     ("mixtral", EXPERTS),
     ("deepseek 3", HIERARCHICAL),
+    ("gemma 3", HIERARCHICAL),
+    ("gemma 3", TENSOR_PIPELINE),
     ("nemotron h", TENSOR_PIPELINE),
     ("nemotron 3", HIERARCHICAL),
     ("nemotron 3, experts in fewer dimensions", EXPERTS),
