@@ -42,6 +42,7 @@ from megatron_cp.training.checkpoint.files import (
 )
 from megatron_cp.training.checkpoint.resume import check_format
 from megatron_cp.training.checkpoint.saver import fit_to_checkpoint
+from megatron_cp.training.checkpoint.verification import checked_common
 from megatron_cp.training.checkpoint.writer import Writer
 from megatron_cp.training.setup import Progress
 

@@ -116,7 +116,7 @@ def _lengthen_positions(embedding: Any, model: ModelConfig) -> None:
 
 def _scale_embeddings(embedding: Any, hidden_size: int) -> None:
     """Multiply an embedding's output by sqrt(hidden_size), rounded to the weights' dtype as Gemma's is."""
-    scale = float(torch.tensor(hidden_size**0.5, dtype=embedding.weight.dtype))
+    scale = torch.tensor(hidden_size**0.5, dtype=embedding.weight.dtype, device="cpu").item()
     embedding.register_forward_hook(lambda module, tokens, output: output * scale)
 
 

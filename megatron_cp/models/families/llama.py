@@ -25,6 +25,10 @@ PLAIN: dict[str, Any] = {
     "softmax_type": "vanilla",
     "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
+    "rotary_base_local": None,
+    "layernorm_zero_centered_gamma": False,
+    "sandwich_norm": False,
+    "scale_embeddings": False,
 }
 ATTENTION_BIAS = Settings(written={"attention_bias": False})
 

@@ -28,7 +28,7 @@ class LocalAndGlobalRotary(torch.nn.Module):
             model.kv_channels,
             rotary_percent=model.rotary_percent,
             rotary_interleaved=without_window.rotary_interleaved,
-            rotary_base=int(model.rotary_base_local),
+            rotary_base=model.rotary_base_local,
             use_cpu_initialization=without_window.inv_freq.device.type == "cpu",
             cp_group=without_window.cp_group,
         )

@@ -5,7 +5,14 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, NemotronHConfig, NemotronHForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+)
 
 from megatron_cp.config.recipes import list_recipes, load_recipe
 from megatron_cp.models.families import model_from_hf
@@ -126,6 +133,20 @@ def test_qwen_is_the_published_one_lengthened_as_its_model_card_says():
         }
     )  # fmt: skip
     assert m == replace(published, **{name: getattr(m, name) for name in LAYOUT_OF_A_MODEL})
+
+
+def test_gemma_is_the_published_one():
+    """Its config.json, and the billion parameters of its name."""
+    published = Gemma3TextConfig(
+        hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
+        head_dim=256, vocab_size=262144, max_position_embeddings=32768, sliding_window=512, query_pre_attn_scalar=256,
+    )  # fmt: skip
+    m = load_recipe("gemma3_1b_pretrain_config").model
+    _, expected = model_from_hf(published.to_dict())
+    assert m == replace(expected, **{name: getattr(m, name) for name in LAYOUT_OF_A_MODEL})
+    with torch.device("meta"):
+        theirs = Gemma3ForCausalLM(published)
+    assert round(sum(weight.numel() for weight in theirs.parameters()) / 1e9, 1) == 1.0
 
 
 def test_deepseek_is_the_published_one():

@@ -53,6 +53,16 @@ NEMOTRON = {
     "n_groups": 4,
     "time_step_min": 1e-30,  # clamped to from below there, not here
 }
+# Sequences are longer than the window, and all layers but the third have it.
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 20,
+    "rope_local_base_freq": 100.0,
+}
 # Each family, with and without what its settings choose.
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
@@ -125,6 +135,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "q_lora_rank": None,
+    },
+    "gemma 3": GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma 3, output of its own, layers as listed": GEMMA3
+    | {
+        "tie_word_embeddings": False,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
     },
     "nemotron h": NEMOTRON,
     "nemotron 3": {

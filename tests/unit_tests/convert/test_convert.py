@@ -131,6 +131,8 @@ LAYOUTS = [
     ("deepseek 3", HIERARCHICAL),
     ("gpt oss", HIERARCHICAL),
     ("gpt oss", EXPERTS),
+    ("gemma 3", HIERARCHICAL),
+    ("gemma 3", TENSOR_PIPELINE),
     ("nemotron h", TENSOR_PIPELINE),
     ("nemotron 3", HIERARCHICAL),
     ("nemotron 3, experts in fewer dimensions", EXPERTS),

@@ -74,6 +74,18 @@ HYBRID_EXPERTS = HYBRID | {
     "moe_router_enable_expert_bias": True,
     "moe_router_topk_scaling_factor": 2.5,
 }
+GEMMA3: dict[str, Any] = {
+    "num_layers": 7,
+    "window_size": [511, 0],
+    "window_attn_skip_freq": 6,
+    "rotary_base": 1e6,
+    "rotary_base_local": 1e4,
+    "layernorm_zero_centered_gamma": True,
+    "sandwich_norm": True,
+    "qk_layernorm": True,
+    "scale_embeddings": True,
+    "activation_func": "fast_gelu",
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "tied": ("llama", {"share_embeddings_and_output_weights": True}),
@@ -127,6 +139,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "latent, sigmoid, one expert": ("deepseek_v3", DEEPSEEK3 | {"moe_router_topk": 1}),
     "sinks": ("gpt_oss", GPT_OSS),
     "sinks, windows in listed layers": ("gpt_oss", GPT_OSS | {"num_layers": 3, "window_attn_skip_freq": [0, 1, 1]}),
+    "gemma": ("gemma3_text", GEMMA3),
+    "gemma, stretched and scaled": (
+        "gemma3_text",
+        GEMMA3 | {"seq_len_interpolation_factor": 8.0, "softmax_scale": 168**-0.5, "kv_channels": 128},
+    ),
+    "gemma, layers as listed": ("gemma3_text", GEMMA3 | {"window_attn_skip_freq": [0, 1, 1, 1, 0, 0, 1]}),
+    "gemma, a window everywhere": ("gemma3_text", GEMMA3 | {"window_attn_skip_freq": None}),
+    "gemma, no window": (
+        "gemma3_text",
+        GEMMA3 | {"window_size": None, "window_attn_skip_freq": None, "rotary_base_local": None},
+    ),
     "hybrid": ("nemotron_h", HYBRID),
     "hybrid with experts": ("nemotron_h", HYBRID_EXPERTS),
     "hybrid with groups of experts": (
@@ -223,6 +246,16 @@ NO_COUNTERPART: dict[str, dict[str, Any]] = {
     "softmax_scale": {"softmax_scale": 0.2},
     "softmax_type": {"softmax_type": "learnable"},
     "window_attn_skip_freq": {"window_size": [7, 0], "window_attn_skip_freq": 2},
+    "layernorm_zero_centered_gamma=True": {"layernorm_zero_centered_gamma": True},
+    "layernorm_zero_centered_gamma=False": GEMMA3 | {"layernorm_zero_centered_gamma": False},
+    "scale_embeddings=True": {"scale_embeddings": True},
+    "scale_embeddings=False": GEMMA3 | {"scale_embeddings": False},
+    "sandwich_norm": {"sandwich_norm": True},
+    "rotary_base_local=10000.0": {"window_size": [7, 0], "rotary_base_local": 1e4},
+    "rotary_base_local: a base": GEMMA3 | {"rotary_base_local": None, "seq_len_interpolation_factor": 8.0},
+    "softmax_scale=0.3": GEMMA3 | {"softmax_scale": 0.3},
+    "position_embedding_type=yarn": GEMMA3 | YARN | {"rotary_base_local": None},
+    "activation_func=fast_gelu": {"activation_func": "fast_gelu"},
     "multi_latent_attention": {"multi_latent_attention": True, "qk_layernorm": True, "layernorm_epsilon": 1e-6},
     "qk_layernorm": DEEPSEEK2 | {"qk_layernorm": False},
     "layernorm_epsilon": DEEPSEEK2 | {"layernorm_epsilon": 1e-5},
@@ -502,3 +535,42 @@ def test_mixtrals_weights_always_sum_to_one() -> None:
 
 def test_the_base_of_the_rotation_is_the_one_that_the_model_has() -> None:
     assert hf_from_model(replace(LLAMA, rotary_base=10000.9), rows=256)[1]["rope_theta"] == 10000
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "named"),
+    [
+        ("final_logit_softcapping", 30.0, ""),
+        ("attn_logit_softcapping", 50.0, ""),
+        ("use_bidirectional_attention", True, ""),
+        ("attention_bias", True, ""),
+        ("hidden_activation", "gelu", ""),
+        ("query_pre_attn_scalar", 0, ""),
+        ("sliding_window", 0, ""),
+        ("layer_types", ["full_attention"], ""),
+        ("layer_types", ["chunked_attention"] * 7, ""),
+        ("rope_local_base_freq", -1, ""),
+        ("rope_theta", 10000.5, ""),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "rope_type"),
+        ("rope_scaling", {"rope_type": "linear", "factor": 0}, "rope_scaling.factor"),
+        ("rope_parameters", {"sliding_attention": {"rope_type": "linear"}}, "sliding_attention.rope_type"),
+    ],
+)
+def test_what_gemmas_family_does_otherwise_is_refused(setting: str, value: Any, named: str) -> None:
+    _, values = hf_from_model(replace(LLAMA, **GEMMA3), rows=256)
+    with pytest.raises(ConfigError, match=rf"{named or setting}.*(needed|no counterpart|whole numbers)"):
+        model_from_hf(values | {setting: value})
+
+
+def test_gemma_is_read_as_all_versions_write_it() -> None:
+    """Version 5 has one set of positions for each kind of layer; the oldest have a number instead of a list."""
+    model = replace(LLAMA, **GEMMA3, seq_len_interpolation_factor=8.0)
+    _, values = hf_from_model(model, rows=256)
+    sets = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    new = {name: value for name, value in values.items() if name not in ("rope_theta", "rope_scaling")}
+    new = new | {"rope_local_base_freq": None, "rope_parameters": sets}
+    oldest = {name: value for name, value in values.items() if name != "layer_types"}
+    assert model_from_hf(new) == model_from_hf(oldest) == model_from_hf(values)

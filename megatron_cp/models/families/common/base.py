@@ -18,6 +18,7 @@ FEATURES = (
     "multi_latent_attention",
     "moe_router_pre_softmax",
     "num_moe_experts",
+    "sandwich_norm",
     "window_size",
     "qk_layernorm",
     "add_qkv_bias",
