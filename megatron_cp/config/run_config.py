@@ -61,14 +61,27 @@ class ModelConfig:
     # Layers.
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     layernorm_epsilon: float = 1e-5
-    activation_func: Literal["silu", "gelu", "relu", "squared_relu", "quick_gelu"] = "silu"
+    activation_func: Literal["silu", "gelu", "fast_gelu", "relu", "squared_relu", "quick_gelu"] = "silu"
     gated_linear_unit: bool = True
+    glu_linear_offset: float = 0.0  # added to what is gated
+    activation_func_clamp_value: float | None = None  # most that enters quick_gelu, of gates and what is gated
+    mlp_chunks_for_training: int = 1  # pieces of a sequence that an MLP computes one after the other
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
+    qk_l2_norm: bool = False  # Llama 4's: queries and keys divided by their root mean square
+    attention_output_gate: bool = False  # attention's output times the sigmoid of one more projection
+    no_rope_freq: int | list[int] | None = None  # layers without rotary embedding: every n-th, or a list of 0/1
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     init_method_std: float = 0.02
+    embedding_init_method_std: float | None = None  # None: init_method_std
+    use_mup: bool = False  # maximal update parametrization: rates and scales by width, relative to a base model
+    mup_base_hidden_size: int | None = None
+    mup_embedding_mult: float = 1.0
+    mup_output_mult: float = 1.0
+    mup_base_head_dim: float | None = None
+    mup_attn_scale_power: float = 1.0
     use_cpu_initialization: bool = False  # slower; the same weights under every layout. Without a GPU always so
     attention_mask_type: Literal["causal", "no_mask"] = "causal"  # no_mask: bidirectional
     softmax_scale: float | None = None
@@ -94,6 +107,7 @@ class ModelConfig:
     mtp_num_layers: int | None = None
     mtp_loss_scaling_factor: float = 0.1
     mtp_use_repeated_layer: bool = False  # one for all depths
+    mtp_detach_heads: bool = False  # the losses of further tokens train their own layers alone
 
     # Mixture of experts.
     num_moe_experts: int | None = None
@@ -102,12 +116,13 @@ class ModelConfig:
     moe_router_topk: int = 2
     moe_router_num_groups: int | None = None  # of experts; a token's lie in moe_router_group_topk of them
     moe_router_group_topk: int | None = None
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     moe_router_pre_softmax: bool = False  # over all experts, before the choice; topk 1 has no other softmax
     moe_router_topk_scaling_factor: float | None = None
     moe_router_enable_expert_bias: bool = False  # balances without a loss, in what is chosen only
     moe_router_bias_update_rate: float = 1e-3
     moe_router_dtype: Literal["fp32", "fp64"] | None = None  # of scores and weighted sums; None: the model's
+    moe_apply_probs_on_input: bool = False  # a token is weighted before its expert, not after; with topk 1
     moe_ffn_hidden_size: int | None = None
     moe_latent_size: int | None = None  # dimensions that experts work in, where they are not the model's
     moe_shared_expert_intermediate_size: int | None = None  # of all shared experts together
@@ -232,7 +247,7 @@ class ValidationConfig:
 
 @dataclass
 class OptimizerConfig:
-    optimizer: Literal["adam", "sgd"] = "adam"
+    optimizer: Literal["adam", "sgd", "muon", "lion"] = "adam"
     lr: float = 3e-4
     min_lr: float = 3e-5
     weight_decay: float = 0.1
@@ -240,6 +255,21 @@ class OptimizerConfig:
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
     sgd_momentum: float = 0.9
+    decoupled_lr: float | None = None  # of embedding and output layer
+    decoupled_min_lr: float | None = None
+    apply_wd_to_qk_layernorm: bool = False
+    muon_momentum: float = 0.95
+    muon_split_qkv: bool = True
+    muon_nesterov: bool = False
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    muon_fp32_matmul_prec: Literal["highest", "high", "medium"] | None = None  # None: highest in fp32, else medium
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"] = "quintic"
+    muon_num_ns_steps: int = 5
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "duplicated"
+    muon_extra_scale_factor: float = 1.0
+    muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
+    lion_beta1: float = 0.95
+    lion_beta2: float = 0.98
     clip_grad: float = 1.0
     use_distributed_optimizer: bool = True
     optimizer_cpu_offload: bool = False  # refused, see rule K28
@@ -330,6 +360,10 @@ class DistributedDataParallelConfig:
     average_in_collective: bool = False
     check_for_nan_in_grad: bool = True
     bucket_size: int | None = None
+    num_buckets: int | None = None
+    pad_buckets_for_high_nccl_busbw: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    param_name_patterns_for_fp32_local_accumulation: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_cp.config.run_config import ModelConfig, RunConfig
@@ -17,6 +17,7 @@ from megatron_cp.models.layer_specs import use_its_layers
 _ACTIVATIONS = {
     "silu": F.silu,
     "gelu": F.gelu,
+    "fast_gelu": fast_gelu,
     "relu": F.relu,
     "squared_relu": squared_relu,
     "quick_gelu": quick_gelu,
@@ -80,7 +81,10 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # Without either it is one addition, which a compiled function only takes longer to launch.
         "bias_dropout_fusion": on_gpu and (model.hidden_dropout > 0 or model.add_bias_linear),
         # SwiGLU only: the other fused functions refuse some models, or approximate what a CPU computes exactly.
-        "bias_activation_fusion": on_gpu and model.activation_func == "silu" and model.gated_linear_unit,
+        "bias_activation_fusion": on_gpu
+        and model.activation_func == "silu"
+        and model.gated_linear_unit
+        and not model.glu_linear_offset,
         "apply_rope_fusion": fuses_rotary_embedding(config, its_layers),
         "cross_entropy_loss_fusion": loss is not None,
         "cross_entropy_fusion_impl": loss or "native",

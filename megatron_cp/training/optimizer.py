@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    get_megatron_optimizer,
+    get_mup_config_overrides,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.config.run_config import RunConfig
@@ -18,17 +24,11 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """megatron-core's optimizer over the wrapped model chunks; ``dtype`` is the parameters'."""
     chosen, precision = config.optimizer, config.mixed_precision
+    known = {field.name for field in fields(CoreOptimizerConfig)}
+    values = {name: value for name, value in vars(chosen).items() if name in known and value is not None}
+    values.setdefault("muon_fp32_matmul_prec", "highest" if dtype == torch.float32 else "medium")
     core = CoreOptimizerConfig(
-        optimizer=chosen.optimizer,
-        lr=chosen.lr,
-        min_lr=chosen.min_lr,
-        weight_decay=chosen.weight_decay,
-        adam_beta1=chosen.adam_beta1,
-        adam_beta2=chosen.adam_beta2,
-        adam_eps=chosen.adam_eps,
-        sgd_momentum=chosen.sgd_momentum,
-        clip_grad=chosen.clip_grad,
-        use_distributed_optimizer=chosen.use_distributed_optimizer,
+        **values,
         overlap_param_gather=model[0].ddp_config.overlap_param_gather,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
@@ -39,7 +39,11 @@ def build_optimizer(
         loss_scale_window=precision.loss_scale_window,
         hysteresis=precision.hysteresis,
     )
-    optimizer = get_megatron_optimizer(core, model, use_gloo_process_groups=False, pg_collection=groups)
+    overrides = get_standard_config_overrides(core)
+    core_model = model[0].config
+    if core_model.use_mup:
+        overrides |= get_mup_config_overrides(core, core_model.mup_width_mult, chosen.optimizer)
+    optimizer = get_megatron_optimizer(core, model, overrides, use_gloo_process_groups=False, pg_collection=groups)
     if chosen.optimizer == "sgd":
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):
             each.init_state_fn = _allocate_momentum  # megatron-core has none for SGD, and calls it to load a checkpoint
@@ -84,7 +88,7 @@ def scheduled_values(optimizer: MegatronOptimizer, fp16: bool) -> Scheduled:
     """Read them from the optimizer before a step; afterwards it holds the values of the step after that."""
     groups = optimizer.param_groups
     decay = max(group["weight_decay"] for group in groups)  # biases and norms have none
-    return Scheduled(groups[0]["lr"], decay, optimizer.get_loss_scale() if fp16 else 1.0)
+    return Scheduled(get_canonical_lr_for_logging(groups) or 0.0, decay, optimizer.get_loss_scale() if fp16 else 1.0)
 
 
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

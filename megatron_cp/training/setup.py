@@ -126,6 +126,10 @@ def wrap_data_parallel(
         average_in_collective=ddp.average_in_collective,
         check_for_nan_in_grad=False,  # ours tells all ranks, and where it began
         bucket_size=ddp.bucket_size,
+        num_buckets=ddp.num_buckets,
+        pad_buckets_for_high_nccl_busbw=ddp.pad_buckets_for_high_nccl_busbw,
+        reduce_scatter_with_fp32_accumulation=ddp.reduce_scatter_with_fp32_accumulation,
+        param_name_patterns_for_fp32_local_accumulation=tuple(ddp.param_name_patterns_for_fp32_local_accumulation),
         use_distributed_optimizer=config.optimizer.use_distributed_optimizer,
     )
     return [

@@ -24,6 +24,7 @@ from megatron_cp.rules.unused_settings import unread
 # megatron-core's latent attention makes its own projections, scale and rotary embedding, without asking for these.
 _NOT_READ_BY_LATENT_ATTENTION = (
     "softmax_scale", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "add_qkv_bias",
+    "attention_output_gate", "no_rope_freq", "qk_l2_norm", "use_mup",
 )  # fmt: skip
 _NOT_READ_BY_ITS_YARN = ("rotary_percent", "yarn_correction_range_round_to_int")
 # What gives the stages of other models their layers.
@@ -241,6 +242,7 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
     not_built_in_hybrids = {
         "model.multi_latent_attention": model.multi_latent_attention,
         "model.rope_scaling": model.rope_scaling,
+        "model.use_mup": model.use_mup,
     }
     for field, asked in not_built_in_hybrids.items():
         if asked and model.architecture == "hybrid":

@@ -22,7 +22,16 @@ _RANGES: dict[str, tuple[float, float]] = {
     "validation.eval_micro_batch_size": (1, math.inf),
     "optimizer.clip_grad": _ANY,
     "optimizer.adam_eps": (1e-30, math.inf),  # a gradient of 0 divided by 0 is no number
+    "optimizer.decoupled_lr": _ANY,
+    "optimizer.muon_num_ns_steps": (1, math.inf),
+    "optimizer.muon_extra_scale_factor": _ANY,
+    "ddp.num_buckets": (1, math.inf),
     "model.init_method_std": _ANY,
+    "model.embedding_init_method_std": _ANY,
+    "model.mlp_chunks_for_training": (1, math.inf),
+    "model.activation_func_clamp_value": (1e-30, math.inf),
+    "model.mup_base_hidden_size": (1, math.inf),
+    "model.mup_base_head_dim": (1e-30, math.inf),
     "model.layernorm_epsilon": _ANY,
     "model.rotary_base": (1, math.inf),
     "model.yarn_rotary_scaling_factor": (1, math.inf),
@@ -140,6 +149,9 @@ def fractions(c: Context) -> Iterator[Finding]:
         "optimizer.adam_beta1": c.config.optimizer.adam_beta1,
         "optimizer.adam_beta2": c.config.optimizer.adam_beta2,
         "optimizer.sgd_momentum": c.config.optimizer.sgd_momentum,
+        "optimizer.muon_momentum": c.config.optimizer.muon_momentum,
+        "optimizer.lion_beta1": c.config.optimizer.lion_beta1,
+        "optimizer.lion_beta2": c.config.optimizer.lion_beta2,
     }
     for field, value in values.items():
         if not 0 <= value < 1:
