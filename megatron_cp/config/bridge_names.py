@@ -17,7 +17,7 @@ from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.schema import field_paths
 
 _LEAVE_OUT = "leave it out"
-_SWITCHED_OFF = (None, False, 0, "", "none", [])
+_SWITCHED_OFF: tuple[Any, ...] = (None, False, 0, "", "none", [])
 _PRECISION_OF = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 
 

@@ -9,28 +9,8 @@ from typing import Any
 from megatron_cp.common.terminal import UsageError
 from megatron_cp.config.foreign_flags import answer
 from megatron_cp.config.recipes import load_recipe
-from megatron_cp.config.run_config import RunConfig
-
-# Short and long flag (Bridge's), type, the setting it stands for.
-_FLAGS: tuple[tuple[str | None, str, type, str], ...] = (
-    ("-ms", "--max_steps", int, "train.train_iters"),
-    ("-gb", "--global_batch_size", int, "train.global_batch_size"),
-    ("-mb", "--micro_batch_size", int, "train.micro_batch_size"),
-    ("-sl", "--seq_length", int, "dataset.seq_length"),
-    ("-tp", "--tensor_model_parallel_size", int, "model.tensor_model_parallel_size"),
-    ("-pp", "--pipeline_model_parallel_size", int, "model.pipeline_model_parallel_size"),
-    ("-cp", "--context_parallel_size", int, "model.context_parallel_size"),
-    ("-vp", "--virtual_pipeline_model_parallel_size", int, "model.virtual_pipeline_model_parallel_size"),
-    ("-ep", "--expert_model_parallel_size", int, "model.expert_model_parallel_size"),
-    ("-etp", "--expert_tensor_parallel_size", int, "model.expert_tensor_parallel_size"),
-    (None, "--lr", float, "optimizer.lr"),
-    (None, "--min_lr", float, "optimizer.min_lr"),
-    (None, "--warmup_iters", int, "scheduler.lr_warmup_iters"),
-    (None, "--pretrained_checkpoint", str, "checkpoint.pretrained_checkpoint"),
-    (None, "--save_dir", str, "checkpoint.save"),
-    (None, "--load_dir", str, "checkpoint.load"),
-    (None, "--save_interval", int, "checkpoint.save_interval"),
-)
+from megatron_cp.config.run_config import RunConfig, settings
+from megatron_cp.config.schema import alternatives, kind_of
 
 
 def add_recipe(parser: argparse.ArgumentParser, what: str) -> None:
@@ -79,12 +59,18 @@ def compose(parser: argparse.ArgumentParser, args: argparse.Namespace, *further:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("flags for frequent settings")
-    for short, long, kind, setting in _FLAGS:
-        names = dict.fromkeys(name for name in (short, long, long.replace("_", "-")) if name)
+    for setting, flags in _flags().items():
+        kind = next(kind for kind in alternatives(kind_of(RunConfig, setting)) if kind in (int, float, str))
+        names = dict.fromkeys(name for flag in flags for name in (flag, f"{flag[:2]}{flag[2:].replace('_', '-')}"))
         group.add_argument(*names, dest=setting, type=kind, metavar=kind.__name__, help=f"-> {setting}")
+
+
+def _flags() -> dict[str, tuple[str, ...]]:
+    """The settings that have flags, short and long ones, which are Bridge's."""
+    return {setting: facts.flags for setting, facts in settings().items() if facts.flags}
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that were given by flags, by their dotted names: ``flags`` of ``load_recipe``."""
-    values = {setting: getattr(args, setting) for *_, setting in _FLAGS}
+    values = {setting: getattr(args, setting) for setting in _flags()}
     return {setting: value for setting, value in values.items() if value is not None}

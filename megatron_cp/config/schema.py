@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_cp.common.errors import Violation
+from megatron_cp.config.setting import facts_of
 
 
 class _Mismatch(Exception):
@@ -192,9 +193,9 @@ def _guesses(value: Any) -> Iterator[Any]:
         yield ",".join(map(str, value))
 
 
-def _upstreams_words(cls: type, key: str) -> str | None:
-    """What upstream says of a wrong type, where it says anything: a field's metadata."""
-    return next(f.metadata.get("expected") for f in dataclasses.fields(cls) if f.name == key)
+def _upstreams_words(cls: type, key: str) -> str:
+    """What upstream says of a wrong type, where it says anything."""
+    return facts_of(cls)[key].expected
 
 
 def _unknown(path: str, value: Any, root: type) -> str:

@@ -11,6 +11,7 @@ from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_cp.config.run_config import ModelConfig, RunConfig
+from megatron_cp.config.setting import passed_on
 from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding, groups_experts
 from megatron_cp.models.layer_specs import use_its_layers
 
@@ -21,16 +22,6 @@ _ACTIVATIONS = {
     "relu": F.relu,
     "squared_relu": squared_relu,
     "quick_gelu": quick_gelu,
-}
-# Names that both sides use for different things: translated below or used by us alone.
-_NOT_COPIED = {
-    "activation_func",
-    "attention_backend",
-    "cp_comm_type",
-    "hierarchical_context_parallel_sizes",
-    "window_size",
-    "rotary_base",
-    "rotary_percent",
 }
 
 
@@ -50,14 +41,6 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     """megatron-core's configuration of a finalized run configuration."""
     model = config.model
     config_class = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
-    known = {field.name for field in fields(config_class)}
-    values: dict[str, Any] = {
-        field.name: getattr(model, field.name)
-        for field in fields(model)
-        if field.name in known and field.name not in _NOT_COPIED
-    }
-    if model.num_moe_experts is None:
-        del values["moe_router_topk"]  # megatron-core asks for pre-softmax where it is 1, experts or not
     dtype = params_dtype(config)
     on_gpu, its_layers = torch.cuda.is_available(), use_its_layers(config)
     loss = fused_loss(config, its_layers)
@@ -65,70 +48,72 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     parallel, interleaved = model.context_parallel_size > 1, model.virtual_pipeline_model_parallel_size is not None
     # Microbatches may be sliced where the model is not.
     grouped = parallel or model.dynamic_context_parallel or config.dist.eval_context_parallel_size is not None
-    values |= {
-        "activation_func": _ACTIVATIONS[model.activation_func],
+    built = config_class(
+        **passed_on(model, [field.name for field in fields(config_class)]),
+        **(_latent_positions(model) if model.multi_latent_attention else {}),
+        activation_func=_ACTIVATIONS[model.activation_func],
         # Upstream tells Transformer Engine this number, and latent attention's own size on a rank depends on it.
-        "num_query_groups": model.kv_heads,
-        "window_size": tuple(model.window_size) if model.window_size else None,
-        "cp_comm_type": model.cp_comm_type if grouped else None,
-        "hierarchical_context_parallel_sizes": model.hierarchical_context_parallel_sizes if parallel else None,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "transformer_impl": "transformer_engine" if its_layers else "local",  # what the layer specs go by
-        "use_cpu_initialization": model.use_cpu_initialization or not on_gpu,
+        num_query_groups=model.kv_heads,
+        window_size=tuple(model.window_size) if model.window_size else None,
+        cp_comm_type=model.cp_comm_type if grouped else None,
+        hierarchical_context_parallel_sizes=model.hierarchical_context_parallel_sizes if parallel else None,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        transformer_impl="transformer_engine" if its_layers else "local",  # what the layer specs go by
+        use_cpu_initialization=model.use_cpu_initialization or not on_gpu,
         # Without either it is one addition, which a compiled function only takes longer to launch.
-        "bias_dropout_fusion": on_gpu and (model.hidden_dropout > 0 or model.add_bias_linear),
+        bias_dropout_fusion=on_gpu and (model.hidden_dropout > 0 or model.add_bias_linear),
         # SwiGLU only: the other fused functions refuse some models, or approximate what a CPU computes exactly.
-        "bias_activation_fusion": on_gpu
+        bias_activation_fusion=on_gpu
         and model.activation_func == "silu"
         and model.gated_linear_unit
         and not model.glu_linear_offset,
-        "apply_rope_fusion": fuses_rotary_embedding(config, its_layers),
-        "cross_entropy_loss_fusion": loss is not None,
-        "cross_entropy_fusion_impl": loss or "native",
+        apply_rope_fusion=fuses_rotary_embedding(config, its_layers),
+        cross_entropy_loss_fusion=loss is not None,
+        cross_entropy_fusion_impl=loss or "native",
         # megatron-core's own output layer would ask for apex; the builder tells Transformer Engine's layers.
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "moe_grouped_gemm": groups_experts(config, its_layers),
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        # megatron-core asks for pre-softmax where it is 1, experts or not.
+        moe_router_topk=model.moe_router_topk if model.num_moe_experts is not None else 2,
+        moe_z_loss_coeff=model.moe_z_loss_coeff or None,  # upstream would report 0 / 0
+        moe_grouped_gemm=groups_experts(config, its_layers),
         # Otherwise Transformer Engine's layers write the first weight gradient of their lives over what is there: that
         # of a layer's second use, where several depths of multi-token prediction share one.
-        "disable_parameter_transpose_cache": True,
-        "variable_seq_lengths": config.runs_packs,
+        disable_parameter_transpose_cache=True,
+        variable_seq_lengths=config.runs_packs,
         # Batched point-to-point calls confuse the interleaved schedule's messages: silently wrong losses.
-        "batch_p2p_comm": not interleaved,
-        "overlap_p2p_comm": interleaved and model.overlap_p2p_comm is not False,
+        batch_p2p_comm=not interleaved,
+        overlap_p2p_comm=interleaved and model.overlap_p2p_comm is not False,
         # Upstream has the host wait for the device after each batch, for PyTorch before 1.13 (its PR 82450): there
         # ``wait`` did not wait for a batch. Since then a batch's event is recorded once all of it is launched.
-        "batch_p2p_sync": False,
+        batch_p2p_sync=False,
         # What a stage has sent is needed by none of its own kernels any more.
-        "deallocate_pipeline_outputs": model.pipeline_model_parallel_size > 1,
-        "attention_softmax_in_fp32": True,
-        "is_hybrid_model": model.architecture == "hybrid",
+        deallocate_pipeline_outputs=model.pipeline_model_parallel_size > 1,
+        attention_softmax_in_fp32=True,
+        is_hybrid_model=model.architecture == "hybrid",
         # Any other value than 1 makes megatron-core save each layer under a name of its own.
-        "moe_layer_freq": with_experts if len(set(with_experts)) > 1 else 1,
-    }
-    if model.multi_latent_attention:
-        values |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent, "rope_type": "rope"}
-        if model.position_embedding_type == "yarn":
-            values |= _latent_yarn(model)
-    values["moe_z_loss_coeff"] = model.moe_z_loss_coeff or None  # upstream would report 0 / 0
-    built = config_class(**values)
+        moe_layer_freq=with_experts if len(set(with_experts)) > 1 else 1,
+    )
     if model.position_embedding_type == "yarn" and not model.multi_latent_attention:
         # No fields of megatron-core's: its attention takes the concentration factor from a configuration that has them.
-        for name in ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"):
-            setattr(built, name, getattr(model, name))
+        built.yarn_rotary_scaling_factor = model.yarn_rotary_scaling_factor
+        built.yarn_mscale, built.yarn_mscale_all_dim = model.yarn_mscale, model.yarn_mscale_all_dim
     return built
 
 
-def _latent_yarn(model: ModelConfig) -> dict[str, Any]:
-    """YaRN as megatron-core's latent attention is told of it: each of its layers has positions of its own.
+def _latent_positions(model: ModelConfig) -> dict[str, Any]:
+    """Positions as megatron-core's latent attention is told of them: each of its layers has its own.
 
     There ``mscale_all_dim`` also sharpens the scores, by the square of its part of the concentration factor.
     """
+    rotary = {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent, "rope_type": "rope"}
+    if model.position_embedding_type != "yarn":
+        return rotary
     both = model.yarn_mscale is not None and model.yarn_mscale_all_dim is not None
-    return {
+    return rotary | {
         "rope_type": "yarn",
         "rotary_scaling_factor": model.yarn_rotary_scaling_factor,
         "original_max_position_embeddings": model.yarn_original_max_position_embeddings,

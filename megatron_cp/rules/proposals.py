@@ -6,16 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_cp.config.overrides import typed
 from megatron_cp.config.run_config import RunConfig
-from megatron_cp.rules.remedies import BETWEEN, Fix, override
-
-
-def typed(field: str, value: Any) -> str:
-    """The override that gives a setting a value: ``model.rope_scaling=false``, ``"model.window_size=[64,0]"``.
-
-    Text with a comma is quoted twice, for the shell and for Hydra, which takes it for several values.
-    """
-    return str(Fix((override(field, value),)))
+from megatron_cp.config.setting import value_at
+from megatron_cp.rules.remedies import BETWEEN
 
 
 def default_of(field: str) -> str:
@@ -31,14 +25,6 @@ def one_of(field: str, values: Iterable[Any]) -> str:
 def either(*alternatives: str) -> str:
     """The text of a fix with several alternatives, the best first; empty ones are left out."""
     return BETWEEN.join(filter(None, alternatives))
-
-
-def value_at(config: RunConfig, path: str) -> Any:
-    """A setting by its dotted name; None where there is no such setting."""
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name, None)
-    return value
 
 
 def divisors(number: int) -> list[int]:

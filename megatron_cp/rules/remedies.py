@@ -12,7 +12,6 @@ A note in parentheses may follow an alternative. PATH, PREFIX, NAME and ID stand
 from __future__ import annotations
 
 import copy
-import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 from megatron_cp.common.errors import ConfigError, Violation
 from megatron_cp.config import bridge_names
+from megatron_cp.config.overrides import quoted
 from megatron_cp.config.recipes import parse_overrides
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.schema import build
@@ -32,7 +32,6 @@ _MOST_STEPS = (2, 3)  # further fixes that an alternative may need: few, or more
 _MOST_PROPOSALS = 12  # alternatives of one violation that are tried
 _OVERRIDE = re.compile(r"(mixed_precision|[a-z_]+(\.\w+)+)=.*", re.DOTALL)
 _PLACEHOLDER = re.compile(r"=(PATH|PREFIX|NAME|ID)$")
-_SPECIAL = re.compile(r"""[][*?|;&<>(){}$'" \\!]""")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Fix:
         first = self.by_hand or " ".join(f"export {name}={value}" for name, value in self.exports.items())
         if self.ranks is not None:
             first = f"start {self.ranks} ranks"
-        overrides = " ".join(f'"{word}"' if _SPECIAL.search(word) else word for word in self.overrides)
+        overrides = " ".join(map(quoted, self.overrides))
         text = " with ".join(filter(None, [first, overrides]))
         return f"{text} ({self.note})" if self.note else text
 
@@ -60,16 +59,6 @@ class Fix:
 
 def setting_of(override: str) -> str:
     return override.partition("=")[0]
-
-
-def override(setting: str, value: Any) -> str:
-    """The word that gives a setting a value, as Hydra parses it; :class:`Fix` quotes it for a shell."""
-    if isinstance(value, str):
-        # Hydra takes text with a comma for several values.
-        return f"{setting}='{value}'" if _SPECIAL.search(value) or "," in value else f"{setting}={value}"
-    if isinstance(value, list):
-        return f"{setting}=[{','.join(map(str, value))}]"
-    return f"{setting}={json.dumps(value, separators=(',', ':'))}"
 
 
 def parse_fix(text: str) -> list[Fix]:

@@ -17,6 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.setting import passed_on
 
 
 def build_optimizer(
@@ -24,25 +25,21 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """megatron-core's optimizer over the wrapped model chunks; ``dtype`` is the parameters'."""
     chosen, precision = config.optimizer, config.mixed_precision
-    known = {field.name for field in fields(CoreOptimizerConfig)}
-    values = {name: value for name, value in vars(chosen).items() if name in known and value is not None}
-    values.setdefault("muon_fp32_matmul_prec", "highest" if dtype == torch.float32 else "medium")
+    known = [field.name for field in fields(CoreOptimizerConfig)]
     core = CoreOptimizerConfig(
-        **values,
+        **passed_on(chosen, known),
+        **passed_on(precision, known),
         overlap_param_gather=model[0].ddp_config.overlap_param_gather,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         params_dtype=dtype,
         loss_scale=precision.loss_scale if precision.fp16 else None,  # megatron-core would also scale bf16
-        initial_loss_scale=precision.initial_loss_scale,
-        min_loss_scale=precision.min_loss_scale,
-        loss_scale_window=precision.loss_scale_window,
-        hysteresis=precision.hysteresis,
     )
-    overrides = get_standard_config_overrides(core)
-    core_model = model[0].config
-    if core_model.use_mup:
-        overrides |= get_mup_config_overrides(core, core_model.mup_width_mult, chosen.optimizer)
+    if core.muon_fp32_matmul_prec is None:
+        core.muon_fp32_matmul_prec = "highest" if dtype == torch.float32 else "medium"
+    overrides, width = get_standard_config_overrides(core), model[0].config.mup_width_mult
+    if model[0].config.use_mup:
+        overrides |= get_mup_config_overrides(core, width, chosen.optimizer)
     optimizer = get_megatron_optimizer(core, model, overrides, use_gloo_process_groups=False, pg_collection=groups)
     if chosen.optimizer == "sgd":
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):

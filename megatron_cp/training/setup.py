@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_cp.attention.modules.probe import probe_attention
 from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.setting import passed_on
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
 from megatron_cp.models.builder import build_model
 from megatron_cp.models.layers.router_losses import RouterLosses
@@ -120,16 +121,14 @@ def wrap_data_parallel(
     ddp = config.ddp
     alone = groups.dp_cp.size() == groups.expt_dp.size() == 1
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
+        **passed_on(ddp, [field.name for field in fields(DistributedDataParallelConfig)]),
         overlap_grad_reduce=ddp.overlap_grad_reduce and not alone,
         overlap_param_gather=ddp.overlap_param_gather and not alone,
-        average_in_collective=ddp.average_in_collective,
+        # megatron-core refuses patterns where all gradients are float32 anyway.
+        param_name_patterns_for_fp32_local_accumulation=()
+        if ddp.grad_reduce_in_fp32
+        else tuple(ddp.param_name_patterns_for_fp32_local_accumulation),
         check_for_nan_in_grad=False,  # ours tells all ranks, and where it began
-        bucket_size=ddp.bucket_size,
-        num_buckets=ddp.num_buckets,
-        pad_buckets_for_high_nccl_busbw=ddp.pad_buckets_for_high_nccl_busbw,
-        reduce_scatter_with_fp32_accumulation=ddp.reduce_scatter_with_fp32_accumulation,
-        param_name_patterns_for_fp32_local_accumulation=tuple(ddp.param_name_patterns_for_fp32_local_accumulation),
         use_distributed_optimizer=config.optimizer.use_distributed_optimizer,
     )
     return [

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.common.interpolation import as_written
+from megatron_cp.config.overrides import override
 from megatron_cp.config.run_config import RunConfig
-from megatron_cp.rules.remedies import Fix, override
+from megatron_cp.rules.remedies import Fix
 from megatron_cp.training.checkpoint.files import latest_iteration
 
 

@@ -5,15 +5,17 @@ Read by every rank for itself, so that what does not fit is told before any proc
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_cp.common.errors import ConfigError
-from megatron_cp.config.run_config import DatasetConfig, ModelConfig, RunConfig
+from megatron_cp.config.overrides import override
+from megatron_cp.config.run_config import ModelConfig, RunConfig, settings_that
+from megatron_cp.config.setting import DATA, FUNCTION, OPTIMIZER, SCHEDULE, WEIGHTS
 from megatron_cp.models.hybrid_pattern import layers_of, without_stages
 from megatron_cp.models.vocabulary import padded
-from megatron_cp.rules.remedies import BETWEEN, Fix, override
+from megatron_cp.rules.remedies import BETWEEN, Fix
 from megatron_cp.training.checkpoint.content import FORMAT, read_common
 from megatron_cp.training.checkpoint.differences import begin_new_run, checkpoint_of, differences, overrides, said
 from megatron_cp.training.checkpoint.files import (
@@ -25,102 +27,8 @@ from megatron_cp.training.checkpoint.files import (
 )
 from megatron_cp.training.optimizer import schedule_of
 
-# What decides which weights there are: with other values of these a checkpoint's do not fit.
-_WEIGHTS = (
-    "vocab_size",
-    "architecture",
-    "hybrid_layer_pattern",
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "share_embeddings_and_output_weights",
-    "position_embedding_type",
-    "max_position_embeddings",
-    "normalization",
-    "activation_func",
-    "gated_linear_unit",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "softmax_type",
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "mtp_num_layers",
-    "mtp_use_repeated_layer",
-    "num_moe_experts",
-    "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_latent_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_router_enable_expert_bias",
-    "mamba_state_dim",
-    "mamba_head_dim",
-    "mamba_num_groups",
-    "mamba_num_heads",
-)
-# What else the model computes with them: another model too, but one that may begin with these weights.
-_FUNCTION = (
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rope_scaling",
-    "rope_scaling_factor",
-    "seq_len_interpolation_factor",
-    "yarn_rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_mscale",
-    "yarn_mscale_all_dim",
-    "yarn_correction_range_round_to_int",
-    "attention_mask_type",
-    "softmax_scale",
-    "window_size",
-    "window_attn_skip_freq",
-    "layernorm_epsilon",
-    "moe_router_topk",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor",
-)
-# Whose state the optimizer's is.
-_OPTIMIZER = ("optimizer.optimizer", "optimizer.use_distributed_optimizer")
-# What the learning rate and the weight decay of an iteration depend on.
-_SCHEDULE = (
-    "train.train_iters",
-    "train.global_batch_size",
-    "optimizer.lr",
-    "optimizer.min_lr",
-    "optimizer.weight_decay",
-    "scheduler.lr_decay_style",
-    "scheduler.lr_decay_iters",
-    "scheduler.lr_warmup_iters",
-    "scheduler.lr_warmup_fraction",
-    "scheduler.lr_warmup_init",
-    "scheduler.lr_wsd_decay_iters",
-    "scheduler.lr_wsd_decay_style",
-    "scheduler.start_weight_decay",
-    "scheduler.end_weight_decay",
-    "scheduler.weight_decay_incr_style",
-)
 # Of a schedule, what megatron-core's own state lacks: how the last steps of a WSD schedule decay.
 FORGOTTEN = ("wsd_decay_steps", "lr_wsd_decay_style")
-# What the samples, their order and what of them is learnt depend on.
-_DATA = (
-    *(f"dataset.{field.name}" for field in fields(DatasetConfig) if field.name not in ("path_to_cache", "num_workers")),
-    *(f"tokenizer.{name}" for name in ("tokenizer_type", "tokenizer_model", "eod_id", "add_bos")),
-    "train.global_batch_size",
-)
 
 
 @dataclass(frozen=True)
@@ -290,7 +198,7 @@ def check_format(common: dict[str, Any], folder: Path) -> None:
 
 def other_data(config: RunConfig, common: dict[str, Any]) -> list[str]:
     """Which settings make the samples others than they were to be."""
-    return said(differences(common["config"], asdict(config), _DATA))
+    return said(differences(common["config"], asdict(config), settings_that(DATA)))
 
 
 def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> None:
@@ -308,12 +216,12 @@ def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetu
         saved["moe_layer_freq"] = now["moe_layer_freq"]  # one number and a list can say the same
     # With YaRN the same weights are turned by other frequencies.
     turned = {saved["position_embedding_type"], now["position_embedding_type"]} == {"rope", "yarn"}
-    weights = [name for name in _WEIGHTS if not (turned and name == "position_embedding_type")]
-    function = [*(["position_embedding_type"] if turned else []), *_FUNCTION]
+    positions = ["model.position_embedding_type"] if turned else []
+    weights = [name for name in settings_that(WEIGHTS) if name not in positions]
+    function = [*positions, *settings_that(FUNCTION)]
     saved["vocab_size"] = saved["vocab_size"] or now["vocab_size"]  # None: the tokenizer's, before it was recorded
     other_weights, other_function = (
-        differences({"model": saved}, {"model": now}, [f"model.{name}" for name in names])
-        for names in (weights, [] if finetune else function)
+        differences({"model": saved}, {"model": now}, names) for names in (weights, [] if finetune else function)
     )
     padding, rows = _other_padding(saved, now)
     different = other_weights | other_function
@@ -362,7 +270,7 @@ def _check_optimizer(config: RunConfig, common: dict[str, Any], folder: Path) ->
             f"checkpoint {folder} holds no optimizer state: it was written with checkpoint.save_optim=false. Fix: "
             "checkpoint.load_optim=false (a fresh optimizer), or checkpoint.finetune=true (a new run with its weights)"
         )
-    different = differences(common["config"], asdict(config), _OPTIMIZER)
+    different = differences(common["config"], asdict(config), settings_that(OPTIMIZER))
     momentum = common["config"]["optimizer"]["sgd_momentum"]
     if config.optimizer.optimizer == "sgd" and bool(momentum) != bool(config.optimizer.sgd_momentum):
         # With one there is a state, without one there is none; another one goes on with it.
@@ -394,7 +302,7 @@ def _check_schedule(config: RunConfig, common: dict[str, Any], folder: Path) -> 
         now = {name: value for name, value in now.items() if name not in FORGOTTEN}
     changed = [name for name, value in now.items() if name in saved and saved[name] != value]
     if changed:
-        different = differences(common["config"], asdict(config), _SCHEDULE)
+        different = differences(common["config"], asdict(config), settings_that(SCHEDULE))
         if common["config"]["scheduler"]["lr_decay_iters"] == config.scheduler.lr_decay_iters:
             different.pop("train.train_iters", None)
         raise ConfigError(

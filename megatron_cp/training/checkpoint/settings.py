@@ -11,16 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.schema import describe, hints
-
-# Settings that are divided by.
-_DIVISORS = (
-    "model.make_vocab_size_divisible_by",
-    "model.tensor_model_parallel_size",
-    "model.pipeline_model_parallel_size",
-    "model.context_parallel_size",
-    "train.global_batch_size",
-    "train.micro_batch_size",
-)
+from megatron_cp.config.setting import facts_of
 
 
 def is_number(value: Any) -> bool:
@@ -41,7 +32,7 @@ def problems_of_settings(config: dict[str, Any]) -> Iterator[str]:
         for name, of in hints(kind).items():  # type: ignore[arg-type]
             if name in value and not _fits(value[name], of):
                 yield f"config.{section}.{name} is {shown(value[name])}, expected {describe(of)}"
-            elif f"{section}.{name}" in _DIVISORS and value.get(name) is not None and not 1 <= value[name] < 2**31:
+            elif facts_of(kind)[name].kind == "size" and not facts_of(kind)[name].allows(value.get(name)):
                 yield f"config.{section}.{name} is {shown(value[name])}, not a whole number from 1 on"
 
 

@@ -11,9 +11,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.common.errors import ConfigError, RuntimeFault, UnusableCheckpoint
 from megatron_cp.common.limits import reached_limit
+from megatron_cp.config.overrides import override
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.parallel.collectives import everyones
-from megatron_cp.rules.remedies import Fix, override
+from megatron_cp.rules.remedies import Fix
 from megatron_cp.training.checkpoint.checksums import changed_files, read_checksums
 from megatron_cp.training.checkpoint.content import read_common
 from megatron_cp.training.checkpoint.files import damage, existing_folder, saved_iterations

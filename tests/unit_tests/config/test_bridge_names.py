@@ -171,8 +171,11 @@ def test_other_names_are_settings(name: str) -> None:
         ("model.transformer.fp8=hybrid", "error K1: model.fp8=hybrid"),
         ("model.linear_attention_freq=4", "there is neither sparse nor linear attention"),
         ("model.bf16=true", "follows from mixed_precision"),
-        ("+train.linear_attention_freq=4", "train.linear_attention_freq=4: is upstream's 'model.linear_attention_freq'"),
-        ("+dsa_indexer_topk=4", "dsa_indexer_topk=4: is upstream's 'model.dsa_indexer_topk': it has no effect here"),
+        (
+            "+train.linear_attention_freq=4",
+            "train.linear_attention_freq=4: is upstream's 'model.linear_attention_freq'",
+        ),
+        ("+dsa_indexer_topk=4", "is upstream's 'model.dsa_indexer_topk': it has no effect here"),
         ("ddp.use_distributed_optimizer=false", "is 'optimizer.use_distributed_optimizer' here, which is True"),
     ],
 )

@@ -7,9 +7,12 @@ import pytest
 
 from megatron_cp.common.errors import ConfigError
 from megatron_cp.config.run_config import ModelConfig, RunConfig
+from megatron_cp.config.setting import FUNCTION, WEIGHTS, facts_of
 from megatron_cp.convert.exporting import positions_said
 from megatron_cp.convert.families import FAMILIES, hf_from_model, model_from_hf
 
+# What decides which weights there are, or what the model computes with them.
+DECISIVE = {name for name, facts in facts_of(ModelConfig).items() if {WEIGHTS, FUNCTION} & set(facts.affects)}
 LLAMA = ModelConfig(vocab_size=256, seq_length=64, max_position_embeddings=64, num_query_groups=2)
 LLAMA = RunConfig(model=LLAMA).finalize().model
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 512}
@@ -258,7 +261,6 @@ def test_what_no_family_computes_is_refused(name: str) -> None:
 
 def test_every_setting_of_the_model_is_thought_of() -> None:
     """A new one that changes what a model computes must be converted or refused."""
-    from megatron_cp.training.checkpoint.resume import _FUNCTION, _WEIGHTS
 
     of_the_refused = {name for changes in NO_COUNTERPART.values() for name in changes}
     of_the_converted = {name for _, changes in MODELS.values() for name in changes}
@@ -267,22 +269,21 @@ def test_every_setting_of_the_model_is_thought_of() -> None:
         *("max_position_embeddings", "layernorm_epsilon"),
     }
     left_out = {"mtp_num_layers", "mtp_use_repeated_layer"}  # which the command says
-    assert set(_WEIGHTS) | set(_FUNCTION) <= of_the_refused | of_the_converted | shape | set(HYBRID) | left_out
+    assert of_the_refused | of_the_converted | shape | set(HYBRID) | left_out >= DECISIVE
 
 
 def test_every_setting_of_a_hybrid_model_is_thought_of() -> None:
     """Of other models it would be converted; here it must be refused, converted, or have no meaning."""
-    from megatron_cp.training.checkpoint.resume import _FUNCTION, _WEIGHTS
 
     _, values = hf_from_model(replace(LLAMA, **HYBRID_EXPERTS), rows=256)
     usual = ModelConfig()
     unread = {
-        *(name for name in (*_WEIGHTS, *_FUNCTION) if name.startswith(("yarn_", "rope_", "rotary_"))),  # no positions
+        *(name for name in DECISIVE if name.startswith(("yarn_", "rope_", "rotary_"))),  # no positions
         *("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),  # no latent attention
         *("seq_len_interpolation_factor", "moe_layer_freq", "mtp_num_layers", "mtp_use_repeated_layer"),
     }
     converted = {"max_position_embeddings", "num_layers", "vocab_size", *HYBRID_EXPERTS}
-    for name in {*_WEIGHTS, *_FUNCTION} - unread - converted:
+    for name in DECISIVE - unread - converted:
         value = getattr(usual, name)
         other = not value if isinstance(value, bool) else 3 if value is None or isinstance(value, int) else "another"
         try:

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatron_cp.config.recipes import list_recipes, load_recipe
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import RunConfig, settings
 from megatron_cp.config.schema import alternatives, kind_of
 from megatron_cp.rules import Example, check
 from megatron_cp.rules.explain import EXAMPLE_RECIPE
 from megatron_cp.rules.remedies import parse_fix, setting_of, with_overrides
 from megatron_cp.rules.resolve import ranks_to_check
-from megatron_cp.rules.unused_settings import _READINGS
 from tests.unit_tests.rules.remedies import failures_of, recipes_are_composed_once  # noqa: F401  (a fixture)
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -167,9 +166,7 @@ def test_experts_sizes_without_experts_are_left_out_where_they_do_not_fit() -> N
 def test_no_rule_refuses_a_size_that_nothing_reads(base: str) -> None:
     """But for the experts' tensor parallel size: its process groups are built for every model."""
     config = load_recipe(EXAMPLE_RECIPE, [*FLAT, *base.split()])
-    unread = {
-        f"{section}.{name}" for section, names, are_read, *_ in _READINGS if not are_read(config) for name in names
-    }
+    unread = {name for name, facts in settings().items() if not all(when.holds(config) for when in facts.when)}
     sizes = [field for field in sorted(unread) if int in alternatives(kind_of(RunConfig, field))]
     assert len(sizes) > 10
     for field in set(sizes) - {"model.expert_tensor_parallel_size"}:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import RunConfig, settings
+from megatron_cp.config.setting import LARGEST
 from megatron_cp.models.vocabulary import known_vocab_size, padded
 from megatron_cp.parallel.layout import MOST_RANKS, layout_of
 from megatron_cp.rules.base import Context, Finding, broken, rule
@@ -21,47 +22,7 @@ from megatron_cp.rules.proposals import (
     value_at,
 )
 
-_SIZES = {
-    "model": (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "num_layers",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-        "seq_length",
-        "max_position_embeddings",
-        "make_vocab_size_divisible_by",
-        "vocab_size",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_head_dim",
-        "qk_pos_emb_head_dim",
-        "v_head_dim",
-        "num_moe_experts",
-        "moe_ffn_hidden_size",
-        "moe_latent_size",
-        "moe_shared_expert_intermediate_size",
-        "moe_router_num_groups",
-        "moe_router_group_topk",
-        "mtp_num_layers",
-        "cross_entropy_chunk_size",
-        "min_dynamic_context_parallel_size",
-        "max_seqlen_per_dp_cp_rank",
-    ),
-    "train": ("train_iters", "global_batch_size", "micro_batch_size"),
-    "dataset": ("seq_length",),
-}
 _USUAL = {"model.kv_channels": 64}  # where 1 is possible and of no use
-_MOST = 2**31 - 1
 
 
 def _proper(field: str) -> str:
@@ -72,18 +33,22 @@ def _proper(field: str) -> str:
     )
 
 
+def _sizes(config: RunConfig) -> Iterator[tuple[str, int]]:
+    for field, facts in settings().items():
+        value = value_at(config, field)
+        if facts.kind == "size" and value is not None:
+            yield field, value
+
+
 def oversized(config: RunConfig, world_size: int) -> list[Finding]:
     """The sizes that are surely mistyped, and with which the checks themselves would take for ever."""
     found = []
     if world_size > MOST_RANKS:
         message = f"must be at most {MOST_RANKS}, got {world_size}"
         found.append(Finding("world size", message, f"start {config.fewest_ranks} ranks"))
-    for section, names in _SIZES.items():
-        for name in names:
-            value = getattr(getattr(config, section), name)
-            if value is not None and value > _MOST:
-                field = f"{section}.{name}"
-                found.append(Finding(field, f"must be at most {_MOST}, got {value}", _proper(field)))
+    for field, value in _sizes(config):
+        if value > LARGEST:
+            found.append(Finding(field, f"must be at most {LARGEST}, got {value}", _proper(field)))
     return found
 
 
@@ -95,12 +60,9 @@ def oversized(config: RunConfig, world_size: int) -> list[Finding]:
     broken("train.train_iters=0"),
 )
 def sizes_are_positive(c: Context) -> Iterator[Finding]:
-    for section, names in _SIZES.items():
-        for name in names:
-            value = getattr(getattr(c.config, section), name)
-            if value is not None and value < 1:
-                field, message = f"{section}.{name}", f"must be an integer of at least 1, got {value}"
-                yield Finding(field, message, _proper(field))
+    for field, value in _sizes(c.config):
+        if value < 1:
+            yield Finding(field, f"must be an integer of at least 1, got {value}", _proper(field))
     if c.world_size < 1:
         message = f"must be an integer of at least 1, got {c.world_size}"
         yield Finding("world size", message, f"start {c.config.fewest_ranks} ranks")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.config.run_config import settings
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import typed
-
-_MINUTES_OF_A_YEAR = 365 * 24 * 60  # longer ones end in an OverflowError once torch has them
+from megatron_cp.rules.proposals import default_of, value_at
 
 
 @rule(
@@ -42,39 +41,11 @@ def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
     broken("checkpoint.save_interval=0"),
 )
 def intervals_are_positive(c: Context) -> Iterator[Finding]:
-    config = c.config
-    values = {
-        "checkpoint.save_interval": config.checkpoint.save_interval,
-        "checkpoint.save_retain_interval": config.checkpoint.save_retain_interval,
-        "validation.eval_interval": config.validation.eval_interval,
-        "train.exit_interval": config.train.exit_interval,
-        "train.exit_duration_in_mins": config.train.exit_duration_in_mins,
-        "train.loss_spike_factor": config.train.loss_spike_factor,
-        "dist.distributed_timeout_minutes": config.dist.distributed_timeout_minutes,
-        "model.softmax_scale": config.model.softmax_scale,
-        "model.seq_len_interpolation_factor": config.model.seq_len_interpolation_factor,
-        "model.rope_scaling_factor": config.model.rope_scaling_factor,
-        "model.yarn_beta_fast": config.model.yarn_beta_fast,
-        "model.yarn_beta_slow": config.model.yarn_beta_slow,
-        "mixed_precision.loss_scale": config.mixed_precision.loss_scale,
-        "mixed_precision.initial_loss_scale": config.mixed_precision.initial_loss_scale,
-        "mixed_precision.min_loss_scale": config.mixed_precision.min_loss_scale,
-    }
-    fixes = {
-        "dist.distributed_timeout_minutes": 10,
-        "model.rope_scaling_factor": 8.0,
-        "model.yarn_beta_fast": 32.0,
-        "model.yarn_beta_slow": 1.0,
-        "mixed_precision.initial_loss_scale": 2.0**32,
-        "mixed_precision.min_loss_scale": 1.0,
-    }
-    for field, value in values.items():
-        if value is not None and value <= 0:
-            yield Finding(field, f"must be above 0, got {value}", typed(field, fixes.get(field)))
-    minutes = config.dist.distributed_timeout_minutes
-    if minutes > _MINUTES_OF_A_YEAR:
-        message = f"must be at most {_MINUTES_OF_A_YEAR}, a year, got {minutes}"
-        yield Finding("dist.distributed_timeout_minutes", message, "dist.distributed_timeout_minutes=10")
+    for field, facts in settings().items():
+        value = value_at(c.config, field)
+        if facts.kind == "positive" and not facts.allows(value):
+            limit = "above 0" if value <= 0 else f"at most {facts.most}"
+            yield Finding(field, f"must be {limit}, got {value}", default_of(field))
 
 
 @rule(

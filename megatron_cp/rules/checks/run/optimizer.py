@@ -182,6 +182,13 @@ def emerging_optimizers(c: Context) -> Iterator[Finding]:
     if c.config.mixed_precision.fp16:
         message = f"{optimizer.optimizer} does not support fp16"
         yield Finding("optimizer.optimizer", message, "mixed_precision=bf16_mixed, or optimizer.optimizer=adam")
+    if c.config.model.num_moe_experts and (c.ep > 1 or c.etp != c.tp):
+        yield Finding(
+            "optimizer.optimizer",
+            f"{optimizer.optimizer}'s state of experts that are spread over other ranks than the rest fits no other "
+            "layout",
+            "model.expert_model_parallel_size=1 model.expert_tensor_parallel_size=null, or optimizer.optimizer=adam",
+        )
     if optimizer.optimizer == "muon" and optimizer.muon_tp_mode == "blockwise" and max(c.tp, c.etp) > 1:
         message = "makes each tensor-parallel rank's part of a matrix orthogonal, and results differ from single rank"
         fix = "optimizer.muon_tp_mode=duplicated, or optimizer.muon_tp_mode=distributed"

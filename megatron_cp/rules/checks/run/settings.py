@@ -5,47 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import RunConfig, settings
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import default_of, either, one_of, typed, value_at
 
-_ANY, _SEEDS = (0, math.inf), (0, 2**31 - 1)
-# Setting -> the least and the most that it may be. Sizes are rule A1's, fractions K16's, times and scales K51's.
-_RANGES: dict[str, tuple[float, float]] = {
-    "rng.seed": _SEEDS,
-    "dataset.random_seed": _SEEDS,
-    "dataset.num_workers": _ANY,
-    "logger.peak_tflops_per_device": (1e-9, math.inf),
-    "dataset.mock_num_samples": (1, math.inf),
-    "validation.eval_iters": _ANY,
-    "validation.eval_global_batch_size": (1, math.inf),
-    "validation.eval_micro_batch_size": (1, math.inf),
-    "optimizer.clip_grad": _ANY,
-    "optimizer.adam_eps": (1e-30, math.inf),  # a gradient of 0 divided by 0 is no number
-    "optimizer.decoupled_lr": _ANY,
-    "optimizer.muon_num_ns_steps": (1, math.inf),
-    "optimizer.muon_extra_scale_factor": _ANY,
-    "ddp.num_buckets": (1, math.inf),
-    "model.init_method_std": _ANY,
-    "model.embedding_init_method_std": _ANY,
-    "model.mlp_chunks_for_training": (1, math.inf),
-    "model.activation_func_clamp_value": (1e-30, math.inf),
-    "model.mup_base_hidden_size": (1, math.inf),
-    "model.mup_base_head_dim": (1e-30, math.inf),
-    "model.layernorm_epsilon": _ANY,
-    "model.rotary_base": (1, math.inf),
-    "model.yarn_rotary_scaling_factor": (1, math.inf),
-    "model.yarn_original_max_position_embeddings": (1, math.inf),
-    "model.mtp_loss_scaling_factor": _ANY,
-    "model.moe_aux_loss_coeff": _ANY,
-    "model.moe_z_loss_coeff": _ANY,
-    "model.moe_router_bias_update_rate": _ANY,
-    "model.moe_router_topk_scaling_factor": (1e-30, math.inf),  # megatron-core takes 0 for none
-    "model.dynamic_context_parallel_calibration_iters": _ANY,
-    "train.manual_gc_interval": _ANY,
-    "mixed_precision.loss_scale_window": (1, math.inf),
-    "mixed_precision.hysteresis": (1, math.inf),
-}
 _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
@@ -142,19 +105,9 @@ def fp16_overflows(c: Context) -> Iterator[Finding]:
     broken("model.hidden_dropout=10"),
 )
 def fractions(c: Context) -> Iterator[Finding]:
-    values = {
-        "model.hidden_dropout": c.config.model.hidden_dropout,
-        "model.attention_dropout": c.config.model.attention_dropout,
-        "dataset.mock_masked_fraction": c.config.dataset.mock_masked_fraction,
-        "optimizer.adam_beta1": c.config.optimizer.adam_beta1,
-        "optimizer.adam_beta2": c.config.optimizer.adam_beta2,
-        "optimizer.sgd_momentum": c.config.optimizer.sgd_momentum,
-        "optimizer.muon_momentum": c.config.optimizer.muon_momentum,
-        "optimizer.lion_beta1": c.config.optimizer.lion_beta1,
-        "optimizer.lion_beta2": c.config.optimizer.lion_beta2,
-    }
-    for field, value in values.items():
-        if not 0 <= value < 1:
+    for field, facts in settings().items():
+        value = value_at(c.config, field)
+        if facts.kind == "share" and not facts.allows(value):
             yield Finding(field, f"must be at least 0 and less than 1, got {value}", _proportion(field, value))
     share, field = c.config.model.rotary_percent, "model.rotary_percent"
     if not 0 < share <= 1:
@@ -198,9 +151,9 @@ def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
     broken("dataset.random_seed=-1"),
 )
 def numbers_are_in_range(c: Context) -> Iterator[Finding]:
-    for field, (least, most) in _RANGES.items():
-        value = value_at(c.config, field)
-        if value is not None and not least <= value <= most:
+    for field, facts in settings().items():
+        value, least, most = value_at(c.config, field), facts.least, facts.most
+        if facts.kind == "number" and not facts.allows(value):
             limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
             positive = typed(field, abs(value)) if least <= abs(value) <= most else ""
             fix = "validation.eval_iters=10" if field == "validation.eval_iters" else positive
