@@ -44,9 +44,11 @@ from megatron_cp.attention.sharding import Layout, Span, shard_sequence
 from megatron_cp.attention.tiles import Mask
 from megatron_cp.attention.transports import comm
 from megatron_cp.attention.transports.comm import Peers
+from megatron_cp.attention.transports.registry import RING, TRANSPORTS
 from megatron_cp.attention.transports.ring import ring_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ONE_LEVEL = [name for name, each in TRANSPORTS.items() if not each.hierarchical]
 SECTIONS = ("speed", "split", "window", "packed", "overlap", "where", "pytorch")
 
 
@@ -173,9 +175,7 @@ def bench_speed(bench: Bench, shapes: list[Shape]) -> None:
     for shape in shapes:
         whole = shape.draw(bench.device)
         mine = sharded(bench, whole)
-        calls = {
-            name: functools.partial(forward_backward, transport(name), mine) for name in ("p2p", "a2a", "all_gather")
-        }
+        calls = {name: functools.partial(forward_backward, transport(name), mine) for name in ONE_LEVEL}
         base, ratios = bench.compare(lambda: forward_backward(sdpa, whole), calls)  # noqa: B023
         bench.log(f"{shape}: one process {base.wall * 1e3:.0f} ms wall, {base.cpu * 1e3:.0f} ms cpu")
         for name, ratio in ratios.items():
@@ -208,7 +208,7 @@ def bench_split(bench: Bench, shape: Shape) -> None:
 def bench_window(bench: Bench, shape: Shape) -> None:
     bench.log("\n## A sliding window, as a share of full causal attention on the same transport")
     mine = sharded(bench, shape.draw(bench.device))
-    for name in ("p2p", "a2a", "all_gather"):
+    for name in ONE_LEVEL:
         full = functools.partial(forward_backward, transport(name), mine)
         windows = {
             f"window {shape.tokens // part}": functools.partial(
@@ -232,7 +232,7 @@ def bench_packed(bench: Bench, shape: Shape) -> None:
         return [torch.randn(*lead, h, shape.dim).to(bench.device, shape.dtype) for h in heads]
 
     pack, padded = draw(total // bench.size), draw(longest // bench.size, len(lengths))
-    for name in ("p2p", "a2a", "all_gather"):
+    for name in ONE_LEVEL:
         batch = functools.partial(forward_backward, transport(name), padded)
         packed = functools.partial(forward_backward, transport(name, cu_seqlens=ends), pack)
         ratio = bench.compare(batch, {"packed": packed}, whole=False)[1]["packed"]
@@ -267,7 +267,7 @@ def slow_network(seconds: float, overlap: bool) -> Iterator[None]:
 def bench_overlap(bench: Bench, shape: Shape) -> None:
     bench.log("\n## The ring with every message delayed: what is hidden behind compute")
     mine = sharded(bench, shape.draw(bench.device))
-    run = functools.partial(forward_backward, transport("p2p"), mine)
+    run = functools.partial(forward_backward, transport(RING.name), mine)
 
     def delayed(seconds: float, overlap: bool) -> None:
         with slow_network(seconds, overlap):
@@ -292,7 +292,7 @@ def bench_where(bench: Bench, shapes: list[Shape]) -> None:
     bench.log("\n## Where the time goes (share of one forward and backward pass, slowest rank)")
     for shape in shapes:
         mine = sharded(bench, shape.draw(bench.device))
-        for name in ("p2p", "a2a", "all_gather"):
+        for name in ONE_LEVEL:
             run = functools.partial(forward_backward, transport(name), mine)
             run()
             with stopwatches() as spent:
@@ -374,7 +374,7 @@ def bench_pytorch(bench: Bench, shape: Shape) -> None:
         )
 
     calls = {f"rotate by {method}": functools.partial(run, method) for method in ("alltoall", "allgather")}
-    ours = functools.partial(forward_backward, transport("p2p"), mine)
+    ours = functools.partial(forward_backward, transport(RING.name), mine)
     for name, ratio in bench.compare(ours, calls, whole=False)[1].items():
         bench.log(f"{shape} {name:20} {ratio}")
 

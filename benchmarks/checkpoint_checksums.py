@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gloo_ranks import run_on_ranks
 from megatron_cp.config.run_config import RunConfig
-from megatron_cp.parallel.collectives import everyones
+from megatron_cp.parallel.collectives import gather_objects
 from megatron_cp.training.checkpoint import writer as checkpoint_writer
 from megatron_cp.training.checkpoint.checksums import FileSum
 from megatron_cp.training.checkpoint.saver import CheckpointSaver, load_checkpoint
@@ -63,10 +63,10 @@ def configuration(options: argparse.Namespace) -> RunConfig:
 
 def timed(call: Callable[[], Any]) -> tuple[float, float]:
     """Seconds of the slowest rank, and the CPU seconds of all."""
-    everyones(None)
+    gather_objects(None)
     wall, cpu = time.perf_counter(), time.process_time()
     call()
-    both = everyones((time.perf_counter() - wall, time.process_time() - cpu))
+    both = gather_objects((time.perf_counter() - wall, time.process_time() - cpu))
     return max(each for each, _ in both), sum(each for _, each in both)
 
 

@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_pretrain import MODELS, RECOMPUTE, config_of, running, seconds_of
+from megatron_cp.config.flags import add_overrides
 from megatron_cp.dynamic_cp.calibration import Calibrator, Fit
 from megatron_cp.dynamic_cp.cost import DEVICES, CostModel, Device
 from megatron_cp.parallel.device import stop_distributed
@@ -46,7 +47,8 @@ def seconds_a_microbatch(size: int, options: argparse.Namespace) -> tuple[list[f
             batch = next(steps).microbatches
             few, all_of_them = (seconds_of(partial(train_step, run, part)) for part in (batch[:FEW], batch))
             found.append((all_of_them - few) / (len(batch) - FEW))
-    return found[options.warm_up :], model_cost(run.config), len(layers_with_parts(config.model))
+    cost = model_cost(run.config.model, run.config.dataset.seq_length)
+    return found[options.warm_up :], cost, len(layers_with_parts(config.model))
 
 
 def rates(before: Device, prior: CostModel, fit: Fit, layers: int) -> Device:
@@ -62,7 +64,7 @@ def rates(before: Device, prior: CostModel, fit: Fit, layers: int) -> Device:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every case")
+    add_overrides(parser, "settings of every case")
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")])
     parser.add_argument("--attention", choices=["auto", "te", "native"], default="auto")

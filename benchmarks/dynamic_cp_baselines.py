@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.dynamic_cp_greedy import greedy_per_microbatch
 from megatron_cp.dynamic_cp import CostModel, Schedule
-from megatron_cp.dynamic_cp.scheduler.greedy import greedy_per_microbatch
 from megatron_cp.dynamic_cp.scheduler.problem import make_problem
 
 

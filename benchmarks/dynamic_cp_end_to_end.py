@@ -35,6 +35,7 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gloo_ranks import run_on_ranks
+from megatron_cp.attention.transports.registry import RING, TRANSPORTS
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.data.samples.varlen import MockVarlenDataset
 from megatron_cp.dynamic_cp.analysis.simulate import simulate
@@ -138,7 +139,8 @@ def calibrated(*ways: Way) -> Fit:
     """The cost model that fits what the ways measured so far: between them they ran samples of all lengths on groups
     of all sizes."""
     states = [way.steps.state_dict()["calibration"] for way in ways]
-    calibrator = Calibrator(model_cost(ways[0].run.config))
+    config = ways[0].run.config
+    calibrator = Calibrator(model_cost(config.model, config.dataset.seq_length))
     for work, seconds in (one for state in states for one in state["observed"]):
         calibrator.observe(work, seconds)
     return calibrator.fit()
@@ -233,12 +235,12 @@ def main() -> None:
     parser.add_argument("--padded-rounds", type=int, default=1, help="measured steps of the padded way: they are slow")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--transport", default="p2p")
+    parser.add_argument("--transport", default=RING.name, choices=TRANSPORTS)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if "RANK" in os.environ:
         options.ranks = int(os.environ["WORLD_SIZE"])
-        start_distributed(configuration("dynamic", options))
+        start_distributed(configuration("dynamic", options).dist)
         compare_all(options)
         stop_distributed()
     else:

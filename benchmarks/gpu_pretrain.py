@@ -38,6 +38,7 @@ import torch
 
 from megatron_cp.cli import profile as profile_cli
 from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.flags import add_overrides
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import ProfilingConfig, RunConfig
 from megatron_cp.data.samples.datasets import build_datasets
@@ -132,16 +133,16 @@ def running(config: RunConfig) -> Iterator[tuple[Run, Steps, int]]:
     violations = [v for v in check(config, 1) if v.severity == "error"]
     if violations:
         raise ConfigError(violations)
-    start_distributed(config)
+    start_distributed(config.dist)
     tokenizer = build_tokenizer(config.tokenizer)
     count = config.train.train_iters * config.train.global_batch_size
-    dataset = build_datasets(config, tokenizer, count).train
+    dataset = build_datasets(config.dataset, tokenizer, count).train
     assert dataset is not None
     run = setup(config, tokenizer.vocab_size)
     gc.disable()
     try:
         with closing(open_steps(run, dataset, 0, training=True)) as steps:
-            yield run, steps, padded_vocab_size(config, tokenizer.vocab_size)
+            yield run, steps, padded_vocab_size(config.model, tokenizer.vocab_size)
     finally:
         gc.enable()
         run.close()
@@ -213,7 +214,7 @@ def told(error: Exception) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every case")
+    add_overrides(parser, "settings of every case")
     names = {"type": lambda text: text.split(",")}
     parser.add_argument("--models", **names, default=["1b"], help=", ".join(MODELS))
     parser.add_argument("--sizes", **names, default=["4096", "8192", "16384", "32768", "65536", "131072"])

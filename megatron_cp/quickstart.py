@@ -26,11 +26,13 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from megatron_cp.attention.transports.registry import RING
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, DataError
 from megatron_cp.common.input_files import read_json
 from megatron_cp.common.terminal import ArgumentParser, printable, say
+from megatron_cp.config.flags import add_overrides
 from megatron_cp.config.recipes import load_recipe
-from megatron_cp.config.run_config import RunConfig, TokenizerConfig
+from megatron_cp.config.run_config import TokenizerConfig
 from megatron_cp.data.text.corpus import standard_library_sources
 from megatron_cp.data.text.preprocess import RichProgress, preprocess
 from megatron_cp.data.text.tokenizers import build_tokenizer
@@ -46,8 +48,8 @@ RANKS = 4
 
 # With fewer GPUs than ranks: plain context parallelism over what there is.
 _LAYOUTS = {
-    1: ("model.context_parallel_size=1", "model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null"),
-    2: ("model.context_parallel_size=2", "model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null"),
+    1: ("model.context_parallel_size=1", *RING.settings),
+    2: ("model.context_parallel_size=2", *RING.settings),
     RANKS: (),
 }
 
@@ -159,11 +161,11 @@ def _train(overrides: Sequence[str], ranks: int) -> int:
             signal.signal(number, handler)
 
 
-def last_screen(console: Console, config: RunConfig, parts: Parts, ranks: int) -> None:
-    """Where everything is, the loss before and after, and what to try next."""
-    save = Path(config.checkpoint.save or "")
+def last_screen(
+    console: Console, parts: Parts, save: Path, data: str, vocab_size: int, train_iters: int, ranks: int
+) -> None:
+    """Where everything is, the loss before and after, and what to try next. ``save`` is the run's folder."""
     (run,) = read_runs([save])
-    vocab_size = build_tokenizer(config.tokenizer).vocab_size
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -175,12 +177,12 @@ def last_screen(console: Console, config: RunConfig, parts: Parts, ranks: int) -
     table.add_row("time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.seconds.items()))
     table.add_row("run folder", f"{_short(save)}")
     table.add_row("", "config.yaml, metrics.jsonl, tensorboard/ and the checkpoint")
-    table.add_row("data", f"{_short(Path(str(config.dataset.data_path)))}.bin, .idx")
+    table.add_row("data", f"{_short(Path(data))}.bin, .idx")
     console.print()
     console.print(Panel(table, title="done", title_align="left", border_style="green"))
 
     launch = f"{program('megatron-cp')} train -n {ranks} --recipe"
-    longer = 2 * config.train.train_iters  # with a schedule that ends there: that of config.yaml ends with the run
+    longer = 2 * train_iters  # with a schedule that ends there: that of config.yaml ends with the run
     more = f"train.train_iters={longer} scheduler.lr_decay_iters={longer} scheduler.override_opt_param_scheduler=true"
     console.print("[bold]What to try next[/]")
     for what, command in (
@@ -208,7 +210,7 @@ def main(
         description=f"Train {RECIPE} on the Python standard library's source: {RANKS} processes on CPUs, or up to "
         f"{RANKS} GPUs where there are some.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, in Hydra's grammar")
+    add_overrides(parser, "settings of the recipe, in Hydra's grammar")
     user = list(parser.parse_args(arguments).overrides)
 
     console = Console(highlight=False)
@@ -238,10 +240,12 @@ def main(
     except KeyboardInterrupt:
         say("quickstart: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    save = Path(config.checkpoint.save or "")
     if code == 0:
-        last_screen(console, config, parts, ranks)
+        vocab_size = build_tokenizer(config.tokenizer).vocab_size
+        last_screen(console, parts, save, str(config.dataset.data_path), vocab_size, config.train.train_iters, ranks)
     elif code > 128:
-        say(f"quickstart: stopped; the run folder is {_short(Path(config.checkpoint.save or ''))}", file=sys.stderr)
+        say(f"quickstart: stopped; the run folder is {_short(save)}", file=sys.stderr)
     else:
         say("quickstart: training failed; the messages above say why", file=sys.stderr)
     return code

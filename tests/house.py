@@ -6,18 +6,23 @@ python -m tests.house
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import graphlib
+import importlib
+import inspect
 import io
 import re
 import statistics
+import sys
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from megatron_cp.config.run_config import CP_COMM_TYPES, ModelConfig
+from megatron_cp.attention.transports.registry import TRANSPORTS
+from megatron_cp.config.run_config import ModelConfig
 
 PACKAGE = Path(__file__).parents[1] / "megatron_cp"
 MCORE = PACKAGE / "mcore"  # what changes megatron-core, or reads its private names
@@ -97,8 +102,9 @@ def files_that_write(names: Iterable[str]) -> dict[str, list[Path]]:
 
 
 def files_that_write_a_transport() -> list[Path]:
-    exact = {path: set(_strings(path)) for path in modules().values()}
-    return [path for path, texts in exact.items() if texts & set(CP_COMM_TYPES)]
+    """The files in whose texts a transport's name stands, also as a part of a fix, but for the transports' own."""
+    own = {modules()[transport.run.partition(":")[0]] for transport in TRANSPORTS.values()}
+    return sorted({path for paths in files_that_write(TRANSPORTS).values() for path in paths} - own)
 
 
 def files_that_name(word: str) -> list[Path]:
@@ -117,18 +123,135 @@ def functions_given(kind: str) -> list[str]:
     return found
 
 
-def private_upstream_names() -> dict[str, list[str]]:
-    """Names with an underscore in front that a module outside :data:`MCORE` imports from megatron-core."""
-    found: dict[str, list[str]] = {}
-    for name, path in modules().items():
-        if path.is_relative_to(MCORE):
-            continue
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.core"):
-                private = [alias.name for alias in node.names if alias.name.startswith("_")]
-                if private or "._" in (node.module or ""):
-                    found.setdefault(name, []).extend(private or [str(node.module)])
+def upstream_names(path: Path) -> dict[str, str]:
+    """What a module takes from packages that are neither ours nor Python's: local name to dotted name."""
+    found = {}
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.module and _is_upstream(node.module):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            for alias in filter(lambda alias: _is_upstream(alias.name), node.names):
+                first = alias.name.split(".")[0]
+                found |= {alias.asname: alias.name} if alias.asname else {first: first}
+    for node in ast.walk(tree(path)):  # their other names in the module
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Name | ast.Attribute):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name) and _root(node.value) in found]
+            found |= dict.fromkeys(names, ast.unparse(node.value))
     return found
+
+
+def _is_upstream(module: str) -> bool:
+    first = module.split(".")[0]
+    return first not in sys.stdlib_module_names and first not in ("megatron_cp", "tests", "_typeshed")
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def _root(node: ast.AST) -> str:
+    return ast.unparse(node).split(".")[0]
+
+
+def private_upstream_names(path: Path) -> set[str]:
+    """Names with an underscore in front that a module takes from other packages, or reads or sets on their objects.
+
+    Also methods and attributes of other packages' classes that a class of the module overrides, calls or reads.
+    """
+    taken = upstream_names(path)
+    found = {name.rpartition(".")[2] for name in taken.values() if is_private(name)} | private_reads(path)
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ClassDef):
+            bases = [ast.unparse(base).partition(".") for base in node.bases]
+            inherited = [_private_names_of(f"{taken[name]}{dot}{rest}") for name, dot, rest in bases if name in taken]
+            found |= _used_on_self(node) & set().union(*inherited)
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) == "super()":
+            found.add(node.attr)
+    return found
+
+
+def private_reads(path: Path) -> set[str]:
+    """Private attributes of objects that are neither the package's own nor Python's."""
+    public = {"_replace", "_asdict", "_fields", "_make"}  # NamedTuple's
+    return {
+        node.attr
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute)
+        and is_private(node.attr)
+        and node.attr not in _own_names() | public
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
+        and _root(node.value) not in sys.stdlib_module_names
+    }
+
+
+def _used_on_self(kind: ast.ClassDef) -> set[str]:
+    defined = {each.name for each in kind.body if isinstance(each, ast.FunctionDef)}
+    attributes = (each for each in ast.walk(kind) if isinstance(each, ast.Attribute))
+    return defined | {each.attr for each in attributes if ast.unparse(each.value) == "self"}
+
+
+@cache
+def _own_names() -> frozenset[str]:
+    """What the package itself defines or sets."""
+    found = set()
+    for node in (node for path in modules().values() for node in ast.walk(tree(path))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _root(node.value) == "self":
+            found.add(node.attr)
+    return frozenset(found)
+
+
+@cache
+def _private_names_of(dotted: str) -> frozenset[str]:
+    """Private methods of a class and its bases, and what they set on ``self``."""
+    module, _, name = dotted.rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    found = {each for each in dir(kind) if is_private(each)}
+    for base in kind.__mro__:
+        with contextlib.suppress(OSError, TypeError):  # written in C
+            found |= set(re.findall(r"self\.(_[a-z]\w*)\b[^=\n]*=[^=]", inspect.getsource(base)))
+    return frozenset(found)
+
+
+def upstream_patches(path: Path) -> set[str]:
+    """Names that a module sets in other packages' modules and classes, or in ``sys.modules``; ``*`` is for several."""
+    found, taken = set(), upstream_names(path).keys()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if _root(node) in taken:
+                found.add(ast.unparse(node))
+            elif ast.unparse(node).startswith("importlib.import_module("):
+                found.add(f"*.{node.attr}")
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            found |= {"sys.modules"} & {ast.unparse(node.value)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.modules.setdefault", "sys.modules.update"):
+            found.add("sys.modules")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and _root(node.args[0]) in taken:
+            found.add(f"{ast.unparse(node.args[0])}.*")
+    return found
+
+
+@cache
+def reach() -> dict[str, set[str]]:
+    """For each module, the private names of other packages that it uses and the names of theirs that it sets."""
+    return {name: private_upstream_names(path) | upstream_patches(path) for name, path in modules().items()}
+
+
+def collectives(path: Path) -> list[str]:
+    """The functions of torch.distributed in which ranks exchange values that a module names."""
+    exchange = re.compile(
+        r"(?:\bdist|torch\.distributed)\."
+        r"((?:all_|batch_|broadcast|gather|i?recv|i?send|monitored_|reduce|scatter|barrier)\w*|all_to_all\w*)"
+    )
+    names = (ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute))
+    return [name for name in names if exchange.fullmatch(name)]
+
+
+def calls(path: Path) -> list[str]:
+    """The functions that a module calls, as they are written."""
+    return [ast.unparse(node.func) for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
 
 
 def code_lines(path: Path) -> int:
@@ -167,7 +290,11 @@ def figures() -> dict[str, object]:
         "functions that are handed a RunConfig": len(handed),
         "files with unittest.mock": where("unittest"),
         "files with sys._getframe": where("_getframe"),
-        "private names of megatron-core outside its package": private_upstream_names(),
+        "collectives outside parallel/collectives.py": sum(
+            len(collectives(path)) for name, path in modules().items() if not name.endswith(".collectives")
+        ),
+        "modules that reach into other packages": sum(map(bool, reach().values())),
+        "... of those outside mcore": sum(bool(names) for name, names in reach().items() if ".mcore." not in name),
     }
 
 

@@ -48,7 +48,7 @@ def packed_config(lengths: str, overrides: dict[str, Any]) -> RunConfig:
 
 def train_dataset(config: RunConfig) -> Any:
     samples = config.train.train_iters * config.train.global_batch_size
-    dataset = build_datasets(config, build_tokenizer(config.tokenizer), samples).train
+    dataset = build_datasets(config.dataset, build_tokenizer(config.tokenizer), samples).train
     assert dataset is not None
     return dataset
 

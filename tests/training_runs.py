@@ -55,7 +55,7 @@ def tiny_config(**overrides: Any) -> RunConfig:
 def start(config: RunConfig) -> tuple[Run, Steps]:
     """A ready run and its global batches from the beginning."""
     tokenizer = build_tokenizer(config.tokenizer)
-    train, _, _ = build_datasets(config, tokenizer, config.train.train_iters * config.train.global_batch_size)
+    train, _, _ = build_datasets(config.dataset, tokenizer, config.train.train_iters * config.train.global_batch_size)
     run = setup(config, tokenizer.vocab_size)
     return run, open_steps(run, train, 0, training=True)
 

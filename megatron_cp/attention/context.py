@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Mask
 from megatron_cp.attention.transports.comm import Peers
-from megatron_cp.config.run_config import CP_COMM_TYPES
-from megatron_cp.parallel.collectives import everyones
+from megatron_cp.attention.transports.registry import HEADS, KEYS, RING, Transport, transport_named
+from megatron_cp.parallel.collectives import gather_objects
 
 GroupOrPair = dist.ProcessGroup | Sequence[dist.ProcessGroup]
 
@@ -35,6 +35,15 @@ class CPContext:
     ring: Peers
 
     @property
+    def transport(self) -> Transport:
+        return transport_named(self.comm_type)
+
+    @property
+    def peers(self) -> tuple[Peers, ...]:
+        """The ranks of each of the transport's levels."""
+        return tuple(self.heads if level == HEADS else self.ring for level in self.transport.levels)
+
+    @property
     def size(self) -> int:
         return self.heads.size * self.ring.size
 
@@ -43,33 +52,31 @@ class CPContext:
         return self.ring.rank * self.heads.size + self.heads.rank
 
     @classmethod
-    def alone(cls, comm_type: str = "p2p") -> CPContext:
+    def alone(cls, comm_type: str = RING.name) -> CPContext:
         """One rank, which holds whole sequences and talks to nobody."""
-        return cls(_known(comm_type), Peers.alone(), Peers.alone())
+        return cls(transport_named(comm_type).name, Peers.alone(), Peers.alone())
 
     @classmethod
     def build(cls, comm_type: str, group: GroupOrPair) -> CPContext:
-        """Check that ``group`` is what ``comm_type`` needs: a process group, or (a2a, p2p) groups for ``a2a+p2p``.
+        """Check that ``group`` is what ``comm_type`` needs: a process group, or one for each of its two levels.
 
         Raises ValueError for an unknown transport, a missing group, a wrong number of groups, or a group that this
         process is not in. A missing group never means "no communication".
         """
-        _known(comm_type)
-        if comm_type == "a2a+p2p":
-            return cls(comm_type, *_pair(group))
+        transport = transport_named(comm_type)
+        if transport.hierarchical:
+            return cls(comm_type, *_pair(group, transport))
         if isinstance(group, Sequence):
             raise ValueError(f"group: comm_type {comm_type!r} takes one process group, got {len(group)}")
         peers = _peers(group, "group")
-        if comm_type == "a2a":
-            return cls(comm_type, peers, Peers.alone())
-        return cls(comm_type, Peers.alone(), peers)
+        return cls(comm_type, *(peers if level in transport.levels else Peers.alone() for level in (HEADS, KEYS)))
 
     def check_agreement(self, facts: dict[str, Any]) -> None:
         """Raise, on all ranks, ValueError if ``facts`` (the same names everywhere) differ between ranks."""
         everyone = [(self.rank, facts)]
         for peers in (self.heads, self.ring):
             if peers.size > 1:
-                everyone = [entry for part in everyones(everyone, peers.group) for entry in part]
+                everyone = [entry for part in gather_objects(everyone, peers.group) for entry in part]
         (first, expected), *others = sorted(everyone, key=lambda entry: entry[0])
         for rank, theirs in others:
             for name, value in expected.items():
@@ -79,9 +86,10 @@ class CPContext:
                     )
 
     def __str__(self) -> str:
-        if self.comm_type == "a2a+p2p":
-            return f"a2a+p2p over a2a {self.heads} and p2p {self.ring}"
-        return f"{self.comm_type} over {self.heads if self.comm_type == 'a2a' else self.ring}"
+        if not self.transport.hierarchical:
+            return f"{self.comm_type} over {self.peers[0]}"
+        levels = zip(self.transport.levels, self.peers, strict=True)
+        return f"{self.comm_type} over {' and '.join(f'{level} {peers}' for level, peers in levels)}"
 
 
 @dataclass(frozen=True)
@@ -102,22 +110,19 @@ class AttentionCall:
         return [slice(span.row, span.row + span.length) for span in self.layout.spans(rank)]
 
 
-def _known(comm_type: str) -> str:
-    if comm_type not in CP_COMM_TYPES:
-        raise ValueError(f"comm_type {comm_type!r} is unknown; choose one of {', '.join(CP_COMM_TYPES)}")
-    return comm_type
-
-
-def _pair(groups: GroupOrPair) -> tuple[Peers, Peers]:
+def _pair(groups: GroupOrPair, transport: Transport) -> tuple[Peers, Peers]:
+    first, second = transport.levels
     if not isinstance(groups, Sequence) or len(groups) != 2:
         got = "one process group" if isinstance(groups, dist.ProcessGroup) else repr(groups)
-        raise ValueError(f"group: comm_type 'a2a+p2p' takes two process groups (a2a_group, p2p_group), got {got}")
-    heads, ring = _peers(groups[0], "group[0] (a2a)"), _peers(groups[1], "group[1] (p2p)")
+        raise ValueError(
+            f"group: comm_type {transport.name!r} takes two process groups ({first}_group, {second}_group), got {got}"
+        )
+    heads, ring = _peers(groups[0], f"group[0] ({first})"), _peers(groups[1], f"group[1] ({second})")
     if heads.group is not None and ring.group is not None:
         shared = set(dist.get_process_group_ranks(heads.group)) & set(dist.get_process_group_ranks(ring.group))
         if shared != {dist.get_rank()}:
             raise ValueError(
-                f"group: the a2a group ({heads}) and the p2p group ({ring}) must have exactly rank "
+                f"group: the {first} group ({heads}) and the {second} group ({ring}) must have exactly rank "
                 f"{dist.get_rank()} in common, but share {sorted(shared)}"
             )
     return heads, ring

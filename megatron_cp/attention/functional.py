@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pkgutil
 from numbers import Real
 from typing import Any
 
@@ -14,10 +15,8 @@ from megatron_cp.attention.context import AttentionCall, CPContext, GroupOrPair
 from megatron_cp.attention.eager import never_compiled
 from megatron_cp.attention.sharding import Layout, read_offsets
 from megatron_cp.attention.tiles import Mask
-from megatron_cp.attention.transports.all_gather import all_gather_attention
-from megatron_cp.attention.transports.all_to_all import all_to_all_attention
 from megatron_cp.attention.transports.comm import Peers
-from megatron_cp.attention.transports.hierarchical import hierarchical_attention
+from megatron_cp.attention.transports.registry import RING
 from megatron_cp.attention.transports.ring import ring_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -31,7 +30,7 @@ def context_parallel_attention(
     value: Tensor,
     *,
     group: GroupOrPair,
-    comm_type: str = "p2p",
+    comm_type: str = RING.name,
     causal: bool = True,
     window_size: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
@@ -48,9 +47,9 @@ def context_parallel_attention(
     own. One floating dtype for all three. Returns [s_local, b, heads, d_v] or [t_local, heads, d_v] in that dtype.
 
     Args:
-        group: the context-parallel group; for ``comm_type="a2a+p2p"`` the pair (a2a_group, p2p_group), where rank
+        group: the context-parallel group; for two levels (``a2a+p2p``) the pair (a2a_group, p2p_group), where rank
             ``p2p_rank * a2a_size + a2a_rank`` is the one that counts for the shard.
-        comm_type: ``p2p`` (ring), ``all_gather``, ``a2a`` (all-to-all) or ``a2a+p2p``.
+        comm_type: ``p2p`` (ring), ``all_gather``, ``a2a`` (all-to-all), ``a2a+p2p``, or another that is registered.
         causal: token i sees tokens up to i; otherwise all tokens of its sequence.
         window_size: (left, right), how many tokens back and ahead a token sees, -1 for no limit; causal has no ahead.
         cu_seqlens: int [sequences + 1], cumulative numbers of real tokens of the whole pack, the same on every rank.
@@ -156,17 +155,10 @@ def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
 def _transport(
     context: CPContext, query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall
 ) -> Tensor:
-    if call.layout.rows == 0:
+    if call.layout.rows == 0 or context.size == 1:
         return ring_attention(query, key, value, softmax_offset, call, Peers.alone())
-    match context.comm_type:
-        case "all_gather" if context.size > 1:
-            return all_gather_attention(query, key, value, softmax_offset, call, context.ring)
-        case "a2a":
-            return all_to_all_attention(query, key, value, softmax_offset, call, context.heads)
-        case "a2a+p2p":
-            return hierarchical_attention(query, key, value, softmax_offset, call, context.heads, context.ring)
-        case _:
-            return ring_attention(query, key, value, softmax_offset, call, context.ring)
+    run = pkgutil.resolve_name(context.transport.run)
+    return run(query, key, value, softmax_offset, call, *context.peers)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, packed: bool, softmax_offset: Tensor | None) -> None:

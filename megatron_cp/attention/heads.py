@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_cp.attention.transports.registry import TRANSPORTS
+
 
 @dataclass(frozen=True)
 class HeadSplit:
@@ -17,10 +19,11 @@ class HeadSplit:
     @classmethod
     def of(cls, heads: int, kv_heads: int, size: int) -> HeadSplit:
         if heads % size:
+            others = " or ".join(repr(t.name) for t in TRANSPORTS.values() if not t.exchanges_heads)
             divisors = [n for n in range(1, size + 1) if heads % n == 0]
             raise ValueError(
                 f"query has {heads} heads on this rank, which are not divisible by the all-to-all group's {size} ranks;"
-                f" use a group of {' or '.join(map(str, divisors))}, or comm_type 'p2p' or 'all_gather'"
+                f" use a group of {' or '.join(map(str, divisors))}, or comm_type {others}"
             )
         return cls(heads, kv_heads, size)
 

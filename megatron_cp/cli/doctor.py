@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from megatron_cp.attention.modules.te_support import MINIMUM, parse_version
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, format_violations
 from megatron_cp.common.installation import how_to_install, how_to_install_requirement
 from megatron_cp.common.terminal import ArgumentParser, say
-from megatron_cp.config.flags import add_recipe, compose, given, parse
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.flags import add_recipe, add_world_size, compose, given, parse
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.fusions import kernels_in_use
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.environment import installed_version
@@ -176,14 +176,16 @@ def findings(found: Survey, *, of_recipe: bool = False) -> Iterator[Finding]:
         yield Finding(False, "uninstall apex: what is installed is another project of that name, and no use here")
 
 
-def attention_of(config: RunConfig, environment: Environment, world_size: int) -> tuple[str, list[str]]:
+def attention_of(
+    model: ModelConfig, environment: Environment, packed: Collection[int], fp32: bool
+) -> tuple[str, list[str]]:
     """The attention that a finalized configuration gets in this environment, and why."""
-    wanted, on_gpu = config.model.attention_backend, environment.device == "gpu"
+    wanted, on_gpu = model.attention_backend, environment.device == "gpu"
     version = environment.transformer_engine
-    backend, gaps = backend_in(environment, config, packed_sizes(config, world_size))
+    backend, gaps = backend_in(environment, model, packed, fp32)
     if wanted == "native":
         why = ["model.attention_backend=native asks for it"]
-    elif config.model.transformer_impl == "local":
+    elif model.transformer_impl == "local":
         why = ["model.transformer_impl=local does without Transformer Engine"]
     elif not on_gpu:
         why = ["there is no GPU, and Transformer Engine's attention needs one"]
@@ -250,7 +252,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_recipe(parser, "also say which attention this recipe would use")
-    parser.add_argument("--world-size", "--world_size", type=int, help="ranks of the recipe")
+    add_world_size(parser, "ranks of the recipe")
     parser.add_argument("--try", dest="trial", action="store_true", help="import every library as well (slow)")
     return parser
 
@@ -285,15 +287,17 @@ def main(argv: Sequence[str]) -> int:
     if config is not None:
         world_size = ranks_to_check(config, args.world_size)
         config, choice = resolve_auto(config, world_size, None, found.environment)
-        attention, why = attention_of(config, found.environment, world_size)
+        model, fp32 = config.model, config.mixed_precision.fp32
+        packed = packed_sizes(model, config.dist, world_size)
+        attention, why = attention_of(model, found.environment, packed, fp32)
         backend = config.dist.distributed_backend or ("nccl" if found.environment.device == "gpu" else "gloo")
         say(f"{config.recipe} on {world_size} ranks")
-        its_layers = its_layers_in(found.environment, config)
+        its_layers = its_layers_in(found.environment, model, fp32)
         if its_layers and attention == "our own":
             attention += ", by Transformer Engine's kernels"
         say(_line("attention", f"{attention}: {why[0]}"), *(_line("", reason) for reason in why[1:]), sep="\n")
         say(_line("layers", "Transformer Engine's" if its_layers else "megatron-core's own"))
-        fused = kernels_in_use(config, its_layers)
+        fused = kernels_in_use(model, its_layers)
         say(_line("fused kernels", ", ".join(fused) or "none of Transformer Engine's"))
         say(_line("communication", backend), *([_line("", choice)] if choice else []), sep="\n")
         violations = check(config, world_size, None, found.environment)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_cp.cli import ranks
 from megatron_cp.cli.train import run_or_start
 from megatron_cp.common.terminal import ArgumentParser
-from megatron_cp.config.flags import add_recipe, compose, parse
+from megatron_cp.config.flags import add_gpus_per_node, add_recipe, compose, parse
 
 _SWITCH = "train.skip_train=true"
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add_recipe(parser, "a run's folder, or the recipe of the model; its checkpoint is that of checkpoint.load")
     ranks.add(parser)
-    parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="ranks that share a node")
+    add_gpus_per_node(parser)
     args = parse(parser, argv)
     if args.recipe and os.path.isfile(config := os.path.join(args.recipe, "config.yaml")):
         args.recipe = config

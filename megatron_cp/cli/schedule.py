@@ -94,7 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--output", metavar="FILE", type=Path, help="write the schedule itself as JSON")
     parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the timeline")
-    parser.add_argument("--html", metavar="FILE.html", type=Path, help="draw the timeline as a web page")
     return parser
 
 
@@ -127,7 +126,7 @@ def _complete(args: argparse.Namespace) -> None:
 
 def _check_files(args: argparse.Namespace) -> None:
     """Before any work. Raises ValueError for a file that cannot be written."""
-    for name in ("output", "plot", "html"):
+    for name in ("output", "plot"):
         path = getattr(args, name)
         if path is None:
             continue
@@ -264,13 +263,11 @@ def _write(
     """The files that were asked for."""
     if args.output:
         args.output.write_text(json.dumps([[list(group) for group in groups] for groups in found.microbatches]))
-    if args.plot or args.html:
-        from megatron_cp.dynamic_cp.analysis import timeline
+    if args.plot:
+        from megatron_cp.dynamic_cp.analysis.timeline import write_png
 
-        for path, write in ((args.plot, timeline.write_png), (args.html, timeline.write_html)):
-            if path:
-                write(path, drawn, lengths, cost, found.num_ranks)
-                say(f"wrote {path}", file=sys.stderr)
+        write_png(args.plot, drawn, lengths, cost, found.num_ranks)
+        say(f"wrote {args.plot}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -32,11 +32,9 @@ def main(argv: Sequence[str]) -> int:
         say(to_yaml(compose(parser, args)), end="")
         return EXIT_OK
     if args.dry_run:
-        config = compose(parser, args)
-        say(to_yaml(config))
         if args.world_size is None:
             args.world_size = args.ranks
-        return report(config, args)
+        return report(parser, args, with_settings=True)
     if args.environment or args.world_size is not None:
         parser.error("--environment and --world-size are for --dry-run; a run has the ones it is started with")
     return run_or_start("train", parser, args, argv)
@@ -64,6 +62,6 @@ def run_or_start(
 
     if not vars(args).get("verify"):
         return run(config)
-    from megatron_cp.verify.before_training import verify_once
+    from megatron_cp.verify.run import verify_once
 
     return run(config, verify_once)

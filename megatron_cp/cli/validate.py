@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK, format_violations
 from megatron_cp.common.terminal import ArgumentParser, say
-from megatron_cp.config.flags import add_recipe, compose, parse
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.flags import add_gpus_per_node, add_recipe, add_world_size, compose, parse
+from megatron_cp.config.recipes import to_yaml
 from megatron_cp.data.summary import planned_line
 from megatron_cp.parallel.layout import group_lines, layout_of
 from megatron_cp.rules import Environment, check, resolve_auto
@@ -22,17 +22,15 @@ def main(argv: Sequence[str]) -> int:
     args = parse(parser, argv)
     if args.explain:
         return explain(args.explain)
-    return report(compose(parser, args), args)
+    return report(parser, args)
 
 
 def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
     """A parser for a command that checks a recipe."""
     parser = ArgumentParser(f"megatron-cp {command}", description=description, allow_abbrev=False)
     add_recipe(parser, "what to run")
-    parser.add_argument(
-        "--world-size", "--world_size", type=int, help="ranks to check for (default: the recipe's recipe_world_size)"
-    )
-    parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="ranks that share a node")
+    add_world_size(parser, "ranks to check for (default: the recipe's recipe_world_size)")
+    add_gpus_per_node(parser)
     parser.add_argument(
         "--environment",
         metavar="gpu|cpu|FILE.yaml",
@@ -50,19 +48,27 @@ def explain(rule_id: str) -> int:
     return EXIT_OK
 
 
-def report(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print what auto settings come to, the process groups and the violations; returns the exit code."""
+def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_settings: bool = False) -> int:
+    """Print what auto settings come to, the process groups and the violations; returns the exit code.
+
+    ``with_settings``: all settings first.
+    """
+    config = compose(parser, args)
+    if with_settings:
+        say(to_yaml(config))
     world_size, environment = ranks_to_check(config, args.world_size), Environment.of(args.environment)
     violations = check(config, world_size, args.gpus_per_node, environment)
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
-    say(f"# {config.recipe} on {world_size} ranks\n{planned_line(config)}", *([choice] if choice else []), sep="\n")
+    data = planned_line(config.dataset, config.train.train_iters * config.train.global_batch_size)
+    say(f"# {config.recipe} on {world_size} ranks\n{data}", *([choice] if choice else []), sep="\n")
     with contextlib.suppress(ValueError):  # an impossible layout: the violations below say why
-        layout = layout_of(config, world_size)
+        layout = layout_of(config.model, config.dist, world_size)
         say("\n".join(group_lines(layout)))
         if config.runs_packs:
             from megatron_cp.dynamic_cp.groups import configured_blocks, group_line
 
-            say(group_line(configured_blocks(config, layout), at_start=config.dist.dynamic_groups_at_start))
+            blocks = configured_blocks(config.model, config.dist.eval_context_parallel_size, layout)
+            say(group_line(blocks, at_start=config.dist.dynamic_groups_at_start))
     sys.stdout.flush()
     errors = [v for v in violations if v.severity == "error"]
     if violations:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from megatron_cp.cli import ranks
-from megatron_cp.common.errors import EXIT_FAILED, EXIT_OK, failed_alone
-from megatron_cp.common.terminal import ArgumentParser, say
+from megatron_cp.common.errors import EXIT_FAILED, EXIT_OK
+from megatron_cp.common.terminal import ArgumentParser
 from megatron_cp.config.flags import add_recipe, compose, parse
-from megatron_cp.config.run_config import RunConfig
-from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.launch import launcher
-from megatron_cp.verify.reduce import checked, comparable
+from megatron_cp.verify.reduce import checked_and_comparable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,65 +42,22 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--steps must be at least 1")
     launcher.rank()  # refuses a wrong RANK before torch is imported
     number = ranks.to_start(parser, args)
-    if number is None:
-        return _compare(*_layouts(parser, args, launcher.world_size() or 1))
-    with ranks.no_warnings():
-        _layouts(parser, args, number)
-    return ranks.start("verify", argv, number)
+    world_size = number or launcher.world_size() or 1
+    with nullcontext() if number is None else ranks.no_warnings():
+        layouts = [compose(parser, args, *further) for further in _overrides(parser, args.against)]
+        configs = checked_and_comparable(layouts, world_size, args.steps, full=args.full)
+    if number is not None:
+        return ranks.start("verify", argv, number)
+    names = ("one rank", f"{world_size} ranks") if args.against is None else ("against", "layout")
+    launcher.add_variables(configs[-1].env_vars)
+    from megatron_cp.verify.run import verify  # torch and megatron-core take ten seconds: only once all is checked
+
+    return EXIT_OK if verify(configs, names) else EXIT_FAILED
 
 
-def _layouts(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, world_size: int
-) -> tuple[list[RunConfig], tuple[str, str]]:
-    """The checked configurations to compare, and what they are called."""
-    layouts = [compose(parser, args)]
-    names = ["one rank", f"{world_size} ranks"]
-    if args.against is not None:
-        try:
-            further = shlex.split(args.against)
-        except ValueError as error:  # a quotation mark without its pair
-            parser.error(f"--against {args.against!r}: {error}")
-        layouts.insert(0, compose(parser, args, *further))
-        names = ["against", "layout"]
-    layouts = [checked(config, world_size) for config in layouts]
-    configs = [checked(config, world_size) for config in comparable(layouts, world_size, args.steps, full=args.full)]
-    if launcher.rank() == 0 and layouts[-1].model.moe_aux_loss_coeff and not configs[-1].model.moe_aux_loss_coeff:
-        say(
-            "note: compared without the router's auxiliary loss (model.moe_aux_loss_coeff=0): a pack's depends on the "
-            "samples that share it, and the two layouts pack differently",
-            file=sys.stderr,
-        )
-    return configs, (names[0], names[1])
-
-
-def _compare(configs: list[RunConfig], names: tuple[str, str]) -> int:
-    layout = configs[-1]
-    launcher.add_variables(layout.env_vars)
-    # torch and megatron-core take ten seconds: only once everything is checked
-    import torch.distributed as dist
-    from rich.console import Console
-
-    from megatron_cp.mcore.packages import check_mamba_ssm
-    from megatron_cp.parallel.device import start_distributed, stop_distributed
-    from megatron_cp.training.consistency import check_all_ranks_agree
-    from megatron_cp.training.monitor.metrics import start_logging
-    from megatron_cp.verify.compare import compare_layouts, compare_with_one_rank
-    from megatron_cp.verify.report import show
-
-    rank = launcher.rank()
-    start_logging(rank, live=False)
-    if "M" in layout.model.parts:
-        check_mamba_ssm()
-    start_distributed(layout)
+def _overrides(parser: argparse.ArgumentParser, against: str | None) -> list[list[str]]:
+    """Each layout's further overrides: those of ``--against`` if there are any, and none."""
     try:
-        check_all_ranks_agree(layout)
-        if len(configs) == 2:
-            result = compare_layouts(*configs)
-        else:
-            result = compare_with_one_rank(layout, on_one_rank(layout))
-        if rank == 0:
-            show(result, names, Console(width=None if sys.stdout.isatty() else 120))
-        dist.barrier()  # a launcher stops all ranks as soon as one has ended with a failure
-        return EXIT_OK if result.equal else EXIT_FAILED
-    finally:
-        stop_distributed(alone=failed_alone(sys.exception()))
+        return [[]] if against is None else [shlex.split(against), []]
+    except ValueError as error:  # a quotation mark without its pair
+        parser.error(f"--against {against!r}: {error}")

@@ -1,9 +1,36 @@
-"""Write a file so that its readers find the old text or the new one, whenever the writer dies."""
+"""Write files and folders so that their readers find the old one or the new one, whenever the writer dies."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def written_aside(*paths: Path, only_writer: bool = False) -> Iterator[list[Path]]:
+    """Yield a path beside each of ``paths``, to write a file or folder to, and rename them in order afterwards.
+
+    Where the body raises, ``paths`` are as they were, and what was written is deleted.
+
+    Args:
+        only_writer: no other process writes to ``paths``. What a process that was killed left is then overwritten.
+
+    Raises:
+        OSError: they cannot be renamed: a folder that is not empty is not replaced.
+    """
+    mark = "" if only_writer else f"-{uuid.uuid4().hex[:8]}"  # process ids may repeat on another node
+    aside = [path.with_name(f".{path.name}.partial{mark}") for path in paths]
+    try:
+        yield aside
+        for new, path in zip(aside, paths, strict=True):
+            os.replace(new, path)
+    finally:
+        for each in aside:
+            shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str, *, survives_power_loss: bool = False) -> None:
@@ -15,11 +42,10 @@ def write_text(path: Path, text: str, *, survives_power_loss: bool = False) -> N
     Raises:
         OSError: it cannot be written; the file is as it was.
     """
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(text, encoding="utf-8")
-    if survives_power_loss:
-        to_disk(aside)
-    os.replace(aside, path)
+    with written_aside(path, only_writer=True) as (aside,):
+        aside.write_text(text, encoding="utf-8")
+        if survives_power_loss:
+            to_disk(aside)
     if survives_power_loss:
         to_disk(path.parent)
 

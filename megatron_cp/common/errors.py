@@ -99,6 +99,11 @@ class UnusableCheckpoint(ValueError):
     """A checkpoint's file is damaged, or holds what no checkpoint of ours does; the message names it."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, which may have none."""
+    return (str(error).strip().splitlines() or ["no details"])[0]
+
+
 def failed_alone(error: BaseException | None) -> bool:
     """Whether an error is this rank's only, so that others may wait for it; ``None`` is no error."""
     if isinstance(error, RuntimeFault):

@@ -7,6 +7,8 @@ import os
 import resource
 from pathlib import Path
 
+from megatron_cp.common.errors import UnusableCheckpoint, first_line
+
 _MEMORY = ("can't allocate memory", "bad_alloc", "failed to map segment", os.strerror(errno.ENOMEM))
 _FILES = (os.strerror(errno.EMFILE), os.strerror(errno.ENFILE))
 _PROCESSES = ("can't start new thread", os.strerror(errno.EAGAIN))
@@ -34,6 +36,17 @@ def reached_limit(error: BaseException) -> str | None:
     if number == errno.EFBIG or _says(error, text, _SIZE):
         return _too_few("bytes in a file", "ulimit -f", resource.RLIMIT_FSIZE, None)
     return None
+
+
+def in_one_line(error: BaseException) -> str:
+    """Describe an error in one line. torch's ``CheckpointException`` holds the ranks' own errors and tracebacks."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict) and failures:
+        error = next(iter(failures.values()))[0]
+    if isinstance(error, UnusableCheckpoint):
+        return str(error)
+    limit = reached_limit(error)
+    return f"{type(error).__name__}: {first_line(error)}{f' ({limit})' if limit else ''}"
 
 
 def lacks_files(needed: int) -> str | None:

@@ -22,12 +22,23 @@ def add_recipe(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--recipe", metavar="NAME|FILE.yaml", help=f"{what}; 'megatron-cp recipes' lists the names")
     parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merged over the recipe")
     _add_flags(parser)
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="[RECIPE] key=value",
-        help="the recipe where --recipe is not given, and any setting, in Hydra's grammar; wins over all of the above",
-    )
+    known = "the recipe where --recipe is not given, and any setting, in Hydra's grammar; wins over all of the above"
+    add_overrides(parser, known, metavar="[RECIPE] key=value")
+
+
+def add_overrides(parser: argparse.ArgumentParser, what: str, metavar: str = "key=value") -> None:
+    """Let a command take settings as ``args.overrides``; ``what`` is for ``--help``."""
+    parser.add_argument("overrides", nargs="*", metavar=metavar, help=what)
+
+
+def add_world_size(parser: argparse.ArgumentParser, what: str) -> None:
+    """Let a command that starts no rank take the number of ranks."""
+    parser.add_argument("--world-size", "--world_size", type=int, help=what)
+
+
+def add_gpus_per_node(parser: argparse.ArgumentParser) -> None:
+    """Let a command take the number of ranks that share a node."""
+    parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="ranks that share a node")
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

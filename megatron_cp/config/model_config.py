@@ -56,6 +56,20 @@ class ModelConfig(
         return groups or self.num_attention_heads
 
     @property
+    def has_local_rotary(self) -> bool:
+        """Whether layers with a window have a rotary base of their own."""
+        return self.rotary_base_local is not None and self.position_embedding_type == "rope"
+
+    def layer_has_window(self, layer_number: int) -> bool:
+        """Whether a layer (1-based) attends through ``window_size``; the others see everything."""
+        every = self.window_attn_skip_freq
+        if self.window_size is None or every is None:
+            return self.window_size is not None
+        if isinstance(every, list):
+            return bool(every[min(layer_number, len(every)) - 1])
+        return layer_number % every != 0
+
+    @property
     def yarn_length(self) -> int | None:
         """Positions under YaRN, scaling factor * original length, rounded; None without YaRN or without the two."""
         length = (self.yarn_rotary_scaling_factor or 0) * (self.yarn_original_max_position_embeddings or 0)
@@ -83,6 +97,22 @@ class ModelConfig(
         every = self.moe_layer_freq
         chosen = set(map(bool, every)) if isinstance(every, list) else {True, every <= 1 or self.num_layers <= 1}
         return frozenset({"*"} | {"E" if experts else "-" for experts in chosen})
+
+    @property
+    def fewest_ranks(self) -> int:
+        """Ranks of one model replica, tp * pp * cp: the layout needs these or a multiple. At least 1."""
+        return max(1, self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Number of model replicas that see different samples."""
+        return world_size // self.fewest_ranks
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """What a rank holds of the longest sample on context_parallel_size ranks, padded: one fits, in any case."""
+        width = max(1, self.tensor_model_parallel_size) if self.sequence_parallel else 1
+        unit = 2 * max(1, self.context_parallel_size) * width
+        return -(-max(1, self.seq_length or 1) // unit) * 2 * width
 
     @property
     def transports(self) -> tuple[str, ...]:

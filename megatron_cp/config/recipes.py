@@ -111,8 +111,17 @@ def load_recipe(
     if variables and launcher.is_first_rank():
         read = ", ".join(in_a_line(variable) for variable in dict.fromkeys(variables))
         logger.warning("recipe %s reads environment variables: %s", in_a_line(name), read)
-    problems = bridge_names.settle(plain)
-    config: RunConfig = build(RunConfig, plain, problems)
+    return from_settings(plain, bridge_names.settle(plain))
+
+
+def from_settings(settings: dict[str, Any], problems: list[Violation] | None = None) -> RunConfig:
+    """The finalized configuration of plain settings by section.
+
+    Raises:
+        ConfigError: with ``problems`` that are known already, unknown settings and wrong types.
+    """
+    problems = problems or []
+    config: RunConfig = build(RunConfig, settings, problems)
     if problems:
         raise ConfigError(problems)
     return config.finalize()

@@ -23,11 +23,10 @@ from megatron_cp.config.sections.numerics import MixedPrecisionConfig, RNGConfig
 from megatron_cp.config.sections.observing import LoggerConfig, ProfilingConfig
 from megatron_cp.config.sections.optimization import OptimizerConfig, SchedulerConfig
 from megatron_cp.config.sections.training import TrainConfig, ValidationConfig
-from megatron_cp.config.setting import Facts, facts_of
+from megatron_cp.config.setting import Facts, facts_of, value_at
 
 # What is counted in iterations or in samples: NAME_iters and NAME_samples.
 TRAINING_LENGTHS, SCHEDULE_LENGTHS = ("train",), ("lr_warmup", "lr_decay", "lr_wsd_decay")
-CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 @dataclass
@@ -71,7 +70,7 @@ class RunConfig:
         if model.dynamic_context_parallel and model.sequence_packing_scheduler is None:
             model.sequence_packing_scheduler = "default_dynamic_cp"
         if model.sequence_packing_scheduler is not None and model.max_seqlen_per_dp_cp_rank is None:
-            model.max_seqlen_per_dp_cp_rank = self._tokens_per_rank()
+            model.max_seqlen_per_dp_cp_rank = model.tokens_per_rank
         if data.kind is None:
             data.kind = _kind_of_data(data.data_path, packed=model.sequence_packing_scheduler is not None)
         self._count_in_iterations()
@@ -97,6 +96,10 @@ class RunConfig:
         now = asdict(self)
         return given if given is not None and filled == now else now
 
+    def value_at(self, path: str) -> Any:
+        """A setting by its dotted name; None where there is no such setting."""
+        return value_at(self, path)
+
     def _count_in_iterations(self) -> None:
         """Turn lengths in samples into iterations. What is given in both stays, and rule K56 refuses it."""
         batch = self.train.global_batch_size
@@ -110,25 +113,6 @@ class RunConfig:
                     setattr(section, iterations, given // batch)
                     setattr(section, samples, unset)
 
-    def _tokens_per_rank(self) -> int:
-        """What a rank holds of the longest sample on context_parallel_size ranks, padded: one fits, in any case."""
-        m = self.model
-        width = max(1, m.tensor_model_parallel_size) if m.sequence_parallel else 1
-        unit = 2 * max(1, m.context_parallel_size) * width
-        return -(-max(1, m.seq_length or 1) // unit) * 2 * width
-
-    def warmup_iters(self) -> int:
-        """Iterations over which the learning rate rises.
-
-        A recipe's warmup is written for its full length: where the schedule is as long as the run, the warmup ends at
-        least one iteration before the run does. Rule I9 says so.
-        """
-        schedule, run = self.scheduler, self.train.train_iters
-        decay = run if schedule.lr_decay_iters is None else schedule.lr_decay_iters
-        if schedule.lr_warmup_fraction is not None:
-            return int(schedule.lr_warmup_fraction * decay)
-        return min(schedule.lr_warmup_iters, max(0, decay - 1)) if decay == run else schedule.lr_warmup_iters
-
     @property
     def runs_packs(self) -> bool:
         """Whether anything runs packs, evaluation in groups of its own among them."""
@@ -141,16 +125,6 @@ class RunConfig:
         batch, micro = own.eval_global_batch_size, own.eval_micro_batch_size
         return batch or train.global_batch_size, micro or train.micro_batch_size
 
-    @property
-    def fewest_ranks(self) -> int:
-        """Ranks of one model replica, tp * pp * cp: the layout needs these or a multiple. At least 1."""
-        m = self.model
-        return max(1, m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size)
-
-    def data_parallel_size(self, world_size: int) -> int:
-        """Number of model replicas that see different samples."""
-        return world_size // self.fewest_ranks
-
 
 def _kind_of_data(
     data_path: str | list[str | int | float] | None, packed: bool
@@ -161,6 +135,11 @@ def _kind_of_data(
     if any(str(path).endswith(".jsonl") for path in paths):
         return "jsonl"
     return "documents" if packed else "indexed"
+
+
+def default_at(path: str) -> Any:
+    """The default of a setting, by its dotted name."""
+    return value_at(RunConfig(), path)
 
 
 @cache

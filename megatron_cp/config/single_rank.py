@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 
-from megatron_cp.config.run_config import ModelConfig, RunConfig
+from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.setting import LAYOUT, facts_of
 
 
 def on_one_rank(config: RunConfig) -> RunConfig:
     """The same model, data and optimizer without any parallelism, by the plainest path there is."""
     config = copy.deepcopy(config)
-    defaults, packed = ModelConfig(), config.model.sequence_packing_scheduler is not None
-    for name, facts in facts_of(ModelConfig).items():
+    defaults, packed = type(config.model)(), config.model.sequence_packing_scheduler is not None
+    for name, facts in facts_of(type(config.model)).items():
         if LAYOUT in facts.affects:
             setattr(config.model, name, getattr(defaults, name))
     if packed:

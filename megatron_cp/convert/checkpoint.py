@@ -17,10 +17,13 @@ from megatron.core.transformer.module import Float16Module
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.common.errors import ConfigError, RuntimeFault, Violation
+from megatron_cp.common.limits import in_one_line
 from megatron_cp.config.run_config import CheckpointConfig, MixedPrecisionConfig, RunConfig
 from megatron_cp.config.schema import build
 from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.mcore.private_names import keep_expert_bias_in_float32
 from megatron_cp.models.builder import build_model
+from megatron_cp.models.layer_specs import choose_attention
 from megatron_cp.models.layers.router import PackRouter
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.parallel.device import seed_everything, stop_distributed
@@ -39,7 +42,7 @@ from megatron_cp.training.checkpoint.files import (
 )
 from megatron_cp.training.checkpoint.resume import check_format
 from megatron_cp.training.checkpoint.saver import fit_to_checkpoint
-from megatron_cp.training.checkpoint.verification import complete_beside, describe, problems_of
+from megatron_cp.training.checkpoint.verification import complete_beside, problems_of
 from megatron_cp.training.checkpoint.writer import Writer
 from megatron_cp.training.setup import Progress
 
@@ -94,7 +97,7 @@ class WholeModel:
             fit_to_checkpoint(state, folder)
             loaded = dist_checkpointing.load({"model": state}, str(folder))
         except (Exception, CheckpointException) as error:
-            raise RuntimeFault(f"checkpoint {folder} cannot be read: {describe(error)}") from error
+            raise RuntimeFault(f"checkpoint {folder} cannot be read: {in_one_line(error)}") from error
         self.module.load_state_dict(loaded["model"])
 
     def _sharded(self) -> dict[str, Any]:
@@ -179,16 +182,17 @@ def whole_model(config: RunConfig) -> Iterator[WholeModel]:
     """Build the model of a finalized configuration that divides nothing, on this process as the only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        groups = build_process_groups(config)
-        seed_everything(config, groups)
-        core_config = transformer_config(config)
+        groups = build_process_groups(config.model, config.dist)
+        seed_everything(config.rng, groups)
+        core_config = transformer_config(config.model, config.mixed_precision)
         core_config.perform_initialization = False
         assert config.model.vocab_size is not None
-        (module,) = build_model(config, core_config, groups, config.model.vocab_size)
+        attention = choose_attention(config.model, core_config, (), config.mixed_precision.fp32)
+        (module,) = build_model(config.model, core_config, groups, config.model.vocab_size, config.rng.seed, attention)
         if core_config.fp16 or core_config.bf16:
             module = Float16Module(core_config, module)
             for router in (each for each in module.modules() if isinstance(each, PackRouter)):
-                router._maintain_float32_expert_bias()
+                keep_expert_bias_in_float32(router)
         yield WholeModel(config, groups, module)
         destroy_process_groups(groups)
     finally:

@@ -11,12 +11,12 @@ import torch
 
 from megatron_cp.common.errors import DataError
 from megatron_cp.common.interpolation import looked_up
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, find_checkpoint, undivided, whole_model
-from megatron_cp.convert.families import Family, hf_from_model
 from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, copy_companions, new_folder, read_json, write_model
-from megatron_cp.convert.weights import part_of
 from megatron_cp.data.text.tokenizers import build_tokenizer
+from megatron_cp.models.families import hf_from_model
+from megatron_cp.models.families.common.weights import WeightNames
 from megatron_cp.models.hybrid_pattern import layers_of
 from megatron_cp.training.checkpoint.files import LATEST, newer_than_latest
 
@@ -43,9 +43,9 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
     config.model.hybrid_layer_pattern = layers_of(trained.model.hybrid_layer_pattern) or None
     with whole_model(config) as whole:
         whole.load(found.folder)
-        tensors = _published(whole, family)
+        tensors = _published(whole, family.weights)
     check_finite(tensors, found.dtype, dtype)
-    tokenizer, ids, without = _tokenizer(trained)
+    tokenizer, ids, without = _tokenizer(trained.tokenizer)
     values |= {"torch_dtype": dtype, "use_cache": True} | ids
     with new_folder(target) as partial:
         write_model(partial, values, tensors)
@@ -53,7 +53,7 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
             copy_companions(tokenizer, partial)
     parameters = sum(tensor.numel() for tensor in tensors.values())
     said = [f"exported {parameters / 1e6:.1f}M parameters of {found.folder} ({family.architecture}, {dtype}): {target}"]
-    said += positions_said(trained, values["max_position_embeddings"])
+    said += positions_said(trained.model, values["max_position_embeddings"])
     if trained.model.mtp_num_layers:
         said.append("without its layers for multi-token prediction, which are not converted")
     newer = newer_than_latest(root) if iteration is None else None
@@ -64,9 +64,9 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
     return "\n".join(said)
 
 
-def positions_said(trained: RunConfig, declared: int) -> list[str]:
+def positions_said(model: ModelConfig, declared: int) -> list[str]:
     """What to say where ``max_position_embeddings`` in ``config.json`` is not the run's setting, or too short."""
-    model, name = trained.model, "max_position_embeddings in config.json is"
+    name = "max_position_embeddings in config.json is"
     known, length, reached = model.max_position_embeddings, model.seq_length or 0, model.yarn_length
     if reached is None:
         if declared == known:
@@ -89,21 +89,20 @@ def positions_said(trained: RunConfig, declared: int) -> list[str]:
     return said
 
 
-def _published(whole: WholeModel, family: Family) -> dict[str, torch.Tensor]:
+def _published(whole: WholeModel, names: WeightNames) -> dict[str, torch.Tensor]:
     """Every published tensor, in memory of its own; the model's goes as they come."""
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in whole.parameters().items():
-        part = part_of(name, family)
+        part = names.part_of(name)
         for published, tensor in zip(part.published, part.split(parameter.detach(), whole.config.model), strict=True):
             tensors[published] = tensor.clone(memory_format=torch.contiguous_format)
         parameter.data = parameter.data.new_empty(0)
     return tensors
 
 
-def _tokenizer(trained: RunConfig) -> tuple[Path | None, dict[str, Any], str]:
+def _tokenizer(settings: TokenizerConfig) -> tuple[Path | None, dict[str, Any], str]:
     """The folder of the run's tokenizer, the special tokens' ids, and why there is no folder, if there is none."""
     ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
-    settings = trained.tokenizer
     if settings.tokenizer_model:
         settings = replace(settings, tokenizer_model=looked_up(settings.tokenizer_model))
     if settings.tokenizer_type == "NullTokenizer":

@@ -8,7 +8,6 @@ import logging
 import os
 import shlex
 import shutil
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_cp.common import input_files
+from megatron_cp.common.atomic_files import written_aside
 from megatron_cp.common.errors import ConfigError, RuntimeFault
-from megatron_cp.convert.families import FAMILIES
 from megatron_cp.convert.sizes import check_sizes
+from megatron_cp.models.families import FAMILIES
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -180,18 +180,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
     Raises:
         RuntimeFault: it could not be written.
     """
-    partial = folder.with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        if folder.exists():
-            folder.rmdir()  # empty, as check_absent saw
-        partial.rename(folder)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise RuntimeFault(f"{folder} could not be written: {error}") from error
-        raise
+        with written_aside(folder) as (partial,):  # the folder is empty where it exists, as check_absent saw
+            partial.mkdir(parents=True)
+            yield partial
+    except OSError as error:
+        raise RuntimeFault(f"{folder} could not be written: {error}") from error
 
 
 def check_plain_files(folder: Path) -> None:

@@ -10,13 +10,20 @@ from pathlib import Path
 import torch
 
 from megatron_cp.common.errors import ConfigError, DataError, shown
+from megatron_cp.config.recipes import from_settings
 from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, undivided, whole_model
-from megatron_cp.convert.families import Family, model_from_hf
 from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_companions, new_folder, read_config
 from megatron_cp.convert.recipe import continued_pretraining
-from megatron_cp.convert.weights import EMBEDDING, KEPT_IN_FLOAT32, OUTPUT, further_ahead, is_spare, part_of
 from megatron_cp.data.text.tokenizers import build_tokenizer
+from megatron_cp.models.families import model_from_hf
+from megatron_cp.models.families.common.weights import (
+    EMBEDDING,
+    KEPT_IN_FLOAT32,
+    OUTPUT,
+    WeightNames,
+    multi_token_prediction,
+)
 from megatron_cp.rules import Environment, check_or_raise
 
 RECIPE, TOKENIZER = "recipe.yaml", "tokenizer"
@@ -37,8 +44,8 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
     published = PublishedWeights(source)
     values = read_config(source, published.shapes)
     family, model = model_from_hf(values)
-    ahead = further_ahead(published.names())
-    weights = (name for name in published.names() - ahead if not is_spare(name, model))
+    ahead = multi_token_prediction(published.names())
+    weights = (name for name in published.names() - ahead if not family.weights.is_spare(name, model))
     own, alike = published.dtype(name for name in weights if not name.endswith(KEPT_IN_FLOAT32))
     several = dtype is None and not alike
     dtype = dtype or own
@@ -49,13 +56,13 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
             tokenizer.tokenizer_model = str(root / TOKENIZER)
         title = f"{source.resolve().name}, imported ({family.architecture}): continued pretraining"
         recipe = continued_pretraining(title, model, tokenizer, root, dtype, parameters)
-        config = recipe.config()
+        config = from_settings(recipe.settings())
         check_or_raise(config, 1, None, Environment.of("cpu"))
         config = undivided(config, dtype)
         with torch.device("meta"), whole_model(config) as shapes_alone:
-            _check_fits(shapes_alone, published, family, ahead)
+            _check_fits(shapes_alone, published, family.weights, ahead)
         with whole_model(config) as whole:
-            parameters = _fill(whole, published, family)
+            parameters = _fill(whole, published, family.weights)
             check_finite(whole.parameters(), own, dtype)
             iteration = whole.save(partial, 0).name
         (partial / RECIPE).write_text(recipe.text(), encoding="utf-8")
@@ -77,23 +84,23 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
     return "\n".join([*said, *([f"without a tokenizer: {without}"] if without else [])])
 
 
-def _fill(whole: WholeModel, published: PublishedWeights, family: Family) -> int:
+def _fill(whole: WholeModel, published: PublishedWeights, names: WeightNames) -> int:
     """Give every parameter its value; returns how many numbers that are."""
     model, parameters = whole.config.model, whole.parameters()
     for name, parameter in parameters.items():
-        part = part_of(name, family)
+        part = names.part_of(name)
         parameter.data.copy_(part.join([published[tensor] for tensor in part.published], model))
     return sum(parameter.numel() for parameter in parameters.values())
 
 
-def _check_fits(whole: WholeModel, published: PublishedWeights, family: Family, ahead: set[str]) -> None:
+def _check_fits(whole: WholeModel, published: PublishedWeights, names: WeightNames, ahead: set[str]) -> None:
     """Compare a model's parameters with the published weights; of the model, shapes are enough.
 
     Raises:
         ConfigError: tensors are missing, of another shape, or have no place; tells all of them.
     """
     model, parameters = whole.config.model, whole.parameters()
-    parts = {name: part_of(name, family) for name in parameters}
+    parts = {name: names.part_of(name) for name in parameters}
     expected = {
         name: tuple(tensor.shape)
         for parameter, part in parts.items()
@@ -102,9 +109,9 @@ def _check_fits(whole: WholeModel, published: PublishedWeights, family: Family, 
         )
     }
     there = published.names() - ahead
-    _check_tied(model, published)
+    _check_tied(model, published, names)
     problems = [f"{name} is missing" for name in sorted(expected.keys() - there)]
-    problems += [f"{name} has no place" for name in sorted(there - expected.keys()) if not is_spare(name, model)]
+    problems += [f"{name} has no place" for name in sorted(there - expected.keys()) if not names.is_spare(name, model)]
     problems += [
         f"{name} has shape {published.shapes[name]} and not {shape}"
         for name, shape in expected.items()
@@ -114,13 +121,13 @@ def _check_fits(whole: WholeModel, published: PublishedWeights, family: Family, 
         raise ConfigError(f"the weights are not of the model that config.json describes: {shown(problems, '; ')}")
 
 
-def _check_tied(model: ModelConfig, published: PublishedWeights) -> None:
+def _check_tied(model: ModelConfig, published: PublishedWeights, names: WeightNames) -> None:
     """An output layer beside the embedding that it is said to be must be the same."""
-    names = published.names()
-    both = model.share_embeddings_and_output_weights and {EMBEDDING, OUTPUT} <= names
-    if both and not torch.equal(published[EMBEDDING], published[OUTPUT]):
+    embedding, output = names.outside[EMBEDDING], names.outside[OUTPUT]
+    both = model.share_embeddings_and_output_weights and {embedding, output} <= published.names()
+    if both and not torch.equal(published[embedding], published[output]):
         raise ConfigError(
-            f"tie_word_embeddings=True in config.json: says that {OUTPUT} is {EMBEDDING}, and the weights hold another "
+            f"tie_word_embeddings=True in config.json: says that {output} is {embedding}, and the weights hold another "
             'one. Fix: "tie_word_embeddings": false (in config.json)'
         )
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron_cp.common.errors import ConfigError, Violation
+from megatron_cp.attention.transports.registry import TRANSPORTS
 from megatron_cp.common.terminal import in_a_line
-from megatron_cp.config.run_config import CP_COMM_TYPES, ModelConfig, RunConfig, TokenizerConfig
-from megatron_cp.config.schema import build
+from megatron_cp.config.recipes import from_settings
+from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
 from megatron_cp.rules import Environment, check
 from megatron_cp.rules.proposals import typed
 from megatron_cp.rules.remedies import with_overrides
@@ -38,20 +39,12 @@ class Recipe:
     title: str
     groups: tuple[Group, ...]
 
-    def config(self) -> RunConfig:
-        """The configuration, finalized.
-
-        Raises:
-            ConfigError: a setting has a wrong type.
-        """
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The settings by section."""
         sections: dict[str, dict[str, Any]] = {}
         for group in self.groups:
             sections.setdefault(group.section, {}).update(group.values)
-        problems: list[Violation] = []
-        config: RunConfig = build(RunConfig, sections, problems)
-        if problems:
-            raise ConfigError(problems)
-        return config.finalize()
+        return sections
 
     def text(self) -> str:
         """The file."""
@@ -146,7 +139,7 @@ def continued_pretraining(
         *_precision(dtype),
     )
     data = Group("dataset", {"seq_length": length}, "")
-    known = Recipe(title, (*first, data, *rest)).config()
+    known = Recipe(title, (*first, data, *rest))
     dataset = (
         Group(
             "dataset",
@@ -154,7 +147,7 @@ def continued_pretraining(
             "data_path is missing here: add dataset.data_path=PREFIX. Without it the run trains on MOCK DATA, random "
             "tokens, which spoils the weights.",
         ),
-        Group("dataset", data.values, _about_length(known, length)),
+        Group("dataset", data.values, _about_length(known, model.max_position_embeddings or length, length)),
         Group("dataset", {"split": "98,2,0"}, "2% of the documents are held out for validation, none for a test."),
     )
     return Recipe(title, (*first, *dataset, *rest))
@@ -181,26 +174,26 @@ def _samples_of(length: int) -> int:
     return min(_MOST_SAMPLES, 1 << max(0, (_TOKENS_OF_A_BATCH // length).bit_length() - 1))
 
 
-def _about_length(config: RunConfig, length: int) -> str:
+def _about_length(recipe: Recipe, longest: int, length: int) -> str:
     """Why samples are as long as they are, and how to make them as long as the model allows."""
-    longest = config.model.max_position_embeddings or length
     if longest <= length:
         return f"{length} tokens are the most that the model was published for."
     text = f"{length} tokens a sample fit one rank; the model was published for {longest}."
     ranks = 1 << max(0, -(-longest // _TOKENS_OF_A_RANK) - 1).bit_length()
     while ranks > 1:  # fewer ranks hold more tokens each
-        for transport in CP_COMM_TYPES[:3]:
+        for transport in (name for name, each in TRANSPORTS.items() if not each.hierarchical):
             settings: dict[str, Any] = {"dataset.seq_length": longest, "model.context_parallel_size": ranks}
             settings |= {"model.cp_comm_type": transport, "train.global_batch_size": _samples_of(longest)}
             words = [typed(name, value) for name, value in settings.items()]
-            if _holds(with_overrides(config, words), ranks):
+            if _holds(recipe, words, ranks):
                 each = f"{-(-longest // ranks)} tokens on each of {ranks} ranks"
                 return f"{text} For those: {' '.join(words)} ({each})."
         ranks //= 2
     return text
 
 
-def _holds(config: RunConfig, ranks: int) -> bool:
-    """Whether no rule refuses the configuration, on CPUs and on GPUs."""
+def _holds(recipe: Recipe, overrides: Sequence[str], ranks: int) -> bool:
+    """Whether no rule refuses the recipe with these overrides, on CPUs and on GPUs."""
+    config = with_overrides(from_settings(recipe.settings()), overrides)
     found = (each for name in ("cpu", "gpu") for each in check(config, ranks, None, Environment.of(name)))
     return all(each.severity == "warning" for each in found)

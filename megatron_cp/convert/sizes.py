@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_cp.convert.families import FAMILIES, count_names
-from megatron_cp.convert.problems import Problems
+from megatron_cp.models.families import FAMILIES
+from megatron_cp.models.families.common.problems import Problems
 
 # Numbered modules in the names of tensors.
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -20,14 +20,14 @@ def check_sizes(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     Raises:
         ConfigError: with each setting that is too large, and what the weights have.
     """
-    family = FAMILIES[values["model_type"]]
+    counts = FAMILIES[values["model_type"]].counts(values)
     layers, experts = _numbered(_LAYER, shapes), _numbered(_EXPERT, shapes)
     widest = max((size for shape in shapes.values() if 0 not in shape for size in shape), default=0)
     # All others are a factor of some tensor's dimension; of max_position_embeddings there is no tensor.
-    limits = dict.fromkeys(count_names(family, values), (widest, f"the weights' largest dimension is {widest}"))
+    limits = dict.fromkeys(counts, (widest, f"the weights' largest dimension is {widest}"))
     limits["num_hidden_layers"] = layers, f"the weights have {layers} layers"
-    if family.experts is not None and family.experts.count in limits:
-        limits[family.experts.count] = experts, f"the weights have {experts} experts in a layer"
+    for name in (name for name, own in counts.items() if own == "num_moe_experts"):
+        limits[name] = experts, f"the weights have {experts} experts in a layer"
     del limits["max_position_embeddings"]
     found = Problems("the value that the model was published with; or fetch its weights again")
     for name, (most, what) in limits.items():

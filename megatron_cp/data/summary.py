@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from megatron_cp.common.errors import DataError
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.samples.contents import Contents, HasSources
 from megatron_cp.data.samples.parts import paths_of
 
@@ -38,44 +38,60 @@ class _Use(NamedTuple):
         return self.total / self.source.samples
 
 
-def log_data(config: RunConfig, datasets: Datasets, end_of_document: int, first: int, last: int) -> None:
-    """Log the data of a run that takes the training samples from ``first`` to before ``last``."""
-    mock, uses = _is_mock(config), _uses(config, datasets, first, last)
-    logger.log(logging.WARNING if mock else logging.INFO, _data_line(config, datasets, uses))
+class Taken(NamedTuple):
+    """What a run takes of its data: training samples ``first`` to before ``last``, and so many evaluation batches."""
+
+    first: int
+    last: int
+    batch_size: int
+    eval_iters: int
+    eval_batch_size: int
+
+    @property
+    def evaluation_samples(self) -> int:
+        return self.eval_iters * self.eval_batch_size
+
+
+def log_data(
+    data: DatasetConfig, tokenizer: TokenizerConfig, datasets: Datasets, end_of_document: int, taken: Taken
+) -> None:
+    """Log the data of a run."""
+    mock, uses = _is_mock(data), _uses(datasets, taken)
+    logger.log(logging.WARNING if mock else logging.INFO, _data_line(data, datasets, uses, taken.eval_iters > 0))
     if mock:
         return
     for line in _file_lines(uses):
         logger.info(line)
     if datasets.train is not None:
-        for line in _repeated(config, uses):
+        for line in _repeated(uses, taken.batch_size):
             logger.warning(line)
-    for line in (*_evaluated_again(config, datasets), *_other_tokenizer(config, uses, end_of_document)):
+    for line in (*_evaluated_again(datasets, taken), *_other_tokenizer(tokenizer, uses, end_of_document)):
         logger.warning(line)
 
 
-def planned_line(config: RunConfig) -> str:
+def planned_line(data: DatasetConfig, train_samples: int) -> str:
     """The ``data:`` line of a dry run, which opens no file."""
-    if _is_mock(config):
-        return f"data: {_mock_name(config)} | {_REAL_DATA}"
-    samples = _number(config.train.train_iters * config.train.global_batch_size)
+    if _is_mock(data):
+        return f"data: {_mock_name(data)} | {_REAL_DATA}"
+    samples = _number(train_samples)
     try:
-        files = _files(paths_of(config.dataset), LINE // 2)
+        files = _files(paths_of(data), LINE // 2)
     except DataError:  # a rule says why
-        return f"data: dataset.data_path names no files | dataset.kind={config.dataset.kind}"
-    return f"data: {files} ({config.dataset.kind}) | the run takes {samples} samples | a dry run opens no file"
+        return f"data: dataset.data_path names no files | dataset.kind={data.kind}"
+    return f"data: {files} ({data.kind}) | the run takes {samples} samples | a dry run opens no file"
 
 
-def _data_line(config: RunConfig, datasets: Datasets, uses: Sequence[_Use]) -> str:
+def _data_line(data: DatasetConfig, datasets: Datasets, uses: Sequence[_Use], evaluates: bool) -> str:
     """At most ``LINE`` characters; of a run that only evaluates, about the data of its first evaluation."""
-    mock = _is_mock(config)
+    mock = _is_mock(data)
     facts = [
         *_numbers([use.source for use in uses], mock),
         f"{'run' if datasets.train is not None else 'eval'}: {_epochs_taken(uses, mock)}",
-        _REAL_DATA if mock else _held_out(config, datasets),
+        _REAL_DATA if mock else _held_out(data, datasets, evaluates),
     ]
     rest = "".join(f" | {fact}" for fact in facts)
     room = max(_SHORTEST_NAME, LINE - _STAMP - len("data: ") - len(rest))
-    return f"data: {_mock_name(config) if mock else _files([use.source.name for use in uses], room)}{rest}"
+    return f"data: {_mock_name(data) if mock else _files([use.source.name for use in uses], room)}{rest}"
 
 
 def _file_lines(uses: Sequence[_Use]) -> Iterator[str]:
@@ -92,14 +108,13 @@ def _file_lines(uses: Sequence[_Use]) -> Iterator[str]:
         yield f"{len(left)} more files: {_epochs(_short(left[0].epochs))} or less of each"
 
 
-def _repeated(config: RunConfig, uses: Sequence[_Use]) -> Iterator[str]:
+def _repeated(uses: Sequence[_Use], size: int) -> Iterator[str]:
     """A warning of files that are small for the length of the run."""
     repeated = sorted((use for use in uses if use.epochs > _MOST_EPOCHS), key=lambda use: -use.epochs)
     if not repeated:
         return
     worst, rest = repeated[0], len(repeated) - 1
     taken, last = sum(use.total - use.now for use in uses), sum(use.total for use in uses)
-    size = config.train.global_batch_size
     iterations = int(last * _MOST_EPOCHS / worst.epochs / size)
     shorter = f"train.train_iters={iterations}, or " if iterations * size > taken else ""
     yield (
@@ -109,22 +124,21 @@ def _repeated(config: RunConfig, uses: Sequence[_Use]) -> Iterator[str]:
     )
 
 
-def _evaluated_again(config: RunConfig, datasets: Datasets) -> Iterator[str]:
+def _evaluated_again(datasets: Datasets, taken: Taken) -> Iterator[str]:
     """A warning of a held-out part that is smaller than what one evaluation takes of it."""
-    wanted, batch = _evaluation_samples(config), config.evaluation_batch[0]
+    wanted, batch = taken.evaluation_samples, taken.eval_batch_size
     for part, dataset in zip(("validation", "test"), _parts(datasets)[1:], strict=True):
         samples = wanted if dataset is None else sum(source.samples for source in dataset.sources())
         if samples < wanted:
             fewer = f"validation.eval_iters={int(samples / batch)}, or " if samples >= batch else ""
             yield (
-                f"validation.eval_iters={config.validation.eval_iters}: takes {_number(wanted)} samples of the {part} "
+                f"validation.eval_iters={taken.eval_iters}: takes {_number(wanted)} samples of the {part} "
                 f"data, which has {_number(samples)}: they are repeated. Fix: {fewer}more data for {part}."
             )
 
 
-def _other_tokenizer(config: RunConfig, uses: Sequence[_Use], end: int) -> Iterator[str]:
+def _other_tokenizer(tokenizer: TokenizerConfig, uses: Sequence[_Use], end: int) -> Iterator[str]:
     """A warning of files whose documents end otherwise than this tokenizer's do; most ids are in any vocabulary."""
-    tokenizer = config.tokenizer
     if tokenizer.tokenizer_type == "NullTokenizer" and tokenizer.eod_id is None:
         return
     for source in (use.source for use in uses):
@@ -137,13 +151,12 @@ def _other_tokenizer(config: RunConfig, uses: Sequence[_Use], end: int) -> Itera
             )
 
 
-def _uses(config: RunConfig, datasets: Datasets, first: int, last: int) -> list[_Use]:
+def _uses(datasets: Datasets, run: Taken) -> list[_Use]:
     """Of the training data; of a run that only evaluates, of the first part that it has."""
     dataset = next((part for part in _parts(datasets) if part is not None), None)
     if dataset is None:
         return []
-    if datasets.train is None:
-        first, last = 0, _evaluation_samples(config)
+    first, last = (run.first, run.last) if datasets.train is not None else (0, run.evaluation_samples)
     taken = zip(dataset.sources(), dataset.taken(first), dataset.taken(last), strict=True)
     return [_Use(source, after - before, after) for source, before, after in taken]
 
@@ -152,16 +165,11 @@ def _parts(datasets: Datasets) -> list[HasSources | None]:
     return cast("list[HasSources | None]", list(datasets))
 
 
-def _evaluation_samples(config: RunConfig) -> int:
-    return config.validation.eval_iters * config.evaluation_batch[0]
+def _is_mock(data: DatasetConfig) -> bool:
+    return data.kind in ("mock", "mock_documents")
 
 
-def _is_mock(config: RunConfig) -> bool:
-    return config.dataset.kind in ("mock", "mock_documents")
-
-
-def _mock_name(config: RunConfig) -> str:
-    data = config.dataset
+def _mock_name(data: DatasetConfig) -> str:
     return f"MOCK DATA (random{f', {_end_of(data.mock_lengths, 12)}' if data.kind == 'mock_documents' else ' tokens'})"
 
 
@@ -182,10 +190,9 @@ def _numbers(sources: Sequence[Contents], mock: bool) -> list[str]:
     ]
 
 
-def _held_out(config: RunConfig, datasets: Datasets) -> str:
+def _held_out(data: DatasetConfig, datasets: Datasets, evaluates: bool) -> str:
     """The documents that are kept for validation and test: the share of the files, or the number in files of their
     own."""
-    data, evaluates = config.dataset, config.validation.eval_iters > 0
     shares = [_share(part) for part in _parts(datasets)]
     if not data.divides:
         own = [

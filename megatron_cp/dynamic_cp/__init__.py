@@ -3,8 +3,7 @@
 Pure, and what the rest may import:
 
 - what a schedule is, and what it costs: ``types``, ``groups``, ``cost``, ``calibration``;
-- making one: ``scheduler`` and ``fixed``, with their internals ``problem``, ``jobs``, ``plan``, ``binning``, ``gaps``
-  and ``greedy``;
+- making one: ``scheduler`` and ``fixed``, with their internals ``problem``, ``jobs``, ``plan``, ``binning``, ``gaps``;
 - looking at one: ``simulate``, ``report``, ``timeline``, ``recorded``, and ``distributions`` of lengths to try.
 
 With torch, running one: ``iterator``, ``packing``, ``domain``, ``active_group``.

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_cp.dynamic_cp.cost import CostModel
-
-_FITTED = ("per_microbatch", "quadratic", "linear", "kv_intra", "kv_inter", "ring_step", "per_sample")
+from megatron_cp.dynamic_cp.cost import FITTED, CostModel
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Calibrator:
         table = np.concatenate([rows for rows, _ in self._rows])
         owner = np.repeat(np.arange(len(self._rows)), [len(rows) for rows, _ in self._rows])
         measured = np.array([s for _, s in self._rows])
-        unscaled = factors = np.ones(len(_FITTED))
+        unscaled = factors = np.ones(len(FITTED))
         scale = float(np.median(measured / self._design(table, owner, unscaled).sum(axis=1)))
         seconds = measured / scale  # on a machine as fast as the prior
         for _ in range(25):
@@ -90,16 +88,14 @@ class Calibrator:
         # What each coefficient makes of the times, at its prior or its fitted value; a tenth of them matters.
         shares = (self._design(table, owner, factors) * np.maximum(1.0, factors) / seconds[:, None]).mean(axis=0)
         clipped = (shares > 0.1) & ((factors <= 1 / self.bound) | (factors >= self.bound))
-        values = {
-            name: getattr(self.prior, name) * scale * f for name, f in zip(_FITTED, factors.tolist(), strict=True)
-        }
+        values = {name: getattr(self.prior, name) * scale * f for name, f in zip(FITTED, factors.tolist(), strict=True)}
         return Fit(
             replace(self.prior, **values),
             residual=float(np.median(errors(factors, seconds))),
             prior_residual=float(np.median(errors(unscaled, measured))),
             observations=len(seconds),
             scale=scale,
-            at_bound=tuple(name for name, outside in zip(_FITTED, clipped.tolist(), strict=True) if outside),
+            at_bound=tuple(name for name, outside in zip(FITTED, clipped.tolist(), strict=True) if outside),
         )
 
     def _design(self, table: np.ndarray, owner: np.ndarray, factors: np.ndarray) -> np.ndarray:
@@ -111,11 +107,11 @@ class Calibrator:
         squares, tokens, c, samples = table.T
         parallel = c > 1
         inside = c <= prior.ranks_per_node
-        ring = prior.transport == "p2p"
+        messages = prior.messages
         attention = prior.quadratic * (squares / c + prior.small_tile * tokens)
-        moved = parallel * tokens * (c - 1) / c / (1 if ring else c)
+        moved = parallel * tokens * (c - 1) / c / (c if messages.by_heads else 1)
         intra, inter = prior.kv_intra * moved * inside, prior.kv_inter * moved * ~inside
-        hidden = (prior.overlap if ring else 0.0) * attention
+        hidden = (prior.overlap if messages.hops else 0.0) * attention
         exposed = parallel & (factors[3] * intra + factors[4] * inter > factors[1] * hidden)
         columns = np.stack(
             [
@@ -124,12 +120,12 @@ class Calibrator:
                 prior.linear * tokens / c,
                 exposed * intra,
                 exposed * inter,
-                prior.ring_step * parallel * ((c - 1) if ring else 1.0),
+                prior.ring_step * parallel * ((c - 1) if messages.hops else 1.0),
                 prior.per_sample * samples * prior.calls(c),
             ],
             axis=1,
         )
-        design = np.zeros((int(owner[-1]) + 1, len(_FITTED)))
+        design = np.zeros((int(owner[-1]) + 1, len(FITTED)))
         np.add.at(design, owner, columns)
         return design
 

@@ -9,10 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from megatron_cp.attention.transports.registry import ALL_TO_ALL, RING, TRANSPORTS, CostTerms
+
+# The coefficients of a cost model that measured times can be fitted to.
+FITTED = ("per_microbatch", "quadratic", "linear", "kv_intra", "kv_inter", "ring_step", "per_sample")
 
 
 class GroupCost(NamedTuple):
@@ -51,8 +56,8 @@ class CostModel:
     kv_intra, kv_inter: seconds per token for moving keys and values once around the group, inside and across nodes.
     ring_step: seconds of latency per ring step. overlap: the fraction of attention that hides communication.
     ranks_per_node: CP ranks that share a node's fast links (GPUs per node / tensor parallel size).
-    transport: "p2p" is a ring; with "a2a" queries, keys, values and outputs are exchanged by heads, so a rank moves
-    only its share (kv / c per token), in one step, with nothing to hide behind.
+    transport: the registered one whose messages are counted. The formula is a ring's, which ``hops``; others send once,
+    with nothing to hide behind, and ``by_heads`` a rank moves only its share (kv / c per token).
     per_sample: seconds per packed sample and kernel call, where a kernel is called for each sample of a pack: on CPUs,
     and by our own attention on GPUs, for which nobody has measured it and the models here have 0.
     The n samples need ``calls(c)`` of them each: one on one rank, and on a ring of c ranks two on the diagonal, one
@@ -68,30 +73,25 @@ class CostModel:
     ring_step: float = 0.0
     overlap: float = 0.9
     ranks_per_node: int = 8
-    transport: Literal["p2p", "a2a"] = "p2p"
+    transport: str = RING.name
     per_sample: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "per_microbatch",
-            "quadratic",
-            "linear",
-            "small_tile",
-            "kv_intra",
-            "kv_inter",
-            "ring_step",
-            "per_sample",
-        ):
+        for name in ("small_tile", *FITTED):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"CostModel.{name}={getattr(self, name)}: must be a finite number >= 0")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"CostModel.overlap={self.overlap}: must be between 0 (nothing hidden) and 1")
         if not 1 <= self.ranks_per_node < math.inf:
             raise ValueError(f"CostModel.ranks_per_node={self.ranks_per_node}: must be a finite number of at least 1")
-        if self.transport not in ("p2p", "a2a"):
-            raise ValueError(f"CostModel.transport={self.transport!r}: must be 'p2p' or 'a2a'")
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"CostModel.transport={self.transport!r}: must be one of {', '.join(TRANSPORTS)}")
         if self.quadratic == 0 and self.linear == 0:
             raise ValueError("CostModel: quadratic and linear are both 0, so no sample would cost anything")
+
+    @property
+    def messages(self) -> CostTerms:
+        return TRANSPORTS[self.transport].cost
 
     def for_size(self, c: int) -> GroupCost:
         """The model's coefficients for groups of ``c`` ranks."""
@@ -101,9 +101,9 @@ class CostModel:
         if c == 1:
             return GroupCost(self.per_microbatch, square, tile + self.linear, 0.0, 0.0, 0.0)
         kv = (self.kv_intra if c <= self.ranks_per_node else self.kv_inter) * (c - 1) / c
-        if self.transport == "a2a":
-            fixed = self.per_microbatch + self.ring_step
-            return GroupCost(fixed, square, tile + self.linear / c, kv / c, 0.0, 0.0)
+        kv = kv / c if self.messages.by_heads else kv
+        if not self.messages.hops:
+            return GroupCost(self.per_microbatch + self.ring_step, square, tile + self.linear / c, kv, 0.0, 0.0)
         fixed = self.per_microbatch + (c - 1) * self.ring_step
         return GroupCost(fixed, square, tile + self.linear / c, kv, self.overlap * square, self.overlap * tile)
 
@@ -116,7 +116,7 @@ class CostModel:
     def calls(self, c: ArrayLike) -> np.ndarray:
         """Kernel calls of one rank for one sample, of the same shape as ``c``."""
         ranks = np.asarray(c)
-        return np.where((ranks > 1) & (self.transport == "p2p"), ranks + 2, 1)
+        return np.where((ranks > 1) & self.messages.hops, ranks + 2, 1)
 
     def sample_seconds(self, lengths: ArrayLike, c: int) -> np.ndarray:
         """Seconds of each sample alone in a microbatch on ``c`` ranks; same shape as ``lengths``."""
@@ -174,7 +174,7 @@ def cost_model(
     device: Device,
     *,
     tensor_parallel_size: int = 1,
-    transport: Literal["p2p", "a2a"] = "p2p",
+    transport: str = RING.name,
     overlap: float = 0.9,
 ) -> CostModel:
     """Derive a :class:`CostModel` from first principles.
@@ -191,7 +191,7 @@ def cost_model(
     channels = shape.attention_heads * shape.head_dim
     attending = shape.layers if shape.attention_layers is None else shape.attention_layers
     per_key = 4 * 3.5 * channels * attending / tp / device.attention_flops
-    moved = 2 * shape.kv_heads * shape.head_dim + (2 * channels if transport == "a2a" else 0)
+    moved = 2 * shape.kv_heads * shape.head_dim + (2 * channels if TRANSPORTS[transport].cost.by_heads else 0)
     bytes_per_token = 3 * 2 * moved * attending / tp
     return CostModel(
         per_microbatch=device.launch_seconds * shape.layers,
@@ -215,15 +215,7 @@ _A100 = Device(attention_flops=170e12, matmul_flops=200e12, intra_bytes=200e9, i
 _H100 = Device(attention_flops=350e12, matmul_flops=400e12, intra_bytes=300e9, inter_bytes=45e9)
 _H200 = Device(attention_flops=380e12, matmul_flops=430e12, intra_bytes=300e9, inter_bytes=45e9)
 # One core a rank, gloo over the loopback: orders of magnitude, for calibration to start from.
-_CPU = Device(
-    attention_flops=1e10,
-    matmul_flops=3e10,
-    intra_bytes=5e8,
-    inter_bytes=5e8,
-    launch_seconds=3e-3,
-    hop_seconds=2e-4,
-    call_seconds=2e-4,
-)
+_CPU = Device(1e10, 3e10, 5e8, 5e8, launch_seconds=3e-3, hop_seconds=2e-4, call_seconds=2e-4)
 # By a part of the device's name.
 DEVICES: Mapping[str, Device] = {"A100": _A100, "H100": _H100, "H200": _H200, "cpu": _CPU}
 
@@ -240,6 +232,6 @@ PRESETS: Mapping[str, CostModel] = {
     "h200_moe3b": cost_model(_MOE_3B, _H200),
     "a100_8b": cost_model(_8B, _A100),
     "a100_moe3b": cost_model(_MOE_3B, _A100),
-    "h100_8b_a2a": cost_model(_8B, _H100, transport="a2a"),
+    "h100_8b_a2a": cost_model(_8B, _H100, transport=ALL_TO_ALL.name),
 }
 DEFAULT_COST = PRESETS["h100_8b"]

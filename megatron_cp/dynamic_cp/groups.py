@@ -1,8 +1,7 @@
 """The process groups that dynamic context parallelism may use: a buddy tree of aligned blocks of ranks.
 
-Also the first three quarters of a block, so that sizes grow by a half or a third instead of doubling. Every rank runs
-its groups in the order of the microbatches, so groups can never wait for each other in a circle; there are at most
-two and a half groups for each rank in all, and a rank is in at most 2 log2(num_ranks) of them.
+Every rank runs its groups in the order of the microbatches, so groups can never wait for each other in a circle; there
+are at most two groups for each rank in all, and a rank is in at most 1 + log2(num_ranks) of them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.parallel.layout import RankLayout
 
 Positions = tuple[int, ...]  # consecutive ranks of a domain, counted within it
@@ -66,22 +65,16 @@ def buddy_tree(num_ranks: int, min_cp_size: int = 1) -> BuddyTree:
     return BuddyTree(num_ranks, tuple(levels))
 
 
-def three_quarters(tree: BuddyTree) -> list[tuple[int, int]]:
-    """The first three of four blocks that form a block two levels up, as (start, stop), where all four exist."""
-    return [(blocks[j][0], blocks[j + 2][1]) for blocks in tree.levels[:-2] for j in range(0, len(blocks) - 3, 4)]
-
-
 @lru_cache(maxsize=32)
-def legal_groups(num_ranks: int, min_cp_size: int = 1, quarters: bool = True) -> tuple[Positions, ...]:
+def legal_groups(num_ranks: int, min_cp_size: int = 1) -> tuple[Positions, ...]:
     """Every group of ranks that :func:`megatron_cp.dynamic_cp.schedule` may use, widest first, each once.
 
     Ranks count within the data-and-context-parallel domain. For powers of two these are the aligned blocks of
-    min_cp_size * 2^i ranks, and of min_cp_size * 3 * 2^i ranks that start at multiples of min_cp_size * 4 * 2^i; any
-    other number of ranks adds the remainder blocks at the end (10 ranks: 8 and 9 form a pair below the group of all
-    ten). Without ``quarters`` three quarters of a block are left out.
+    min_cp_size * 2^i ranks; any other number of ranks adds the remainder blocks at the end (10 ranks: 8 and 9 form a
+    pair below the group of all ten).
     """
     tree = buddy_tree(num_ranks, min_cp_size)
-    blocks = {block for level in tree.levels for block in level}.union(three_quarters(tree) if quarters else ())
+    blocks = {block for level in tree.levels for block in level}
     return tuple(tuple(range(start, stop)) for start, stop in sorted(blocks, key=lambda b: (b[0] - b[1], b[0])))
 
 
@@ -90,13 +83,15 @@ def fixed_groups(num_ranks: int, cp_size: int) -> tuple[Positions, ...]:
     return tuple(tuple(range(start, start + cp_size)) for start in range(0, num_ranks, cp_size))
 
 
-def configured_blocks(config: RunConfig, layout: RankLayout) -> tuple[Positions, ...]:
-    """The groups that the packed microbatches of a run may use, by their positions in a domain; none without packs."""
-    model, ranks, of_evaluation = config.model, layout.dp * layout.cp, config.dist.eval_context_parallel_size
+def configured_blocks(model: ModelConfig, of_evaluation: int | None, layout: RankLayout) -> tuple[Positions, ...]:
+    """The groups that the packed microbatches of a run may use, by their positions in a domain; none without packs.
+
+    ``of_evaluation`` is ``dist.eval_context_parallel_size``.
+    """
+    ranks = layout.dp * layout.cp
     blocks: tuple[Positions, ...] = ()
     if model.dynamic_context_parallel:
-        # An all-to-all wants sizes that divide the heads: make_problem offers it no three quarters.
-        blocks = legal_groups(ranks, model.min_dynamic_context_parallel_size, quarters=model.transports != ("a2a",))
+        blocks = legal_groups(ranks, model.min_dynamic_context_parallel_size)
     elif model.sequence_packing_scheduler is not None:
         blocks = fixed_groups(ranks, layout.cp)
     if of_evaluation is not None:

@@ -6,8 +6,7 @@ answer, also of those that still wait in a collective of their own. Who does not
 
 A gloo rank hears of a lost peer by an exception, and explains it (``exchanges`` tells by what it is known). With NCCL
 there is none: the rank waits, until torch ends it after a timeout. So where an alarm does not end a rank, its thread
-does. A frozen rank raises no alarm: threads whose ranks have not moved until shortly before that timeout sign, and one
-of them says who did not. That ends nobody, since a long save or evaluation looks the same.
+does. A frozen rank raises no alarm: the first rank that torch ends at the timeout does, or its launcher for it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from megatron_cp.common.errors import EXIT_FAILED, RuntimeFault
+from megatron_cp.common.errors import EXIT_FAILED, RuntimeFault, first_line
 from megatron_cp.common.limits import reached_limit
 from megatron_cp.common.terminal import say
 from megatron_cp.launch import store_watch
@@ -43,22 +42,20 @@ from megatron_cp.launch.store_watch import (
 _NAME = "roll_call"
 _LOOK = 1.0  # seconds between looks at the store
 _GRACE = 10.0  # seconds from an alarm, for this rank to end by itself
-_SIGNING = 20.0  # seconds between the first thread's signature at a standstill and the last's
 _ANSWER = 5.0  # seconds for the store to answer one request of a rank that is to end
 
 completing = store_watch.completing
 
 
 class HealthMonitor:
-    """This rank's part in finding out who is missing. ``doing`` tells what the rank is at, ``step`` in which step.
+    """This rank's part in finding out who is missing. ``doing`` tells what the rank is at.
 
-    ``standstill``: seconds after which a rank that is still at the same has not moved; None: no rank is asked.
+    ``timeout``: seconds that an exchange may take; None: without limit.
     """
 
-    def __init__(self, store: dist.Store | None = None, standstill: float | None = None) -> None:
+    def __init__(self, store: dist.Store | None = None, timeout: float | None = None) -> None:
         self.doing: Callable[[], str] = lambda: "set-up"
-        self.step: Callable[[], int] = lambda: 0
-        self._standstill = standstill
+        self._timeout = timeout
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         # A connection of its own: over the main thread's this one would wait as long as that, which may be in there for
         # what a lost rank would have written (NCCL's first collective of a group).
@@ -76,29 +73,17 @@ class HealthMonitor:
         join_before_exit(self._thread)
 
     def _watch(self) -> None:
-        at, told = "", -1
+        at = ""
         try:
             while not self._closed.wait(_LOOK):
                 if (doing := self.doing()) != at:
                     at, self._since = doing, time.monotonic()
-                elif self._standstill and time.monotonic() - self._since > self._standstill and told != self.step():
-                    told = self.step()
-                    self._tell_of_standstill(at, told)
                 if self._board.alarm():
                     self._board.sign(self.doing())
                     if not self._closed.wait(_GRACE):
                         self._end()
         except RuntimeError:  # the rank that keeps the store is gone; this rank's own collectives will say so
             return
-
-    def _tell_of_standstill(self, at: str, step: int) -> None:
-        store = dist.PrefixStore(f"standstill in step {step}", self._store)
-        board = FailureStore(cast(Store, store), self._rank, self._size, _SIGNING)
-        who, lowest, _ = board.find_out(at)
-        if self._rank == lowest and not self._closed.is_set() and self.doing() == at:
-            minutes = (self._standstill or 0.0) / 60
-            text = f"rank {self._rank}, {at}, has not moved for {minutes:.3g} minutes: {who}"
-            say(f"megatron-cp: {text}", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
         """End this process, whose main thread waits for a rank that will not come, with a word by one of all ranks."""
@@ -132,7 +117,7 @@ class HealthMonitor:
 
     def _has_waited(self) -> bool:
         """Whether this rank is at the same for almost as long as an exchange may take."""
-        return bool(self._standstill) and time.monotonic() - self._since > (self._standstill or 0.0) - 2 * _LOOK
+        return self._timeout is not None and time.monotonic() - self._since > 0.9 * self._timeout - 2 * _LOOK
 
     def explain(self, error: BaseException) -> RuntimeFault | None:
         """The fault that an exception of this rank's stands for; ``None`` if it speaks for itself.
@@ -144,17 +129,17 @@ class HealthMonitor:
         where = f"rank {self._rank}, {self.doing()}"
         if isinstance(error, RuntimeFault):
             if not error.on_all_ranks:
-                self._fell(_first_line(error))
+                self._fell(first_line(error))
             return None
         if isinstance(error, torch.OutOfMemoryError):
             self._fell("out of memory")
             return RuntimeFault(
-                f"{where}: out of GPU memory ({_first_line(error)}). Activations shrink with more "
+                f"{where}: out of GPU memory ({first_line(error)}). Activations shrink with more "
                 "model.context_parallel_size, model.recompute_granularity=full or a smaller train.micro_batch_size."
             )
         if (limit := reached_limit(error)) is not None:
             self._fell(limit)
-            return RuntimeFault(f"{where}: {limit}. It said: {_first_line(error)}")
+            return RuntimeFault(f"{where}: {limit}. It said: {first_line(error)}")
         if isinstance(error, OSError):
             self._fell(str(error))
             return RuntimeFault(f"{where}: {error}")
@@ -162,9 +147,9 @@ class HealthMonitor:
             why, lowest, all_well = self._find_out(broken=self._has_waited() or is_network_error(error))
             if not all_well:
                 link = "although" if why.startswith("every") else "because"
-                what = f"{name_of_exchange(error)} failed {link} {why}. It said: {_first_line(error)}"
+                what = f"{name_of_exchange(error)} failed {link} {why}. It said: {first_line(error)}"
                 return RuntimeFault(f"{where}: {what}. {GO_ON}", on_all_ranks=self._rank != lowest)
-        self._fell(f"{type(error).__name__}: {_first_line(error)}")
+        self._fell(f"{type(error).__name__}: {first_line(error)}")
         return None
 
 
@@ -187,7 +172,3 @@ def stopped_before_rendezvous(address: str, port: int, rank: int) -> bool:
     with suppress(RuntimeError):  # the process that keeps the store is gone or frozen
         return within(_ANSWER, lambda: is_waited_for(address, port, rank))
     return False
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no details"])[0]

@@ -20,7 +20,7 @@ import psutil  # type: ignore[import-untyped]
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_cp.common.errors import RuntimeFault
+from megatron_cp.common.errors import RuntimeFault, first_line
 from megatron_cp.launch import launcher
 from megatron_cp.launch.store_watch import GO_ON, StoreSilentError, within
 
@@ -116,7 +116,7 @@ def tcp_store(
     except StoreSilentError:
         what = f"what listens there did not answer in {seconds:.0f} seconds"
     except dist.DistNetworkError as error:
-        what = f"no store answers there ({(str(error).splitlines() or [''])[0]})"
+        what = f"no store answers there ({first_line(error)})"
     raise PortError(
         host_name, port, what, f"start rank 0 on {host_name}, or give all another port if another program has this one"
     )

@@ -139,17 +139,27 @@ _CUDA_STAND_INS: dict[str, Any] = {
 }
 
 
-def _type_for_optimizers(original: Callable) -> Callable:
-    """``Tensor.type()`` that answers megatron-core's optimizers, and them alone, with the CUDA type's name."""
+class _TypeName(str):
+    """The name of a host tensor's type, which also equals the name of the CUDA type of the same dtype.
 
-    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is not None:
-            return original(self, dtype, *args, **kwargs)
-        name = original(self)
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.startswith("megatron.core.optimizer"):
-            return name.replace("torch.", "torch.cuda.", 1)
-        return name
+    megatron-core's optimizers compare ``tensor.type()`` with the latter.
+    """
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return other in (str(self), self.replace("torch.", "torch.cuda.", 1))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def _named_for_both(original: Callable) -> Callable:
+    """``Tensor.type()``, as optimizers ask for it."""
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        return _TypeName(found) if isinstance(found, str) else found
 
     return type_
 
@@ -165,7 +175,7 @@ def before_import() -> None:
         setattr(torch.cuda, name, stand_in)
     torch.cuda.random.get_rng_state = _rng_state
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    torch.Tensor.type = _type_for_optimizers(torch.Tensor.type)  # type: ignore[method-assign]
+    torch.Tensor.type = _named_for_both(torch.Tensor.type)  # type: ignore[method-assign]
     # Functions marked for fusion would be compiled in the first step: half a minute and a C++ compiler, for no gain.
     _torch_compile, torch.compile = torch.compile, _identity  # type: ignore[assignment]
 

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 
-from megatron_cp.common.errors import ConfigError, Violation
+from megatron_cp.common.errors import ConfigError, Violation, first_line
 from megatron_cp.common.installation import how_to_install
 
 
@@ -41,7 +41,6 @@ def _check(name: str, modules: Sequence[str], extra: str) -> None:
         try:
             importlib.import_module(module)
         except Exception as error:
-            reason = (str(error).splitlines() or [""])[0]
-            message = f"is installed and {module} cannot be imported: {type(error).__name__}: {reason}"
+            message = f"is installed and {module} cannot be imported: {type(error).__name__}: {first_line(error)}"
             fix = f"{how_to_install(extra)} (compiles it for this PyTorch), or uninstall it to train without"
             raise ConfigError([Violation("", "error", name, message, fix)]) from error

@@ -9,43 +9,42 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.yarn import concentration
 
 
-def rotary_gap(config: RunConfig) -> str | None:
+def rotary_gap(model: ModelConfig) -> str | None:
     """Why a model cannot have the fused rotary embedding; None if it can."""
-    if config.model.multi_latent_attention:
+    if model.multi_latent_attention:
         return "latent attention's is for YaRN only, and slices a table of the original length instead of its own"
-    if config.model.position_embedding_type == "yarn":
-        factor = concentration(config.model)
+    if model.position_embedding_type == "yarn":
+        factor = concentration(model)
         return None if factor == 1 else f"it leaves out YaRN's concentration factor, {factor:.4g} here"
-    if config.model.position_embedding_type != "rope":
-        return f"there is none with model.position_embedding_type={config.model.position_embedding_type}"
+    if model.position_embedding_type != "rope":
+        return f"there is none with model.position_embedding_type={model.position_embedding_type}"
     return None
 
 
-def fuses_rotary_embedding(config: RunConfig, its_layers: bool) -> bool:
+def fuses_rotary_embedding(model: ModelConfig, its_layers: bool) -> bool:
     """Whether queries and keys are rotated by one kernel each, where the layers are Transformer Engine's or not."""
-    wanted = config.model.apply_rope_fusion
-    return its_layers and rotary_gap(config) is None if wanted is None else wanted
+    wanted = model.apply_rope_fusion
+    return its_layers and rotary_gap(model) is None if wanted is None else wanted
 
 
-def fuses_gradient_sum(config: RunConfig, its_layers: bool) -> bool:
+def fuses_gradient_sum(model: ModelConfig, its_layers: bool) -> bool:
     """Whether the products that make the weights' gradients add them to the sum over microbatches themselves."""
-    wanted = config.model.gradient_accumulation_fusion
+    wanted = model.gradient_accumulation_fusion
     return its_layers if wanted is None else wanted
 
 
-def groups_experts(config: RunConfig, its_layers: bool) -> bool:
+def groups_experts(model: ModelConfig, its_layers: bool) -> bool:
     """Whether the experts of a rank share a product, instead of one each."""
-    wanted = config.model.moe_grouped_gemm
-    return "E" in config.model.parts and (its_layers if wanted is None else wanted)
+    wanted = model.moe_grouped_gemm
+    return "E" in model.parts and (its_layers if wanted is None else wanted)
 
 
-def fused_loss(config: RunConfig, its_layers: bool) -> Literal["native", "te"] | None:
+def fused_loss(model: ModelConfig, its_layers: bool) -> Literal["native", "te"] | None:
     """Whose kernel computes the cross-entropy: megatron-core's, Transformer Engine's, or (None) plain PyTorch."""
-    model = config.model
     whose = model.cross_entropy_fusion_impl or ("te" if its_layers else "native")
     wanted = model.cross_entropy_loss_fusion
     if wanted is None:
@@ -53,12 +52,12 @@ def fused_loss(config: RunConfig, its_layers: bool) -> Literal["native", "te"] |
     return whose if wanted else None
 
 
-def kernels_in_use(config: RunConfig, its_layers: bool) -> list[str]:
+def kernels_in_use(model: ModelConfig, its_layers: bool) -> list[str]:
     """Those of Transformer Engine that a model uses, in words."""
     used = {
-        "rotary embedding": fuses_rotary_embedding(config, its_layers),
-        "sums of weight gradients": fuses_gradient_sum(config, its_layers),
-        "cross-entropy": fused_loss(config, its_layers) == "te",
-        "products of experts": groups_experts(config, its_layers),
+        "rotary embedding": fuses_rotary_embedding(model, its_layers),
+        "sums of weight gradients": fuses_gradient_sum(model, its_layers),
+        "cross-entropy": fused_loss(model, its_layers) == "te",
+        "products of experts": groups_experts(model, its_layers),
     }
     return [name for name, is_used in used.items() if is_used]

@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.hybrid_pattern import with_stages
 from megatron_cp.models.layer_specs import gpt_layer_spec, its_layers
 from megatron_cp.models.layers.chunked_loss import LossesInPieces
@@ -112,37 +112,41 @@ class HybridLanguageModel(FurtherTokens, LossesInPieces, TiedWithoutGlobalState,
         return self.rotary_pos_emb(length, packed_seq=packed is not None)
 
 
-def build_hybrid(config: RunConfig, core_config: TransformerConfig, **common: Any) -> HybridLanguageModel:
+def build_hybrid(
+    model: ModelConfig, core_config: TransformerConfig, seed: int, core_attention: type, **common: Any
+) -> HybridLanguageModel:
     """This rank's chunk; ``common`` are the arguments that megatron-core's language models share."""
-    model = config.model
     stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
     pattern = with_stages(model.hybrid_layer_pattern or "", stages)
     if not common["post_process"]:  # upstream asks the global state who predicts further tokens
         pattern = pattern.split("/")[0]
     return HybridLanguageModel(
         config=core_config,
-        hybrid_stack_spec=hybrid_stack_spec(config, core_config),
+        hybrid_stack_spec=hybrid_stack_spec(model, core_config, seed, core_attention),
         hybrid_layer_pattern=pattern,
         **common,
     )
 
 
-def hybrid_stack_spec(config: RunConfig, core_config: TransformerConfig) -> ModuleSpec:
+def hybrid_stack_spec(
+    model: ModelConfig, core_config: TransformerConfig, seed: int, core_attention: type
+) -> ModuleSpec:
     """The spec of the stack: attention, MLP and experts are the halves of GPT layers."""
-    dense, norm = gpt_layer_spec(config, core_config, experts=False)
+    dense, norm = gpt_layer_spec(model, core_config, seed, core_attention, experts=False)
     layers: dict[str, Any] = {
         "attention_layer": _without(dense, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp),
         "mlp_layer": _without_attention(dense),
     }
-    if "E" in config.model.parts:
-        layers["moe_layer"] = _without_attention(gpt_layer_spec(config, core_config, experts=True)[0])
+    if "E" in model.parts:
+        with_experts, _ = gpt_layer_spec(model, core_config, seed, core_attention, experts=True)
+        layers["moe_layer"] = _without_attention(with_experts)
     layers["mamba_layer"] = ModuleSpec(
         module=SeededMambaLayer,
         submodules=_mamba_submodules(its_layers(core_config), norm),
-        params={"initialization_seed": config.rng.seed},
+        params={"initialization_seed": seed},
     )
-    if config.model.mtp_num_layers:
-        layers["mtp_block_spec"] = mtp_block_spec(config, None, norm, its_layers(core_config))
+    if model.mtp_num_layers:
+        layers["mtp_block_spec"] = mtp_block_spec(model, seed, None, norm, its_layers(core_config))
     return ModuleSpec(module=HybridLayers, submodules=HybridStackSubmodules(**layers), params={"final_norm": norm})
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from importlib import metadata
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -28,31 +28,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_cp.attention.modules.native import ContextParallelAttention
 from megatron_cp.attention.modules.te import have_transformer_engine, te_attention_class
 from megatron_cp.attention.modules.te_support import choose_backend, has_its_layers
-from megatron_cp.config.run_config import RunConfig
-from megatron_cp.dynamic_cp.groups import configured_blocks
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
 from megatron_cp.models.layers import latent_attention
 from megatron_cp.models.layers.latent_experts import LatentMoELayer
+from megatron_cp.models.layers.local_rotary import LocalRotaryAttention
+from megatron_cp.models.layers.norms import NormThenAdd, TorchNorm
 from megatron_cp.models.layers.router import PackRouter, routers_of
-from megatron_cp.parallel.layout import layout_of
-
-
-class TorchNorm:
-    """torch's own LayerNorm or RMSNorm, as megatron-core's ``WrappedTorchNorm``, but also under sequence parallelism.
-
-    There each tensor-parallel rank normalizes its own tokens, so the norm's gradients are partial sums; the mark on
-    the parameters makes megatron-core reduce them.
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
-    ) -> torch.nn.Module:
-        norm_class = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
-        norm = norm_class(hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm.to(config.params_dtype)
 
 
 class SeededTransformerLayer(TransformerLayer):
@@ -89,10 +72,10 @@ class SeededTransformerLayer(TransformerLayer):
             return super().forward(*args, **kwargs)
 
 
-def use_its_layers(config: RunConfig) -> bool:
+def use_its_layers(model: ModelConfig, fp32: bool) -> bool:
     """Whether the layers around attention are to be Transformer Engine's. Asked once a model: :func:`its_layers` tells
     the answer."""
-    return has_its_layers(config, _its_version(), torch.cuda.is_available())
+    return has_its_layers(model, _its_version(), torch.cuda.is_available(), fp32=fp32)
 
 
 def its_layers(core_config: TransformerConfig) -> bool:
@@ -100,14 +83,15 @@ def its_layers(core_config: TransformerConfig) -> bool:
     return core_config.transformer_impl == "transformer_engine"
 
 
-def _attention_class(config: RunConfig) -> type:
-    """What its layers hold: Transformer Engine's attention where it can do what is asked, unless the recipe says
-    otherwise; else ours."""
-    packed_sizes: set[int] = set()
-    if dist.is_initialized():
-        packed_sizes = {len(block) for block in configured_blocks(config, layout_of(config, dist.get_world_size()))}
+def choose_attention(
+    model: ModelConfig, core_config: TransformerConfig, packed_sizes: Collection[int], fp32: bool
+) -> type:
+    """Transformer Engine's attention where the layers are its own and it can do what is asked, unless the recipe says
+    otherwise; else ours. ``packed_sizes`` are the ranks of the groups that packs may use."""
+    if not its_layers(core_config):
+        return ContextParallelAttention
     flash = any(metadata.distributions(name="flash-attn"))
-    backend, _ = choose_backend(config, _its_version(), True, packed_sizes, flash)
+    backend, _ = choose_backend(model, _its_version(), True, packed_sizes, fp32=fp32, flash=flash)
     return te_attention_class() if backend == "te" else ContextParallelAttention
 
 
@@ -115,48 +99,54 @@ def _its_version() -> str | None:
     return metadata.version("transformer-engine") if have_transformer_engine() else None
 
 
-def gpt_layer_spec(config: RunConfig, core_config: TransformerConfig, experts: bool) -> tuple[ModuleSpec, Any]:
+def gpt_layer_spec(
+    model: ModelConfig, core_config: TransformerConfig, seed: int, core_attention: type, experts: bool
+) -> tuple[ModuleSpec, Any]:
     """The spec of one layer of a GPT/Llama-like model, attention and MLP or experts, and the class of its norms."""
     with_te = its_layers(core_config)
     layer = (get_gpt_layer_with_transformer_engine_spec if with_te else get_gpt_layer_local_spec)(
-        num_experts=config.model.num_moe_experts if experts else None,
+        num_experts=model.num_moe_experts if experts else None,
         moe_grouped_gemm=core_config.moe_grouped_gemm,
-        qk_layernorm=config.model.qk_layernorm,
-        qk_l2_norm=config.model.qk_l2_norm,
-        multi_latent_attention=config.model.multi_latent_attention,
-        **({} if with_te else {"normalization": config.model.normalization}),
+        qk_layernorm=model.qk_layernorm,
+        qk_l2_norm=model.qk_l2_norm,
+        multi_latent_attention=model.multi_latent_attention,
+        **({} if with_te else {"normalization": model.normalization}),
     )
     if experts:
         layer.submodules.mlp.keywords["submodules"].router = PackRouter
-        if config.model.moe_latent_size is not None:
+        if model.moe_latent_size is not None:
             layer.submodules.mlp = partial(LatentMoELayer, **layer.submodules.mlp.keywords)
     attention = layer.submodules.self_attention
-    attention.params["attn_mask_type"] = AttnMaskType[config.model.attention_mask_type]
-    attention.submodules.core_attention = _attention_class(config) if with_te else ContextParallelAttention
+    attention.params["attn_mask_type"] = AttnMaskType[model.attention_mask_type]
+    if model.has_local_rotary:
+        attention.module = LocalRotaryAttention
+    attention.submodules.core_attention = core_attention
     if with_te:
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm: Any = TENorm
     else:
         norm = TorchNorm
-        layer.submodules.sharded_state_dict_keys_map = _saved_names(config, experts)
+        layer.submodules.sharded_state_dict_keys_map = _saved_names(model, experts)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if getattr(attention.submodules, name, IdentityOp) not in (None, IdentityOp, L2Norm):
                 setattr(attention.submodules, name, TorchNorm)
+    if model.sandwich_norm:
+        add = ModuleSpec(NormThenAdd, params={"config": core_config, "norm": norm})
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
     seeded = ModuleSpec(
         module=SeededTransformerLayer,
         submodules=layer.submodules,
-        params={"initialization_seed": config.rng.seed},
+        params={"initialization_seed": seed},
     )
     return seeded, norm
 
 
-def _saved_names(config: RunConfig, experts: bool) -> dict[str, str]:
+def _saved_names(model: ModelConfig, experts: bool) -> dict[str, str]:
     """How checkpoints call the norms of layers without Transformer Engine: as those of its layers are saved, which are
     parts of the matrices that follow. Upstream's local specs say it of dense layers only, not of experts or latent
     attention, so that a run could not go on with the other kind of layers."""
-    model = config.model
     names = {}
     if not experts:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -170,12 +160,19 @@ def _saved_names(config: RunConfig, experts: bool) -> dict[str, str]:
 
 
 def gpt_block_spec(
-    config: RunConfig, core_config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None
+    model: ModelConfig,
+    core_config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    vp_stage: int | None,
+    seed: int,
+    core_attention: type,
 ) -> tuple[TransformerBlockSubmodules, ModuleSpec]:
     """The spec of this rank's (virtual) pipeline stage of a GPT/Llama-like model, and that of the model's last layer,
     which multi-token prediction repeats: a stage that holds the embedding or the loss alone has none."""
-    model = config.model
-    specs = {parts: gpt_layer_spec(config, core_config, experts="E" in parts) for parts in set(model.layer_parts)}
+    specs = {
+        parts: gpt_layer_spec(model, core_config, seed, core_attention, experts="E" in parts)
+        for parts in set(model.layer_parts)
+    }
     layers = [specs[parts][0] for parts in model.layer_parts]
     last, norm = specs[model.layer_parts[-1]]
     for layer, _ in specs.values() if model.multi_latent_attention else []:

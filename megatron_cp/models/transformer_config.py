@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_cp.config.run_config import ModelConfig, RunConfig
+from megatron_cp.config.run_config import MixedPrecisionConfig, ModelConfig
 from megatron_cp.config.setting import passed_on
 from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding, groups_experts
 from megatron_cp.models.layer_specs import use_its_layers
@@ -18,16 +19,15 @@ from megatron_cp.models.layer_specs import use_its_layers
 _ACTIVATIONS = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "fast_gelu": fast_gelu,
     "relu": F.relu,
     "squared_relu": squared_relu,
     "quick_gelu": quick_gelu,
+    "fast_gelu": partial(F.gelu, approximate="tanh"),  # upstream's function of this name rounds after each operation
 }
 
 
-def params_dtype(config: RunConfig) -> torch.dtype:
+def params_dtype(precision: MixedPrecisionConfig) -> torch.dtype:
     """The dtype of the model's parameters: bf16 on GPUs and fp32 elsewhere unless ``mixed_precision`` says."""
-    precision = config.mixed_precision
     if precision.bf16:
         return torch.bfloat16
     if precision.fp16:
@@ -37,17 +37,18 @@ def params_dtype(config: RunConfig) -> torch.dtype:
     return torch.bfloat16
 
 
-def transformer_config(config: RunConfig) -> TransformerConfig:
+def transformer_config(
+    model: ModelConfig, precision: MixedPrecisionConfig, eval_context_parallel_size: int | None = None
+) -> TransformerConfig:
     """megatron-core's configuration of a finalized run configuration."""
-    model = config.model
     config_class = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
-    dtype = params_dtype(config)
-    on_gpu, its_layers = torch.cuda.is_available(), use_its_layers(config)
-    loss = fused_loss(config, its_layers)
+    dtype = params_dtype(precision)
+    on_gpu, its_layers = torch.cuda.is_available(), use_its_layers(model, precision.fp32)
+    loss = fused_loss(model, its_layers)
     with_experts = [int("E" in parts) for parts in model.layer_parts]
     parallel, interleaved = model.context_parallel_size > 1, model.virtual_pipeline_model_parallel_size is not None
     # Microbatches may be sliced where the model is not.
-    grouped = parallel or model.dynamic_context_parallel or config.dist.eval_context_parallel_size is not None
+    grouped = parallel or model.dynamic_context_parallel or eval_context_parallel_size is not None
     built = config_class(
         **passed_on(model, [field.name for field in fields(config_class)]),
         **(_latent_positions(model) if model.multi_latent_attention else {}),
@@ -70,7 +71,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         and model.activation_func == "silu"
         and model.gated_linear_unit
         and not model.glu_linear_offset,
-        apply_rope_fusion=fuses_rotary_embedding(config, its_layers),
+        apply_rope_fusion=fuses_rotary_embedding(model, its_layers),
         cross_entropy_loss_fusion=loss is not None,
         cross_entropy_fusion_impl=loss or "native",
         # megatron-core's own output layer would ask for apex; the builder tells Transformer Engine's layers.
@@ -79,11 +80,11 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # megatron-core asks for pre-softmax where it is 1, experts or not.
         moe_router_topk=model.moe_router_topk if model.num_moe_experts is not None else 2,
         moe_z_loss_coeff=model.moe_z_loss_coeff or None,  # upstream would report 0 / 0
-        moe_grouped_gemm=groups_experts(config, its_layers),
+        moe_grouped_gemm=groups_experts(model, its_layers),
         # Otherwise Transformer Engine's layers write the first weight gradient of their lives over what is there: that
         # of a layer's second use, where several depths of multi-token prediction share one.
         disable_parameter_transpose_cache=True,
-        variable_seq_lengths=config.runs_packs,
+        variable_seq_lengths=model.sequence_packing_scheduler is not None or eval_context_parallel_size is not None,
         # Batched point-to-point calls confuse the interleaved schedule's messages: silently wrong losses.
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved and model.overlap_p2p_comm is not False,

@@ -1,18 +1,40 @@
-"""What every rank says, on every rank: the one exchange of Python objects with which ranks agree."""
+"""Every exchange of values between ranks, but those of attention's transports and of the pipeline.
+
+A rank that raises alone leaves the other ranks in their next collective. Work that may fail on one rank therefore runs
+in :func:`raised_on_all_ranks`, :func:`run_on_all_ranks`, :func:`run_on_first_rank` or :func:`run_once_per_node`.
+All functions are collective. Without torch.distributed a process is the only rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-# Not as dist.is_initialized, which data/samples/datasets.py hides from megatron-core while other ranks wait.
-from torch.distributed import is_initialized
+# Not as dist.is_initialized, which mcore/global_state.py hides from megatron-core while other ranks wait.
+from torch.distributed import ProcessGroup, is_initialized
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_cp.common.errors import DataError, RuntimeFault
+from megatron_cp.common.limits import in_one_line
+from megatron_cp.launch import launcher
+from megatron_cp.parallel.transfer import send
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_HEARTBEAT = 20.0  # seconds; well below any timeout of a process group
 
 
-def everyones[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Each rank's ``value``, in the order of ``group`` (None: all ranks); collective, and alone without one."""
+def gather_objects[T](value: T, group: ProcessGroup | None = None) -> list[T]:
+    """Return the ``value`` of each rank of ``group`` (None: all ranks), in their order."""
     if not is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -20,11 +42,177 @@ def everyones[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def found_by_anyone(problems: Sequence[str], group: dist.ProcessGroup | None = None) -> list[str]:
-    """``rank 3: its problem`` for the problems of every rank, the same on all of them; collective.
+def gather_on_first_rank[T](value: T) -> list[T]:
+    """Return the ``value`` of each rank on rank 0, and nothing on the other ranks, which need not hold them all."""
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values or []
 
-    A rank that raises alone leaves the others in their next collective: with this, all raise or none.
+
+def broadcast_object[T](value: T, group: ProcessGroup | None = None) -> T:
+    """Return the ``value`` of the first rank of ``group``."""
+    if not is_initialized():
+        return value
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, group_src=0, group=group)
+    return values[0]
+
+
+def gather_problems(problems: Sequence[str], group: ProcessGroup | None = None) -> list[str]:
+    """Return ``rank 3: its problem`` for each problem of each rank, the same list on all ranks."""
+    everyone = gather_objects(list(problems), group)
+    return [f"rank {rank}: {problem}" for rank, theirs in enumerate(everyone) for problem in theirs]
+
+
+def gather_tensors(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return the ``tensor`` [...] of each rank of ``group``, of one shape on all ranks: [ranks, ...]."""
+    ranks = dist.get_world_size(group)
+    gathered = tensor.new_empty(ranks * tensor.numel())  # gloo concatenates, and does not stack
+    dist.all_gather_into_tensor(gathered, tensor.flatten(), group=group)
+    return gathered.view(ranks, *tensor.shape)
+
+
+def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Add up ``tensor`` over the ranks of ``group``, in place; returns it."""
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def max_over_ranks(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Replace each element of ``tensor`` by the largest of any rank of ``group``, in place; returns it."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return tensor
+
+
+def pack(message: DataclassInstance) -> Tensor:
+    """Write a message of numbers, tensors, and dicts of them into one tensor [width], in float64.
+
+    All tensors are on one device; the result is there too. A message of numbers alone is packed on the host.
     """
-    return [
-        f"rank {rank}: {problem}" for rank, theirs in enumerate(everyones(list(problems), group)) for problem in theirs
-    ]
+    fields = vars(message).values()
+    values = [each for field in fields for each in (field.values() if isinstance(field, dict) else [field])]
+    return torch.cat([torch.as_tensor(value, dtype=torch.float64).flatten() for value in values])
+
+
+def unpack[T: DataclassInstance](packed: Tensor, like: T) -> T:
+    """Read what :func:`pack` makes of a message with the keys and shapes of ``like``.
+
+    Numbers get the types that they have in ``like``, and dicts hold floats: both wait for the device of ``packed``.
+    """
+    values: dict[str, Any] = {}
+    for name, value in vars(like).items():
+        size = len(value) if isinstance(value, dict) else value.numel() if isinstance(value, Tensor) else 1
+        part, packed = packed[:size], packed[size:]
+        if isinstance(value, dict):
+            values[name] = dict(zip(value, part.tolist(), strict=True))
+        elif isinstance(value, Tensor):
+            values[name] = part.view_as(value).to(value.dtype)
+        else:
+            values[name] = type(value)(part.item())
+    return dataclasses.replace(like, **values)
+
+
+def max_of_messages[T: DataclassInstance](message: T, group: ProcessGroup, device: torch.device) -> T:
+    """Return, for each number in ``message``, the largest of any rank. One exchange, and one wait for the device."""
+    return unpack(max_over_ranks(send(pack(message), device), group).cpu(), message)
+
+
+@contextmanager
+def raised_on_all_ranks(what: str) -> Iterator[None]:
+    """Raise on every rank where the body raises on any rank.
+
+    Raises:
+        RuntimeFault: ``what``, which ranks failed, and why.
+    """
+    mine = []
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        mine = [in_one_line(error)]
+    failures = gather_problems(mine)
+    if failures:
+        raise RuntimeFault(f"{what}. {'; '.join(failures[:4])}", on_all_ranks=True)
+
+
+def run_on_first_rank[T](work: Callable[[], T], what: str) -> T:
+    """Run ``work`` on rank 0; returns its result on every rank.
+
+    Raises:
+        RuntimeFault: on every rank, as :func:`raised_on_all_ranks` does.
+    """
+    value: Any = None
+    with raised_on_all_ranks(what):
+        if dist.get_rank() == 0:
+            value = work()
+    return broadcast_object(value)
+
+
+def run_on_all_ranks[T](work: Callable[[], T]) -> T:
+    """Run ``work``, on data, on every rank; returns this rank's result.
+
+    Raises:
+        DataError: on every rank, with the message of the first rank that failed.
+    """
+    value, problem = _attempt(work)
+    for other in gather_objects(problem):
+        if other:
+            raise DataError(other)
+    return value  # type: ignore[return-value]
+
+
+def run_once_per_node[T](work: Callable[[], T]) -> T:
+    """Run ``work``, on data, on rank 0, then on the first rank of each other node. It may take long.
+
+    ``work`` must not repeat what it finds done: nodes that share a file system find what rank 0 left there, and only
+    nodes with a file system of their own repeat it. (A node may see a new name late; it then repeats the work.)
+
+    Returns:
+        The result, which must be the same on all nodes, on every rank.
+
+    Raises:
+        DataError: on every rank, where ``work`` fails on any node, or results differ.
+    """
+    rank = dist.get_rank() if is_initialized() else 0
+    values = _outcomes(work, rank == 0)
+    values += _outcomes(work, rank != 0 and launcher.local_rank() == 0)
+    if any(value != values[0] for value in values):
+        raise DataError(f"the nodes do not have the same data: one finds {values[0]}, another one not. Copy it anew.")
+    return values[0]
+
+
+def _outcomes[T](work: Callable[[], T], mine: bool) -> list[T]:
+    """Return ``work()`` of each rank for which it is ``mine``, on every rank.
+
+    The other ranks do not wait in one collective, which would time out, but receive a report every few seconds.
+
+    Raises:
+        DataError: on every rank, where ``work`` fails on one.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        future = pool.submit(_attempt, work) if mine else None
+        while True:
+            reports = [report for report in gather_objects(_report(future)) if report is not None]
+            if all(done for done, _, _ in reports):
+                break
+    for _, _, problem in reports:
+        if problem:
+            raise DataError(problem)
+    return [value for _, value, _ in reports]
+
+
+def _attempt[T](work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return the result, or what is wrong with the data."""
+    try:
+        return work(), None
+    except DataError as error:
+        return None, str(error)
+    except OSError as error:
+        return None, f"{error.filename or 'a data file'}: cannot be read: {error.strerror or error}."
+
+
+def _report(future: Future[tuple[Any, str | None]] | None) -> tuple[bool, Any, str | None] | None:
+    """Return this rank's progress after at most a heartbeat: (done, value, problem), None if it has no work."""
+    if future is None:
+        return None
+    wait_for([future], timeout=_HEARTBEAT)
+    return (True, *future.result()) if future.done() else (False, None, None)

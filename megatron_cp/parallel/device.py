@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_cp.common.errors import ConfigError, DataError, RuntimeFault, Violation
+from megatron_cp.common.errors import ConfigError, DataError, RuntimeFault, Violation, first_line
 from megatron_cp.common.limits import lacks_files
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import DistributedConfig, RNGConfig
 from megatron_cp.launch import launcher, slurm
 from megatron_cp.launch.rendezvous import meet
 from megatron_cp.launch.sockets import use_one_interface
@@ -37,7 +37,7 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def start_distributed(config: RunConfig) -> None:
+def start_distributed(distributed: DistributedConfig) -> None:
     """Start torch.distributed from the launcher's environment, unless it already runs; one rank needs no launcher."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus:
@@ -45,8 +45,8 @@ def start_distributed(config: RunConfig) -> None:
     if dist.is_initialized():
         return
     use_one_interface()
-    backend = config.dist.distributed_backend or ("nccl" if gpus else "gloo")
-    timeout = timedelta(minutes=config.dist.distributed_timeout_minutes)
+    backend = distributed.distributed_backend or ("nccl" if gpus else "gloo")
+    timeout = timedelta(minutes=distributed.distributed_timeout_minutes)
     # Slurm may show each of its tasks only the GPU that is the task's.
     if gpus and not (gpus == 1 and slurm.has_started_this()):
         check_gpus(backend, launcher.local_world_size() or 1, gpus)
@@ -90,7 +90,7 @@ def _take_gpu(gpu: int) -> None:
         host = socket.gethostname()
         raise RuntimeFault(
             f"rank {launcher.rank()}, on {host}: GPU {gpu} of {torch.cuda.device_count()} cannot be used: "
-            f"{(str(error).splitlines() or [''])[0]}. nvidia-smi there tells more; the node can be left out (Slurm: "
+            f"{first_line(error)}. nvidia-smi there tells more; the node can be left out (Slurm: "
             f"sbatch --exclude={host})"
         ) from error
 
@@ -136,7 +136,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def seed_everything(config: RunConfig, groups: ProcessGroupCollection, *, per_slice: bool = False) -> None:
+def seed_everything(rng: RNGConfig, groups: ProcessGroupCollection, *, per_slice: bool = False) -> None:
     """Seed python, numpy, torch and megatron-core's tracker.
 
     Pipeline stages get different streams; with ``rng.data_parallel_random_init`` replicas do too. Weights are drawn
@@ -144,8 +144,8 @@ def seed_everything(config: RunConfig, groups: ProcessGroupCollection, *, per_sl
     equal streams would drop the same hidden units on every slice of a sample, so ``per_slice`` tells them apart; not
     only the context-parallel ranks, as the slices of a pack may lie on any ranks of the two together.
     """
-    seed = config.rng.seed + 100 * groups.pp.rank()
-    if config.rng.data_parallel_random_init:
+    seed = rng.seed + 100 * groups.pp.rank()
+    if rng.data_parallel_random_init:
         seed += 10 * groups.dp.rank()
     if per_slice:
         seed += 100_003 * groups.dp_cp.rank()

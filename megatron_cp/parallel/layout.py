@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import DistributedConfig, ModelConfig
 
 MOST_RANKS = 1_000_000  # a mistyped number is told at once, instead of counting to it
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
@@ -39,6 +39,7 @@ FAMILIES = (*_DENSE_FAMILIES, *_EXPERT_FAMILIES, "embd", "pos_embd")
 
 RankLists = list[list[int]]
 
+LEVELS = ("a2a", "p2p")  # of hierarchical context parallelism: neighbours first
 _LARGEST_LITERAL_WORLD = 64  # ranks; the tables of larger worlds are abbreviated
 
 
@@ -161,9 +162,8 @@ def _slices(sizes: Mapping[str, int], varying: Collection[str]) -> RankLists:
     return [[first + place for place in inside] for first in outside]
 
 
-def layout_of(config: RunConfig, world_size: int) -> RankLayout:
+def layout_of(model: ModelConfig, distributed: DistributedConfig, world_size: int) -> RankLayout:
     """The rank layout of a finalized configuration."""
-    model = config.model
     levels = model.hierarchical_context_parallel_sizes
     return RankLayout(
         world_size,
@@ -173,7 +173,7 @@ def layout_of(config: RunConfig, world_size: int) -> RankLayout:
         ep=model.expert_model_parallel_size,
         etp=model.expert_tensor_parallel_size or 1,
         hierarchical=tuple(levels) if levels and model.context_parallel_size > 1 else None,
-        order="tp-cp-ep-pp-dp" if config.dist.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        order="tp-cp-ep-pp-dp" if distributed.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
 
 
@@ -183,7 +183,7 @@ def group_lines(layout: RankLayout) -> list[str]:
     lines = [f"TENSOR_MODEL_PARALLEL_GROUP {text(layout.groups('tp'))}"] if layout.tp > 1 else []
     lines.append(f"CONTEXT_PARALLEL_GROUP {text(layout.groups('cp'))}")
     if layout.hierarchical is not None:
-        names = ("a2a", "p2p") if len(layout.hierarchical) == 2 else map(str, range(len(layout.hierarchical)))
+        names = LEVELS if len(layout.hierarchical) == len(LEVELS) else map(str, range(len(layout.hierarchical)))
         levels = zip(names, layout.hierarchical_groups(), strict=True)
         lines.append("HIERARCHICAL_CONTEXT_PARALLEL_GROUPS " + " ".join(f"{n}={text(g)}" for n, g in levels))
     if layout.pp > 1:

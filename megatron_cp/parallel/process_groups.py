@@ -16,13 +16,12 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.common.errors import RuntimeFault
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import DistributedConfig, ModelConfig
+from megatron_cp.mcore.global_state import forget_parallel_state, set_without_groups
 from megatron_cp.parallel.layout import FAMILIES, RankLayout, RankLists, group_lines, layout_of
 
 logger = logging.getLogger(__name__)
 
-# megatron-core's global state before anything is built, all of it None.
-_UNSET = [name for name, value in vars(parallel_state).items() if name.isupper() and value is None]
 # Fields of the collection that are one and the same group at the sizes we build.
 _ALIASES = {
     "dp_cp_gtp_remat": "dp_cp",
@@ -35,27 +34,29 @@ _ALIASES = {
 _ABSENT = ("inter_dist_opt", "gtp_remat", "expt_gtp_remat", "dp_cp_ag", "expt_dp_ag")
 
 
-def build_process_groups(config: RunConfig) -> ProcessGroupCollection:
+def build_process_groups(model: ModelConfig, distributed: DistributedConfig) -> ProcessGroupCollection:
     """Build every process group of a run; torch.distributed must be initialized.
 
     Collective: every rank of the world calls it with the same configuration. The collection's ``hcp`` is
     ``[a2a_group, p2p_group]`` where hierarchical sizes are configured and ``None`` otherwise.
     """
-    layout = layout_of(config, dist.get_world_size())
-    timeout = config.dist.distributed_timeout_minutes
-    build = _decentralized if config.dist.use_decentralized_pg else _mpu
-    groups = build(config, layout, timeout)
+    layout = layout_of(model, distributed, dist.get_world_size())
+    timeout = distributed.distributed_timeout_minutes
+    if distributed.use_decentralized_pg:
+        groups = _decentralized(layout, timeout)
+    else:
+        groups = _mpu(layout, timeout, model.virtual_pipeline_model_parallel_size)
     _check_against_layout(groups, layout)
     _log_groups(layout)
     return groups
 
 
-def _mpu(config: RunConfig, layout: RankLayout, timeout_minutes: float) -> ProcessGroupCollection:
+def _mpu(layout: RankLayout, timeout_minutes: float, virtual_stages: int | None) -> ProcessGroupCollection:
     destroy_process_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=config.model.virtual_pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_stages,
         context_parallel_size=layout.cp,
         hierarchical_context_parallel_sizes=list(layout.hierarchical) if layout.hierarchical else None,
         expert_model_parallel_size=layout.ep,
@@ -67,18 +68,18 @@ def _mpu(config: RunConfig, layout: RankLayout, timeout_minutes: float) -> Proce
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def _decentralized(config: RunConfig, layout: RankLayout, timeout_minutes: float) -> ProcessGroupCollection:
+def _decentralized(layout: RankLayout, timeout_minutes: float) -> ProcessGroupCollection:
     timeout = timedelta(minutes=timeout_minutes)
-    fields: dict[str, Any] = {family: _new_groups(layout.groups(family), timeout, family) for family in FAMILIES}
+    fields: dict[str, Any] = {family: new_groups(layout.groups(family), timeout, family) for family in FAMILIES}
     fields |= {alias: fields[family] for alias, family in _ALIASES.items()}
     fields["hcp"] = None
     if layout.hierarchical is not None:
         fields["hcp"] = [
-            _new_groups(lists, timeout, f"hcp{level}") for level, lists in enumerate(layout.hierarchical_groups())
+            new_groups(lists, timeout, f"hcp{level}") for level, lists in enumerate(layout.hierarchical_groups())
         ]
-    fields["intra_dist_opt"] = _new_groups([list(range(layout.world_size))], timeout, "intra_dist_opt")
+    fields["intra_dist_opt"] = new_groups([list(range(layout.world_size))], timeout, "intra_dist_opt")
     fields |= dict.fromkeys(_ABSENT)
-    _provide_what_is_asked_for(fields["pp"])
+    set_without_groups(fields["pp"].size(), fields["pp"].rank())
     return ProcessGroupCollection(**fields)
 
 
@@ -90,21 +91,11 @@ def build_lone_groups(timeout_minutes: float) -> ProcessGroupCollection:
     timeout = timedelta(minutes=timeout_minutes)
     alone = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True, group_desc="ALONE")
     fields = dict.fromkeys((*FAMILIES, *_ALIASES, "intra_dist_opt"), alone)
-    _provide_what_is_asked_for(alone)
+    set_without_groups(alone.size(), alone.rank())
     return ProcessGroupCollection(**fields, hcp=None, **dict.fromkeys(_ABSENT))
 
 
-def _provide_what_is_asked_for(pp: dist.ProcessGroup) -> None:
-    """What megatron-core reads beside any groups: sequence-parallel linears a scratch buffer, and multi-token
-    prediction the rank's pipeline stage, which upstream lets anyone set without the MPU."""
-    if not parallel_state.is_initialized():
-        parallel_state.destroy_global_memory_buffer()
-        parallel_state._set_global_memory_buffer()
-        parallel_state.set_pipeline_model_parallel_world_size(pp.size())
-        parallel_state.set_pipeline_model_parallel_rank(pp.rank())
-
-
-def _new_groups(rank_lists: RankLists, timeout: timedelta, name: str) -> dist.ProcessGroup | None:
+def new_groups(rank_lists: RankLists, timeout: timedelta, name: str) -> dist.ProcessGroup | None:
     """Create all groups of a family (every rank must take part in each creation); returns the caller's own."""
     mine = None
     for ranks in rank_lists:
@@ -115,17 +106,12 @@ def _new_groups(rank_lists: RankLists, timeout: timedelta, name: str) -> dist.Pr
 
 
 def destroy_process_groups(groups: ProcessGroupCollection | None = None) -> None:
-    """Forget the MPU's state, all of it, and destroy the process groups of ``groups`` and what was built with them.
+    """Forget the MPU's state, and destroy the process groups of ``groups`` and what was built with them.
 
-    megatron-core's own ``destroy_model_parallel`` leaves the hierarchical and hybrid groups, others and lists of ranks
-    behind (0.19.2), and the next initialization in the same process would find them. It destroys no group either: with
-    gloo each would keep three threads, one of which wakes a hundred times a second, for as long as the process lives.
+    megatron-core's own ``destroy_model_parallel`` destroys no group: with gloo each would keep three threads, one of
+    which wakes a hundred times a second, for as long as the process lives.
     """
-    of_mpu = parallel_state._global_process_group_list if parallel_state.is_initialized() else None
-    parallel_state.destroy_model_parallel()
-    for name in _UNSET:
-        setattr(parallel_state, name, None)
-    parallel_state._HYBRID_DP_CP_GROUPS = {}
+    of_mpu = forget_parallel_state()
     if groups is None or not dist.is_initialized():
         return
     collected = [of_mpu] if of_mpu is not None else vars(groups).values()

@@ -12,8 +12,9 @@ How an operation runs:
 3. ``wait`` waits for gloo on the host, and puts the copy to the device into the stream that is current *then*. Whatever
    that stream runs afterwards sees the result, which is what NCCL's ``wait`` promises.
 
-Host tensors go to gloo as they are. Data that is only moved is moved as bytes, in any dtype; sums and their like are
-gloo's, in its dtypes, and an average is a sum that is divided.
+There are the operations that this package and megatron-core call, and no others. Host tensors go to gloo as they are.
+Data that is only moved is moved as bytes, in any dtype; sums and their like are gloo's, in its dtypes. An average is a
+sum that is divided.
 """
 
 # torch.distributed calls these methods in the one way that is implemented; its stub lists others for each.
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch.distributed import Work
 
 NAME = "staged"
 
@@ -37,7 +38,7 @@ Start = Callable[[list[Tensor], list[Tensor]], Any]
 
 def register() -> None:
     """Make the backend known to torch.distributed; once a process is enough, and more do no harm."""
-    if NAME.upper() not in dist.Backend._plugins:
+    if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 
 
@@ -108,7 +109,6 @@ class StagedWork(Together):
     ) -> None:
         super().__init__(works)
         self._kept = kept  # what gloo reads until then
-        self._all_works = tuple(works)
         self._arriving = list(arriving)  # host memory, and the tensor that it is for
         self._received = [tensor for _, tensor in arriving]
         self._divide_by = divide_by
@@ -137,9 +137,6 @@ class StagedWork(Together):
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self.result())
         return future
-
-    def _source_rank(self) -> int:
-        return self._all_works[0]._source_rank()
 
     def _deliver(self) -> None:
         for event in self._posted:
@@ -183,11 +180,6 @@ class StagedGroup(dist.ProcessGroup):
         if opts is not None:
             plain.reduceOp = opts.reduceOp
         return Together([self.allreduce([tensor], plain) for tensor in tensors])
-
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        opts, divide_by = self._without_average(opts)
-        received = tensors if opts.rootRank == self.rank() else []
-        return self._in_place(lambda host: self._gloo.reduce(host, opts), tensors, received, divide_by)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts, divide_by = self._without_average(opts or dist.ReduceScatterOptions())
@@ -235,10 +227,6 @@ class StagedGroup(dist.ProcessGroup):
             outputs[0],
         )
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        works = [self.allgather([[of[k] for of in outputs]], [tensor]) for k, tensor in enumerate(inputs)]
-        return Together(works)
-
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         def start(sent: list[Tensor], received: list[Tensor]) -> Any:
             lists = [list(map(as_bytes, received))] if received else []
@@ -264,31 +252,11 @@ class StagedGroup(dist.ProcessGroup):
 
         return self._carry(start, [input], [output])
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """gloo has none for lists: their bytes, one after the other, and apart again."""
-
-        def start(sent: list[Tensor], received: list[Tensor]) -> Any:
-            whole = torch.cat([as_bytes(tensor).reshape(-1) for tensor in sent])
-            sizes = [tensor.numel() * tensor.element_size() for tensor in received]
-            arrived = torch.empty(sum(sizes), dtype=torch.uint8)
-            splits = [tensor.numel() * tensor.element_size() for tensor in sent]
-            work = self._gloo.alltoall_base(arrived, whole, sizes, splits, dist.AllToAllOptions())
-            parts = [as_bytes(tensor) for tensor in received]
-            pairs = [(piece.view_as(part), part) for piece, part in zip(arrived.split(sizes), parts, strict=True)]
-            return StagedWork([work], pairs)
-
-        return self._carry(start, inputs, outputs)
-
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> Any:
         return self._carry(lambda sent, _: self._gloo.send(list(map(as_bytes, sent)), destination, tag), tensors, [])
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
         return self._carry(lambda _, received: self._gloo.recv(list(map(as_bytes, received)), source, tag), [], tensors)
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
-        return self._carry(
-            lambda _, received: self._gloo.recv_anysource(list(map(as_bytes, received)), tag), [], tensors
-        )
 
     def barrier(self, opts: Any = None) -> Any:
         if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from megatron_cp.attention.transports.registry import RING, known_transports
 from megatron_cp.common.errors import DataError
 from megatron_cp.common.jsonl_log import METRICS, read_lines
 from megatron_cp.common.yaml_files import read_yaml
@@ -82,10 +83,11 @@ class LoggedRun:
         if model.get("dynamic_context_parallel"):
             parts.insert(0, f"dynamic cp up to {sizes['cp']}")
         elif sizes["cp"] > 1:
-            kinds = model.get("cp_comm_type", "p2p")
-            kind = ", ".join(dict.fromkeys(map(str, kinds))) if isinstance(kinds, list) else str(kinds)
-            levels = model.get("hierarchical_context_parallel_sizes") if "a2a+p2p" in kind else None
-            parts.insert(0, f"cp {sizes['cp']} ({kind}{f' {levels}' if levels else ''})")
+            kinds = model.get("cp_comm_type", RING.name)
+            names = list(dict.fromkeys(map(str, kinds if isinstance(kinds, list) else [kinds])))
+            hierarchical = any(transport.hierarchical for transport in known_transports(names))
+            levels = model.get("hierarchical_context_parallel_sizes") if hierarchical else None
+            parts.insert(0, f"cp {sizes['cp']} ({', '.join(names)}{f' {levels}' if levels else ''})")
         if self.ranks and model:
             replicas = self.ranks // max(1, sizes["tp"] * sizes["cp"] * sizes["pp"])
             parts += [f"dp {replicas}"] if replicas > 1 else []

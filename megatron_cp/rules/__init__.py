@@ -54,7 +54,7 @@ def check(
 
 def _violations(case: Case) -> list[Violation]:
     """What the rules say about a case whose values have the right types."""
-    if oversized(case.config, case.world_size):
+    if oversized(case):
         return list(RULES["A1"].violations(Context(**vars(case))))
     config, _ = resolve_auto(**vars(case))
     context = Context(**vars(replace(case, config=config)))

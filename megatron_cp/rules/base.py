@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 from megatron_cp.attention.modules.te_support import Gap
+from megatron_cp.attention.transports.registry import Transport, known_transports
 from megatron_cp.common.errors import Violation
-from megatron_cp.config.run_config import RunConfig
 from megatron_cp.rules.environment import Environment
-from megatron_cp.rules.proposals import value_at
+from megatron_cp.rules.remedies import Case
 from megatron_cp.rules.resolve import backend_in, its_layers_in, packed_sizes
 
 Severity = Literal["error", "warning"]
@@ -42,17 +42,12 @@ class Finding:
     severity: Severity | None = None  # where it differs from the rule's
 
 
-@dataclass
-class Context:
+@dataclass(frozen=True)
+class Context(Case):
     """A configuration and the place it is to run, with the numbers that checks ask for.
 
     Sizes below one, which rule A1 reports, read as one, so that every other check can calculate.
     """
-
-    config: RunConfig
-    world_size: int
-    gpus_per_node: int | None
-    environment: Environment
 
     @cached_property
     def tp(self) -> int:
@@ -94,27 +89,31 @@ class Context:
         return max(1, self.config.model.kv_heads // self.tp)
 
     @cached_property
-    def transports(self) -> tuple[str, ...]:
-        """The transports in use, each once, in the order of the layers."""
-        return self.config.model.transports
+    def transports(self) -> tuple[Transport, ...]:
+        """The known transports in use, each once, in the order of the layers."""
+        return known_transports(self.config.model.transports)
+
+    @cached_property
+    def hierarchical(self) -> Transport | None:
+        """The transport of two levels in use."""
+        return next((transport for transport in self.transports if transport.hierarchical), None)
 
     @cached_property
     def levels(self) -> tuple[int, int] | None:
-        """Hierarchical sizes (a2a, p2p) where they are well-formed, as rules C5 to C7 ask."""
+        """Hierarchical sizes where they are well-formed, as rules C5 to C7 ask."""
         sizes = self.config.model.hierarchical_context_parallel_sizes
         well_formed = sizes is not None and len(sizes) == 2 and min(sizes) >= 1 and math.prod(sizes) == self.cp
         return (sizes[0], sizes[1]) if well_formed and sizes is not None else None
 
-    def a2a_sizes(self) -> Iterator[tuple[str, int]]:
-        """Transport and number of ranks over which an all-to-all splits the heads."""
-        if "a2a" in self.transports:
-            # Of a pack's group ours takes as many neighbours as fit the heads, and Transformer Engine all.
-            sizes = {self.cp, *self.packed_sizes} if self.backend == "te" else {self.cp}
-            worst = max(sizes, key=lambda size: (self.heads % size != 0, size))
-            if worst > 1:
-                yield "a2a", worst
-        if self.cp > 1 and "a2a+p2p" in self.transports and self.levels is not None:
-            yield "a2a+p2p", self.levels[0]
+    def head_splits(self) -> Iterator[tuple[Transport, int]]:
+        """Transport and number of ranks over which it splits the heads."""
+        # Of a pack's group ours takes as many neighbours as fit the heads, and Transformer Engine all.
+        packed = self.packed_sizes if self.backend == "te" else ()
+        for transport in self.transports:
+            sizes = transport.head_ranks(self.cp, self.levels, packed)
+            worst = max(sizes, key=lambda size: (self.heads % size != 0, size), default=1)
+            if sizes and (self.cp > 1 or worst > 1):
+                yield transport, worst
 
     @cached_property
     def packed(self) -> bool:
@@ -134,7 +133,7 @@ class Context:
     @cached_property
     def packed_sizes(self) -> set[int]:
         """Ranks of the groups that packs may use."""
-        return packed_sizes(self.config, self.world_size)
+        return packed_sizes(self.config.model, self.config.dist, self.world_size)
 
     @cached_property
     def widest(self) -> int:
@@ -153,7 +152,7 @@ class Context:
 
     @cached_property
     def _choice(self) -> tuple[str, list[Gap]]:
-        return backend_in(self.environment, self.config, self.packed_sizes)
+        return backend_in(self.environment, self.config.model, self.packed_sizes, self.config.mixed_precision.fp32)
 
     @property
     def backend(self) -> str:
@@ -163,7 +162,7 @@ class Context:
     @property
     def its_layers(self) -> bool:
         """Whether the layers around attention are Transformer Engine's."""
-        return its_layers_in(self.environment, self.config)
+        return its_layers_in(self.environment, self.config.model, self.config.mixed_precision.fp32)
 
     def te_findings(self, rule_id: str) -> Iterator[Finding]:
         """What Transformer Engine lacks under a rule, an error where it is asked for by name, or is slow at."""
@@ -205,7 +204,7 @@ class Rule:
         for found in self.check(context):
             severity = found.severity or self.severity
             yield Violation(
-                self.id, severity, found.field, found.message, found.fix, value_at(context.config, found.field)
+                self.id, severity, found.field, found.message, found.fix, context.config.value_at(found.field)
             )
 
 
@@ -234,6 +233,11 @@ def rule(id: str, title: str, why: str, example: Example, *, severity: Severity 
         return check
 
     return enter
+
+
+def te_rule(id: str, title: str, why: str, example: Example) -> None:
+    """Enter a rule into the table that repeats what :mod:`te_support` says of Transformer Engine."""
+    rule(id, title, why, example)(lambda context: context.te_findings(id))
 
 
 def order(rule_id: str) -> tuple[str, int]:

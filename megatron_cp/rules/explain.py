@@ -8,9 +8,25 @@ from functools import cache
 from megatron_cp.common.errors import ConfigError, Violation
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import RULES, Environment, Example, Rule, check
-from megatron_cp.rules.not_rules import ELSEWHERE, KINDS
 
 EXAMPLE_RECIPE = "llama_tiny_pretrain_config"
+
+# Ids in messages of checks that are not rules of a configuration.
+OTHER_CHECKS = {
+    "B7": "A batch holds known keys of shape [b, s] only.",
+    "B9": "A batch is sliced exactly once.",
+    "B10": "Position ids are the global ones, in zigzag order.",
+    "F1": "Packed attention under context parallelism needs the padded cu_seqlens.",
+    "F2": "Every packed sequence's padded length divides by 2 * cp.",
+    "F4": "cu_seqlens cover the whole pack.",
+    "F15": "A pack is one row.",
+    "K1": "Every key is known, in overrides, recipes and --config files.",
+    "K2": "Every value has its setting's type; numbers are finite, and nothing is converted silently.",
+    "K3": "Every override can be parsed: Hydra's grammar, without sweeps and deletions.",
+    "K4": "Every file and recipe named exists and can be read.",
+    "K20": "All ranks have the same configuration, code, libraries and key variables.",
+    "K35": "The launcher's variables and the command line's values have a meaning.",
+}
 
 
 @cache
@@ -39,9 +55,8 @@ def explain(rule_id: str) -> str:
         ConfigError: there is no such rule.
     """
     name = rule_id.upper()
-    if name in ELSEWHERE:
-        kind, title, what = ELSEWHERE[name]
-        return f"{name} ({KINDS[kind].lower()}): {title}\n{what}"
+    if name in OTHER_CHECKS:
+        return f"{name} (error): {OTHER_CHECKS[name]}"
     if name not in RULES:
         fix = "the id that a message begins with, as A2 in 'error A2: model.context_parallel_size=4: ...'"
         raise ConfigError([Violation("K35", "error", "--explain", f"no rule '{rule_id}'", fix)])

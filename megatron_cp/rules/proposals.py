@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_cp.config.overrides import typed
-from megatron_cp.config.run_config import RunConfig
-from megatron_cp.config.setting import value_at
+from megatron_cp.config.run_config import default_at
 from megatron_cp.rules.remedies import BETWEEN
 
 
 def default_of(field: str) -> str:
     """The override that gives a setting its default: ``model.rotary_percent=1.0``."""
-    return typed(field, value_at(RunConfig(), field))
+    return typed(field, default_at(field))
 
 
 def one_of(field: str, values: Iterable[Any]) -> str:

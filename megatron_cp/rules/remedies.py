@@ -21,9 +21,8 @@ from typing import Any
 from megatron_cp.common.errors import ConfigError, Violation
 from megatron_cp.config import bridge_names
 from megatron_cp.config.overrides import quoted
-from megatron_cp.config.recipes import parse_overrides
+from megatron_cp.config.recipes import from_settings, parse_overrides
 from megatron_cp.config.run_config import RunConfig
-from megatron_cp.config.schema import build
 from megatron_cp.rules.environment import Environment
 
 BETWEEN = ", or "
@@ -121,11 +120,7 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
         ConfigError: the overrides cannot be parsed, or name no setting, or have wrong types.
     """
     settings = _laid_over(copy.deepcopy(config.given()), parse_overrides(overrides))
-    problems = bridge_names.settle(settings)
-    changed: RunConfig = build(RunConfig, settings, problems)
-    if problems:
-        raise ConfigError(problems)
-    return changed.finalize()
+    return from_settings(settings, bridge_names.settle(settings))
 
 
 def _laid_over(settings: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Collection
 
 from megatron_cp.attention.modules.te_support import Gap, choose_backend, has_its_layers, has_window
+from megatron_cp.attention.transports.registry import ALL_TO_ALL, HIERARCHICAL
 from megatron_cp.attention.transports.select import select_transport
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import DistributedConfig, ModelConfig, RunConfig
 from megatron_cp.launch import launcher
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.environment import Environment
@@ -22,30 +23,34 @@ def ranks_to_check(config: RunConfig, asked: int | None) -> int:
     if asked is not None:
         return asked
     launched = launcher.world_size()
-    return launched if launched is not None else config.recipe_world_size or config.fewest_ranks
+    return launched if launched is not None else config.recipe_world_size or config.model.fewest_ranks
 
 
-def packed_sizes(config: RunConfig, world_size: int) -> set[int]:
+def packed_sizes(model: ModelConfig, distributed: DistributedConfig, world_size: int) -> set[int]:
     """Ranks of the groups that packs may use; none where nothing is packed, or where the layout cannot be."""
-    if not config.runs_packs:
+    of_evaluation = distributed.eval_context_parallel_size
+    if model.sequence_packing_scheduler is None and of_evaluation is None:
         return set()
     from megatron_cp.dynamic_cp.groups import configured_blocks  # needs numpy, which takes a while to import
 
     try:
-        return {len(block) for block in configured_blocks(config, layout_of(config, world_size))}
+        layout = layout_of(model, distributed, world_size)
+        return {len(block) for block in configured_blocks(model, of_evaluation, layout)}
     except ValueError:  # the rules say why
         return set()
 
 
-def backend_in(environment: Environment, config: RunConfig, packed: Collection[int]) -> tuple[str, list[Gap]]:
+def backend_in(
+    environment: Environment, model: ModelConfig, packed: Collection[int], fp32: bool
+) -> tuple[str, list[Gap]]:
     """What :func:`choose_backend` comes to in an environment; ``packed`` are its ``packed_sizes``."""
     on_gpu, flash = environment.device == "gpu", environment.flash_attn is not None
-    return choose_backend(config, environment.transformer_engine, on_gpu, packed, flash)
+    return choose_backend(model, environment.transformer_engine, on_gpu, packed, fp32, flash)
 
 
-def its_layers_in(environment: Environment, config: RunConfig) -> bool:
+def its_layers_in(environment: Environment, model: ModelConfig, fp32: bool) -> bool:
     """What :func:`has_its_layers` says in an environment."""
-    return has_its_layers(config, environment.transformer_engine, environment.device == "gpu")
+    return has_its_layers(model, environment.transformer_engine, environment.device == "gpu", fp32)
 
 
 def resolve_auto(
@@ -54,7 +59,7 @@ def resolve_auto(
     """The configuration with ``cp_comm_type=auto`` replaced by a transport, and what was chosen and why.
 
     The same configuration and None where nothing is ``auto`` or nothing can be chosen (the rules then say what is
-    wrong). Sizes that are given mean a2a+p2p with just those; whether they can be is the rules' matter, too. Otherwise
+    wrong). Sizes that are given mean two levels of just those; whether they can be is the rules' matter, too. Otherwise
     a node has ``gpus_per_node`` ranks; by default what the launcher or the environment says, else all ranks.
     """
     model = config.model
@@ -63,7 +68,7 @@ def resolve_auto(
     given = model.hierarchical_context_parallel_sizes
     sizes: list[int] | None
     if given and model.context_parallel_size > 1:
-        transport, sizes, reason = "a2a+p2p", given, "these are its hierarchical_context_parallel_sizes"
+        transport, sizes, reason = HIERARCHICAL.name, given, "these are its hierarchical_context_parallel_sizes"
     else:
         try:
             transport, sizes, reason = _selected(config, world_size, gpus_per_node, environment)
@@ -71,7 +76,7 @@ def resolve_auto(
             return config, None
     resolved = dataclasses.replace(
         model,
-        cp_comm_type=_in_place_of_auto(model.cp_comm_type, transport),
+        cp_comm_type=replaced(model.cp_comm_type, transport),
         hierarchical_context_parallel_sizes=given or sizes,
     )
     what = f"{transport} {sizes}" if sizes else transport
@@ -84,10 +89,12 @@ def _selected(
     """What :func:`select_transport` returns, and raises, for this configuration."""
     model = config.model
     node = gpus_per_node or environment.gpus_per_node or launcher.local_world_size() or world_size
-    with_a2a = dataclasses.replace(
-        model, cp_comm_type=_in_place_of_auto(model.cp_comm_type, "a2a"), hierarchical_context_parallel_sizes=None
+    by_heads = dataclasses.replace(
+        model,
+        cp_comm_type=replaced(model.cp_comm_type, ALL_TO_ALL.name),
+        hierarchical_context_parallel_sizes=None,
     )
-    packed = packed_sizes(dataclasses.replace(config, model=with_a2a), world_size)
+    packed = packed_sizes(by_heads, config.dist, world_size)
     return select_transport(
         model.num_attention_heads,
         model.kv_heads,
@@ -95,12 +102,13 @@ def _selected(
         model.context_parallel_size,
         node,
         seq_length=model.seq_length,
-        window=has_window(config),
+        window=has_window(model),
         softmax_offset=model.softmax_type != "vanilla",
-        transformer_engine=backend_in(environment, config, packed)[0] == "te",
+        transformer_engine=backend_in(environment, model, packed, config.mixed_precision.fp32)[0] == "te",
         packed_sizes=packed,
     )
 
 
-def _in_place_of_auto(kinds: str | list[str], transport: str) -> str | list[str]:
-    return transport if isinstance(kinds, str) else [transport if kind == "auto" else kind for kind in kinds]
+def replaced(kinds: str | list[str], right: str, wrong: str = "auto") -> str | list[str]:
+    """``cp_comm_type`` with one transport in place of another."""
+    return right if isinstance(kinds, str) else [right if kind == wrong else kind for kind in kinds]

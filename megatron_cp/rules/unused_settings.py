@@ -6,19 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_cp.config.run_config import RunConfig, settings
-from megatron_cp.config.setting import value_at
+from megatron_cp.config.run_config import RunConfig, default_at, settings
 from megatron_cp.rules.base import Finding
 from megatron_cp.rules.proposals import default_of, either
 
 
 def unread(config: RunConfig) -> Iterator[Finding]:
     """A warning for each setting of a finalized configuration that was given a value and is read by nothing."""
-    defaults = RunConfig()
     for field, facts in settings().items():
         off = next((when for when in facts.when if not when.holds(config)), None)
-        value = value_at(config, field)
-        if off and value != value_at(defaults, field) and value != _unset(config, field):
+        value = config.value_at(field)
+        if off and value != default_at(field) and value != _unset(config, field):
             fix = either(default_of(field), off.turn_on)
             yield Finding(field, f"has no effect: it is read with {off.switch} only", fix, "warning")
 
@@ -26,5 +24,5 @@ def unread(config: RunConfig) -> Iterator[Finding]:
 def _unset(config: RunConfig, field: str) -> Any:
     """What the setting is where nobody gives it: its default, which others may decide."""
     section, _, name = field.partition(".")
-    without = replace(getattr(config, section), **{name: value_at(RunConfig(), field)})
-    return value_at(replace(config, **{section: without}).finalize(), field)
+    without = replace(getattr(config, section), **{name: default_at(field)})
+    return replace(config, **{section: without}).finalize().value_at(field)

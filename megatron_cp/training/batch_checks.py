@@ -1,24 +1,21 @@
 """What no configuration can tell: whether each rank's microbatches are what the layout says. Checked before every step.
 
 A rank that found fault with its batches and stopped alone would leave the others waiting for it. So all ranks exchange
-two numbers a step (is anything wrong here, and a checksum of the samples) and raise the same error together.
+a few numbers a step (is anything wrong here, and checksums of the samples) and raise the same error together.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from megatron_cp.common.errors import DataError, RuntimeFault, shown
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.dynamic_cp.runtime.packing import mask_problems
-from megatron_cp.parallel.collectives import everyones, found_by_anyone
-from megatron_cp.parallel.layout import layout_of
-from megatron_cp.parallel.transfer import send
+from megatron_cp.parallel.collectives import gather_objects, gather_problems, max_of_messages
 from megatron_cp.rules.batch import KEYS, check_batch, check_pack, check_positions
 from megatron_cp.training.setup import Run
 
@@ -31,8 +28,7 @@ class BatchChecks:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        layout = layout_of(run.config, run.all_ranks.size())
-        self._replicas = [layout.coordinates(rank)["dp"] for rank in range(layout.world_size)]
+        self._replicas = [run.layout.coordinates(rank)["dp"] for rank in range(run.layout.world_size)]
 
     def problems_of(self, sliced: Batch) -> list[str]:
         """What is wrong with a microbatch that is sliced for this rank."""
@@ -54,28 +50,21 @@ class BatchChecks:
         Raises:
             RuntimeFault: on every rank, if any rank has a problem or ranks that share samples have different ones.
         """
-        group = self._run.all_ranks
-        mine = send(torch.tensor([len(problems), checksum], dtype=torch.int64), self._run.device)
-        everyone = mine.new_empty(group.size() * 2)
-        dist.all_gather_into_tensor(everyone, mine, group=group)
-        counts, checksums = everyone.view(-1, 2).T.tolist()
-        if any(counts):
-            _raise_all(self._run, problems)
-        _raise(self._run, self._disagreements(checksums))
+        mine = self._replicas[self._run.all_ranks.rank()]
+        _, differing = _exchange(self._run, problems, {mine: checksum}, size=max(self._replicas) + 1)
+        if differing:
+            _raise(self._run, self._disagreements(gather_objects(checksum, self._run.all_ranks), differing))
 
-    def _disagreements(self, checksums: Sequence[int]) -> list[str]:
-        members: dict[int, list[int]] = defaultdict(list)
-        for rank, replica in enumerate(self._replicas):
-            members[replica].append(rank)
+    def _disagreements(self, checksums: Sequence[int], replicas: Iterable[int]) -> list[str]:
         texts = []
-        for replica, ranks in members.items():
+        for replica in replicas:
+            ranks = [rank for rank, each in enumerate(self._replicas) if each == replica]
             others = [rank for rank in ranks if checksums[rank] != checksums[ranks[0]]]
-            if others:
-                texts.append(
-                    f"data-parallel replica {replica}: ranks {others} read other samples than rank {ranks[0]}, but "
-                    f"ranks {ranks} work on the same ones (each on its slice). Check that all nodes read the same data "
-                    "files and sample index, and that the sampler depends on the data-parallel rank alone"
-                )
+            texts.append(
+                f"data-parallel replica {replica}: ranks {others} read other samples than rank {ranks[0]}, but "
+                f"ranks {ranks} work on the same ones (each on its slice). Check that all nodes read the same data "
+                "files and sample index, and that the sampler depends on the data-parallel rank alone"
+            )
         return texts
 
 
@@ -99,28 +88,15 @@ class PackChecks:
             RuntimeFault: on every rank, if any rank has a problem or ranks differ.
         """
         problems = [*problems, *(problems_of_packs(plan) if plan else ())]
-        made = plan.checksum if plan else 0
-        read = torch.full((self._size,), _NOT_READ, dtype=torch.int64)
-        same = (
-            read.clone()
-        )  # the largest of the negatives is the smallest: both ends of what ranks say, in one exchange
-        for sample_id, checksum in (plan.checksums if plan else {}).items():
-            read[sample_id], same[sample_id] = checksum, -checksum
-        head = torch.tensor([len(problems), made, -made], dtype=torch.int64)
-        largest = send(torch.cat([head, read, same]), self._run.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._run.all_ranks)
-        largest = largest.cpu()
-        if largest[0]:
-            _raise_all(self._run, problems)
-        if largest[1] != -largest[2]:
+        made, read = (plan.checksum, plan.checksums) if plan else (0, {})
+        plans_differ, differing = _exchange(self._run, problems, read, self._size, made)
+        if plans_differ:
             _raise(self._run, self._differing_plans(made))
-        read, same = largest[3:].view(2, -1)
-        differing = ((read != _NOT_READ) & (read != -same)).nonzero().flatten().tolist()
         if differing and plan is not None:
             _raise(self._run, self._differing_samples(plan, differing))
 
     def _differing_plans(self, made: int) -> list[str]:
-        everyone = everyones(made, self._run.all_ranks)
+        everyone = gather_objects(made, self._run.all_ranks)
         others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
         return [
             f"ranks {others} have other sample lengths, or another schedule of them, than rank 0. Check that all nodes "
@@ -129,7 +105,7 @@ class PackChecks:
 
     def _differing_samples(self, plan: StepPlan, sample_ids: Sequence[int]) -> list[str]:
         mine = {i: plan.checksums[i] for i in sample_ids if i in plan.checksums}
-        everyone = everyones(mine, self._run.all_ranks)
+        everyone = gather_objects(mine, self._run.all_ranks)
         texts = []
         for sample_id in sample_ids:
             read = {rank: theirs[sample_id] for rank, theirs in enumerate(everyone) if sample_id in theirs}
@@ -143,6 +119,35 @@ class PackChecks:
 
 
 _NOT_READ = -(1 << 40)  # less than any checksum of 32 bits, and than its negative
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one rank found. Ranks exchange the largest of each number: of negatives, that is the smallest."""
+
+    problems: int
+    plan: int
+    minus_plan: int
+    read: torch.Tensor  # a checksum for each sample, or _NOT_READ
+    minus_read: torch.Tensor  # its negative, or _NOT_READ
+
+
+def _exchange(
+    run: Run, problems: Sequence[Problem], checksums: Mapping[int, int], size: int, plan: int = 0
+) -> tuple[bool, list[int]]:
+    """Whether ranks have different ``plan`` checksums, and which of ``size`` samples were read differently. Collective.
+
+    Raises:
+        RuntimeFault: on every rank, if any rank has a problem.
+    """
+    read, minus_read = torch.full((2, size), _NOT_READ, dtype=torch.int64)
+    for sample, checksum in checksums.items():
+        read[sample], minus_read[sample] = checksum, -checksum
+    largest = max_of_messages(_Found(len(problems), plan, -plan, read, minus_read), run.all_ranks, run.device)
+    if largest.problems:
+        _raise_all(run, problems)
+    differing = (largest.read != _NOT_READ) & (largest.read != -largest.minus_read)
+    return largest.plan != -largest.minus_plan, differing.nonzero().flatten().tolist()
 
 
 def problems_of_packs(plan: StepPlan) -> list[str]:
@@ -159,8 +164,8 @@ def problems_of_packs(plan: StepPlan) -> list[str]:
 
 def _raise_all(run: Run, problems: Sequence[Problem]) -> None:
     """What any rank found, on every rank; collective."""
-    of_data = any(everyones(any(isinstance(problem, DataError) for problem in problems), run.all_ranks))
-    _raise(run, found_by_anyone(list(map(str, problems)), run.all_ranks), of_data)
+    of_data = any(gather_objects(any(isinstance(problem, DataError) for problem in problems), run.all_ranks))
+    _raise(run, gather_problems(list(map(str, problems)), run.all_ranks), of_data)
 
 
 def _raise(run: Run, texts: Sequence[str], of_data: bool = False) -> None:

@@ -7,8 +7,7 @@ differ, the fingerprints gathered and their :func:`differences` shown.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,15 @@ from megatron_cp.common.errors import (
     ConfigError,
     RuntimeFault,
     Violation,
+    first_line,
     format_violations,
     ranks_by_value,
     shown_ranks,
 )
 from megatron_cp.common.interpolation import FromEnvironment
-from megatron_cp.config.run_config import RunConfig
-from megatron_cp.parallel.collectives import everyones
+from megatron_cp.parallel.collectives import gather_objects
 from megatron_cp.rules.environment import Environment, installed_version
-from megatron_cp.training.checkpoint.resume import Start, find_start
+from megatron_cp.training.checkpoint.resume import Start
 
 Fingerprint = dict[str, str]
 
@@ -35,33 +34,33 @@ _OF_THE_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEB
 _LIBRARIES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "numpy")
 
 
-def check_all_ranks_agree(config: RunConfig) -> None:
-    """Compare a digest of everything that must be equal; collective, one small exchange if all is well.
+def check_all_ranks_agree(settings: dict[str, Any]) -> None:
+    """Compare a digest of all settings and all else that must be equal; collective, one small exchange if all is well.
 
     Raises:
         RuntimeFault: on every rank, naming the fields that differ and which ranks have what.
     """
-    mine = fingerprint(config, Environment.detect())
-    if len(set(everyones(digest(mine)))) == 1:
+    mine = fingerprint(settings, Environment.detect())
+    if len(set(gather_objects(digest(mine)))) == 1:
         return
-    found = format_violations(differences(everyones(mine)))
+    found = format_violations(differences(gather_objects(mine)))
     raise RuntimeFault(f"the ranks do not run the same thing, nothing was trained.\n{found}", on_all_ranks=True)
 
 
-def agreed_start(config: RunConfig) -> Start | None:
-    """:func:`find_start`, the same on every rank; collective. Nodes may see other files under the same name.
+def agreed_start(find: Callable[[], Start | None]) -> Start | None:
+    """The start that ``find`` finds, the same on every rank; collective. Nodes may see other files under one name.
 
     Raises:
-        ConfigError: as it does, on every rank.
+        ConfigError: as ``find`` does, on every rank.
         RuntimeFault: on every rank, where not all find the same checkpoint.
     """
     start, error = None, None
     try:
-        start = find_start(config)
+        start = find()
         found = f"iteration {start.iteration} of {start.root}" if start else "no checkpoint"
     except ConfigError as refused:
-        error, found = refused, str(refused).splitlines()[0]
-    everyone = everyones(found)
+        error, found = refused, first_line(refused)
+    everyone = gather_objects(found)
     if len(set(everyone)) > 1:
         raise RuntimeFault(
             f"the ranks would not begin with the same checkpoint, nothing was trained: {_who_has_what(everyone)}. All "
@@ -73,9 +72,9 @@ def agreed_start(config: RunConfig) -> Start | None:
     return start
 
 
-def fingerprint(config: RunConfig, environment: Environment) -> Fingerprint:
+def fingerprint(settings: dict[str, Any], environment: Environment) -> Fingerprint:
     """Everything that must be equal on all ranks, as field -> text: settings, code, libraries, key variables."""
-    entries = dict(_flatten(asdict(config)))
+    entries = dict(_flatten(settings))
     entries["code"] = _code_digest()
     entries |= {f"version of {name}": str(installed_version(name)) for name in _LIBRARIES}
     entries["device"] = environment.device

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, clip_grads
 from torch import Tensor
 
 from megatron_cp.config.run_config import OptimizerConfig
+from megatron_cp.parallel.collectives import sum_over_ranks
 from megatron_cp.training.setup import Run
 
 _LARGEST_WITH_A_SQUARE = math.sqrt(torch.finfo(torch.float32).max)
@@ -23,8 +23,8 @@ Counted = list[tuple[MegatronOptimizer, list[Tensor]]]  # the gradients that the
 
 
 @torch.no_grad()
-def measure_gradients(run: Run) -> Tensor:
-    """The norm of all gradients, and 1 where one of this rank's may not be finite, else 0: [2], on the device.
+def measure_gradients(run: Run) -> tuple[Tensor, Tensor]:
+    """The norm of all gradients, and 1 where one of this rank's may not be finite, else 0: [1] each, on the device.
 
     Makes the gradients ready for :func:`apply_gradients`. Collective. Those that are large are suspected, too: their
     squares overflow. The norm leaves out what a rank has copies of; for a fault of its own these are looked at as well.
@@ -36,7 +36,7 @@ def measure_gradients(run: Run) -> Tensor:
     grads = (parameter.grad for optimizer, _ in counted for parameter in optimizer.get_parameters())
     copies = [grad for grad in grads if grad is not None and id(grad) not in seen]
     finite = torch.isfinite(norm + torch.nn.utils.get_total_norm(copies))
-    return torch.cat([norm, (~finite).double()])
+    return norm, (~finite).double()
 
 
 @torch.no_grad()
@@ -71,8 +71,7 @@ def _norm_of_all(run: Run, counted: Counted, norm: Norm) -> Tensor:
     square = torch.zeros(1, dtype=torch.float64, device=run.device)
     for optimizer, grads in counted:  # the optimizer of experts sums over other ranks
         part = norm(grads).double() ** 2 if grads else torch.zeros_like(square)
-        dist.all_reduce(part, group=optimizer.get_grad_stats_parallel_group())
-        square += part
+        square += sum_over_ranks(part, optimizer.get_grad_stats_parallel_group())
     return square.sqrt()
 
 

@@ -18,18 +18,20 @@ from megatron_cp.common.jsonl_log import METRICS, read_lines
 from megatron_cp.data.samples.datasets import Datasets
 from megatron_cp.data.samples.streams import Stream
 from megatron_cp.models.vocabulary import padded_vocab_size
+from megatron_cp.parallel.collectives import max_over_ranks
 from megatron_cp.training.batches import Step, Steps
 from megatron_cp.training.checkpoint.saver import CheckpointSaver, Saved
 from megatron_cp.training.monitor.flops import training_flops
 from megatron_cp.training.monitor.loss_spikes import SpikeWatch
 from megatron_cp.training.monitor.metrics import Reporter, logger
-from megatron_cp.training.monitor.phases import interval_of, read_numbers
+from megatron_cp.training.monitor.phases import PHASES, peak_memory_bytes
 from megatron_cp.training.monitor.profiling import Profiler
 from megatron_cp.training.monitor.step_metrics import StepMetrics
+from megatron_cp.training.monitor.step_report import StepReport
 from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.optimizer import Scheduled, scheduled_values
 from megatron_cp.training.setup import Run
-from megatron_cp.training.signals import SignalWatch, agreed_maximum
+from megatron_cp.training.signals import SignalWatch
 from megatron_cp.training.step import StepResult, evaluate, train_step
 
 
@@ -83,7 +85,7 @@ def _train(
     reporter: Reporter,
 ) -> TrainResult:
     config = run.config
-    vocab_rows = padded_vocab_size(config, vocab_size)
+    vocab_rows = padded_vocab_size(config.model, vocab_size)
     if config.train.manual_gc:
         gc.disable()
     started = time.monotonic()
@@ -95,11 +97,11 @@ def _train(
     evaluated_at = None
     limit = config.train.exit_duration_in_mins
 
-    def tell_all() -> list[float]:
-        """What ranks tell each other in each step: whether to stop, who still saves, and where their time went."""
-        late = limit is not None and time.monotonic() - started > 60 * limit
-        timers = read_numbers(run.phases, run.device) if reporter.is_due(run.progress.iteration + 1) else []
-        return [watch.received, late, saver.writing, *timers]
+    def report() -> StepReport:
+        out_of_time = limit is not None and time.monotonic() - started > 60 * limit
+        seconds = run.phases.read() if reporter.is_due(run.progress.iteration + 1) else {}
+        memory = peak_memory_bytes(run.device)
+        return StepReport(watch.received, out_of_time, saver.writing, memory, dict.fromkeys(PHASES, 0.0) | seconds)
 
     run.phases.forget()  # what went before is no step's
     while run.progress.iteration < config.train.train_iters:
@@ -108,8 +110,7 @@ def _train(
         with run.phases("data"):
             step = next(steps)
         scheduled = scheduled_values(run.optimizer, run.core_config.fp16)
-        result = train_step(run, step.microbatches, tell_all)
-        signals, late, writing, *timers = result.told
+        result = train_step(run, step.microbatches, report)
         seconds = time.perf_counter() - began  # the loss and the gradient norm have come: the GPU has kept pace
         _advance(run, step, result)
         profiler.end(run.progress.iteration)
@@ -119,7 +120,7 @@ def _train(
         iteration = run.progress.iteration
         interval = None
         if reporter.is_due(iteration):
-            interval = interval_of(timers, iteration - logged_at)
+            interval = result.report.interval(iteration - logged_at)
             logged_at = iteration
         spike = spikes.is_spike(result.loss)
         if spike:
@@ -130,16 +131,16 @@ def _train(
             reporter.schedule(iteration, step.plan)
         if config.train.manual_gc and _due(iteration, config.train.manual_gc_interval):
             gc.collect()
-        if not any(writing):
+        if not result.report.saving:
             _tell(run, saver.finish(), reporter)
         if _due(iteration, config.checkpoint.save_interval):
             _save(run, saver, steps, reporter)
             saved_at = iteration
-        stop = int(max(signals))
+        stop = result.report.signal
         if not stop and _due(iteration, config.validation.eval_interval):  # after the save: it may take longer
             stop = _evaluate(run, "validation", datasets.valid, reporter, watch)
             evaluated_at = iteration
-        if stop or any(late) or _due(iteration, config.train.exit_interval):
+        if stop or result.report.out_of_time or _due(iteration, config.train.exit_interval):
             exit_code = _exit_code(stop, iteration)
             break
     if run.progress.iteration != saved_at:
@@ -222,7 +223,7 @@ def _evaluate(run: Run, name: str, dataset: Dataset | Stream | None, reporter: R
 
     def asked_to_stop() -> bool:
         nonlocal stop
-        (stop,) = agreed_maximum([watch.received], run.device)
+        stop = int(max_over_ranks(torch.full((), watch.received, device=run.device)))
         return bool(stop)
 
     with run.phases("evaluation"), closing(open_steps(run, dataset, 0, training=False)) as steps:

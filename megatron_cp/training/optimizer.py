@@ -16,15 +16,18 @@ from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import MixedPrecisionConfig, OptimizerConfig, SchedulerConfig, TrainConfig
 from megatron_cp.config.setting import passed_on
 
 
 def build_optimizer(
-    config: RunConfig, model: list[Any], groups: ProcessGroupCollection, dtype: torch.dtype
+    chosen: OptimizerConfig,
+    precision: MixedPrecisionConfig,
+    model: list[Any],
+    groups: ProcessGroupCollection,
+    dtype: torch.dtype,
 ) -> MegatronOptimizer:
     """megatron-core's optimizer over the wrapped model chunks; ``dtype`` is the parameters'."""
-    chosen, precision = config.optimizer, config.mixed_precision
     known = [field.name for field in fields(CoreOptimizerConfig)]
     core = CoreOptimizerConfig(
         **passed_on(chosen, known),
@@ -54,19 +57,19 @@ def _allocate_momentum(optimizer: torch.optim.Optimizer, config: CoreOptimizerCo
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
 
 
-def schedule_of(config: RunConfig) -> dict[str, Any]:
+def schedule_of(schedule: SchedulerConfig, train: TrainConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
     """What learning rate and weight decay follow, by megatron-core's names; its steps are samples."""
-    schedule, batch, decay = config.scheduler, config.train.global_batch_size, config.optimizer.weight_decay
+    batch, decay = train.global_batch_size, optimizer.weight_decay
     return {
         "init_lr": schedule.lr_warmup_init,
-        "max_lr": config.optimizer.lr,
-        "min_lr": config.optimizer.min_lr,
-        "lr_warmup_steps": config.warmup_iters() * batch,
-        "lr_decay_steps": (schedule.lr_decay_iters or config.train.train_iters) * batch,
+        "max_lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "lr_warmup_steps": schedule.warmup_iters(train.train_iters) * batch,
+        "lr_decay_steps": (schedule.lr_decay_iters or train.train_iters) * batch,
         "lr_decay_style": schedule.lr_decay_style,
         "start_wd": decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
         "end_wd": decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
-        "wd_incr_steps": config.train.train_iters * batch,
+        "wd_incr_steps": train.train_iters * batch,
         "wd_incr_style": schedule.weight_decay_incr_style,
         "wsd_decay_steps": None if schedule.lr_wsd_decay_iters is None else schedule.lr_wsd_decay_iters * batch,
         "lr_wsd_decay_style": schedule.lr_wsd_decay_style,
@@ -88,10 +91,13 @@ def scheduled_values(optimizer: MegatronOptimizer, fp16: bool) -> Scheduled:
     return Scheduled(get_canonical_lr_for_logging(groups) or 0.0, decay, optimizer.get_loss_scale() if fp16 else 1.0)
 
 
-def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def build_scheduler(
+    values: dict[str, Any], settings: SchedulerConfig, optimizer: MegatronOptimizer
+) -> OptimizerParamScheduler:
+    """``values`` are those of :func:`schedule_of`."""
     return OptimizerParamScheduler(
         optimizer,
-        **schedule_of(config),
-        use_checkpoint_opt_param_scheduler=config.scheduler.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=config.scheduler.override_opt_param_scheduler,
+        **values,
+        use_checkpoint_opt_param_scheduler=settings.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=settings.override_opt_param_scheduler,
     )

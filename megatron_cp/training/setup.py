@@ -17,17 +17,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
 from megatron_cp.attention.modules.probe import probe_attention
+from megatron_cp.config.run_config import DistributedDataParallelConfig as DDPSettings
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.setting import passed_on
+from megatron_cp.dynamic_cp.groups import configured_blocks
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
 from megatron_cp.models.builder import build_model
+from megatron_cp.models.layer_specs import choose_attention
 from megatron_cp.models.layers.router_losses import RouterLosses
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.parallel.device import device, seed_everything
+from megatron_cp.parallel.layout import RankLayout, layout_of
 from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
 from megatron_cp.training.monitor.phases import Phases
 from megatron_cp.training.monitor.work_clock import WorkClock
-from megatron_cp.training.optimizer import build_optimizer, build_scheduler
+from megatron_cp.training.optimizer import build_optimizer, build_scheduler, schedule_of
 from megatron_cp.training.packed.groups import build_dynamic_groups
 
 
@@ -46,6 +50,7 @@ class Run:
     """A run that is ready to step."""
 
     config: RunConfig
+    layout: RankLayout
     core_config: TransformerConfig
     groups: ProcessGroupCollection
     model: list[Any]  # DistributedDataParallel chunks, one a virtual pipeline stage
@@ -88,37 +93,46 @@ def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | N
     are the run's own, of the configured sizes; by default they are built, over all ranks of the world.
     """
     gc.collect()  # an earlier run of this process, which is full of cycles: its memory and its groups' threads
-    groups = groups or build_process_groups(config)
-    seed_everything(config, groups)
-    core_config = transformer_config(config)
-    chunks: list[Any] = build_model(config, core_config, groups, vocab_size)
-    if config.dist.attention_probe:
+    model_config, distributed, precision = config.model, config.dist, config.mixed_precision
+    groups = groups or build_process_groups(model_config, distributed)
+    layout = layout_of(model_config, distributed, groups.intra_dist_opt.size())
+    blocks = configured_blocks(model_config, distributed.eval_context_parallel_size, layout)
+    seed_everything(config.rng, groups)
+    core_config = transformer_config(model_config, precision, distributed.eval_context_parallel_size)
+    attention = choose_attention(model_config, core_config, {len(block) for block in blocks}, precision.fp32)
+    chunks: list[Any] = build_model(model_config, core_config, groups, vocab_size, config.rng.seed, attention)
+    if distributed.attention_probe:
         probe_attention(chunks)
     if core_config.fp16 or core_config.bf16:
         chunks = [Float16Module(core_config, chunk) for chunk in chunks]
-    model = wrap_data_parallel(config, core_config, chunks, groups)
+    model = wrap_data_parallel(config.ddp, core_config, chunks, groups, config.optimizer.use_distributed_optimizer)
     if config.rng.data_parallel_random_init:  # replicas drew weights of their own, and all begin with the first's
         for chunk in model:
             chunk.broadcast_params()
-    optimizer = build_optimizer(config, model, groups, core_config.params_dtype)
-    scheduler = build_scheduler(config, optimizer)
-    connect_schedule(config, core_config, model, optimizer, groups)
+    optimizer = build_optimizer(config.optimizer, precision, model, groups, core_config.params_dtype)
+    scheduler = build_scheduler(
+        schedule_of(config.scheduler, config.train, config.optimizer), config.scheduler, optimizer
+    )
+    connect_schedule(core_config, model, optimizer, groups)
     # Weights are the same on every rank that may hold a slice; what dropout draws from now on must not be.
-    seed_everything(config, groups, per_slice=True)
-    run = Run(config, core_config, groups, model, optimizer, scheduler, device())
-    run.dynamic_groups = build_dynamic_groups(config, groups)
+    seed_everything(config.rng, groups, per_slice=True)
+    run = Run(config, layout, core_config, groups, model, optimizer, scheduler, device())
+    run.dynamic_groups = build_dynamic_groups(model_config, distributed, groups, layout, blocks)
     run.router_losses = RouterLosses(core_config, run.device) if core_config.num_moe_experts else None
     return run
 
 
 def wrap_data_parallel(
-    config: RunConfig, core_config: TransformerConfig, chunks: list[Any], groups: ProcessGroupCollection
+    ddp: DDPSettings,
+    core_config: TransformerConfig,
+    chunks: list[Any],
+    groups: ProcessGroupCollection,
+    use_distributed_optimizer: bool,
 ) -> list[DistributedDataParallel]:
     """megatron-core's gradient buffers, reduced over data *and* context parallel ranks.
 
     The chunks' ``ddp_config`` says what is overlapped: nothing where a rank shares its parameters with no other.
     """
-    ddp = config.ddp
     alone = groups.dp_cp.size() == groups.expt_dp.size() == 1
     ddp_config = DistributedDataParallelConfig(
         **passed_on(ddp, [field.name for field in fields(DistributedDataParallelConfig)]),
@@ -129,7 +143,7 @@ def wrap_data_parallel(
         if ddp.grad_reduce_in_fp32
         else tuple(ddp.param_name_patterns_for_fp32_local_accumulation),
         check_for_nan_in_grad=False,  # ours tells all ranks, and where it began
-        use_distributed_optimizer=config.optimizer.use_distributed_optimizer,
+        use_distributed_optimizer=use_distributed_optimizer,
     )
     return [
         DistributedDataParallel(core_config, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=groups)
@@ -138,7 +152,6 @@ def wrap_data_parallel(
 
 
 def connect_schedule(
-    config: RunConfig,
     core_config: TransformerConfig,
     model: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,

@@ -1,18 +1,14 @@
-"""SIGINT, SIGTERM and SIGHUP end a run after a checkpoint: noticed between steps, agreed on by all ranks."""
+"""SIGINT, SIGTERM and SIGHUP end a run after a checkpoint: noticed between steps, reported to all ranks."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
-import torch.distributed as dist
-
 from megatron_cp.launch.process import drop_lost_output, signals_to_stop_at
-from megatron_cp.parallel.transfer import send
 
 _SAME_KEY_PRESS = 1.0  # seconds: a terminal and a launcher may both pass one Ctrl-C on
 
@@ -51,10 +47,3 @@ def sigterm_waits(enabled: bool) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def agreed_maximum(values: Sequence[int], device: torch.device) -> list[int]:
-    """The largest that any rank has of each number; one exchange, the same answer on every rank."""
-    votes = send(torch.tensor([int(value) for value in values]), device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-    return [int(vote) for vote in votes.tolist()]

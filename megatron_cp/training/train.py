@@ -6,7 +6,8 @@ import errno
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,25 +24,25 @@ from megatron_cp.config.run_config import RunConfig
 from megatron_cp.data.samples.datasets import Datasets, build_datasets
 from megatron_cp.data.samples.parts import has_test_part
 from megatron_cp.data.samples.streams import check_files
-from megatron_cp.data.summary import log_data
+from megatron_cp.data.summary import Taken, log_data
 from megatron_cp.data.text.tokenizers import Tokenizer, build_tokenizer
-from megatron_cp.data.together import on_every_rank
 from megatron_cp.launch import launcher
 from megatron_cp.launch.health_monitor import HealthMonitor
 from megatron_cp.mcore.packages import check_mamba_ssm
+from megatron_cp.parallel.collectives import run_on_all_ranks, sum_over_ranks
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.training.checkpoint.files import LATEST, latest_iteration, newer_than_latest
-from megatron_cp.training.checkpoint.resume import Start, find_start
+from megatron_cp.training.checkpoint.resume import Start, begin_with, find_start
 from megatron_cp.training.checkpoint.run_lock import only_run_in
 from megatron_cp.training.checkpoint.saver import load_checkpoint
-from megatron_cp.training.checkpoint.verification import begin_with
 from megatron_cp.training.consistency import agreed_start, check_all_ranks_agree
 from megatron_cp.training.loop import TrainResult, evaluate_all, train
-from megatron_cp.training.monitor.measuring import unlike_the_run
+from megatron_cp.training.monitor.measuring import held_out_settings, unlike_the_run
 from megatron_cp.training.monitor.metrics import Reporter, WritingReporter, logger, start_logging, wants_live_line
 from megatron_cp.training.monitor.peak import find_peak
 from megatron_cp.training.monitor.sinks import writing_into
+from megatron_cp.training.packed.scheduling import of_every_schedule
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.signals import SignalWatch, sigterm_waits
 
@@ -64,30 +65,30 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
     # The command line has checked already, without importing torch; whoever calls this from Python has not.
     config, _ = resolve_auto(config, world_size, None, Environment.of(None))
     check_or_raise(config, world_size)
-    start_logging(rank, wants_live_line(config))
+    start_logging(rank, wants_live_line(config.logger.progress))
     launcher.add_variables(config.env_vars)
     # What needs no other rank is read first: a missing file ends the run before any process group exists.
     tokenizer = build_tokenizer(config.tokenizer)
-    vocab_size = _vocab_size(config, tokenizer)
+    vocab_size = _vocab_size(config.model.vocab_size, tokenizer)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))  # for its checkpoints to tell
     check_files(config.dataset, tokenizer, config.tokenizer)
     if "M" in config.model.parts:
         check_mamba_ssm()
     find_start(config)
-    check_save_folder(config)
-    start_distributed(config)
-    # Shortly before torch gives up; a short time limit is one of a test.
-    roll, alone = HealthMonitor(standstill=0.9 * 60 * config.dist.distributed_timeout_minutes), False
+    check_save_folder(config.checkpoint.save)
+    start_distributed(config.dist)
+    roll, alone = HealthMonitor(timeout=60 * config.dist.distributed_timeout_minutes), False
     with ExitStack() as leaving:
         try:
-            check_all_ranks_agree(config)
-            if _writes(config):
+            check_all_ranks_agree(asdict(config))
+            # A measured run has no folder of its own: another may train in it meanwhile.
+            if config.checkpoint.save and not config.train.skip_train:
                 seconds = config.dist.distributed_timeout_minutes * 60
-                leaving.enter_context(only_run_in(Path(config.checkpoint.save or ""), seconds))
+                leaving.enter_context(only_run_in(Path(config.checkpoint.save), seconds))
             if before is not None:
                 roll.doing = lambda: "verification of the layout"
                 before(config)
-            start = agreed_start(config)  # once more: another run may have come further meanwhile
+            start = agreed_start(partial(find_start, config))  # once more: another run may have come further meanwhile
             return _run(config, tokenizer, vocab_size, start, roll)
         except DataError:
             raise  # told to all ranks already, each of which raises it
@@ -103,20 +104,15 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
             stop_distributed(alone=alone)
 
 
-def _writes(config: RunConfig) -> bool:
-    """Whether the run has a folder that is its own; a measured one may be another's, which trains meanwhile."""
-    return bool(config.checkpoint.save) and not config.train.skip_train
-
-
-def check_save_folder(config: RunConfig) -> None:
+def check_save_folder(save: str | None) -> None:
     """Make the folder that the run will write into.
 
     Raises:
         ConfigError: it cannot be made or written, or holds a pipe, which would wait for its reader.
     """
-    if not config.checkpoint.save:
+    if not save:
         return
-    folder = Path(config.checkpoint.save)
+    folder = Path(save)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -125,16 +121,15 @@ def check_save_folder(config: RunConfig) -> None:
             raise OSError(errno.EINVAL, f"{pipes[0]} is a pipe")
     except OSError as error:
         message, fix = f"cannot be a folder to write into: {error.strerror}", "checkpoint.save=runs/another"
-        raise ConfigError([Violation("", "error", "checkpoint.save", message, fix, config.checkpoint.save)]) from error
+        raise ConfigError([Violation("", "error", "checkpoint.save", message, fix, save)]) from error
 
 
-def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
-    """Tokens that the model knows: as configured, else those of the tokenizer.
+def _vocab_size(known: int | None, tokenizer: Tokenizer) -> int:
+    """Tokens that the model knows: as configured (``known``), else those of the tokenizer.
 
     Raises:
         ConfigError: the tokenizer has more, which only its files could tell (rule K11 compares what is configured).
     """
-    known = config.model.vocab_size
     if known is not None and known < tokenizer.vocab_size:
         message = f"the tokenizer's {tokenizer.vocab_size} tokens do not fit a vocabulary of {known}"
         fix = f"model.vocab_size={tokenizer.vocab_size}, or model.vocab_size=null"
@@ -149,7 +144,6 @@ def _run(
     datasets = _datasets(config, tokenizer, start)
     ready = setup(config, vocab_size)
     roll.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"
-    roll.step = lambda: ready.progress.iteration
     data_state, measured = None, config.train.skip_train
     if start is not None:
         weights_only = start.finetune or measured
@@ -172,14 +166,28 @@ def _run(
     if trains:  # else the folder keeps the settings that its iterations were trained with
         _write_config(config, folder)
     _announce(ready, vocab_size)
-    reporter, peak = Reporter(config), None
+    reporter, peak = Reporter(config.logger, config.train.train_iters), None
     if trains:
         given = config.logger.peak_tflops_per_device
         peak = find_peak(given, ready.core_config.params_dtype, ready.device, ready.all_ranks)
         logger.info("MFU: of a %s peak of %.4g TFLOP/s a device (%s)", peak.source, peak.tflops, peak.how)
     if dist.get_rank() == 0:
-        unlike = {} if trains or start is None else unlike_the_run(config, folder, Path(start.root))
-        reporter = WritingReporter(config, folder, ready.progress.iteration, dist.get_world_size(), unlike, peak)
+        unlike = {}
+        if start is not None and not trains:
+            samples, _ = config.evaluation_batch
+            held_out = held_out_settings(config.dataset, config.tokenizer, config.validation.eval_iters, samples)
+            unlike = unlike_the_run(held_out, folder, Path(start.root))
+        reporter = WritingReporter(
+            config.logger,
+            config.train.train_iters,
+            folder,
+            ready.progress.iteration,
+            trains=trains,
+            of_every_schedule=of_every_schedule(config.model, ready.layout),
+            run_settings=config.as_written(),
+            unlike=unlike,
+            peak=peak,
+        )
     with closing(SignalWatch(config.train.exit_signal_handler)) as watch, closing(reporter):
         if measured:
             outcome = TrainResult(evaluate_all(ready, datasets, reporter, watch), ready.progress.iteration, folder)
@@ -193,21 +201,22 @@ def _run(
 
 
 def _datasets(config: RunConfig, tokenizer: Tokenizer, start: Start | None) -> Datasets:
-    train = config.train
-    eval_samples = config.validation.eval_iters * config.evaluation_batch[0]
+    train, eval_iters, eval_batch_size = config.train, config.validation.eval_iters, config.evaluation_batch[0]
+    eval_samples = eval_iters * eval_batch_size
     test_samples = eval_samples if has_test_part(config.dataset) else 0
     iteration = consumed = 0
     if start is not None and not start.finetune:
         iteration, consumed = start.iteration, start.consumed_samples
     last = consumed + max(0, train.train_iters - iteration) * train.global_batch_size  # the batch size may have changed
     train_samples = 0 if train.skip_train else max(last, train.train_iters * train.global_batch_size)
-    datasets = build_datasets(config, tokenizer, train_samples, eval_samples, test_samples)
+    datasets = build_datasets(config.dataset, tokenizer, train_samples, eval_samples, test_samples)
 
     def report() -> None:
         if dist.get_rank() == 0:
-            log_data(config, datasets, tokenizer.eod, consumed, last)
+            taken = Taken(consumed, last, train.global_batch_size, eval_iters, eval_batch_size)
+            log_data(config.dataset, config.tokenizer, datasets, tokenizer.eod, taken)
 
-    on_every_rank(report)  # a file that the first rank can no longer read ends all ranks
+    run_on_all_ranks(report)  # a file that the first rank can no longer read ends all ranks
     return datasets
 
 
@@ -216,7 +225,7 @@ def _write_config(config: RunConfig, folder: Path) -> None:
         settings = settings_of(config)
         # As used: a longer run from this file has the same schedule, which its own length no longer cuts.
         if config.scheduler.lr_warmup_fraction is None:
-            settings["scheduler"]["lr_warmup_iters"] = config.warmup_iters()
+            settings["scheduler"]["lr_warmup_iters"] = config.scheduler.warmup_iters(config.train.train_iters)
         with writing_into(folder):
             write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
 
@@ -251,10 +260,8 @@ def count_parameters(ready: Run) -> int:
             parameter, groups.tp, groups.expt_tp
         ):
             counts[int(expert)] += parameter.numel()
-    dense, experts = counts[:1], counts[1:]
-    dist.all_reduce(dense, group=groups.mp)
-    dist.all_reduce(experts, group=groups.tp_ep_pp)
-    return int(dense + experts)
+    dense, experts = counts.split(1)
+    return int(sum_over_ranks(dense, groups.mp) + sum_over_ranks(experts, groups.tp_ep_pp))
 
 
 def _last_words(ready: Run, folder: Path, outcome: TrainResult, begun_at: int) -> None:

@@ -6,15 +6,13 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_cp.common.errors import RuntimeFault
 from megatron_cp.config.run_config import RunConfig
-from megatron_cp.parallel.collectives import everyones
-from megatron_cp.parallel.device import device
+from megatron_cp.parallel.collectives import broadcast_object, gather_objects
 from megatron_cp.parallel.layout import RankLayout, layout_of
 from megatron_cp.parallel.process_groups import build_lone_groups
 from megatron_cp.training.step import StepResult
@@ -127,40 +125,40 @@ def compare_with_one_rank(layout: RunConfig, reference: RunConfig) -> Comparison
     """
     started = time.monotonic()
     alone = build_lone_groups(reference.dist.distributed_timeout_minutes)
-    found = measure(reference, alone, scheduler=same_packs(layout, dist.get_world_size()))
-    shared: list[Any] = [found.steps, found.rates, found.token_losses]
-    dist.broadcast_object_list(shared, src=0, device=device())
-    found.steps, found.rates, found.token_losses = shared
+    ranks = layout_of(layout.model, layout.dist, dist.get_world_size())
+    found = measure(reference, alone, scheduler=same_packs(layout.model, ranks, layout.dataset.seq_length))
+    found.steps, found.rates, found.token_losses = broadcast_object((found.steps, found.rates, found.token_losses))
     if dist.get_rank() != 0:
         found.weights, found.gradients, found.updates = [], [], []
-    return _compare(found, layout, time.monotonic() - started)
+    return _compare(found, layout, ranks, time.monotonic() - started)
 
 
 def compare_layouts(first: RunConfig, second: RunConfig) -> Comparison:
     """Run two layouts of one model, one after the other, on all ranks. Collective."""
     started = time.monotonic()
-    found = measure(first, scheduler=with_dummies(first, dist.get_world_size()))
-    found.token_losses = next(theirs for theirs in everyones(found.token_losses) if theirs.numel())
-    return _compare(found, second, time.monotonic() - started)
+    ranks, others = (layout_of(each.model, each.dist, dist.get_world_size()) for each in (first, second))
+    found = measure(first, scheduler=with_dummies(first.model, ranks))
+    found.token_losses = next(theirs for theirs in gather_objects(found.token_losses) if theirs.numel())
+    return _compare(found, second, others, time.monotonic() - started)
 
 
-def _compare(reference: Measurement, layout: RunConfig, seconds: float) -> Comparison:
+def _compare(reference: Measurement, layout: RunConfig, ranks: RankLayout, seconds: float) -> Comparison:
     started = time.monotonic()
     result, fault = Measurement(), None
     try:
-        result = measure(layout, weights=reference.weights, scheduler=with_dummies(layout, dist.get_world_size()))
+        result = measure(layout, weights=reference.weights, scheduler=with_dummies(layout.model, ranks))
     except RuntimeFault as error:
         if not error.on_all_ranks:
             raise
         fault = str(error)
     return Comparison(
         reference.steps,
-        max(everyones(result.steps), key=lambda steps: _largest_difference(reference.steps, steps)),
+        max(gather_objects(result.steps), key=lambda steps: _largest_difference(reference.steps, steps)),
         _compare_tokens(reference.token_losses, result.token_losses),
         _compare_rates(reference.rates, result.rates),
         compare_tensors(reference.gradients, result.gradients, GRADIENT_TOLERANCE),
         compare_tensors(reference.updates, result.updates, UPDATE_TOLERANCE),
-        ranks=layout_of(layout, dist.get_world_size()),
+        ranks=ranks,
         probe=reference.probe or result.probe,
         fault=fault,
         seconds=(seconds, time.monotonic() - started),
@@ -186,7 +184,7 @@ def _compare_tokens(reference: torch.Tensor, layout: torch.Tensor) -> list[Token
     errors = ((layout - reference).abs() / scale).nan_to_num(nan=math.inf) if layout.numel() else torch.zeros(1, 1)
     mine = [(row.max().item(), int((row > LOSS_TOLERANCE).sum())) for row in errors]
     numbers = [int((row != 0).sum()) for row in reference]
-    everyone = [theirs for theirs in everyones(mine) if len(theirs) == len(numbers)]
+    everyone = [theirs for theirs in gather_objects(mine) if len(theirs) == len(numbers)]
     worst = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)] or [(0.0, 0)] * len(numbers)
     return [TokenLosses(difference, wrong, number) for (difference, wrong), number in zip(worst, numbers, strict=True)]
 
@@ -194,7 +192,7 @@ def _compare_tokens(reference: torch.Tensor, layout: torch.Tensor) -> list[Token
 def _compare_rates(reference: list[tuple[float, ...]], layout: Sequence[tuple[float, ...]]) -> tuple[float, str, str]:
     """The largest difference of a learning rate from the nearest of the reference's in the same step; collective."""
     worst = (0.0, f"{reference[0][-1]:.3g} to {reference[-1][-1]:.3g}", "the same")
-    for rank, theirs in enumerate(everyones(list(layout))):
+    for rank, theirs in enumerate(gather_objects(list(layout))):
         for step, (expected, rates) in enumerate(zip(reference, theirs, strict=False), 1):
             for rate in rates:
                 nearest = min(expected, key=lambda each: abs(each - rate))

@@ -9,18 +9,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.attention.modules.probe import ProbeError, probe_attention
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.data.samples.datasets import build_datasets
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.runtime.iterator import Scheduler
 from megatron_cp.dynamic_cp.types import Group, Schedule
-from megatron_cp.parallel.layout import layout_of
+from megatron_cp.parallel.collectives import sum_over_ranks
+from megatron_cp.parallel.layout import RankLayout
 from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.packed.scheduling import keeps_step, make_schedule, model_cost, what_keeps_step
 from megatron_cp.training.setup import Run, setup
@@ -58,7 +58,7 @@ def measure(
     """
     tokenizer = build_tokenizer(config.tokenizer)
     train_iters = config.train.train_iters
-    dataset = build_datasets(config, tokenizer, train_iters * config.train.global_batch_size).train
+    dataset = build_datasets(config.dataset, tokenizer, train_iters * config.train.global_batch_size).train
     assert dataset is not None
     run = setup(config, tokenizer.vocab_size, groups)
     try:
@@ -80,14 +80,15 @@ def measure(
         run.close()
 
 
-def same_packs(config: RunConfig, world_size: int) -> Scheduler | None:
-    """A scheduler for one rank of the packs that ``config`` makes on ``world_size`` ranks; None without packing.
+def same_packs(model: ModelConfig, layout: RankLayout, longest: int) -> Scheduler | None:
+    """A scheduler for one rank of the packs that ``layout`` makes of samples of up to ``longest`` tokens; None without
+    packing.
 
     A router's balancing loss depends on which samples share a pack.
     """
-    if config.model.sequence_packing_scheduler is None:
+    if model.sequence_packing_scheduler is None:
         return None
-    make, cost = partial(make_schedule, config, layout_of(config, world_size)), model_cost(config)
+    make, cost = partial(make_schedule, model, layout), model_cost(model, longest)
 
     def schedule(lengths: Any, _: CostModel) -> Schedule:
         packs = [group.sample_ids for row in make(lengths, cost).microbatches for group in row]
@@ -96,18 +97,17 @@ def same_packs(config: RunConfig, world_size: int) -> Scheduler | None:
     return schedule
 
 
-def with_dummies(config: RunConfig, world_size: int) -> Scheduler | None:
+def with_dummies(model: ModelConfig, layout: RankLayout) -> Scheduler | None:
     """The configured scheduler, with dummies for all ranks at the end of each step where ranks keep step.
 
     Steps as small as these may have none. None: as configured.
     """
-    if config.model.sequence_packing_scheduler is None or not keeps_step(config.model):
+    if model.sequence_packing_scheduler is None or not keeps_step(model):
         return None
-    layout = layout_of(config, world_size)
-    empty: list[list[Group]] = [[] for _ in range(what_keeps_step(config.model, layout)["microbatch_multiple"])]
+    empty: list[list[Group]] = [[] for _ in range(what_keeps_step(model, layout)["microbatch_multiple"])]
 
     def schedule(lengths: Any, cost: CostModel) -> Schedule:
-        made = make_schedule(config, layout, lengths, cost)
+        made = make_schedule(model, layout, lengths, cost)
         return replace(made, microbatches=[*made.microbatches, *empty])
 
     return schedule
@@ -161,8 +161,7 @@ def _losses_kept(run: Run, vocab_size: int, result: Measurement, *, wanted: bool
         yield
     finally:
         hook.remove()
-    dist.all_reduce(sums, group=run.groups.dp_cp)
-    result.token_losses = sums.cpu()
+    result.token_losses = sum_over_ranks(sums, run.groups.dp_cp).cpu()
 
 
 def _changes(run: Run, before: list[ShardedTensor]) -> list[ShardedTensor]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from megatron_cp.common.errors import ConfigError, Violation
+from megatron_cp.common.terminal import say
 from megatron_cp.config.run_config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.dynamic_cp.distributions import LEAST_LONGEST
+from megatron_cp.launch import launcher
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
 from megatron_cp.verify.sizes import of_every_kind, shrink, shrink_thresholds
 
@@ -44,18 +47,21 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
     _check_same_model(layouts)
     configs = [copy.deepcopy(config) for config in layouts]
     vocab_size = configs[0].model.vocab_size or configs[0].tokenizer.vocab_size or VOCAB if full else VOCAB
-    length = None if full else _seq_length(configs)
-    num_layers = None if full else _num_layers(configs)
-    batch = math.lcm(*(_global_batch(config, world_size, full) for config in configs))
-    tp = math.lcm(*(config.model.tensor_model_parallel_size for config in configs))
+    models = [config.model for config in configs]
+    length = None if full else _seq_length(models)
+    num_layers = None if full else _num_layers(models)
+    if not full:
+        for config in configs:
+            config.train.micro_batch_size = min(2, config.train.micro_batch_size)
+    batch = math.lcm(*(_global_batch(c.model, c.train.micro_batch_size, world_size) for c in configs))
+    tp = math.lcm(*(model.tensor_model_parallel_size for model in models))
     for config in configs:
         model = config.model
         if not full:
             shrink(model, tp, num_layers or model.num_layers)
             _raise_weights(model)
-            config.train.micro_batch_size = _micro_batch(config, full)
         if length is not None:
-            shrink_thresholds(config, config.dataset.seq_length, length)
+            shrink_thresholds(model, config.ddp, config.train.micro_batch_size, config.dataset.seq_length, length)
             config.dataset.seq_length = model.seq_length = length
             model.max_position_embeddings = model.yarn_length or length
         model.vocab_size = None
@@ -84,6 +90,21 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
         # A failed probe must not end the run before it has shown what comes of it; the comparison probes by itself.
         config.dist.attention_probe = False
         config.finalize()
+    return configs
+
+
+def checked_and_comparable(
+    layouts: Sequence[RunConfig], world_size: int, steps: int, *, full: bool = False
+) -> list[RunConfig]:
+    """The :func:`comparable` configurations, checked before and after. Raises ConfigError if a rule is broken."""
+    layouts = [checked(config, world_size) for config in layouts]
+    configs = [checked(config, world_size) for config in comparable(layouts, world_size, steps, full=full)]
+    if launcher.rank() == 0 and layouts[-1].model.moe_aux_loss_coeff and not configs[-1].model.moe_aux_loss_coeff:
+        say(
+            "note: compared without the router's auxiliary loss (model.moe_aux_loss_coeff=0): a pack's depends on the "
+            "samples that share it, and the two layouts pack differently",
+            file=sys.stderr,
+        )
     return configs
 
 
@@ -143,55 +164,51 @@ def _mock(data: DatasetConfig) -> None:
     data.eod_mask_loss = False
 
 
-def _stages(config: RunConfig) -> int:
-    model = config.model
+def _stages(model: ModelConfig) -> int:
     return model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
 
 
-def _is_uneven(config: RunConfig) -> bool:
-    m = config.model
+def _is_uneven(m: ModelConfig) -> bool:
     return m.num_layers_in_first_pipeline_stage is not None or m.num_layers_in_last_pipeline_stage is not None
 
 
-def _num_layers(configs: Sequence[RunConfig]) -> int:
+def _num_layers(models: Sequence[ModelConfig]) -> int:
     """The fewest layers that all layouts divide, at least two a model and one a virtual stage; all, where numbers of
     layers or single ones are named otherwise than by a first one with experts."""
-    model = configs[0].model
-    per_layer = isinstance(model.window_attn_skip_freq, list) or any("|" in _pattern(config) for config in configs)
-    if per_layer or any(isinstance(config.model.cp_comm_type, list) or _is_uneven(config) for config in configs):
+    model = models[0]
+    per_layer = isinstance(model.window_attn_skip_freq, list) or any("|" in _pattern(each) for each in models)
+    if per_layer or any(isinstance(each.cp_comm_type, list) or _is_uneven(each) for each in models):
         return model.num_layers
-    if isinstance(model.moe_layer_freq, list) and not _has_experts_after_the_first(model, configs):
+    if isinstance(model.moe_layer_freq, list) and not _has_experts_after_the_first(model, models):
         return model.num_layers
     least = max(2, (model.window_attn_skip_freq or 0) if not isinstance(model.window_attn_skip_freq, list) else 0)
 
-    def fits(layers: int, config: RunConfig) -> bool:
-        m = config.model
+    def fits(layers: int, m: ModelConfig) -> bool:
         counted = layers + m.account_for_embedding_in_pipeline_split + m.account_for_loss_in_pipeline_split
-        return counted % _stages(config) == 0 and counted >= _stages(config)
+        return counted % _stages(m) == 0 and counted >= _stages(m)
 
     for layers in range(min(least, model.num_layers), model.num_layers):
-        if all(fits(layers, config) for config in configs) and of_every_kind(_pattern(configs[0]), layers) is not None:
+        if all(fits(layers, each) for each in models) and of_every_kind(_pattern(model), layers) is not None:
             return layers
     return model.num_layers
 
 
-def _pattern(config: RunConfig) -> str:
-    return config.model.hybrid_layer_pattern or ""
+def _pattern(model: ModelConfig) -> str:
+    return model.hybrid_layer_pattern or ""
 
 
-def _has_experts_after_the_first(model: ModelConfig, configs: Sequence[RunConfig]) -> bool:
+def _has_experts_after_the_first(model: ModelConfig, models: Sequence[ModelConfig]) -> bool:
     """Whether a layer of either kind stands for all: experts in every layer but some first ones, on one stage."""
     experts = model.moe_layer_freq
     assert isinstance(experts, list)
-    return 0 < sum(experts) < len(experts) and sorted(experts) == experts and all(_stages(c) == 1 for c in configs)
+    return 0 < sum(experts) < len(experts) and sorted(experts) == experts and all(_stages(each) == 1 for each in models)
 
 
-def _seq_length(configs: Sequence[RunConfig]) -> int:
+def _seq_length(models: Sequence[ModelConfig]) -> int:
     """At least eight tokens a rank (of a tensor-parallel rank's part where losses come in pieces), and what all layouts
     can cut."""
     parts, least = [1], TOKENS
-    for config in configs:
-        m = config.model
+    for m in models:
         parts.append(2 * m.context_parallel_size)
         if m.sequence_parallel:
             parts.append(m.context_parallel_size * m.tensor_model_parallel_size)
@@ -204,16 +221,11 @@ def _seq_length(configs: Sequence[RunConfig]) -> int:
     return -(-least // multiple) * multiple
 
 
-def _micro_batch(config: RunConfig, full: bool) -> int:
-    return config.train.micro_batch_size if full else min(2, config.train.micro_batch_size)
-
-
-def _global_batch(config: RunConfig, world_size: int, full: bool) -> int:
+def _global_batch(m: ModelConfig, micro_batch_size: int, world_size: int) -> int:
     """Two microbatches a rank, or two rounds of the pipeline; enough samples to schedule, if they are packed."""
-    m = config.model
     if m.sequence_packing_scheduler is not None:
-        return PACKED_SAMPLES_A_RANK * max(1, config.data_parallel_size(world_size)) * m.context_parallel_size
+        return PACKED_SAMPLES_A_RANK * max(1, m.data_parallel_size(world_size)) * m.context_parallel_size
     count = 2 * m.pipeline_model_parallel_size if m.pipeline_model_parallel_size > 1 else 2
     if m.virtual_pipeline_model_parallel_size:
         count = 2 * max(m.pipeline_model_parallel_size, m.microbatch_group_size_per_vp_stage or 0)
-    return _micro_batch(config, full) * max(1, config.data_parallel_size(world_size)) * count
+    return micro_batch_size * max(1, m.data_parallel_size(world_size)) * count

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 
-from megatron_cp.parallel.collectives import everyones
+from megatron_cp.parallel.collectives import gather_objects, gather_tensors, sum_over_ranks
 from megatron_cp.training.setup import Run
 
 
@@ -51,8 +50,8 @@ def gather_gradients(run: Run) -> None:
             if group.size() == 1:
                 continue
             for bucket in buffer.buckets:
-                parts = list(bucket.grad_data.chunk(group.size()))
-                dist.all_gather(parts, parts[group.rank()].clone(), group=group)
+                mine = bucket.grad_data.chunk(group.size())[group.rank()]
+                bucket.grad_data.copy_(gather_tensors(mine, group).flatten())
 
 
 def whole_tensors(parts: Iterable[ShardedTensor], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -63,15 +62,14 @@ def whole_tensors(parts: Iterable[ShardedTensor], device: torch.device) -> Itera
     mine: dict[str, list[ShardedTensor]] = defaultdict(list)
     for part in parts:
         mine[part.key].append(part)
-    everyone = everyones({key: held[0].global_shape for key, held in mine.items()})
+    everyone = gather_objects({key: held[0].global_shape for key, held in mine.items()})
     shapes = {key: shape for shapes in everyone for key, shape in shapes.items()}
     for key in sorted(shapes):
         whole = torch.zeros(shapes[key], dtype=torch.float32, device=device)
         for part in mine.get(key, []):
             if is_main_replica(part.replica_id):
                 whole[part.global_slice()] += part.data.to(device)
-        dist.all_reduce(whole)
-        yield key, whole
+        yield key, sum_over_ranks(whole)
 
 
 def load_parameters(run: Run, weights: Iterable[ShardedTensor]) -> None:

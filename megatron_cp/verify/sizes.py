@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_cp.config.run_config import ModelConfig, RunConfig
+from megatron_cp.config.run_config import DistributedDataParallelConfig, ModelConfig
 from megatron_cp.models.hybrid_pattern import ahead_of, layers_of
 from megatron_cp.models.layers.mamba_shape import MambaShape
 
@@ -19,11 +19,13 @@ BUCKET = 8192
 PIECES = 3
 
 
-def shrink_thresholds(config: RunConfig, before: int, length: int) -> None:
+def shrink_thresholds(
+    model: ModelConfig, ddp: DistributedDataParallelConfig, micro_batch_size: int, before: int, length: int
+) -> None:
     """Shrink what depends on the sequence's ``length``, which was ``before``, and on the number of parameters."""
-    model, packed = config.model, config.model.sequence_packing_scheduler is not None
+    packed = model.sequence_packing_scheduler is not None
     parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
-    config.ddp.bucket_size = BUCKET
+    ddp.bucket_size = BUCKET
     if packed and model.max_seqlen_per_dp_cp_rank is not None:  # as many ranks for the longest sequence as before
         ranks = -(-before // model.max_seqlen_per_dp_cp_rank)
         model.max_seqlen_per_dp_cp_rank = -(-length // (ranks * 2 * parts)) * 2 * parts
@@ -32,7 +34,7 @@ def shrink_thresholds(config: RunConfig, before: int, length: int) -> None:
         model.window_size = [min(side, most) for side in model.window_size]
     if model.cross_entropy_chunk_size is not None:
         tokens = model.max_seqlen_per_dp_cp_rank if packed else length // model.context_parallel_size
-        positions, rows = (tokens or 1) // parts, 1 if packed else config.train.micro_batch_size
+        positions, rows = (tokens or 1) // parts, 1 if packed else micro_batch_size
         model.cross_entropy_chunk_size = max(1, -(-positions // PIECES)) * rows * parts
 
 

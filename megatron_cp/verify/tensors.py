@@ -9,7 +9,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_cp.common.errors import RuntimeFault
-from megatron_cp.parallel.collectives import everyones
+from megatron_cp.parallel.collectives import gather_objects
 from megatron_cp.parallel.device import device
 from megatron_cp.verify.shards import whole_tensors
 
@@ -68,7 +68,7 @@ def compare_tensors(reference: list[ShardedTensor], layout: list[ShardedTensor],
             largest = max(largest, difference if difference == difference else float("inf"))
             products += torch.stack([(values * expected).sum(), (expected * expected).sum(), (values * values).sum()])
         errors[key] = (largest, whole.abs().max().item())
-    everyone = everyones((errors, sorted(mine), products))
+    everyone = gather_objects((errors, sorted(mine), products))
     unknown = sorted({key for _, keys, _ in everyone for key in keys})
     if unknown and layout:
         raise RuntimeFault(f"the reference has no parameter {', '.join(unknown[:4])}", on_all_ranks=True)
@@ -92,7 +92,7 @@ def _differing_replicas(parts: list[ShardedTensor]) -> Replicas | None:
         for part in parts
     }
     first: dict[Any, tuple[int, int]] = {}
-    for rank, theirs in enumerate(everyones(sums)):
+    for rank, theirs in enumerate(gather_objects(sums)):
         for place, checksum in theirs.items():
             before, expected = first.setdefault(place, (rank, checksum))
             if checksum != expected:

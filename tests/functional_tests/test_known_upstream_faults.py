@@ -45,7 +45,7 @@ def test_hierarchical_sizes_that_no_layer_uses_are_refused() -> None:
 def dropped_and_weights(overrides: dict[str, Any]) -> tuple[list[float], list[float]]:
     """What this rank's next dropout draws, and sums of all weights before and after two steps with dropout."""
     run = setup(tiny_config(**overrides, model__hidden_dropout=0.3), VOCAB)
-    dataset = build_datasets(run.config, build_tokenizer(run.config.tokenizer), 8).train
+    dataset = build_datasets(run.config.dataset, build_tokenizer(run.config.tokenizer), 8).train
     mask = torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()
     sums = [p.double().sum().item() for chunk in run.model for p in chunk.parameters()]
     with closing(open_steps(run, dataset, 0, training=True)) as steps:

@@ -67,7 +67,7 @@ def test_what_the_last_screen_suggests_can_run(tmp_path: Path) -> None:
     config = load_recipe(quickstart.RECIPE, quickstart.overrides_for(tmp_path / "data", run, 0))
     (run / "config.yaml").write_text(to_yaml(config))
     console = Console(record=True, width=100, file=io.StringIO())
-    quickstart.last_screen(console, config, quickstart.Parts(console, 3), 4)
+    quickstart.last_screen(console, quickstart.Parts(console, 3), run, "data", 257, config.train.train_iters, 4)
     text = console.export_text()
     assert "6.0000 -> 2.5000 first and last of 2 iterations" in text and "2.6000 on files" in text
     (recipe, overrides) = re.search(r"--recipe (\S+) (.*)", text).groups()  # type: ignore[union-attr]

@@ -181,7 +181,7 @@ def evaluated(overrides: list[str]) -> tuple[bool, str]:
     config = loaded(overrides)
     tokenizer = build_tokenizer(config.tokenizer)
     run = setup(config, tokenizer.vocab_size)
-    next(open_steps(run, build_datasets(config, tokenizer, 8).train, 0, training=False))
+    next(open_steps(run, build_datasets(config.dataset, tokenizer, 8).train, 0, training=False))
     return True, ""
 
 

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp.attention.context import CPContext
+from megatron_cp.attention.transports.registry import RING, Transport, transport_named
 from megatron_cp.parallel.device import device
 
 
@@ -20,14 +21,14 @@ def transport_of_layer(config: TransformerConfig, layer_number: int) -> str:
 
     megatron-core hands it over only where the model is split, but microbatches may be sliced where the model is not.
     """
-    kinds = config.cp_comm_type or "p2p"
+    kinds = config.cp_comm_type or RING.name
     return kinds if isinstance(kinds, str) else kinds[min(layer_number, len(kinds)) - 1]
 
 
 def configured_context(
     config: TransformerConfig, comm_type: str, pg_collection: ProcessGroupCollection, where: str
 ) -> CPContext:
-    """The context that ``config`` and the groups in ``pg_collection`` (``cp``, and ``hcp`` for a2a+p2p) agree on.
+    """The context that ``config`` and the groups in ``pg_collection`` (``cp``, and ``hcp`` for two levels) agree on.
 
     Raises ValueError that names what is missing or of another size than configured.
     """
@@ -35,44 +36,48 @@ def configured_context(
     if size == 1:
         return CPContext.alone(comm_type)
     cp_group = getattr(pg_collection, "cp", None)
-    if comm_type != "a2a+p2p":
+    transport = transport_named(comm_type)
+    if not transport.hierarchical:
         if cp_group is None:
             raise ValueError(
                 f"{where}: context_parallel_size={size} but pg_collection.cp, its process group, is missing"
             )
         _check_size(f"{where}: pg_collection.cp", cp_group, size, "context_parallel_size")
         return CPContext.build(comm_type, cp_group)
-    context = CPContext.build(comm_type, hierarchical_groups(config, pg_collection, where))
+    context = CPContext.build(comm_type, _groups_of_levels(transport, config, pg_collection, where))
     if cp_group is not None:
         _check_size(f"{where}: pg_collection.cp", cp_group, size, "context_parallel_size")
         if dist.get_rank(cp_group) != context.rank:
             raise ValueError(
                 f"{where}: this process is rank {dist.get_rank(cp_group)} of pg_collection.cp, by which sequences are "
-                f"sharded, but rank {context.rank} by pg_collection.hcp ({context}); a2a groups must be neighbours"
+                f"sharded, but rank {context.rank} by pg_collection.hcp ({context}); "
+                f"{transport.levels[0]} groups must be neighbours"
             )
     return context
 
 
-def hierarchical_groups(
-    config: TransformerConfig, pg_collection: ProcessGroupCollection, where: str
+def _groups_of_levels(
+    transport: Transport, config: TransformerConfig, pg_collection: ProcessGroupCollection, where: str
 ) -> list[dist.ProcessGroup]:
     """``pg_collection.hcp``, or a ValueError if it is not of ``config.hierarchical_context_parallel_sizes``."""
-    sizes = config.hierarchical_context_parallel_sizes
-    if not sizes or len(sizes) != 2 or sizes[0] * sizes[1] != config.context_parallel_size:
+    levels, size, needs = transport.levels, config.context_parallel_size, f"cp_comm_type {transport.name!r} needs"
+    sizes, groups = config.hierarchical_context_parallel_sizes, getattr(pg_collection, "hcp", None)
+    if not sizes or len(sizes) != 2 or sizes[0] * sizes[1] != size:
         raise ValueError(
-            f"{where}: cp_comm_type 'a2a+p2p' needs hierarchical_context_parallel_sizes=[a2a, p2p] with product "
-            f"context_parallel_size={config.context_parallel_size}, got {sizes}"
+            f"{where}: {needs} hierarchical_context_parallel_sizes=[{', '.join(levels)}] with product "
+            f"context_parallel_size={size}, got {sizes}"
         )
-    groups = getattr(pg_collection, "hcp", None)
     if groups is None:
         raise ValueError(
-            f"{where}: cp_comm_type 'a2a+p2p' needs pg_collection.hcp, the a2a and p2p process groups of sizes "
-            f"{list(sizes)}, but it is missing; without them every rank would attend to its own tokens only"
+            f"{where}: {needs} pg_collection.hcp, the {' and '.join(levels)} process groups of sizes {list(sizes)}, "
+            "but it is missing; without them every rank would attend to its own tokens only"
         )
     groups = list(groups)
-    if len(groups) != 2 or any(group is None for group in groups):
-        raise ValueError(f"{where}: pg_collection.hcp must hold the a2a and the p2p process group, got {groups}")
-    for name, group, expected in zip(("a2a", "p2p"), groups, sizes, strict=True):
+    if len(groups) != 2 or None in groups:
+        raise ValueError(
+            f"{where}: pg_collection.hcp must hold the {' and the '.join(levels)} process group, got {groups}"
+        )
+    for name, group, expected in zip(levels, groups, sizes, strict=True):
         what = f"{where}: pg_collection.hcp's {name} group"
         _check_size(what, group, expected, f"hierarchical_context_parallel_sizes={list(sizes)}")
     return groups

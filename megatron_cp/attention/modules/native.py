@@ -24,6 +24,7 @@ from megatron_cp.attention.functional import attend_in_context
 from megatron_cp.attention.modules.configured import configured_context, learnable_softmax_offset, transport_of_layer
 from megatron_cp.attention.modules.probe import ProbeInputs
 from megatron_cp.attention.tiles import Mask
+from megatron_cp.attention.transports.registry import transport_named
 from megatron_cp.parallel.device import device
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True}
@@ -73,8 +74,7 @@ class ContextParallelAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.cp_comm_type = cp_comm_type or transport_of_layer(config, layer_number)
         self.pg_collection = pg_collection or _global_groups(config, self.cp_comm_type)
-        self._configured_context = configured_context(config, self.cp_comm_type, self.pg_collection, where)
-        self._context = self._configured_context
+        self.context = configured_context(config, self.cp_comm_type, self.pg_collection, where)
         self._contexts: dict[tuple[int, ...], tuple[GroupOrPair, CPContext]] = {}
 
         # apply_query_key_layer_scaling changes nothing: upstream divides scores by the layer's number to keep them in
@@ -84,26 +84,6 @@ class ContextParallelAttention(MegatronModule):
         self.window_size: tuple[int, int] | None = tuple(config.window_size) if windowed else None
         self.softmax_offset = self._build_softmax_offset()
         self._with_transformer_engine = config.transformer_impl == "transformer_engine"
-
-    @property
-    def context(self) -> CPContext:
-        """The transport and groups in use."""
-        return self._context
-
-    def set_context_parallel_group(self, group: GroupOrPair | CPContext | None) -> CPContext:
-        """Use ``group`` (a process group, or an (a2a, p2p) pair for ``a2a+p2p``) from now on; returns what was in use.
-
-        None restores the configured groups, and what this returned may be given back to restore it. Contexts are kept,
-        so switching back and forth costs nothing.
-        """
-        before = self._context
-        if group is None:
-            self._context = self._configured_context
-        elif isinstance(group, CPContext):
-            self._context = group
-        else:
-            self._context = self._context_for(group)
-        return before
 
     def forward(
         self,
@@ -167,7 +147,7 @@ class ContextParallelAttention(MegatronModule):
     def probe_forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Plain causal attention through this module's transport."""
         mask, its_kernels = Mask.build(True, None), self._with_transformer_engine
-        return attend_in_context(self._context, query, key, value, mask=mask, transformer_engine=its_kernels)
+        return attend_in_context(self.context, query, key, value, mask=mask, transformer_engine=its_kernels)
 
     def sharded_state_dict(
         self,
@@ -188,11 +168,11 @@ class ContextParallelAttention(MegatronModule):
 
     def _context_of(self, packed_seq_params: PackedSeqParams | None) -> CPContext:
         if packed_seq_params is None:
-            return self._context
+            return self.context
         if packed_seq_params.cp_group is not None:
             return self._context_of_microbatch(packed_seq_params)
         if packed_seq_params.local_cp_size is None:
-            return self._context
+            return self.context
         if packed_seq_params.local_cp_size != 1:
             raise ValueError(
                 f"packed_seq_params: local_cp_size={packed_seq_params.local_cp_size} comes without cp_group; "
@@ -201,13 +181,13 @@ class ContextParallelAttention(MegatronModule):
         return CPContext.alone(self.cp_comm_type)
 
     def _context_of_microbatch(self, packed: Any) -> CPContext:
-        """That of the microbatch's group; its two levels for ``a2a+p2p``, and for ``a2a`` where it has too many ranks
-        for the heads."""
-        levels = getattr(packed, "cp_levels", None)
+        """That of the microbatch's group; its two levels where the transport, or the number of heads, needs them."""
+        transport, levels = transport_named(self.cp_comm_type), getattr(packed, "cp_levels", None)
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
-        too_many = self.cp_comm_type == "a2a" and heads % packed.cp_group.size() != 0
-        if levels is not None and (too_many or self.cp_comm_type == "a2a+p2p"):
-            return self._context_for(levels, "a2a+p2p")
+        too_many = any(heads % ranks for ranks in transport.head_ranks(packed.cp_group.size(), None))
+        in_two_levels = transport.in_two_levels if too_many else transport.name if transport.hierarchical else None
+        if levels is not None and in_two_levels is not None:
+            return self._context_for(levels, in_two_levels)
         return self._context_for(packed.cp_group)
 
     def _context_for(self, group: GroupOrPair, comm_type: str | None = None) -> CPContext:
@@ -233,7 +213,7 @@ class ContextParallelAttention(MegatronModule):
 def _global_groups(config: TransformerConfig, comm_type: str) -> ProcessGroupCollection:
     required = ["tp"]
     if config.context_parallel_size > 1:
-        required += ["cp", "hcp"] if comm_type == "a2a+p2p" else ["cp"]
+        required += ["cp", "hcp"] if transport_named(comm_type).hierarchical else ["cp"]
     return ProcessGroupCollection.use_mpu_process_groups(required_pgs=required)
 
 

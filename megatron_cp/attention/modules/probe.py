@@ -19,7 +19,7 @@ from megatron_cp.attention.context import CPContext
 from megatron_cp.attention.reference import reference_attention
 from megatron_cp.attention.sharding import shard_sequence
 from megatron_cp.common.errors import RuntimeFault, shown
-from megatron_cp.parallel.collectives import everyones, found_by_anyone
+from megatron_cp.parallel.collectives import gather_objects, gather_problems
 
 TOKENS_PER_CHUNK, SEED = 2, 20
 # The largest difference, relative to the largest reference value, that rounding explains (outputs and gradients).
@@ -117,10 +117,11 @@ def _compare_groups(suspects: list[_Suspect]) -> list[str]:
     mine: list[tuple[str, dict[str, list[int]]]] = []
     for suspect in suspects:
         context = suspect.module.context
-        groups = {"cp": suspect.module.pg_collection.cp, "a2a": context.heads.group, "p2p": context.ring.group}
+        levels = zip(context.transport.levels, context.peers, strict=True)
+        groups = {"cp": suspect.module.pg_collection.cp} | {level: peers.group for level, peers in levels}
         members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
         mine.append((f"layers {suspect.layers}, {context.comm_type}", members))
-    everyone = everyones(mine)
+    everyone = gather_objects(mine)
     problems = []
     for index, (what, members) in enumerate(mine):
         for name, ranks in members.items():
@@ -184,7 +185,7 @@ def _largest_error(got: Tensor, want: Tensor, scale: Tensor) -> float:
 
 def _agree(problems: list[str]) -> None:
     """Raise on all ranks what any of them found."""
-    found = found_by_anyone(problems)
+    found = gather_problems(problems)
     if found:
         between = "\n  "
         what = f"attention probe failed, nothing was trained.{between}{shown(found, between)}"

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_cp.attention.context import CPContext, GroupOrPair
 from megatron_cp.attention.modules.configured import configured_context, learnable_softmax_offset, transport_of_layer
 from megatron_cp.attention.modules.probe import ProbeInputs
+from megatron_cp.attention.transports.registry import RING
 from megatron_cp.common.installation import how_to_install
 
 
@@ -76,7 +77,7 @@ def with_given_groups(base: Any) -> type:
                 attention_type,
                 *args,
                 # Upstream asks for both levels' groups, also where nothing is configured statically and there are none.
-                cp_comm_type=comm_type if context.size > 1 else "p2p",
+                cp_comm_type=comm_type if context.size > 1 else RING.name,
                 pg_collection=pg_collection,
                 **kwargs,
             )
@@ -202,9 +203,9 @@ class _ShareOfGradient(torch.autograd.Function):
 
 
 def _te_groups(context: CPContext) -> tuple[Any, list[int]]:
-    """What Transformer Engine wants: a group or [a2a, p2p], and the global ranks by context-parallel rank."""
-    if context.comm_type != "a2a+p2p":
-        group = context.ring.group if context.heads.group is None else context.heads.group
+    """What Transformer Engine wants: a group or one for each level, and the global ranks by context-parallel rank."""
+    if not context.transport.hierarchical:
+        group = context.peers[0].group
         return group, dist.get_process_group_ranks(group)
     # Neighbours form the a2a groups, so the ring's members are the a2a group's, shifted from group to group.
     neighbours = dist.get_process_group_ranks(context.heads.group)

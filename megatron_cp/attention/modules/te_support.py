@@ -13,45 +13,22 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_cp.config.run_config import CP_COMM_TYPES, RunConfig
+from megatron_cp.attention.transports.registry import ALWAYS, TRANSPORTS, TESince, Transport, known_transports
+from megatron_cp.config.run_config import ModelConfig
 
 MINIMUM = "2.10.0"  # the oldest version that our use of its attention was written for
 EVEN_HEADS = "2.15.0"  # from here on its fused attention takes even numbers of heads only, with an all-to-all
-# Before, the order of a pack behind an all-to-all is made of the bounds of each sequence's chunks, each read from the
-# device: for 16 sequences on four ranks some two thousand waits in each layer, forward and backward.
-PACKS_WITHOUT_WAITS = "2.18.0"
-ALWAYS, NEVER = "0", None
-_ONE_RANK = "one rank"
-_TRANSPORTS = (_ONE_RANK, *CP_COMM_TYPES)
-
-
-def _row(*since: str | None) -> dict[str, str | None]:
-    """First versions on one rank, with p2p, all_gather, a2a and a2a+p2p."""
-    return dict(zip(_TRANSPORTS, since, strict=True))
-
-
-# Feature -> transport -> first version that has it.
-SINCE: dict[str, dict[str, str | None]] = {
-    "context parallelism": _row(ALWAYS, "1.0.0", "1.10.0", "1.10.0", "1.12.0"),
-    "packed sequences (thd)": _row(ALWAYS, ALWAYS, "2.18.0", "2.10.0", "2.19.0"),
-    "sliding window": _row(ALWAYS, NEVER, ALWAYS, ALWAYS, NEVER),
-    # With all_gather it is computed from 2.12 on, and wrong: the kernel is given the keys from the window's beginning
-    # on, and told that they begin with the first row's.
-    "sliding window without a causal mask": _row(ALWAYS, NEVER, NEVER, "2.16.0", NEVER),
-    "sliding window without a causal mask in packs": _row("2.12.0", NEVER, NEVER, "2.12.0", NEVER),
-    "softmax offset": _row(ALWAYS, NEVER, NEVER, ALWAYS, NEVER),
-    "softmax offset in packs": _row("2.12.0", NEVER, NEVER, "2.12.0", NEVER),  # with cuDNN 9.18; torch 2.11 has 9.19
-    "head dims that differ (MLA)": _row(ALWAYS, "2.8.0", "2.15.0", "2.15.0", "2.8.0"),
-}
-_RULE = {
-    "context parallelism": "C16",
-    "packed sequences (thd)": "F5",
-    "sliding window": "E1",
-    "sliding window without a causal mask": "E1",
-    "sliding window without a causal mask in packs": "E1",
-    "softmax offset": "E4",
-    "softmax offset in packs": "E4",
-    "head dims that differ (MLA)": "D6",
+ONE_RANK = TESince(ALWAYS, ALWAYS, ALWAYS, ALWAYS, ALWAYS, "2.12.0", ALWAYS, "2.12.0", different_head_dims=ALWAYS)
+# Features of TESince: in words, and the rule that asks for each.
+FEATURES = {
+    "context_parallelism": ("context parallelism", "C16"),
+    "packs": ("packed sequences (thd)", "F5"),
+    "window": ("sliding window", "E1"),
+    "full_window": ("sliding window without a causal mask", "E1"),
+    "full_window_in_packs": ("sliding window without a causal mask in packs", "E1"),
+    "softmax_offset": ("softmax offset", "E4"),
+    "softmax_offset_in_packs": ("softmax offset in packs", "E4"),
+    "different_head_dims": ("head dims that differ (MLA)", "D6"),
 }
 
 
@@ -76,100 +53,103 @@ def parse_version(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def has(version: str, feature: str, transport: str) -> bool:
-    """Whether this version computes ``feature`` (a key of :data:`SINCE`) with this transport."""
-    since = SINCE[feature][transport]
+def has(version: str, since: str | None) -> bool:
+    """Whether a version has what is there ``since`` another."""
     return since is not None and parse_version(version) >= parse_version(since)
 
 
-def has_window(config: RunConfig) -> bool:
+def first_versions(feature: str) -> str:
+    """Since when the transports that have a feature of :class:`TESince` have it, in words."""
+    since = {name: getattr(transport.te_since, feature) for name, transport in TRANSPORTS.items()}
+    return ", ".join(
+        f"{name} {'always' if version == ALWAYS else f'since {version.removesuffix(".0")}'}"
+        for name, version in since.items()
+        if version is not None
+    )
+
+
+def has_window(model: ModelConfig) -> bool:
     """Whether attention is limited to a window: no limit to the left is none, where a causal mask is there anyway."""
-    unlimited = ([-1, -1], [-1, 0]) if config.model.attention_mask_type == "causal" else ([-1, -1],)
-    return config.model.window_size is not None and config.model.window_size not in unlimited
+    unlimited = ([-1, -1], [-1, 0]) if model.attention_mask_type == "causal" else ([-1, -1],)
+    return model.window_size is not None and model.window_size not in unlimited
 
 
-def gaps(config: RunConfig, version: str, packed_sizes: Collection[int], flash: bool) -> Iterator[Gap]:
-    """What a finalized configuration asks of attention that this version lacks, or is slow at."""
-    model = config.model
+def gaps(model: ModelConfig, version: str, packed_sizes: Collection[int], flash: bool, fp32: bool) -> Iterator[Gap]:
+    """What a finalized configuration asks of attention that this version lacks, or is slow at.
+
+    ``packed_sizes``, ``flash`` and ``fp32`` are as in :func:`choose_backend`.
+    """
     if parse_version(version) < parse_version(MINIMUM):
         yield Gap("C16", "model.attention_backend", f"at least version {MINIMUM} is needed ({version} here)")
-    of_evaluation = config.dist.eval_context_parallel_size or 1
-    several = max(model.context_parallel_size, of_evaluation) > 1 or model.dynamic_context_parallel
+    widest = max(packed_sizes, default=1)
+    several = max(model.context_parallel_size, widest) > 1 or model.dynamic_context_parallel
     packing = "model.sequence_packing_scheduler", model.sequence_packing_scheduler is not None
-    if of_evaluation > 1 and not packing[1]:
+    if widest > 1 and not packing[1]:  # only evaluation runs packs
         packing = "dist.eval_context_parallel_size", True
-    in_packs = " in packs" if packing[1] else ""
-    causal = model.attention_mask_type == "causal"
-    window = "sliding window" if causal else f"sliding window without a causal mask{in_packs}"
+    in_packs = "_in_packs" if packing[1] else ""
+    window = "window" if model.attention_mask_type == "causal" else f"full_window{in_packs}"
     wanted = {
-        "context parallelism": ("model.cp_comm_type", True),
-        "packed sequences (thd)": packing,
-        window: ("model.window_size", has_window(config)),
-        f"softmax offset{in_packs}": ("model.softmax_type", model.softmax_type != "vanilla"),
-        "head dims that differ (MLA)": ("model.multi_latent_attention", model.multi_latent_attention),
+        "context_parallelism": ("model.cp_comm_type", True),
+        "packs": packing,
+        window: ("model.window_size", has_window(model)),
+        f"softmax_offset{in_packs}": ("model.softmax_type", model.softmax_type != "vanilla"),
+        "different_head_dims": ("model.multi_latent_attention", model.multi_latent_attention),
     }
-    for transport in model.transports if several else (_ONE_RANK,):
-        if transport not in _TRANSPORTS:
-            continue
-        where = f"with cp_comm_type={transport}" if several else "on one rank"
+    for transport in known_transports(model.transports) if several else (None,):
+        where, row = "on one rank", ONE_RANK
+        if transport is not None:
+            where, row = f"with cp_comm_type={transport.name}", transport.te_since
         for feature, (field, is_wanted) in wanted.items():
-            if is_wanted and not has(version, feature, transport):
-                since = SINCE[feature][transport]
+            since, (words, rule) = getattr(row, feature), FEATURES[feature]
+            if is_wanted and not has(version, since):
                 when = f"before version {since}" if since else "in any version"
-                yield Gap(_RULE[feature], field, f"no {feature} {where} {when} ({version} here)")
-        if (
-            transport == "a2a"
-            and model.sequence_packing_scheduler is not None  # for an evaluation's alone it does not matter
-            and parse_version(version) < parse_version(PACKS_WITHOUT_WAITS)
-        ):
-            message = f"packs make the host wait for the GPU, for each sequence, {where} before {PACKS_WITHOUT_WAITS}"
-            yield Gap("F5", packing[0], f"{message} ({version} here)", slow=True)
-        yield from _head_gaps(config, transport, packed_sizes)
-        if not flash and transport.startswith("a2a") and (odd := odd_heads(config, version)):
-            message = f"with cp_comm_type={transport} odd numbers of heads ({odd}) need flash attention: not installed"
-            yield Gap("D3", "model.num_query_groups", message)
-    odd_dims = [dim for dim in _head_dims(config) if dim % 8]
+                yield Gap(rule, field, f"no {words} {where} {when} ({version} here)")
+        # For packs of evaluation alone it does not matter.
+        if model.sequence_packing_scheduler is not None and not has(version, row.packs_without_waits):
+            when = f"before {row.packs_without_waits}"
+            message = f"packs make the host wait for the GPU, for each sequence, {where} {when} ({version} here)"
+            yield Gap("F5", packing[0], message, slow=True)
+        if transport is not None and transport.exchanges_heads:
+            yield from _head_gaps(model, transport, packed_sizes)
+            if not flash and (odd := odd_heads(model, version)):
+                message = f"{where} odd numbers of heads ({odd}) need flash attention: not installed"
+                yield Gap("D3", "model.num_query_groups", message)
+    odd_dims = [dim for dim in _head_dims(model) if dim % 8]
     if odd_dims and (several or packing[1]):
         where = "packs" if packing[1] else "context parallelism"
         message = f"no kernel for {where} takes a head dim of {odd_dims[0]}, which is not a multiple of 8"
         yield Gap("D13", "model.v_head_dim" if model.multi_latent_attention else "model.kv_channels", message)
     if not several:
         return
-    if has_window(config) and model.attention_dropout:
+    if has_window(model) and model.attention_dropout:
         yield Gap(
             "E2", "model.attention_dropout", "no attention dropout with a sliding window under context parallelism"
         )
-    if config.mixed_precision.fp32:
+    if fp32:
         yield Gap("E13", "mixed_precision.fp32", "No dot product attention backend is available in fp32")
 
 
-def _head_dims(config: RunConfig) -> tuple[int, ...]:
-    model = config.model
+def _head_dims(model: ModelConfig) -> tuple[int, ...]:
     if model.multi_latent_attention:
         return model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
     return (model.kv_channels or 0,)
 
 
-def odd_heads(config: RunConfig, version: str) -> str:
+def odd_heads(model: ModelConfig, version: str) -> str:
     """The numbers of a rank's heads that its fused attention does not take with an all-to-all, in words."""
-    model = config.model
     if model.tensor_model_parallel_size < 1 or parse_version(version) < parse_version(EVEN_HEADS):
         return ""
     heads = (count // model.tensor_model_parallel_size for count in (model.num_attention_heads, model.kv_heads))
     return ", ".join(str(count) for count in heads if max(1, count) % 2)
 
 
-def _head_gaps(config: RunConfig, transport: str, packed_sizes: Collection[int]) -> Iterator[Gap]:
+def _head_gaps(model: ModelConfig, transport: Transport, packed_sizes: Collection[int]) -> Iterator[Gap]:
     """Key/value heads that an all-to-all cannot hand out whole; ours gives several ranks the same one."""
-    model, levels = config.model, config.model.hierarchical_context_parallel_sizes
-    sizes: dict[str, set[int]] = {
-        "a2a": {model.context_parallel_size, *packed_sizes},
-        "a2a+p2p": {levels[0]} if levels else set(),
-    }
+    sizes = transport.head_ranks(model.context_parallel_size, model.hierarchical_context_parallel_sizes, packed_sizes)
     tp, groups = model.tensor_model_parallel_size, model.kv_heads
     if tp < 1:
         return
-    awkward = [n for n in sizes.get(transport, ()) if n > 1 and (groups < tp or groups // tp % n)]
+    awkward = [n for n in sizes if n > 1 and (groups < tp or groups // tp % n)]
     if not awkward:
         return
     size = max(awkward)
@@ -178,40 +158,45 @@ def _head_gaps(config: RunConfig, transport: str, packed_sizes: Collection[int])
         yield Gap("D4", "model.num_query_groups", message)
     else:
         message = (
-            f"cp_comm_type='{transport}' requires num_heads % cp_size == 0 for key/value heads too: {groups} / tp {tp} "
-            f"= {groups // tp} is not divisible by {size}"
+            f"cp_comm_type='{transport.name}' requires num_heads % cp_size == 0 for key/value heads too: {groups} / tp "
+            f"{tp} = {groups // tp} is not divisible by {size}"
         )
-        yield Gap("D1" if transport == "a2a" else "D2", "model.num_query_groups", message)
+        yield Gap("D2" if transport.hierarchical else "D1", "model.num_query_groups", message)
 
 
-def has_its_layers(config: RunConfig, version: str | None, on_gpu: bool) -> bool:
+def has_its_layers(model: ModelConfig, version: str | None, on_gpu: bool, fp32: bool) -> bool:
     """Whether the layers around attention are Transformer Engine's: wherever it is installed on a GPU, whosever the
     attention is, unless ``model.transformer_impl`` leaves it out.
 
-    ``version`` is the installed Transformer Engine's, None where there is none. Runs in float32 have them only if they
-    ask for them: its matrix products are TF32 there.
+    ``version`` is the installed Transformer Engine's, None where there is none. Runs in float32 (``fp32``) have them
+    only if they ask for them: its matrix products are TF32 there.
     """
-    wanted = config.model.transformer_impl
+    wanted = model.transformer_impl
     if wanted == "local" or not on_gpu or version is None or parse_version(version) < parse_version(MINIMUM):
         return False
-    return wanted == "transformer_engine" or config.model.attention_backend == "te" or not config.mixed_precision.fp32
+    return wanted == "transformer_engine" or model.attention_backend == "te" or not fp32
 
 
 def choose_backend(
-    config: RunConfig, version: str | None, on_gpu: bool, packed_sizes: Collection[int], flash: bool = False
+    model: ModelConfig,
+    version: str | None,
+    on_gpu: bool,
+    packed_sizes: Collection[int],
+    fp32: bool,
+    flash: bool = False,
 ) -> tuple[Literal["te", "native"], list[Gap]]:
     """The attention that ``model.attention_backend`` comes to, and what speaks against Transformer Engine's.
 
     ``version`` is the installed Transformer Engine's, None where there is none; ``packed_sizes`` are the ranks of the
-    groups that packed microbatches may use, which are all-to-all groups to it like the configured one; ``flash`` says
-    whether flash attention is installed. With "te" the gaps are the rules' matter; with "auto" any gap means our own
-    attention.
+    groups that packed microbatches may use, which are all-to-all groups to it like the configured one; ``fp32`` says
+    whether all is computed in float32, and ``flash`` whether flash attention is installed. With "te" the gaps are the
+    rules' matter; with "auto" any gap means our own attention.
     """
-    wanted = config.model.attention_backend
-    if wanted == "native" or not on_gpu or version is None or config.model.transformer_impl == "local":
+    wanted = model.attention_backend
+    if wanted == "native" or not on_gpu or version is None or model.transformer_impl == "local":
         return "native", []
-    found = list(gaps(config, version, packed_sizes, flash))
-    if wanted == "auto" and config.mixed_precision.fp32 and not any(gap.rule == "E13" for gap in found):
+    found = list(gaps(model, version, packed_sizes, flash, fp32))
+    if wanted == "auto" and fp32 and not any(gap.rule == "E13" for gap in found):
         # It runs, but rounds to TF32: a run on one rank must not differ so from one that is split.
         found.append(Gap("E13", "mixed_precision.fp32", "its matrix products are TF32, not float32"))
     return ("native" if wanted == "auto" and found else "te"), found

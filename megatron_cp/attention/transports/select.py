@@ -1,29 +1,34 @@
 """``cp_comm_type: auto``: which transport fits a layout. Pure arithmetic, with its reason in words.
 
-The rules, in order (per tensor-parallel rank, ``h`` query and ``kv`` key/value heads; a node has room for
-``gpus_per_node / tp`` neighbouring context-parallel ranks):
+Of the registered transports that ``auto`` considers, in their order of preference, the first that fits. With ``h``
+query and ``kv`` key/value heads on a tensor-parallel rank, and room for ``gpus_per_node / tp`` neighbouring
+context-parallel ranks in a node:
 
-1. One rank: nothing to choose.
-2. All ranks in one node, and their number divides ``h`` and ``kv``: ``a2a``. Its bytes per rank fall with the number
-   of ranks, they go over the fast links, and every kernel sees a whole sequence.
-3. More ranks than that: ``a2a+p2p`` with the largest all-to-all group that stays in a node and divides ``h``, ``kv``
-   and the number of ranks, if there is one larger than 1. Only the ring crosses nodes, with that much less to carry.
-4. Otherwise ``p2p``, if a rank's tokens are enough to hide a hop behind compute (or their number is unknown).
-5. Otherwise ``all_gather``: one exchange instead of many exposed ones.
+1. ``a2a`` where all ranks are in one node and their number divides ``h`` and ``kv``. Its bytes per rank fall with the
+   number of ranks, they go over the fast links, and every kernel sees a whole sequence.
+2. ``a2a+p2p`` with the largest all-to-all group that stays in a node and divides ``h``, ``kv`` and the number of ranks,
+   if there is one larger than 1. Only the ring crosses nodes, with that much less to carry.
+3. ``p2p`` if a rank's tokens are enough to hide a hop behind compute (or their number is unknown).
+4. ``all_gather``: one exchange instead of many exposed ones.
 
 With our own attention an all-to-all group may be larger than ``kv`` where that divides evenly; Transformer Engine
-refuses that, odd numbers of heads, and windows or softmax offsets on a ring. To Transformer Engine a packed
-microbatch's group has one level: there ``a2a`` must fit the groups of all packs, and the rest is ``p2p``, which takes
-packs in every version.
+refuses that, and odd numbers of heads. Its other restrictions are those of the registry: what has the features that a
+run needs in every version goes before what has them in some. A packed microbatch's group has one level to it, so an
+all-to-all must fit the groups of all packs. Where nothing fits so, an exposed ring is taken, then an all-to-all
+across nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+from megatron_cp.attention.modules.te_support import MINIMUM, has
+from megatron_cp.attention.transports.registry import RING, TRANSPORTS, Transport
+
 # A ring hop is hidden when local tokens >= 2 * (kv / h) * FLOP/s / (bytes/s): here H100 attention (600 TFLOP/s) with
 # NVLink 4 (350 GB/s within a node) and NDR InfiniBand (45 GB/s between nodes). See docs/context_parallel.md.
 _TOKENS_PER_HEAD_RATIO = {"node": 3400, "network": 26700}
+_VERSIONS = (MINIMUM, "999")  # of Transformer Engine: what all of them can do, then what any can
 
 
 def select_transport(
@@ -42,9 +47,9 @@ def select_transport(
     """Choose ``(cp_comm_type, hierarchical_context_parallel_sizes or None, reason)``.
 
     ``heads`` and ``kv_heads`` are the model's; ``tp`` and ``cp`` the group sizes. ``seq_length`` (whole sequence)
-    helps to judge whether a ring is hidden. With ``transformer_engine`` its restrictions hold: no window or softmax
-    offset on a ring, no offset on all-gather, no replicated key/value heads, and one level for packs, whose groups have
-    the sizes ``packed_sizes``. Raises ValueError for numbers that do not fit or if no transport can do what is asked.
+    helps to judge whether a ring is hidden. With ``transformer_engine`` its restrictions hold, for windows, offsets and
+    packs, whose groups have the sizes ``packed_sizes``. Raises ValueError for numbers that do not fit or if no
+    transport can do what is asked.
     """
     for name, value in (("heads", heads), ("kv_heads", kv_heads), ("tp", tp), ("cp", cp)):
         if value < 1:
@@ -54,54 +59,48 @@ def select_transport(
     if heads % tp:
         raise ValueError(f"heads={heads} is not divisible by tp={tp}")
     if cp == 1:
-        return "p2p", None, "one context-parallel rank: nothing is exchanged"
-    h, kv = heads // tp, max(1, kv_heads // tp)
-    room = max(1, gpus_per_node // tp)
-    ring_refused = transformer_engine and (window or softmax_offset)
+        return RING.name, None, "one context-parallel rank: nothing is exchanged"
+    h, kv, room = heads // tp, max(1, kv_heads // tp), max(1, gpus_per_node // tp)
     groups = {cp, *packed_sizes} if transformer_engine else {cp}
-    odd_for_te = transformer_engine and (h % 2 or kv % 2)
+    enough = _TOKENS_PER_HEAD_RATIO["node" if cp <= room else "network"] * kv // h
+    no_group = f"no all-to-all group in a node (room for {room}) can be used with {h}/{kv} heads and cp={cp}"
 
     def fits(size: int) -> bool:
-        return not odd_for_te and h % size == 0 and (kv % size == 0 or (not transformer_engine and size % kv == 0))
+        if transformer_engine:
+            return h % 2 == kv % 2 == h % size == kv % size == 0
+        return h % size == 0 and (kv % size == 0 or size % kv == 0)
 
-    if max(groups) <= room and all(map(fits, groups)):
-        return "a2a", None, f"{cp} ranks fit in a node of {gpus_per_node} GPUs with tp={tp} and divide {h}/{kv} heads"
-    levels = [size for size in range(2, min(room, cp - 1) + 1) if cp % size == 0 and fits(size)]
-    if levels and not ring_refused and not (transformer_engine and packed_sizes):
-        size = levels[-1]
-        return (
-            "a2a+p2p",
-            [size, cp // size],
-            f"{size} is the largest all-to-all group that stays in a node (room for {room}) and divides {h}/{kv} heads "
-            f"and cp={cp}; the ring of {cp // size} carries the rest",
-        )
-    if transformer_engine and softmax_offset:
-        if all(map(fits, groups)):
-            return "a2a", None, "Transformer Engine computes softmax offsets with a2a only"
-        raise ValueError(
-            f"Transformer Engine computes softmax offsets with a2a only, but cp={cp} does not divide {h}/{kv} heads"
-        )
-    if ring_refused and packed_sizes and all(map(fits, groups)):
-        return "a2a", None, "Transformer Engine has packs with a window on a2a in every version"
-    if ring_refused:
-        return (
-            "all_gather",
-            None,
-            f"Transformer Engine has no window on a ring, and cp={cp} does not fit {h}/{kv} heads",
-        )
-    if transformer_engine and packed_sizes:
-        return (
-            "p2p",
-            None,
-            f"groups of {sorted(groups)} ranks do not all fit {h}/{kv} heads in a node, and packs have one level",
-        )
-    link = "node" if cp <= room else "network"
-    needed = _TOKENS_PER_HEAD_RATIO[link] * kv // h
-    why = f"no all-to-all group in a node (room for {room}) divides {h}/{kv} heads and cp={cp}"
-    if seq_length is not None and seq_length // cp < needed:
-        return (
-            "all_gather",
-            None,
-            f"{why}; {seq_length // cp} tokens a rank are fewer than the {needed} estimated to hide a hop",
-        )
-    return "p2p", None, f"{why}; the ring is hidden, as estimated, from {needed} tokens a rank on"
+    def offer(transport: Transport) -> tuple[int, list[int] | None, str] | None:
+        """How late it should be taken (0: it does well), its sizes, and why; None where it cannot be used."""
+        if transport.hierarchical:
+            levels = [size for size in range(2, min(room, cp - 1) + 1) if cp % size == 0 and fits(size)]
+            if not levels:
+                return None
+            why = f"{levels[-1]} is the largest all-to-all group that stays in a node (room for {room}) and divides"
+            ring = cp // levels[-1]
+            return 0, [levels[-1], ring], f"{why} {h}/{kv} heads and cp={cp}; the ring of {ring} carries the rest"
+        if transport.exchanges_heads:
+            where = "in" if max(groups) <= room else "beyond"
+            why = f"groups of {', '.join(map(str, sorted(groups)))} ranks, {where} a node (room for {room}), divide"
+            return (2 * (where == "beyond"), None, f"{why} {h}/{kv} heads") if all(map(fits, groups)) else None
+        if transport.hops:
+            exposed = seq_length is not None and seq_length // cp < enough
+            return int(exposed), None, f"{no_group}; the ring is hidden, as estimated, from {enough} tokens a rank on"
+        return 0, None, f"{no_group}; one exchange, where a ring's hops take {enough} tokens a rank to hide"
+
+    asked = {"window": window, "softmax_offset": softmax_offset, "packs": bool(packed_sizes)}
+    needed = [feature for feature, wanted in asked.items() if wanted]
+    able = [sorted((each for each in TRANSPORTS.values() if each.auto is not None), key=lambda each: each.auto or 0)]
+    restricted = ""
+    if transformer_engine:
+        considered, features = able[0], ("context_parallelism", *needed)
+        able = [[t for t in considered if all(has(v, getattr(t.te_since, f)) for f in features)] for v in _VERSIONS]
+        if able[0] != considered:
+            words = " and ".join(f"{feature.removesuffix('s').replace('_', ' ')}s" for feature in needed)
+            restricted = f"Transformer Engine has {words} with {' or '.join(each.name for each in able[-1])} only"
+    for candidates in able:
+        offers = [(*found, each.name) for each in candidates if (found := offer(each)) is not None]
+        if offers:
+            _, sizes, reason, name = min(offers, key=lambda found: found[0])
+            return name, sizes, "; ".join(filter(None, (reason, restricted)))
+    raise ValueError(f"{restricted or 'there is no transport'}, but cp={cp} does not divide {h}/{kv} heads")

@@ -36,6 +36,13 @@ class Positions:
     rotary_base: float = setting(
         10000.0, "base of the rotary frequencies", FUNCTION, least=1, when=ROTATES, translated=True
     )
+    rotary_base_local: float | None = setting(
+        None,
+        "base of layers with a window, whose positions nothing stretches; null: rotary_base",
+        FUNCTION,
+        least=1,
+        when=(ROTATES, given("model.window_size", [1023, 0])),
+    )
     rotary_percent: float = setting(
         1.0, "share of a head's dimensions that is rotated", FUNCTION, when=ROTATES, translated=True
     )

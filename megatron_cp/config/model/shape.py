@@ -27,9 +27,14 @@ class Shape:
     )
     make_vocab_size_divisible_by: int = size(128, "the vocabulary is padded to a multiple of this and tp")
     share_embeddings_and_output_weights: bool = setting(False, "the output layer has the embedding's weights", WEIGHTS)
+    scale_embeddings: bool = setting(
+        False, "embeddings are multiplied with sqrt(hidden_size), rounded to the weights' dtype", FUNCTION
+    )
     normalization: Literal["RMSNorm", "LayerNorm"] = setting("RMSNorm", "norm of all layers", WEIGHTS)
     layernorm_epsilon: float = setting(1e-5, "added to a norm's variance", FUNCTION, least=0)
-    activation_func: Literal["silu", "gelu", "fast_gelu", "relu", "squared_relu", "quick_gelu"] = setting(
+    layernorm_zero_centered_gamma: bool = setting(False, "norms multiply with 1 + weight", WEIGHTS)
+    sandwich_norm: bool = setting(False, "also norms of what attention and MLP add to the residual stream", WEIGHTS)
+    activation_func: Literal["silu", "gelu", "relu", "squared_relu", "quick_gelu", "fast_gelu"] = setting(
         "silu", "activation of MLPs and experts", WEIGHTS, translated=True
     )
     gated_linear_unit: bool = setting(True, "MLPs and experts multiply the activation with a gate", WEIGHTS)

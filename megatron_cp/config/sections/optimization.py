@@ -105,3 +105,14 @@ class SchedulerConfig:
     use_checkpoint_opt_param_scheduler: bool = setting(
         False, "a resumed run takes the checkpoint's schedule, whatever its own"
     )
+
+    def warmup_iters(self, train_iters: int) -> int:
+        """Iterations over which the learning rate rises.
+
+        A recipe's warmup is written for its full length: where the schedule is as long as the run, the warmup ends at
+        least one iteration before the run does. Rule I9 says so.
+        """
+        decay = train_iters if self.lr_decay_iters is None else self.lr_decay_iters
+        if self.lr_warmup_fraction is not None:
+            return int(self.lr_warmup_fraction * decay)
+        return min(self.lr_warmup_iters, max(0, decay - 1)) if decay == train_iters else self.lr_warmup_iters

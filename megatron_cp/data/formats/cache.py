@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import socket
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_cp.common.atomic_files import written_aside
 from megatron_cp.common.errors import DataError
 
 
@@ -44,16 +40,12 @@ def build_cached(fill: Callable[[Path], Any], folder: Path) -> None:
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = tempfile.mkdtemp(dir=folder.parent, prefix=f".building-{socket.gethostname()}-")
-        try:
-            fill(Path(aside))
-            with suppress(OSError):  # another node was quicker
-                os.rename(aside, folder)
-            if not folder.exists():
-                raise DataError(f"{folder}: the sample index could not be put in place.")
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        with written_aside(folder) as (aside,):
+            aside.mkdir()
+            fill(aside)
     except OSError as error:
+        if folder.exists():  # another node was quicker
+            return
         raise DataError(
             f"{error.filename or folder.parent}: the sample index cannot be written ({error.strerror}); "
             "set dataset.path_to_cache to a folder that can be."

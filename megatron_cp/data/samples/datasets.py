@@ -7,9 +7,8 @@ activations that context parallelism divides.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from megatron_cp.common.errors import DataError
-from megatron_cp.config.run_config import DatasetConfig, RunConfig
+from megatron_cp.config.run_config import DatasetConfig
 from megatron_cp.data.formats.cache import build_cached, cache_key, cache_root, map_array
 from megatron_cp.data.formats.indexed import (
     IndexedFiles,
@@ -38,7 +37,8 @@ from megatron_cp.data.samples.parts import Part, parts_of
 from megatron_cp.data.samples.streams import KINDS, Stream, build_streams
 from megatron_cp.data.split import ALL_FOR_TRAINING
 from megatron_cp.data.text.tokenizers import Tokenizer
-from megatron_cp.data.together import on_every_rank, once_per_node
+from megatron_cp.mcore.global_state import hidden_process_group
+from megatron_cp.parallel.collectives import run_on_all_ranks, run_once_per_node
 
 Sample = dict[str, torch.Tensor]
 _FORMAT = 2  # of the cached index; another number makes it anew
@@ -55,7 +55,7 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(
-    config: RunConfig, tokenizer: Tokenizer, train_samples: int, valid_samples: int = 0, test_samples: int = 0
+    data: DatasetConfig, tokenizer: Tokenizer, train_samples: int, valid_samples: int = 0, test_samples: int = 0
 ) -> Datasets:
     """The datasets of a run; each has at least as many samples as asked for. Call it on every rank.
 
@@ -65,15 +65,15 @@ def build_datasets(
         DataError: on every rank, with one message, where a file or a setting of the ``dataset`` section is at fault.
     """
     samples = (train_samples, valid_samples, test_samples)
-    kind = config.dataset.kind or ("indexed" if config.dataset.data_path else "mock")
+    kind = data.kind or ("indexed" if data.data_path else "mock")
     if kind in KINDS:
-        return Datasets(*build_streams(config.dataset, tokenizer, samples))
+        return Datasets(*build_streams(data, tokenizer, samples))
     if kind == "indexed":
-        return Datasets(*_build_indexed(config.dataset, tokenizer, samples))
-    seeds = (config.dataset.random_seed + 1_000_003 * split for split in range(3))
+        return Datasets(*_build_indexed(data, tokenizer, samples))
+    seeds = (data.random_seed + 1_000_003 * split for split in range(3))
     return Datasets(
         *(
-            MockDataset(config.dataset, tokenizer.vocab_size, seed, n) if n else None
+            MockDataset(data, tokenizer.vocab_size, seed, n) if n else None
             for seed, n in zip(seeds, samples, strict=True)
         )
     )
@@ -166,11 +166,11 @@ class _Samples(Dataset):
 
 
 def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Dataset | None]:
-    parts = on_every_rank(lambda: parts_of(config, samples))
+    parts = run_on_all_ranks(lambda: parts_of(config, samples))
     paths = list(dict.fromkeys(path for part in parts if part for path in part.paths))
     if not paths:
         return [None for _ in parts]
-    files = dict(zip(paths, on_every_rank(lambda: [open_indexed(path) for path in paths]), strict=True))
+    files = dict(zip(paths, run_on_all_ranks(lambda: [open_indexed(path) for path in paths]), strict=True))
     parts = [part and _weighed(part, files) for part in parts]
 
     def build(cache: Path) -> list[Dataset | None]:
@@ -250,28 +250,12 @@ def _build_cached(
         for f in files:
             check_lengths(f)
         try:
-            with _without_process_group():
+            with hidden_process_group():
                 build(aside)
         except IndexError as error:  # a blend that asks a file for more than it has
             raise DataError(str(error)) from error
 
-    once_per_node(lambda: build_cached(fill, cache))
-    on_every_rank(lambda: [map_array(path) for path in cache.rglob("*.npy")])  # a damaged one: one message
-    with _without_process_group():
+    run_once_per_node(lambda: build_cached(fill, cache))
+    run_on_all_ranks(lambda: [map_array(path) for path in cache.rglob("*.npy")])  # a damaged one: one message
+    with hidden_process_group():
         return build(cache)
-
-
-@contextlib.contextmanager
-def _without_process_group() -> Iterator[None]:
-    """Hide torch.distributed from megatron-core's builder.
-
-    With it, only global rank 0 builds and all others read its files, which needs a file system shared by all nodes; and
-    an error on rank 0 leaves the others in a barrier. It is hidden from every thread, since the builder has some of its
-    own; ``together``, which goes on talking to the other ranks meanwhile, has the function under a name of its own.
-    """
-    original = torch.distributed.is_initialized
-    torch.distributed.is_initialized = lambda: False
-    try:
-        yield
-    finally:
-        torch.distributed.is_initialized = original

@@ -25,8 +25,8 @@ from megatron_cp.data.samples.parts import SPLITS, parts_of, paths_of
 from megatron_cp.data.samples.varlen import DocumentDataset, MockVarlenDataset, Sample
 from megatron_cp.data.text.records import check_records
 from megatron_cp.data.text.tokenizers import Tokenizer
-from megatron_cp.data.together import on_every_rank, once_per_node
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, read_lengths, sample_lengths
+from megatron_cp.parallel.collectives import run_on_all_ranks, run_once_per_node
 
 logger = logging.getLogger(__name__)
 KINDS = ("documents", "jsonl", "mock_documents")
@@ -103,15 +103,15 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
     """
     seeds = [config.random_seed + 1_000_003 * split for split in range(len(SPLITS))]
     if config.kind == "mock_documents":
-        return on_every_rank(
+        return run_on_all_ranks(
             lambda: [
                 Stream([_mock(config, tokenizer.vocab_size, seed)], None, seed, count) if count else None
                 for seed, count in zip(seeds, samples, strict=True)
             ]
         )
-    parts = on_every_rank(lambda: parts_of(config, samples))
+    parts = run_on_all_ranks(lambda: parts_of(config, samples))
     paths = list(dict.fromkeys(path for part in parts if part for path in part.paths))
-    once_per_node(lambda: _prepare(paths, config, tokenizer))
+    run_once_per_node(lambda: _prepare(paths, config, tokenizer))
 
     def build() -> list[Stream | None]:
         prefixes = {path: _prefix(path, config, tokenizer) for path in paths}
@@ -145,7 +145,7 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
             streams.append(Stream(sources, part.weights, seed, count))
         return streams
 
-    return on_every_rank(build)
+    return run_on_all_ranks(build)
 
 
 def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> dict[str, str]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_cp.common.atomic_files import written_aside
 from megatron_cp.common.errors import DataError
 from megatron_cp.config.run_config import TokenizerConfig
 from megatron_cp.data.text.tokenizer_files import (
@@ -262,10 +262,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[
     tokenizer.train_from_iterator(texts, trainer)
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".tokenizer-") as aside:
+    with written_aside(folder / "tokenizer_config.json", folder / "tokenizer.json") as (settings, learned):
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
-        Path(aside, "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        tokenizer.save(str(Path(aside, "tokenizer.json")))
-        for name in ("tokenizer_config.json", "tokenizer.json"):
-            os.replace(Path(aside, name), folder / name)
+        settings.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        tokenizer.save(str(learned))
     return folder

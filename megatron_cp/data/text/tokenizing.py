@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_cp.common.atomic_files import written_aside
 from megatron_cp.common.errors import DataError
 from megatron_cp.data.text.records import ENDING, write_record
 from megatron_cp.data.text.tokenizers import Tokenizer
@@ -44,20 +43,12 @@ def indexed_writer(prefix: str, tokenizer: Tokenizer, source: str) -> Iterator[A
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # takes seconds
 
-    # Not the process's number: on two nodes or in two containers it may be the same.
-    name = uuid.uuid4().hex[:8]
-    aside = {ending: f"{prefix}{ending}.tmp-{name}" for ending in (".bin", ENDING, ".idx")}
-    try:
-        builder = IndexedDatasetBuilder(aside[".bin"], dtype=DType.optimal_dtype(tokenizer.vocab_size))
+    with written_aside(*(Path(prefix + ending) for ending in (".bin", ENDING, ".idx"))) as (tokens, record, index):
+        builder = IndexedDatasetBuilder(str(tokens), dtype=DType.optimal_dtype(tokenizer.vocab_size))
         yield builder
         if not builder.sequence_lengths:
             raise DataError(f"{source}: no text inside.")
-        builder.finalize(aside[".idx"])
-        write_record(aside[ENDING], tokenizer)
+        builder.finalize(str(index))
+        write_record(str(record), tokenizer)
         # Without its index a .bin is nothing: an interruption between the renames leaves no pair that looks whole.
         Path(prefix + ".idx").unlink(missing_ok=True)
-        for ending, path in aside.items():
-            os.replace(path, prefix + ending)
-    finally:
-        for path in aside.values():
-            Path(path).unlink(missing_ok=True)

@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from megatron_cp.dynamic_cp.groups import Positions
 from megatron_cp.dynamic_cp.runtime.packing import BlockGroups
+from megatron_cp.parallel.collectives import sum_over_ranks
 from megatron_cp.parallel.layout import RankLayout
+from megatron_cp.parallel.process_groups import new_groups
 
 
 class DynamicGroups:
@@ -93,7 +95,7 @@ class DynamicGroups:
         groups = [*(self._groups[positions] for positions in self._parts(block)), self._wide_groups.get(block)]
         for group in groups:
             if group is not None and group.size() > 1 and dist.get_backend(group) == "nccl":
-                dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=group)
+                sum_over_ranks(torch.zeros(1, device=torch.cuda.current_device()), group)
 
     def _parts(self, block: Positions) -> Iterator[Positions]:
         """The block itself and the groups of its two levels, a rank's own left out."""
@@ -106,13 +108,9 @@ class DynamicGroups:
 
     def _create(self, domains: list[list[int]], positions: Positions, width: int) -> dist.ProcessGroup | None:
         """The group of ``positions`` in every domain, ``width`` neighbouring ranks each; this rank's own, or None."""
-        mine = None
-        for domain in domains:
-            ranks = [domain[position * width + i] for position in positions for i in range(width)]
-            description = f"DYNAMIC_CP_{len(positions)}"
-            group = dist.new_group(ranks, timeout=self._timeout, group_desc=description)
-            mine = group if dist.get_rank() in ranks else mine
-        return mine
+        places = [position * width + i for position in positions for i in range(width)]
+        rank_lists = [[domain[place] for place in places] for domain in domains]
+        return new_groups(rank_lists, self._timeout, f"dynamic_cp_{len(positions)}")
 
     def get(self, positions: Positions) -> dist.ProcessGroup:
         """The process group of these positions of the domain.

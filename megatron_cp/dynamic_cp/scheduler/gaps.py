@@ -1,4 +1,4 @@
-"""Which narrowest blocks of a row are free: a buddy allocator that also hands out three quarters of a block."""
+"""Which narrowest blocks of a row are free: a buddy allocator."""
 
 from __future__ import annotations
 
@@ -16,29 +16,21 @@ class Gaps:
         ]
 
     def take(self, width: int) -> int:
-        """Take ``width`` blocks (2^i, 3 * 2^i, or all) and return the first, or -1 if no stretch holds them.
+        """Take ``width`` blocks (2^i, or all) from the shortest stretch that holds them.
 
-        3 * 2^i blocks are the first of a stretch of 4 * 2^i, whose last quarter stays free. The shortest stretch that
-        will do is cut.
+        Returns the first block, or -1 if no stretch is long enough.
         """
         if width > self.free:
             return -1
         if width == self.leaves:
             self.free, self.starts = 0, []
             return 0
-        starts = self.starts
-        low = (width & -width).bit_length() - 1
-        need = (width - 1).bit_length()
-        i = need
-        while i < len(starts) and not starts[i]:
-            i += 1
-        if i >= len(starts):
+        need = width.bit_length() - 1
+        i = next((i for i in range(need, len(self.starts)) if self.starts[i]), -1)
+        if i < 0:
             return -1
-        start = starts[i].pop()
-        while i > need:
-            i -= 1
-            starts[i].append(start + (1 << i))
-        if need > low:
-            starts[low].append(start + width)
+        start = self.starts[i].pop()
+        for half in range(need, i):
+            self.starts[half].append(start + (1 << half))
         self.free -= width
         return start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from heapq import nlargest
 from itertools import chain
 
 import numpy as np
@@ -12,9 +11,6 @@ from megatron_cp.dynamic_cp.scheduler.binning import best_fit, most_room
 from megatron_cp.dynamic_cp.scheduler.gaps import Gaps
 from megatron_cp.dynamic_cp.scheduler.problem import Problem
 
-# Bounds on how many samples are squeezed into how many wide jobs: the time for it must not grow with n.
-_MOST_TO_SQUEEZE = 512
-_JOBS_TO_SQUEEZE = 8
 _JOBS_TO_FILL = 8
 
 
@@ -197,41 +193,3 @@ def spread_out(problem: Problem, left: list[int], leaves: int) -> list[list[list
         for x, k in zip(left, chosen, strict=True):
             bins[k].append(x)
     return [bins[k : k + leaves] for k in range(0, len(bins), leaves)]
-
-
-def squeeze_in(problem: Problem, stacks: list[list[Shelf]], left: list[int], alone: float) -> bool:
-    """Add short samples that found no tokens elsewhere to the wide jobs with most of them free, where that costs less
-    than microbatches of their own. Returns whether it did; otherwise nothing has changed.
-
-    left: positions of level-0 samples, longest first. alone: seconds of microbatches of their own.
-    """
-    if len(left) > _MOST_TO_SQUEEZE:
-        return False
-    wide = [(shelf, job) for shelves in stacks for shelf in shelves for job in shelf if job.level]
-    wide = nlargest(
-        _JOBS_TO_SQUEEZE, wide, key=lambda pair: (problem.max_tokens - pair[1].tokens) * problem.sizes[pair[1].level]
-    )
-    height = {id(shelf): max([job.seconds for job in shelf]) for shelf, _ in wide}
-    state = [(job.tokens, job.squares, job.length, job.seconds) for _, job in wide]
-    added: list[list[int]] = [[] for _ in wide]
-    for x in left:
-        s, options = problem.length_list[x], []
-        for k, (shelf, job) in enumerate(wide):
-            tokens, squares, length, _ = state[k]
-            tokens, squares, length = tokens + int(problem.tokens[job.level, x]), squares + s * s, length + s
-            if tokens <= problem.max_tokens:
-                seconds = problem.costs[job.level].seconds(squares, length)
-                options.append((max(0.0, seconds - height[id(shelf)]), seconds, k, (tokens, squares, length, seconds)))
-        if not options:
-            return False
-        higher, _, k, after = min(options)
-        alone -= higher
-        if alone <= 0:
-            return False
-        height[id(wide[k][0])] += higher
-        state[k] = after
-        added[k].append(x)
-    for (_, job), items, (tokens, squares, length, seconds) in zip(wide, added, state, strict=True):
-        job.items += items
-        job.tokens, job.squares, job.length, job.seconds = tokens, squares, length, seconds
-    return True

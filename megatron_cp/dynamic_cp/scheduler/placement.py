@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 
 from megatron_cp.dynamic_cp.scheduler.binning import best_fit, least_loaded, most_room, water_level
-from megatron_cp.dynamic_cp.scheduler.jobs import Job, Shelf, jobs_of, spread_out, squeeze_in, stack, top_up, wide_jobs
+from megatron_cp.dynamic_cp.scheduler.jobs import Job, Shelf, jobs_of, spread_out, stack, top_up, wide_jobs
 from megatron_cp.dynamic_cp.scheduler.problem import Problem
 
 
@@ -100,7 +99,7 @@ def _place_wide(problem: Problem, plan: Plan, jobs: list[Job]) -> tuple[list[flo
         if count > len(loads):
             loads = [loads[j // 2] for j in range(count)]
             highest = [highest[j // 2] for j in range(count)]
-        here = [job for job in jobs if problem.tree_levels[job.level] == i]
+        here = [job for job in jobs if job.level == i]
         if not here:
             continue
         on_tail = None
@@ -178,21 +177,21 @@ def _fill_shelves(
         full = min(full, float(work.sum()) / len(best_fit(short.tolist(), tokens.tolist(), capacity)))
 
     blocks = [j for j, _ in new for _ in range(leaves)]
-    if left:  # the jobs' tokens did not suffice: into wide jobs, or more microbatches for the least loaded blocks
+    if left:  # the jobs' tokens did not suffice: more microbatches for the least loaded blocks
         alone = [max([job.seconds for job in jobs_of(problem, 0, bins)]) for bins in extra]
-        if not squeeze_in(problem, plan.shelves, left, sum(alone)):
-            totals = list(loads)
-            for j, seconds in new:
-                totals[j] += seconds + fixed
-            for bins, j in zip(extra, least_loaded(alone, totals), strict=True):
-                blocks += [j] * len(bins)
-                contents += bins
+        totals = list(loads)
+        for j, seconds in new:
+            totals[j] += seconds + fixed
+        for bins, j in zip(extra, least_loaded(alone, totals), strict=True):
+            blocks += [j] * len(bins)
+            contents += bins
     plain: list[list[Job]] = [[] for _ in loads]
     busy = [k for k, items in enumerate(contents) if items]
     for k, job in zip(busy, jobs_of(problem, 0, [contents[k] for k in busy]), strict=True):
         (owners[k] if k < len(owners) else plain[blocks[k - len(owners)]]).append(job)
-    for stacked, shelves in zip(plan.shelves, _shelves_of(plain, leaves, loads), strict=True):
-        stacked += shelves
+    for stacked, jobs in zip(plan.shelves, plain, strict=True):
+        alike = sorted(jobs, key=lambda job: -job.seconds)  # each shelf holds jobs of the most similar durations
+        stacked += [alike[k : k + leaves] for k in range(0, len(alike), leaves)]
     return short[:0]
 
 
@@ -208,27 +207,3 @@ def _new_shelves(loads: list[float], volume: float, height: float, fixed: float)
         if count > 0 and (level - load) / count >= 1.5 * fixed:
             found += [(j, (level - load) / count - fixed)] * count
     return found
-
-
-def _shelves_of(jobs: list[list[Job]], leaves: int, loads: list[float]) -> list[list[Shelf]]:
-    """The shelves of each block's new ``jobs``: sorted, each holds jobs of the most similar durations.
-
-    The jobs of a block level it if they took what was wanted of them. Those that one long sample fills do not: then the
-    shelves of all blocks are dealt out once more.
-    """
-
-    def cut(some: list[Job]) -> list[Shelf]:
-        some = sorted(some, key=lambda job: -job.seconds)
-        return [some[k : k + leaves] for k in range(0, len(some), leaves)]
-
-    def highest(stacks: list[list[Shelf]]) -> float:
-        return max(
-            [load + sum([shelf[0].seconds for shelf in stack]) for load, stack in zip(loads, stacks, strict=True)]
-        )
-
-    own = [cut(some) for some in jobs]
-    shelves = cut(list(chain.from_iterable(jobs)))
-    dealt: list[list[Shelf]] = [[] for _ in loads]
-    for shelf, j in zip(shelves, least_loaded([shelf[0].seconds for shelf in shelves], loads), strict=True):
-        dealt[j].append(shelf)
-    return min(own, dealt, key=highest)

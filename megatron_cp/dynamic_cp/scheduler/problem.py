@@ -17,9 +17,6 @@ from megatron_cp.dynamic_cp.types import padded_length
 class Problem:
     """Samples, ranks and costs. A group of level i has ``sizes[i]`` ranks, in ``leaves[i]`` narrowest blocks.
 
-    Levels ascend. They are those of the tree and, between these, three quarters of the next one where the plan may use
-    them: ``tree_levels[i]`` is the level's number in the tree, or -1 for three quarters.
-
     order: sample ids, longest first (ties by id). Arrays indexed by position in that order:
     lengths [n]; seconds [levels, n], a sample alone in a microbatch, inf where it does not fit;
     tokens [levels, n], padded tokens a rank holds.
@@ -28,7 +25,6 @@ class Problem:
     tree: BuddyTree
     sizes: tuple[int, ...]
     leaves: tuple[int, ...]
-    tree_levels: tuple[int, ...]
     costs: tuple[GroupCost, ...]
     cost: CostModel
     max_tokens: int
@@ -48,23 +44,15 @@ class Problem:
         """How many samples take more than each of ``limits`` seconds: the longest ones. [levels, limits]"""
         return np.stack([np.searchsorted(-row, -np.asarray(limits)) for row in self.seconds])
 
-    def levels_under(self, limit: float, doubling: bool = False) -> np.ndarray:
-        """For each sample the narrowest level that takes at most ``limit`` seconds, or else the fastest one. [n]
-
-        doubling: only levels of the tree, whose sizes double.
-        """
-        choices, over = self.choices(doubling), self.over([limit])[:, 0].tolist()
+    def levels_under(self, limit: float) -> np.ndarray:
+        """For each sample the narrowest level that takes at most ``limit`` seconds, or else the fastest one. [n]"""
         level = np.empty(len(self.lengths), dtype=np.int64)
         left = len(level)  # the samples that no narrower level takes
-        for i in choices.tolist():
-            level[over[i] : left] = i
-            left = min(left, over[i])
-        level[:left] = choices[self.seconds[choices, :left].argmin(axis=0)]
+        for i, over in enumerate(self.over([limit])[:, 0].tolist()):
+            level[over:left] = i
+            left = min(left, over)
+        level[:left] = self.seconds[:, :left].argmin(axis=0)
         return level
-
-    def choices(self, doubling: bool) -> np.ndarray:
-        """The levels, or only those of the tree."""
-        return np.flatnonzero(np.array(self.tree_levels) >= 0) if doubling else np.arange(len(self.sizes))
 
     def seconds_on(self, num_ranks: int, items: list[int]) -> float:
         """Seconds of the samples at positions ``items`` in one microbatch on ``num_ranks``; inf if they do not fit."""
@@ -114,13 +102,8 @@ def make_problem(
     min_cp_size: int,
     cost: CostModel,
     sequence_parallel_size: int,
-    block_level: int = 0,
 ) -> Problem:
-    """Check the input and tabulate it. Raises ValueError naming the sample or the setting at fault.
-
-    block_level: of the tree; inside its blocks, groups of three quarters of a block are offered too. Not for an
-    all-to-all, which wants a CP size that divides the heads.
-    """
+    """Check the input and tabulate it. Raises ValueError naming the sample or the setting at fault."""
     if max_seqlen_per_rank < 1:
         raise ValueError(f"max_seqlen_per_rank={max_seqlen_per_rank}: must be at least 1")
     if sequence_parallel_size < 1:
@@ -129,11 +112,8 @@ def make_problem(
     ids = check_lengths(lengths)
     order = np.argsort(-ids, kind="stable")
     s = ids[order]
-    choices = [(tree.size(i), min(1 << i, len(tree.levels[0])), i) for i in range(len(tree.levels))]
-    if cost.transport != "a2a":
-        quarters = range(min(block_level, len(tree.levels[0]).bit_length() - 1) - 1)
-        choices += [(3 * tree.size(i), 3 << i, -1) for i in quarters]
-    sizes, leaves, tree_levels = zip(*sorted(choices), strict=True)
+    sizes = tuple(tree.size(i) for i in range(len(tree.levels)))
+    leaves = tuple(min(1 << i, len(tree.levels[0])) for i in range(len(tree.levels)))
     units = np.array(sizes)[:, None] * (2 * sequence_parallel_size)
     tokens = -(-s[None, :] // units) * (2 * sequence_parallel_size)
     seconds = np.stack([cost.sample_seconds(s, size) for size in sizes])
@@ -145,7 +125,6 @@ def make_problem(
         tree,
         sizes,
         leaves,
-        tree_levels,
         costs,
         cost,
         max_seqlen_per_rank,

@@ -13,7 +13,6 @@ from megatron_cp.dynamic_cp.analysis.simulate import simulate
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.groups import BuddyTree, buddy_tree
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
-from megatron_cp.dynamic_cp.scheduler.greedy import greedy_per_microbatch
 from megatron_cp.dynamic_cp.scheduler.jobs import Shelf
 from megatron_cp.dynamic_cp.scheduler.placement import Plan, build
 from megatron_cp.dynamic_cp.scheduler.problem import Problem, make_problem
@@ -22,14 +21,10 @@ from megatron_cp.dynamic_cp.types import Group, Schedule
 # How many plans to try for a batch: about this many samples and ranks in all, so that time stays n log n.
 _EFFORT = 15_000
 _MOST_PLANS = 24
-# Where time is for two plans only: ranks that must keep step for three quarters of a block to be worth one of them.
-_ENOUGH_FOR_QUARTERS = 64
 # How many of the most promising limits are also planned with wide jobs filled up first.
 _STARTS_WITH_FILL = 4
 # Groups of one size are tried as well where they may take less than this part of the plan's seconds.
 _WORTH_A_TRY = 0.995
-# Samples times microbatches up to which the greedy rule is tried as well.
-_CHEAP_FOR_GREEDY = 3000
 
 
 def schedule(
@@ -64,8 +59,7 @@ def schedule(
 
     The search: for several limits on a microbatch's seconds, each sample takes the fewest ranks that keep it under the
     limit; the most promising limits are planned in full (:mod:`.plan`), then jobs that leave their neighbours idle
-    are widened as long as that helps. Groups of one size (:mod:`.fixed`) are tried where they may be faster, and few
-    samples with the greedy rule (:mod:`.greedy`).
+    are widened as long as that helps. Groups of one size (:mod:`.fixed`) are tried where they may be faster.
     Time is O(n log n + num_ranks log num_ranks).
     """
     sizes = {
@@ -89,8 +83,14 @@ def schedule(
             f"microbatch form equal aligned blocks"
         )
     block_level = _block_level(buddy_tree(num_ranks, min_cp_size), sync_ranks, pipeline_size)
-    setting = (lengths, num_ranks, max_seqlen_per_rank, min_cp_size, cost or DEFAULT_COST, sequence_parallel_size)
-    problem = make_problem(*setting, block_level=block_level)
+    problem = make_problem(
+        lengths,
+        num_ranks,
+        max_seqlen_per_rank,
+        min_cp_size,
+        cost or DEFAULT_COST,
+        sequence_parallel_size,
+    )
     if not problem.lengths.size:
         return Schedule(num_ranks, max_seqlen_per_rank, [], sequence_parallel_size)
 
@@ -101,12 +101,8 @@ def schedule(
     plan = _search(problem, block_level, pipeline_size)
     planned = _lay_out(problem, plan, pipeline_size)
     added = _round_up(planned, microbatch_multiple)
-    options = [planned]
-    if _greedy_is_cheap(problem):
-        options.append(greedy_per_microbatch(make_problem(*setting)))
-        _round_up(options[-1], microbatch_multiple)
     best = seconds(planned) if added else plan.seconds
-    options += _of_one_size(problem, lengths, best, pipeline_size, microbatch_multiple)
+    options = [planned, *_of_one_size(problem, lengths, best, pipeline_size, microbatch_multiple)]
     chosen = min(options, key=seconds) if len(options) > 1 else planned
     return Schedule(num_ranks, max_seqlen_per_rank, chosen, sequence_parallel_size)
 
@@ -121,8 +117,8 @@ def _of_one_size(
     """Groups of one size each time, where that may take fewer ``seconds``: of samples that are alike, often."""
     tree, found = problem.tree, []
     tokens, squares = float(problem.lengths.sum()), float(problem.lengths @ problem.lengths)
-    for level, (i, size) in enumerate(zip(problem.tree_levels, problem.sizes, strict=True)):
-        if i < 0 or not tree.is_regular(i) or tree.num_ranks % size or not np.isfinite(problem.seconds[level, 0]):
+    for level, size in enumerate(problem.sizes):
+        if not tree.is_regular(level) or tree.num_ranks % size or not np.isfinite(problem.seconds[level, 0]):
             continue
         cost = problem.costs[level]
         shortest, longest = problem.seconds[level, [-1, 0]].tolist()
@@ -143,14 +139,6 @@ def _of_one_size(
     return found
 
 
-def _greedy_is_cheap(problem: Problem) -> bool:
-    """Whether the greedy rule applies (sizes double) and is quick: it looks at all samples for each microbatch."""
-    tree = problem.tree
-    doubles = all(2 * tree.size(i) == tree.size(i + 1) for i in range(len(tree.levels) - 1))
-    microbatches = 1 + float(problem.lengths.sum()) / (problem.tree.num_ranks * problem.max_tokens)
-    return doubles and len(problem.lengths) * microbatches <= _CHEAP_FOR_GREEDY
-
-
 def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: int) -> int:
     """The lowest level of the tree whose blocks consist of whole domains of ranks that keep step."""
     top = len(tree.levels) - 1
@@ -161,11 +149,10 @@ def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: int) -> int:
 
 @dataclass
 class _Candidate:
-    """A plan and what it was built from: ``doubling`` and ``limit`` gave the levels, or they were widened since."""
+    """A plan and what it was built from: ``limit`` gave the levels, or they were widened since."""
 
     block_level: int
     limit: float
-    doubling: bool
     fill: bool
     level: np.ndarray
     plan: Plan
@@ -177,29 +164,24 @@ def _search(problem: Problem, block_level: int, pipeline_size: int) -> Plan:
     keeps_step = block_level > 0
     limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
     number = max(2, budget // 3) if keeps_step else max(1, min(3, budget // 4))
-    chosen = limits[:number]
-    if keeps_step and problem.tree.size(block_level) < _ENOUGH_FOR_QUARTERS:
-        # Few ranks, few three quarters: one plan with them, if there is time for several.
-        doubling = [one for one in limits if one[1]] or limits
-        chosen = doubling[:1] if budget == 2 else doubling[: number - 1] + limits[:1]
 
-    def plan(limit: float, doubling: bool, level_of_blocks: int = block_level, fill: bool = False) -> _Candidate:
-        level = problem.levels_under(limit, doubling=doubling)
+    def plan(limit: float, level_of_blocks: int = block_level, fill: bool = False) -> _Candidate:
+        level = problem.levels_under(limit)
         built = build(problem, level, level_of_blocks, limit, pipeline_size, fill)
-        return _Candidate(level_of_blocks, limit, doubling, fill, level, built)
+        return _Candidate(level_of_blocks, limit, fill, level, built)
 
-    found = [plan(*one) for one in chosen]
+    found = [plan(limit) for limit in limits[:number]]
     if budget >= 12:
         # Ranks may keep step where they need not: with few samples that is sometimes better packed.
         regular = [i for i in range(block_level + 1, len(problem.tree.levels)) if problem.tree.is_regular(i)]
-        found += [plan(*limits[0], i) for i in dict.fromkeys((*regular[2:3], *regular[-1:]))]
-        found += [plan(*one, fill=True) for one in limits[:_STARTS_WITH_FILL]]
+        found += [plan(limits[0], i) for i in dict.fromkeys((*regular[2:3], *regular[-1:]))]
+        found += [plan(limit, fill=True) for limit in limits[:_STARTS_WITH_FILL]]
     if keeps_step and budget >= 5:
         # The estimate can be far off: go on in the direction that helps.
         for factor in (1.4, 0.7):
             best = min(found, key=lambda one: one.plan.seconds)
             while len(found) < budget:
-                found.append(plan(best.limit * factor, best.doubling, best.block_level, best.fill))
+                found.append(plan(best.limit * factor, best.block_level, best.fill))
                 if found[-1].plan.seconds >= best.plan.seconds:
                     break
                 best = found[-1]
@@ -224,14 +206,12 @@ def _widen(problem: Problem, best: _Candidate, steps: int, pipeline_size: int) -
         level[items] += 1
         plan = build(problem, level, best.block_level, best.limit, pipeline_size, best.fill)
         if plan.seconds < best.plan.seconds:
-            best = _Candidate(best.block_level, best.limit, best.doubling, best.fill, level, plan)
+            best = _Candidate(best.block_level, best.limit, best.fill, level, plan)
     return best
 
 
-def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: float) -> list[tuple[float, bool]]:
+def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: float) -> list[float]:
     """Limits on a microbatch's seconds, the most promising first by an estimate of the step that they lead to.
-
-    Where three quarters of a block are on offer, each other entry (True) does without: they can leave gaps.
 
     The estimate is the area (seconds times ranks of every sample, spread evenly), or the longest sample if that is
     more, plus the pipeline's bubble; where ranks keep step, neighbours of the longest sample waste some of its time.
@@ -246,26 +226,24 @@ def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: f
     # summed[i, x]: the area at level i of the samples before x.
     summed = np.concatenate([np.zeros((len(area), 1)), np.cumsum(area, axis=1)], axis=1)
     still = problem.sizes[0] * float(problem.shared_seconds(0, slice(movable, None)).sum())
-    ranked: list[list[tuple[float, float, bool]]] = []
-    for doubling in (False, True) if -1 in problem.tree_levels else (False,):
-        choices = problem.choices(doubling)
-        left = np.full(len(limits), movable)
-        spread, longest = np.full(len(limits), still), np.zeros(len(limits))
-        for i in choices.tolist():
-            start = np.minimum(over[i], left)
-            spread += summed[i, left] - summed[i, start]
-            at_start = seconds[i, np.minimum(start, movable - 1)]
-            np.maximum(longest, at_start, out=longest, where=start < left)
-            left = start
-        # What no level does within the limit goes to the fastest one.
-        most = int(left.max())
-        fastest = choices[problem.seconds[choices, :most].argmin(axis=0)]
-        spread += np.concatenate([[0.0], np.cumsum(area[fastest, np.arange(most)])])[left]
-        np.maximum(longest, problem.seconds[choices, 0].min(), out=longest, where=left > 0)
-        spread /= problem.tree.num_ranks
-        ahead = np.maximum(spread, longest) + (pipeline_size - 1 + weight_of_longest) * longest
-        ranked.append(sorted([(each, -limit, doubling) for each, limit in zip(ahead.tolist(), limits, strict=True)]))
-    return [(-negative, doubling) for ones in zip(*ranked, strict=True) for _, negative, doubling in ones]
+    left = np.full(len(limits), movable)
+    spread, longest = np.full(len(limits), still), np.zeros(len(limits))
+    for i in range(len(problem.sizes)):
+        start = np.minimum(over[i], left)
+        spread += summed[i, left] - summed[i, start]
+        at_start = seconds[i, np.minimum(start, movable - 1)]
+        np.maximum(longest, at_start, out=longest, where=start < left)
+        left = start
+    # What no level does within the limit goes to the fastest one.
+    most = int(left.max())
+    fastest = problem.seconds[:, :most].argmin(axis=0)
+    spread += np.concatenate([[0.0], np.cumsum(area[fastest, np.arange(most)])])[left]
+    np.maximum(longest, problem.seconds[:, 0].min(), out=longest, where=left > 0)
+    spread /= problem.tree.num_ranks
+    ahead = np.maximum(spread, longest) + (pipeline_size - 1 + weight_of_longest) * longest
+    return [
+        limit for _, limit in sorted(zip(ahead.tolist(), limits, strict=True), key=lambda pair: (pair[0], -pair[1]))
+    ]
 
 
 def _ladder(problem: Problem) -> list[float]:

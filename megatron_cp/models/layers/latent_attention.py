@@ -16,6 +16,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_cp.mcore.private_names import name_tensor_parallel_group
+
 
 class LatentAttention(MLASelfAttention):
     """Right under tensor parallelism, in its own layers and in Transformer Engine's, and with plain queries.
@@ -35,10 +37,7 @@ class LatentAttention(MLASelfAttention):
             for parameter in self.q_layernorm.parameters():
                 parameter.average_gradients_across_tp_domain = True
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-            projection: Any = getattr(self, name, None)
-            # Transformer Engine's are whole on each rank, and else ask the global state which of them saves it.
-            if getattr(projection, "_tp_group", self) is None:
-                projection._tp_group = self.tp_group
+            name_tensor_parallel_group(getattr(self, name, None), self.tp_group)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         resolver = QKNormConfigResolver(self.config, submodules)

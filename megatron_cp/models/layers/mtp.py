@@ -32,10 +32,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import drawing_from, seed_of
 from megatron_cp.models.layers.router import routers_in
+from megatron_cp.parallel.collectives import gather_tensors
 from megatron_cp.parallel.transfer import send
 
 
@@ -154,15 +155,15 @@ class FurtherTokens:
 
 
 def mtp_block_spec(
-    config: RunConfig, model_layer: ModuleSpec | None, norm: Any, transformer_engine: bool
+    model: ModelConfig, seed: int, model_layer: ModuleSpec | None, norm: Any, transformer_engine: bool
 ) -> MultiTokenPredictionBlockSubmodules:
     """The spec of all depths, each with norms like the model's own and a layer like ``model_layer``, or by the pattern
     of a hybrid model; or of the one that all depths share."""
     layer = get_mtp_layer_spec(model_layer, transformer_engine)
     submodules = layer.submodules
     submodules.enorm = submodules.hnorm = submodules.layer_norm = norm
-    layer = ModuleSpec(module=PredictionLayer, submodules=submodules, params={"initialization_seed": config.rng.seed})
-    layers = 1 if config.model.mtp_use_repeated_layer else config.model.mtp_num_layers or 0
+    layer = ModuleSpec(module=PredictionLayer, submodules=submodules, params={"initialization_seed": seed})
+    layers = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * layers)
 
 
@@ -190,9 +191,7 @@ def shift_left(values: Tensor, group: dist.ProcessGroup, packed: PackedSeqParams
     # Rank r holds chunks r and 2 * size - 1 - r of each sequence, one after the other.
     first, second = edges[:-1], (edges[:-1] + edges[1:]) // 2
     heads = torch.stack([values[..., first], values[..., second]])
-    gathered = heads.new_empty((size * 2, *values.shape[:-1], len(first)))
-    dist.all_gather_into_tensor(gathered, heads, group=group)
-    gathered = gathered.unflatten(0, (size, 2))
+    gathered = gather_tensors(heads, group)
     if rank < size - 1:  # the last rank holds both neighbours of the middle
         shifted[..., second - 1] = gathered[rank + 1, 0]
     shifted[..., edges[1:] - 1] = gathered[rank - 1, 1] if rank else 0

@@ -13,6 +13,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_cp.parallel.collectives import sum_over_ranks
+
 
 class PackRouter(TopKRouter):
     """megatron-core's router, whose load-balancing loss weighs a pack by the real tokens of all its ranks.
@@ -54,9 +56,8 @@ class PackRouter(TopKRouter):
         if self.idle:
             return activation
         if self._real_tokens is not None:
-            valid_token_count = self._real_tokens.to(torch.float32)
-            dist.all_reduce(valid_token_count, group=reduce_group)
-            valid_token_count = valid_token_count / reduce_group.size()
+            tokens = self._real_tokens.to(torch.float32)
+            valid_token_count = sum_over_ranks(tokens, reduce_group) / reduce_group.size()
         get_moe_metrics_tracker().tokens = activation.shape[0] if valid_token_count is None else valid_token_count
         return super().attach_and_log_load_balancing_loss(
             activation,

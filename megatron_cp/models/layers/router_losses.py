@@ -7,13 +7,13 @@ counts the tokens that a value is of, so that one sum over all ranks is enough.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_logging import set_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from megatron_cp.parallel.collectives import sum_over_ranks
 
 _BALANCES = {  # as megatron-core's logs call them
     "aux_loss": "load_balancing_loss",
@@ -63,15 +63,10 @@ class RouterLosses:
         set_moe_metrics_tracker(self)
         self._recorded.zero_()
 
-    def total(self, group: dist.ProcessGroup) -> Tensor:
-        """What was recorded on all ranks of ``group``, in one dimension, for :meth:`means`. Collective."""
-        total = self._recorded.flatten()
-        if self._place:
-            total = total.clone()
-            dist.all_reduce(total, group=group)
-        return total
-
-    def means(self, total: Sequence[float]) -> dict[str, float]:
-        """Each loss by its name: 0 where nothing was recorded."""
-        tokens = total[len(self._place) :]
-        return {name: total[place] / tokens[place] if tokens[place] else 0.0 for name, place in self._place.items()}
+    def means(self, group: dist.ProcessGroup) -> dict[str, Tensor]:
+        """Each loss over the ranks of ``group``, by name, on the device: 0 where nothing was recorded. Collective."""
+        if not self._place:
+            return {}
+        sums, tokens = sum_over_ranks(self._recorded.clone(), group)
+        means = torch.where(tokens > 0, sums / tokens, 0.0)
+        return {name: means[place] for name, place in self._place.items()}

@@ -9,19 +9,19 @@ from typing import Any
 
 from megatron_cp.common.interpolation import as_written
 from megatron_cp.config.overrides import override
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import default_at
 from megatron_cp.rules.remedies import Fix
 from megatron_cp.training.checkpoint.files import latest_iteration
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
     """The settings ("section.field") that a checkpoint has otherwise: the value here, and the checkpoint's."""
-    found, defaults = {}, RunConfig()
+    found = {}
     for name in names:
         section, field = name.split(".")
         here = now[section][field]
         # A version that did not know a setting did what its default does.
-        there = saved[section].get(field, getattr(getattr(defaults, section), field))
+        there = saved[section].get(field, default_at(name))
         if there not in (here, as_written(here)):
             found[name] = (here, there)
     return found
@@ -43,9 +43,9 @@ def checkpoint_of(setting: str, run: Path, iteration: int | None) -> str:
     return str(Fix((override(setting, str(run)), *step)))
 
 
-def begin_new_run(config: RunConfig, folder: Path) -> str:
-    """What to type for a new run with a checkpoint's weights, in a folder that no run has."""
-    root, save = folder.parent, config.checkpoint.save or str(folder.parent)
+def begin_new_run(save: str | None, folder: Path) -> str:
+    """What to type for a new run with a checkpoint's weights, in a folder that no run has; ``save`` is the run's."""
+    root, save = folder.parent, save or str(folder.parent)
     words = [override("checkpoint.pretrained_checkpoint", str(root)), "checkpoint.load=null"]
     if latest_iteration(save) is not None:
         number = next(n for n in itertools.count(2) if not Path(f"{save}_{n}").exists())

@@ -5,13 +5,23 @@ Read by every rank for itself, so that what does not fit is told before any proc
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_cp.common.errors import ConfigError
 from megatron_cp.config.overrides import override
-from megatron_cp.config.run_config import ModelConfig, RunConfig, settings_that
+from megatron_cp.config.run_config import (
+    DatasetConfig,
+    MixedPrecisionConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    SchedulerConfig,
+    TokenizerConfig,
+    TrainConfig,
+    settings_that,
+)
 from megatron_cp.config.setting import DATA, FUNCTION, OPTIMIZER, SCHEDULE, WEIGHTS
 from megatron_cp.models.hybrid_pattern import layers_of, without_stages
 from megatron_cp.models.vocabulary import padded
@@ -95,6 +105,20 @@ def find_start(config: RunConfig) -> Start | None:
     return Start(root, iteration, finetune, 0 if finetune else common["progress"]["consumed_samples"])
 
 
+def begin_with(config: RunConfig, root: str, iteration: int) -> str:
+    """The settings with which this run would begin with another checkpoint."""
+    away: dict[str, Any] = {"load": root, "pretrained_checkpoint": None, "finetune": False}
+    for names in ([], ["load"], ["load", "pretrained_checkpoint"], list(away)):
+        changed = {name: away[name] for name in names} | {"ckpt_step": iteration}
+        try:
+            start = find_start(replace(config, checkpoint=replace(config.checkpoint, **changed)))
+        except ConfigError:
+            continue
+        if start is not None and Path(start.root) == Path(root) and start.iteration == iteration:
+            break
+    return str(Fix(tuple(override(f"checkpoint.{name}", value) for name, value in changed.items())))
+
+
 def _read_and_check(config: RunConfig, folder: Path, finetune: bool) -> dict[str, Any] | None:
     """What a checkpoint holds beside tensors; None if it is damaged, which :func:`load_checkpoint` says for all ranks.
 
@@ -175,14 +199,15 @@ def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune
         ConfigError: it is of another model, optimizer, schedule, program or newer version; says what differs.
     """
     check_format(common, folder)
-    _check_model(config, common, folder, finetune)
+    save = config.checkpoint.save
+    _check_model(config.model, save, common, folder, finetune)
     if finetune:
         return
     if "scheduler" not in common:
-        raise ConfigError(f"checkpoint {folder} holds weights only. Fix: {begin_new_run(config, folder)}")
+        raise ConfigError(f"checkpoint {folder} holds weights only. Fix: {begin_new_run(save, folder)}")
     if wants_optimizer(config, common):
-        _check_optimizer(config, common, folder)
-    _check_schedule(config, common, folder)
+        _check_optimizer(config.optimizer, config.mixed_precision, common["config"], folder)
+    _check_schedule(config.scheduler, config.train, config.optimizer, common, folder)
 
 
 def check_format(common: dict[str, Any], folder: Path) -> None:
@@ -196,13 +221,16 @@ def check_format(common: dict[str, Any], folder: Path) -> None:
         )
 
 
-def other_data(config: RunConfig, common: dict[str, Any]) -> list[str]:
+def other_data(
+    data: DatasetConfig, tokenizer: TokenizerConfig, train: TrainConfig, common: dict[str, Any]
+) -> list[str]:
     """Which settings make the samples others than they were to be."""
-    return said(differences(common["config"], asdict(config), settings_that(DATA)))
+    now = {"dataset": asdict(data), "tokenizer": asdict(tokenizer), "train": asdict(train)}
+    return said(differences(common["config"], now, settings_that(DATA)))
 
 
-def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> None:
-    saved, now = dict(common["config"]["model"]), asdict(config.model)
+def _check_model(here: ModelConfig, save: str | None, common: dict[str, Any], folder: Path, finetune: bool) -> None:
+    saved, now = dict(common["config"]["model"]), asdict(here)
     for model in (saved, now):
         # Where its pipeline stages begin makes no other model.
         model["hybrid_layer_pattern"] = without_stages(model.get("hybrid_layer_pattern")) or None
@@ -226,11 +254,11 @@ def _check_model(config: RunConfig, common: dict[str, Any], folder: Path, finetu
     padding, rows = _other_padding(saved, now)
     different = other_weights | other_function
     if different or padding:
-        here = str(Fix((*overrides(different), *rows)))
-        begin = f"{BETWEEN}{begin_new_run(config, folder)} (a new run with its weights)"
+        fix = str(Fix((*overrides(different), *rows)))
+        begin = f"{BETWEEN}{begin_new_run(save, folder)} (a new run with its weights)"
         raise ConfigError(
             f"checkpoint {folder} is of another model: {'; '.join(said(different) + padding)}. "
-            f"Fix: {here} (the checkpoint's values){'' if other_weights or padding else begin}"
+            f"Fix: {fix} (the checkpoint's values){'' if other_weights or padding else begin}"
         )
 
 
@@ -264,21 +292,23 @@ def _other_padding(saved: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
     return [f"its vocabulary is padded to {there} rows and here to {here}"], words
 
 
-def _check_optimizer(config: RunConfig, common: dict[str, Any], folder: Path) -> None:
-    if not common["config"]["checkpoint"]["save_optim"]:
+def _check_optimizer(
+    optimizer: OptimizerConfig, precision: MixedPrecisionConfig, saved: dict[str, Any], folder: Path
+) -> None:
+    if not saved["checkpoint"]["save_optim"]:
         raise ConfigError(
             f"checkpoint {folder} holds no optimizer state: it was written with checkpoint.save_optim=false. Fix: "
             "checkpoint.load_optim=false (a fresh optimizer), or checkpoint.finetune=true (a new run with its weights)"
         )
-    different = differences(common["config"], asdict(config), settings_that(OPTIMIZER))
-    momentum = common["config"]["optimizer"]["sgd_momentum"]
-    if config.optimizer.optimizer == "sgd" and bool(momentum) != bool(config.optimizer.sgd_momentum):
+    now = {"optimizer": asdict(optimizer)}
+    different = differences(saved, now, settings_that(OPTIMIZER))
+    if optimizer.optimizer == "sgd" and bool(saved["optimizer"]["sgd_momentum"]) != bool(optimizer.sgd_momentum):
         # With one there is a state, without one there is none; another one goes on with it.
-        different |= differences(common["config"], asdict(config), ["optimizer.sgd_momentum"])
-    saved, now = _precision(common["config"]), _precision(asdict(config))
-    if not config.optimizer.use_distributed_optimizer and None not in (saved, now) and saved != now:
+        different |= differences(saved, now, ["optimizer.sgd_momentum"])
+    here, there = _precision(asdict(precision)), _precision(saved["mixed_precision"])
+    if not optimizer.use_distributed_optimizer and None not in (here, there) and here != there:
         # Only the distributed one always keeps its parameters in float32, under the same names.
-        different["mixed_precision"] = (now, saved)
+        different["mixed_precision"] = (here, there)
     if different:
         raise ConfigError(
             f"checkpoint {folder} has another optimizer's state: {'; '.join(said(different))}. Fix: "
@@ -286,24 +316,27 @@ def _check_optimizer(config: RunConfig, common: dict[str, Any], folder: Path) ->
         )
 
 
-def _precision(config: dict[str, Any]) -> str | None:
+def _precision(section: dict[str, Any]) -> str | None:
     """Where it is given; else it depends on the device."""
-    return next((name for name in ("fp32", "bf16", "fp16") if config["mixed_precision"][name]), None)
+    return next((name for name in ("fp32", "bf16", "fp16") if section[name]), None)
 
 
-def _check_schedule(config: RunConfig, common: dict[str, Any], folder: Path) -> None:
+def _check_schedule(
+    scheduler: SchedulerConfig, train: TrainConfig, optimizer: OptimizerConfig, common: dict[str, Any], folder: Path
+) -> None:
     """What megatron-core asserts when it loads a schedule, and what it forgets to."""
-    if config.scheduler.override_opt_param_scheduler or config.scheduler.use_checkpoint_opt_param_scheduler:
+    if scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler:
         return
-    saved, now = common["scheduler"], schedule_of(config)
+    saved, now = common["scheduler"], schedule_of(scheduler, train, optimizer)
     if now["wd_incr_style"] == "constant":
         del now["wd_incr_steps"]  # over which nothing changes: a longer run is no other one
     if now["lr_decay_style"] != "WSD":
         now = {name: value for name, value in now.items() if name not in FORGOTTEN}
     changed = [name for name, value in now.items() if name in saved and saved[name] != value]
     if changed:
-        different = differences(common["config"], asdict(config), settings_that(SCHEDULE))
-        if common["config"]["scheduler"]["lr_decay_iters"] == config.scheduler.lr_decay_iters:
+        sections = {"scheduler": asdict(scheduler), "train": asdict(train), "optimizer": asdict(optimizer)}
+        different = differences(common["config"], sections, settings_that(SCHEDULE))
+        if common["config"]["scheduler"]["lr_decay_iters"] == scheduler.lr_decay_iters:
             different.pop("train.train_iters", None)
         raise ConfigError(
             f"checkpoint {folder} was trained with another learning-rate schedule: "

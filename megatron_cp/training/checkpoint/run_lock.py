@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_cp.common.errors import RuntimeFault, shown, shown_ranks
-from megatron_cp.parallel.collectives import everyones
+from megatron_cp.parallel.collectives import broadcast_object, gather_objects
 from megatron_cp.training.checkpoint.file_lock import FileLock
 from megatron_cp.training.monitor.metrics import logger
 from megatron_cp.training.monitor.sinks import writing_into
@@ -57,12 +57,12 @@ def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
             else:
                 if not problem:
                     _locks[folder] = lock
-        problem, owner = everyones((problem, owner))[0]
+        problem, owner = broadcast_object((problem, owner))
         if problem:
             raise RuntimeFault(problem, on_all_ranks=True)
         # Rank 0 does not open its file a second time, which would drop a record lock.
         sees_it = lock is not None or _is_of(folder, owner, min(SIGHT, longest_wait / 2))
-        hosts = everyones("" if sees_it else socket.gethostname())
+        hosts = gather_objects("" if sees_it else socket.gethostname())
         without = [rank for rank, host in enumerate(hosts) if host]
         if without:
             where = shown(list(dict.fromkeys(filter(None, hosts))), ", ")

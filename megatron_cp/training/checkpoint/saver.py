@@ -9,20 +9,18 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.common.errors import ConfigError, RuntimeFault
-from megatron_cp.config.run_config import RunConfig
 from megatron_cp.launch.health_monitor import completing
-from megatron_cp.parallel.collectives import found_by_anyone
+from megatron_cp.parallel.collectives import gather_on_first_rank, raised_on_all_ranks, run_on_first_rank
 from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.training.checkpoint.checksums import CHECKSUMS
 from megatron_cp.training.checkpoint.content import FORMAT, check_random_state
@@ -39,19 +37,18 @@ from megatron_cp.training.checkpoint.files import (
 from megatron_cp.training.checkpoint.optimizer_state import by_number, shaped_as_now, with_common_steps
 from megatron_cp.training.checkpoint.resume import (
     FORGOTTEN,
+    begin_with,
     begins_further_tokens_anew,
     check_fits,
     other_data,
     wants_optimizer,
 )
 from megatron_cp.training.checkpoint.run_lock import check_still_held
-from megatron_cp.training.checkpoint.verification import checked_common, describe
+from megatron_cp.training.checkpoint.verification import checked_common
 from megatron_cp.training.checkpoint.writer import Writer
 from megatron_cp.training.monitor.metrics import logger
 from megatron_cp.training.monitor.nonfinite import parameters_are_finite
 from megatron_cp.training.setup import Progress, Run
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class CheckpointSaver:
         self._root = Path(root)
         self._background = run.config.checkpoint.async_save
         self._pending: _Pending | None = None
-        self._on_rank_0("leftovers of interrupted saves could not be cleaned away", lambda: clean_leftovers(root))
+        run_on_first_rank(lambda: clean_leftovers(root), "leftovers of interrupted saves could not be cleaned away")
 
     @property
     def writing(self) -> bool:
@@ -106,15 +103,15 @@ class CheckpointSaver:
             message = "parameters are not finite; the previous checkpoint stays the latest"
             raise RuntimeFault(f"checkpoint {final} could not be written: {message}", on_all_ranks=True)
         failed = self._failed(final)
-        partial = self._on_rank_0(failed, lambda: self._create_partial(final))
+        partial = run_on_first_rank(lambda: self._create_partial(final), failed)
         self._pending = pending = _Pending(iteration, final, partial, Writer(run.groups.dp_cp), started)
         with self._cleaned_up(partial):
-            with _reported_on_all_ranks(failed):  # before ranks need each other
+            with raised_on_all_ranks(failed):  # before ranks need each other
                 if not partial.is_dir():
                     raise FileNotFoundError(
                         f"{partial}, which rank 0 made, is not here: all nodes must share the folder"
                     )
-            with _reported_on_all_ranks(failed):
+            with raised_on_all_ranks(failed):
                 state = _sharded_state(run, is_loading=False) | {
                     "format": FORMAT,
                     "checksums": CHECKSUMS,
@@ -141,11 +138,10 @@ class CheckpointSaver:
         waited = time.perf_counter()
         failed = self._failed(pending.final)
         with self._cleaned_up(pending.partial):
-            with _reported_on_all_ranks(failed):
+            with raised_on_all_ranks(failed):
                 written = pending.writer.finish()
-            everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-            dist.gather_object(written, everyone)
-            self._on_rank_0(failed, lambda: self._complete(pending, everyone or []))
+            everyone = gather_on_first_rank(written)
+            run_on_first_rank(lambda: self._complete(pending, everyone), failed)
         self._pending = None
         now = time.perf_counter()
         return Saved(pending.final, pending.paused + now - waited, now - pending.started)
@@ -187,15 +183,6 @@ class CheckpointSaver:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
-    def _on_rank_0(self, failed: str, function: Callable[[], _T]) -> _T:
-        """What rank 0's call returns, on every rank."""
-        result: list[Any] = [None]
-        with _reported_on_all_ranks(failed):
-            if dist.get_rank() == 0:
-                result = [function()]
-        dist.broadcast_object_list(result)
-        return result[0]
-
 
 @dataclass
 class _Pending:
@@ -217,30 +204,35 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
         ConfigError: it does not fit; see :func:`megatron_cp.training.checkpoint.resume.check_fits`.
     """
     folder = existing_folder(root, iteration) or checkpoint_folder(root, iteration)
-    common = checked_common(run.config, folder, iteration)
+    config, wanted = run.config, run.config.checkpoint
+    common = checked_common(folder, iteration, wanted.verify_checksums, partial(begin_with, config))
     failed = f"checkpoint {folder} could not be loaded"
-    with _reported_on_all_ranks(failed):
-        refused = _refusal(run.config, common, folder, finetune)
+    refused: ConfigError | None = None  # the same on every rank
+    with raised_on_all_ranks(failed):
+        try:
+            check_fits(config, common, folder, finetune)
+        except ConfigError as error:
+            refused = error
     if refused is not None:
         raise refused
-    wanted, saved = run.config.checkpoint, common["config"]["checkpoint"]
-    with_optimizer = wants_optimizer(run.config, common) and not finetune
+    saved = common["config"]["checkpoint"]
+    with_optimizer = wants_optimizer(config, common) and not finetune
     same_layout = _layout_of(common["config"], common["world_size"]) == _layout_of(
-        asdict(run.config), dist.get_world_size()
+        asdict(config), dist.get_world_size()
     )
     with_rng = wanted.load_rng and not finetune and same_layout and saved["save_rng"]
     state = _sharded_state(run, is_loading=True, optimizer=with_optimizer, rng=with_rng)
     chunks = list(zip(_chunk_names(run), run.model, strict=True))
-    ahead_anew = finetune and begins_further_tokens_anew(common["config"]["model"], asdict(run.config.model))
-    with _reported_on_all_ranks(failed):
+    ahead_anew = finetune and begins_further_tokens_anew(common["config"]["model"], asdict(config.model))
+    with raised_on_all_ranks(failed):
         for name, _ in chunks:
             fit_to_checkpoint(state[name], folder, ahead_anew)
         loaded = dist_checkpointing.load(state, str(folder))
         if with_rng:
             check_random_state(loaded["rng"], f"{folder}: rng")
-    if ahead_anew and run.config.model.mtp_num_layers:
+    if ahead_anew and config.model.mtp_num_layers:
         logger.info("%s has no layers for multi-token prediction: they begin anew", folder)
-    with _reported_on_all_ranks(failed):
+    with raised_on_all_ranks(failed):
         for name, chunk in chunks:
             own = {
                 key: value
@@ -261,19 +253,10 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     if finetune:
         return {}
     run.progress = Progress(**{each.name: common["progress"][each.name] for each in fields(Progress)})
-    different = other_data(run.config, common)
+    different = other_data(config.dataset, config.tokenizer, config.train, common)
     if different and dist.get_rank() == 0:
         logger.warning("the samples that follow are others than they were to be: %s", "; ".join(different))
     return common["data"]
-
-
-def _refusal(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> ConfigError | None:
-    """Why a checkpoint does not fit; the same on every rank."""
-    try:
-        check_fits(config, common, folder, finetune)
-    except ConfigError as error:
-        return error
-    return None
 
 
 def _is_ahead(name: str) -> bool:
@@ -382,16 +365,3 @@ def _layout_of(config: dict[str, Any], world_size: int) -> tuple:
         "expert_tensor_parallel_size",
     )
     return (world_size, config["dist"]["use_tp_pp_dp_mapping"], *(config["model"][name] for name in names))
-
-
-@contextlib.contextmanager
-def _reported_on_all_ranks(what: str) -> Any:
-    """If any rank fails inside, all ranks raise one :class:`RuntimeFault` that says which ones and why."""
-    mine = []
-    try:
-        yield
-    except (Exception, CheckpointException) as error:
-        mine = [describe(error)]
-    failures = found_by_anyone(mine)
-    if failures:
-        raise RuntimeFault(f"{what}. {'; '.join(failures[:4])}", on_all_ranks=True)

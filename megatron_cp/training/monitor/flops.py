@@ -42,7 +42,7 @@ def flops_per_pair(model: ModelConfig) -> int:
 def pairs_of_samples(model: ModelConfig, lengths: Sequence[int]) -> np.ndarray:
     """Pairs of a query and a key that it sees in each document, summed over the layers with attention: int64 [n]."""
     causal, window = model.attention_mask_type == "causal", tuple(model.window_size or (-1, -1))
-    windows = [layer_has_window(model, number) for number, kind in layers_with_parts(model) if "*" in kind]
+    windows = [model.layer_has_window(number) for number, kind in layers_with_parts(model) if "*" in kind]
     windowed, whole = windows.count(True), windows.count(False)
     tokens = np.asarray(lengths, dtype=np.int64)
     return whole * attended_pairs(tokens, causal) + windowed * attended_pairs(tokens, causal, window)
@@ -58,16 +58,6 @@ def layers_with_parts(model: ModelConfig) -> list[tuple[int, str]]:
         ]
     numbers = (1 if model.mtp_use_repeated_layer else depth + 1 for depth in range(model.mtp_num_layers or 0))
     return [*main, *((number, main[-1][1]) for number in numbers)]
-
-
-def layer_has_window(model: ModelConfig, layer_number: int) -> bool:
-    """Whether a layer (1-based) attends through ``model.window_size``; the others see everything."""
-    every = model.window_attn_skip_freq
-    if model.window_size is None or every is None:
-        return model.window_size is not None
-    if isinstance(every, list):
-        return bool(every[min(layer_number, len(every)) - 1])
-    return layer_number % every != 0
 
 
 def head_dims(model: ModelConfig) -> tuple[int, int]:

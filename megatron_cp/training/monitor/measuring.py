@@ -8,15 +8,16 @@ from typing import Any
 
 from megatron_cp.common.errors import ConfigError
 from megatron_cp.config.recipes import load_recipe
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 
 _NOT_READ = ("path_to_cache", "num_workers")  # of the data, by a loss
 
 
-def unlike_the_run(config: RunConfig, folder: Path, checkpoint: Path) -> dict[str, Any]:
+def unlike_the_run(measured: dict[str, Any], folder: Path, checkpoint: Path) -> dict[str, Any]:
     """Settings of the held-out data that differ from the run's, and the ``checkpoint`` folder if it is another's.
 
     Args:
+        measured: the :func:`held_out_settings` of what is measured.
         folder: holds the run's ``config.yaml``; where it has none, no run wrote its settings, and none differ.
         checkpoint: where the measured weights come from.
     """
@@ -27,18 +28,19 @@ def unlike_the_run(config: RunConfig, folder: Path, checkpoint: Path) -> dict[st
     if not written.is_file():
         return unlike
     try:
-        own = _held_out_settings(load_recipe(written))
+        run = load_recipe(written)
     except ConfigError:  # of an older version, say
         return unlike
-    return unlike | {name: value for name, value in _held_out_settings(config).items() if value != own[name]}
+    own = held_out_settings(run.dataset, run.tokenizer, run.validation.eval_iters, run.evaluation_batch[0])
+    return unlike | {name: value for name, value in measured.items() if value != own[name]}
 
 
-def _held_out_settings(config: RunConfig) -> dict[str, Any]:
-    samples, _ = config.evaluation_batch
-    sections = {"dataset": asdict(config.dataset), "tokenizer": asdict(config.tokenizer)}
+def held_out_settings(data: DatasetConfig, tokenizer: TokenizerConfig, eval_iters: int, samples: int) -> dict[str, Any]:
+    """All that decides the samples of an evaluation of ``eval_iters`` batches of so many samples."""
+    sections = {"dataset": asdict(data), "tokenizer": asdict(tokenizer)}
     return {
         f"{section}.{name}": value
         for section, values in sections.items()
         for name, value in values.items()
         if name not in _NOT_READ
-    } | {"validation.eval_iters": config.validation.eval_iters, "validation.eval_global_batch_size": samples}
+    } | {"validation.eval_iters": eval_iters, "validation.eval_global_batch_size": samples}

@@ -15,25 +15,23 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_cp.common.jsonl_log import METRICS, SCHEDULES
+from megatron_cp.common.limits import in_one_line
 from megatron_cp.common.terminal import PrintableRecords
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import LoggerConfig
 from megatron_cp.dynamic_cp.analysis.recorded import record
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
-from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training.monitor.peak import Peak
 from megatron_cp.training.monitor.phases import Interval
 from megatron_cp.training.monitor.sinks import JsonLines, open_charts, writing_into
 from megatron_cp.training.monitor.step_metrics import StepMetrics, clock, log_line
-from megatron_cp.training.packed.scheduling import what_keeps_step
 
 logger = logging.getLogger("megatron_cp")
 
 _STEPS_TO_JUDGE_BY = 100  # the time left follows from the pace of these
 
 
-def wants_live_line(config: RunConfig) -> bool:
-    """Whether rank 0 draws a moving progress line: asked for, or "auto" on a terminal."""
-    choice = config.logger.progress
+def wants_live_line(choice: str) -> bool:
+    """Whether rank 0 draws a moving progress line: asked for by ``logger.progress``, or "auto" on a terminal."""
     return choice == "rich" or (choice == "auto" and sys.stderr.isatty())
 
 
@@ -45,13 +43,13 @@ class Reporter:
 
     writes = False
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._total = config.train.train_iters
+    def __init__(self, settings: LoggerConfig, train_iters: int) -> None:
+        self._settings = settings
+        self._total = train_iters
 
     def is_due(self, iteration: int) -> bool:
         """Whether this iteration is logged; the same on every rank."""
-        return iteration % self._config.logger.log_interval == 0 or iteration == self._total
+        return iteration % self._settings.log_interval == 0 or iteration == self._total
 
     def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
         """Record one optimizer step, and what was measured over the last interval where one ends here."""
@@ -74,8 +72,10 @@ class WritingReporter(Reporter):
 
     Args:
         folder: the run's folder.
-        start: iterations that are done already; what an earlier attempt wrote about later ones is dropped.
-        world_size: ranks of the run.
+        start: iterations that are done already.
+        trains: whether steps follow, and what an earlier attempt wrote about later ones is dropped.
+        of_every_schedule: what each line of ``schedules.jsonl`` begins with; None for a run that packs nothing.
+        run_settings: all settings as they were written, for charts to show.
         unlike: what sets evaluations apart from the run's own; these go to ``metrics.jsonl`` alone.
         peak: what the MFU is a fraction of; without it none is written.
     """
@@ -84,31 +84,27 @@ class WritingReporter(Reporter):
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: LoggerConfig,
+        train_iters: int,
         folder: Path,
-        start: int,
-        world_size: int,
+        start: int = 0,
+        *,
+        trains: bool = True,
+        of_every_schedule: Mapping[str, int] | None = None,
+        run_settings: Mapping[str, object] | None = None,
         unlike: Mapping[str, object] | None = None,
         peak: Peak | None = None,
     ) -> None:
-        super().__init__(config)
+        super().__init__(settings, train_iters)
         self._folder = folder
         self._unlike = unlike or {}
         self._peak = peak
-        trains = start < self._total and not config.train.skip_train
         resume_after = start if trains else None
         self._lines = JsonLines(folder / METRICS, resume_after)
-        self._charts = open_charts(config, folder, resume_after)
-        self._schedules: JsonLines | None = None
-        self._of_every_schedule: dict[str, int] = {}
-        model = config.model
-        if model.sequence_packing_scheduler is not None:
-            self._schedules = JsonLines(folder / SCHEDULES, resume_after)
-            self._of_every_schedule = {
-                "context_parallel_size": model.context_parallel_size,
-                **what_keeps_step(model, layout_of(config, world_size)),
-            }
-        self._progress = ProgressLine(self._total, start) if wants_live_line(config) else None
+        self._charts = open_charts(settings, folder, resume_after, run_settings or {})
+        self._schedules = None if of_every_schedule is None else JsonLines(folder / SCHEDULES, resume_after)
+        self._of_every_schedule = of_every_schedule or {}
+        self._progress = ProgressLine(self._total, start) if wants_live_line(settings.progress) else None
         self._since_log: list[StepMetrics] = []
         self._ends: deque[float] = deque([time.monotonic()], maxlen=_STEPS_TO_JUDGE_BY + 1)
 
@@ -123,7 +119,7 @@ class WritingReporter(Reporter):
             self._progress.update(metrics, left)
         self._since_log.append(metrics)
         if self.is_due(metrics.iteration):
-            if self._config.logger.progress != "none":
+            if self._settings.progress != "none":
                 logger.info(log_line(self._since_log, self._total, left, self._peak, interval))
             self._since_log = []
 
@@ -230,5 +226,5 @@ def start_logging(rank: int, live: bool) -> None:
 def _log_thread_failure(failed: threading.ExceptHookArgs) -> None:
     """In one line, where Python prints a traceback."""
     name = failed.thread.name if failed.thread else "unknown"
-    first_line = (str(failed.exc_value).splitlines() or [""])[0]
-    logger.error("thread %s failed, everything else goes on: %s: %s", name, failed.exc_type.__name__, first_line)
+    what = in_one_line(failed.exc_value or failed.exc_type())
+    logger.error("thread %s failed, everything else goes on: %s", name, what)

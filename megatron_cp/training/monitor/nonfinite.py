@@ -15,10 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from megatron_cp.parallel.collectives import everyones
+from megatron_cp.parallel.collectives import gather_objects, max_over_ranks
 from megatron_cp.training.setup import Run
 
 MAX_SKIPPED_IN_A_ROW = 10  # what goes wrong that often does not pass by itself
@@ -60,8 +59,7 @@ def _are_finite(run: Run, tensors: Iterable[torch.Tensor]) -> bool:
         if tensor.numel():
             low, high = tensor.aminmax()  # both are nan if any element is
             bad |= ~(torch.isfinite(low) & torch.isfinite(high))
-    dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=run.all_ranks)
-    return not bad.item()
+    return not max_over_ranks(bad, run.all_ranks).item()
 
 
 def origin(run: Run, repeat: Callable[[], float]) -> tuple[str, bool]:
@@ -79,7 +77,7 @@ def origin(run: Run, repeat: Callable[[], float]) -> tuple[str, bool]:
     ]
     with _watched(run) as seen:
         loss = repeat()
-    everyone = everyones((min(seen, default=None), bad_parameters[:3]), run.all_ranks)
+    everyone = gather_objects((min(seen, default=None), bad_parameters[:3]), run.all_ranks)
     damaged = [f"{name} on rank {other}" for other, (_, names) in enumerate(everyone) for name in names]
     if damaged:
         shown = ", ".join(damaged[:4]) + (" and more" if len(damaged) > 4 else "")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from megatron_cp.parallel.collectives import sum_over_ranks
 
 _SIZE = {"cuda": 8192, "cpu": 512}  # of square matrices: large enough for the device's best rate
 _CALLS = {"cuda": 10, "cpu": 1}  # between two readings of the clock
@@ -47,10 +48,9 @@ def find_peak(given: float | None, dtype: torch.dtype, device: torch.device, gro
     if given is not None:
         return Peak(given, "given")
     rate = torch.zeros(1, dtype=torch.float64, device=device)
-    dist.all_reduce(rate, group=group)  # all begin together
+    sum_over_ranks(rate, group)  # all begin together
     rate += _measure(dtype, device)
-    dist.all_reduce(rate, group=group)
-    return Peak(float(rate) / group.size(), "measured")
+    return Peak(float(sum_over_ranks(rate, group)) / group.size(), "measured")
 
 
 def _measure(dtype: torch.dtype, device: torch.device) -> float:

@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -108,20 +108,6 @@ class Phases:
             name, event = self._borders.popleft()
             self._seconds[name] += self._last.elapsed_time(event) / 1e3
             self._last = event
-
-
-def read_numbers(phases: Phases, device: torch.device) -> list[float]:
-    """What this rank has to say of the time since the last reading: seconds by phase, and its memory."""
-    seconds = phases.read()
-    return [*(seconds.get(name, 0.0) for name in PHASES), peak_memory_bytes(device)]
-
-
-def interval_of(numbers: Sequence[Sequence[float]], steps: int) -> Interval:
-    """What all ranks did in the ``steps`` between two readings: each of the numbers of :func:`read_numbers`, of all."""
-    *by_phase, memory = numbers
-    means = {name: sum(of) / len(of) / max(steps, 1) for name, of in zip(PHASES, by_phase, strict=True)}
-    # A phase that did not run (no schedule without dynamic CP) is left out.
-    return Interval({name: value for name, value in means.items() if value > 0}, int(max(memory)))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

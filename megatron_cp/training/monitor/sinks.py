@@ -17,7 +17,7 @@ from typing import Any, Protocol, TextIO
 from megatron_cp.common.errors import RuntimeFault
 from megatron_cp.common.jsonl_log import keep_lines_until
 from megatron_cp.common.limits import reached_limit
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import LoggerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -114,10 +114,10 @@ class WeightsAndBiases:
     Online or offline as wandb's own variables say (``WANDB_MODE=offline`` writes under ``wandb/`` in the run folder).
     """
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
+    def __init__(self, chosen: LoggerConfig, folder: Path, settings: Mapping[str, Any]) -> None:
         import wandb
 
-        chosen, number = config.logger, folder / "wandb_run_id.txt"
+        number = folder / "wandb_run_id.txt"
         if not number.exists():
             number.write_text(uuid.uuid4().hex[:12])
         self._run: Any = wandb.init(
@@ -127,7 +127,7 @@ class WeightsAndBiases:
             dir=str(folder),
             id=number.read_text().strip(),
             resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
-            config=config.as_written(),
+            config=dict(settings),
         )
 
     def write(self, iteration: int, values: Values) -> None:
@@ -146,15 +146,19 @@ class WeightsAndBiases:
             _warn_without_wandb(error)
 
 
-def open_charts(config: RunConfig, folder: Path, resume_after: int | None) -> list[Sink]:
-    """TensorBoard and Weights & Biases where they are asked for; see :class:`JsonLines`."""
+def open_charts(
+    chosen: LoggerConfig, folder: Path, resume_after: int | None, settings: Mapping[str, Any]
+) -> list[Sink]:
+    """TensorBoard and Weights & Biases where they are asked for; see :class:`JsonLines`.
+
+    ``settings`` are the run's as they were written, which Weights & Biases shows.
+    """
     charts: list[Sink] = []
-    chosen = config.logger
     if chosen.tensorboard:
         charts.append(TensorBoard(Path(chosen.tensorboard_dir or folder / "tensorboard"), resume_after))
     if chosen.wandb_project:
         try:
-            charts.append(WeightsAndBiases(config, folder))
+            charts.append(WeightsAndBiases(chosen, folder, settings))
         except Exception as error:  # no network, no key, a broken installation: no reason to lose a training run
             _warn_without_wandb(error)
     return charts

@@ -12,12 +12,10 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
+from megatron_cp.parallel.collectives import broadcast_object, gather_objects
 from megatron_cp.training.monitor.work_clock import WorkClock
 from megatron_cp.training.packed.scheduling import keeps_step
 from megatron_cp.training.setup import Run
@@ -63,14 +61,11 @@ class CostTracker:
         clock = self._run.work_clock
         if clock is None or self._run.progress.iteration <= self._first + WARM_UP:
             return False
-        group, seconds = self._run.all_ranks, clock.seconds
+        group = self._run.all_ranks
         assert self._run.dynamic_groups is not None
-        mine = torch.tensor([self._run.dynamic_groups.position, seconds], dtype=torch.float64, device=self._run.device)
-        everyone = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(everyone, mine, group=group)
         times: dict[int, float] = {}
-        for position, measured in torch.stack(everyone).tolist():
-            times[int(position)] = max(times.get(int(position), 0.0), measured)
+        for position, measured in gather_objects((self._run.dynamic_groups.position, clock.seconds), group):
+            times[position] = max(times.get(position, 0.0), measured)
         for position, measured in sorted(times.items()):
             work = [
                 ([plan.lengths[i] for i in group.sample_ids], group.cp_size)
@@ -87,14 +82,13 @@ class CostTracker:
         return True
 
     def _fit(self) -> None:
-        group = self._run.all_ranks
-        found: list[Any] = [None]
-        if group.rank() == 0:
+        found = self._prior
+        if self._run.all_ranks.rank() == 0:
             calibrator = Calibrator(self._prior, window=max(1, len(self._observed)))
             for work, seconds in self._observed:
                 calibrator.observe(work, seconds)
             fit = calibrator.fit()
-            found = [asdict(fit.cost)]
+            found = fit.cost
             logger.info(
                 "cost model calibrated: predictions of a rank's step time are off by %.0f%% (before: %.0f%%), median "
                 "of %d observations; this machine takes %.2g times as long as assumed",
@@ -111,8 +105,7 @@ class CostTracker:
                     calibrator.bound,
                     ", ".join(fit.at_bound) or "none",
                 )
-        dist.broadcast_object_list(found, src=dist.get_process_group_ranks(group)[0], group=group)
-        self.cost = CostModel(**found[0])
+        self.cost = broadcast_object(found, self._run.all_ranks)
         self._observed.clear()
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,52 +3,59 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_cp.config.run_config import RunConfig
-from megatron_cp.dynamic_cp.groups import all_to_all_size, configured_blocks, group_line
+from megatron_cp.attention.transports.registry import known_transports
+from megatron_cp.config.run_config import DistributedConfig, ModelConfig
+from megatron_cp.dynamic_cp.groups import Positions, all_to_all_size, group_line
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
 from megatron_cp.launch import launcher
-from megatron_cp.parallel.layout import layout_of
+from megatron_cp.parallel.layout import RankLayout
 
 logger = logging.getLogger(__name__)
 
 
-def build_dynamic_groups(config: RunConfig, groups: ProcessGroupCollection) -> DynamicGroups | None:
-    """The groups of packed microbatches, ``None`` for a run without packing; collective. Logs them once."""
-    model = config.model
-    layout = layout_of(config, groups.intra_dist_opt.size())
-    blocks = configured_blocks(config, layout)
+def build_dynamic_groups(
+    model: ModelConfig,
+    distributed: DistributedConfig,
+    groups: ProcessGroupCollection,
+    layout: RankLayout,
+    blocks: Sequence[Positions],
+) -> DynamicGroups | None:
+    """The groups of packed microbatches, ``None`` for a run without packing; collective. Logs them once.
+
+    ``blocks`` are those of :func:`megatron_cp.dynamic_cp.groups.configured_blocks`.
+    """
     if not blocks:
         return None
     domain = layout.dp * layout.cp
-    tp = model.tensor_model_parallel_size
+    tp, transports = model.tensor_model_parallel_size, known_transports(model.transports)
     found = DynamicGroups(
         layout,
         blocks=blocks,
-        at_start=config.dist.dynamic_groups_at_start,
-        timeout_minutes=config.dist.distributed_timeout_minutes,
+        at_start=distributed.dynamic_groups_at_start,
+        timeout_minutes=distributed.distributed_timeout_minutes,
         a2a_size=partial(
             all_to_all_size,
             heads=max(1, model.num_attention_heads // tp),
-            ranks_per_node=neighbours_in_a_node(config) if "a2a+p2p" in model.transports else domain,
+            ranks_per_node=neighbours_in_a_node(model) if any(t.hierarchical for t in transports) else domain,
         )
-        if {"a2a", "a2a+p2p"} & set(model.transports)
+        if any(t.exchanges_heads for t in transports)
         else None,
         with_tensor_parallel=bool(model.num_moe_experts),
         known={(0,): groups.dp_cp} if groups.intra_dist_opt.size() == 1 else None,
     )
     if groups.intra_dist_opt.rank() == 0:
-        logger.info(group_line(found.legal, at_start=config.dist.dynamic_groups_at_start))
+        logger.info(group_line(found.legal, at_start=distributed.dynamic_groups_at_start))
     return found
 
 
-def neighbours_in_a_node(config: RunConfig) -> int:
+def neighbours_in_a_node(model: ModelConfig) -> int:
     """Neighbouring ranks of a domain that exchange heads: the configured all-to-all size, else those of a node."""
-    model = config.model
     if model.hierarchical_context_parallel_sizes:
         return model.hierarchical_context_parallel_sizes[0]
     node = launcher.local_world_size() or torch.cuda.device_count() or 8

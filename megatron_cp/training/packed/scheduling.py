@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_cp.config.run_config import ModelConfig, RunConfig
+from megatron_cp.attention.transports.registry import cost_transport
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.dynamic_cp.cost import DEVICES, CostModel, ModelShape, cost_model
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
 from megatron_cp.dynamic_cp.scheduler.schedule import schedule
@@ -34,9 +35,8 @@ def sequence_parallel_size(model: ModelConfig) -> int:
     return model.tensor_model_parallel_size if model.sequence_parallel else 1
 
 
-def make_schedule(config: RunConfig, layout: RankLayout, lengths: Sequence[int], cost: CostModel) -> Schedule:
+def make_schedule(model: ModelConfig, layout: RankLayout, lengths: Sequence[int], cost: CostModel) -> Schedule:
     """The schedule of one global batch, as configured; the same on every rank. Raises ValueError for what cannot be."""
-    model = config.model
     assert model.max_seqlen_per_dp_cp_rank is not None
     in_step: dict[str, Any] = what_keeps_step(model, layout)
     common: dict[str, Any] = {
@@ -65,6 +65,13 @@ def what_keeps_step(model: ModelConfig, layout: RankLayout) -> dict[str, Any]:
     return {"microbatch_multiple": multiple, "sync_ranks": sync_ranks(layout), "pipeline_size": layout.pp}
 
 
+def of_every_schedule(model: ModelConfig, layout: RankLayout) -> dict[str, Any] | None:
+    """What each line of ``schedules.jsonl`` says of the run; None where nothing is packed."""
+    if model.sequence_packing_scheduler is None:
+        return None
+    return {"context_parallel_size": model.context_parallel_size, **what_keeps_step(model, layout)}
+
+
 def sync_ranks(layout: RankLayout) -> int:
     """Neighbouring ranks of a domain that meet in every microbatch, because they share experts."""
     domain = layout.dp * layout.cp
@@ -78,13 +85,13 @@ def device_name() -> str:
     return next((key for key in DEVICES if key in name), "H100")
 
 
-def model_cost(config: RunConfig) -> CostModel:
-    """The cost model of a configuration on this machine, before anything was measured."""
-    model, device = config.model, DEVICES[device_name()]
+def model_cost(model: ModelConfig, longest: int) -> CostModel:
+    """The cost model of a model on this machine, before anything was measured; ``longest``: tokens of a sample."""
+    device = DEVICES[device_name()]
     layers = layers_with_parts(model)
     attending = sum("*" in parts for _, parts in layers)
     per_token = flops_per_token(model, model.vocab_size or 32768)
-    growing, constant = _keys_seen(model, config.dataset.seq_length, per_token)
+    growing, constant = _keys_seen(model, longest, per_token)
     shape = ModelShape(
         layers=len(layers),
         attention_heads=model.num_attention_heads,
@@ -99,7 +106,7 @@ def model_cost(config: RunConfig) -> CostModel:
         shape,
         device,
         tensor_parallel_size=model.tensor_model_parallel_size,
-        transport="a2a" if model.transports == ("a2a",) else "p2p",
+        transport=cost_transport(model.transports),
     )
 
 

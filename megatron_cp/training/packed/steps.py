@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.common.errors import DataError
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches, SampleSource, Scheduler, StepPlan
 from megatron_cp.dynamic_cp.runtime.packing import Sample
 from megatron_cp.parallel.layout import layout_of
@@ -34,25 +34,19 @@ class OneLength:
         return self._dataset[index]
 
 
-def of_evaluation(config: RunConfig) -> RunConfig:
-    """The configuration that evaluation is scheduled by: training's, but for a context parallel size of its own."""
-    size, training = config.dist.eval_context_parallel_size, config.model
+def of_evaluation(training: ModelConfig, size: int | None, micro_batch_size: int) -> ModelConfig:
+    """The settings that evaluation is scheduled by: training's, but for a context parallel ``size`` of its own."""
     if size is None:
-        return config
+        return training
     model = replace(
         training,
         context_parallel_size=size,
         hierarchical_context_parallel_sizes=None,
         dynamic_context_parallel=False,
         sequence_packing_scheduler="dp_balanced",
-        max_seqlen_per_dp_cp_rank=None,
     )
-    found = replace(config, model=model).finalize()
-    assert model.max_seqlen_per_dp_cp_rank is not None
-    _, samples = config.evaluation_batch
-    least = training.max_seqlen_per_dp_cp_rank or samples * model.max_seqlen_per_dp_cp_rank
-    model.max_seqlen_per_dp_cp_rank = max(least, model.max_seqlen_per_dp_cp_rank)
-    return found
+    least = training.max_seqlen_per_dp_cp_rank or micro_batch_size * model.tokens_per_rank
+    return replace(model, max_seqlen_per_dp_cp_rank=max(least, model.tokens_per_rank))
 
 
 class PackedSteps:
@@ -71,17 +65,21 @@ class PackedSteps:
         scheduler: Scheduler | None = None,
     ) -> None:
         """``scheduler``: makes the schedules; as configured by default."""
-        config, model = run.config if training else of_evaluation(run.config), run.config.model
+        config, model, layout = run.config, run.config.model, run.layout
+        size = config.train.global_batch_size
+        if not training:
+            size, micro_batch_size = config.evaluation_batch
+            model = of_evaluation(model, config.dist.eval_context_parallel_size, micro_batch_size)
+            layout = layout_of(model, config.dist, run.all_ranks.size())
         assert run.dynamic_groups is not None
-        size = config.train.global_batch_size if training else config.evaluation_batch[0]
         self._run = run
-        self._costs = CostTracker(run, model_cost(config), active=training)
+        self._costs = CostTracker(run, model_cost(model, config.dataset.seq_length), active=training)
         self._checks = PackChecks(run, size)
         self._plan: StepPlan | None = None
         self._batches = DynamicBatches(
             source,
             size,
-            scheduler or partial(make_schedule, config, layout_of(config, run.all_ranks.size())),
+            scheduler or partial(make_schedule, model, layout),
             run.dynamic_groups,
             keep_step=keeps_step(model),
             device=run.device,

@@ -19,7 +19,6 @@ Tests run with the version that ``scripts/setup.sh`` installs. Another one from 
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import importlib.util
@@ -116,13 +115,10 @@ class _WithPlaceholders:
 
 def _choose_as_for_bf16() -> None:
     """Let ``attention_backend`` and ``transformer_impl`` come to what they would come to in bf16."""
-    from megatron_cp.config.run_config import MixedPrecisionConfig
     from megatron_cp.models import layer_specs
 
-    def as_for_bf16(choose: Callable[..., Any], config: Any, *args: Any) -> Any:
-        config = copy.copy(config)
-        config.mixed_precision = MixedPrecisionConfig(bf16=True)
-        return choose(config, *args)
+    def as_for_bf16(choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return choose(*args, **kwargs | {"fp32": False})
 
     for name in ("choose_backend", "has_its_layers"):
         setattr(layer_specs, name, functools.partial(as_for_bf16, getattr(layer_specs, name)))

@@ -31,6 +31,7 @@ from tests.ranks import run_ranks
 from tests.training_runs import train_losses, worst_difference
 from tests.unit_tests.attention.harness import make_groups
 from tests.unit_tests.attention.modules.test_native import make_config
+from tests.unit_tests.models.gemma3 import GEMMA3
 from tests.unit_tests.models.hybrids import FURTHER, HYBRID, HYBRID_EXPERTS
 from tests.unit_tests.training.checkpoint.test_checkpoint import resume, save_after
 from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
@@ -81,6 +82,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "its own scale, ring": ({"model__softmax_scale": 0.3}, 2, CP2),
     "window, all-gather": (WINDOW | {"model__window_attn_skip_freq": 2}, 2, CP2 | over("all_gather")),
     "window, all-to-all": (WINDOW, 2, CP2 | over("a2a")),
+    "gemma 3, all-to-all": (GEMMA3, 4, TP2 | SP | CP2 | over("a2a")),
     "learnable offset, tp2 all-to-all": (LEARNED, 4, TP2 | CP2 | over("a2a")),
     "offset of one, all-to-all": ({"model__softmax_type": "off-by-one"}, 2, CP2 | over("a2a")),
     "latent attention, hierarchy": (MLA, 4, CP4 | HCP),
@@ -171,10 +173,11 @@ def test_layers_train_as_ours_do_on_one_rank(case: str) -> None:
         assert max(differences) < 2e-6, (ranks, differences)
 
 
-# Transformer Engine's attention can do none of the first four.
+# Transformer Engine's attention can do none of the first five.
 AROUND_OURS: dict[str, tuple[Overrides, int, Overrides]] = {
     "window, ring": (WINDOW, 2, CP2),
     "learnable offset, tp2 sp cp2": (LEARNED, 4, TP2 | SP | CP2),
+    "gemma 3, hierarchy": (GEMMA3, 4, CP4 | HCP | DECENTRALIZED),
     "window, hierarchy": (WINDOW, 4, CP4 | HCP | DECENTRALIZED),
     "fewer key/value heads than ranks": ({"model__num_query_groups": 1}, 4, CP4 | over("a2a")),
     "latent attention, tp2 sp cp2": (MLA, 4, TP2 | SP | CP2),
@@ -188,7 +191,7 @@ AROUND_OURS: dict[str, tuple[Overrides, int, Overrides]] = {
 )
 def test_layers_train_the_same_around_our_attention(case: str) -> None:
     model, size, layout = AROUND_OURS[case]
-    wanted: Overrides = OUR_ATTENTION if list(AROUND_OURS).index(case) > 3 else {}  # else auto comes to it
+    wanted: Overrides = OUR_ATTENTION if list(AROUND_OURS).index(case) > 4 else {}  # else auto comes to it
     for losses, calls in run_ranks(trained, size, wanted | model | layout):
         assert not calls["fused_attn_fwd"] and calls["gradients summed"]
         assert bool(calls["fused_rope_forward"]) == rotates(model)

@@ -14,9 +14,8 @@ from megatron_cp.common.errors import ConfigError, format_violations
 from megatron_cp.config import schema
 from megatron_cp.config.bridge_names import _BACKENDS, names, settle
 from megatron_cp.config.recipes import load_recipe, settings_of
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import RunConfig, default_at
 from megatron_cp.config.schema import field_paths, section_names
-from megatron_cp.rules.proposals import value_at
 from megatron_cp.rules.remedies import parse_fix, with_overrides
 
 TINY = "llama_tiny_pretrain_config"
@@ -124,7 +123,7 @@ def filled_in(word: str) -> str:
     plain = re.sub("PATH|NAME|PREFIX", "some", value).replace("WEIGHT", "1.0").replace("OWN/AHEAD", "M*/*")
     if value in ("VALUE", "N"):
         alternatives = schema.alternatives(schema.kind_of(RunConfig, setting))
-        default = value_at(RunConfig(), setting)
+        default = default_at(setting)
         plain = (
             "4"
             if default is None and {int, float} & {*alternatives}
@@ -200,7 +199,7 @@ def test_kernels_of_attention(backend: str) -> None:
     assert fix in problem(f"model.attention_backend={backend}")
     setting, _, rest = fix.partition(": ")
     config = load_recipe(TINY, [setting, *(word for word in rest.split() if word.startswith("env_vars."))])
-    assert value_at(config, "model.attention_backend") in ("te", "native")
+    assert config.value_at("model.attention_backend") in ("te", "native")
 
 
 def test_no_backend_leaves_it_to_the_run() -> None:

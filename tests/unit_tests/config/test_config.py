@@ -45,7 +45,7 @@ def test_evaluation_in_groups_of_its_own_runs_packs():
 
 def test_data_parallel_size_is_what_the_layout_leaves():
     config = RunConfig(model=ModelConfig(tensor_model_parallel_size=2, context_parallel_size=4))
-    assert (config.fewest_ranks, config.data_parallel_size(24)) == (8, 3)
+    assert (config.model.fewest_ranks, config.model.data_parallel_size(24)) == (8, 3)
 
 
 def test_evaluation_has_the_batches_of_training_where_it_has_none_of_its_own():

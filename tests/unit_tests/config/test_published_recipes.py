@@ -8,7 +8,7 @@ import torch
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, NemotronHConfig, NemotronHForCausalLM
 
 from megatron_cp.config.recipes import list_recipes, load_recipe
-from megatron_cp.convert.families import model_from_hf
+from megatron_cp.models.families import model_from_hf
 from megatron_cp.rules import Environment, check
 
 # Meta's own model list (llama-models, models/sku_list.py): the arguments of the reference implementation.

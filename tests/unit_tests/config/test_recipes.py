@@ -376,7 +376,8 @@ def test_one_sequence_length_serves_model_and_data(tmp_path):
 
 def test_a_short_run_of_a_long_recipe_ends_its_warmup():
     def warmup(*overrides):
-        return load_recipe("llama32_1b_pretrain_config", overrides).warmup_iters()
+        config = load_recipe("llama32_1b_pretrain_config", overrides)
+        return config.scheduler.warmup_iters(config.train.train_iters)
 
     assert (warmup(), warmup("train.train_iters=2"), warmup("train.train_iters=1")) == (2000, 1, 0)
     longer = ["train.train_iters=2", "scheduler.lr_decay_iters=3000"]

@@ -39,6 +39,7 @@ BRIDGE: dict[str, str] = yaml.safe_load((Path(__file__).parent / "bridge_0_6_2_f
 OTHERS = {
     *("model.rope_theta", "model.tie_word_embeddings", "model.rms_norm_eps", "model.intermediate_size"),
     *("model.num_hidden_layers", "model.num_key_value_heads", "model.head_dim"),
+    "model.interleaved_attn_pattern",
     *("optimizer.optimizer_offload_fraction", "scheduler.max_lr", "dataset.seed", "dataset.dataset_root"),
     *("dataset.packed_sequence_specs", "dataset.skip_getting_attention_mask_from_dataset"),
 }

@@ -23,7 +23,7 @@ from tests.unit_tests.convert.published import SHAPE, VARIANTS, publish, publish
 
 def start_alone(config: RunConfig) -> None:
     os.environ.pop("RANK", None)
-    start_distributed(config)
+    start_distributed(config.dist)
 
 
 def convert(*arguments: Any) -> None:
@@ -89,7 +89,7 @@ def loss_of_a_batch(folder: str, variant: str) -> float:
     import_from(path)
     config = recipe_of(path)
     start_alone(config)
-    train, _, _ = build_datasets(config, build_tokenizer(config.tokenizer), 4)
+    train, _, _ = build_datasets(config.dataset, build_tokenizer(config.tokenizer), 4)
     samples = [train[index] for index in range(4)]
     stop_distributed()
     tokens, labels, mask = (

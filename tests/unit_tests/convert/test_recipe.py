@@ -11,11 +11,11 @@ import yaml
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from transformers import AutoConfig
 
-from megatron_cp.config.recipes import load_recipe
+from megatron_cp.config.recipes import from_settings, load_recipe
 from megatron_cp.config.run_config import RunConfig, TokenizerConfig
-from megatron_cp.convert.families import FAMILIES, model_from_hf
 from megatron_cp.convert.importing import import_model
 from megatron_cp.convert.recipe import continued_pretraining
+from megatron_cp.models.families import FAMILIES, model_from_hf
 from megatron_cp.rules import Environment, check
 from megatron_cp.training.train import run
 from tests.ranks import run_ranks
@@ -88,7 +88,7 @@ def recipe_of(name: str, dtype: str = "bfloat16") -> tuple[str, RunConfig]:
     )
     tokenizer = TokenizerConfig("NullTokenizer", vocab_size=model.vocab_size)
     recipe = continued_pretraining(name, model, tokenizer, Path("/models/published"), dtype, 10**9)
-    return recipe.text(), recipe.config()
+    return recipe.text(), from_settings(recipe.settings())
 
 
 WINDOWS = {"llama3_8b_pretrain_config": [4095, 0]}
@@ -124,12 +124,13 @@ def test_samples_are_as_long_as_one_rank_holds_and_the_comment_lengthens_them(tm
 
 def test_the_schedule_follows_the_length_of_the_run(tmp_path: Path) -> None:
     text, config = recipe_of("llama32_1b_pretrain_config")
-    assert config.warmup_iters() == 100 and config.scheduler.lr_decay_iters == 2000
+    assert config.scheduler.warmup_iters(config.train.train_iters) == 100 and config.scheduler.lr_decay_iters == 2000
     assert config.optimizer.min_lr < config.optimizer.lr < 1e-4
     assert config.checkpoint.save != config.checkpoint.pretrained_checkpoint and config.checkpoint.save_interval
     (tmp_path / "recipe.yaml").write_text(text)
     short = load_recipe(tmp_path / "recipe.yaml", ["train.train_iters=3"])
-    assert short.warmup_iters() == 0 and check(short, 1, None, Environment.of("cpu")) == []
+    assert short.scheduler.warmup_iters(short.train.train_iters) == 0
+    assert check(short, 1, None, Environment.of("cpu")) == []
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16")])

@@ -94,8 +94,8 @@ def export_and_compute(folder: str, overrides: dict[str, Any]) -> tuple[float, d
     print(export_model(path / "run", path / "out"))
     os.environ.pop("RANK")
     config.model.expert_model_parallel_size = 1
-    start_distributed(config)
-    train, _, _ = build_datasets(config, build_tokenizer(config.tokenizer), 12)
+    start_distributed(config.dist)
+    train, _, _ = build_datasets(config.dataset, build_tokenizer(config.tokenizer), 12)
     samples = [train[index] for index in range(8, 12)]
     stop_distributed()
     names = ("tokens", "labels", "loss_mask")
@@ -139,7 +139,7 @@ def halves(folder: str) -> None:
     os.environ.pop("RANK")
     tokens, labels = torch.randint(SHAPE["vocab_size"], (2, 2, 32), generator=torch.Generator().manual_seed(1))
     config = load_recipe(path / "mcore/recipe.yaml", ["mixed_precision=fp32", "dataset.seq_length=32"])
-    start_distributed(config)
+    start_distributed(config.dist)
     run, _ = start(config)
     load_checkpoint(run, path / "mcore", 0, finetune=True)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.samples.datasets import Datasets, build_datasets
-from megatron_cp.data.summary import LINE, log_data, planned_line
+from megatron_cp.data.summary import LINE, Taken, log_data, planned_line
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from tests.training_runs import tiny_config
 
@@ -42,10 +42,12 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[..., tuple[str, list[str]
         config = tiny_config(**{"dataset__kind": None, "dataset__split": "1,0,0"} | given)
         tokenizer, evaluated = build_tokenizer(config.tokenizer), config.validation.eval_iters * 4
         wanted = 0 if config.train.skip_train else samples
-        datasets = build_datasets(config, tokenizer, wanted, evaluated, evaluated * config.dataset.split.endswith("1"))
+        tested = evaluated * config.dataset.split.endswith("1")
+        datasets = build_datasets(config.dataset, tokenizer, wanted, evaluated, tested)
         caplog.clear()
         with caplog.at_level(logging.INFO, "megatron_cp.data.summary"):
-            log_data(config, datasets, tokenizer.eod, first, samples)
+            taken = Taken(first, samples, config.train.global_batch_size, config.validation.eval_iters, 4)
+            log_data(config.dataset, config.tokenizer, datasets, tokenizer.eod, taken)
         lines = [record for record in caplog.records if record.name == "megatron_cp.data.summary"]
         assert [record.getMessage().startswith("data:") for record in lines] == [True] + [False] * (len(lines) - 1)
         line, mock = lines[0].getMessage(), config.dataset.kind in ("mock", "mock_documents")
@@ -205,7 +207,7 @@ def test_lengths_that_are_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     config = tiny_config(
         dataset__kind=None, dataset__mock_lengths=f"{tmp_path}/lengths.txt", dataset__seq_length=64, **PACKED
     )
-    build_datasets(config, build_tokenizer(config.tokenizer), 8)
+    build_datasets(config.dataset, build_tokenizer(config.tokenizer), 8)
     assert "lengths.txt: 5000 of 10000 are cut to dataset.seq_length" in caplog.text
 
 
@@ -247,22 +249,23 @@ def test_the_longest_line(caplog: pytest.LogCaptureFixture) -> None:
 
     config = tiny_config(validation__eval_iters=2, dataset__kind="documents", dataset__data_path="x")
     large: Any = Large()
+    taken = Taken(99999999, 2345678912, 4, 2, 4)
     with caplog.at_level(logging.INFO, "megatron_cp.data.summary"):
-        log_data(config, Datasets(large, large, large), 1, 99999999, 2345678912)
+        log_data(config.dataset, config.tokenizer, Datasets(large, large, large), 1, taken)
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("data:")]
     assert "xxxx and 8 more | " in line and len(line) <= LINE, (len(line), line)
     config.dataset.kind, config.dataset.mock_lengths = "mock_documents", "some/long/path/of/lengths.txt"
     large.files = 1
     for parts in (Datasets(large, large, large), Datasets(None, large, large)):
-        log_data(config, parts, 1, 99999999, 2345678912)
+        log_data(config.dataset, config.tokenizer, parts, 1, taken)
         line = caplog.records[-1].getMessage()
         assert line.startswith("data: MOCK DATA") and len(line) <= LINE, (len(line), line)
 
 
 def test_a_dry_run_names_the_data_and_opens_nothing() -> None:
     config: RunConfig = tiny_config()
-    assert planned_line(config) == (
+    assert planned_line(config.dataset, 80) == (
         "data: MOCK DATA (random tokens) | real: dataset.kind=null dataset.data_path=PREFIX"
     )
     config.dataset.kind, config.dataset.data_path = "documents", "no/such/file"
-    assert planned_line(config).startswith("data: no/such/file (documents) | the run takes 80 samples")
+    assert planned_line(config.dataset, 80).startswith("data: no/such/file (documents) | the run takes 80 samples")

@@ -1,7 +1,5 @@
 """Ranks that hear nothing of a lost one by themselves, as with NCCL: their threads end them."""
 
-import os
-import signal
 import sys
 import threading
 import time
@@ -72,44 +70,6 @@ def test_a_save_that_can_complete_is_completed(tmp_path: Path) -> None:
     text = end(tmp_path, complete)
     assert text.startswith(SAID), text
     assert {path.name for path in tmp_path.glob("completed*")} == {"completed0", "completed1"}
-
-
-def standing_still(folder: str, port: int, frozen: bool) -> None:
-    """The last rank is frozen or elsewhere; the others wait, until it goes on."""
-    health_monitor._LOOK, health_monitor._SIGNING = 0.1, 1.5
-    rank, store = dist.get_rank(), dist.TCPStore("localhost", port)
-    sys.stderr = Path(folder, f"stderr{rank}").open("w", buffering=1)  # noqa: SIM115 - until the rank ends
-    roll = HealthMonitor(store, standstill=1.2)
-    moved = time.monotonic()
-    roll.doing = lambda: f"phase {int(2 * (time.monotonic() - moved))} of iteration 3"
-    dist.barrier()
-    time.sleep(2.0)  # moving
-    assert not Path(folder, f"stderr{rank}").read_text()
-    here = "data of iteration 4" if rank == FALLING else "forward of iteration 4"
-    roll.doing, roll.step = lambda: here, lambda: 3
-    if rank == FALLING and frozen:
-        store.set("frozen", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif rank == 0:
-        time.sleep(5.0)
-        if frozen:
-            os.kill(int(store.get("frozen")), signal.SIGCONT)
-    dist.barrier()
-    roll.close()
-
-
-@pytest.mark.parametrize(
-    ("frozen", "who"),
-    [
-        (True, "rank 2 is gone (killed, crashed or frozen)"),
-        (False, "every rank still answers (rank 2: data of iteration 4; ranks 0-1: forward of iteration 4)"),
-    ],
-)
-def test_ranks_that_do_not_move_say_who_does_not_answer(frozen: bool, who: str, tmp_path: Path) -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    run_ranks(standing_still, RANKS, str(tmp_path), store.port, frozen, timeout=60)
-    text = "".join(path.read_text() for path in sorted(tmp_path.glob("stderr*")))
-    assert text == f"megatron-cp: rank 0, forward of iteration 4, has not moved for 0.02 minutes: {who}\n"
 
 
 def threads_after_the_end() -> list[str]:

@@ -153,12 +153,12 @@ def frozen() -> None:
 
 def lose_a_peer(folder: str, port: int, exchange: Callable[[], None], lost: Callable[[], None]) -> None:
     """Write what this rank reports, and whether it is the one to report it."""
-    health_monitor._LOOK, health_monitor._SIGNING = 0.1, 0.1
+    health_monitor._LOOK = 0.1
     FailureStore.__init__.__defaults__ = (2.0,)  # seconds to sign
     rank, store = int(os.environ["RANK"]), dist.TCPStore("127.0.0.1", port)
     seconds = timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=seconds)
-    roll = HealthMonitor(store, standstill=0.9 * LIMIT)
+    roll = HealthMonitor(store, timeout=LIMIT)
     dist.barrier()
     if rank == LOST:
         Path(folder, "lost").write_text(str(os.getpid()))

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_cp import cli
 from megatron_cp.common.errors import DataError, RuntimeFault
-from megatron_cp.config.run_config import DistributedConfig, RunConfig
+from megatron_cp.config.run_config import DistributedConfig
 from megatron_cp.launch.rendezvous import tell_those_who_wait
 from megatron_cp.parallel.device import start_distributed
 from megatron_cp.training import train  # noqa: F401 - so that no forked rank has to
@@ -41,7 +41,7 @@ def start_again(counts: list[int], late: int | None, between_nodes: bool) -> boo
         os.environ["LOCAL_WORLD_SIZE"] = "1"
     if rank == late:
         time.sleep(1.5)
-    start_distributed(RunConfig(dist=DistributedConfig(distributed_timeout_minutes=1.0)))
+    start_distributed(DistributedConfig(distributed_timeout_minutes=1.0))
     store = _get_default_store()
     seen = store.check(["address"])
     dist.barrier()
@@ -88,9 +88,7 @@ def meeting(backends: list[str | None], minutes: float) -> str:
     os.environ["WORLD_SIZE"] = str(len(backends))
     backend = backends[int(os.environ["RANK"])]
     try:
-        start_distributed(
-            RunConfig(dist=DistributedConfig(distributed_timeout_minutes=minutes, distributed_backend=backend))
-        )
+        start_distributed(DistributedConfig(distributed_timeout_minutes=minutes, distributed_backend=backend))
     except RuntimeFault as fault:
         return f"{fault.on_all_ranks} {fault}"
     dist.barrier()  # one that leaves breaks the connections that another is still building
@@ -128,7 +126,7 @@ def with_one_that_cannot(restarts: str, fail: Callable[[], None]) -> str:
             fail()
         return ""
     try:
-        start_distributed(RunConfig(dist=DistributedConfig(distributed_timeout_minutes=1 if restarts == "0" else 0.02)))
+        start_distributed(DistributedConfig(distributed_timeout_minutes=1 if restarts == "0" else 0.02))
     except (DataError, RuntimeFault) as fault:
         return f"{type(fault).__name__}: {fault}"
     return "met"
@@ -196,7 +194,7 @@ def test_whatever_ends_a_rank_early_is_told_to_other_nodes(
 
 def tell_once_met() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
-    start_distributed(RunConfig())
+    start_distributed(DistributedConfig())
     tell_those_who_wait(DataError("too late"))
     dist.barrier()
 

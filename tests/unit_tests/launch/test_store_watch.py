@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_cp.config.run_config import DistributedConfig, RunConfig
+from megatron_cp.config.run_config import DistributedConfig
 from megatron_cp.launch import rendezvous, store_watch
 from megatron_cp.launch.store_watch import BoundedStore, StoreSilentError, watch, within
 from megatron_cp.parallel.device import start_distributed
@@ -90,7 +90,7 @@ def test_a_request_is_made_where_no_thread_can_be_started(monkeypatch: pytest.Mo
 
 def begin(seconds: float) -> str:
     try:
-        start_distributed(RunConfig(dist=DistributedConfig(distributed_timeout_minutes=seconds / 60)))
+        start_distributed(DistributedConfig(distributed_timeout_minutes=seconds / 60))
     except StoreSilentError as silent:
         return f"{silent.on_all_ranks} {silent}"
     return "started"

@@ -15,9 +15,9 @@ YARN = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
 def chosen(its_layers: bool, **model: Any) -> tuple[bool, bool, str | None]:
     config = tiny_config(**{f"model__{name}": value for name, value in model.items()})
     return (
-        fuses_rotary_embedding(config, its_layers),
-        fuses_gradient_sum(config, its_layers),
-        fused_loss(config, its_layers),
+        fuses_rotary_embedding(config.model, its_layers),
+        fuses_gradient_sum(config.model, its_layers),
+        fused_loss(config.model, its_layers),
     )
 
 

@@ -7,15 +7,20 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_cp.config.run_config import ModelConfig
+from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.models import transformer_config as module
 from megatron_cp.models.layer_specs import its_layers
-from megatron_cp.models.transformer_config import transformer_config
+from megatron_cp.models.transformer_config import transformer_config as of_sections
 from megatron_cp.training.packed.scheduling import model_cost
 from tests.training_runs import tiny_config
 
 ACTIVATIONS = get_args(get_type_hints(ModelConfig)["activation_func"])
+
+
+def transformer_config(config: RunConfig) -> TransformerConfig:
+    return of_sections(config.model, config.mixed_precision)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -69,11 +74,11 @@ def test_latent_attention_has_keys_for_every_head() -> None:
     latent: dict[str, Any] = {"model__num_query_groups": 2, "model__multi_latent_attention": True}
     assert transformer_config(tiny_config(**latent)).num_query_groups == 8
     every = latent | {"model__num_query_groups": 8}
-    assert model_cost(tiny_config(**latent)) == model_cost(tiny_config(**every))
+    assert model_cost(tiny_config(**latent).model, 32) == model_cost(tiny_config(**every).model, 32)
 
 
 @pytest.mark.parametrize("theirs", [True, False])
 def test_the_answer_whose_layers_they_are_is_handed_down(theirs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core's own default is Transformer Engine, installed or not."""
-    monkeypatch.setattr(module, "use_its_layers", lambda config: theirs)
+    monkeypatch.setattr(module, "use_its_layers", lambda *_: theirs)
     assert its_layers(transformer_config(tiny_config(model__apply_rope_fusion=False))) is theirs

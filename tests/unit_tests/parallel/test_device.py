@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_cp.common.errors import ConfigError, RuntimeFault
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import DistributedConfig
 from megatron_cp.parallel import device
 from megatron_cp.parallel.device import check_gpus, start_distributed
 from tests.ranks import run_ranks
@@ -43,7 +43,7 @@ def test_a_gpu_that_is_broken_is_named(monkeypatch: pytest.MonkeyPatch, at: str)
     monkeypatch.setattr(*((torch.cuda, "set_device") if at == "set_device" else (torch, "zeros")), fail)
     said = f"rank 13, on {socket.gethostname()}: GPU 5 of 8 cannot be used: CUDA error: uncorrectable ECC error encount"
     with pytest.raises(RuntimeFault, match=said) as caught:
-        start_distributed(RunConfig())
+        start_distributed(DistributedConfig())
     assert "\n" not in str(caught.value) and not caught.value.on_all_ranks
 
 
@@ -71,5 +71,5 @@ def test_a_task_that_sees_its_own_gpu_only_shares_none(
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
     monkeypatch.setattr(device, "meet", meet)
     with pytest.raises(ConfigError if refused else StartedError):
-        start_distributed(RunConfig())
+        start_distributed(DistributedConfig())
     assert taken == [0]

@@ -46,6 +46,7 @@ PURE = [
     ),
     "megatron_cp.attention.sharding",
     "megatron_cp.attention.heads",
+    "megatron_cp.attention.transports.registry",
     "megatron_cp.attention.transports.select",
     "megatron_cp.attention.modules.te_support",
     "megatron_cp.models.yarn",
@@ -95,8 +96,62 @@ def test_folders_are_small() -> None:
     assert {name: count for name, count in house.files_of_folders().items() if count > 12} == {}
 
 
-def test_private_names_of_megatron_core_are_read_in_one_place() -> None:
-    assert house.private_upstream_names() == {}
+def listed_reach() -> dict[str, set[str]]:
+    """The names of each module in the table of 3rdparty/README.md."""
+    text = (PACKAGE.parent / "3rdparty" / "README.md").read_text()
+    table = text.partition("### Every private name")[2]
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (.+?) \| (.+?) \|$", table, re.MULTILINE)
+    return {module: set(re.findall(r"`([^`]+)`", names)) for module, names, _ in rows}
+
+
+def test_every_private_name_and_patch_is_listed() -> None:
+    found = {str(house.modules()[name].relative_to(PACKAGE)): names for name, names in house.reach().items() if names}
+    assert found == listed_reach()
+
+
+def test_megatron_core_is_changed_and_its_private_names_are_read_in_one_place() -> None:
+    """Elsewhere a class of ours may override private methods of the class of megatron-core's that it replaces."""
+    wrong = {}
+    for name, path in house.modules().items():
+        taken = {each: of for each, of in house.upstream_names(path).items() if of.startswith("megatron.")}
+        imported = {each for each, of in taken.items() if house.is_private(of)}
+        patched = {each for each in house.upstream_patches(path) if each.split(".")[0] in {*taken, "*", "sys"}}
+        read = house.private_reads(path) - {"_version"} if taken else set()
+        if not path.is_relative_to(house.MCORE) and (imported | patched | read):
+            wrong[name] = imported | patched | read
+    assert wrong == {}
+
+
+def test_ranks_exchange_values_in_one_module() -> None:
+    """But attention's transports, which move rows of tensors."""
+    places = {name for name, path in house.modules().items() if house.collectives(path)}
+    assert places == {"megatron_cp.parallel.collectives", "megatron_cp.attention.transports.comm"}
+
+
+def test_files_are_written_aside_in_one_module() -> None:
+    """But checkpoints, which many ranks write, and which replace another one (training/checkpoint/files.py)."""
+    renaming = {"os.replace", "os.rename", "os.renames", "shutil.move"}
+    places = {
+        name
+        for name, path in house.modules().items()
+        if any(each in renaming or re.search(r"\w\.rename$", each) for each in house.calls(path))
+    }
+    assert places == {"megatron_cp.common.atomic_files", "megatron_cp.training.checkpoint.files"}
+
+
+def test_recipe_arguments_are_declared_in_one_module() -> None:
+    names = r"add_argument\(\s*['\"](--recipe|--config|--world.size|--gpus.per.node|overrides)['\"]"
+    for folder in (PACKAGE, PACKAGE.parent / "scripts", PACKAGE.parent / "benchmarks"):
+        places = {path.stem for path in folder.rglob("*.py") if re.search(names, path.read_text())}
+        assert places <= {"flags"}
+
+
+def test_no_frames_and_no_mocks() -> None:
+    assert not house.files_that_name("_getframe") and not house.files_that_name("unittest")
+
+
+def test_transports_are_named_in_few_places() -> None:
+    assert len(house.files_that_write_a_transport()) <= 4, house.files_that_write_a_transport()
 
 
 def test_thinking_parts_import_neither_torch_nor_megatron() -> None:
@@ -122,7 +177,7 @@ def test_what_is_printed_is_made_printable(path: Path) -> None:
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_what_is_printed_names_no_file_of_the_clone(path: Path) -> None:
     """A wheel has none of them. installation.py knows whether there is a clone."""
-    if path.name in ("installation.py", "document.py", "not_rules.py"):  # the latter two are for docs/constraints.md
+    if path.name in ("installation.py", "document.py"):  # the latter is for docs/constraints.md
         return
     nodes = list(ast.walk(ast.parse(path.read_text())))
     documented = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}

@@ -71,10 +71,10 @@ class TestTransformerEngine:
         """Its products are TF32: one rank would otherwise differ from several."""
         for parallel in ("parallel=none", "model.context_parallel_size=4"):
             config = load_recipe(EXAMPLE_RECIPE, [parallel, "mixed_precision=fp32"])
-            backend, why = choose_backend(config, "2.17.1", on_gpu=True, packed_sizes=())
+            backend, why = choose_backend(config.model, "2.17.1", on_gpu=True, packed_sizes=(), fp32=True)
             assert backend == "native" and "E13" in {gap.rule for gap in why}
         config = load_recipe(EXAMPLE_RECIPE, ["parallel=none", "mixed_precision=fp32", "model.attention_backend=te"])
-        assert choose_backend(config, "2.17.1", on_gpu=True, packed_sizes=()) == ("te", [])
+        assert choose_backend(config.model, "2.17.1", on_gpu=True, packed_sizes=(), fp32=True) == ("te", [])
 
     A2A = ("model.cp_comm_type=a2a", "model.hierarchical_context_parallel_sizes=null")
     DYNAMIC = ("model.dynamic_context_parallel=true", "model.context_parallel_size=1")
@@ -88,13 +88,6 @@ class TestTransformerEngine:
         assert self.rules(*overrides, "model.attention_backend=te") == {("D1", "error")} | slow
         assert self.rules(*overrides) == {("D1", "warning")} | slow  # ours gives several ranks the same head
         assert self.rules(*overrides, "model.num_query_groups=4") == slow
-
-    def test_an_all_to_all_never_meets_three_quarters_of_a_block(self):
-        slow = ("F5", "warning")
-        assert self.rules(*self.A2A, "model.dynamic_context_parallel=true", "train.micro_batch_size=1") == {slow}
-        mixed = ("model.cp_comm_type=[a2a,p2p,p2p,p2p]", "model.hierarchical_context_parallel_sizes=null")
-        overrides = (*mixed, "model.dynamic_context_parallel=true", "train.micro_batch_size=1")
-        assert self.rules(*overrides, "model.attention_backend=te") == {("D1", "error"), slow}
 
     def test_ours_also_proves_the_configured_all_to_all_where_groups_are_dynamic(self):
         heads = ("model.num_attention_heads=6", "model.num_query_groups=6", "model.hidden_size=96")
@@ -139,7 +132,8 @@ class TestTransformerEngine:
                 assert self.rules(*overrides, *more, environment=later) == set()
             config = load_recipe(EXAMPLE_RECIPE, list(overrides))
             for version, expected in (("2.17.1", "native" if slow else "te"), ("2.18.0", "te")):
-                assert choose_backend(config, version, on_gpu=True, packed_sizes=())[0] == expected
+                backend, _ = choose_backend(config.model, version, on_gpu=True, packed_sizes=(), fp32=False)
+                assert backend == expected
 
     def test_its_version_counts(self):
         def packed(version, transport):
@@ -218,10 +212,11 @@ class TestTransformerEngine:
     )
     def test_its_layers_are_there_whosever_the_attention_is(self, overrides, its):
         config = load_recipe(EXAMPLE_RECIPE, list(overrides))
-        assert has_its_layers(config, "2.17.1", on_gpu=True) is its
-        assert not has_its_layers(config, "2.9.0", on_gpu=True) and not has_its_layers(config, None, on_gpu=True)
-        assert not has_its_layers(config, "2.17.1", on_gpu=False)
-        assert choose_backend(config, "2.17.1", True, ())[0] == "native" or its
+        fp32 = config.mixed_precision.fp32
+        assert has_its_layers(config.model, "2.17.1", on_gpu=True, fp32=fp32) is its
+        for version, on_gpu in (("2.9.0", True), (None, True), ("2.17.1", False)):
+            assert not has_its_layers(config.model, version, on_gpu=on_gpu, fp32=fp32)
+        assert choose_backend(config.model, "2.17.1", True, (), fp32)[0] == "native" or its
 
     def test_what_only_its_layers_have_can_be_had_around_our_attention(self):
         experts = ("model.num_moe_experts=4", "model.moe_grouped_gemm=true")

@@ -87,6 +87,7 @@ REFUSED = [
     ([*LATENT, "model.rope_scaling=true"], "K19", "model.rope_scaling=false"),
     ([*LATENT, "model.rope_scaling_factor=32"], "K19", "model.rope_scaling_factor=8.0"),
     ([*LATENT, "model.seq_len_interpolation_factor=4"], "K19", "model.seq_len_interpolation_factor=null"),
+    ([*LATENT, "model.window_size=[8,0]", "model.rotary_base_local=10000"], "K19", "model.rotary_base_local=null"),
     ([*LATENT, "model.add_qkv_bias=true"], "K19", "model.add_qkv_bias=false"),
     ([*LATENT, "model.position_embedding_type=none"], "K19", "model.position_embedding_type=rope"),
     ([*LATENT, "model.position_embedding_type=learned_absolute"], "K19", "model.position_embedding_type=rope"),
@@ -99,6 +100,7 @@ REFUSED = [
     ([*YARN[::2]], "K55", YARN[1]),
     ([*YARN, "model.rope_scaling=true"], "K55", "model.rope_scaling=false"),
     ([*YARN, "model.seq_len_interpolation_factor=2.0"], "K55", "model.seq_len_interpolation_factor=null"),
+    ([*YARN, "model.window_size=[8,0]", "model.rotary_base_local=10000"], "K55", "model.rotary_base_local=null"),
     ([*YARN, "model.yarn_beta_fast=1.0"], "K55", "model.yarn_beta_fast=32.0"),
     ([*YARN, "model.yarn_beta_slow=0.0"], "K51", "model.yarn_beta_slow=1.0"),
     ([*YARN, "model.kv_channels=15"], "K17", "model.kv_channels=16"),
@@ -179,7 +181,7 @@ REFUSED = [
 
 
 def world_size_of(overrides):
-    return load_recipe(EXAMPLE_RECIPE, overrides).fewest_ranks
+    return load_recipe(EXAMPLE_RECIPE, overrides).model.fewest_ranks
 
 
 @pytest.mark.parametrize(("overrides", "rule", "remedy"), REFUSED, ids=str)

@@ -11,7 +11,7 @@ import pytest
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import RULES, Example
 from megatron_cp.rules.explain import example_violations
-from megatron_cp.rules.proposals import typed, value_at
+from megatron_cp.rules.proposals import typed
 from megatron_cp.rules.remedies import Fix, parse_fix
 from tests.unit_tests.rules.remedies import (  # noqa: F401  (one is a fixture)
     failures_of,
@@ -46,7 +46,7 @@ def test_every_fix_of_an_example_works(rule):
 )
 def test_what_is_typed_is_the_value(setting, value):
     recipe = "llama_tiny_pretrain_config"
-    assert value_at(load_recipe(recipe, shlex.split(typed(setting, value))), setting) == value
+    assert load_recipe(recipe, shlex.split(typed(setting, value))).value_at(setting) == value
 
 
 def test_a_shell_hands_every_override_on_as_it_is_parsed():

@@ -29,6 +29,9 @@ UNREAD = [
     *[(f"model.{setting}", "model.position_embedding_type=none", "model.position_embedding_type=rope")
       for setting in ("rotary_base=500000.0", "rotary_percent=0.5", "rotary_interleaved=true", "rope_scaling=true",
                       "seq_len_interpolation_factor=4.0")],
+    ("model.rotary_base_local=10000.0", "model.position_embedding_type=none model.window_size=[8,0]",
+     "model.position_embedding_type=rope"),
+    ("model.rotary_base_local=10000.0", "", "model.window_size=[8,0]"),
     ("model.rotary_base=500000.0", "model.position_embedding_type=learned_absolute",
      "model.position_embedding_type=rope"),
     *[(f"model.{setting}", "", YARN)

@@ -18,7 +18,7 @@ from megatron_cp.training.consistency import differences, digest, fingerprint
 
 def test_equal_runs_have_equal_digests() -> None:
     config, environment = load_recipe("llama_tiny_pretrain_config"), Environment.detect()
-    first, second = fingerprint(config, environment), fingerprint(copy.deepcopy(config), environment)
+    first, second = (fingerprint(dataclasses.asdict(each), environment) for each in (config, copy.deepcopy(config)))
     assert digest(first) == digest(second) and len(digest(first)) == 64
     assert differences([first, second, first]) == []
     assert first["model.context_parallel_size"] == "4" and first["version of torch"] != "None"
@@ -28,8 +28,8 @@ def test_a_difference_names_ranks_and_fields() -> None:
     config, other = load_recipe("llama_tiny_pretrain_config"), load_recipe("llama_tiny_pretrain_config", ["rng.seed=7"])
     other.env_vars["NCCL_ALGO"] = "Tree"
     environment = Environment(variables={"NVTE_FLASH_ATTN": "0"})
-    ranks = [fingerprint(config, environment) for _ in range(6)]
-    ranks[3] = fingerprint(other, dataclasses.replace(environment, variables={}))
+    ranks = [fingerprint(dataclasses.asdict(config), environment) for _ in range(6)]
+    ranks[3] = fingerprint(dataclasses.asdict(other), dataclasses.replace(environment, variables={}))
     ranks[5] = fingerprint(load_recipe("llama_tiny_pretrain_config", ["rng.seed=8"]), environment)
     assert len({digest(entries) for entries in ranks}) == 3
     found = {v.field: v.message for v in differences(ranks)}
@@ -40,15 +40,15 @@ def test_a_difference_names_ranks_and_fields() -> None:
 
 def test_other_code_is_found_out(monkeypatch: Any) -> None:
     config, environment = load_recipe("llama_tiny_pretrain_config"), Environment()
-    first = fingerprint(config, environment)
+    first = fingerprint(dataclasses.asdict(config), environment)
     monkeypatch.setattr("megatron_cp.training.consistency._code_digest", lambda: "0123")
-    assert [v.field for v in differences([first, fingerprint(config, environment)])] == ["code"]
+    assert [v.field for v in differences([first, fingerprint(dataclasses.asdict(config), environment)])] == ["code"]
 
 
 def test_what_describes_a_node_may_differ() -> None:
     config = load_recipe("llama_tiny_pretrain_config")
     nodes = [Environment(variables={"NCCL_SOCKET_IFNAME": name}) for name in ("eth0", "eth1")]
-    assert differences([fingerprint(config, node) for node in nodes]) == []
+    assert differences([fingerprint(dataclasses.asdict(config), node) for node in nodes]) == []
 
 
 def test_a_fingerprint_is_cheap() -> None:
@@ -56,7 +56,7 @@ def test_a_fingerprint_is_cheap() -> None:
     seconds = []
     for _ in range(3):
         start = time.process_time()
-        digest(fingerprint(config, environment))
+        digest(fingerprint(dataclasses.asdict(config), environment))
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.1
 

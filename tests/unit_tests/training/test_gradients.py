@@ -45,7 +45,7 @@ def as_upstream() -> None:
         return original(*values, grad_norm=float(norms[0]), **more)
 
     norms, original = [0.0], step.StepResult
-    step.measure_gradients = lambda run: torch.zeros(2, dtype=torch.float64)
+    step.measure_gradients = lambda run: torch.zeros(2, dtype=torch.float64).split(1)
     step.unscale_gradients = lambda run: 0.0
     step.apply_gradients, step.StepResult = apply, result  # type: ignore[misc,assignment]
 

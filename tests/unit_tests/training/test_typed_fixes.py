@@ -91,4 +91,4 @@ def test_weights_alone_begin_a_new_run(runs: Path) -> None:
     (fix,) = parse_fix(str(refused.value).partition(" Fix: ")[2])
     found = find_start(with_overrides(config, fix.overrides))
     assert found is not None and found.finetune and found.root == str(runs / "run")
-    assert begin_new_run(config, runs / "run/iter_0000001") == str(fix)
+    assert begin_new_run(config.checkpoint.save, runs / "run/iter_0000001") == str(fix)

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import Environment
 from megatron_cp.training import consistency
-from megatron_cp.verify import before_training
+from megatron_cp.verify import run
 from megatron_cp.verify.reduce import comparable
 from tests.ranks import run_ranks
 from tests.unit_tests.training.conftest import TINY
@@ -72,7 +72,7 @@ def left_behind(folder: str, layout: list[str]) -> tuple[list[str], int]:
     """What a verification leaves in megatron-core's global state, and how many more process groups there are."""
     config = load_recipe(TINY[2], [*TINY[3:], f"checkpoint.save={folder}", *layout])
     before, groups = global_state(), len(dist.distributed_c10d._world.pg_map)
-    before_training.verify_once(config)
+    run.verify_once(config)
     changed = [name for name, value in global_state().items() if value != before[name]]
     return changed, len(dist.distributed_c10d._world.pg_map) - groups
 
@@ -84,7 +84,7 @@ def test_no_group_is_left_behind(tmp_path: Path, layout: list[str]) -> None:
 
 def keys(variants: list[list[str]]) -> list[str]:
     configs = [load_recipe(TINY[2], [*TINY[3:], *more]) for more in variants]
-    return [before_training._key(comparable([config], 4, 2)[0]) for config in configs]
+    return [run._key(comparable([config], 4, 2)[0]) for config in configs]
 
 
 def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"key": 3}', '{"key": {}}'])
 def test_a_file_that_cannot_be_read_remembers_nothing(tmp_path: Path, content: str | None) -> None:
-    file = tmp_path / before_training.FILE
+    file = tmp_path / run.FILE
     if content is not None:
         file.write_text(content)
-    assert before_training._read(file) == {}
+    assert run._read(file) == {}

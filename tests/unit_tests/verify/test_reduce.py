@@ -45,7 +45,7 @@ def errors(config, world_size, environment="cpu"):
 def test_every_recipe_reduces_to_a_valid_small_layout(name):
     config = load_recipe(name)
     m = config.model
-    world_size = config.recipe_world_size or config.fewest_ranks
+    world_size = config.recipe_world_size or config.model.fewest_ranks
     (small,) = comparable([config], world_size, 3)
     assert not errors(small, world_size)
     assert not errors(on_one_rank(small), 1)

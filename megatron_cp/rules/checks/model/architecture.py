@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_cp.config.run_config import ModelConfig, RunConfig
+from megatron_cp.config.run_config import ModelConfig, default_at
 from megatron_cp.models.hybrid_pattern import LETTERS, ahead_of, layers_of, with_stages, without_stages
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import (
@@ -17,7 +17,6 @@ from megatron_cp.rules.proposals import (
     one_of,
     resized,
     typed,
-    value_at,
 )
 from megatron_cp.rules.unused_settings import unread
 
@@ -25,6 +24,7 @@ from megatron_cp.rules.unused_settings import unread
 _NOT_READ_BY_LATENT_ATTENTION = (
     "softmax_scale", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "add_qkv_bias",
     "attention_output_gate", "no_rope_freq", "qk_l2_norm", "use_mup",
+    "rotary_base_local",
 )  # fmt: skip
 _NOT_READ_BY_ITS_YARN = ("rotary_percent", "yarn_correction_range_round_to_int")
 # What gives the stages of other models their layers.
@@ -146,7 +146,7 @@ def head_dim_is_even(c: Context) -> Iterator[Finding]:
     model = c.config.model
     latent = model.multi_latent_attention
     field = "model.qk_pos_emb_head_dim" if latent else "model.kv_channels"
-    size = value_at(c.config, field) or 0
+    size = c.config.value_at(field) or 0
     rotated = math.floor(size * model.rotary_percent)
     if (latent or model.position_embedding_type in ("rope", "yarn")) and rotated % 2:
         yield Finding(
@@ -178,7 +178,7 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
         "model.yarn_rotary_scaling_factor": 4.0,
         "model.yarn_original_max_position_embeddings": 4096,
     }
-    missing = {field: value for field, value in examples.items() if value_at(c.config, field) is None}
+    missing = {field: value for field, value in examples.items() if c.config.value_at(field) is None}
     for field in missing:
         fix = " ".join(typed(name, value) for name, value in missing.items())
         note = "a model that was trained on 4096 tokens, for sequences of 4 times as many"
@@ -198,6 +198,9 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
         if getattr(model, name):
             message = "stretches the positions as well, which yarn does already"
             yield Finding(f"model.{name}", message, default_of(f"model.{name}"))
+    if model.rotary_base_local is not None:
+        message = "is not offered with yarn, whose frequencies and concentration all layers share"
+        yield Finding("model.rotary_base_local", message, default_of("model.rotary_base_local"))
     length = c.config.dataset.seq_length
     if factor is not None and original is not None and factor * original < length:
         message = f"{factor} times the original {original} positions are fewer than the sequence length ({length})"
@@ -243,6 +246,7 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
         "model.multi_latent_attention": model.multi_latent_attention,
         "model.rope_scaling": model.rope_scaling,
         "model.use_mup": model.use_mup,
+        "model.sandwich_norm": model.sandwich_norm,
     }
     for field, asked in not_built_in_hybrids.items():
         if asked and model.architecture == "hybrid":
@@ -265,7 +269,7 @@ def _not_read_by_latent_attention(model: ModelConfig) -> Iterator[Finding]:
     kind = model.position_embedding_type
     for name in _NOT_READ_BY_LATENT_ATTENTION + (_NOT_READ_BY_ITS_YARN if kind == "yarn" else ()):
         field = f"model.{name}"
-        if getattr(model, name) != value_at(RunConfig(), field):
+        if getattr(model, name) != default_at(field):
             which = "multi-latent attention with YaRN" if name in _NOT_READ_BY_ITS_YARN else "multi-latent attention"
             yield Finding(field, f"does not reach {which}, which goes on without it", default_of(field))
     if kind not in ("rope", "yarn"):

@@ -4,44 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.attention.modules.te_support import first_versions
+from megatron_cp.attention.transports.registry import ALL_TO_ALL, RING
+from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.proposals import either
 
-
-@rule(
+te_rule(
     "E1",
-    "A sliding window with Transformer Engine needs a2a or, with a causal mask, all_gather.",
-    "Its ring does not skip what is outside the window and refuses. Without a causal mask all_gather computes "
-    "something else, silently, and a2a has windows since 2.16 (in packs since 2.12, as on one rank). Our attention has "
-    "windows on every transport.",
+    "A sliding window with Transformer Engine needs a transport that has it there.",
+    "Its ring does not skip what is outside the window and refuses; its gather computes something else, silently, if "
+    f"the mask is not causal. Causal: {first_versions('window')}; not causal: {first_versions('full_window')} (in "
+    f"packs {first_versions('full_window_in_packs')}). Our attention has windows on every transport.",
     broken("model.attention_backend=te", "model.window_size=[64,0]", environment="gpu"),
 )
-def window_transport(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("E1")
 
 
-@rule(
+te_rule(
     "E2",
     "No attention dropout together with a sliding window under context parallelism.",
     "Transformer Engine has no kernel for the two together, and our attention has no attention dropout.",
-    broken(
-        "model.attention_backend=te", "model.window_size=[64,0]", "model.attention_dropout=0.1",
-        "model.cp_comm_type=a2a", "model.hierarchical_context_parallel_sizes=null", environment="gpu",
-    ),
+    broken("model.attention_backend=te", "model.window_size=[64,0]", "model.attention_dropout=0.1",
+           *ALL_TO_ALL.settings, environment="gpu"),
 )  # fmt: skip
-def window_dropout(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("E2")
 
 
-@rule(
+te_rule(
     "E4",
-    "A softmax offset (softmax_type) with Transformer Engine needs a2a.",
+    f"A softmax offset (softmax_type) with Transformer Engine needs {ALL_TO_ALL.name}.",
     "Its other transports merge partial results without it. In packs it is there since 2.12, on one rank too. Our "
     "attention has it on every transport.",
     broken("model.attention_backend=te", "model.softmax_type=learnable", environment="gpu"),
 )
-def softmax_offset_transport(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("E4")
 
 
 @rule(
@@ -161,11 +154,8 @@ def determinism(c: Context) -> Iterator[Finding]:
     "E16",
     "Deterministic packed attention on Hopper needs a large workspace, for Transformer Engine.",
     "cuDNN's deterministic backward pass for thd keeps partial gradients of all tiles.",
-    broken(
-        "model.deterministic_mode=true", "model.sequence_packing_scheduler=dp_balanced", "model.cp_comm_type=p2p",
-        "model.hierarchical_context_parallel_sizes=null", "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
-        environment="gpu",
-    ),
+    broken("model.deterministic_mode=true", "model.sequence_packing_scheduler=dp_balanced", *RING.settings,
+           "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO=0", environment="gpu"),
     severity="warning",
 )  # fmt: skip
 def deterministic_packing(c: Context) -> Iterator[Finding]:

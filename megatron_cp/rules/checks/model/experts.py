@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.attention.transports.registry import RING
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import closest, divisors, either, one_of, resized, typed
@@ -157,7 +158,7 @@ def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
     "then averages the shares: the loss is as many times weaker as there are replicas, silently. A factor would not "
     "mend it: a replica counts its microbatches so far, which more replicas have fewer of. Packs have none: H18.",
     broken(
-        "model.context_parallel_size=2", "model.hierarchical_context_parallel_sizes=null", "model.cp_comm_type=p2p",
+        "model.context_parallel_size=2", *RING.settings,
         "train.micro_batch_size=8", "model.num_moe_experts=4", "model.moe_router_load_balancing_type=global_aux_loss",
         "model.moe_aux_loss_coeff=1.0",
     ),
@@ -179,7 +180,7 @@ def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
     "The ranks that split an expert gather the tokens that other ranks sent to each, unequal numbers of them, and gloo "
     "gathers equal numbers only. The allgather dispatcher gathers before tokens are chosen, all of them.",
     broken(
-        "model.context_parallel_size=1", "model.hierarchical_context_parallel_sizes=null", "model.cp_comm_type=p2p",
+        "model.context_parallel_size=1", *RING.settings,
         "model.tensor_model_parallel_size=2", "model.sequence_parallel=true", "model.num_moe_experts=4",
         "model.expert_model_parallel_size=2", "train.micro_batch_size=8",
     ),

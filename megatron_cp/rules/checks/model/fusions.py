@@ -22,7 +22,7 @@ from megatron_cp.rules.proposals import either
 def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
     precision = c.config.mixed_precision
     half = precision.bf16 or precision.fp16 or (c.environment.device == "gpu" and not precision.fp32)
-    if fused_loss(c.config, c.its_layers) == "native" and not half:
+    if fused_loss(c.config.model, c.its_layers) == "native" and not half:
         yield Finding(
             "model.cross_entropy_loss_fusion",
             "the fused cross-entropy rounds gradients to bf16, and this run is in fp32",
@@ -38,7 +38,7 @@ def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
 )
 def fused_kernels_are_there(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    loss = fused_loss(c.config, c.its_layers)
+    loss = fused_loss(c.config.model, c.its_layers)
     kernels = {
         "model.apply_rope_fusion": (bool(model.apply_rope_fusion), "null"),
         "model.gradient_accumulation_fusion": (bool(model.gradient_accumulation_fusion), "null"),
@@ -52,7 +52,7 @@ def fused_kernels_are_there(c: Context) -> Iterator[Finding]:
     if model.gradient_accumulation_fusion and there and not c.its_layers:
         message = "is done by Transformer Engine's layers, and this model's are others"
         yield Finding("model.gradient_accumulation_fusion", message, "model.gradient_accumulation_fusion=null")
-    gap = rotary_gap(c.config)
+    gap = rotary_gap(c.config.model)
     if model.apply_rope_fusion and gap is not None:
         yield Finding("model.apply_rope_fusion", f"no fused rotary embedding: {gap}", "model.apply_rope_fusion=null")
     if model.cross_entropy_fusion_impl is not None and loss is None:
@@ -73,7 +73,8 @@ def packages_for_gpus(c: Context) -> Iterator[Finding]:
     config, environment = c.config, c.environment
     if environment.device != "gpu":
         return
-    if environment.transformer_engine is None and has_its_layers(config, MINIMUM, on_gpu=True):
+    fp32 = config.mixed_precision.fp32
+    if environment.transformer_engine is None and has_its_layers(config.model, MINIMUM, on_gpu=True, fp32=fp32):
         message = "Transformer Engine is not installed: attention is our own, and the layers are megatron-core's"
         fix = either(how_to_install("gpu"), "model.transformer_impl=local (silences this warning)")
         yield Finding("model.transformer_impl", message, fix)
@@ -82,7 +83,7 @@ def packages_for_gpus(c: Context) -> Iterator[Finding]:
         for name, version in {"mamba-ssm": environment.mamba_ssm, "causal-conv1d": environment.causal_conv1d}.items()
         if version is None
     ]
-    if missing and "M" in config.model.parts and not config.mixed_precision.fp32:
+    if missing and "M" in config.model.parts and not fp32:
         names = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'}"
         message = f"{names} not installed: Mamba layers are computed by plain PyTorch"
         yield Finding("model.hybrid_layer_pattern", message, how_to_install("mamba"))

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_cp.attention.modules.te_support import odd_heads
+from megatron_cp.attention.modules.te_support import first_versions, odd_heads
+from megatron_cp.attention.transports.registry import ALL_TO_ALL, HIERARCHICAL, LEVELS, RING
 from megatron_cp.models.layers.mamba_shape import MambaShape
-from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.checks.parallel.context_parallel import FLAT, plain_transports, splits
 from megatron_cp.rules.environment import PRESETS
 from megatron_cp.rules.proposals import closest, default_of, divisors, either, nearest_multiples, one_of
@@ -16,43 +17,44 @@ from megatron_cp.rules.proposals import closest, default_of, divisors, either, n
 _OLD = replace(PRESETS["gpu"], transformer_engine="2.10.0")
 
 
-def _heads_finding(c: Context, transport: str) -> Iterator[Finding]:
-    for kind, size in c.a2a_sizes():
-        if kind == transport and c.heads % size:
-            levels = [f"model.cp_comm_type=a2a+p2p {sizes}" for sizes in reversed(splits(c))]
+def _heads_finding(c: Context, *, hierarchical: bool) -> Iterator[Finding]:
+    for transport, size in c.head_splits():
+        if transport.hierarchical == hierarchical and c.heads % size:
+            levels = [f"{HIERARCHICAL.settings[0]} {sizes}" for sizes in reversed(splits(c))]
             fix = either(*levels, *plain_transports(c))
-            if kind == "a2a" and size != c.cp:  # a group of packs, which have one level in Transformer Engine
+            if not hierarchical and size != c.cp:  # a group of packs, which have one level in Transformer Engine
                 fix = either(FLAT, "model.attention_backend=native")
-            field = "model.cp_comm_type" if kind == "a2a" else "model.hierarchical_context_parallel_sizes"
+            field = "model.hierarchical_context_parallel_sizes" if hierarchical else "model.cp_comm_type"
             yield Finding(
                 field,
-                f"cp_comm_type='{kind}' requires num_heads % cp_size == 0: {c.config.model.num_attention_heads} heads "
-                f"/ tp {c.tp} = {c.heads} is not divisible by {size}, the all-to-all's ranks",
+                f"cp_comm_type='{transport.name}' requires num_heads % cp_size == 0: "
+                f"{c.config.model.num_attention_heads} heads / tp {c.tp} = {c.heads} is not divisible by {size}, the "
+                "all-to-all's ranks",
                 fix,
             )
-    yield from c.te_findings("D1" if transport == "a2a" else "D2")
+    yield from c.te_findings("D2" if hierarchical else "D1")
 
 
 @rule(
     "D1",
-    "With a2a, cp divides the heads of a tensor-parallel rank.",
+    f"With {ALL_TO_ALL.name}, cp divides the heads of a tensor-parallel rank.",
     "The all-to-all gives each rank whole heads. Transformer Engine asks the same of key/value heads; our attention "
     "gives several ranks the same one.",
-    broken("model.cp_comm_type=a2a", "model.hierarchical_context_parallel_sizes=null", "model.num_attention_heads=6",
+    broken(*ALL_TO_ALL.settings, "model.num_attention_heads=6",
            "model.num_query_groups=6", "model.hidden_size=96"),
 )  # fmt: skip
 def heads_divide_by_cp(c: Context) -> Iterator[Finding]:
-    yield from _heads_finding(c, "a2a")
+    yield from _heads_finding(c, hierarchical=False)
 
 
 @rule(
     "D2",
-    "With a2a+p2p, the a2a size divides the heads of a tensor-parallel rank.",
+    f"With {HIERARCHICAL.name}, the {LEVELS[0]} size divides the heads of a tensor-parallel rank.",
     "As D1; Transformer Engine does not check it and fails in a view.",
     broken("model.num_attention_heads=9", "model.num_query_groups=9", "model.hidden_size=144"),
 )
 def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
-    yield from _heads_finding(c, "a2a+p2p")
+    yield from _heads_finding(c, hierarchical=True)
 
 
 @rule(
@@ -70,18 +72,18 @@ def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
 def even_heads(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("D3")
     version, flash = c.environment.transformer_engine, c.environment.flash_attn is not None
-    odd = odd_heads(c.config, version) if c.backend == "te" and version is not None and flash else ""
+    odd = odd_heads(c.config.model, version) if c.backend == "te" and version is not None and flash else ""
     if odd:
-        for kind, size in c.a2a_sizes():
+        for transport, size in c.head_splits():
             yield Finding(
                 "model.num_query_groups",
-                f"{odd} heads on a tensor-parallel rank is odd; with {kind} over {size} ranks Transformer Engine can "
-                "use flash attention only",
+                f"{odd} heads on a tensor-parallel rank is odd; with {transport.name} over {size} ranks Transformer "
+                "Engine can use flash attention only",
                 either(FLAT, "model.attention_backend=native"),
             )
 
 
-@rule(
+te_rule(
     "D4",
     "With an all-to-all, Transformer Engine needs at least as many key/value heads as tp ranks.",
     "Fewer are already shared between tensor-parallel ranks and cannot be handed out further.",
@@ -90,14 +92,12 @@ def even_heads(c: Context) -> Iterator[Finding]:
         world_size=16, environment="gpu",
     ),
 )  # fmt: skip
-def enough_kv_heads(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("D4")
 
 
 @rule(
     "D5",
     "A head dim above 128 leaves few kernels under context parallelism, for Transformer Engine.",
-    "The fused backward pass for head dim 256 exists on Blackwell with p2p and all_gather only.",
+    "The fused backward pass for head dim 256 exists on Blackwell without an all-to-all only.",
     broken("model.kv_channels=256", environment="gpu"),
     severity="warning",
 )
@@ -111,17 +111,12 @@ def large_head_dim(c: Context) -> Iterator[Finding]:
         )
 
 
-@rule(
+te_rule(
     "D6",
     "Multi-latent attention under context parallelism needs a Transformer Engine that has it.",
-    "Its queries and values have different head dims: since 2.8 with p2p and a2a+p2p, since 2.15 with all transports.",
-    broken(
-        "model.attention_backend=te", "model.multi_latent_attention=true", "model.cp_comm_type=a2a",
-        "model.hierarchical_context_parallel_sizes=null", environment=_OLD,
-    ),
+    f"Its queries and values have different head dims: {first_versions('different_head_dims')}.",
+    broken("model.attention_backend=te", "model.multi_latent_attention=true", *ALL_TO_ALL.settings, environment=_OLD),
 )  # fmt: skip
-def mla_version(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("D6")
 
 
 @rule(
@@ -189,8 +184,7 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
         "model.hybrid_layer_pattern=M*M*",
         "model.mamba_head_dim=48",
         "model.mamba_num_groups=1",
-        "model.hierarchical_context_parallel_sizes=null",
-        "model.cp_comm_type=p2p",
+        *RING.settings,
         "train.micro_batch_size=4",
         "model.context_parallel_size=1",
     ),
@@ -213,7 +207,7 @@ def mamba_sizes(c: Context) -> Iterator[Finding]:
         )
 
 
-@rule(
+te_rule(
     "D13",
     "Head dims are multiples of 8, for Transformer Engine.",
     "Its flash and fused attention take no others; what is left on one rank has no context parallelism and no packs. "
@@ -222,5 +216,3 @@ def mamba_sizes(c: Context) -> Iterator[Finding]:
         "model.attention_backend=te", "model.kv_channels=20", "model.position_embedding_type=none", environment="gpu",
     ),
 )  # fmt: skip
-def head_dims_by_eights(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("D13")

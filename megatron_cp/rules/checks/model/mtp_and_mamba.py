@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.attention.transports.registry import ALL_GATHER
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.checks.parallel.context_parallel import FLAT
 from megatron_cp.rules.proposals import either
@@ -67,9 +68,9 @@ def prediction_is_recomputed(c: Context) -> Iterator[Finding]:
 )
 def mamba_is_flat(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    if "M" in model.parts and c.widest > 1 and "a2a+p2p" in c.transports:
+    if "M" in model.parts and c.widest > 1 and c.hierarchical:
         yield Finding(
             "model.cp_comm_type",
-            "a2a+p2p applies to the attention layers; Mamba layers use one flat group",
-            either(f"{FLAT} (silences this warning)", FLAT.replace("p2p", "all_gather")),
+            f"{c.hierarchical.name} applies to the attention layers; Mamba layers use one flat group",
+            either(f"{FLAT} (silences this warning)", " ".join(ALL_GATHER.settings)),
         )

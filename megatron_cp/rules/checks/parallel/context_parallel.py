@@ -6,30 +6,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_cp.config.run_config import CP_COMM_TYPES
+from megatron_cp.attention.modules.te_support import first_versions
+from megatron_cp.attention.transports.registry import ALL_TO_ALL, HIERARCHICAL, RING, TRANSPORTS
 from megatron_cp.config.schema import nearest
-from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.parallel.layout import LEVELS
+from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.environment import PRESETS
 from megatron_cp.rules.proposals import divisors, either, one_of, resized, typed
-
-# What other projects call our transports.
-_OTHER_NAMES = {
-    "allgather": "all_gather",
-    "ag": "all_gather",
-    "ring": "p2p",
-    "alltoall": "a2a",
-    "all_to_all": "a2a",
-    "ulysses": "a2a",
-    "usp": "a2a+p2p",
-    "hybrid": "a2a+p2p",
-    "hierarchical": "a2a+p2p",
-    "hcp": "a2a+p2p",
-    "p2p+a2a": "a2a+p2p",
-}
-
+from megatron_cp.rules.resolve import replaced
 
 _SIZES = "model.hierarchical_context_parallel_sizes"
-FLAT = f"model.cp_comm_type=p2p {_SIZES}=null"
+FLAT = " ".join(RING.settings)
+TWO_GROUPS = f"cp_group = [{LEVELS[0]}_cp_group, {LEVELS[1]}_cp_group]"
 
 
 def splits(c: Context) -> list[str]:
@@ -41,44 +29,36 @@ def splits(c: Context) -> list[str]:
 def plain_transports(c: Context) -> list[str]:
     """Transports of one level."""
     fits = c.heads % c.cp == 0 and (c.backend == "native" or c.kv_heads % c.cp == 0)
-    return [FLAT, *([f"model.cp_comm_type=a2a {_SIZES}=null"] if fits else [])]
+    return [FLAT, *(" ".join(t.settings) for t in TRANSPORTS.values() if t.cost.by_heads and fits)]
 
 
 @rule(
     "C1",
-    "cp_comm_type is p2p, all_gather, a2a, a2a+p2p or auto.",
+    f"cp_comm_type is {', '.join(TRANSPORTS)} or auto.",
     "Transformer Engine finds out in the first forward pass.",
-    broken("model.cp_comm_type=ring", "model.hierarchical_context_parallel_sizes=null"),
+    broken(f"model.cp_comm_type={RING.other_names[0]}", f"{_SIZES}=null"),
 )
 def transport_is_known(c: Context) -> Iterator[Finding]:
-    valid = (*CP_COMM_TYPES, "auto")
-    for kind in c.transports:
+    kinds, valid = c.config.model.cp_comm_type, (*TRANSPORTS, "auto")
+    names = {other: transport.name for transport in TRANSPORTS.values() for other in transport.other_names}
+    for kind in c.config.model.transports:
         if kind == "auto":  # where one can be chosen, it was before the rules are asked
             yield Finding("model.cp_comm_type", "auto finds no transport for these heads", either(*plain_transports(c)))
         elif kind not in valid:
-            other = _OTHER_NAMES.get(kind.lower().replace("-", "_"))
+            other = names.get(kind.lower().replace("-", "_"))
             suggestion = f"; did you mean '{other}'?" if other else nearest(kind, list(valid))
             meant = next((name for name in valid if f"'{name}'" in suggestion), "")
             known = f" (one of {', '.join(valid)})" if not suggestion else ""
-            yield Finding(
-                "model.cp_comm_type",
-                f"Unsupported communication type: {kind}{suggestion or known}",
-                one_of(
-                    "model.cp_comm_type", [_in_place(c, kind, name) for name in dict.fromkeys([meant, *valid]) if name]
-                ),
-            )
-
-
-def _in_place(c: Context, wrong: str, right: str) -> str | list[str]:
-    kinds = c.config.model.cp_comm_type
-    return right if isinstance(kinds, str) else [right if kind == wrong else kind for kind in kinds]
+            proposed = [replaced(kinds, name, kind) for name in dict.fromkeys([meant, *valid]) if name]
+            message = f"Unsupported communication type: {kind}{suggestion or known}"
+            yield Finding("model.cp_comm_type", message, one_of("model.cp_comm_type", proposed))
 
 
 @rule(
     "C3",
     "A cp_comm_type list has one entry a layer.",
     "Layers past the list (those of multi-token prediction) use the last entry.",
-    broken("model.cp_comm_type=[p2p,a2a]", "model.hierarchical_context_parallel_sizes=null"),
+    broken(f"model.cp_comm_type=[{RING.name},{ALL_TO_ALL.name}]", f"{_SIZES}=null"),
 )
 def one_transport_a_layer(c: Context) -> Iterator[Finding]:
     kinds, layers = c.config.model.cp_comm_type, c.config.model.num_layers
@@ -87,21 +67,21 @@ def one_transport_a_layer(c: Context) -> Iterator[Finding]:
             "model.cp_comm_type",
             f"Length of cp_comm_type ({len(kinds)}) must equal num_layers ({layers}). megatron-core: Length of "
             f"cp_comm_type ({len(kinds)}) should equal to the total number of transformer layers ({layers})",
-            one_of("model.cp_comm_type", [resized(kinds, layers), kinds[0]] if kinds else CP_COMM_TYPES),
+            one_of("model.cp_comm_type", [resized(kinds, layers), kinds[0]] if kinds else list(TRANSPORTS)),
         )
 
 
 @rule(
     "C4",
-    "a2a+p2p needs hierarchical_context_parallel_sizes.",
+    f"{HIERARCHICAL.name} needs hierarchical_context_parallel_sizes.",
     "Without the two levels Transformer Engine's attention gets no group at all and silently attends to its own slice.",
     broken("model.hierarchical_context_parallel_sizes=null"),
 )
 def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
-    if c.cp > 1 and "a2a+p2p" in c.transports and not c.config.model.hierarchical_context_parallel_sizes:
+    if c.cp > 1 and c.hierarchical and not c.config.model.hierarchical_context_parallel_sizes:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
-            "hierarchical_context_parallel_sizes must be set when cp_comm_type contains 'a2a+p2p'",
+            f"hierarchical_context_parallel_sizes must be set when cp_comm_type contains {c.hierarchical.name!r}",
             either(*splits(c), *plain_transports(c)),
         )
 
@@ -134,7 +114,7 @@ def two_levels(c: Context) -> Iterator[Finding]:
     if c.cp > 1 and sizes is not None and sizes and len(sizes) != 2:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
-            f"has {len(sizes)} levels; a2a+p2p requires cp_group = [a2a_cp_group, p2p_cp_group]",
+            f"has {len(sizes)} levels; {HIERARCHICAL.name} requires {TWO_GROUPS}",
             either(*splits(c), *plain_transports(c)),
         )
 
@@ -163,8 +143,8 @@ def levels_are_positive(c: Context) -> Iterator[Finding]:
     severity="warning",
 )
 def level_of_one(c: Context) -> Iterator[Finding]:
-    if c.cp > 1 and c.levels is not None and 1 in c.levels and "a2a+p2p" in c.transports:
-        same = "p2p" if c.levels[0] == 1 else "a2a"
+    if c.cp > 1 and c.levels is not None and 1 in c.levels and c.hierarchical:
+        same = c.hierarchical.levels[1 if c.levels[0] == 1 else 0]
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             f"{list(c.levels)} is equivalent to {same}",
@@ -175,16 +155,16 @@ def level_of_one(c: Context) -> Iterator[Finding]:
 @rule(
     "C9",
     "Hierarchical sizes are used by some layer.",
-    "Upstream ignores the sizes silently when no layer uses a2a+p2p: the run is not what its configuration says.",
-    broken("model.cp_comm_type=p2p"),
+    "Upstream ignores the sizes silently when no layer uses two levels: the run is not what its configuration says.",
+    broken(RING.settings[0]),
 )
 def sizes_are_used(c: Context) -> Iterator[Finding]:
     sizes = c.config.model.hierarchical_context_parallel_sizes
-    if c.cp > 1 and sizes and "a2a+p2p" not in c.transports and "auto" not in c.transports:
+    if c.cp > 1 and sizes and c.hierarchical is None and "auto" not in c.config.model.transports:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
-            f"is set but no layer uses a2a+p2p (model.cp_comm_type={c.config.model.cp_comm_type})",
-            "model.hierarchical_context_parallel_sizes=null, or model.cp_comm_type=a2a+p2p",
+            f"is set but no layer uses {HIERARCHICAL.name} (model.cp_comm_type={c.config.model.cp_comm_type})",
+            f"{_SIZES}=null, or {HIERARCHICAL.settings[0]}",
         )
 
 
@@ -203,15 +183,13 @@ def settings_without_cp(c: Context) -> Iterator[Finding]:
         yield Finding(
             "model.hierarchical_context_parallel_sizes",
             "is ignored because context_parallel_size is 1",
-            "model.hierarchical_context_parallel_sizes=null model.cp_comm_type=p2p",
+            FLAT,
         )
 
 
-@rule(
+te_rule(
     "C16",
     "Transformer Engine is new enough.",
-    "Context parallelism came with 1.0, a2a+p2p with 1.12, and what we use of its attention with 2.10.",
+    f"Context parallelism: {first_versions('context_parallelism')}; what we use of its attention since 2.10.",
     broken("model.attention_backend=te", environment=replace(PRESETS["gpu"], transformer_engine="1.11.0")),
 )
-def transformer_engine_is_new_enough(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("C16")

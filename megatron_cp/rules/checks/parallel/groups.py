@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.attention.transports.registry import RING
 from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.checks.parallel.context_parallel import TWO_GROUPS
 from megatron_cp.rules.checks.run.recomputation import WHOLE_LAYERS
 from megatron_cp.rules.proposals import closest, divisors, either, one_of, typed
 
@@ -74,16 +76,16 @@ def dynamic_sizes(c: Context) -> Iterator[Finding]:
 @rule(
     "H10",
     "Packed microbatches with Transformer Engine use a one-level transport.",
-    "The group that a microbatch switches on is one process group; Transformer Engine's a2a+p2p wants two. Our "
+    "The group that a microbatch switches on is one process group; Transformer Engine wants one for each level. Our "
     "attention takes both levels of a microbatch's group.",
     broken("model.attention_backend=te", *_DYNAMIC, environment="gpu"),
 )
 def dynamic_transport(c: Context) -> Iterator[Finding]:
-    if c.backend == "te" and c.packs and "a2a+p2p" in c.transports:
+    if c.backend == "te" and c.packs and c.hierarchical:
         yield Finding(
             "model.cp_comm_type",
-            "a2a+p2p requires cp_group = [a2a_cp_group, p2p_cp_group], and a microbatch's group is one",
-            "model.cp_comm_type=p2p, or model.attention_backend=native",
+            f"{c.hierarchical.name} requires {TWO_GROUPS}, and a microbatch's group is one",
+            f"{RING.settings[0]}, or model.attention_backend=native",
         )
 
 
@@ -202,10 +204,8 @@ def dispatch_of_packs(c: Context) -> Iterator[Finding]:
     "Groups of other sizes for multi-latent attention start from context_parallel_size of 2.",
     "With a configured size of 1 megatron-core cuts its rotary embeddings to the tokens of one rank, which are fewer "
     "than the positions of a sample that several ranks share.",
-    broken(
-        "model.dynamic_context_parallel=true", "model.multi_latent_attention=true", "model.context_parallel_size=1",
-        "model.hierarchical_context_parallel_sizes=null", "model.cp_comm_type=p2p",
-    ),
+    broken("model.dynamic_context_parallel=true", "model.multi_latent_attention=true",
+           "model.context_parallel_size=1", *RING.settings),
 )  # fmt: skip
 def latent_positions(c: Context) -> Iterator[Finding]:
     model = c.config.model

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.attention.modules.te_support import first_versions
+from megatron_cp.attention.transports.registry import ALL_GATHER, RING
+from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.proposals import either, typed
 
 
@@ -12,10 +14,8 @@ from megatron_cp.rules.proposals import either, typed
     "F3",
     "Padding between packed sequences needs fused attention, for Transformer Engine.",
     "Under context parallelism every sequence is padded to a multiple of 2 * cp; flash attention 2 cannot skip that.",
-    broken(
-        "model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced", "model.cp_comm_type=p2p",
-        "model.hierarchical_context_parallel_sizes=null", "env_vars.NVTE_FUSED_ATTN=0", environment="gpu",
-    ),
+    broken("model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced", *RING.settings,
+           "env_vars.NVTE_FUSED_ATTN=0", environment="gpu"),
 )  # fmt: skip
 def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
     if c.backend == "te" and c.packs and c.widest > 1 and c.variable("NVTE_FUSED_ATTN") == "0":
@@ -26,21 +26,18 @@ def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
         )
 
 
-@rule(
+te_rule(
     "F5",
     "Packed sequences need a Transformer Engine that has them on the transport.",
-    "p2p always, a2a since 2.10, all_gather since 2.18, a2a+p2p since 2.19. Our attention has them on every transport. "
-    "Before 2.18 they make the host wait for the GPU on a2a, for each sequence: slow, a warning where it is asked for.",
+    f"It has them: {first_versions('packs')}. Our attention has them on every transport. Before 2.18 an all-to-all of "
+    "them makes the host wait for the GPU, for each sequence: slow, a warning where it is asked for.",
     broken(
         "model.attention_backend=te",
         "model.sequence_packing_scheduler=dp_balanced",
-        "model.cp_comm_type=all_gather",
-        "model.hierarchical_context_parallel_sizes=null",
+        *ALL_GATHER.settings,
         environment="gpu",
     ),
 )
-def packing_transport(c: Context) -> Iterator[Finding]:
-    yield from c.te_findings("F5")
 
 
 @rule(
@@ -48,10 +45,7 @@ def packing_transport(c: Context) -> Iterator[Finding]:
     "Dynamic context parallelism has samples that one rank does not hold.",
     "Groups are of one rank as long as samples fit there, but for few samples that balance so. The default limit is "
     "that of context_parallel_size ranks: with one of them, the longest sample.",
-    broken(
-        "model.dynamic_context_parallel=true", "model.context_parallel_size=1", "model.cp_comm_type=p2p",
-        "model.hierarchical_context_parallel_sizes=null",
-    ),
+    broken("model.dynamic_context_parallel=true", "model.context_parallel_size=1", *RING.settings),
     severity="warning",
 )  # fmt: skip
 def dynamic_groups_have_a_use(c: Context) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_cp.attention.transports.registry import RING
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import either, nearest_multiples, one_of
 
@@ -35,8 +36,7 @@ def sequence_divides_by_cp(c: Context) -> Iterator[Finding]:
         "model.sequence_parallel=true",
         "model.tensor_model_parallel_size=4",
         "model.context_parallel_size=2",
-        "model.cp_comm_type=p2p",
-        "model.hierarchical_context_parallel_sizes=null",
+        *RING.settings,
         "dataset.seq_length=260",
         world_size=8,
     ),

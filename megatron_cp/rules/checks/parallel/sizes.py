@@ -5,29 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_cp.config.run_config import RunConfig, settings
+from megatron_cp.attention.transports.registry import HIERARCHICAL, LEVELS, RING
+from megatron_cp.config.run_config import RunConfig, default_at, settings
 from megatron_cp.config.setting import LARGEST
 from megatron_cp.models.vocabulary import known_vocab_size, padded
 from megatron_cp.parallel.layout import MOST_RANKS, layout_of
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.checks.parallel.context_parallel import FLAT
-from megatron_cp.rules.proposals import (
-    closest,
-    default_of,
-    divisors,
-    either,
-    nearest_multiples,
-    one_of,
-    typed,
-    value_at,
-)
+from megatron_cp.rules.proposals import closest, default_of, divisors, either, nearest_multiples, one_of, typed
+from megatron_cp.rules.remedies import Case
 
 _USUAL = {"model.kv_channels": 64}  # where 1 is possible and of no use
 
 
 def _proper(field: str) -> str:
     """Sizes that are surely possible."""
-    default = value_at(RunConfig(), field)
+    default = default_at(field)
     return either(
         default_of(field), one_of(field, [size for size in (1, _USUAL.get(field)) if size not in (None, default)])
     )
@@ -35,18 +28,18 @@ def _proper(field: str) -> str:
 
 def _sizes(config: RunConfig) -> Iterator[tuple[str, int]]:
     for field, facts in settings().items():
-        value = value_at(config, field)
+        value = config.value_at(field)
         if facts.kind == "size" and value is not None:
             yield field, value
 
 
-def oversized(config: RunConfig, world_size: int) -> list[Finding]:
+def oversized(case: Case) -> list[Finding]:
     """The sizes that are surely mistyped, and with which the checks themselves would take for ever."""
     found = []
-    if world_size > MOST_RANKS:
-        message = f"must be at most {MOST_RANKS}, got {world_size}"
-        found.append(Finding("world size", message, f"start {config.fewest_ranks} ranks"))
-    for field, value in _sizes(config):
+    if case.world_size > MOST_RANKS:
+        message = f"must be at most {MOST_RANKS}, got {case.world_size}"
+        found.append(Finding("world size", message, f"start {case.config.model.fewest_ranks} ranks"))
+    for field, value in _sizes(case.config):
         if value > LARGEST:
             found.append(Finding(field, f"must be at most {LARGEST}, got {value}", _proper(field)))
     return found
@@ -65,8 +58,8 @@ def sizes_are_positive(c: Context) -> Iterator[Finding]:
             yield Finding(field, f"must be an integer of at least 1, got {value}", _proper(field))
     if c.world_size < 1:
         message = f"must be an integer of at least 1, got {c.world_size}"
-        yield Finding("world size", message, f"start {c.config.fewest_ranks} ranks")
-    yield from oversized(c.config, c.world_size)
+        yield Finding("world size", message, f"start {c.config.model.fewest_ranks} ranks")
+    yield from oversized(c)
 
 
 @rule(
@@ -129,8 +122,7 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
         "model.num_query_groups=2",
         "model.kv_channels=16",
         "model.tensor_model_parallel_size=4",
-        "model.cp_comm_type=p2p",
-        "model.hierarchical_context_parallel_sizes=null",
+        *RING.settings,
         world_size=16,
     ),
 )
@@ -227,8 +219,7 @@ def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
         "dist.use_tp_pp_dp_mapping=true",
         "model.pipeline_model_parallel_size=2",
         "model.context_parallel_size=2",
-        "model.cp_comm_type=p2p",
-        "model.hierarchical_context_parallel_sizes=null",
+        *RING.settings,
     ),
 )
 def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
@@ -281,16 +272,16 @@ def one_hardware_queue(c: Context) -> Iterator[Finding]:
 @rule(
     "A13",
     "The ranks of an all-to-all level share a node.",
-    "The all-to-all of a2a+p2p is exposed and moves every head; across nodes it runs at the network's speed, "
-    "which is what the hierarchy is meant to avoid.",
+    f"The all-to-all of {HIERARCHICAL.name} is exposed and moves every head; across nodes it runs at the network's "
+    "speed, which is what the hierarchy is meant to avoid.",
     broken("model.tensor_model_parallel_size=4", "model.num_query_groups=8", world_size=16, gpus_per_node=4),
     severity="warning",
 )
 def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
-    if c.node_size is None or c.levels is None or "a2a+p2p" not in c.transports or c.world_size <= c.node_size:
+    if c.node_size is None or c.levels is None or not c.hierarchical or c.world_size <= c.node_size:
         return
     try:
-        groups = layout_of(c.config, c.world_size).hierarchical_groups()[0]
+        groups = layout_of(c.config.model, c.config.dist, c.world_size).hierarchical_groups()[0]
     except ValueError:  # an impossible layout is another rule's matter
         return
     node = c.node_size
@@ -302,7 +293,7 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
         yield Finding(
             field,
             f"{across} of {len(groups)} all-to-all groups span up to {max(spans)} nodes of {node} ranks "
-            f"(tp {c.tp} * a2a {c.levels[0]} = {c.tp * c.levels[0]} neighbouring ranks)",
+            f"(tp {c.tp} * {LEVELS[0]} {c.levels[0]} = {c.tp * c.levels[0]} neighbouring ranks)",
             either(typed(field, [largest, c.cp // largest]) if largest > 1 else "", FLAT),
         )
 
@@ -336,7 +327,7 @@ def experts_divide(c: Context) -> Iterator[Finding]:
     broken("parallel=none", "model.make_vocab_size_divisible_by=1", "model.tensor_model_parallel_size=2", world_size=2),
 )
 def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
-    unit, size = c.config.model.make_vocab_size_divisible_by, known_vocab_size(c.config)
+    unit, size = c.config.model.make_vocab_size_divisible_by, known_vocab_size(c.config.model, c.config.tokenizer)
     if unit < 1 or c.tp < 1 or unit % c.tp == 0:
         return
     fitting = math.lcm(unit, c.tp)

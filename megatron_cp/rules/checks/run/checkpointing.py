@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_cp.config.run_config import settings
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import default_of, value_at
+from megatron_cp.rules.proposals import default_of
 
 
 @rule(
@@ -42,7 +42,7 @@ def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
 )
 def intervals_are_positive(c: Context) -> Iterator[Finding]:
     for field, facts in settings().items():
-        value = value_at(c.config, field)
+        value = c.config.value_at(field)
         if facts.kind == "positive" and not facts.allows(value):
             limit = "above 0" if value <= 0 else f"at most {facts.most}"
             yield Finding(field, f"must be {limit}, got {value}", default_of(field))

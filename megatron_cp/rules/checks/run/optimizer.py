@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.config.run_config import SCHEDULE_LENGTHS, TRAINING_LENGTHS, RunConfig
+from megatron_cp.config.run_config import SCHEDULE_LENGTHS, TRAINING_LENGTHS, default_at
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import default_of, either, value_at
+from megatron_cp.rules.proposals import default_of, either
 
 
 @rule(
@@ -17,7 +17,11 @@ from megatron_cp.rules.proposals import default_of, either, value_at
 )
 def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     schedule, optimizer = c.config.scheduler, c.config.optimizer
-    decay, warmup, fraction = schedule.lr_decay_iters, c.config.warmup_iters(), schedule.lr_warmup_fraction
+    decay, warmup, fraction = (
+        schedule.lr_decay_iters,
+        schedule.warmup_iters(c.config.train.train_iters),
+        schedule.lr_warmup_fraction,
+    )
     if fraction is not None and schedule.lr_warmup_iters != 0:
         yield Finding(
             "scheduler.lr_warmup_fraction",
@@ -125,8 +129,8 @@ def one_length(c: Context) -> Iterator[Finding]:
     for section, names in (("train", TRAINING_LENGTHS), ("scheduler", SCHEDULE_LENGTHS)):
         for name in names:
             iterations, samples = f"{section}.{name}_iters", f"{section}.{name}_samples"
-            if value_at(c.config, samples) != value_at(RunConfig(), samples):
-                given = f"{iterations}={value_at(c.config, iterations)}"
+            if c.config.value_at(samples) != default_at(samples):
+                given = f"{iterations}={c.config.value_at(iterations)}"
                 none = f"{iterations}=null" if section == "train" else default_of(iterations)
                 yield Finding(samples, f"cannot be given together with {given}", f"{none}, or {default_of(samples)}")
 
@@ -193,6 +197,19 @@ def emerging_optimizers(c: Context) -> Iterator[Finding]:
         message = "makes each tensor-parallel rank's part of a matrix orthogonal, and results differ from single rank"
         fix = "optimizer.muon_tp_mode=duplicated, or optimizer.muon_tp_mode=distributed"
         yield Finding("optimizer.muon_tp_mode", message, fix)
+
+
+@rule(
+    "K65",
+    "A learning rate of the embedding's own goes with the distributed optimizer.",
+    "A checkpoint that the plain optimizer wrote on pipeline stages with and without the embedding fits no other "
+    "layout.",
+    broken("optimizer.decoupled_lr=1e-3", "optimizer.use_distributed_optimizer=false"),
+)
+def decoupled_rate(c: Context) -> Iterator[Finding]:
+    if c.config.optimizer.decoupled_lr is not None and not c.config.optimizer.use_distributed_optimizer:
+        fix = "optimizer.decoupled_lr=null optimizer.decoupled_min_lr=null, or optimizer.use_distributed_optimizer=true"
+        yield Finding("optimizer.decoupled_lr", "needs the distributed optimizer to be resumed", fix)
 
 
 @rule(

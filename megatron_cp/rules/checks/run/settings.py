@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_cp.config.run_config import RunConfig, settings
+from megatron_cp.config.run_config import default_at, settings
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import default_of, either, one_of, typed, value_at
+from megatron_cp.rules.proposals import default_of, either, one_of, typed
 
 _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
@@ -93,7 +93,7 @@ def fp16_overflows(c: Context) -> Iterator[Finding]:
         )
     for name in () if precision.fp16 else _LOSS_SCALE:
         field = f"mixed_precision.{name}"
-        if getattr(precision, name) != value_at(RunConfig(), field):
+        if getattr(precision, name) != default_at(field):
             message = "has no effect: the loss is scaled in fp16 only"
             yield Finding(field, message, f"{default_of(field)}, or mixed_precision.fp16=true", "warning")
 
@@ -106,7 +106,7 @@ def fp16_overflows(c: Context) -> Iterator[Finding]:
 )
 def fractions(c: Context) -> Iterator[Finding]:
     for field, facts in settings().items():
-        value = value_at(c.config, field)
+        value = c.config.value_at(field)
         if facts.kind == "share" and not facts.allows(value):
             yield Finding(field, f"must be at least 0 and less than 1, got {value}", _proportion(field, value))
     share, field = c.config.model.rotary_percent, "model.rotary_percent"
@@ -152,7 +152,7 @@ def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
 )
 def numbers_are_in_range(c: Context) -> Iterator[Finding]:
     for field, facts in settings().items():
-        value, least, most = value_at(c.config, field), facts.least, facts.most
+        value, least, most = c.config.value_at(field), facts.least, facts.most
         if facts.kind == "number" and not facts.allows(value):
             limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
             positive = typed(field, abs(value)) if least <= abs(value) <= most else ""

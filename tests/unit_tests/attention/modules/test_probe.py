@@ -76,15 +76,15 @@ def _broken(how: str) -> str:
     layers = {layer.layer_number: layer for chunk in chunks for layer in chunk}
     match how:
         case "alone":
-            layers[2].set_context_parallel_group(CPContext.alone("a2a"))
+            layers[2].context = CPContext.alone("a2a")
         case "alone on one rank":
             if rank == 2:
-                layers[2].set_context_parallel_group(CPContext.alone("a2a"))
+                layers[2].context = CPContext.alone("a2a")
         case "half":
-            layers[1].set_context_parallel_group(make_groups(size // 2)[0])
+            layers[1].context = CPContext.build("p2p", make_groups(size // 2)[0])
         case "levels swapped":
             a2a, p2p = layers[3].pg_collection.hcp
-            layers[3].set_context_parallel_group((p2p, a2a))
+            layers[3].context = CPContext.build("a2a+p2p", (p2p, a2a))
         case "silent ring":
             comm.hop = lambda pair, *_: comm.Arrival(pair, [])
         case "silent gather":

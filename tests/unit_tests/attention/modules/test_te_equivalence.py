@@ -21,6 +21,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_cp.attention.modules.native import ContextParallelAttention
 from megatron_cp.attention.modules.te import have_transformer_engine, te_attention_class
 from megatron_cp.attention.modules.te_support import has
+from megatron_cp.attention.transports.registry import TRANSPORTS
 from tests.packed_runs import BALANCED, DYNAMIC, Losses, lengths_file, packed_losses
 from tests.training_runs import train_losses, worst_difference
 from tests.unit_tests.attention.harness import Case, make_groups
@@ -66,7 +67,7 @@ def errors(folder: str, layer: Layer, backend: str) -> list[float] | None:
     if backend == "te":
         import transformer_engine
 
-        if packed and not has(transformer_engine.__version__, "packed sequences (thd)", layer.transport):
+        if packed and not has(transformer_engine.__version__, TRANSPORTS[layer.transport].te_since.packs):
             return None
     start(folder, device)
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -38,7 +38,7 @@ def _check_sample(sample: dict[str, torch.Tensor], length: int) -> None:
 
 def test_indexed_samples(config: RunConfig, corpus: Callable[..., str]) -> None:
     config.dataset.data_path = corpus()
-    train, valid, test = build_datasets(config, TOKENIZER, 500, 10)
+    train, valid, test = build_datasets(config.dataset, TOKENIZER, 500, 10)
     assert len(train) >= 500 and len(valid) >= 10 and test is None  # about five epochs
     for index in (0, 7, 499):
         _check_sample(train[index], 32)
@@ -49,7 +49,7 @@ def test_indexed_samples(config: RunConfig, corpus: Callable[..., str]) -> None:
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, NullTokenizer(300, TOKENIZER.eod)], ids=["bytes", "null"])
 def test_masked_ends_of_documents(config: RunConfig, corpus: Callable[..., str], tokenizer: Tokenizer) -> None:
     config.dataset.data_path, config.dataset.eod_mask_loss = corpus(), True
-    train, _, _ = build_datasets(config, tokenizer, 60)
+    train, _, _ = build_datasets(config.dataset, tokenizer, 60)
     masks = torch.stack([train[i]["loss_mask"] for i in range(60)])
     tokens = torch.stack([train[i]["tokens"] for i in range(60)])
     assert (masks == 0).any()
@@ -66,7 +66,7 @@ def test_a_padding_token_in_the_text_is_a_token_like_others(config: RunConfig, t
     config.dataset.data_path = preprocess([tmp_path / "text.txt"], tmp_path / "text", config.tokenizer).prefix
     config.dataset.split = "1,0,0"
     tokenizer = build_tokenizer(config.tokenizer)
-    train, _, _ = build_datasets(config, tokenizer, 2)
+    train, _, _ = build_datasets(config.dataset, tokenizer, 2)
     pad = tokenizer.tokenize("a")[0]
     for sample in (train[0], train[1]):
         assert (sample["labels"] == pad).any() and torch.equal(sample["loss_mask"], torch.ones(32))
@@ -74,7 +74,7 @@ def test_a_padding_token_in_the_text_is_a_token_like_others(config: RunConfig, t
 
 def test_what_fills_a_short_sample_has_no_loss(config: RunConfig, corpus: Callable[..., str]) -> None:
     config.dataset.data_path = corpus()
-    train, _, _ = build_datasets(config, TOKENIZER, 1)
+    train, _, _ = build_datasets(config.dataset, TOKENIZER, 1)
     core = train._dataset
     core.sample_index = np.array([[0, 0], [0, 20]])  # the first window ends after 20 tokens
     core.shuffle_index = np.array([0])
@@ -85,7 +85,7 @@ def test_what_fills_a_short_sample_has_no_loss(config: RunConfig, corpus: Callab
 
 def test_train_and_validation_share_no_document(config: RunConfig, corpus: Callable[..., str]) -> None:
     config.dataset.data_path = corpus()
-    train, valid, _ = build_datasets(config, TOKENIZER, 80, 20)
+    train, valid, _ = build_datasets(config.dataset, TOKENIZER, 80, 20)
     text = [bytes(d[i]["tokens"][:16].clamp(max=255).tolist()) for d in (train, valid) for i in range(20)]
     assert len(set(text)) == 40
 
@@ -93,21 +93,21 @@ def test_train_and_validation_share_no_document(config: RunConfig, corpus: Calla
 def test_the_index_is_cached_and_follows_the_files(config: RunConfig, corpus: Callable[..., str]) -> None:
     prefix = config.dataset.data_path = corpus("a")
     cache = Path(prefix).parent / "cache"
-    first = build_datasets(config, TOKENIZER, 50).train[0]["tokens"]
+    first = build_datasets(config.dataset, TOKENIZER, 50).train[0]["tokens"]
     (folder,) = cache.iterdir()
     written = {p: p.stat().st_mtime_ns for p in folder.iterdir()}
-    assert torch.equal(build_datasets(config, TOKENIZER, 50).train[0]["tokens"], first)
+    assert torch.equal(build_datasets(config.dataset, TOKENIZER, 50).train[0]["tokens"], first)
     assert {p: p.stat().st_mtime_ns for p in folder.iterdir()} == written
     # Other contents under the same name must not meet the old index.
     other = corpus("b", documents=25)
     for ending in (".bin", ".idx"):
         os.replace(other + ending, prefix + ending)
-    build_datasets(config, TOKENIZER, 50)
+    build_datasets(config.dataset, TOKENIZER, 50)
     assert len(list(cache.iterdir())) == 2
 
 
 def _order(config: RunConfig, samples: int, first: int) -> list[tuple[int, ...]]:
-    train, _, _ = build_datasets(config, TOKENIZER, samples)
+    train, _, _ = build_datasets(config.dataset, TOKENIZER, samples)
     return [tuple(train[i]["tokens"].tolist()) for i in range(first)]
 
 
@@ -123,11 +123,11 @@ def test_an_index_of_pickled_objects_is_not_read(config: RunConfig, corpus: Call
     """Data from somebody else may have a cache beside them; megatron-core ends in a traceback."""
     prefix, marker = corpus("a"), tmp_path / "marker"
     config.dataset.data_path = prefix
-    build_datasets(config, TOKENIZER, 50)
+    build_datasets(config.dataset, TOKENIZER, 50)
     for file in Path(prefix).parent.glob("cache/*/*.npy"):
         file.write_bytes(pickle.dumps(_Runs(marker)))  # numpy takes what does not begin as an array for a pickle
     with pytest.raises(DataError, match=r"\.npy: cannot be read .*delete its folder, and it is made anew"):
-        build_datasets(config, TOKENIZER, 50)
+        build_datasets(config.dataset, TOKENIZER, 50)
     assert not marker.exists()
 
 
@@ -166,21 +166,21 @@ def _numbered(tmp_path: Path, documents: int, length: int) -> str:
 def test_no_part_of_a_small_file_is_left_out(config: RunConfig, tmp_path: Path, documents: int) -> None:
     config.dataset.data_path, config.dataset.seq_length = _numbered(tmp_path, documents, 100), 1000
     config.dataset.split = "1,0,0"
-    train, _, _ = build_datasets(config, NullTokenizer(2000), 100)
+    train, _, _ = build_datasets(config.dataset, NullTokenizer(2000), 100)
     assert len({int(token) for i in range(100) for token in train[i]["labels"]}) == 100 * documents
-    longer, _, _ = build_datasets(config, NullTokenizer(2000), 2000)
+    longer, _, _ = build_datasets(config.dataset, NullTokenizer(2000), 2000)
     assert all(torch.equal(train[i]["tokens"], longer[i]["tokens"]) for i in range(100))
 
 
 def test_small_files_keep_their_share_of_a_blend(config: RunConfig, tmp_path: Path) -> None:
     config.dataset.data_path, config.dataset.split = [_numbered(tmp_path, 2, 50), _numbered(tmp_path, 6, 50)], "1,0,0"
-    train, _, _ = build_datasets(config, NullTokenizer(2000), 400)
+    train, _, _ = build_datasets(config.dataset, NullTokenizer(2000), 400)
     assert sum(int(train._dataset[i]["dataset_id"]) for i in range(400)) == 300
 
 
 def test_a_part_of_less_than_a_sample_is_repeated(config: RunConfig, corpus: Callable[..., str]) -> None:
     config.dataset.data_path, config.dataset.split, config.dataset.seq_length = corpus(), "39,1,0", 256
-    _, valid, _ = build_datasets(config, TOKENIZER, 4, 10)  # one document of at most 150 bytes
+    _, valid, _ = build_datasets(config.dataset, TOKENIZER, 4, 10)  # one document of at most 150 bytes
     _check_sample(valid[9], 256)
 
 
@@ -188,7 +188,7 @@ def test_a_blend_follows_its_weights(config: RunConfig, corpus: Callable[..., st
     prefixes = [corpus("a"), corpus("b", letters="nopqrstuvwxyz")]
     config.dataset.data_path = [0.75, prefixes[0], "0.25", prefixes[1]]
     config.dataset.path_to_cache = str(tmp_path / "elsewhere")
-    train, _, _ = build_datasets(config, TOKENIZER, 400)
+    train, _, _ = build_datasets(config.dataset, TOKENIZER, 400)
     assert (tmp_path / "elsewhere").is_dir() and not (tmp_path / "cache").exists()
     from_first = sum((train[i]["tokens"][:2] <= ord("m")).any().item() for i in range(400))
     assert from_first / 400 == pytest.approx(0.75, abs=0.02)
@@ -196,7 +196,7 @@ def test_a_blend_follows_its_weights(config: RunConfig, corpus: Callable[..., st
 
 def test_prefixes_without_weights_last_for_more_than_an_epoch(config: RunConfig, corpus: Callable[..., str]) -> None:
     config.dataset.data_path = [corpus("a"), corpus("b", letters="nopqrstuvwxyz")]
-    train, _, _ = build_datasets(config, TOKENIZER, 2000)
+    train, _, _ = build_datasets(config.dataset, TOKENIZER, 2000)
     _check_sample(train[1999], 32)
 
 
@@ -245,17 +245,17 @@ def _of(dataset: Any, count: int) -> set[str]:
 def test_parts_with_files_of_their_own(config: RunConfig, corpus: Callable[..., str], kind: str) -> None:
     config.dataset.kind, config.dataset.data_path = kind, [corpus("a", letters="ab"), corpus("b", letters="cd")]
     config.dataset.valid_data_path = [0.5, corpus("c", letters="ef"), 0.5, corpus("d", letters="gh")]
-    train, valid, test = build_datasets(config, TOKENIZER, 300, 40)
+    train, valid, test = build_datasets(config.dataset, TOKENIZER, 300, 40)
     assert (_of(train, 80), _of(valid, 40), test) == (set("abcd"), set("efgh"), None)
     config.dataset.test_data_path = corpus("e", letters="ij")
-    again, valid, test = build_datasets(config, TOKENIZER, 300, 40, 10)
+    again, valid, test = build_datasets(config.dataset, TOKENIZER, 300, 40, 10)
     assert (_of(valid, 40), _of(test, 10)) == (set("efgh"), set("ij"))
     assert all(torch.equal(train[i]["tokens"], again[i]["tokens"]) for i in range(300))
     # All of data_path is for training: its last documents too, which the split would keep.
     config.dataset.data_path = corpus("f", letters="ab")
     sizes = []
     for config.dataset.valid_data_path, config.dataset.test_data_path in ((None, None), (None, "unread")):
-        train, _, _ = build_datasets(config, TOKENIZER, 400)
+        train, _, _ = build_datasets(config.dataset, TOKENIZER, 400)
         sizes.append(len({tuple(train[i]["tokens"].tolist()) for i in range(400)}))
     assert sizes[0] < 0.9 * sizes[1]
 
@@ -263,7 +263,7 @@ def test_parts_with_files_of_their_own(config: RunConfig, corpus: Callable[..., 
 def test_a_part_without_files_of_its_own(config: RunConfig, corpus: Callable[..., str]) -> None:
     config.dataset.kind, config.dataset.data_path, config.dataset.test_data_path = "indexed", corpus(), "nowhere"
     with pytest.raises(DataError, match=r"dataset.valid_data_path: is not set, but 5 samples of it are needed"):
-        build_datasets(config, TOKENIZER, 10, 5)
+        build_datasets(config.dataset, TOKENIZER, 10, 5)
     with pytest.raises(DataError, match=r"nowhere.bin and nowhere.idx: no such file"):
         check_files(config.dataset, TOKENIZER, config.tokenizer)
     assert has_test_part(config.dataset)
@@ -276,29 +276,29 @@ def test_a_part_without_files_of_its_own(config: RunConfig, corpus: Callable[...
 def test_a_split_without_documents(config: RunConfig, corpus: Callable[..., str]) -> None:
     config.dataset.data_path, config.dataset.split = corpus(), "9999,1,0"
     with pytest.raises(DataError, match=r"valid part of dataset.split=9999,1,0 has no documents \(the file has 40\)"):
-        build_datasets(config, TOKENIZER, 10, 10)
-    build_datasets(config, TOKENIZER, 10)  # nobody asks for that part
+        build_datasets(config.dataset, TOKENIZER, 10, 10)
+    build_datasets(config.dataset, TOKENIZER, 10)  # nobody asks for that part
     with pytest.raises(DataError, match="no share for test"):
-        build_datasets(config, TOKENIZER, 10, 0, 10)
+        build_datasets(config.dataset, TOKENIZER, 10, 0, 10)
 
 
 @pytest.mark.parametrize("split", ["", "a", "0,0", "1,2,3,4"])
 def test_bad_split(config: RunConfig, corpus: Callable[..., str], split: str) -> None:
     config.dataset.data_path, config.dataset.split = corpus(), split
     with pytest.raises(DataError, match="the shares of train"):
-        build_datasets(config, TOKENIZER, 10)
+        build_datasets(config.dataset, TOKENIZER, 10)
 
 
 def test_no_square_mask(config: RunConfig, corpus: Callable[..., str]) -> None:
     config.dataset.data_path = corpus()
-    train, _, _ = build_datasets(config, TOKENIZER, 10)
+    train, _, _ = build_datasets(config.dataset, TOKENIZER, 10)
     assert "attention_mask" not in train._dataset[0], "nor is one built and left out"
 
 
 def test_tokens_of_another_tokenizer(config: RunConfig, corpus: Callable[..., str]) -> None:
     config.dataset.data_path = corpus()
     config.tokenizer.tokenizer_type, config.tokenizer.vocab_size = "NullTokenizer", 100
-    train, _, _ = build_datasets(config, build_tokenizer(config.tokenizer), 10)
+    train, _, _ = build_datasets(config.dataset, build_tokenizer(config.tokenizer), 10)
     with pytest.raises(DataError, match=r"ids are 0 to 99. .*tokenizer_type=HuggingFaceTokenizer"):
         train[0]
 
@@ -307,7 +307,7 @@ def test_unwritable_cache(config: RunConfig, corpus: Callable[..., str], tmp_pat
     (tmp_path / "file").write_text("")
     config.dataset.data_path, config.dataset.path_to_cache = corpus(), str(tmp_path / "file" / "cache")
     with pytest.raises(DataError, match=r"set dataset\.path_to_cache"):
-        build_datasets(config, TOKENIZER, 10)
+        build_datasets(config.dataset, TOKENIZER, 10)
 
 
 def test_an_interrupted_build_leaves_no_index(
@@ -316,7 +316,7 @@ def test_an_interrupted_build_leaves_no_index(
     config.dataset.data_path = prefix = corpus()
     monkeypatch.setattr("megatron_cp.data.samples.datasets.TokenDataset.__init__", _interrupt)
     with pytest.raises(KeyboardInterrupt):
-        build_datasets(config, TOKENIZER, 10)
+        build_datasets(config.dataset, TOKENIZER, 10)
     assert list((Path(prefix).parent / "cache").iterdir()) == []
 
 
@@ -325,7 +325,7 @@ def _interrupt(*args: object) -> None:
 
 
 def _first_tokens(config: RunConfig) -> list[list[int]]:
-    train, valid, _ = build_datasets(config, TOKENIZER, 30, 5)
+    train, valid, _ = build_datasets(config.dataset, TOKENIZER, 30, 5)
     return [train[0]["tokens"].tolist(), valid[0]["tokens"].tolist()]
 
 
@@ -353,7 +353,7 @@ def _times_heard(config: RunConfig) -> int:
         mock.patch.object(datasets, "_build_with_megatron_core", slowly),
         mock.patch.object(dist, "all_gather_object", counted),
     ):
-        build_datasets(config, TOKENIZER, 30, 5)
+        build_datasets(config.dataset, TOKENIZER, 30, 5)
     return len(times)
 
 
@@ -366,7 +366,7 @@ def test_a_rank_that_waits_for_a_long_build_hears_of_it(config: RunConfig, corpu
 
 def _message(config: RunConfig) -> str:
     try:
-        build_datasets(config, TOKENIZER, 30, 5)
+        build_datasets(config.dataset, TOKENIZER, 30, 5)
     except DataError as error:
         return str(error)
     return "no error"
@@ -387,10 +387,10 @@ def mock_config(config: RunConfig) -> RunConfig:
 
 def test_mock_samples(mock_config: RunConfig) -> None:
     mock_config.dataset.mock_num_samples = 400
-    train, valid, test = build_datasets(mock_config, TOKENIZER, 500, 10)
+    train, valid, test = build_datasets(mock_config.dataset, TOKENIZER, 500, 10)
     assert (len(train), len(valid), test) == (500, 10, None)
     _check_sample(train[0], 32)
-    again, _, _ = build_datasets(mock_config, TOKENIZER, 100)
+    again, _, _ = build_datasets(mock_config.dataset, TOKENIZER, 100)
     assert torch.equal(again[5]["tokens"], train[5]["tokens"])
     assert not torch.equal(train[5]["tokens"], train[6]["tokens"])
     assert not torch.equal(train[5]["tokens"], valid[5]["tokens"])
@@ -400,7 +400,7 @@ def test_mock_samples(mock_config: RunConfig) -> None:
 
 
 def test_mock_loss_mask_is_uneven(mock_config: RunConfig) -> None:
-    train, _, _ = build_datasets(mock_config, TOKENIZER, 2000)
+    train, _, _ = build_datasets(mock_config.dataset, TOKENIZER, 2000)
     masks = torch.stack([train[i]["loss_mask"] for i in range(2000)])
     assert (1 - masks).mean().item() == pytest.approx(0.3, abs=0.01)
     assert len(masks.sum(dim=1).unique()) > 10

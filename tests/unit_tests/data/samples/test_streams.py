@@ -43,7 +43,7 @@ def lines(tmp_path: Path) -> Callable[..., str]:
 def stream(config: RunConfig, data_path: Any, train: int, valid: int = 0) -> Any:
     config.dataset.data_path = data_path
     config.finalize()
-    datasets = build_datasets(config, TOKENIZER, train, valid)
+    datasets = build_datasets(config.dataset, TOKENIZER, train, valid)
     return (datasets.train, datasets.valid) if valid else datasets.train
 
 
@@ -177,7 +177,7 @@ def test_json_lines_are_tokenized_once_for_each_change_of_file_keys_and_tokenize
     assert len(folders()) == 4
     for seed in ("abc", "xyz"):  # two vocabularies of one size
         bpe = HuggingFaceTokenizer(train_bpe([f"{seed} {seed * 9}"] * 9, 258, tmp_path / seed))
-        build_datasets(packed, bpe, 5)
+        build_datasets(packed.dataset, bpe, 5)
     assert len(folders()) == 6
 
 
@@ -330,7 +330,7 @@ def messages(config: RunConfig, only_rank: int | None, path: str) -> str:
     if only_rank is not None and int(os.environ["RANK"]) != only_rank:
         config.dataset.data_path = path
     try:
-        build_datasets(config, TOKENIZER, 10)
+        build_datasets(config.dataset, TOKENIZER, 10)
     except DataError as error:
         return str(error)
     return "no error"
@@ -350,7 +350,7 @@ def test_a_fault_reaches_every_rank(packed: RunConfig, corpus: Callable[..., str
 
 
 def rank_order(config: RunConfig) -> list[tuple[int, ...]]:
-    return order(build_datasets(config, TOKENIZER, 20).train, 20)
+    return order(build_datasets(config.dataset, TOKENIZER, 20).train, 20)
 
 
 def test_ranks_share_one_tokenized_file(packed: RunConfig, lines: Any, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def windows(config: RunConfig, prefix: str, settings: TokenizerConfig) -> list[d
     config.dataset.split, config.dataset.seq_length = "1,0,0", 9
     tokenizer = build_tokenizer(settings)
     check_files(config.finalize().dataset, tokenizer, settings)
-    train = build_datasets(config, tokenizer, 8).train
+    train = build_datasets(config.dataset, tokenizer, 8).train
     return [train[i] for i in range(8)]  # type: ignore[index]
 
 

@@ -76,7 +76,7 @@ def packed_samples(config: RunConfig, lines: list[dict[str, str]], folder: Path,
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config.model.sequence_packing_scheduler, config.dataset.split = "dp_balanced", "1,0,0"
     config.dataset.data_path, config.dataset.seq_length = str(folder / "data.jsonl"), 100
-    train = build_datasets(config.finalize(), tokenizer, len(lines)).train
+    train = build_datasets(config.finalize().dataset, tokenizer, len(lines)).train
     assert train is not None
     return [train[i] for i in range(len(lines))]
 

@@ -40,7 +40,7 @@ def train(
     """(loss, gradient norm) of each step and the CP sizes that were used; ``skip`` steps are not trained."""
     config = tiny_config(model__sequence_packing_scheduler="default_dynamic_cp", dataset__seq_length=128, **overrides)
     run = setup(config, VOCAB)
-    layout = layout_of(config, dist.get_world_size())
+    layout = layout_of(config.model, config.dist, dist.get_world_size())
     groups = DynamicGroups(layout, blocks=legal_groups(layout.dp * layout.cp))
     model = config.model
     width = model.tensor_model_parallel_size if model.sequence_parallel else 1

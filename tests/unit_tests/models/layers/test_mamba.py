@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_cp.attention.modules.native import ContextParallelAttention
 from megatron_cp.attention.sharding import partition_indices
 from megatron_cp.models.layers.mamba_shape import MambaShape
 from megatron_cp.models.transformer_config import transformer_config
@@ -27,9 +28,9 @@ def mixer_of(overrides: dict[str, Any]) -> tuple[Any, Any]:
     from megatron_cp.models.hybrid import hybrid_stack_spec
 
     config = tiny_config(**HYBRID | {"model__context_parallel_size": dist.get_world_size()} | overrides)
-    groups = build_process_groups(config)
-    core_config = transformer_config(config)
-    spec = hybrid_stack_spec(config, core_config).submodules.mamba_layer
+    groups = build_process_groups(config.model, config.dist)
+    core_config = transformer_config(config.model, config.mixed_precision)
+    spec = hybrid_stack_spec(config.model, core_config, 1, ContextParallelAttention).submodules.mamba_layer
     layer = spec.module(core_config, spec.submodules, layer_number=1, pg_collection=groups, **spec.params)
     return layer.mixer.double(), groups
 

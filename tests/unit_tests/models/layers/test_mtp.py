@@ -14,6 +14,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_cp.common.jsonl_log import read_lines
+from megatron_cp.config.run_config import LoggerConfig
 from megatron_cp.data.samples.varlen import MockVarlenDataset
 from megatron_cp.dynamic_cp import schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.groups import legal_groups
@@ -21,7 +22,7 @@ from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
 from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.parallel.layout import layout_of
-from megatron_cp.training import step
+from megatron_cp.training import forward_backward, step
 from megatron_cp.training.checkpoint.saver import load_checkpoint
 from megatron_cp.training.monitor.metrics import WritingReporter
 from megatron_cp.training.monitor.step_metrics import StepMetrics
@@ -228,7 +229,7 @@ def upstreams_loss(overrides: dict[str, Any]) -> Steps:
     results = []
     with (
         mock.patch.object(LanguageModel, "_postprocess", GPTModel._postprocess),
-        mock.patch.object(step, "_depth_tokens", lambda run, window: []),
+        mock.patch.object(forward_backward, "_depth_tokens", lambda run, window: []),
     ):
         for _ in range(STEPS):
             (microbatch,) = next(batches).microbatches
@@ -259,7 +260,7 @@ def train_packed(overrides: dict[str, Any], per_rank: int, dynamic: bool = True,
         **overrides,
     )
     run = setup(config, VOCAB)
-    layout = layout_of(config, dist.get_world_size())
+    layout = layout_of(config.model, config.dist, dist.get_world_size())
     groups = DynamicGroups(layout, blocks=legal_groups(layout.dp * layout.cp))
     model = config.model
     options: dict[str, Any] = {
@@ -436,9 +437,8 @@ def test_a_model_may_begin_with_the_weights_of_one_that_predicts_no_further_toke
 
 
 def test_each_depth_is_a_metric_of_its_own(tmp_path: Path) -> None:
-    config = tiny_config(**MTP2, checkpoint__save=str(tmp_path))
     metrics = StepMetrics(1, 4, 128, 5.0, 1.0, 1e-3, 0.1, 1.0, 1.0, 1.0, 1.0, 4, False, mtp_losses=(5.5, 6.0))
-    reporter = WritingReporter(config, tmp_path, start=0, world_size=1)
+    reporter = WritingReporter(LoggerConfig(), 10, tmp_path)
     reporter.step(metrics)
     reporter.close()
     (line,) = read_lines(tmp_path / "metrics.jsonl")

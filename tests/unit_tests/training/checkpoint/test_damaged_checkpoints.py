@@ -13,8 +13,8 @@ from megatron_cp.common.errors import ConfigError, UnusableCheckpoint
 from megatron_cp.training.checkpoint import writer as checkpoint_writer
 from megatron_cp.training.checkpoint.checksums import CHECKSUMS, read_checksums, sum_of
 from megatron_cp.training.checkpoint.files import LATEST, existing_folder, latest_iteration, newer_than_latest
-from megatron_cp.training.checkpoint.resume import find_start
-from megatron_cp.training.checkpoint.verification import begin_with, problems_of
+from megatron_cp.training.checkpoint.resume import begin_with, find_start
+from megatron_cp.training.checkpoint.verification import problems_of
 from megatron_cp.training.step import train_step
 from tests.crafted_checkpoints import as_written_before_checksums, flip, flip_back
 from tests.ranks import run_ranks

@@ -28,6 +28,10 @@ FIELDS = (
 )
 
 
+def build(config: RunConfig) -> Any:
+    return build_process_groups(config.model, config.dist)
+
+
 def config_of(tp: int = 1, cp: int = 1, pp: int = 1, hcp: list[int] | None = None, **more: Any) -> RunConfig:
     overrides = {
         "model__tensor_model_parallel_size": tp,
@@ -41,7 +45,7 @@ def config_of(tp: int = 1, cp: int = 1, pp: int = 1, hcp: list[int] | None = Non
 
 def members(config: RunConfig) -> dict[str, list[int] | None]:
     """Global ranks of each of the caller's groups, after proving that each group reduces over just these."""
-    groups = build_process_groups(config)
+    groups = build(config)
     result: dict[str, list[int] | None] = {}
     named = {name: getattr(groups, name) for name in FIELDS}
     named |= {f"hcp[{level}]": group for level, group in enumerate(groups.hcp or [])}
@@ -96,7 +100,8 @@ def test_decentralized_groups_are_the_mpus_groups(world_size: int, cases: list[d
     for rank, results in enumerate(by_rank):
         for case, (mpu, decentralized) in zip(cases, results, strict=True):
             assert mpu == decentralized, (rank, case)
-            layout = layout_of(config_of(**case), world_size)
+            config = config_of(**case)
+            layout = layout_of(config.model, config.dist, world_size)
             for family in FAMILIES:
                 expected = next((ranks for ranks in layout.groups(family) if rank in ranks), None)
                 assert mpu[family] == expected, (rank, case, family)
@@ -106,7 +111,7 @@ def test_decentralized_groups_are_the_mpus_groups(world_size: int, cases: list[d
 
 
 def without_global_state() -> None:
-    groups = build_process_groups(config_of(cp=4, hcp=[2, 2], dist__use_decentralized_pg=True))
+    groups = build(config_of(cp=4, hcp=[2, 2], dist__use_decentralized_pg=True))
     assert not parallel_state.is_initialized()
     assert [group.size() for group in groups.hcp] == [2, 2]
     destroy_process_groups(groups)
@@ -117,11 +122,11 @@ def test_decentralized_groups_need_no_global_state() -> None:
 
 
 def reinitialize() -> None:
-    groups = build_process_groups(config_of(cp=4, hcp=[2, 2]))
+    groups = build(config_of(cp=4, hcp=[2, 2]))
     assert parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) is not None
     destroy_process_groups(groups)
     assert parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) is None
-    groups = build_process_groups(config_of(cp=2))
+    groups = build(config_of(cp=2))
     assert groups.hcp is None
     assert parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) is None
     destroy_process_groups(groups)
@@ -136,7 +141,7 @@ def fail_then_build() -> list[int]:
     """megatron-core asserts the product of the hierarchical sizes after it has built half of the groups."""
     with pytest.raises(AssertionError):
         parallel_state.initialize_model_parallel(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 4])
-    groups = build_process_groups(config_of(cp=4, hcp=[2, 2]))
+    groups = build(config_of(cp=4, hcp=[2, 2]))
     sizes = [groups.cp.size(), *(group.size() for group in groups.hcp)]
     destroy_process_groups(groups)
     return sizes
@@ -149,7 +154,7 @@ def test_a_failed_initialization_leaves_nothing_behind() -> None:
 def timeouts(decentralized: bool) -> dict[str, float]:
     """Minutes that a collective of each group may take."""
     more = {"dist__use_decentralized_pg": decentralized, "dist__distributed_timeout_minutes": 7}
-    groups = build_process_groups(config_of(cp=4, hcp=[2, 2], **more))
+    groups = build(config_of(cp=4, hcp=[2, 2], **more))
     named = {name: getattr(groups, name) for name in FIELDS}
     named |= {f"hcp[{level}]": group for level, group in enumerate(groups.hcp)}
     cpu = torch.device("cpu")
@@ -178,7 +183,7 @@ def missing_level() -> None:
         return groups
 
     process_groups._decentralized = forgetful
-    build_process_groups(config_of(cp=4, hcp=[2, 2], dist__use_decentralized_pg=True))
+    build(config_of(cp=4, hcp=[2, 2], dist__use_decentralized_pg=True))
 
 
 def test_a_missing_group_is_noticed_at_once() -> None:

@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from megatron_cp.common.jsonl_log import keep_lines_until, read_lines
+from megatron_cp.config.run_config import LoggerConfig
 from megatron_cp.training.monitor.metrics import WritingReporter, wants_live_line
-from megatron_cp.training.monitor.phases import Interval, Phases, interval_of, peak_memory_bytes, read_numbers
+from megatron_cp.training.monitor.phases import PHASES, Interval, Phases, peak_memory_bytes
 from megatron_cp.training.monitor.step_metrics import StepMetrics
+from megatron_cp.training.monitor.step_report import StepReport, gather_reports, read_reports
 from tests.ranks import run_ranks
 from tests.training_runs import tiny_config
 
@@ -150,19 +152,29 @@ def test_on_a_gpu_nobody_waits_for_a_phase(monkeypatch: pytest.MonkeyPatch) -> N
     assert phases.read() == {"other": 1}
 
 
-def numbers_of_two_ranks() -> list[float]:
-    phases = Phases()
+def interval_of_two_ranks() -> Interval:
+    phases, rank = Phases(), torch.distributed.get_rank()
     with phases("data"):
-        time.sleep(0.2 * (1 + torch.distributed.get_rank()))
-    if torch.distributed.get_rank() == 1:
+        time.sleep(0.2 * (1 + rank))
+    if rank == 1:
         held = torch.ones(30_000_000)  # 120 MB
         assert held.sum() == 30_000_000
-    return read_numbers(phases, torch.device("cpu"))
+    mine = StepReport(
+        signal=15 * rank,
+        saving=rank == 0,
+        peak_memory_bytes=peak_memory_bytes(torch.device("cpu")),
+        seconds=dict.fromkeys(PHASES, 0.0) | phases.read(),
+    )
+    gathered = gather_reports(mine, torch.ones(1, dtype=torch.float64) * (rank == 1), torch.distributed.group.WORLD)
+    suspected, report = read_reports(gathered, mine)
+    assert suspected and (report.signal, report.out_of_time, report.saving) == (15, False, True)
+    return report.interval(5)
 
 
 def test_an_interval_is_the_mean_of_the_ranks_and_the_memory_of_the_fullest() -> None:
     before = peak_memory_bytes(torch.device("cpu"))
-    a = interval_of(list(zip(*run_ranks(numbers_of_two_ranks, 2), strict=True)), 5)
+    a, b = run_ranks(interval_of_two_ranks, 2)
+    assert a == b
     assert 0.3 / 5 <= a.seconds["data"] < 2 * 0.3 / 5
     assert "schedule" not in a.seconds
     assert 100_000_000 < a.peak_memory_bytes < before + 400_000_000
@@ -173,8 +185,7 @@ def test_an_interval_is_the_mean_of_the_ranks_and_the_memory_of_the_fullest() ->
 
 def report(folder: Path, start: int = 0, steps: range = range(1, 4), step_too: bool = True, **settings: Any) -> None:
     config = tiny_config(**{f"logger__{name}": value for name, value in settings.items()})
-    config.train.train_iters = 10
-    reporter = WritingReporter(config, folder, start, 1)
+    reporter = WritingReporter(config.logger, 10, folder, start, run_settings=config.as_written())
     for iteration in steps if step_too else ():
         reporter.step(step(iteration), INTERVAL if reporter.is_due(iteration) else None)
     reporter.evaluation(steps[-1], "validation", 4.5, 0.1)
@@ -199,7 +210,7 @@ def test_lines_and_tensorboard(tmp_path: Path) -> None:
 
 
 def test_evaluations_unlike_the_runs_are_marked_and_in_no_chart(tmp_path: Path) -> None:
-    reporter = WritingReporter(tiny_config(), tmp_path, 3, 1, {"dataset.random_seed": 7})
+    reporter = WritingReporter(LoggerConfig(), 3, tmp_path, 3, trains=False, unlike={"dataset.random_seed": 7})
     reporter.evaluation(3, "validation", 4.5)
     reporter.close()
     (line,) = read_lines(tmp_path / "metrics.jsonl")
@@ -208,7 +219,7 @@ def test_evaluations_unlike_the_runs_are_marked_and_in_no_chart(tmp_path: Path) 
 
 
 def test_a_number_that_is_none_is_null_in_the_lines(tmp_path: Path) -> None:
-    reporter = WritingReporter(tiny_config(logger__tensorboard=False), tmp_path, 0, 1)
+    reporter = WritingReporter(LoggerConfig(tensorboard=False), 10, tmp_path)
     reporter.step(step(1, lm_loss=float("nan"), grad_norm=float("inf")))
     reporter.close()
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -340,10 +351,8 @@ def on_a_terminal(folder: str) -> None:
     os.dup2(follower, 2)
     sys.stderr = os.fdopen(2, "w")
     metrics._console = None  # one that an earlier test of this process made knows no terminal
-    logger = {"logger__progress": "auto", "logger__tensorboard": False, "logger__log_interval": 1000}
-    config = tiny_config(**logger, train__train_iters=10)
-    assert metrics.wants_live_line(config)
-    reporter = WritingReporter(config, Path(folder), 0, 1)
+    assert metrics.wants_live_line("auto")
+    reporter = WritingReporter(LoggerConfig(log_interval=1000, tensorboard=False), 10, Path(folder))
     for iteration in range(1, 6):
         time.sleep(0.05)
         reporter.step(step(iteration, lm_loss=6.0 - iteration))
@@ -376,7 +385,7 @@ def test_no_progress_is_no_lines_of_steps(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with caplog.at_level("INFO", logger="megatron_cp"):
         report(tmp_path, progress=progress, tensorboard=False)
-    assert not wants_live_line(tiny_config(logger__progress=progress))
+    assert not wants_live_line(progress)
     assert sum(line.startswith("iteration") for line in caplog.messages) == told
     assert "validation loss at iteration 3: 4.500000" in caplog.messages
     lines = read_lines(tmp_path / "metrics.jsonl")

@@ -20,6 +20,7 @@ from tests.packed_runs import (
 )
 from tests.ranks import run_ranks
 from tests.training_runs import worst_difference
+from tests.unit_tests.models.gemma3 import GEMMA3
 from tests.unit_tests.models.hybrids import FURTHER, HYBRID, HYBRID_EXPERTS
 from tests.unit_tests.training.layouts.cases import CP2, CP4, PP2, SP, TP2, VPP2
 from tests.unit_tests.training.layouts.test_model_variants import (
@@ -150,6 +151,10 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         | {"model__expert_model_parallel_size": 4, "model__expert_tensor_parallel_size": 1},
     ),
     "sliding window": (4, {"model__window_size": [8, 0]}, DYNAMIC | per_rank(32)),
+    "gemma 3": (4, GEMMA3, DYNAMIC | CP2 | per_rank(32)),
+    "gemma 3, tp2 sp": (4, GEMMA3, DYNAMIC | TP2 | SP | per_rank(64)),
+    "gemma 3, pp2 vpp2": (4, GEMMA3, DYNAMIC | PP2 | VPP2 | per_rank(64)),
+    "gemma 3, full recomputation, dp_balanced cp2": (4, GEMMA3, BALANCED | CP2 | FULL),
     "overlapped reductions": (
         4,
         {},
@@ -166,6 +171,7 @@ FAST = (
     "4 ranks, cp2",
     "pp2 vpp2",
     "4 ranks, dp_balanced cp2",
+    "gemma 3",
     "experts, tp2 sp, decentralized",
     "hybrid with experts, ep2, whole in tp2 sp",
 )

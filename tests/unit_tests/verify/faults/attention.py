@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 
-from megatron_cp.attention import functional, merge
+from megatron_cp.attention import merge
 from megatron_cp.attention.modules import native as core_attention
 from megatron_cp.attention.tiles import Mask
-from megatron_cp.attention.transports import all_to_all, comm, ring
+from megatron_cp.attention.transports import all_to_all, comm, hierarchical, ring
 from megatron_cp.dynamic_cp.runtime import packing
 from megatron_cp.mcore import patches
 from megatron_cp.models.layers import mamba_exchange
@@ -115,7 +115,7 @@ def swapped_levels() -> Patch:
     def change(attention: Callable) -> Callable:
         return lambda *given: attention(*given[:-2], given[-1], given[-2])
 
-    return changed(functional, "hierarchical_attention", change)
+    return changed(hierarchical, "hierarchical_attention", change)
 
 
 @fault("windows: one token too long", CP4 | WINDOW, FORWARD)

@@ -11,7 +11,7 @@ import torch
 from megatron_cp.attention.sharding import shard_sequence
 from megatron_cp.dynamic_cp.runtime import iterator
 from megatron_cp.models.layers import chunked_loss, mtp
-from megatron_cp.training import batches, step
+from megatron_cp.training import batches, forward_backward
 from tests.unit_tests.training.layouts.cases import CP2, CP4, PP2, SP, TP2, VPP2
 from tests.unit_tests.verify.faults.registry import (
     BACKWARD,
@@ -102,7 +102,7 @@ def _loss(change: Callable[[torch.Tensor, torch.Tensor, Any], Any]) -> Patch:
     def wrap(original: Callable) -> Callable:
         return lambda mask, losses: change(mask, losses, original(mask, losses))
 
-    return changed(step, "loss_function", wrap)
+    return changed(forward_backward, "loss_function", wrap)
 
 
 @fault("loss: averaged per rank", CP4, BATCHES)
@@ -110,7 +110,7 @@ def loss_averaged_per_rank() -> Patch:
     def mean(mask: Any, losses: Any, found: Any) -> Any:
         total, tokens, _ = found
         average, one = total / tokens.clamp(min=1), torch.ones((), dtype=torch.int)
-        return average, one, {"lm loss": torch.stack([average.detach().double(), one.double()])}
+        return average, one, replace(found[2], loss=average.detach().double(), tokens=one.double())
 
     return _loss(mean)
 
@@ -119,7 +119,7 @@ def loss_averaged_per_rank() -> Patch:
 def loss_without_mask() -> Patch:
     def unmasked(mask: Any, losses: Any, found: Any) -> Any:
         total = losses.float().sum()
-        return total, found[1], {"lm loss": torch.stack([total.detach().double(), found[1].double()])}
+        return total, found[1], replace(found[2], loss=total.detach().double(), tokens=found[1].double())
 
     return _loss(unmasked)
 
@@ -128,7 +128,7 @@ def loss_without_mask() -> Patch:
 def loss_in_half_precision() -> Patch:
     def rounded(mask: Any, losses: Any, found: Any) -> Any:
         total = found[0].bfloat16().float()
-        return total, found[1], {"lm loss": torch.stack([total.detach().double(), found[1].double()])}
+        return total, found[1], replace(found[2], loss=total.detach().double(), tokens=found[1].double())
 
     return _loss(rounded)
 
@@ -207,7 +207,7 @@ def tokens_of_the_rank() -> Patch:
         ]
         return torch.stack(counts).sum(dim=0).tolist()
 
-    return mock.patch.object(step, "_depth_tokens", count)
+    return mock.patch.object(forward_backward, "_depth_tokens", count)
 
 
 @fault("multi-token prediction: the embedding gets no gradient of it", MTP | PP2 | VPP2 | CP2, BACKWARD)

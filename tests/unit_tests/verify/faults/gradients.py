@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 
 from megatron_cp.parallel import pipeline
-from megatron_cp.training import gradients, setup, step
+from megatron_cp.training import forward_backward, gradients, setup
 from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2
 from tests.unit_tests.training.layouts.test_model_variants import EP2, MOE, OVERLAPPED
 from tests.unit_tests.verify.faults.registry import BACKWARD, COPIES, FORWARD, NORM, changed, fault
@@ -98,7 +98,7 @@ def not_accumulated() -> Patch:
 
         return forgetting
 
-    return changed(step, "forward_step", change)
+    return changed(forward_backward, "forward_step", change)
 
 
 @fault("gradients: their norm is this rank's own", CP4, NORM)
@@ -149,4 +149,4 @@ def virtual_stage_in_reverse_order() -> Patch:
 
         return reordered
 
-    return changed(step, "forward_step", change)
+    return changed(forward_backward, "forward_step", change)

@@ -1,7 +1,6 @@
 """The greedy rule of Megatron-LM's development branch (2026), re-stated: one microbatch after another, cost s^2 / c.
 
-The scheduler tries it where it is cheap, because with hardly any room in memory it sometimes needs a microbatch less;
-the benchmark uses it as a baseline.
+A baseline of the benchmark. The scheduler does not use it.
 """
 
 from __future__ import annotations

@@ -1,24 +1,27 @@
-"""``megatron-cp train --verify``: compare a run's layout with one rank before its first step, once."""
+"""Run a comparison: by itself (``verify``), or once before a run's first step (``train --verify``)."""
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from rich.console import Console
 
 from megatron_cp.common.atomic_files import write_text
-from megatron_cp.common.errors import RuntimeFault
+from megatron_cp.common.errors import RuntimeFault, failed_alone
 from megatron_cp.common.input_files import read_json
 from megatron_cp.config.run_config import (
     CheckpointConfig,
     LoggerConfig,
+    ModelConfig,
     ProfilingConfig,
     RunConfig,
     TrainConfig,
@@ -26,18 +29,42 @@ from megatron_cp.config.run_config import (
 )
 from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.launch import launcher
-from megatron_cp.parallel.collectives import everyones
+from megatron_cp.mcore.packages import check_mamba_ssm
+from megatron_cp.parallel.collectives import broadcast_object, run_on_first_rank
+from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import Environment
-from megatron_cp.training.consistency import digest, fingerprint
+from megatron_cp.training.consistency import check_all_ranks_agree, digest, fingerprint
+from megatron_cp.training.monitor.metrics import start_logging
 from megatron_cp.training.monitor.sinks import writing_into
-from megatron_cp.verify.compare import compare_with_one_rank
+from megatron_cp.verify.compare import compare_layouts, compare_with_one_rank
 from megatron_cp.verify.reduce import checked, comparable
-from megatron_cp.verify.report import diagnose
+from megatron_cp.verify.report import diagnose, show
 
 logger = logging.getLogger(__name__)
 
 FILE = "verified_layouts.json"
 STEPS = 2
+
+
+def verify(configs: Sequence[RunConfig], names: tuple[str, str]) -> bool:
+    """Compare two layouts, or one with one rank; show what is found on rank 0. Returns whether they are equal."""
+    layout, rank = configs[-1], launcher.rank()
+    start_logging(rank, live=False)
+    if "M" in layout.model.parts:
+        check_mamba_ssm()
+    start_distributed(layout.dist)
+    try:
+        check_all_ranks_agree(asdict(layout))
+        if len(configs) == 2:
+            result = compare_layouts(*configs)
+        else:
+            result = compare_with_one_rank(layout, on_one_rank(layout))
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        # The other ranks wait: a launcher stops all ranks as soon as one has ended with a failure.
+        run_on_first_rank(lambda: show(result, names, console), "the comparison could not be shown")
+        return result.equal
+    finally:
+        stop_distributed(alone=failed_alone(sys.exception()))
 
 
 def verify_once(config: RunConfig) -> None:
@@ -51,8 +78,8 @@ def verify_once(config: RunConfig) -> None:
     world_size = dist.get_world_size()
     (small,) = comparable([config], world_size, STEPS)
     reduced = checked(small, world_size)
-    file, layout, key = Path(config.checkpoint.save or "", FILE), describe(config, world_size), _key(reduced)
-    known, key = everyones((_read(file), key))[0]
+    file, layout, key = Path(config.checkpoint.save or "", FILE), describe(config.model, world_size), _key(reduced)
+    known, key = broadcast_object((_read(file), key))
     if key in known:
         logger.info("layout verified before, not verified again: %s (%s, %s)", layout, file, known[key]["time"])
         return
@@ -79,15 +106,14 @@ def verify_once(config: RunConfig) -> None:
     )
 
 
-def describe(config: RunConfig, world_size: int) -> str:
+def describe(model: ModelConfig, world_size: int) -> str:
     """A layout in a few words."""
-    model = config.model
     sizes = {
         "tp": model.tensor_model_parallel_size,
         "cp": f"{model.context_parallel_size} {'/'.join(model.transports)}",
         "pp": model.pipeline_model_parallel_size,
         "ep": model.expert_model_parallel_size,
-        "dp": config.data_parallel_size(world_size),
+        "dp": model.data_parallel_size(world_size),
     }
     return f"{world_size} rank{'s' * (world_size > 1)} ({', '.join(f'{name} {size}' for name, size in sizes.items())})"
 
@@ -110,7 +136,7 @@ def _key(reduced: RunConfig) -> str:
         recipe_world_size=None,
     )
     ranks = {"ranks": f"{dist.get_world_size()}, {launcher.local_world_size()} a node"}
-    return digest(fingerprint(layout, Environment.detect()) | ranks)
+    return digest(fingerprint(asdict(layout), Environment.detect()) | ranks)
 
 
 def _read(file: Path) -> dict[str, Any]:

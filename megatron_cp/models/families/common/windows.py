@@ -1,0 +1,66 @@
+"""Sliding windows in ``config.json``. There a window counts the token itself, in :class:`ModelConfig` it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_cp.config.run_config import ModelConfig
+from megatron_cp.models.families.common.base import Settings
+from megatron_cp.models.families.common.problems import Problems, is_count
+
+
+@dataclass(frozen=True)
+class NoWindow(Settings):
+    """No window, also where the settings ask for one: Hugging Face's library does not read them."""
+
+    def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
+        asked = bool(values.get("use_sliding_window")) and values.get("sliding_window") is not None
+        asked = asked or "sliding_attention" in str(values.get("layer_types"))
+        problems.unless(not asked, "use_sliding_window", values.get("use_sliding_window"), "no window is needed")
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Settings):
+    """A window in all layers, or in none."""
+
+    def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
+        super().read(values, model, problems)
+        width: Any = values.get("sliding_window")
+        problems.unless(width is None or is_count(width), "sliding_window", width, "at least 1, or null, is needed")
+        model.window_size = [width - 1, 0] if is_count(width) else None
+
+    def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
+        window = model.window_size
+        causal = window is None or (window[0] >= 0 and window[1] == 0)
+        problems.unless(causal, "model.window_size", window, "[n, 0] is needed")
+        return super().write(model, problems) | {"sliding_window": window[0] + 1 if window else None}
+
+
+@dataclass(frozen=True)
+class SwitchedWindow(SlidingWindow):
+    """A window that ``use_sliding_window`` switches on, in the layers from ``max_window_layers`` on or in listed ones.
+
+    reads_first_layer: whether the family's models read ``max_window_layers``.
+    """
+
+    reads_first_layer: bool = True
+
+    def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
+        width: Any = values.get("sliding_window")
+        layers, used = values.get("layer_types"), bool(values.get("use_sliding_window")) and width is not None
+        first = values.get("max_window_layers", 0) if self.reads_first_layer else 0
+        have_window = [kind == "sliding_attention" for kind in layers or ()]
+        have_window = have_window or [used and layer >= first for layer in range(model.num_layers)]
+        if not any(have_window):
+            return
+        message = "a window in all layers, and at least 1 token wide, is needed"
+        holds = used and all(have_window) and is_count(width)
+        problems.unless(holds, "use_sliding_window", values.get("use_sliding_window"), message)
+        model.window_size = [width - 1, 0] if holds else None
+
+    def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
+        # Some versions apply a window whatever use_sliding_window says.
+        switch = {"use_sliding_window": bool(model.window_size), "max_window_layers": 0}
+        return super().write(model, problems) | switch

@@ -1,0 +1,188 @@
+"""DeepSeek's families, V2 and V3: latent attention, and experts in all layers but the first ones.
+
+Their routers differ: V2's is a softmax over all experts, of which the chosen ones' weights are taken as they are; V3's
+takes sigmoids, chooses with a bias that no gradient reaches, and normalizes the chosen ones' weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_cp.config.run_config import ModelConfig
+from megatron_cp.models.families.common.base import Family, Settings
+from megatron_cp.models.families.common.experts import GroupedExperts
+from megatron_cp.models.families.common.positions import RotaryPositions
+from megatron_cp.models.families.common.problems import Problems
+from megatron_cp.models.families.common.weights import KEPT_IN_FLOAT32
+from megatron_cp.models.families.common.windows import NoWindow
+from megatron_cp.models.families.llama import ATTENTION_BIAS, SHAPE, with_experts
+
+# Of the norms inside latent attention: those of the layers have a setting, these have it built in.
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class LatentAttention(Settings):
+    """Latent attention: it has neither groups of queries nor one width of its heads."""
+
+    def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
+        super().read(values, model, problems)
+        heads, groups = model.num_attention_heads, values.get("num_key_value_heads")
+        problems.unless(groups in (None, heads), "num_key_value_heads", groups, f"one a head, {heads}, is needed")
+        model.num_query_groups = model.kv_channels = None
+
+    def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
+        return super().write(model, problems) | {"num_key_value_heads": model.num_attention_heads}
+
+
+@dataclass(frozen=True)
+class LatentPositions(RotaryPositions):
+    """Plain rotary positions or YaRN, which sharpens the scores by ``mscale_all_dim``."""
+
+    def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
+        super().read(values, model, problems)
+        rope = (values.get("rope_scaling") or {}) | (values.get("rope_parameters") or {})
+        stretched = model.rope_scaling or model.seq_len_interpolation_factor is not None
+        problems.unless(not stretched, "rope_scaling", rope, "none but YaRN is needed")
+        if model.position_embedding_type != "yarn":
+            return
+        given, message = rope.get("attention_factor"), "mscale and mscale_all_dim are needed instead"
+        problems.unless(given is None, "rope_scaling.attention_factor", given, message)
+        rounded = model.yarn_correction_range_round_to_int
+        problems.unless(rounded, "rope_scaling.truncate", rope.get("truncate"), "true is needed")
+        both = not rope.get("mscale_all_dim") or bool(rope.get("mscale"))
+        problems.unless(both, "rope_scaling.mscale", rope.get("mscale"), "a number beside mscale_all_dim is needed")
+
+    def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
+        scales = (model.yarn_mscale, model.yarn_mscale_all_dim)
+        zero = None not in scales and 0 in scales and model.position_embedding_type == "yarn"
+        message = "two numbers other than 0, or none, are needed"
+        problems.unless(not zero, "model.yarn_mscale", list(scales), message)
+        return super().write(model, problems)
+
+
+@dataclass(frozen=True)
+class DeepseekExperts(GroupedExperts):
+    """Experts beside shared ones of the same width, in all layers but the first ones."""
+
+    def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
+        super().read(values, model, problems)
+        dense: Any = values.get("first_k_dense_replace")
+        some = type(dense) is int and 0 <= dense < model.num_layers
+        message = f"fewer than the {model.num_layers} layers are needed"
+        problems.unless(some, "first_k_dense_replace", dense, message)
+        if some and dense:
+            model.moe_layer_freq = [0] * dense + [1] * (model.num_layers - dense)
+        every = values.get("moe_layer_freq", 1)
+        message = "experts in all layers after the first ones are needed"
+        problems.unless(every == 1, "moe_layer_freq", every, message)
+        model.moe_shared_expert_intermediate_size = values["n_shared_experts"] * values["moe_intermediate_size"]
+
+    def groups(self, values: Mapping[str, Any], problems: Problems) -> tuple[int, int]:
+        if self.scores_of_a_group == 2:  # V3
+            return super().groups(values, problems)
+        method = values.get("topk_method")
+        known = method in ("greedy", "group_limited_greedy")
+        problems.unless(known, "topk_method", method, "greedy or group_limited_greedy is needed")
+        return (1, 1) if method == "greedy" else super().groups(values, problems)
+
+    def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
+        values = super().write(model, problems)
+        experts = [int("E" in parts) for parts in model.layer_parts]
+        dense = len(experts) - sum(experts)
+        first = experts == [0] * dense + [1] * sum(experts)
+        message = "experts in all layers after the first ones are needed"
+        problems.unless(first, "model.moe_layer_freq", model.moe_layer_freq, message)
+        width, shared = values["moe_intermediate_size"] or 1, model.moe_shared_expert_intermediate_size or 0
+        message = f"a multiple of the experts' width, {width}, is needed"
+        whole = shared > 0 and shared % width == 0
+        problems.unless(whole, "model.moe_shared_expert_intermediate_size", shared, message)
+        if self.scores_of_a_group == 1:
+            values |= {"topk_method": "greedy" if values["n_group"] == 1 else "group_limited_greedy"}
+        return values | {"first_k_dense_replace": dense, "n_shared_experts": shared // width}
+
+
+_ATTENTION = LatentAttention(
+    counts={
+        "kv_lora_rank": "kv_lora_rank",
+        "qk_nope_head_dim": "qk_head_dim",
+        "qk_rope_head_dim": "qk_pos_emb_head_dim",
+        "v_head_dim": "v_head_dim",
+    },
+    optional={"q_lora_rank": "q_lora_rank", "num_key_value_heads": "", "head_dim": ""},
+    needed={
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "layernorm_epsilon": _EPSILON,
+        "rope_scaling": False,
+        "seq_len_interpolation_factor": None,
+        "window_size": None,
+        "add_qkv_bias": False,
+    },
+    given={"rms_norm_eps": _EPSILON},
+)
+_EXPERTS: dict[str, Any] = {
+    "counts": {
+        "n_routed_experts": "num_moe_experts",
+        "n_shared_experts": "",
+        "moe_intermediate_size": "moe_ffn_hidden_size",
+        "num_experts_per_tok": "moe_router_topk",
+    },
+}
+
+
+def _needed(sigmoid: bool) -> dict[str, Any]:
+    return {
+        "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
+        "moe_router_enable_expert_bias": sigmoid,
+        "moe_router_pre_softmax": not sigmoid,
+        "moe_shared_expert_gate": False,
+        "moe_latent_size": None,
+    }
+
+
+_V2 = DeepseekExperts(
+    **_EXPERTS,
+    needed=_needed(sigmoid=False),
+    written={"moe_layer_freq": 1, "scoring_func": "softmax"},
+    scores_of_a_group=1,
+)
+_V3 = DeepseekExperts(
+    **_EXPERTS,
+    needed=_needed(sigmoid=True),
+    given={"rope_interleave": True},
+    written={
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+    },
+)
+_SHARED = "mlp.shared_experts"
+_WEIGHTS = with_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj").and_in_a_layer(
+    {
+        "self_attention.linear_q_proj.weight": ("self_attn.q_proj.weight",),
+        "self_attention.linear_q_down_proj.weight": ("self_attn.q_a_proj.weight",),
+        "self_attention.q_layernorm.weight": ("self_attn.q_a_layernorm.weight",),
+        "self_attention.linear_q_up_proj.weight": ("self_attn.q_b_proj.weight",),
+        "self_attention.linear_kv_down_proj.weight": ("self_attn.kv_a_proj_with_mqa.weight",),
+        "self_attention.kv_layernorm.weight": ("self_attn.kv_a_layernorm.weight",),
+        "self_attention.linear_kv_up_proj.weight": ("self_attn.kv_b_proj.weight",),
+        "mlp.router.expert_bias": (f"mlp.{KEPT_IN_FLOAT32}",),
+        f"{_SHARED}.linear_fc1.weight": (f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight"),
+        f"{_SHARED}.linear_fc2.weight": (f"{_SHARED}.down_proj.weight",),
+    }
+)
+FAMILIES = tuple(
+    Family(
+        f"deepseek_v{version}",
+        f"DeepseekV{version}ForCausalLM",
+        (SHAPE, _ATTENTION, LatentPositions(), NoWindow(), ATTENTION_BIAS, experts),
+        _WEIGHTS,
+        may_have=("moe_router_pre_softmax",),
+        marks=("moe_router_score_function",),
+    )
+    for version, experts in ((2, _V2), (3, _V3))
+)

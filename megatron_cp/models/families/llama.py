@@ -1,0 +1,107 @@
+"""Llama's family, and the parts that Llama-like families share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_cp.config.run_config import ModelConfig
+from megatron_cp.models.families.common.base import Family, Settings
+from megatron_cp.models.families.common.positions import RotaryPositions
+from megatron_cp.models.families.common.problems import Problems
+from megatron_cp.models.families.common.weights import EMBEDDING, OUTPUT, WeightNames
+from megatron_cp.models.families.common.windows import NoWindow
+
+# Settings of a model that distinguish no family yet, and their values in all Llama-like families.
+PLAIN: dict[str, Any] = {
+    "architecture": "gpt",
+    "normalization": "RMSNorm",
+    "activation_func": "silu",
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "attention_mask_type": "causal",
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "window_attn_skip_freq": None,
+}
+ATTENTION_BIAS = Settings(written={"attention_bias": False})
+
+
+@dataclass(frozen=True)
+class Shape(Settings):
+    """Sizes of the model, its norms and initial weights, and whether the output layer is the embedding."""
+
+    def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
+        super().read(values, model, problems)
+        model.share_embeddings_and_output_weights = bool(values["tie_word_embeddings"])
+
+    def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
+        tied = {"tie_word_embeddings": model.share_embeddings_and_output_weights}
+        return super().write(model, problems) | tied
+
+
+@dataclass(frozen=True)
+class Heads(Settings):
+    """Groups of queries that share a key and a value, and the width of heads."""
+
+    def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
+        super().read(values, model, problems)
+        heads = model.num_attention_heads
+        model.num_query_groups = model.num_query_groups or heads
+        model.kv_channels = model.kv_channels or model.hidden_size // heads
+
+
+SHAPE = Shape(
+    counts={
+        "num_hidden_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "ffn_hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "max_position_embeddings": "max_position_embeddings",
+        "vocab_size": "vocab_size",
+    },
+    numbers={"rms_norm_eps": "layernorm_epsilon", "initializer_range": "init_method_std"},
+    needed=PLAIN,
+    given={"hidden_act": ("silu", "swish")},
+    written={"attention_dropout": 0.0},
+    absent=("attention_bias", "mlp_bias", "quantization_config", "compression_config"),
+)
+HEADS = Heads(optional={"num_key_value_heads": "num_query_groups", "head_dim": "kv_channels"})
+LLAMA_PARTS = (SHAPE, HEADS, RotaryPositions())
+
+IN_A_LAYER = {
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "self_attention.linear_qkv.weight": (
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
+    "self_attention.linear_qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+}
+OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", "decoder.final_layernorm.weight": "model.norm.weight"}
+OUTSIDE |= {OUTPUT: "lm_head.weight"}
+
+
+WEIGHTS = WeightNames("model.layers", OUTSIDE, IN_A_LAYER)
+
+
+def with_experts(module: str, gate: str, up: str, down: str) -> WeightNames:
+    """Return Llama's names with those of a router and of experts."""
+    expert = f"{module}.experts.{{}}"
+    return WEIGHTS.and_in_a_layer(
+        {
+            "mlp.router.weight": (f"{module}.gate.weight",),
+            "mlp.experts.local_experts.{}.linear_fc1.weight": (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
+            "mlp.experts.local_experts.{}.linear_fc2.weight": (f"{expert}.{down}.weight",),
+        }
+    )
+
+
+FAMILIES = (Family("llama", "LlamaForCausalLM", (*LLAMA_PARTS, NoWindow(), ATTENTION_BIAS), WEIGHTS),)

@@ -1,0 +1,28 @@
+"""Mistral's families: Llama with a sliding window, and Mixtral's experts."""
+
+from __future__ import annotations
+
+from megatron_cp.models.families.common.base import Family
+from megatron_cp.models.families.common.experts import PLAIN_EXPERTS, SoftmaxExperts
+from megatron_cp.models.families.common.windows import SlidingWindow
+from megatron_cp.models.families.llama import LLAMA_PARTS, WEIGHTS, with_experts
+
+_PARTS = (*LLAMA_PARTS, SlidingWindow())
+_EXPERTS = SoftmaxExperts(
+    counts={
+        "num_local_experts": "num_moe_experts",
+        "intermediate_size": "moe_ffn_hidden_size",
+        "num_experts_per_tok": "moe_router_topk",
+    },
+    needed=PLAIN_EXPERTS,
+)
+FAMILIES = (
+    Family("mistral", "MistralForCausalLM", _PARTS, WEIGHTS, may_have=("window_size",)),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        (*_PARTS, _EXPERTS),
+        with_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        may_have=("window_size",),
+    ),
+)

@@ -1,0 +1,163 @@
+"""Nemotron-H's family: hybrids of Mamba-2, attention without positions, MLPs and experts, up to Nemotron 3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_cp.config.run_config import ModelConfig
+from megatron_cp.models.families.common.base import FEATURES, Family, Settings
+from megatron_cp.models.families.common.experts import GroupedExperts
+from megatron_cp.models.families.common.problems import Problems, is_count
+from megatron_cp.models.families.common.weights import EMBEDDING, KEPT_IN_FLOAT32, OUTPUT, WeightNames
+from megatron_cp.models.hybrid_pattern import layers_of
+from megatron_cp.models.layers.mamba_shape import CONV_WIDTH, MambaShape
+
+_LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+
+
+@dataclass(frozen=True)
+class HybridLayers(Settings):
+    """The kinds of layers, their sizes, and what each computes."""
+
+    def check(self, values: Mapping[str, Any], problems: Problems) -> None:
+        super().check(values, problems)
+        kinds: Any = values.get("layers_block_type")
+        known = isinstance(kinds, list) and len(kinds) > 0 and set(map(str, kinds)) <= _LETTERS.keys()
+        problems.unless(known, "layers_block_type", kinds, f"a list of {', '.join(_LETTERS)} is needed")
+
+    def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
+        super().read(values, model, problems)
+        model.hybrid_layer_pattern = "".join(_LETTERS[kind] for kind in values["layers_block_type"])
+        model.num_layers = len(model.hybrid_layer_pattern)
+        limit: Any = values.get("time_step_limit", (0.0, math.inf))
+        problems.unless(list(limit) == [0.0, math.inf], "time_step_limit", limit, "none is needed")
+
+    def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
+        pattern, kinds = layers_of(model.hybrid_layer_pattern), {letter: kind for kind, letter in _LETTERS.items()}
+        return super().write(model, problems) | {
+            "mamba_num_heads": MambaShape.of(model).heads,
+            "num_key_value_heads": model.kv_heads,
+            "num_hidden_layers": len(pattern),
+            "layers_block_type": [kinds[letter] for letter in pattern],
+        }
+
+
+@dataclass(frozen=True)
+class HybridExperts(GroupedExperts):
+    """Experts beside a shared one, in the layers that are of experts."""
+
+    def concern(self, source: Mapping[str, Any] | ModelConfig) -> bool:
+        if isinstance(source, ModelConfig):
+            return "E" in layers_of(source.hybrid_layer_pattern)
+        kinds = source.get("layers_block_type")
+        return isinstance(kinds, list) and "moe" in kinds
+
+    def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
+        super().read(values, model, problems)
+        latent: Any = values.get("moe_latent_size")
+        problems.unless(latent is None or is_count(latent), "moe_latent_size", latent, "at least 1, or null, is needed")
+        model.moe_latent_size = latent
+
+    def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
+        shared = model.moe_shared_expert_intermediate_size
+        message = "a shared expert is needed"
+        problems.unless(bool(shared), "model.moe_shared_expert_intermediate_size", shared, message)
+        return super().write(model, problems) | {"moe_latent_size": model.moe_latent_size}
+
+
+_LAYERS = HybridLayers(
+    counts={
+        "hidden_size": "hidden_size",
+        "intermediate_size": "ffn_hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "num_key_value_heads": "num_query_groups",
+        "head_dim": "kv_channels",
+        "max_position_embeddings": "max_position_embeddings",
+        "vocab_size": "vocab_size",
+        "ssm_state_size": "mamba_state_dim",
+        "mamba_head_dim": "mamba_head_dim",
+        "mamba_num_heads": "mamba_num_heads",
+        "n_groups": "mamba_num_groups",
+    },
+    numbers={"initializer_range": "init_method_std"},
+    needed={
+        "architecture": "hybrid",
+        "position_embedding_type": "none",
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-5,
+        "activation_func": "squared_relu",
+        "gated_linear_unit": False,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "attention_mask_type": "causal",
+        "softmax_scale": None,
+        "softmax_type": "vanilla",
+        "window_size": None,
+        "window_attn_skip_freq": None,
+        "multi_latent_attention": False,
+        "share_embeddings_and_output_weights": False,
+    },
+    given={
+        "conv_kernel": CONV_WIDTH,
+        "use_conv_bias": True,
+        "mamba_hidden_act": "silu",
+        "mlp_hidden_act": "relu2",
+        "layer_norm_epsilon": 1e-5,  # the norm inside Mamba layers has it built in
+        "use_bias": False,
+        "mamba_proj_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+        "residual_in_fp32": False,
+    },
+    # Hugging Face's library raises shorter time steps to time_step_min; nothing does here.
+    written={"attention_dropout": 0.0, "time_step_min": 1e-30, "num_nextn_predict_layers": 0},
+    absent=("quantization_config", "compression_config"),
+)
+_EXPERTS = HybridExperts(
+    counts={
+        "n_routed_experts": "num_moe_experts",
+        "moe_intermediate_size": "moe_ffn_hidden_size",
+        "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+        "num_experts_per_tok": "moe_router_topk",
+    },
+    needed={
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_gate": False,
+        "moe_router_pre_softmax": False,
+    },
+    given={"n_shared_experts": 1},
+)
+# A layer is of one kind: Mamba, attention, an MLP or experts. The input projection has z, x, B, C and dt on both sides.
+_WEIGHTS = WeightNames(
+    "backbone.layers",
+    {
+        EMBEDDING: "backbone.embeddings.weight",
+        "decoder.final_norm.weight": "backbone.norm_f.weight",
+        OUTPUT: "lm_head.weight",
+    },
+    {
+        **dict.fromkeys(("norm.weight", "input_layernorm.weight", "pre_mlp_layernorm.weight"), ("norm.weight",)),
+        **{f"mixer.{name}": (f"mixer.{name}",) for name in ("dt_bias", "A_log", "D", "norm.weight")},
+        **{f"mixer.{name}.weight": (f"mixer.{name}.weight",) for name in ("in_proj", "out_proj")},
+        **{f"mixer.conv1d_{name}": (f"mixer.conv1d.{name}",) for name in ("weight", "bias")},
+        "self_attention.linear_qkv.weight": ("mixer.q_proj.weight", "mixer.k_proj.weight", "mixer.v_proj.weight"),
+        "self_attention.linear_proj.weight": ("mixer.o_proj.weight",),
+        "mlp.linear_fc1.weight": ("mixer.up_proj.weight",),
+        "mlp.linear_fc2.weight": ("mixer.down_proj.weight",),
+        "mlp.router.weight": ("mixer.gate.weight",),
+        "mlp.router.expert_bias": (f"mixer.{KEPT_IN_FLOAT32}",),
+        **{f"mlp.{name}.weight": (f"mixer.{name}.weight",) for name in ("fc1_latent_proj", "fc2_latent_proj")},
+        "mlp.experts.local_experts.{}.linear_fc1.weight": ("mixer.experts.{}.up_proj.weight",),
+        "mlp.experts.local_experts.{}.linear_fc2.weight": ("mixer.experts.{}.down_proj.weight",),
+        "mlp.shared_experts.linear_fc1.weight": ("mixer.shared_experts.up_proj.weight",),
+        "mlp.shared_experts.linear_fc2.weight": ("mixer.shared_experts.down_proj.weight",),
+    },
+)
+FAMILIES = (Family("nemotron_h", "NemotronHForCausalLM", (_LAYERS, _EXPERTS), _WEIGHTS, may_have=FEATURES),)

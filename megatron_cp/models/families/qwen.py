@@ -1,0 +1,36 @@
+"""Qwen's families: Qwen 2 with biases, Qwen 3 with normalized queries and keys, and its experts."""
+
+from __future__ import annotations
+
+from megatron_cp.models.families.common.base import Family, Settings
+from megatron_cp.models.families.common.experts import PLAIN_EXPERTS, SoftmaxExperts
+from megatron_cp.models.families.common.windows import SwitchedWindow
+from megatron_cp.models.families.llama import ATTENTION_BIAS, LLAMA_PARTS, WEIGHTS, with_experts
+
+_BIAS, _NORM = Settings(needed={"add_qkv_bias": True}), Settings(needed={"qk_layernorm": True})
+_EXPERTS = SoftmaxExperts(
+    counts={
+        "num_experts": "num_moe_experts",
+        "moe_intermediate_size": "moe_ffn_hidden_size",
+        "num_experts_per_tok": "moe_router_topk",
+    },
+    needed=PLAIN_EXPERTS,
+    normalizes=True,
+)
+FAMILIES = (
+    Family("qwen2", "Qwen2ForCausalLM", (*LLAMA_PARTS, _BIAS, SwitchedWindow()), WEIGHTS, may_have=("window_size",)),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        (*LLAMA_PARTS, _NORM, SwitchedWindow(), ATTENTION_BIAS),
+        WEIGHTS,
+        may_have=("window_size",),
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        (*LLAMA_PARTS, _NORM, SwitchedWindow(reads_first_layer=False), ATTENTION_BIAS, _EXPERTS),
+        with_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        may_have=("window_size", "moe_router_pre_softmax"),
+    ),
+)

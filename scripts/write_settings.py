@@ -1,0 +1,87 @@
+"""Write docs/settings.md from the declarations in megatron_cp/config: python scripts/write_settings.py"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from megatron_cp.common.terminal import say
+from megatron_cp.config.model_config import CONCERNS
+from megatron_cp.config.overrides import override
+from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.schema import describe, hints
+from megatron_cp.config.setting import Facts, facts_of
+from megatron_cp.rules.document import table
+
+PATH = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+UPSTREAM = {
+    "model": MLATransformerConfig,
+    "optimizer": OptimizerConfig,
+    "mixed_precision": OptimizerConfig,
+    "ddp": DistributedDataParallelConfig,
+}
+_HEAD = """\
+# Settings
+
+<!-- Written by `python scripts/write_settings.py`; change megatron_cp/config/model/ and sections/, not this file. -->
+
+Every setting of a run. [recipes.md](recipes.md) says where a value comes from, [constraints.md](constraints.md) which
+values fit each other.
+
+- "decides": what a checkpoint must agree on when a run goes on from it. `weights`: which there are. `function`: what
+  the model computes with them; another run may begin with these weights. `optimizer`, `schedule`, `data`: the
+  optimizer's state, the learning rate, the samples. `layout`: how the work is divided; a checkpoint may have any.
+- "megatron-core": `same` settings are handed to its configuration under the same name as they are; `translated` ones
+  are put together with others. All others are this project's own.
+"""
+
+
+def document() -> str:
+    """The whole page."""
+    lines = [_HEAD]
+    for section, kind in hints(RunConfig).items():
+        if not is_dataclass(kind):
+            continue
+        lines.append(f"## {section}\n")
+        for part in CONCERNS if section == "model" else (kind,):
+            if section == "model":
+                lines.append(f"### {(inspect.getmodule(part).__doc__ or '').strip()}\n")
+            head = ["setting", "what it is", "value", "default", "decides", "megatron-core"]
+            lines += table(head, _rows(section, part))
+            lines.append("")
+    lines.append("## env_vars\n\nEnvironment variables of the run, name and text; those of the launcher win.\n")
+    return "\n".join(lines)
+
+
+def _rows(section: str, part: Any) -> Iterator[list[str]]:
+    defaults, known = part(), {field.name for field in fields(UPSTREAM[section])} if section in UPSTREAM else set()
+    for name, facts in facts_of(part).items():
+        where = "" if name not in known else "translated" if facts.translated else "same"
+        read = "".join(f"; read with {_code(when.switch)}" for when in facts.when)
+        flags = "".join(f", `{flag}`" for flag in facts.flags)
+        default = override(name, getattr(defaults, name)).partition("=")[2]
+        value = describe(hints(part)[name]) + _range(facts)
+        yield [f"`{name}`{flags}", facts.help + read, value, f"`{default}`", ", ".join(facts.affects), where]
+
+
+def _code(switch: str) -> str:
+    return " or ".join(f"`{each}`" for each in switch.split(" or "))
+
+
+def _range(facts: Facts) -> str:
+    least = {"positive": f", above {facts.least:g}"}.get(facts.kind, f", at least {facts.least:g}")
+    most = {"share": f", below {facts.most:g}"}.get(facts.kind, f", at most {facts.most:g}")
+    return (least if facts.least > -math.inf else "") + (most if facts.most < math.inf and facts.kind != "size" else "")
+
+
+if __name__ == "__main__":
+    PATH.write_text(document(), encoding="utf-8")
+    say(f"{PATH}: {sum(len(facts_of(kind)) for kind in hints(RunConfig).values() if is_dataclass(kind))} settings")
