@@ -24,6 +24,11 @@ PLAIN: dict[str, Any] = {
     "softmax_scale": None,
     "softmax_type": "vanilla",
     "window_attn_skip_freq": None,
+    "glu_linear_offset": 0.0,
+    "attention_output_gate": False,
+    "qk_l2_norm": False,
+    "no_rope_freq": None,
+    "use_mup": False,
 }
 ATTENTION_BIAS = Settings(written={"attention_bias": False})
 

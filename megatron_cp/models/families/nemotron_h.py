@@ -98,6 +98,8 @@ _LAYERS = HybridLayers(
         "softmax_type": "vanilla",
         "window_size": None,
         "window_attn_skip_freq": None,
+        "attention_output_gate": False,
+        "qk_l2_norm": False,
         "multi_latent_attention": False,
         "share_embeddings_and_output_weights": False,
     },
