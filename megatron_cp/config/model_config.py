@@ -15,10 +15,12 @@ from megatron_cp.config.model.memory import Memory
 from megatron_cp.config.model.parallel import Parallel
 from megatron_cp.config.model.positions import Positions
 from megatron_cp.config.model.shape import Shape
+from megatron_cp.config.model.width import Width
 
 # In the order in which they are printed.
 CONCERNS = (
     Shape,
+    Width,
     Positions,
     Attention,
     LatentAttention,
@@ -42,6 +44,7 @@ class ModelConfig(
     LatentAttention,
     Attention,
     Positions,
+    Width,
     Shape,
 ):
     """Architecture, parallel layout, and choices of memory and precision; a dataclass takes the last base's first."""

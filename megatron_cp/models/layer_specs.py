@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -107,6 +108,7 @@ def gpt_layer_spec(
         num_experts=model.num_moe_experts if experts else None,
         moe_grouped_gemm=core_config.moe_grouped_gemm,
         qk_layernorm=model.qk_layernorm,
+        qk_l2_norm=model.qk_l2_norm,
         multi_latent_attention=model.multi_latent_attention,
         **({} if with_te else {"normalization": model.normalization}),
     )
@@ -131,7 +133,7 @@ def gpt_layer_spec(
         layer.submodules.sharded_state_dict_keys_map = _saved_names(model, experts)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-            if getattr(attention.submodules, name, IdentityOp) not in (None, IdentityOp):
+            if getattr(attention.submodules, name, IdentityOp) not in (None, IdentityOp, L2Norm):
                 setattr(attention.submodules, name, TorchNorm)
     if model.sandwich_norm:
         add = ModuleSpec(NormThenAdd, params={"config": core_config, "norm": norm})

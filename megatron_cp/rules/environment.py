@@ -39,6 +39,7 @@ class Environment:
     mamba_ssm: str | None = None
     causal_conv1d: str | None = None
     wandb: str | None = None
+    emerging_optimizers: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -54,6 +55,7 @@ class Environment:
             mamba_ssm=installed_version("mamba-ssm"),
             causal_conv1d=installed_version("causal-conv1d"),
             wandb=installed_version("wandb"),
+            emerging_optimizers=installed_version("emerging-optimizers"),
             variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLE_PREFIXES)},
         )
 
@@ -102,6 +104,7 @@ PRESETS = {
         flash_attn="2.8.3",
         mamba_ssm="2.3.2.post1",
         causal_conv1d="1.7.0",
+        emerging_optimizers="0.3.0",
     ),
 }
 

@@ -59,7 +59,7 @@ def exact_norm(run: Run, measured: float) -> float:
 def overflows_in_optimizer(optimizer: OptimizerConfig, norm: float) -> bool:
     """Whether clipped gradients of this ``norm`` may overflow Adam's second moment, from which it never recovers."""
     clipped = min(norm, optimizer.clip_grad or norm)
-    return not math.isfinite(norm) or (optimizer.optimizer == "adam" and clipped > _LARGEST_WITH_A_SQUARE)
+    return not math.isfinite(norm) or (optimizer.optimizer != "sgd" and clipped > _LARGEST_WITH_A_SQUARE)
 
 
 def _counted(run: Run) -> Counted:

@@ -6,9 +6,14 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    get_megatron_optimizer,
+    get_mup_config_overrides,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.config.run_config import MixedPrecisionConfig, OptimizerConfig, SchedulerConfig, TrainConfig
@@ -33,7 +38,12 @@ def build_optimizer(
         params_dtype=dtype,
         loss_scale=precision.loss_scale if precision.fp16 else None,  # megatron-core would also scale bf16
     )
-    optimizer = get_megatron_optimizer(core, model, use_gloo_process_groups=False, pg_collection=groups)
+    if core.muon_fp32_matmul_prec is None:
+        core.muon_fp32_matmul_prec = "highest" if dtype == torch.float32 else "medium"
+    overrides, width = get_standard_config_overrides(core), model[0].config.mup_width_mult
+    if model[0].config.use_mup:
+        overrides |= get_mup_config_overrides(core, width, chosen.optimizer)
+    optimizer = get_megatron_optimizer(core, model, overrides, use_gloo_process_groups=False, pg_collection=groups)
     if chosen.optimizer == "sgd":
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):
             each.init_state_fn = _allocate_momentum  # megatron-core has none for SGD, and calls it to load a checkpoint
@@ -78,7 +88,7 @@ def scheduled_values(optimizer: MegatronOptimizer, fp16: bool) -> Scheduled:
     """Read them from the optimizer before a step; afterwards it holds the values of the step after that."""
     groups = optimizer.param_groups
     decay = max(group["weight_decay"] for group in groups)  # biases and norms have none
-    return Scheduled(groups[0]["lr"], decay, optimizer.get_loss_scale() if fp16 else 1.0)
+    return Scheduled(get_canonical_lr_for_logging(groups) or 0.0, decay, optimizer.get_loss_scale() if fp16 else 1.0)
 
 
 def build_scheduler(

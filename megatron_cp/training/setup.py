@@ -136,6 +136,10 @@ def wrap_data_parallel(
         **passed_on(ddp, [field.name for field in fields(DistributedDataParallelConfig)]),
         overlap_grad_reduce=ddp.overlap_grad_reduce and not alone,
         overlap_param_gather=ddp.overlap_param_gather and not alone,
+        # megatron-core refuses patterns where all gradients are float32 anyway.
+        param_name_patterns_for_fp32_local_accumulation=()
+        if ddp.grad_reduce_in_fp32
+        else tuple(ddp.param_name_patterns_for_fp32_local_accumulation),
         check_for_nan_in_grad=False,  # ours tells all ranks, and where it began
         use_distributed_optimizer=use_distributed_optimizer,
     )

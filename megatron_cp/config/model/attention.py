@@ -21,6 +21,10 @@ class Attention:
     )
     add_qkv_bias: bool = setting(False, "the projections to queries, keys and values have biases", WEIGHTS)
     qk_layernorm: bool = setting(False, "queries and keys are normalized, a head at a time", WEIGHTS)
+    qk_l2_norm: bool = setting(False, "queries and keys are divided by their root mean square, as Llama 4's", FUNCTION)
+    attention_output_gate: bool = setting(
+        False, "attention's output is multiplied with the sigmoid of one more projection", WEIGHTS
+    )
     attention_dropout: float = share(0.0, "dropout of attention's weights")
     attention_mask_type: Literal["causal", "no_mask"] = setting(
         "causal", "causal, or no_mask: every token sees all", FUNCTION

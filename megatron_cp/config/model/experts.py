@@ -41,7 +41,7 @@ class Experts:
     moe_router_group_topk: int | None = size(
         None, "groups that a token's experts lie in", FUNCTION, when=(EXPERTS, NO_SINKHORN)
     )
-    moe_router_score_function: Literal["softmax", "sigmoid"] = setting(
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = setting(
         "softmax", "what makes scores of the router's logits", FUNCTION, when=(EXPERTS, NO_SINKHORN)
     )
     moe_router_pre_softmax: bool = setting(
@@ -68,6 +68,9 @@ class Experts:
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = setting(
         None, "of scores and weighted sums; null: the model's", when=EXPERTS
+    )
+    moe_apply_probs_on_input: bool = setting(
+        False, "a token is weighted before its expert, not after; with one expert a token", FUNCTION, when=EXPERTS
     )
     moe_ffn_hidden_size: int | None = size(None, "width of an expert; null: ffn_hidden_size", WEIGHTS)
     moe_latent_size: int | None = size(

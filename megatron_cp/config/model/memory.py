@@ -38,5 +38,6 @@ class Memory:
     cross_entropy_chunk_size: int | None = size(
         None, "tokens whose logits exist at once on a rank; null: all of them", LAYOUT
     )
+    mlp_chunks_for_training: int = size(1, "pieces of a sequence that an MLP computes one after the other", LAYOUT)
     calculate_per_token_loss: bool = setting(True, "the loss is a sum, divided once by all tokens that count")
     deterministic_mode: bool = setting(False, "kernels whose results are the same each time", LAYOUT)

@@ -47,6 +47,9 @@ class Positions:
         1.0, "share of a head's dimensions that is rotated", FUNCTION, when=ROTATES, translated=True
     )
     rotary_interleaved: bool = setting(False, "neighbouring dimensions are a pair, not halves", FUNCTION, when=ROTATES)
+    no_rope_freq: int | list[int] | None = setting(
+        None, "layers without rotary embedding: every n-th, or a list of 0 and 1, one a layer", FUNCTION, when=ROTATES
+    )
     rope_scaling: bool = setting(False, "frequencies are scaled as Llama 3.1's", FUNCTION, when=STRETCHES)
     rope_scaling_factor: float = positive(
         8.0, "how much low frequencies are slowed", FUNCTION, when=(STRETCHES, SCALES)

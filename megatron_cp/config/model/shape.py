@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_cp.config.setting import FUNCTION, LAYOUT, WEIGHTS, equals, setting, share, size
+from megatron_cp.config.setting import FUNCTION, LAYOUT, WEIGHTS, equals, positive, setting, share, size
 
 GATED = equals("model.gated_linear_unit", True)
 
@@ -41,12 +41,13 @@ class Shape:
     )
     gated_linear_unit: bool = setting(True, "MLPs and experts multiply the activation with a gate", WEIGHTS)
     glu_linear_offset: float = setting(0.0, "added to what the gate multiplies", FUNCTION, when=GATED)
-    activation_func_clamp_value: float | None = setting(
-        None, "the gate is at most this, what it multiplies within plus and minus it", FUNCTION, least=1e-30, when=GATED
+    activation_func_clamp_value: float | None = positive(
+        None, "the gate is at most this, what it multiplies within plus and minus it", FUNCTION, when=GATED
     )
     add_bias_linear: bool = setting(False, "linear layers have biases", WEIGHTS)
     hidden_dropout: float = share(0.0, "dropout of what a layer adds to the residual stream")
     init_method_std: float = setting(0.02, "standard deviation of initial weights", least=0)
+    embedding_init_method_std: float | None = setting(None, "... of the embedding; null: init_method_std", least=0)
     use_cpu_initialization: bool = setting(
         False, "slower: the same initial weights under every layout; without a GPU always so", translated=True
     )

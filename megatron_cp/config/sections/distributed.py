@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_cp.config.model.context_parallel import PACKS
-from megatron_cp.config.setting import positive, setting
+from megatron_cp.config.setting import equals, positive, setting, size
 
+HALF_PRECISION_GRADIENTS = equals("ddp.grad_reduce_in_fp32", False)
 A_YEAR = 365 * 24 * 60  # minutes; longer ones end in an OverflowError once torch has them
 
 
@@ -38,3 +39,16 @@ class DistributedDataParallelConfig:
         True, "look for gradients that are not finite, in every step", translated=True
     )
     bucket_size: int | None = setting(None, "elements of gradients that are reduced at once; null: megatron-core's")
+    num_buckets: int | None = size(None, "... or so many times a step; null: by bucket_size")
+    pad_buckets_for_high_nccl_busbw: bool = setting(
+        False, "buckets are padded to a multiple of 65536 elements, for NCCL on many ranks"
+    )
+    reduce_scatter_with_fp32_accumulation: bool = setting(
+        False, "gradients travel as they are and are added up in float32", when=HALF_PRECISION_GRADIENTS
+    )
+    param_name_patterns_for_fp32_local_accumulation: list[str] = setting(
+        [],
+        "parameters whose gradients a rank adds up in float32: patterns of names, or all",
+        when=HALF_PRECISION_GRADIENTS,
+        translated=True,
+    )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_cp.config.setting import OPTIMIZER, SCHEDULE, When, equals, setting, share
+from megatron_cp.config.setting import LAYOUT, OPTIMIZER, SCHEDULE, When, equals, given, setting, share, size
 
-ADAM, SGD = equals("optimizer.optimizer", "adam"), equals("optimizer.optimizer", "sgd")
+ADAM = equals("optimizer.optimizer", "adam", "muon", "lion")  # which leave embeddings, norms and biases to Adam
+SGD, MUON = equals("optimizer.optimizer", "sgd"), equals("optimizer.optimizer", "muon")
+LION = equals("optimizer.muon_scalar_optimizer", "lion")
 WSD = equals("scheduler.lr_decay_style", "WSD")
 
 
@@ -25,11 +27,22 @@ NOT_SCHEDULED = When(
 
 @dataclass
 class OptimizerConfig:
-    optimizer: Literal["adam", "sgd"] = setting("adam", "adam (AdamW) or sgd", OPTIMIZER)
+    optimizer: Literal["adam", "sgd", "muon", "lion"] = setting(
+        "adam", "adam (AdamW), sgd, or of matrices muon or lion (with adam's betas) and of all else adam", OPTIMIZER
+    )
     lr: float = setting(3e-4, "learning rate after the warmup", SCHEDULE, flags="--lr")
     min_lr: float = setting(3e-5, "learning rate that the schedule ends at", SCHEDULE, flags="--min_lr")
     weight_decay: float = setting(
         0.1, "decoupled decay of all weights but biases and norms", SCHEDULE, when=NOT_SCHEDULED
+    )
+    decoupled_lr: float | None = setting(
+        None, "learning rate of the embedding and the output layer; null: lr", SCHEDULE, least=0
+    )
+    decoupled_min_lr: float | None = setting(
+        None, "what theirs ends at; null: min_lr", SCHEDULE, when=given("optimizer.decoupled_lr", 3e-4)
+    )
+    apply_wd_to_qk_layernorm: bool = setting(
+        False, "norms of queries and keys decay, too", SCHEDULE, when=equals("model.qk_layernorm", True)
     )
     adam_beta1: float = share(0.9, "decay of the mean of gradients", when=ADAM)
     adam_beta2: float = share(0.95, "decay of the mean of their squares", when=ADAM)
@@ -37,6 +50,31 @@ class OptimizerConfig:
         1e-8, "added to the root of that mean", least=1e-30, when=ADAM
     )
     sgd_momentum: float = share(0.9, "share of the last step in the next", when=SGD)
+    muon_momentum: float = share(0.95, "decay of the mean of gradients", when=MUON)
+    muon_nesterov: bool = setting(False, "the next mean is looked ahead at", when=MUON)
+    muon_split_qkv: bool = setting(True, "queries, keys and values are a matrix each", when=MUON)
+    muon_num_ns_steps: int = size(5, "Newton-Schulz iterations", when=MUON)
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"] = setting(
+        "quintic", "coefficients of those iterations", when=MUON
+    )
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = setting(
+        "spectral", "how a step's size follows from a matrix's shape", when=MUON
+    )
+    muon_extra_scale_factor: float = setting(1.0, "a step is multiplied with it", least=0, when=MUON)
+    muon_fp32_matmul_prec: Literal["highest", "high", "medium"] | None = setting(
+        None, "precision of the iterations' products; null: highest in fp32, else medium (bf16)", when=MUON
+    )
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = setting(
+        "duplicated",
+        "tp ranks gather a matrix, divide the iterations, or (blockwise, refused) take a part for the whole",
+        LAYOUT,
+        when=MUON,
+    )
+    muon_scalar_optimizer: Literal["adam", "lion"] = setting(
+        "adam", "optimizer of all but matrices", OPTIMIZER, when=MUON
+    )
+    lion_beta1: float = share(0.95, "share of the mean in a step's sign", when=(MUON, LION))
+    lion_beta2: float = share(0.98, "decay of the mean of gradients", when=(MUON, LION))
     clip_grad: float = setting(1.0, "largest norm of all gradients; 0: any", least=0)
     use_distributed_optimizer: bool = setting(True, "data-parallel ranks divide the optimizer's state", OPTIMIZER)
     optimizer_cpu_offload: bool = setting(False, "refused, see rule K28")

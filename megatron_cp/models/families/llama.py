@@ -29,6 +29,10 @@ PLAIN: dict[str, Any] = {
     "layernorm_zero_centered_gamma": False,
     "sandwich_norm": False,
     "scale_embeddings": False,
+    "attention_output_gate": False,
+    "qk_l2_norm": False,
+    "no_rope_freq": None,
+    "use_mup": False,
 }
 ATTENTION_BIAS = Settings(written={"attention_bias": False})
 

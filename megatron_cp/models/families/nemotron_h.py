@@ -104,6 +104,8 @@ _LAYERS = HybridLayers(
         "layernorm_zero_centered_gamma": False,
         "sandwich_norm": False,
         "scale_embeddings": False,
+        "attention_output_gate": False,
+        "qk_l2_norm": False,
         "multi_latent_attention": False,
         "share_embeddings_and_output_weights": False,
     },

@@ -75,8 +75,12 @@ class LossesInPieces:
         return losses.transpose(0, 1).contiguous()
 
     def _losses_at_once(self: Any, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return self.compute_language_model_loss(labels, self.logits_of(hidden_states, weight))
+
+    def logits_of(self: Any, hidden_states: Tensor, weight: Tensor) -> Tensor:
+        """Logits [s, b, v of this rank] of hidden states, times ``mup_output_mult`` with ``use_mup``."""
         logits, _ = self.output_layer(hidden_states, weight=weight)
-        return self.compute_language_model_loss(labels, logits)
+        return self._scale_logits(logits)
 
 
 class _ChunkedLosses(torch.autograd.Function):

@@ -137,8 +137,7 @@ class FurtherTokens:
         loss without any mask, and each depth's under its own (shifted) ``loss_mask``.
         """
         if labels is None:
-            logits, _ = self.output_layer(hidden_states, weight=self.output_weight())
-            return logits.transpose(0, 1).contiguous()
+            return self.logits_of(hidden_states, self.output_weight()).transpose(0, 1).contiguous()
         if not (self.mtp_process and self.training):
             return self.losses_of(hidden_states, labels)
         states = self.mtp(

@@ -2,6 +2,15 @@
 
 # ruff: noqa: F401
 
-from megatron_cp.rules.checks.model import architecture, attention, experts, fusions, heads, loss, mtp_and_mamba
+from megatron_cp.rules.checks.model import (
+    architecture,
+    attention,
+    experts,
+    fusions,
+    heads,
+    layer_variants,
+    loss,
+    mtp_and_mamba,
+)
 from megatron_cp.rules.checks.parallel import context_parallel, groups, packing, sequence, sizes, stages
 from megatron_cp.rules.checks.run import checkpointing, data, logging, optimizer, recomputation, settings, variables

@@ -28,6 +28,10 @@ _NOT_READ_BY_LATENT_ATTENTION = (
     NAME.model.rope_scaling_factor,
     NAME.model.seq_len_interpolation_factor,
     NAME.model.add_qkv_bias,
+    NAME.model.attention_output_gate,
+    NAME.model.no_rope_freq,
+    NAME.model.qk_l2_norm,
+    NAME.model.use_mup,
     NAME.model.rotary_base_local,
 )
 _NOT_READ_BY_ITS_YARN = (NAME.model.rotary_percent, NAME.model.yarn_correction_range_round_to_int)
@@ -250,6 +254,7 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
     not_built_in_hybrids = {
         "model.multi_latent_attention": model.multi_latent_attention,
         "model.rope_scaling": model.rope_scaling,
+        "model.use_mup": model.use_mup,
         "model.sandwich_norm": model.sandwich_norm,
     }
     for field, asked in not_built_in_hybrids.items():

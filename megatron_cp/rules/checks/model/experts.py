@@ -51,7 +51,7 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
     if model.moe_router_enable_expert_bias and (sinkhorn or softmax):
         yield Finding(
             "model.moe_router_enable_expert_bias",
-            "Expert bias for aux-loss-free routing only supports 'sigmoid' scores, and no sinkhorn",
+            "Expert bias for aux-loss-free routing only supports 'sigmoid' and 'sqrtsoftplus' scores, and no sinkhorn",
             "model.moe_router_enable_expert_bias=false",
         )
     if sinkhorn and model.moe_aux_loss_coeff:

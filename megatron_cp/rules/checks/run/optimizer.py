@@ -76,6 +76,9 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
         ):
             if not 0 <= value <= optimizer.lr:
                 yield Finding(name, f"must be between 0 and optimizer.lr ({optimizer.lr})", f"{name}=0.0")
+    if optimizer.decoupled_lr is not None and not 0 <= (optimizer.decoupled_min_lr or 0) <= optimizer.decoupled_lr:
+        message = f"must be between 0 and optimizer.decoupled_lr ({optimizer.decoupled_lr})"
+        yield Finding("optimizer.decoupled_min_lr", message, "optimizer.decoupled_min_lr=null")
     if schedule.lr_decay_style == "WSD" and decay is not None and 0 <= warmup < decay:
         last, most = schedule.lr_wsd_decay_iters, decay - warmup
         if last is None:
@@ -161,3 +164,61 @@ def overlap_is_possible(c: Context) -> Iterator[Finding]:
             "needs optimizer.use_distributed_optimizer=true",
             "ddp.overlap_param_gather=false, or optimizer.use_distributed_optimizer=true",
         )
+
+
+@rule(
+    "K60",
+    "Muon and its like find their package, a precision and a way to divide matrices.",
+    "They come from the package emerging-optimizers. megatron-core leaves fp16 out. Blockwise, each tensor-parallel "
+    "rank makes its own part of a matrix orthogonal, so that results differ from single rank.",
+    broken("optimizer.optimizer=muon", "optimizer.use_distributed_optimizer=false"),
+)
+def emerging_optimizers(c: Context) -> Iterator[Finding]:
+    optimizer = c.config.optimizer
+    if optimizer.optimizer in ("adam", "sgd"):
+        return
+    if c.environment.emerging_optimizers is None:
+        yield Finding(
+            "optimizer.optimizer",
+            f"{optimizer.optimizer} is in the package emerging-optimizers, which is not installed",
+            "pip install emerging-optimizers, or optimizer.optimizer=adam",
+        )
+    if c.config.mixed_precision.fp16:
+        message = f"{optimizer.optimizer} does not support fp16"
+        yield Finding("optimizer.optimizer", message, "mixed_precision=bf16_mixed, or optimizer.optimizer=adam")
+    if c.config.model.num_moe_experts and (c.ep > 1 or c.etp != c.tp):
+        yield Finding(
+            "optimizer.optimizer",
+            f"{optimizer.optimizer}'s state of experts that are spread over other ranks than the rest fits no other "
+            "layout",
+            "model.expert_model_parallel_size=1 model.expert_tensor_parallel_size=null, or optimizer.optimizer=adam",
+        )
+    if optimizer.optimizer == "muon" and optimizer.muon_tp_mode == "blockwise" and max(c.tp, c.etp) > 1:
+        message = "makes each tensor-parallel rank's part of a matrix orthogonal, and results differ from single rank"
+        fix = "optimizer.muon_tp_mode=duplicated, or optimizer.muon_tp_mode=distributed"
+        yield Finding("optimizer.muon_tp_mode", message, fix)
+
+
+@rule(
+    "K65",
+    "A learning rate of the embedding's own goes with the distributed optimizer.",
+    "A checkpoint that the plain optimizer wrote on pipeline stages with and without the embedding fits no other "
+    "layout.",
+    broken("optimizer.decoupled_lr=1e-3", "optimizer.use_distributed_optimizer=false"),
+)
+def decoupled_rate(c: Context) -> Iterator[Finding]:
+    if c.config.optimizer.decoupled_lr is not None and not c.config.optimizer.use_distributed_optimizer:
+        fix = "optimizer.decoupled_lr=null optimizer.decoupled_min_lr=null, or optimizer.use_distributed_optimizer=true"
+        yield Finding("optimizer.decoupled_lr", "needs the distributed optimizer to be resumed", fix)
+
+
+@rule(
+    "K61",
+    "Gradient buckets are given by their size or by their number.",
+    "megatron-core asserts it.",
+    broken("ddp.num_buckets=4", "ddp.bucket_size=1000000"),
+)
+def buckets_are_given_once(c: Context) -> Iterator[Finding]:
+    if None not in (c.config.ddp.num_buckets, c.config.ddp.bucket_size):
+        message = "Cannot specify both num_buckets and bucket_size"
+        yield Finding("ddp.num_buckets", message, "ddp.num_buckets=null, or ddp.bucket_size=null")
