@@ -13,8 +13,8 @@ from megatron_cp.models.fusions import fuses_gradient_sum
 from megatron_cp.models.initial_weights import draw_part, seed_of
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.layer_specs import gpt_block_spec, its_layers
-from megatron_cp.models.layers.local_rotary import LocalAndGlobalRotary
 from megatron_cp.models.layers.mtp import mtp_block_spec
+from megatron_cp.models.local_rotary import LocalAndGlobalRotary
 from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.models.yarn import kept_shares
 

@@ -33,9 +33,9 @@ from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
 from megatron_cp.models.layers import latent_attention
 from megatron_cp.models.layers.experts import BiasedExpertOutput, LatentMoELayer
-from megatron_cp.models.layers.local_rotary import LocalRotaryAttention
 from megatron_cp.models.layers.norms import NormThenAdd, TorchNorm
 from megatron_cp.models.layers.router import PackRouter, routers_of
+from megatron_cp.models.local_rotary import LocalRotaryAttention
 
 
 class SeededTransformerLayer(TransformerLayer):
