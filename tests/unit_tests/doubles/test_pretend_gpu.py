@@ -20,18 +20,18 @@ KERNELS = "tests/unit_tests/attention/kernels/test_kernels.py"
 STEPS = "tests/doubles/pretend_gpu/steps.py"
 ORDER = "tests/doubles/pretend_gpu/order.py"
 GPU = ("-m", "gpu")
+QUICK_GPU = ("-m", "gpu and not slow", "-k", "not training and not virtual")
 SOME = ("-m", "not slow")
 PARTS = {
-    "where the host waits": (STEPS, *SOME),
-    "kernels, and the staged backend": (KERNELS, STAGED, *GPU, "-k", "not training and not virtual"),
+    "where the host waits, kernels, and the staged backend": (STEPS, KERNELS, STAGED, *QUICK_GPU),
 }
 MORE_PARTS = {
     "where the host waits": (STEPS, "-m", "slow"),
     "the order of messages": (ORDER,),
     "staged training": (STAGED, *GPU, "-k", "training or virtual"),
-    "whole models": (f"{TRAINING}/test_equivalence.py", *SOME),
-    "packs": (f"{TRAINING}/test_packed_equivalence.py", *SOME),
-    "dynamic groups": ("tests/unit_tests/dynamic_cp/runtime/test_training.py", *SOME),
+    "whole models": (f"{TRAINING}/layouts/test_equivalence.py", *SOME),
+    "packs": (f"{TRAINING}/packed/test_equivalence.py", *SOME),
+    "dynamic groups": ("tests/unit_tests/dynamic_cp/runtime/test_training.py",),
     "hybrids in dynamic groups": ("tests/unit_tests/dynamic_cp/runtime/test_hybrid_training.py", *SOME),
 }
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available() or FOLDER in os.environ, reason="pretends that there is a GPU")
