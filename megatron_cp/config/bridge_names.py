@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_cp.common.errors import Violation
-from megatron_cp.config.run_config import RunConfig
-from megatron_cp.config.schema import field_paths
+from megatron_cp.config.run_config import settings
 
 _LEAVE_OUT = "leave it out"
 _SWITCHED_OFF: tuple[Any, ...] = (None, False, 0, "", "none", [])
@@ -153,7 +152,7 @@ def settle(settings: dict[str, Any]) -> list[Violation]:
 
 @cache
 def _our_settings() -> frozenset[str]:
-    return frozenset(field_paths(RunConfig))
+    return frozenset(settings())
 
 
 def _misplaced(path: str, name: str, values: dict[str, Any]) -> list[Violation]:

@@ -36,6 +36,7 @@ from tests.unit_tests.models.hybrids import FURTHER, HYBRID_EXPERTS
 from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2
 from tests.unit_tests.training.layouts.test_model_variants import MLA, MOE, OVERLAPPED
 
+pytestmark = pytest.mark.gpu  # chosen with those of other files
 BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
 MTP = {"model__mtp_num_layers": 1}
 # A step waits for its device this often, however many microbatches and layers it has: for what ranks agreed on before
@@ -48,7 +49,7 @@ DEPTHS = {"forward_backward.py tolist": 1}  # how many tokens each depth of mult
 Case = tuple[int, dict[str, Any], dict[str, int]]  # ranks, settings, what else they wait for
 DENSE: dict[str, Case] = {
     "hierarchy": (4, CP4 | HCP, {}),
-    "tp2 sp cp2": (4, TP2 | SP | CP2, {}),
+    "tp2 sp cp2": (4, TP2 | SP | CP2 | {"train__micro_batch_size": 2}, {}),
     "pp2 vpp2 cp2": (4, PP2 | VPP2 | CP2, {}),
     "pp2": (2, PP2, {}),
     "experts": (2, CP2 | MOE, {"synchronize an event": 16}),
@@ -69,8 +70,8 @@ PACKED: dict[str, Case] = {
     "dynamic, pp2 vpp2": (4, DYNAMIC | PP2 | VPP2 | {"model__max_seqlen_per_dp_cp_rank": 64}, {}),
 }
 
-# Others have what is theirs; for the slow run.
-LIKE_OTHERS = {"pp2 vpp2 cp2", "latent", "hybrid, two tokens further", "hybrid with experts"}
+# Others have what is theirs, or the loop has it; for the slow run.
+LIKE_OTHERS = {"pp2 vpp2 cp2", "overlapped", "static", "latent", "hybrid, two tokens further", "hybrid with experts"}
 LIKE_OTHERS |= {
     "dynamic, multi-token prediction, all-to-all",
     "dynamic, gathered",
@@ -108,7 +109,8 @@ def waits_of_a_dense_step(overrides: dict[str, Any]) -> dict[str, int]:
 
 
 def waits_of_a_packed_step(lengths: str, overrides: dict[str, Any]) -> dict[str, int]:
-    config = packed_config(lengths, overrides | {"model__dynamic_context_parallel_calibration_iters": 0})
+    fewer = {"model__dynamic_context_parallel_calibration_iters": 0, "train__global_batch_size": 6}
+    config = packed_config(lengths, fewer | overrides)
     run = setup(config, build_tokenizer(config.tokenizer).vocab_size)
     with closing(open_steps(run, train_dataset(config), 0, training=True)) as steps:
         for _ in range(2):

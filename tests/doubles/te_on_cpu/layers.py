@@ -48,7 +48,7 @@ from tests.unit_tests.training.layouts.test_model_variants import (
 
 Overrides = dict[str, Any]
 Losses = list[tuple[float, float]]
-STEPS = 4
+STEPS = 3
 NATIVE, TE = {"model__transformer_impl": "local"}, {"model__attention_backend": "te"}
 OUR_ATTENTION = {"model__attention_backend": "native"}
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
@@ -212,18 +212,23 @@ def test_our_layers_take_kernels_that_are_asked_for() -> None:
         assert max(worst_difference(losses, on_one_rank("{}"))) < 2e-6
 
 
-def test_dynamic_packs_train_as_ours_do_one_by_one(tmp_path: Path) -> None:
-    lengths = lengths_file(tmp_path)
-    alone = run_ranks(one_by_one, 1, lengths, NATIVE, None, STEPS)[0]
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Losses]:
+    """Their lengths, and the losses that our layers have on one rank, one by one."""
+    lengths = lengths_file(tmp_path_factory.mktemp("documents"))
+    return lengths, run_ranks(one_by_one, 1, lengths, NATIVE, None, STEPS)[0]
+
+
+def test_dynamic_packs_train_as_ours_do_one_by_one(documents: tuple[str, Losses]) -> None:
+    lengths, alone = documents
     results = run_ranks(in_packs, 4, lengths, DYNAMIC | CP2)
     for losses, calls in results:
         assert min(calls["fused_attn_fwd"], calls["fused_rope_forward"], calls["gradients summed"]) > 0
         assert max(worst_difference(losses, alone)) < 2e-6
 
 
-def test_dynamic_packs_on_a_hierarchy_have_its_layers_around_our_attention(tmp_path: Path) -> None:
-    lengths = lengths_file(tmp_path)
-    alone = run_ranks(one_by_one, 1, lengths, NATIVE, None, STEPS)[0]
+def test_dynamic_packs_on_a_hierarchy_have_its_layers_around_our_attention(documents: tuple[str, Losses]) -> None:
+    lengths, alone = documents
     for losses, calls in run_ranks(in_packs, 4, lengths, DYNAMIC | CP4 | HCP):
         assert not calls["fused_attn_fwd"] and min(calls["fused_rope_forward"], calls["gradients summed"]) > 0
         assert max(worst_difference(losses, alone)) < 2e-6

@@ -207,7 +207,7 @@ def test_several_values_are_a_list_a_text_or_several_runs(override, fix):
         ("train.train_iters=many", "give train.train_iters a whole number"),
         ("model.num_layers=null", "give model.num_layers a whole number, or leave it out"),
         ("optimizer.lr=null", "give optimizer.lr a number, or leave it out"),
-        ("optimizer.optimizer=muon", "give optimizer.optimizer one of adam, sgd"),
+        ("optimizer.optimizer=adagrad", "give optimizer.optimizer one of adam, sgd, muon, lion"),
         ("model.recompute_granularity=3", "give model.recompute_granularity one of full, selective or null"),
         ("model.sequence_parallel=1", "model.sequence_parallel=true"),
         ("model.sequence_parallel=2", "give model.sequence_parallel true or false"),

@@ -28,9 +28,9 @@ MORE_PARTS = {
     "kernels, and the staged backend": (KERNELS, STAGED, *GPU, "-k", "not training and not virtual"),
     "the order of messages": (ORDER,),
     "staged training": (STAGED, *GPU, "-k", "training or virtual"),
-    "whole models": (f"{TRAINING}/test_equivalence.py", *SOME),
-    "packs": (f"{TRAINING}/test_packed_equivalence.py", *SOME),
-    "dynamic groups": ("tests/unit_tests/dynamic_cp/runtime/test_training.py", *SOME),
+    "whole models": (f"{TRAINING}/layouts/test_equivalence.py", *SOME),
+    "packs": (f"{TRAINING}/packed/test_equivalence.py", *SOME),
+    "dynamic groups": ("tests/unit_tests/dynamic_cp/runtime/test_training.py",),
     "hybrids in dynamic groups": ("tests/unit_tests/dynamic_cp/runtime/test_hybrid_training.py", *SOME),
 }
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available() or FOLDER in os.environ, reason="pretends that there is a GPU")

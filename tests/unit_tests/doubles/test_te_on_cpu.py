@@ -25,9 +25,9 @@ MORE_PARTS = {
     "what its version can do": ("tests/doubles/te_on_cpu/support.py",),
     "all layers": ("tests/doubles/te_on_cpu/layers.py", "-m", "slow"),
     "published weights": ("tests/unit_tests/convert/test_runs.py", "-m", "not slow"),
-    "every layout": (f"{TRAINING}/test_equivalence.py", "-m", "not slow"),
-    "packs": (f"{TRAINING}/test_packed_equivalence.py", "-m", "not slow"),
-    "dynamic groups": ("tests/unit_tests/dynamic_cp/runtime/test_training.py", "-m", "not slow"),
+    "every layout": (f"{TRAINING}/layouts/test_equivalence.py", "-m", "not slow"),
+    "packs": (f"{TRAINING}/packed/test_equivalence.py", "-m", "not slow"),
+    "dynamic groups": ("tests/unit_tests/dynamic_cp/runtime/test_training.py",),
     "hybrids in dynamic groups": ("tests/unit_tests/dynamic_cp/runtime/test_hybrid_training.py", "-m", "not slow"),
 }
 

@@ -17,8 +17,8 @@ WITH_TE = {
 }
 MORE_WITH_TE = {
     "the tests for GPUs": (EQUIVALENCE, *GPU),
-    "where the host waits": (STEPS, *SOME, "-k", "hierarchy or gathered or hybrid or question or static"),
-    "more of where the host waits": (STEPS, "-m", "slow", "-k", "hybrid"),
+    "where the host waits": (STEPS, *SOME, "-k", "hierarchy or gathered or hybrid or question"),
+    "more of where the host waits": (STEPS, "-m", "slow", "-k", "hybrid or static"),
     "the order of messages": (ORDER,),
     "layers": ("tests/doubles/te_on_cpu/layers.py",),
 }
