@@ -17,13 +17,8 @@ from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_c
 from megatron_cp.convert.recipe import continued_pretraining
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.models.families import model_from_hf
-from megatron_cp.models.families.common.weights import (
-    EMBEDDING,
-    KEPT_IN_FLOAT32,
-    OUTPUT,
-    WeightNames,
-    multi_token_prediction,
-)
+from megatron_cp.models.families.common import weights
+from megatron_cp.models.families.common.weights import WeightNames
 from megatron_cp.rules import Environment, check_or_raise
 
 RECIPE, TOKENIZER = "recipe.yaml", "tokenizer"
@@ -44,9 +39,9 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
     published = PublishedWeights(source)
     values = read_config(source, published.shapes)
     family, model = model_from_hf(values)
-    ahead = multi_token_prediction(published.names())
-    weights = (name for name in published.names() - ahead if not family.weights.is_spare(name, model))
-    own, alike = published.dtype(name for name in weights if not name.endswith(KEPT_IN_FLOAT32))
+    ahead = weights.multi_token_prediction(published.names())
+    kept = (name for name in published.names() - ahead if not family.weights.is_spare(name, model))
+    own, alike = published.dtype(name for name in kept if not name.endswith(weights.KEPT_IN_FLOAT32))
     several = dtype is None and not alike
     dtype = dtype or own
     parameters = sum(map(math.prod, published.shapes.values()))
@@ -123,7 +118,7 @@ def _check_fits(whole: WholeModel, published: PublishedWeights, names: WeightNam
 
 def _check_tied(model: ModelConfig, published: PublishedWeights, names: WeightNames) -> None:
     """An output layer beside the embedding that it is said to be must be the same."""
-    embedding, output = names.outside[EMBEDDING], names.outside[OUTPUT]
+    embedding, output = names.outside[weights.EMBEDDING], names.outside[weights.OUTPUT]
     both = model.share_embeddings_and_output_weights and {embedding, output} <= published.names()
     if both and not torch.equal(published.read(embedding), published.read(output)):
         raise ConfigError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_cp.models.families import FAMILIES
-from megatron_cp.models.families.common.problems import Problems
+from megatron_cp.models.families.common.base import Problems
 
 # Numbered modules in the names of tensors.
 _LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -27,8 +27,7 @@ from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families import deepseek, gemma3, gpt_oss, llama, mistral, nemotron_h, qwen
-from megatron_cp.models.families.common.base import FEATURES, Family
-from megatron_cp.models.families.common.problems import Problems
+from megatron_cp.models.families.common.base import FEATURES, Family, Problems
 
 _FILES = (llama, mistral, qwen, gemma3, deepseek, nemotron_h, gpt_oss)
 # Of several that compute what a model does, an export takes the one with most marks, and of those the first.

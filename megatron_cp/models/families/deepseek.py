@@ -7,14 +7,13 @@ takes sigmoids, chooses with a bias that no gradient reaches, and normalizes the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.base import Family, Settings
+from megatron_cp.models.families.common.base import Family, Problems, Settings
 from megatron_cp.models.families.common.experts import GroupedExperts
 from megatron_cp.models.families.common.positions import RotaryPositions
-from megatron_cp.models.families.common.problems import Problems
 from megatron_cp.models.families.common.weights import KEPT_IN_FLOAT32
 from megatron_cp.models.families.common.windows import NoWindow
 from megatron_cp.models.families.llama import ATTENTION_BIAS, SHAPE, with_experts
@@ -123,35 +122,20 @@ _ATTENTION = LatentAttention(
     },
     given={"rms_norm_eps": _EPSILON},
 )
-_EXPERTS: dict[str, Any] = {
-    "counts": {
+_V3 = DeepseekExperts(
+    counts={
         "n_routed_experts": "num_moe_experts",
         "n_shared_experts": "",
         "moe_intermediate_size": "moe_ffn_hidden_size",
         "num_experts_per_tok": "moe_router_topk",
     },
-}
-
-
-def _needed(sigmoid: bool) -> dict[str, Any]:
-    return {
-        "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
-        "moe_router_enable_expert_bias": sigmoid,
-        "moe_router_pre_softmax": not sigmoid,
+    needed={
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_pre_softmax": False,
         "moe_shared_expert_gate": False,
         "moe_latent_size": None,
-    }
-
-
-_V2 = DeepseekExperts(
-    **_EXPERTS,
-    needed=_needed(sigmoid=False),
-    written={"moe_layer_freq": 1, "scoring_func": "softmax"},
-    scores_of_a_group=1,
-)
-_V3 = DeepseekExperts(
-    **_EXPERTS,
-    needed=_needed(sigmoid=True),
+    },
     given={"rope_interleave": True},
     written={
         "moe_layer_freq": 1,
@@ -159,6 +143,14 @@ _V3 = DeepseekExperts(
         "scoring_func": "sigmoid",
         "num_nextn_predict_layers": 0,
     },
+)
+_SOFTMAX = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
+_V2 = replace(
+    _V3,
+    needed={**_V3.needed, **_SOFTMAX, "moe_router_pre_softmax": True},
+    given={},
+    written={"moe_layer_freq": 1, "scoring_func": "softmax"},
+    scores_of_a_group=1,
 )
 _SHARED = "mlp.shared_experts"
 _WEIGHTS = with_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj").and_in_a_layer(

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.base import Family, Settings
+from megatron_cp.models.families.common.base import Family, Problems, Settings, is_count, is_positive
 from megatron_cp.models.families.common.positions import RotaryPositions
-from megatron_cp.models.families.common.problems import Problems, is_count, is_positive
 from megatron_cp.models.families.common.windows import LayerWindows
 from megatron_cp.models.families.llama import ATTENTION_BIAS, HEADS, PLAIN, SHAPE, WEIGHTS
 

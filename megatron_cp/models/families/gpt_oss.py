@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_cp.models.families.common.base import Family
-from megatron_cp.models.families.common.experts import PLAIN_EXPERTS, SoftmaxExperts
 from megatron_cp.models.families.common.positions import RotaryPositions
 from megatron_cp.models.families.common.windows import LayerWindows
 from megatron_cp.models.families.llama import HEADS, PLAIN, SHAPE, WEIGHTS
+from megatron_cp.models.families.mistral import EXPERTS
 
 _PLAIN = {own: value for own, value in PLAIN.items() if own != "activation_func_clamp_value"}
 _SHAPE = replace(
@@ -23,14 +23,6 @@ _SHAPE = replace(
     },
     given={**SHAPE.given, "attention_bias": True, "swiglu_alpha": 1.702},
     absent=("quantization_config", "compression_config"),
-)
-_EXPERTS = SoftmaxExperts(
-    counts={
-        "num_local_experts": "num_moe_experts",
-        "intermediate_size": "moe_ffn_hidden_size",
-        "num_experts_per_tok": "moe_router_topk",
-    },
-    needed=PLAIN_EXPERTS,
 )
 # The first matrices of all experts are one tensor, their rows in pairs of gate and what it gates; and so are others.
 _EXPERT = "mlp.experts.local_experts.{}"
@@ -50,7 +42,7 @@ FAMILIES = (
     Family(
         "gpt_oss",
         "GptOssForCausalLM",
-        (_SHAPE, HEADS, RotaryPositions(), LayerWindows(), _EXPERTS),
+        (_SHAPE, HEADS, RotaryPositions(), LayerWindows(), EXPERTS),
         _WEIGHTS,
         may_have=("window_size",),
         marks=("softmax_type",),

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.base import Family, Settings
+from megatron_cp.models.families.common.base import Family, Problems, Settings
 from megatron_cp.models.families.common.positions import RotaryPositions
-from megatron_cp.models.families.common.problems import Problems
 from megatron_cp.models.families.common.weights import EMBEDDING, OUTPUT, WeightNames
 from megatron_cp.models.families.common.windows import NoWindow
 
-# Settings of a model that distinguish no family yet, and their values in all Llama-like families.
+# Settings of a model in Llama's family. Other families take them over, with changes.
 PLAIN: dict[str, Any] = {
     "architecture": "gpt",
     "normalization": "RMSNorm",

@@ -8,7 +8,7 @@ from megatron_cp.models.families.common.windows import SlidingWindow
 from megatron_cp.models.families.llama import LLAMA_PARTS, WEIGHTS, with_experts
 
 _PARTS = (*LLAMA_PARTS, SlidingWindow())
-_EXPERTS = SoftmaxExperts(
+EXPERTS = SoftmaxExperts(
     counts={
         "num_local_experts": "num_moe_experts",
         "intermediate_size": "moe_ffn_hidden_size",
@@ -21,7 +21,7 @@ FAMILIES = (
     Family(
         "mixtral",
         "MixtralForCausalLM",
-        (*_PARTS, _EXPERTS),
+        (*_PARTS, EXPERTS),
         with_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
         may_have=("window_size",),
     ),

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.base import FEATURES, Family, Settings
+from megatron_cp.models.families.common.base import FEATURES, Family, Problems, Settings, is_count
 from megatron_cp.models.families.common.experts import GroupedExperts
-from megatron_cp.models.families.common.problems import Problems, is_count
 from megatron_cp.models.families.common.weights import EMBEDDING, KEPT_IN_FLOAT32, OUTPUT, WeightNames
+from megatron_cp.models.families.llama import PLAIN
 from megatron_cp.models.hybrid_pattern import layers_of
 from megatron_cp.models.layers.mamba_shape import CONV_WIDTH, MambaShape
 
@@ -83,21 +83,15 @@ _LAYERS = HybridLayers(
         "n_groups": "mamba_num_groups",
     },
     numbers={"initializer_range": "init_method_std"},
-    needed={
+    needed=PLAIN
+    | {
         "architecture": "hybrid",
         "position_embedding_type": "none",
-        "normalization": "RMSNorm",
         "layernorm_epsilon": 1e-5,
         "activation_func": "squared_relu",
         "gated_linear_unit": False,
-        "glu_linear_offset": 0.0,
-        "activation_func_clamp_value": None,
-        "add_bias_linear": False,
         "add_qkv_bias": False,
         "qk_layernorm": False,
-        "attention_mask_type": "causal",
-        "softmax_scale": None,
-        "softmax_type": "vanilla",
         "window_size": None,
         "window_attn_skip_freq": None,
         "rotary_base_local": None,

@@ -42,6 +42,8 @@ UNREAD = [
     ("model.yarn_mscale_all_dim=0.7", YARN, "model.yarn_mscale=1.0"),
     *[(f"model.{name}=48", "model.num_query_groups=null", LATENT)
       for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")],
+    *[(f"model.{setting}", "model.gated_linear_unit=false", "model.gated_linear_unit=true")
+      for setting in ("glu_linear_offset=1.0", "activation_func_clamp_value=7.0")],
     ("model.num_query_groups=2", LATENT, "model.multi_latent_attention=false"),
     ("model.kv_channels=48", f"{LATENT} model.num_query_groups=null", "model.multi_latent_attention=false"),
     *[(f"model.{setting}", "", f"{HYBRID} model.mamba_num_groups=4")

@@ -5,12 +5,13 @@ Both directions are exact or refused: nothing that would change what the model c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_cp.common.errors import ConfigError, Violation
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.problems import Problems, is_count, is_positive
 from megatron_cp.models.families.common.weights import WeightNames
 
 # Settings of a model that distinguish families, the most important first.
@@ -25,6 +26,31 @@ FEATURES = (
 )
 # The largest padding unit that a published vocabulary is held against: any padding would be part of the softmax.
 _VOCABULARY_UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
+
+
+class Problems:
+    """All that stands in the way."""
+
+    def __init__(self, fix: str = "choose another model: this one has no counterpart") -> None:
+        self._fix = fix
+        self._found: list[Violation] = []
+
+    def unless(self, holds: bool, field: str, value: Any, message: str) -> None:
+        if not holds:
+            self._found.append(Violation("", "error", field, message, self._fix, value))
+
+    def tell(self) -> None:
+        """Raises ConfigError where there is anything."""
+        if self._found:
+            raise ConfigError(self._found)
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 @dataclass(frozen=True)

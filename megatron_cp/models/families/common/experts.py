@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.base import Settings
-from megatron_cp.models.families.common.problems import Problems, is_positive
+from megatron_cp.models.families.common.base import Problems, Settings, is_positive
 
 # Settings of experts that a family without latent attention and shared experts lacks.
 PLAIN_EXPERTS: dict[str, Any] = {

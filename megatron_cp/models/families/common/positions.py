@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.base import Settings
-from megatron_cp.models.families.common.problems import Problems, is_count, is_positive
+from megatron_cp.models.families.common.base import Problems, Settings, is_count, is_positive
 from megatron_cp.models.yarn import concentration
 
 # The only Llama 3 scaling that megatron-core knows; its factor is free.

@@ -9,8 +9,7 @@ from typing import Any
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.base import Settings
-from megatron_cp.models.families.common.problems import Problems, is_count
+from megatron_cp.models.families.common.base import Problems, Settings, is_count
 
 
 @dataclass(frozen=True)
