@@ -97,7 +97,8 @@ def select_transport(
         able = [[t for t in considered if all(has(v, getattr(t.te_since, f)) for f in features)] for v in _VERSIONS]
         if able[0] != considered:
             words = " and ".join(f"{feature.removesuffix('s').replace('_', ' ')}s" for feature in needed)
-            restricted = f"Transformer Engine has {words or 'context parallelism'} with {' or '.join(each.name for each in able[-1])} only"
+            names = " or ".join(each.name for each in able[-1])
+            restricted = f"Transformer Engine has {words or 'context parallelism'} with {names} only"
     for candidates in able:
         offers = [(*found, each.name) for each in candidates if (found := offer(each)) is not None]
         if offers:
