@@ -107,8 +107,7 @@ class Context(Case):
 
     def head_splits(self) -> Iterator[tuple[Transport, int]]:
         """Transport and number of ranks over which it splits the heads."""
-        # Of a pack's group ours takes as many neighbours as fit the heads, and Transformer Engine all.
-        packed = self.packed_sizes if self.backend == "te" else ()
+        packed = self.packed_sizes if self.backend == "te" else ()  # ours takes as many of a pack's ranks as fit
         for transport in self.transports:
             sizes = transport.head_ranks(self.cp, self.levels, packed)
             worst = max(sizes, key=lambda size: (self.heads % size != 0, size), default=1)
