@@ -181,7 +181,7 @@ def emerging_optimizers(c: Context) -> Iterator[Finding]:
         yield Finding(
             "optimizer.optimizer",
             f"{optimizer.optimizer} is in the package emerging-optimizers, which is not installed",
-            "pip install emerging-optimizers, or optimizer.optimizer=adam",
+            "in the clone: uv pip install emerging-optimizers, or optimizer.optimizer=adam",
         )
     if c.config.mixed_precision.fp16:
         message = f"{optimizer.optimizer} does not support fp16"
