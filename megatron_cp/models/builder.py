@@ -56,20 +56,20 @@ def _build_chunk(
     stage, stages = groups.pp.rank(), groups.pp.size()
     last_vp_stage = (model.virtual_pipeline_model_parallel_size or 1) - 1
     is_last = stage == stages - 1 and (vp_stage is None or vp_stage == last_vp_stage)
-    common: dict[str, Any] = {
-        "vocab_size": padded_vocab_size(model, vocab_size),
-        "max_sequence_length": model.max_position_embeddings,
-        "pre_process": stage == 0 and (vp_stage or 0) == 0,
-        "post_process": is_last,
-        "parallel_output": True,
-        "share_embeddings_and_output_weights": model.share_embeddings_and_output_weights,
-        "position_embedding_type": "rope" if with_yarn else model.position_embedding_type,
-        "rotary_percent": model.rotary_percent,
-        "rotary_base": int(model.rotary_base),
-        "seq_len_interpolation_factor": model.seq_len_interpolation_factor,
-        "pg_collection": groups,
-        "vp_stage": vp_stage,
-    }
+    common: dict[str, Any] = dict(
+        vocab_size=padded_vocab_size(model, vocab_size),
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=stage == 0 and (vp_stage or 0) == 0,
+        post_process=is_last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+        position_embedding_type="rope" if with_yarn else model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=int(model.rotary_base),
+        seq_len_interpolation_factor=model.seq_len_interpolation_factor,
+        pg_collection=groups,
+        vp_stage=vp_stage,
+    )
     if model.architecture == "hybrid":
         # Imported here: Mamba's modules bring kernels along that no other model needs.
         from megatron_cp.models.hybrid import build_hybrid

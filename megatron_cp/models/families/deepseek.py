@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.base import Family, Problems, Settings
+from megatron_cp.models.families.common.base import SAME, Family, Problems, Settings, called
 from megatron_cp.models.families.common.experts import GroupedExperts
 from megatron_cp.models.families.common.positions import RotaryPositions
 from megatron_cp.models.families.common.weights import KEPT_IN_FLOAT32
@@ -104,38 +104,40 @@ class DeepseekExperts(GroupedExperts):
 
 
 _ATTENTION = LatentAttention(
-    counts={
-        "kv_lora_rank": "kv_lora_rank",
-        "qk_nope_head_dim": "qk_head_dim",
-        "qk_rope_head_dim": "qk_pos_emb_head_dim",
-        "v_head_dim": "v_head_dim",
-    },
-    optional={"q_lora_rank": "q_lora_rank", "num_key_value_heads": "", "head_dim": ""},
-    needed={
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "layernorm_epsilon": _EPSILON,
-        "rope_scaling": False,
-        "seq_len_interpolation_factor": None,
-        "window_size": None,
-        "add_qkv_bias": False,
-    },
+    counts=called(
+        kv_lora_rank=SAME,
+        qk_head_dim="qk_nope_head_dim",
+        qk_pos_emb_head_dim="qk_rope_head_dim",
+        v_head_dim=SAME,
+    ),
+    optional={**called(q_lora_rank=SAME), "num_key_value_heads": "", "head_dim": ""},
+    needed=dict(
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        layernorm_epsilon=_EPSILON,
+        rope_scaling=False,
+        seq_len_interpolation_factor=None,
+        window_size=None,
+        add_qkv_bias=False,
+    ),
     given={"rms_norm_eps": _EPSILON},
 )
 _V3 = DeepseekExperts(
     counts={
-        "n_routed_experts": "num_moe_experts",
+        **called(
+            num_moe_experts="n_routed_experts",
+            moe_ffn_hidden_size="moe_intermediate_size",
+            moe_router_topk="num_experts_per_tok",
+        ),
         "n_shared_experts": "",
-        "moe_intermediate_size": "moe_ffn_hidden_size",
-        "num_experts_per_tok": "moe_router_topk",
     },
-    needed={
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_pre_softmax": False,
-        "moe_shared_expert_gate": False,
-        "moe_latent_size": None,
-    },
+    needed=dict(
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_pre_softmax=False,
+        moe_shared_expert_gate=False,
+        moe_latent_size=None,
+    ),
     given={"rope_interleave": True},
     written={
         "moe_layer_freq": 1,
@@ -144,12 +146,12 @@ _V3 = DeepseekExperts(
         "num_nextn_predict_layers": 0,
     },
 )
-_SOFTMAX = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
+_SOFTMAX = dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
 _V2 = replace(
     _V3,
     needed={**_V3.needed, **_SOFTMAX, "moe_router_pre_softmax": True},
     given={},
-    written={"moe_layer_freq": 1, "scoring_func": "softmax"},
+    written=dict(moe_layer_freq=1, scoring_func="softmax"),
     scores_of_a_group=1,
 )
 _SHARED = "mlp.shared_experts"

@@ -14,13 +14,13 @@ from megatron_cp.models.families.llama import ATTENTION_BIAS, HEADS, PLAIN, SHAP
 
 _WINDOW, _NO_WINDOW = "sliding_attention", "full_attention"
 # What the layers of all Gemma 3 models have and those of Llama's do not; the parts below read the other settings.
-_LAYERS: dict[str, Any] = {
-    "activation_func": "fast_gelu",
-    "layernorm_zero_centered_gamma": True,
-    "sandwich_norm": True,
-    "qk_layernorm": True,
-    "scale_embeddings": True,
-}
+_LAYERS: dict[str, Any] = dict(
+    activation_func="fast_gelu",
+    layernorm_zero_centered_gamma=True,
+    sandwich_norm=True,
+    qk_layernorm=True,
+    scale_embeddings=True,
+)
 _READ_BELOW = ("softmax_scale", "rotary_base_local")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_cp.models.families.common.base import Family
+from megatron_cp.models.families.common.base import Family, called
 from megatron_cp.models.families.common.positions import RotaryPositions
 from megatron_cp.models.families.common.windows import LayerWindows
 from megatron_cp.models.families.llama import HEADS, PLAIN, SHAPE, WEIGHTS
@@ -13,14 +13,14 @@ from megatron_cp.models.families.mistral import EXPERTS
 _PLAIN = {own: value for own, value in PLAIN.items() if own != "activation_func_clamp_value"}
 _SHAPE = replace(
     SHAPE,
-    numbers={**SHAPE.numbers, "swiglu_limit": "activation_func_clamp_value"},
+    numbers={**SHAPE.numbers, **called(activation_func_clamp_value="swiglu_limit")},
     needed=_PLAIN
-    | {
-        "activation_func": "quick_gelu",  # x * sigmoid(1.702 x), and so is swiglu_alpha
-        "glu_linear_offset": 1.0,
-        "add_bias_linear": True,
-        "softmax_type": "learnable",
-    },
+    | dict(
+        activation_func="quick_gelu",  # x * sigmoid(1.702 x), and so is swiglu_alpha
+        glu_linear_offset=1.0,
+        add_bias_linear=True,
+        softmax_type="learnable",
+    ),
     given={**SHAPE.given, "attention_bias": True, "swiglu_alpha": 1.702},
     absent=("quantization_config", "compression_config"),
 )

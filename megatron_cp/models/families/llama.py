@@ -7,32 +7,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.base import Family, Problems, Settings
+from megatron_cp.models.families.common.base import SAME, Family, Problems, Settings, called
 from megatron_cp.models.families.common.positions import RotaryPositions
 from megatron_cp.models.families.common.weights import EMBEDDING, OUTPUT, WeightNames
 from megatron_cp.models.families.common.windows import NoWindow
 
 # Settings of a model in Llama's family. Other families take them over, with changes.
-PLAIN: dict[str, Any] = {
-    "architecture": "gpt",
-    "normalization": "RMSNorm",
-    "activation_func": "silu",
-    "gated_linear_unit": True,
-    "add_bias_linear": False,
-    "attention_mask_type": "causal",
-    "softmax_scale": None,
-    "softmax_type": "vanilla",
-    "glu_linear_offset": 0.0,
-    "activation_func_clamp_value": None,
-    "rotary_base_local": None,
-    "layernorm_zero_centered_gamma": False,
-    "sandwich_norm": False,
-    "scale_embeddings": False,
-    "attention_output_gate": False,
-    "qk_l2_norm": False,
-    "no_rope_freq": None,
-    "use_mup": False,
-}
+PLAIN: dict[str, Any] = dict(
+    architecture="gpt",
+    normalization="RMSNorm",
+    activation_func="silu",
+    gated_linear_unit=True,
+    add_bias_linear=False,
+    attention_mask_type="causal",
+    softmax_scale=None,
+    softmax_type="vanilla",
+    glu_linear_offset=0.0,
+    activation_func_clamp_value=None,
+    rotary_base_local=None,
+    layernorm_zero_centered_gamma=False,
+    sandwich_norm=False,
+    scale_embeddings=False,
+    attention_output_gate=False,
+    qk_l2_norm=False,
+    no_rope_freq=None,
+    use_mup=False,
+)
 ATTENTION_BIAS = Settings(written={"attention_bias": False})
 
 
@@ -61,21 +61,21 @@ class Heads(Settings):
 
 
 SHAPE = Shape(
-    counts={
-        "num_hidden_layers": "num_layers",
-        "hidden_size": "hidden_size",
-        "intermediate_size": "ffn_hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "max_position_embeddings": "max_position_embeddings",
-        "vocab_size": "vocab_size",
-    },
-    numbers={"rms_norm_eps": "layernorm_epsilon", "initializer_range": "init_method_std"},
+    counts=called(
+        num_layers="num_hidden_layers",
+        hidden_size=SAME,
+        ffn_hidden_size="intermediate_size",
+        num_attention_heads=SAME,
+        max_position_embeddings=SAME,
+        vocab_size=SAME,
+    ),
+    numbers=called(layernorm_epsilon="rms_norm_eps", init_method_std="initializer_range"),
     needed=PLAIN,
     given={"hidden_act": ("silu", "swish")},
-    written={"attention_dropout": 0.0},
+    written=dict(attention_dropout=0.0),
     absent=("attention_bias", "mlp_bias", "quantization_config", "compression_config"),
 )
-HEADS = Heads(optional={"num_key_value_heads": "num_query_groups", "head_dim": "kv_channels"})
+HEADS = Heads(optional=called(num_query_groups="num_key_value_heads", kv_channels="head_dim"))
 LLAMA_PARTS = (SHAPE, HEADS, RotaryPositions())
 
 IN_A_LAYER = {

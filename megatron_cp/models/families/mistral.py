@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from megatron_cp.models.families.common.base import Family
+from megatron_cp.models.families.common.base import Family, called
 from megatron_cp.models.families.common.experts import PLAIN_EXPERTS, SoftmaxExperts
 from megatron_cp.models.families.common.windows import SlidingWindow
 from megatron_cp.models.families.llama import LLAMA_PARTS, WEIGHTS, with_experts
 
 _PARTS = (*LLAMA_PARTS, SlidingWindow())
 EXPERTS = SoftmaxExperts(
-    counts={
-        "num_local_experts": "num_moe_experts",
-        "intermediate_size": "moe_ffn_hidden_size",
-        "num_experts_per_tok": "moe_router_topk",
-    },
+    counts=called(
+        num_moe_experts="num_local_experts",
+        moe_ffn_hidden_size="intermediate_size",
+        moe_router_topk="num_experts_per_tok",
+    ),
     needed=PLAIN_EXPERTS,
 )
 FAMILIES = (

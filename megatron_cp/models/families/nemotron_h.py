@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.base import FEATURES, Family, Problems, Settings, is_count
+from megatron_cp.models.families.common.base import FEATURES, SAME, Family, Problems, Settings, called, is_count
 from megatron_cp.models.families.common.experts import GroupedExperts
 from megatron_cp.models.families.common.weights import EMBEDDING, KEPT_IN_FLOAT32, OUTPUT, WeightNames
 from megatron_cp.models.families.llama import PLAIN
@@ -65,44 +65,44 @@ class HybridExperts(GroupedExperts):
         shared = model.moe_shared_expert_intermediate_size
         message = "a shared expert is needed"
         problems.unless(bool(shared), "model.moe_shared_expert_intermediate_size", shared, message)
-        return super().write(model, problems) | {"moe_latent_size": model.moe_latent_size}
+        return super().write(model, problems) | dict(moe_latent_size=model.moe_latent_size)
 
 
 _LAYERS = HybridLayers(
-    counts={
-        "hidden_size": "hidden_size",
-        "intermediate_size": "ffn_hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "num_key_value_heads": "num_query_groups",
-        "head_dim": "kv_channels",
-        "max_position_embeddings": "max_position_embeddings",
-        "vocab_size": "vocab_size",
-        "ssm_state_size": "mamba_state_dim",
-        "mamba_head_dim": "mamba_head_dim",
-        "mamba_num_heads": "mamba_num_heads",
-        "n_groups": "mamba_num_groups",
-    },
-    numbers={"initializer_range": "init_method_std"},
+    counts=called(
+        hidden_size=SAME,
+        ffn_hidden_size="intermediate_size",
+        num_attention_heads=SAME,
+        num_query_groups="num_key_value_heads",
+        kv_channels="head_dim",
+        max_position_embeddings=SAME,
+        vocab_size=SAME,
+        mamba_state_dim="ssm_state_size",
+        mamba_head_dim=SAME,
+        mamba_num_heads=SAME,
+        mamba_num_groups="n_groups",
+    ),
+    numbers=called(init_method_std="initializer_range"),
     needed=PLAIN
-    | {
-        "architecture": "hybrid",
-        "position_embedding_type": "none",
-        "layernorm_epsilon": 1e-5,
-        "activation_func": "squared_relu",
-        "gated_linear_unit": False,
-        "add_qkv_bias": False,
-        "qk_layernorm": False,
-        "window_size": None,
-        "window_attn_skip_freq": None,
-        "rotary_base_local": None,
-        "layernorm_zero_centered_gamma": False,
-        "sandwich_norm": False,
-        "scale_embeddings": False,
-        "attention_output_gate": False,
-        "qk_l2_norm": False,
-        "multi_latent_attention": False,
-        "share_embeddings_and_output_weights": False,
-    },
+    | dict(
+        architecture="hybrid",
+        position_embedding_type="none",
+        layernorm_epsilon=1e-5,
+        activation_func="squared_relu",
+        gated_linear_unit=False,
+        add_qkv_bias=False,
+        qk_layernorm=False,
+        window_size=None,
+        window_attn_skip_freq=None,
+        rotary_base_local=None,
+        layernorm_zero_centered_gamma=False,
+        sandwich_norm=False,
+        scale_embeddings=False,
+        attention_output_gate=False,
+        qk_l2_norm=False,
+        multi_latent_attention=False,
+        share_embeddings_and_output_weights=False,
+    ),
     given={
         "conv_kernel": CONV_WIDTH,
         "use_conv_bias": True,
@@ -122,18 +122,18 @@ _LAYERS = HybridLayers(
     absent=("quantization_config", "compression_config"),
 )
 _EXPERTS = HybridExperts(
-    counts={
-        "n_routed_experts": "num_moe_experts",
-        "moe_intermediate_size": "moe_ffn_hidden_size",
-        "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
-        "num_experts_per_tok": "moe_router_topk",
-    },
-    needed={
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_shared_expert_gate": False,
-        "moe_router_pre_softmax": False,
-    },
+    counts=called(
+        num_moe_experts="n_routed_experts",
+        moe_ffn_hidden_size="moe_intermediate_size",
+        moe_shared_expert_intermediate_size=SAME,
+        moe_router_topk="num_experts_per_tok",
+    ),
+    needed=dict(
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_shared_expert_gate=False,
+        moe_router_pre_softmax=False,
+    ),
     given={"n_shared_experts": 1},
 )
 # A layer is of one kind: Mamba, attention, an MLP or experts. The input projection has z, x, B, C and dt on both sides.

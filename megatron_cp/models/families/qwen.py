@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from megatron_cp.models.families.common.base import Family, Settings
+from megatron_cp.models.families.common.base import Family, Settings, called
 from megatron_cp.models.families.common.experts import PLAIN_EXPERTS, SoftmaxExperts
 from megatron_cp.models.families.common.windows import SwitchedWindow
 from megatron_cp.models.families.llama import ATTENTION_BIAS, LLAMA_PARTS, WEIGHTS, with_experts
 
-_BIAS, _NORM = Settings(needed={"add_qkv_bias": True}), Settings(needed={"qk_layernorm": True})
+_BIAS, _NORM = Settings(needed=dict(add_qkv_bias=True)), Settings(needed=dict(qk_layernorm=True))
 _EXPERTS = SoftmaxExperts(
-    counts={
-        "num_experts": "num_moe_experts",
-        "moe_intermediate_size": "moe_ffn_hidden_size",
-        "num_experts_per_tok": "moe_router_topk",
-    },
+    counts=called(
+        num_moe_experts="num_experts",
+        moe_ffn_hidden_size="moe_intermediate_size",
+        moe_router_topk="num_experts_per_tok",
+    ),
     needed=PLAIN_EXPERTS,
     normalizes=True,
 )

@@ -53,6 +53,14 @@ def is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
+SAME = ""  # the name that it has in ModelConfig
+
+
+def called(**names: str) -> dict[str, str]:
+    """Settings of ModelConfig by the names that they have in ``config.json``."""
+    return {name or own: own for own, name in names.items()}
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings that are converted together. Names are those of ``config.json`` where not said otherwise.
@@ -180,7 +188,7 @@ class Family:
         values: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         for part in self._of(model):
             values |= part.write(model, problems)
-        return values | {"vocab_size": rows, "max_position_embeddings": _positions(model)}
+        return values | dict(vocab_size=rows, max_position_embeddings=_positions(model))
 
     def _of(self, source: Mapping[str, Any] | ModelConfig) -> Iterator[Settings]:
         return (part for part in self.parts if part.concern(source))

@@ -10,15 +10,15 @@ from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.base import Problems, Settings, is_positive
 
 # Settings of experts that a family without latent attention and shared experts lacks.
-PLAIN_EXPERTS: dict[str, Any] = {
-    "moe_shared_expert_intermediate_size": None,
-    "moe_router_score_function": "softmax",
-    "moe_router_topk_scaling_factor": None,
-    "moe_layer_freq": 1,
-    "moe_router_group_topk": None,
-    "moe_router_enable_expert_bias": False,
-    "moe_latent_size": None,
-}
+PLAIN_EXPERTS: dict[str, Any] = dict(
+    moe_shared_expert_intermediate_size=None,
+    moe_router_score_function="softmax",
+    moe_router_topk_scaling_factor=None,
+    moe_layer_freq=1,
+    moe_router_group_topk=None,
+    moe_router_enable_expert_bias=False,
+    moe_latent_size=None,
+)
 
 
 @dataclass(frozen=True)

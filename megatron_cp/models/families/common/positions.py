@@ -19,7 +19,7 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 class RotaryPositions(Settings):
     """One set of rotary positions for all layers."""
 
-    needed: Mapping[str, Any] = field(default_factory=lambda: {"rotary_percent": 1.0, "rotary_interleaved": False})
+    needed: Mapping[str, Any] = field(default_factory=lambda: dict(rotary_percent=1.0, rotary_interleaved=False))
 
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
         super().read(values, model, problems)
@@ -56,7 +56,7 @@ class RotaryPositions(Settings):
         both = model.rope_scaling and model.seq_len_interpolation_factor is not None
         problems.unless(not both, "model.rope_scaling", True, "not also seq_len_interpolation_factor is needed")
         # The base as megatron-core takes it.
-        return {"rope_theta": int(model.rotary_base), "rope_scaling": _rope_scaling(model)}
+        return dict(rope_theta=int(model.rotary_base), rope_scaling=_rope_scaling(model))
 
 
 def read_base(rope: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:

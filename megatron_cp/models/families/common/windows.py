@@ -14,7 +14,7 @@ from megatron_cp.models.families.common.base import Problems, Settings, is_count
 
 @dataclass(frozen=True)
 class _InAllLayers(Settings):
-    needed: Mapping[str, Any] = field(default_factory=lambda: {"window_attn_skip_freq": None})
+    needed: Mapping[str, Any] = field(default_factory=lambda: dict(window_attn_skip_freq=None))
 
 
 @dataclass(frozen=True)
