@@ -31,6 +31,7 @@ from megatron_cp.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError
 from megatron_cp.common.input_files import read_json
 from megatron_cp.common.terminal import ArgumentParser, printable, say
 from megatron_cp.config.flags import add_overrides
+from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import TokenizerConfig
 from megatron_cp.data.text.corpus import standard_library_sources
@@ -48,8 +49,8 @@ RANKS = 4
 
 # With fewer GPUs than ranks: plain context parallelism over what there is.
 _LAYOUTS = {
-    1: ("model.context_parallel_size=1", *RING.settings),
-    2: ("model.context_parallel_size=2", *RING.settings),
+    1: (f"{NAME.model.context_parallel_size}=1", *RING.settings),
+    2: (f"{NAME.model.context_parallel_size}=2", *RING.settings),
     RANKS: (),
 }
 
@@ -121,12 +122,12 @@ def overrides_for(prefix: Path, save: Path, gpus: int) -> list[str]:
     """What the quick start sets in the recipe; the user's own overrides come after."""
     ranks = _ranks(gpus)
     return [
-        f"dataset.data_path={prefix}",
-        "dataset.split='95,5,0'",
-        f"tokenizer.tokenizer_type={TOKENIZER.tokenizer_type}",
-        f"checkpoint.save={save}",
-        "validation.eval_iters=4",
-        f"logger.log_interval={50 if sys.stderr.isatty() else 10}",  # a terminal has a live line as well
+        f"{NAME.dataset.data_path}={prefix}",
+        f"{NAME.dataset.split}='95,5,0'",
+        f"{NAME.tokenizer.tokenizer_type}={TOKENIZER.tokenizer_type}",
+        f"{NAME.checkpoint.save}={save}",
+        f"{NAME.validation.eval_iters}=4",
+        f"{NAME.logger.log_interval}={50 if sys.stderr.isatty() else 10}",  # a terminal has a live line as well
         *_LAYOUTS[ranks],
     ]
 
@@ -183,7 +184,10 @@ def last_screen(
 
     launch = f"{program('megatron-cp')} train -n {ranks} --recipe"
     longer = 2 * train_iters  # with a schedule that ends there: that of config.yaml ends with the run
-    more = f"train.train_iters={longer} scheduler.lr_decay_iters={longer} scheduler.override_opt_param_scheduler=true"
+    more = (
+        f"{NAME.train.train_iters}={longer} {NAME.scheduler.lr_decay_iters}={longer} "
+        f"{NAME.scheduler.override_opt_param_scheduler}=true"
+    )
     console.print("[bold]What to try next[/]")
     for what, command in (
         (

@@ -23,6 +23,7 @@ from megatron_cp.common.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, format_
 from megatron_cp.common.installation import how_to_install, how_to_install_requirement
 from megatron_cp.common.terminal import ArgumentParser, say
 from megatron_cp.config.flags import add_recipe, add_world_size, compose, given, parse
+from megatron_cp.config.names import NAME
 from megatron_cp.models.fusions import kernels_in_use
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.base import Context
@@ -181,15 +182,15 @@ def attention_of(c: Context) -> tuple[str, list[str]]:
     model, version = c.config.model, c.environment.transformer_engine
     wanted = model.attention_backend
     if wanted == "native":
-        why = ["model.attention_backend=native asks for it"]
+        why = [f"{NAME.model.attention_backend}=native asks for it"]
     elif model.transformer_impl == "local":
-        why = ["model.transformer_impl=local does without Transformer Engine"]
+        why = [f"{NAME.model.transformer_impl}=local does without Transformer Engine"]
     elif c.environment.device != "gpu":
         why = ["there is no GPU, and Transformer Engine's attention needs one"]
     elif version is None:
         why = ["Transformer Engine is not installed"]
     elif c.gaps:  # named all the same, it is an error of the rules
-        why = ["model.attention_backend=te asks for it"] if c.backend == "te" else []
+        why = [f"{NAME.model.attention_backend}=te asks for it"] if c.backend == "te" else []
         why += [f"Transformer Engine {version}, {gap.field}: {gap.message}" for gap in c.gaps]
     else:
         why = [f"Transformer Engine {version} computes all that the recipe asks for"]

@@ -9,24 +9,27 @@ from megatron_cp.cli import ranks
 from megatron_cp.cli.train import run_or_start
 from megatron_cp.common.terminal import ArgumentParser
 from megatron_cp.config.flags import add_gpus_per_node, add_recipe, compose, parse
+from megatron_cp.config.names import NAME
 
-_SWITCH = "train.skip_train=true"
+_SWITCH = f"{NAME.train.skip_train}=true"
 
 
 def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         "megatron-cp evaluate",
         description="Measure the loss of a run's latest checkpoint on its validation and test data, and add it to the "
-        "run's metrics.jsonl. The same as train with train.skip_train=true.",
-        epilog="example: megatron-cp evaluate -n 4 runs/mine validation.eval_iters=100",
+        f"run's metrics.jsonl. The same as train with {NAME.train.skip_train}=true.",
+        epilog=f"example: megatron-cp evaluate -n 4 runs/mine {NAME.validation.eval_iters}=100",
         allow_abbrev=False,
     )
-    add_recipe(parser, "a run's folder, or the recipe of the model; its checkpoint is that of checkpoint.load")
+    add_recipe(parser, f"a run's folder, or the recipe of the model; its checkpoint is that of {NAME.checkpoint.load}")
     ranks.add(parser)
     add_gpus_per_node(parser)
     args = parse(parser, argv)
     if args.recipe and os.path.isfile(config := os.path.join(args.recipe, "config.yaml")):
         args.recipe = config
     if not compose(parser, args, _SWITCH).validation.eval_iters:
-        parser.error("validation.eval_iters=0: there is nothing to measure. Fix: validation.eval_iters=10")
+        parser.error(
+            f"{NAME.validation.eval_iters}=0: there is nothing to measure. Fix: {NAME.validation.eval_iters}=10"
+        )
     return run_or_start("evaluate", parser, args, argv, _SWITCH)

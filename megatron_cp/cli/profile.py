@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_cp.common.errors import DataError
 from megatron_cp.common.terminal import ArgumentParser, say
+from megatron_cp.config.names import NAME
 from megatron_cp.report.traces import COMMUNICATION, PYTHON, Breakdown, read_trace
 
 _NOTHING = "nothing"
@@ -42,7 +43,9 @@ def _traces(paths: Sequence[Path]) -> list[Path]:
         if os.path.isdir(path):  # which, unlike Path.is_dir, never raises
             inside = sorted((path / "profile").glob("*.json.gz"))
             if not inside:
-                raise DataError(f"{path} has no profiles; profiling.use_pytorch_profiler=true has a run write them")
+                raise DataError(
+                    f"{path} has no profiles; {NAME.profiling.use_pytorch_profiler}=true has a run write them"
+                )
             found |= dict.fromkeys(inside)
         else:
             found[path] = None

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from megatron_cp.common.errors import EXIT_OK
 from megatron_cp.common.terminal import ArgumentParser, say
+from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import list_recipes
 
-_DESCRIPTION = "List the recipes. [mock data]: random tokens until dataset.data_path=PREFIX names real data."
+_DESCRIPTION = f"List the recipes. [mock data]: random tokens until {NAME.dataset.data_path}=PREFIX names real data."
 
 
 def main(argv: Sequence[str]) -> int:

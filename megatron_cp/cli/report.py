@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_cp.common.errors import DataError
 from megatron_cp.common.terminal import ArgumentParser, say
+from megatron_cp.config.names import NAME
 from megatron_cp.report.runs import read_runs
 from megatron_cp.report.summary import as_text
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         description="Show runs side by side: loss, throughput, phases, memory and layout. Works while they run.",
         allow_abbrev=False,
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder (checkpoint.save)")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=f"a run folder ({NAME.checkpoint.save})")
     parser.add_argument("--html", metavar="FILE.html", help="write a page that needs no other file")
     parser.add_argument("--png", metavar="FILE.png", help="write a picture")
     args = parser.parse_args(argv)

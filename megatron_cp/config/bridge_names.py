@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_cp.common.errors import Violation
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import settings
 
 _LEAVE_OUT = "leave it out"
@@ -89,13 +90,18 @@ def _same(value: Any, other: Any) -> bool:
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)  # True is no 1, as in the schema
 
 
-_TE = "model.attention_backend=te: Transformer Engine takes the fastest; env_vars.{}=0 takes the other away from it"
+_TE = (
+    f"{NAME.model.attention_backend}=te: Transformer Engine takes the fastest; env_vars.{{}}=0 takes the other "
+    f"away from it"
+)
 # megatron-core's choices of a kernel of Transformer Engine's.
 _BACKENDS = {
     "flash": _TE.format("NVTE_FUSED_ATTN"),
     "fused": _TE.format("NVTE_FLASH_ATTN"),
-    "unfused": "model.attention_backend=native: Transformer Engine's unfused attention has no context parallelism",
-    "local": "model.attention_backend=native: our own attention; model.transformer_impl=local: none of its layers",
+    "unfused": f"{NAME.model.attention_backend}=native: Transformer Engine's unfused attention has no context "
+    "parallelism",
+    "local": f"{NAME.model.attention_backend}=native: our own attention; {NAME.model.transformer_impl}=local: none "
+    "of its layers",
 }
 
 
@@ -194,4 +200,4 @@ def _settle_attention(settings: dict[str, Any]) -> list[Violation]:
         return []
     model["attention_backend"] = "auto"
     message = "kernels of Transformer Engine are not chosen one by one"
-    return [Violation("K2", "error", "model.attention_backend", message, _BACKENDS[backend], backend)]
+    return [Violation("K2", "error", NAME.model.attention_backend, message, _BACKENDS[backend], backend)]

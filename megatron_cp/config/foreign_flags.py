@@ -14,53 +14,54 @@ from functools import cache
 from typing import Any, Literal
 
 from megatron_cp.config import bridge_names
+from megatron_cp.config.names import NAME
 from megatron_cp.config.recipe_names import commands_to_import
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.schema import alternatives, field_paths, kind_of, nearest, section_names
 
 _CALLED = {
-    "accumulate_allreduce_grads_in_fp32": "ddp.grad_reduce_in_fp32",
-    "check_for_nan_in_loss_and_grad": "ddp.check_for_nan_in_grad",
-    "data_cache_path": "dataset.path_to_cache",
-    "ddp_average_in_collective": "ddp.average_in_collective",
-    "ddp_bucket_size": "ddp.bucket_size",
-    "decoder_first_pipeline_num_layers": "model.num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "model.num_layers_in_last_pipeline_stage",
-    "decoder_seq_length": "dataset.seq_length",
-    "hybrid_context_parallel": "model.dynamic_context_parallel",
-    "norm_epsilon": "model.layernorm_epsilon",
-    "num_experts": "model.num_moe_experts",
-    "num_virtual_stages_per_pipeline_rank": "model.virtual_pipeline_model_parallel_size",
-    "profile": "profiling.use_nsys_profiler",
-    "rope_fusion": "model.apply_rope_fusion",
-    "seq_length": "dataset.seq_length",
-    "tensorboard_log_interval": "logger.log_interval",
-    "train_data_path": "dataset.data_path",
-    "vocab_size": "tokenizer.vocab_size",  # read for a NullTokenizer, as Megatron-LM's
+    "accumulate_allreduce_grads_in_fp32": NAME.ddp.grad_reduce_in_fp32,
+    "check_for_nan_in_loss_and_grad": NAME.ddp.check_for_nan_in_grad,
+    "data_cache_path": NAME.dataset.path_to_cache,
+    "ddp_average_in_collective": NAME.ddp.average_in_collective,
+    "ddp_bucket_size": NAME.ddp.bucket_size,
+    "decoder_first_pipeline_num_layers": NAME.model.num_layers_in_first_pipeline_stage,
+    "decoder_last_pipeline_num_layers": NAME.model.num_layers_in_last_pipeline_stage,
+    "decoder_seq_length": NAME.dataset.seq_length,
+    "hybrid_context_parallel": NAME.model.dynamic_context_parallel,
+    "norm_epsilon": NAME.model.layernorm_epsilon,
+    "num_experts": NAME.model.num_moe_experts,
+    "num_virtual_stages_per_pipeline_rank": NAME.model.virtual_pipeline_model_parallel_size,
+    "profile": NAME.profiling.use_nsys_profiler,
+    "rope_fusion": NAME.model.apply_rope_fusion,
+    "seq_length": NAME.dataset.seq_length,
+    "tensorboard_log_interval": NAME.logger.log_interval,
+    "train_data_path": NAME.dataset.data_path,
+    "vocab_size": NAME.tokenizer.vocab_size,  # read for a NullTokenizer, as Megatron-LM's
 }
 _MEANS = {
     "bf16": ("mixed_precision=bf16_mixed",),
-    "disable_bias_linear": ("model.add_bias_linear=false",),
+    "disable_bias_linear": (f"{NAME.model.add_bias_linear}=false",),
     "fp16": ("mixed_precision=fp16_mixed",),
-    "mock_data": ("dataset.kind=mock",),
-    "no_position_embedding": ("model.position_embedding_type=none",),
-    "packed_sequence": ("model.sequence_packing_scheduler=dp_balanced", "dataset.kind=documents"),
-    "recompute_activations": ("model.recompute_granularity=selective",),
-    "squared_relu": ("model.activation_func=squared_relu", "model.gated_linear_unit=false"),
-    "swiglu": ("model.activation_func=silu", "model.gated_linear_unit=true"),
-    "untie_embeddings_and_output_weights": ("model.share_embeddings_and_output_weights=false",),
-    "use_rope_scaling": ("model.rope_scaling=true",),
-    "use_rotary_position_embeddings": ("model.position_embedding_type=rope",),
+    "mock_data": (f"{NAME.dataset.kind}=mock",),
+    "no_position_embedding": (f"{NAME.model.position_embedding_type}=none",),
+    "packed_sequence": (f"{NAME.model.sequence_packing_scheduler}=dp_balanced", f"{NAME.dataset.kind}=documents"),
+    "recompute_activations": (f"{NAME.model.recompute_granularity}=selective",),
+    "squared_relu": (f"{NAME.model.activation_func}=squared_relu", f"{NAME.model.gated_linear_unit}=false"),
+    "swiglu": (f"{NAME.model.activation_func}=silu", f"{NAME.model.gated_linear_unit}=true"),
+    "untie_embeddings_and_output_weights": (f"{NAME.model.share_embeddings_and_output_weights}=false",),
+    "use_rope_scaling": (f"{NAME.model.rope_scaling}=true",),
+    "use_rotary_position_embeddings": (f"{NAME.model.position_embedding_type}=rope",),
 }
 _LEFT_OUT = {
-    "attention_backend": "model.attention_backend=auto takes the fastest kernel that is installed",
+    "attention_backend": f"{NAME.model.attention_backend}=auto takes the fastest kernel that is installed",
     "fp8_format": "there is no FP8 training",
-    "group_query_attention": "model.num_query_groups decides",
-    "merge_file": "tokenizer.tokenizer_model names the folder that holds it",
+    "group_query_attention": f"{NAME.model.num_query_groups} decides",
+    "merge_file": f"{NAME.tokenizer.tokenizer_model} names the folder that holds it",
     "no_create_attention_mask_in_dataloader": "attention knows its mask",
     "no_masked_softmax_fusion": "attention is fused or in tiles",
     "use_dist_ckpt": "checkpoints are always distributed",
-    "use_flash_attn": "model.attention_backend=auto takes the fastest kernel that is installed",
+    "use_flash_attn": f"{NAME.model.attention_backend}=auto takes the fastest kernel that is installed",
     "use_mcore_models": "models are always megatron-core's",
 }
 _WITH_VALUE = ("attention_backend", "fp8_format", "merge_file")  # of those that are left out

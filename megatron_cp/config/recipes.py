@@ -32,6 +32,7 @@ from megatron_cp.common.interpolation import (
 from megatron_cp.common.terminal import in_a_line
 from megatron_cp.common.yaml_files import TooLargeError, bounded_hydra, bounded_text
 from megatron_cp.config import bridge_names
+from megatron_cp.config.names import NAME
 from megatron_cp.config.recipe_names import not_a_recipe
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.schema import (
@@ -153,7 +154,7 @@ def _resolve(layers: list[dict[str, Any]], name: str, variables: list[str]) -> d
         raise _problem("K3", str(error), message, f"{error}=[${{oc.env:FIRST}},${{oc.env:SECOND}}]") from error
     if isinstance(plain["recipe"], FromEnvironment):
         message = "names the run folder, and cannot come from an environment variable"
-        raise _problem("K3", "recipe", message, "checkpoint.save=${oc.env:NAME} names another folder")
+        raise _problem("K3", "recipe", message, f"{NAME.checkpoint.save}=${{oc.env:NAME}} names another folder")
     return plain
 
 

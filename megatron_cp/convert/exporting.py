@@ -11,6 +11,7 @@ import torch
 
 from megatron_cp.common.errors import DataError
 from megatron_cp.common.interpolation import looked_up
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, find_checkpoint, undivided, whole_model
 from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, copy_companions, new_folder, read_json, write_model
@@ -71,7 +72,9 @@ def positions_said(model: ModelConfig, declared: int) -> list[str]:
     if reached is None:
         if declared == known:
             return []
-        return [f"{name} {declared}, the length of its training sequences; model.max_position_embeddings was {known}"]
+        return [
+            f"{name} {declared}, the length of its training sequences; {NAME.model.max_position_embeddings} was {known}"
+        ]
     factor, original = model.yarn_rotary_scaling_factor or 1.0, model.yarn_original_max_position_embeddings or 1
     said = []
     if declared != known:

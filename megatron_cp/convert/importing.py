@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_cp.common.errors import ConfigError, DataError, shown
+from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import from_settings
 from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, undivided, whole_model
@@ -64,7 +65,7 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
     path = shlex.quote(str(root / RECIPE))
     said = [
         f"imported {parameters / 1e6:.1f}M parameters of {source} ({family.architecture}, {dtype}): {root / iteration}",
-        f"begin with them: megatron-cp train --recipe {path} dataset.data_path=PREFIX",
+        f"begin with them: megatron-cp train --recipe {path} {NAME.dataset.data_path}=PREFIX",
     ]
     if model.max_position_embeddings != values["max_position_embeddings"]:
         said.append(

@@ -12,6 +12,7 @@ import yaml
 
 from megatron_cp.attention.transports.registry import TRANSPORTS
 from megatron_cp.common.terminal import in_a_line
+from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import from_settings
 from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
 from megatron_cp.rules import Environment, check
@@ -79,7 +80,7 @@ def continued_pretraining(
         Group("model", architecture, "The published model. With other values it is another model."),
         Group(
             "model",
-            {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1},
+            dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1),
             f"One rank holds the whole model: {parameters / 1e6:.0f}M parameters take "
             f"{parameters * bytes_each / 1e9:.1f} GB ({bytes_each} bytes each: weight, gradient, optimizer), and "
             "activations more. Larger sizes divide it. More ranks than the product of the sizes are replicas.",
@@ -103,7 +104,7 @@ def continued_pretraining(
             "train",
             {"global_batch_size": batch, "micro_batch_size": 1},
             f"{batch} samples of {length} tokens are {batch * length} tokens a step, over all ranks: usual for "
-            "continued pretraining. With another dataset.seq_length keep the product.",
+            f"continued pretraining. With another {NAME.dataset.seq_length} keep the product.",
         ),
         Group(
             "optimizer",
@@ -138,13 +139,14 @@ def continued_pretraining(
         ),
         *_precision(dtype),
     )
-    data = Group("dataset", {"seq_length": length}, "")
+    data = Group("dataset", dict(seq_length=length), "")
     known = Recipe(title, (*first, data, *rest))
     dataset = (
         Group(
             "dataset",
             {},
-            "data_path is missing here: add dataset.data_path=PREFIX. Without it the run trains on MOCK DATA, random "
+            f"data_path is missing here: add {NAME.dataset.data_path}=PREFIX. Without it the run trains on MOCK "
+            "DATA, random "
             "tokens, which spoils the weights.",
         ),
         Group("dataset", data.values, _about_length(known, model.max_position_embeddings or length, length)),
@@ -182,8 +184,8 @@ def _about_length(recipe: Recipe, longest: int, length: int) -> str:
     ranks = 1 << max(0, -(-longest // _TOKENS_OF_A_RANK) - 1).bit_length()
     while ranks > 1:  # fewer ranks hold more tokens each
         for transport in (name for name, each in TRANSPORTS.items() if not each.hierarchical):
-            settings: dict[str, Any] = {"dataset.seq_length": longest, "model.context_parallel_size": ranks}
-            settings |= {"model.cp_comm_type": transport, "train.global_batch_size": _samples_of(longest)}
+            settings: dict[str, Any] = {NAME.dataset.seq_length: longest, NAME.model.context_parallel_size: ranks}
+            settings |= {NAME.model.cp_comm_type: transport, NAME.train.global_batch_size: _samples_of(longest)}
             words = [typed(name, value) for name, value in settings.items()]
             if _holds(recipe, words, ranks):
                 each = f"{-(-longest // ranks)} tokens on each of {ranks} ranks"

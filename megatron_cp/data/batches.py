@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron_cp.attention.sharding import shard_sequence
+from megatron_cp.config.names import NAME
 from megatron_cp.data.samples.datasets import SAMPLE_KEYS
 
 Batch = dict[str, torch.Tensor]
@@ -56,7 +57,8 @@ class BatchIterator:
         stride = micro_batch_size * data_parallel_size
         if stride < 1 or global_batch_size < 1 or global_batch_size % stride:
             raise ValueError(
-                f"train.global_batch_size={global_batch_size} must be a positive multiple of train.micro_batch_size * "
+                f"{NAME.train.global_batch_size}={global_batch_size} must be a positive multiple of "
+                f"{NAME.train.micro_batch_size} * "
                 f"data-parallel size = {micro_batch_size} * {data_parallel_size}"
             )
         if not 0 <= data_parallel_rank < data_parallel_size:

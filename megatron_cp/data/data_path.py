@@ -6,19 +6,20 @@ import os
 from typing import Any
 
 from megatron_cp.common.errors import DataError
+from megatron_cp.config.names import NAME
 
 _LEAST, _MOST = 1e-100, 1e100  # sums and products of weights in this range neither overflow nor become 0
 _MOST_FILES = 32767  # megatron-core numbers the files of a blend in 16 bits
 
 
-def parse_blend(data_path: Any, name: str = "dataset.data_path") -> tuple[list[str], list[float] | None]:
+def parse_blend(data_path: Any, name: str = NAME.dataset.data_path) -> tuple[list[str], list[float] | None]:
     """``dataset.data_path``, or the setting ``name``, as (paths, weights).
 
     Raises:
         DataError: nothing given, or as :func:`paths_and_weights`.
     """
     if not data_path:
-        raise DataError(f"{name}: is not set. Fix: {name}=PREFIX (of a .bin/.idx pair), or dataset.kind=mock")
+        raise DataError(f"{name}: is not set. Fix: {name}=PREFIX (of a .bin/.idx pair), or {NAME.dataset.kind}=mock")
     try:
         return paths_and_weights(data_path)
     except ValueError as error:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 
-ALL_FOR_TRAINING = "\"dataset.split='1,0,0'\" validation.eval_iters=0 (all documents for training)"
+from megatron_cp.config.names import NAME
+
+ALL_FOR_TRAINING = f"\"{NAME.dataset.split}='1,0,0'\" {NAME.validation.eval_iters}=0 (all documents for training)"
 
 
 def shares(split: str) -> list[float]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from megatron_cp.common.errors import DataError
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.samples.contents import Contents, HasSources
 from megatron_cp.data.samples.parts import paths_of
@@ -22,7 +23,7 @@ _SHORTEST_NAME = 16
 _MOST_EPOCHS = 4
 _MOST_FILES = 10  # of a blend that get a line of their own
 # The kind as well, which a run's own config.yaml names; then it follows from the path.
-_REAL_DATA = "real: dataset.kind=null dataset.data_path=PREFIX"
+_REAL_DATA = f"real: {NAME.dataset.kind}=null {NAME.dataset.data_path}=PREFIX"
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 
@@ -77,7 +78,7 @@ def planned_line(data: DatasetConfig, train_samples: int) -> str:
     try:
         files = _files(paths_of(data), LINE // 2)
     except DataError:  # a rule says why
-        return f"data: dataset.data_path names no files | dataset.kind={data.kind}"
+        return f"data: {NAME.dataset.data_path} names no files | {NAME.dataset.kind}={data.kind}"
     return f"data: {files} ({data.kind}) | the run takes {samples} samples | a dry run opens no file"
 
 
@@ -116,9 +117,9 @@ def _repeated(uses: Sequence[_Use], size: int) -> Iterator[str]:
     worst, rest = repeated[0], len(repeated) - 1
     taken, last = sum(use.total - use.now for use in uses), sum(use.total for use in uses)
     iterations = int(last * _MOST_EPOCHS / worst.epochs / size)
-    shorter = f"train.train_iters={iterations}, or " if iterations * size > taken else ""
+    shorter = f"{NAME.train.train_iters}={iterations}, or " if iterations * size > taken else ""
     yield (
-        f"dataset.data_path={worst.source.name}: is repeated {_short(worst.epochs)} times by this run"
+        f"{NAME.dataset.data_path}={worst.source.name}: is repeated {_short(worst.epochs)} times by this run"
         f"{f', {rest} more of the files more than {_MOST_EPOCHS} times' if rest else ''}; more than {_MOST_EPOCHS} "
         f"epochs of the same text add little. Fix: {shorter}more data."
     )
@@ -130,9 +131,9 @@ def _evaluated_again(datasets: Datasets, taken: Taken) -> Iterator[str]:
     for part, dataset in zip(("validation", "test"), _parts(datasets)[1:], strict=True):
         samples = wanted if dataset is None else sum(source.samples for source in dataset.sources())
         if samples < wanted:
-            fewer = f"validation.eval_iters={int(samples / batch)}, or " if samples >= batch else ""
+            fewer = f"{NAME.validation.eval_iters}={int(samples / batch)}, or " if samples >= batch else ""
             yield (
-                f"validation.eval_iters={taken.eval_iters}: takes {_number(wanted)} samples of the {part} "
+                f"{NAME.validation.eval_iters}={taken.eval_iters}: takes {_number(wanted)} samples of the {part} "
                 f"data, which has {_number(samples)}: they are repeated. Fix: {fewer}more data for {part}."
             )
 
@@ -144,9 +145,11 @@ def _other_tokenizer(tokenizer: TokenizerConfig, uses: Sequence[_Use], end: int)
     for source in (use.source for use in uses):
         if source.ends and end not in source.ends:
             yield (
-                f"dataset.data_path={source.name}: none of its first {len(source.ends)} documents ends with {end}, "
+                f"{NAME.dataset.data_path}={source.name}: none of its first {len(source.ends)} documents ends with "
+                f"{end}, "
                 f"as {tokenizer.tokenizer_type} ends them; another tokenizer's ids mean something else. Fix: "
-                "tokenizer.tokenizer_type=HuggingFaceTokenizer tokenizer.tokenizer_model=PATH, or write the files with "
+                f"{NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer {NAME.tokenizer.tokenizer_model}=PATH, or "
+                "write the files with "
                 "that token at the end of each document."
             )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.yarn import concentration
 
@@ -21,7 +22,7 @@ def rotary_gap(model: ModelConfig) -> str | None:
         factor = concentration(model)
         return None if factor == 1 else f"it leaves out YaRN's concentration factor, {factor:.4g} here"
     if model.position_embedding_type != "rope":
-        return f"there is none with model.position_embedding_type={model.position_embedding_type}"
+        return f"there is none with {NAME.model.position_embedding_type}={model.position_embedding_type}"
     return None
 
 

@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.common.errors import ConfigError, DataError, RuntimeFault, Violation, first_line
 from megatron_cp.common.limits import lacks_files
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DistributedConfig, RNGConfig
 from megatron_cp.launch import launcher, slurm
 from megatron_cp.launch.rendezvous import meet
@@ -54,7 +55,8 @@ def start_distributed(distributed: DistributedConfig) -> None:
         staged.register()
         if os.environ.get("RANK", "0") == "0":
             logger.warning(
-                "dist.distributed_backend=staged carries GPU tensors through host memory and gloo: for correctness "
+                f"{NAME.dist.distributed_backend}=staged carries GPU tensors through host memory and gloo: for "
+                "correctness "
                 "and debugging, not for speed"
             )
     check_open_files()
@@ -68,7 +70,7 @@ def start_distributed(distributed: DistributedConfig) -> None:
         raise
     except (ValueError, RuntimeError) as error:
         raise RuntimeFault(
-            f"torch.distributed could not start with dist.distributed_backend={backend!r}: {error}. "
+            f"torch.distributed could not start with {NAME.dist.distributed_backend}={backend!r}: {error}. "
             "Start the run with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)."
         ) from error
 
@@ -101,9 +103,9 @@ def check_gpus(backend: str, ranks: int, gpus: int) -> None:
         message = f"{ranks} ranks on a node with {gpus} GPU{'s' * (gpus != 1)}: NCCL refuses two ranks on one GPU"
         fix = (
             "start one rank a GPU (if a node should have more, nvidia-smi there tells which are missing), or set "
-            "dist.distributed_backend=staged, which lets ranks share one, slowly"
+            f"{NAME.dist.distributed_backend}=staged, which lets ranks share one, slowly"
         )
-        raise ConfigError([Violation("", "error", "dist.distributed_backend", message, fix, backend)])
+        raise ConfigError([Violation("", "error", NAME.dist.distributed_backend, message, fix, backend)])
 
 
 def stop_distributed(*, alone: bool = False) -> None:

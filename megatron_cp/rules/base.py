@@ -11,6 +11,7 @@ from typing import Any, Literal
 from megatron_cp.attention.modules.te_support import Gap, has_its_layers
 from megatron_cp.attention.transports.registry import Transport, known_transports
 from megatron_cp.common.errors import Violation
+from megatron_cp.config.names import NAME
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.remedies import Case
 from megatron_cp.rules.resolve import backend_in, packed_sizes
@@ -175,11 +176,13 @@ class Context(Case):
             if gap.rule == rule_id and self.backend == "te":
                 severity: Severity = "warning" if gap.slow else "error"
                 yield Finding(
-                    gap.field, f"Transformer Engine: {gap.message}", "model.attention_backend=native", severity
+                    gap.field, f"Transformer Engine: {gap.message}", f"{NAME.model.attention_backend}=native", severity
                 )
             elif gap.rule == rule_id:
                 message = f"Transformer Engine: {gap.message}; our own attention is used instead"
-                yield Finding(gap.field, message, "model.attention_backend=native (silences this warning)", "warning")
+                yield Finding(
+                    gap.field, message, f"{NAME.model.attention_backend}=native (silences this warning)", "warning"
+                )
 
     def variable(self, name: str) -> str | None:
         """An environment variable as the run will see it: what is exported wins over ``env_vars``."""

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from functools import cache
 
 from megatron_cp.common.errors import ConfigError, Violation
+from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import RULES, Environment, Example, Rule, check
 
@@ -58,7 +59,7 @@ def explain(rule_id: str) -> str:
     if name in OTHER_CHECKS:
         return f"{name} (error): {OTHER_CHECKS[name]}"
     if name not in RULES:
-        fix = "the id that a message begins with, as A2 in 'error A2: model.context_parallel_size=4: ...'"
+        fix = f"the id that a message begins with, as A2 in 'error A2: {NAME.model.context_parallel_size}=4: ...'"
         raise ConfigError([Violation("K35", "error", "--explain", f"no rule '{rule_id}'", fix)])
     return "\n".join(_lines(RULES[name]))
 

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from megatron_cp.attention.modules.te_support import Gap, choose_backend, has_window
 from megatron_cp.attention.transports.registry import ALL_TO_ALL, HIERARCHICAL
 from megatron_cp.attention.transports.select import select_transport
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DistributedConfig, ModelConfig, RunConfig
 from megatron_cp.launch import launcher
 from megatron_cp.parallel.layout import layout_of
@@ -63,7 +64,11 @@ def resolve_auto(
     given = model.hierarchical_context_parallel_sizes
     sizes: list[int] | None
     if given and model.context_parallel_size > 1:
-        transport, sizes, reason = HIERARCHICAL.name, given, "these are its hierarchical_context_parallel_sizes"
+        transport, sizes, reason = (
+            HIERARCHICAL.name,
+            given,
+            f"these are its {NAME.model.hierarchical_context_parallel_sizes}",
+        )
     else:
         try:
             transport, sizes, reason = _selected(config, world_size, gpus_per_node, environment)
@@ -75,7 +80,7 @@ def resolve_auto(
         hierarchical_context_parallel_sizes=given or sizes,
     )
     what = f"{transport} {sizes}" if sizes else transport
-    return dataclasses.replace(config, model=resolved), f"model.cp_comm_type=auto is {what}: {reason}"
+    return dataclasses.replace(config, model=resolved), f"{NAME.model.cp_comm_type}=auto is {what}: {reason}"
 
 
 def _selected(

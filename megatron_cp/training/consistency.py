@@ -23,6 +23,7 @@ from megatron_cp.common.errors import (
     shown_ranks,
 )
 from megatron_cp.common.interpolation import FromEnvironment
+from megatron_cp.config.names import NAME
 from megatron_cp.parallel.collectives import gather_objects
 from megatron_cp.rules.environment import Environment, installed_version
 from megatron_cp.training.checkpoint.resume import Start
@@ -64,7 +65,7 @@ def agreed_start(find: Callable[[], Start | None]) -> Start | None:
     if len(set(everyone)) > 1:
         raise RuntimeFault(
             f"the ranks would not begin with the same checkpoint, nothing was trained: {_who_has_what(everyone)}. All "
-            "nodes must see the same files in checkpoint.save and checkpoint.load",
+            f"nodes must see the same files in {NAME.checkpoint.save} and {NAME.checkpoint.load}",
             on_all_ranks=True,
         )
     if error is not None:

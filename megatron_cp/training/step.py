@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_cp.common.errors import RuntimeFault
+from megatron_cp.config.names import NAME
 from megatron_cp.models.layers.router import expert_biases
 from megatron_cp.parallel.collectives import pack
 from megatron_cp.parallel.device import random_state, restore_random_state
@@ -89,7 +90,9 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch], report: Report) ->
             return StepResult(**vars(losses), report=reports)
         if checked and overflows_in_optimizer(run.config.optimizer, grad_norm):
             what = f"the loss is {losses.loss:.6f}, but the gradients' norm is {grad_norm:.3g}"
-            _skip_or_stop(run, f"{what}: its square overflows float32 in the optimizer. optimizer.clip_grad=1 clips it")
+            _skip_or_stop(
+                run, f"{what}: its square overflows float32 in the optimizer. {NAME.optimizer.clip_grad}=1 clips it"
+            )
             return StepResult(**vars(losses), grad_norm=grad_norm, report=reports)
         success = apply_gradients(run.optimizer, grad_norm)
         if success:
@@ -141,9 +144,9 @@ def _skip_or_stop(run: Run, what: str, damaged: bool = False) -> None:
     what = f"iteration {run.progress.iteration + 1}: {what}"
     run.skipped_in_a_row += 1
     if run.config.train.on_nonfinite == "stop" or damaged or run.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        hint = "checkpoint.ckpt_step goes back to an older checkpoint"
+        hint = f"{NAME.checkpoint.ckpt_step} goes back to an older checkpoint"
         if run.config.train.on_nonfinite == "stop" and not damaged:
-            hint = "train.on_nonfinite=skip leaves such a step out; " + hint
+            hint = f"{NAME.train.on_nonfinite}=skip leaves such a step out; " + hint
         elif not damaged:
             hint = f"{run.skipped_in_a_row} steps in a row were left out; " + hint
         raise RuntimeFault(f"{what}. The parameters were not changed. {hint}.", on_all_ranks=True)
@@ -164,13 +167,13 @@ def _stop_if_the_scale_is_stuck(run: Run, microbatches: Sequence[Microbatch], ra
     if run.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
         return
     where, _ = _origin(run, microbatches, randomness)
-    which, hint = "the lowest", "Lower mixed_precision.min_loss_scale, or train with mixed_precision=bf16_mixed"
+    which, hint = "the lowest", f"Lower {NAME.mixed_precision.min_loss_scale}, or train with mixed_precision=bf16_mixed"
     if precision.loss_scale is not None:
-        which, hint = "a constant one", "Lower mixed_precision.loss_scale, or leave it null to search for one"
+        which, hint = "a constant one", f"Lower {NAME.mixed_precision.loss_scale}, or leave it null to search for one"
     raise RuntimeFault(
         f"iteration {run.progress.iteration + 1}: gradients overflow at the loss scale {scale:g}, {which}, and "
         f"{run.skipped_in_a_row} steps in a row were left out; {where}. The parameters were not changed. {hint}; "
-        "checkpoint.ckpt_step goes back to an older checkpoint.",
+        f"{NAME.checkpoint.ckpt_step} goes back to an older checkpoint.",
         on_all_ranks=True,
     )
 

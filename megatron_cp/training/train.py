@@ -19,6 +19,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_cp.common.atomic_files import write_text
 from megatron_cp.common.errors import ConfigError, DataError, Violation, failed_alone
 from megatron_cp.common.input_files import special_files
+from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import settings_of
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.data.samples.datasets import Datasets, build_datasets
@@ -119,8 +120,8 @@ def check_save_folder(save: str | None) -> None:
         if pipes := [path for path in special_files(folder) if path.is_fifo()]:
             raise OSError(errno.EINVAL, f"{pipes[0]} is a pipe")
     except OSError as error:
-        message, fix = f"cannot be a folder to write into: {error.strerror}", "checkpoint.save=runs/another"
-        raise ConfigError([Violation("", "error", "checkpoint.save", message, fix, save)]) from error
+        message, fix = f"cannot be a folder to write into: {error.strerror}", f"{NAME.checkpoint.save}=runs/another"
+        raise ConfigError([Violation("", "error", NAME.checkpoint.save, message, fix, save)]) from error
 
 
 def _vocab_size(known: int | None, tokenizer: Tokenizer) -> int:
@@ -131,8 +132,8 @@ def _vocab_size(known: int | None, tokenizer: Tokenizer) -> int:
     """
     if known is not None and known < tokenizer.vocab_size:
         message = f"the tokenizer's {tokenizer.vocab_size} tokens do not fit a vocabulary of {known}"
-        fix = f"model.vocab_size={tokenizer.vocab_size}, or model.vocab_size=null"
-        raise ConfigError([Violation("K11", "error", "model.vocab_size", message, fix, known)])
+        fix = f"{NAME.model.vocab_size}={tokenizer.vocab_size}, or {NAME.model.vocab_size}=null"
+        raise ConfigError([Violation("K11", "error", NAME.model.vocab_size, message, fix, known)])
     return known or tokenizer.vocab_size
 
 
@@ -153,9 +154,9 @@ def _run(
         logger.info("%s iteration %d of %s", how, start.iteration, start.root)
         asked = config.checkpoint.ckpt_step
         if asked is not None and asked != start.iteration:
-            logger.info("checkpoint.ckpt_step=%d is where this run began, and it has come further since", asked)
+            logger.info(f"{NAME.checkpoint.ckpt_step}=%d is where this run began, and it has come further since", asked)
         elif measured and asked is not None and (newest := latest_iteration(start.root)) not in (asked, None):
-            logger.info("checkpoint.ckpt_step=%d names it; the newest one is of iteration %d", asked, newest)
+            logger.info(f"{NAME.checkpoint.ckpt_step}=%d names it; the newest one is of iteration %d", asked, newest)
         newer = newer_than_latest(start.root)
         if asked is None and newer is not None and start.iteration == latest_iteration(start.root):
             way = begin_with(config, start.root, newer)

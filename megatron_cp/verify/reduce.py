@@ -14,6 +14,7 @@ from dataclasses import asdict
 
 from megatron_cp.common.errors import ConfigError, Violation
 from megatron_cp.common.terminal import say
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig, ModelConfig, RunConfig
 from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.dynamic_cp.distributions import LEAST_LONGEST
@@ -101,7 +102,8 @@ def checked_and_comparable(
     configs = [checked(config, world_size) for config in comparable(layouts, world_size, steps, full=full)]
     if launcher.rank() == 0 and layouts[-1].model.moe_aux_loss_coeff and not configs[-1].model.moe_aux_loss_coeff:
         say(
-            "note: compared without the router's auxiliary loss (model.moe_aux_loss_coeff=0): a pack's depends on the "
+            f"note: compared without the router's auxiliary loss ({NAME.model.moe_aux_loss_coeff}=0): a pack's "
+            "depends on the "
             "samples that share it, and the two layouts pack differently",
             file=sys.stderr,
         )
@@ -123,7 +125,7 @@ def _raise_weights(model: ModelConfig) -> None:
 def _check_same_model(layouts: Sequence[RunConfig]) -> None:
     if len({config.model.sequence_packing_scheduler is None for config in layouts}) > 1:
         message = "one of the two packs its samples and the other does not: they have no samples in common"
-        raise ConfigError([Violation("", "error", "model.sequence_packing_scheduler", message)])
+        raise ConfigError([Violation("", "error", NAME.model.sequence_packing_scheduler, message)])
     first, *others = (asdict(on_one_rank(config).model) for config in layouts)
     different = sorted({name for other in others for name in first if first[name] != other[name]})
     if different:

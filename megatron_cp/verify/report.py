@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_cp.common.terminal import printable
+from megatron_cp.config.names import NAME
 from megatron_cp.parallel.layout import RankLayout
 from megatron_cp.verify.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Comparison, Row, losses_of, relative
 from megatron_cp.verify.tensors import Replicas, TensorDifferences
@@ -79,7 +80,7 @@ def _of_forward_pass(result: Comparison) -> list[str]:
             "attention's communication"
             + (" (the probe found nothing wrong with it)" if result.probe is None else "")
             + ", at positions (RoPE), at how batches are sliced, and at the output layer and its loss (in pieces with "
-            "model.cross_entropy_chunk_size)"
+            f"{NAME.model.cross_entropy_chunk_size})"
         ]
     if not relative(loss[1], reported[loss[0]]) <= LOSS_TOLERANCE:
         return [

@@ -18,6 +18,7 @@ from rich.console import Console
 from megatron_cp.common.atomic_files import write_text
 from megatron_cp.common.errors import RuntimeFault, failed_alone
 from megatron_cp.common.input_files import read_json
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import (
     CheckpointConfig,
     LoggerConfig,
@@ -90,7 +91,7 @@ def verify_once(config: RunConfig) -> None:
         raise RuntimeFault(
             f"layout={layout}: not the same model as on one rank, nothing was trained: "
             f"{'; '.join(diagnose(result))}. Fix: type 'verify' in place of 'train --verify' to see all that differs, "
-            "and choose another layout or model.cp_comm_type.",
+            f"and choose another layout or {NAME.model.cp_comm_type}.",
             on_all_ranks=True,
         )
     if dist.get_rank() == 0:

@@ -141,22 +141,22 @@ def _arguments(problem: _Problem, launch: Launch, q: Tensor) -> dict[str, Any]:
         ends = _dense_ends(q.shape[1], rows, q.device), _dense_ends(q.shape[1], columns, q.device)
     form = problem.layout.partition("_")[0]
     starts = {"cu_seqlens_q_padded": ends[0], "cu_seqlens_kv_padded": ends[1]}  # where sequences lie in memory
-    return {
+    return dict(
         **(starts if problem.packed else {}),
-        "max_seqlen_q": rows,
-        "max_seqlen_kv": columns,
-        "cu_seqlens_q": ends[0],
-        "cu_seqlens_kv": ends[1],
-        "fake_dtype": problem.dtype,
-        "dropout": 0.0,
-        "qkv_layout": problem.layout,
-        "o_format": form,
-        "do_format": form,
-        "dqkv_layout": problem.layout,
-        "attn_mask_type": problem.mask,
-        "window_size": problem.window,
-        "bottom_right_diagonal": "bottom_right" in problem.mask,
-    }
+        max_seqlen_q=rows,
+        max_seqlen_kv=columns,
+        cu_seqlens_q=ends[0],
+        cu_seqlens_kv=ends[1],
+        fake_dtype=problem.dtype,
+        dropout=0.0,
+        qkv_layout=problem.layout,
+        o_format=form,
+        do_format=form,
+        dqkv_layout=problem.layout,
+        attn_mask_type=problem.mask,
+        window_size=problem.window,
+        bottom_right_diagonal="bottom_right" in problem.mask,
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -212,25 +212,25 @@ def _backend(problem: _Problem) -> Any:
         return None
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
-    wanted = {
-        "qkv_dtype": problem.dtype,
-        "nominal_dtype": problem.dtype,
-        "qkv_layout": problem.layout,
-        "batch_size": problem.sequences,
-        "num_heads": problem.heads,
-        "num_gqa_groups": problem.kv_heads,
-        "max_seqlen_q": problem.q_length,
-        "max_seqlen_kv": problem.k_length,
-        "num_tokens_q": problem.q_rows if problem.packed else None,
-        "num_tokens_kv": problem.k_rows if problem.packed else None,
-        "head_dim_qk": problem.qk_dim,
-        "head_dim_v": problem.v_dim,
-        "attn_mask_type": problem.mask,
-        "window_size": problem.window,
-        "core_attention_bias_requires_grad": False,
-        "deterministic": problem.deterministic,
-        "bottom_right_diagonal": "bottom_right" in problem.mask,
-    }
+    wanted = dict(
+        qkv_dtype=problem.dtype,
+        nominal_dtype=problem.dtype,
+        qkv_layout=problem.layout,
+        batch_size=problem.sequences,
+        num_heads=problem.heads,
+        num_gqa_groups=problem.kv_heads,
+        max_seqlen_q=problem.q_length,
+        max_seqlen_kv=problem.k_length,
+        num_tokens_q=problem.q_rows if problem.packed else None,
+        num_tokens_kv=problem.k_rows if problem.packed else None,
+        head_dim_qk=problem.qk_dim,
+        head_dim_v=problem.v_dim,
+        attn_mask_type=problem.mask,
+        window_size=problem.window,
+        core_attention_bias_requires_grad=False,
+        deterministic=problem.deterministic,
+        bottom_right_diagonal="bottom_right" in problem.mask,
+    )
     known = {field.name for field in fields(utils.AttentionParams)}
     chosen = utils.get_attention_backend(
         utils.AttentionParams(**{name: value for name, value in wanted.items() if name in known})

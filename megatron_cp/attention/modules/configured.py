@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp.attention.context import CPContext
 from megatron_cp.attention.transports.registry import RING, Transport, transport_named
+from megatron_cp.config.names import NAME
 from megatron_cp.parallel.device import device
 
 
@@ -40,13 +41,14 @@ def configured_context(
     if not transport.hierarchical:
         if cp_group is None:
             raise ValueError(
-                f"{where}: context_parallel_size={size} but pg_collection.cp, its process group, is missing"
+                f"{where}: {NAME.model.context_parallel_size}={size} but pg_collection.cp, its process group, "
+                "is missing"
             )
-        _check_size(f"{where}: pg_collection.cp", cp_group, size, "context_parallel_size")
+        _check_size(f"{where}: pg_collection.cp", cp_group, size, NAME.model.context_parallel_size)
         return CPContext.build(comm_type, cp_group)
     context = CPContext.build(comm_type, _groups_of_levels(transport, config, pg_collection, where))
     if cp_group is not None:
-        _check_size(f"{where}: pg_collection.cp", cp_group, size, "context_parallel_size")
+        _check_size(f"{where}: pg_collection.cp", cp_group, size, NAME.model.context_parallel_size)
         if dist.get_rank(cp_group) != context.rank:
             raise ValueError(
                 f"{where}: this process is rank {dist.get_rank(cp_group)} of pg_collection.cp, by which sequences are "
@@ -60,12 +62,16 @@ def _groups_of_levels(
     transport: Transport, config: TransformerConfig, pg_collection: ProcessGroupCollection, where: str
 ) -> list[dist.ProcessGroup]:
     """``pg_collection.hcp``, or a ValueError if it is not of ``config.hierarchical_context_parallel_sizes``."""
-    levels, size, needs = transport.levels, config.context_parallel_size, f"cp_comm_type {transport.name!r} needs"
+    levels, size, needs = (
+        transport.levels,
+        config.context_parallel_size,
+        f"{NAME.model.cp_comm_type} {transport.name!r} needs",
+    )
     sizes, groups = config.hierarchical_context_parallel_sizes, getattr(pg_collection, "hcp", None)
     if not sizes or len(sizes) != 2 or sizes[0] * sizes[1] != size:
         raise ValueError(
             f"{where}: {needs} hierarchical_context_parallel_sizes=[{', '.join(levels)}] with product "
-            f"context_parallel_size={size}, got {sizes}"
+            f"{NAME.model.context_parallel_size}={size}, got {sizes}"
         )
     if groups is None:
         raise ValueError(

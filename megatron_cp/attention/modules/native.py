@@ -112,7 +112,7 @@ class ContextParallelAttention(MegatronModule):
         if attention_mask is not None:
             raise ValueError(
                 f"{where}: attention_mask of shape {tuple(attention_mask.shape)} is not used; pass None and say "
-                "what is masked by attn_mask_type, window_size or cu_seqlens"
+                "what is masked by attn_mask_type, the window or cu_seqlens"
             )
         if attention_bias is not None:
             raise ValueError(f"{where}: attention_bias is not supported; use rotary embeddings for positions")

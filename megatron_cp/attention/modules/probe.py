@@ -19,6 +19,7 @@ from megatron_cp.attention.context import CPContext
 from megatron_cp.attention.reference import reference_attention
 from megatron_cp.attention.sharding import shard_sequence
 from megatron_cp.common.errors import RuntimeFault, shown
+from megatron_cp.config.names import NAME
 from megatron_cp.parallel.collectives import gather_objects, gather_problems
 
 TOKENS_PER_CHUNK, SEED = 2, 20
@@ -105,7 +106,7 @@ def _compare_sizes(suspect: _Suspect) -> str | None:
     module, context = suspect.module, suspect.module.context
     expected, cp_group = module.config.context_parallel_size, module.pg_collection.cp
     if context.size != expected:
-        return f"{suspect}: attends over {context.size} ranks, but context_parallel_size is {expected}"
+        return f"{suspect}: attends over {context.size} ranks, but {NAME.model.context_parallel_size} is {expected}"
     if cp_group is None or (dist.get_world_size(cp_group), dist.get_rank(cp_group)) != (expected, context.rank):
         ranks = None if cp_group is None else dist.get_process_group_ranks(cp_group)
         return f"{suspect}: rank {context.rank} of {expected} in it, but sequences are sharded over ranks {ranks}"

@@ -24,6 +24,7 @@ from megatron_cp.attention.modules.configured import configured_context, learnab
 from megatron_cp.attention.modules.probe import ProbeInputs
 from megatron_cp.attention.transports.registry import RING
 from megatron_cp.common.installation import how_to_install
+from megatron_cp.config.names import NAME
 
 
 @functools.cache
@@ -39,7 +40,8 @@ def te_attention_class() -> type:
     """The core-attention class to put into a layer spec. Raises ImportError without Transformer Engine."""
     if not have_transformer_engine():
         raise ImportError(
-            f"Transformer Engine is not installed. Fix: {how_to_install('gpu')}, or model.attention_backend=native"
+            f"Transformer Engine is not installed. Fix: {how_to_install('gpu')}, or "
+            f"{NAME.model.attention_backend}=native"
         )
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
@@ -69,7 +71,9 @@ def with_given_groups(base: Any) -> type:
                 raise ValueError(f"{where}: pg_collection is None; pass the process groups it is to use")
             context = configured_context(config, comm_type, pg_collection, where)
             if context.size > 1 and pg_collection.cp is None:
-                raise ValueError(f"{where}: context_parallel_size={context.size} but pg_collection.cp is missing")
+                raise ValueError(
+                    f"{where}: {NAME.model.context_parallel_size}={context.size} but pg_collection.cp is missing"
+                )
             super().__init__(
                 config,
                 layer_number,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_cp.attention.transports.registry import ALWAYS, TRANSPORTS, TESince, Transport, known_transports
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 
 MINIMUM = "2.10.0"  # the oldest version that our use of its attention was written for
@@ -80,25 +81,25 @@ def gaps(model: ModelConfig, version: str, packed_sizes: Collection[int], flash:
     ``packed_sizes``, ``flash`` and ``fp32`` are as in :func:`choose_backend`.
     """
     if parse_version(version) < parse_version(MINIMUM):
-        yield Gap("C16", "model.attention_backend", f"at least version {MINIMUM} is needed ({version} here)")
+        yield Gap("C16", NAME.model.attention_backend, f"at least version {MINIMUM} is needed ({version} here)")
     widest = max(packed_sizes, default=1)
     several = max(model.context_parallel_size, widest) > 1 or model.dynamic_context_parallel
-    packing = "model.sequence_packing_scheduler", model.sequence_packing_scheduler is not None
+    packing = NAME.model.sequence_packing_scheduler, model.sequence_packing_scheduler is not None
     if widest > 1 and not packing[1]:  # only evaluation runs packs
-        packing = "dist.eval_context_parallel_size", True
+        packing = NAME.dist.eval_context_parallel_size, True
     in_packs = "_in_packs" if packing[1] else ""
     window = "window" if model.attention_mask_type == "causal" else f"full_window{in_packs}"
     wanted = {
-        "context_parallelism": ("model.cp_comm_type", True),
+        "context_parallelism": (NAME.model.cp_comm_type, True),
         "packs": packing,
-        window: ("model.window_size", has_window(model)),
-        f"softmax_offset{in_packs}": ("model.softmax_type", model.softmax_type != "vanilla"),
-        "different_head_dims": ("model.multi_latent_attention", model.multi_latent_attention),
+        window: (NAME.model.window_size, has_window(model)),
+        f"softmax_offset{in_packs}": (NAME.model.softmax_type, model.softmax_type != "vanilla"),
+        "different_head_dims": (NAME.model.multi_latent_attention, model.multi_latent_attention),
     }
     for transport in known_transports(model.transports) if several else (None,):
         where, row = "on one rank", ONE_RANK
         if transport is not None:
-            where, row = f"with cp_comm_type={transport.name}", transport.te_since
+            where, row = f"with {NAME.model.cp_comm_type}={transport.name}", transport.te_since
         for feature, (field, is_wanted) in wanted.items():
             since, (words, rule) = getattr(row, feature), FEATURES[feature]
             if is_wanted and not has(version, since):
@@ -113,20 +114,20 @@ def gaps(model: ModelConfig, version: str, packed_sizes: Collection[int], flash:
             yield from _head_gaps(model, transport, packed_sizes)
             if not flash and (odd := odd_heads(model, version)):
                 message = f"{where} odd numbers of heads ({odd}) need flash attention: not installed"
-                yield Gap("D3", "model.num_query_groups", message)
+                yield Gap("D3", NAME.model.num_query_groups, message)
     odd_dims = [dim for dim in _head_dims(model) if dim % 8]
     if odd_dims and (several or packing[1]):
         where = "packs" if packing[1] else "context parallelism"
         message = f"no kernel for {where} takes a head dim of {odd_dims[0]}, which is not a multiple of 8"
-        yield Gap("D13", "model.v_head_dim" if model.multi_latent_attention else "model.kv_channels", message)
+        yield Gap("D13", NAME.model.v_head_dim if model.multi_latent_attention else NAME.model.kv_channels, message)
     if not several:
         return
     if has_window(model) and model.attention_dropout:
         yield Gap(
-            "E2", "model.attention_dropout", "no attention dropout with a sliding window under context parallelism"
+            "E2", NAME.model.attention_dropout, "no attention dropout with a sliding window under context parallelism"
         )
     if fp32:
-        yield Gap("E13", "mixed_precision.fp32", "No dot product attention backend is available in fp32")
+        yield Gap("E13", NAME.mixed_precision.fp32, "No dot product attention backend is available in fp32")
 
 
 def _head_dims(model: ModelConfig) -> tuple[int, ...]:
@@ -155,13 +156,13 @@ def _head_gaps(model: ModelConfig, transport: Transport, packed_sizes: Collectio
     size = max(awkward)
     if groups < tp:
         message = f"an all-to-all over {size} ranks needs whole key/value heads, and {tp} ranks share {groups} already"
-        yield Gap("D4", "model.num_query_groups", message)
+        yield Gap("D4", NAME.model.num_query_groups, message)
     else:
         message = (
-            f"cp_comm_type='{transport.name}' requires num_heads % cp_size == 0 for key/value heads too: {groups} / tp "
-            f"{tp} = {groups // tp} is not divisible by {size}"
+            f"{NAME.model.cp_comm_type}='{transport.name}' requires num_heads % cp_size == 0 for key/value heads "
+            f"too: {groups} / tp {tp} = {groups // tp} is not divisible by {size}"
         )
-        yield Gap("D2" if transport.hierarchical else "D1", "model.num_query_groups", message)
+        yield Gap("D2" if transport.hierarchical else "D1", NAME.model.num_query_groups, message)
 
 
 def has_its_layers(model: ModelConfig, version: str | None, on_gpu: bool, fp32: bool) -> bool:
@@ -198,5 +199,5 @@ def choose_backend(
     found = list(gaps(model, version, packed_sizes, flash, fp32))
     if wanted == "auto" and fp32 and not any(gap.rule == "E13" for gap in found):
         # It runs, but rounds to TF32: a run on one rank must not differ so from one that is split.
-        found.append(Gap("E13", "mixed_precision.fp32", "its matrix products are TF32, not float32"))
+        found.append(Gap("E13", NAME.mixed_precision.fp32, "its matrix products are TF32, not float32"))
     return ("native" if wanted == "auto" and found else "te"), found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from megatron_cp.config.names import NAME
 from megatron_cp.parallel.layout import LEVELS
 
 # What ranks of a level do: exchange sequence for heads, or bring keys and values to queries.
@@ -83,8 +84,8 @@ class Transport:
     @property
     def settings(self) -> tuple[str, ...]:
         """Overrides that choose it."""
-        flat = () if self.hierarchical else ("model.hierarchical_context_parallel_sizes=null",)
-        return f"model.cp_comm_type={self.name}", *flat
+        flat = () if self.hierarchical else (f"{NAME.model.hierarchical_context_parallel_sizes}=null",)
+        return f"{NAME.model.cp_comm_type}={self.name}", *flat
 
     def head_ranks(self, cp: int, sizes: Sequence[int] | None, packed: Collection[int] = ()) -> set[int]:
         """Over how many ranks it splits the heads: those of a group of ``cp``, of ``sizes``, or of ``packed`` groups.

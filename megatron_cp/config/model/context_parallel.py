@@ -31,7 +31,7 @@ class ContextParallel:
     dynamic_context_parallel: bool = setting(False, "a sample's length decides how many ranks share it", LAYOUT)
     min_dynamic_context_parallel_size: int = size(1, "the fewest ranks that share a sample", LAYOUT, when=DYNAMIC)
     max_seqlen_per_dp_cp_rank: int | None = size(
-        None, "tokens of a microbatch on a rank; null: seq_length / cp, rounded up", LAYOUT, when=PACKS
+        None, "tokens of a microbatch on a rank; null: a sample's, divided by cp and rounded up", LAYOUT, when=PACKS
     )
     sequence_packing_scheduler: Literal["default_dynamic_cp", "dp_balanced"] | None = setting(
         None, "who packs samples of their own lengths; null: samples have one length", LAYOUT

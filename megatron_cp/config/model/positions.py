@@ -31,7 +31,7 @@ class Positions:
         "rope", "rotary positions, rotary ones lengthened by YaRN, learned ones, or none", WEIGHTS
     )
     max_position_embeddings: int | None = size(
-        None, "positions that the model has; null: seq_length, or YaRN's factor times its original length", WEIGHTS
+        None, "positions that the model has; null: a sample's, or YaRN's factor times its original length", WEIGHTS
     )
     rotary_base: float = setting(
         10000.0, "base of the rotary frequencies", FUNCTION, least=1, when=ROTATES, translated=True

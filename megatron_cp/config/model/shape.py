@@ -23,7 +23,7 @@ class Shape:
     num_layers: int = size(2, "layers", WEIGHTS)
     hidden_size: int = size(128, "width of the residual stream", WEIGHTS)
     ffn_hidden_size: int | None = size(None, "width of an MLP; null: 4 hidden_size", WEIGHTS)
-    seq_length: int | None = size(None, "tokens of a sample; null: dataset.seq_length")
+    seq_length: int | None = size(None, "tokens of a sample; null: the dataset's")
     vocab_size: int | None = size(
         None, "tokens of the vocabulary; null: the tokenizer's, or that of the model to begin with", WEIGHTS
     )

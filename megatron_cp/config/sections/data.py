@@ -53,7 +53,7 @@ class DatasetConfig:
     )
     mock_num_samples: int = setting(10000, "of mock data: samples", DATA, least=1, when=MOCK)
     too_long: Literal["split", "refuse"] = setting(
-        "split", "what becomes of documents longer than seq_length", DATA, when=OWN_LENGTHS
+        "split", "what becomes of documents that are longer", DATA, when=OWN_LENGTHS
     )
     mock_lengths: str = setting(
         "lognormal", "of mock_documents: a distribution by name, or a file of lengths", DATA, when=OWN_LENGTHS

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_cp.common.atomic_files import written_aside
 from megatron_cp.common.errors import DataError
+from megatron_cp.config.names import NAME
 
 
 def cache_root(path_to_cache: str | None, data_file: str | Path) -> Path:
@@ -48,7 +49,7 @@ def build_cached(fill: Callable[[Path], Any], folder: Path) -> None:
             return
         raise DataError(
             f"{error.filename or folder.parent}: the sample index cannot be written ({error.strerror}); "
-            "set dataset.path_to_cache to a folder that can be."
+            f"set {NAME.dataset.path_to_cache} to a folder that can be."
         ) from error
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_cp.common.errors import DataError
+from megatron_cp.config.names import NAME
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -45,7 +46,10 @@ def _instead_of(prefix: str) -> str:
     folder = Path(prefix).parent
     there = [str(path.with_suffix("")) for path in folder.glob("*.idx")] if os.path.isdir(folder) else []
     nearest = difflib.get_close_matches(prefix, there, n=1)
-    return f"dataset.data_path={nearest[0] if nearest else 'PREFIX'} (of a .bin/.idx pair, which preprocessing makes)"
+    return (
+        f"{NAME.dataset.data_path}={nearest[0] if nearest else 'PREFIX'} (of a .bin/.idx pair, which "
+        "preprocessing makes)"
+    )
 
 
 def open_indexed(prefix: str) -> IndexedFiles:
@@ -194,6 +198,8 @@ def check_ids(path: str, smallest: int, largest: int, vocab_size: int | None) ->
         known = "0 and above" if vocab_size is None else f"0 to {vocab_size - 1}"
         raise DataError(
             f"{path}: holds token {smallest if smallest < 0 else largest}, but the tokenizer's ids are {known}. "
-            "Fix: tokenizer.tokenizer_type=HuggingFaceTokenizer tokenizer.tokenizer_model=PATH (the one that the files "
-            f"were made with), or tokenizer.tokenizer_type=NullTokenizer tokenizer.vocab_size={max(0, largest) + 1}"
+            f"Fix: {NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer {NAME.tokenizer.tokenizer_model}=PATH (the "
+            "one that the files "
+            f"were made with), or {NAME.tokenizer.tokenizer_type}=NullTokenizer "
+            f"{NAME.tokenizer.vocab_size}={max(0, largest) + 1}"
         )

@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_cp.common.errors import DataError
 from megatron_cp.common.input_files import decode_text, file_or_pipe, parse_json
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig
 from megatron_cp.data.formats.cache import build_cached, cache_key, cache_root, map_array
 from megatron_cp.data.text.tokenizers import Tokenizer
@@ -146,12 +147,15 @@ def _sample(value: dict[str, Any], keys: Keys) -> tuple[str, str]:
     if has_text == has_pair:
         wanted = f"{keys.text!r}, or {keys.prompt!r} and {keys.response!r}"
         texts = [key for key in sorted(value) if isinstance(value[key], str)]
-        fixes = [f"dataset.text_key={key}" for key in texts[:3] if re.fullmatch(r"\w+", key)]
+        fixes = [f"{NAME.dataset.text_key}={key}" for key in texts[:3] if re.fullmatch(r"\w+", key)]
         if has_text:
-            fixes = ["dataset.prompt_key=null dataset.response_key=null", "dataset.text_key=null"]
+            fixes = [
+                f"{NAME.dataset.prompt_key}=null {NAME.dataset.response_key}=null",
+                f"{NAME.dataset.text_key}=null",
+            ]
         raise ValueError(
             f"{'both of ' if has_text else 'no '}{wanted}{'' if has_text else f'; it has {sorted(value)}'}. "
-            f"Fix: {', or '.join(fixes) or 'dataset.text_key=NAME'}"
+            f"Fix: {', or '.join(fixes) or f'{NAME.dataset.text_key}=NAME'}"
         )
     prompt, text = ("", keys.text) if has_text else (text_under(keys.prompt, value), keys.response)
     return prompt, text_under(text, value)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_cp.common.errors import DataError
+from megatron_cp.config.names import NAME
 
 logger = logging.getLogger(__name__)
 _PERIOD = 1 << 16
@@ -36,14 +37,14 @@ class Turns:
         small = np.flatnonzero(self._counts == 0)
         if small.size and not keep_small:
             raise DataError(
-                f"dataset.data_path: source {int(small[0])} would give less than one sample in {_PERIOD}; "
+                f"{NAME.dataset.data_path}: source {int(small[0])} would give less than one sample in {_PERIOD}; "
                 "raise its weight or leave it out."
             )
         if small.size:
             self._source = np.append(self._source, small.astype(np.int16))
             self._nth = np.append(self._nth, np.zeros_like(small))
             self._counts[small] = 1
-            said = "dataset.data_path: of each of the sources %s, which are small, comes one sample in %d"
+            said = f"{NAME.dataset.data_path}: of each of the sources %s, which are small, comes one sample in %d"
             logger.info(said, small.tolist(), len(self._source))
 
     def __call__(self, index: int) -> tuple[int, int]:

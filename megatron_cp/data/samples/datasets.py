@@ -20,6 +20,7 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from megatron_cp.common.errors import DataError
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig
 from megatron_cp.data.formats.cache import build_cached, cache_key, cache_root, map_array
 from megatron_cp.data.formats.indexed import (
@@ -111,7 +112,8 @@ class TokenDataset(GPTDataset):
         # Upstream adds epochs of no tokens for ever.
         if num_tokens_per_epoch == 0:
             raise DataError(
-                f"{self.dataset_path}: the {self.index_split.name} part of dataset.split={self.config.split} has no "
+                f"{self.dataset_path}: the {self.index_split.name} part of {NAME.dataset.split}={self.config.split} "
+                "has no "
                 f"documents (the file has {len(self.dataset)}). Fix: {ALL_FOR_TRAINING}"
             )
         epochs = -(-_PARTS * self.config.sequence_length // num_tokens_per_epoch)

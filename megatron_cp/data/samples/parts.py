@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_cp.common.errors import DataError
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig
 from megatron_cp.data.data_path import parse_blend
 from megatron_cp.data.split import shares
 
 SPLITS = ("train", "valid", "test")
-_SPLIT = "\"dataset.split='98,1,1'\""
+_SPLIT = f"\"{NAME.dataset.split}='98,1,1'\""
 _FIELDS = ("data_path", "valid_data_path", "test_data_path")
 
 
@@ -40,8 +41,8 @@ def parts_of(config: DatasetConfig, samples: Sequence[int]) -> list[Part | None]
         if count and path is None and field != "data_path":
             raise DataError(
                 f"dataset.{field}: is not set, but {count} samples of it are needed: where validation or test has "
-                "files of its own, dataset.data_path is all for training. "
-                f"Fix: dataset.{field}=PATH, or validation.eval_iters=0"
+                f"files of its own, {NAME.dataset.data_path} is all for training. "
+                f"Fix: dataset.{field}=PATH, or {NAME.validation.eval_iters}=0"
             )
         parts.append(Part(*parse_blend(path, f"dataset.{field}"), (0.0, 1.0)) if count else None)
     return parts
@@ -68,9 +69,10 @@ def _divided(split: str, samples: Sequence[int]) -> list[tuple[float, float] | N
     parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     for name, part, count in zip(SPLITS, parts, samples, strict=True):
         if count and part is None:
-            fix = "" if name == "train" else ", or validation.eval_iters=0"
+            fix = "" if name == "train" else f", or {NAME.validation.eval_iters}=0"
             raise DataError(
-                f"dataset.split={split}: has no share for {name}, but {count} samples are needed. Fix: {_SPLIT}{fix}"
+                f"{NAME.dataset.split}={split}: has no share for {name}, but {count} samples are needed. Fix: "
+                f"{_SPLIT}{fix}"
             )
     return [part if count else None for part, count in zip(parts, samples, strict=True)]
 
@@ -80,5 +82,5 @@ def _shares(split: str) -> list[float]:
         return shares(split)
     except ValueError as error:
         raise DataError(
-            f"dataset.split={split}: {error}. Fix: {_SPLIT} (the shares of train, valid and test)"
+            f"{NAME.dataset.split}={split}: {error}. Fix: {_SPLIT} (the shares of train, valid and test)"
         ) from error

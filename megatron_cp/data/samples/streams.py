@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_cp.common.errors import DataError
 from megatron_cp.common.input_files import file_or_pipe
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import open_indexed
@@ -141,7 +142,7 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
             except DataError as error:
                 if not config.divides:
                     raise
-                raise DataError(f"the {name} part of dataset.split={config.split}: {error}") from error
+                raise DataError(f"the {name} part of {NAME.dataset.split}={config.split}: {error}") from error
             streams.append(Stream(sources, part.weights, seed, count))
         return streams
 
@@ -171,10 +172,12 @@ def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDatase
         else:
             lengths = np.resize(read_lengths(named), count)
             if cut := int((lengths > longest).sum()):
-                logger.info("dataset.mock_lengths=%s: %d of %d are cut to dataset.seq_length", named, cut, count)
+                logger.info(
+                    f"{NAME.dataset.mock_lengths}=%s: %d of %d are cut to {NAME.dataset.seq_length}", named, cut, count
+                )
             lengths = np.minimum(lengths, longest)
     except ValueError as error:
-        raise DataError(f"dataset.mock_lengths={named}: {error}") from error
+        raise DataError(f"{NAME.dataset.mock_lengths}={named}: {error}") from error
     return MockVarlenDataset(lengths, vocab_size, seed, config.mock_masked_fraction)
 
 

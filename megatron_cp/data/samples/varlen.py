@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megatron_cp.common.errors import DataError
+from megatron_cp.config.names import NAME
 from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import check_ids, chunks, first_ends, open_indexed, tokens_between
 from megatron_cp.data.samples.contents import Contents
@@ -114,7 +115,7 @@ class DocumentDataset:
                 counted = " (from 0, lines without text not counted)" if prompt_lengths is not None else ""
                 raise DataError(
                     f"{self._path}: document {worst}{counted} has {targets + 1} tokens, more than {max_length} + 1. "
-                    f"Fix: dataset.too_long=split, or dataset.seq_length={targets}"
+                    f"Fix: {NAME.dataset.too_long}=split, or {NAME.dataset.seq_length}={targets}"
                 )
         self._before = int(self._index.samples[first])
         self._num_samples = int(self._index.samples[last]) - self._before

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_cp.common.errors import DataError, shown
 from megatron_cp.common.input_files import read_json
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.formats.indexed import IndexedFiles, open_indexed
 from megatron_cp.data.text.tokenizers import Tokenizer, build_tokenizer
@@ -77,7 +78,7 @@ def check_records(paths: Sequence[str], data: DatasetConfig, tokenizer: Tokenize
         logger.warning(
             "%s: the first document does not begin with %s, as documents of this tokenizer do, and there is no record "
             "of how it was made: by an earlier version or another program. Training goes on with the data as it is. "
-            "Make it again with megatron-cp preprocess, or set tokenizer.add_bos=false to silence this "
+            f"Make it again with megatron-cp preprocess, or set {NAME.tokenizer.add_bos}=false to silence this "
             "warning",
             shown(without, ", "),
             " ".join(map(tokenizer.name_of, tokenizer.prefix)),

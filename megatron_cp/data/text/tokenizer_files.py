@@ -11,18 +11,20 @@ from typing import Any
 
 from megatron_cp.common.errors import DataError
 from megatron_cp.common.input_files import decode_text, read_bytes, read_json, special_files
+from megatron_cp.config.names import NAME
 
 
 def check_plain(path: Path) -> None:
     """Raises DataError where there is no such file or folder, or it holds a device or a pipe."""
     if not os.path.exists(path):  # which, unlike Path.exists, never raises
         raise DataError(
-            f"tokenizer.tokenizer_model={path}: no such file or folder. Give a tokenizer.json or the folder that "
+            f"{NAME.tokenizer.tokenizer_model}={path}: no such file or folder. Give a tokenizer.json or the folder "
+            "that "
             "holds one; nothing is downloaded."
         )
     if special := special_files(path):
         raise DataError(
-            f"tokenizer.tokenizer_model={path}: {special[0]} is neither a file nor a folder. "
+            f"{NAME.tokenizer.tokenizer_model}={path}: {special[0]} is neither a file nor a folder. "
             f"Fix: rm {shlex.quote(str(special[0]))}"
         )
 
@@ -53,10 +55,11 @@ def load(path: Path) -> Any:
         why = " ".join(str(error).split())
         if "trust_remote_code" in why:
             raise DataError(
-                f"tokenizer.tokenizer_model={path}: needs Python code of its own (auto_map), which is never run. Fix: "
+                f"{NAME.tokenizer.tokenizer_model}={path}: needs Python code of its own (auto_map), which is never "
+                "run. Fix: "
                 f"save it as {path / 'tokenizer.json'}, by transformers' save_pretrained, where you trust that code."
             ) from error
-        raise DataError(f"tokenizer.tokenizer_model={path}: cannot be read as a tokenizer: {why}") from error
+        raise DataError(f"{NAME.tokenizer.tokenizer_model}={path}: cannot be read as a tokenizer: {why}") from error
 
 
 def added_by_post_processor(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

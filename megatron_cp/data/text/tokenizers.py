@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from megatron_cp.common.atomic_files import written_aside
 from megatron_cp.common.errors import DataError
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import TokenizerConfig
 from megatron_cp.data.text.tokenizer_files import (
     added_by_post_processor,
@@ -151,11 +152,11 @@ class HuggingFaceTokenizer(_Base):
         self._tokenizer = load(self.path)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
-            raise DataError(f"tokenizer.tokenizer_model={path}: the vocabulary is empty.")
+            raise DataError(f"{NAME.tokenizer.tokenizer_model}={path}: the vocabulary is empty.")
         end = next((t for t in (named_token(self.path, "eos_token"), *_COMMON_END_TOKENS) if t in ids), None)
         if end is None:
             raise DataError(
-                f"tokenizer.tokenizer_model={path}: no end-of-document token. Name one as eos_token in "
+                f"{NAME.tokenizer.tokenizer_model}={path}: no end-of-document token. Name one as eos_token in "
                 "tokenizer_config.json beside tokenizer.json."
             )
         self._digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()[:16]
@@ -171,8 +172,9 @@ class HuggingFaceTokenizer(_Base):
         self.suffix = added_after
         if (largest := max(self.prefix + self.suffix)) >= self.vocab_size:
             raise DataError(
-                f"tokenizer.tokenizer_model={path}: its post-processor adds token {largest}, and its vocabulary ends "
-                f"at {self.vocab_size - 1}. Fix: tokenizer.tokenizer_model=PATH (of another tokenizer)"
+                f"{NAME.tokenizer.tokenizer_model}={path}: its post-processor adds token {largest}, and its "
+                "vocabulary ends "
+                f"at {self.vocab_size - 1}. Fix: {NAME.tokenizer.tokenizer_model}=PATH (of another tokenizer)"
             )
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, added in decoder.items() if added.special)
@@ -183,7 +185,7 @@ class HuggingFaceTokenizer(_Base):
         token = named_token(self.path, "bos_token")
         if token not in ids:
             what = "no file names a bos_token" if token is None else f"its bos_token {token} is not in the vocabulary"
-            raise DataError(f"tokenizer.add_bos=true: {self.path}: {what}. Fix: tokenizer.add_bos=null")
+            raise DataError(f"{NAME.tokenizer.add_bos}=true: {self.path}: {what}. Fix: {NAME.tokenizer.add_bos}=null")
         return ids[token]
 
     @property
@@ -216,8 +218,9 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
         case "HuggingFaceTokenizer":
             if not config.tokenizer_model:
                 raise DataError(
-                    "tokenizer.tokenizer_model is not set: a HuggingFaceTokenizer needs a tokenizer.json or its "
-                    "folder. tokenizer.tokenizer_type=ByteLevelTokenizer needs no file."
+                    f"{NAME.tokenizer.tokenizer_model} is not set: a HuggingFaceTokenizer needs a tokenizer.json or "
+                    "its "
+                    f"folder. {NAME.tokenizer.tokenizer_type}=ByteLevelTokenizer needs no file."
                 )
             return HuggingFaceTokenizer(config.tokenizer_model, config.add_bos)
         case "ByteLevelTokenizer":
@@ -225,13 +228,15 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
         case "NullTokenizer":
             size = config.vocab_size or vocab_size
             if not size or size < 2:
-                raise DataError(f"tokenizer.vocab_size={size}: a NullTokenizer needs the number of tokens, 2 or more.")
+                raise DataError(
+                    f"{NAME.tokenizer.vocab_size}={size}: a NullTokenizer needs the number of tokens, 2 or more."
+                )
             if config.eod_id is not None and not 0 <= config.eod_id < size:
-                raise DataError(f"tokenizer.eod_id={config.eod_id}: must be one of the {size} tokens, from 0.")
+                raise DataError(f"{NAME.tokenizer.eod_id}={config.eod_id}: must be one of the {size} tokens, from 0.")
             return NullTokenizer(size, config.eod_id)
         case other:
             raise DataError(
-                f"tokenizer.tokenizer_type={other}: unknown; use HuggingFaceTokenizer, "
+                f"{NAME.tokenizer.tokenizer_type}={other}: unknown; use HuggingFaceTokenizer, "
                 "ByteLevelTokenizer or NullTokenizer."
             )
 

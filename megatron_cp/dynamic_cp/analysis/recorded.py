@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from megatron_cp.common.input_files import parse_json
 from megatron_cp.common.jsonl_log import METRICS, SCHEDULES, numbered_lines, read_lines
+from megatron_cp.config.names import NAME
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.types import Group, Schedule
 from megatron_cp.parallel.layout import MOST_RANKS
@@ -81,7 +82,8 @@ def read_step(folder: Path, iteration: int | None = None) -> RecordedStep:
     path = folder / SCHEDULES
     if not os.path.isfile(path):  # which, unlike Path.is_file, never raises
         raise ValueError(
-            f"{path}: there is no such file. Runs with model.sequence_packing_scheduler write one into their folder"
+            f"{path}: there is no such file. Runs with {NAME.model.sequence_packing_scheduler} write one into their "
+            "folder"
         )
     try:
         first, last, found = None, None, None

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from megatron_cp.common.prefetch import Prefetch
+from megatron_cp.config.names import NAME
 from megatron_cp.dynamic_cp.analysis.report import as_arrays, cp_sizes, imbalance_of_work, padding_fraction
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
@@ -164,8 +165,8 @@ class DynamicBatches:
             if length < 1:
                 raise ValueError(f"sample {index} of the data set is empty; leave empty documents out")
             raise ValueError(
-                f"sample {index} of the data set has {length} tokens, more than dataset.seq_length={longest}; "
-                "raise that, or have long documents cut (dataset.too_long=split)"
+                f"sample {index} of the data set has {length} tokens, more than {NAME.dataset.seq_length}={longest}; "
+                f"raise that, or have long documents cut ({NAME.dataset.too_long}=split)"
             )
         return tuple(lengths.tolist())
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.base import SAME, Family, Problems, Settings, called
 from megatron_cp.models.families.common.experts import GroupedExperts
@@ -58,7 +59,7 @@ class LatentPositions(RotaryPositions):
         scales = (model.yarn_mscale, model.yarn_mscale_all_dim)
         zero = None not in scales and 0 in scales and model.position_embedding_type == "yarn"
         message = "two numbers other than 0, or none, are needed"
-        problems.unless(not zero, "model.yarn_mscale", list(scales), message)
+        problems.unless(not zero, NAME.model.yarn_mscale, list(scales), message)
         return super().write(model, problems)
 
 
@@ -93,11 +94,11 @@ class DeepseekExperts(GroupedExperts):
         dense = len(experts) - sum(experts)
         first = experts == [0] * dense + [1] * sum(experts)
         message = "experts in all layers after the first ones are needed"
-        problems.unless(first, "model.moe_layer_freq", model.moe_layer_freq, message)
+        problems.unless(first, NAME.model.moe_layer_freq, model.moe_layer_freq, message)
         width, shared = values["moe_intermediate_size"] or 1, model.moe_shared_expert_intermediate_size or 0
         message = f"a multiple of the experts' width, {width}, is needed"
         whole = shared > 0 and shared % width == 0
-        problems.unless(whole, "model.moe_shared_expert_intermediate_size", shared, message)
+        problems.unless(whole, NAME.model.moe_shared_expert_intermediate_size, shared, message)
         if self.scores_of_a_group == 1:
             values |= {"topk_method": "greedy" if values["n_group"] == 1 else "group_limited_greedy"}
         return values | {"first_k_dense_replace": dense, "n_shared_experts": shared // width}

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.base import Family, Problems, Settings, is_count, is_positive
+from megatron_cp.models.families.common.base import WINDOW, Family, Problems, Settings, is_count, is_positive
 from megatron_cp.models.families.common.positions import RotaryPositions
 from megatron_cp.models.families.common.windows import LayerWindows
 from megatron_cp.models.families.llama import ATTENTION_BIAS, HEADS, PLAIN, SHAPE, WEIGHTS
@@ -71,10 +72,10 @@ class PositionsByWindow(RotaryPositions):
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
         values = super().write(model, problems)
         kind, base = model.position_embedding_type, model.rotary_base_local
-        problems.unless(kind == "rope", "model.position_embedding_type", kind, "rope is needed")
+        problems.unless(kind == "rope", NAME.model.position_embedding_type, kind, "rope is needed")
         given = base is not None or model.window_size is None or values["rope_scaling"] is None
         message = "a base of layers with a window is needed, where the other layers' positions are stretched"
-        problems.unless(given, "model.rotary_base_local", base, message)
+        problems.unless(given, NAME.model.rotary_base_local, base, message)
         return values | {"rope_local_base_freq": base or float(values["rope_theta"])}
 
 
@@ -90,7 +91,7 @@ class QueryScale(Settings):
         scale = model.softmax_scale
         scalar = model.kv_channels if scale is None else round(scale**-2)
         exact = scale is None or (scalar and scalar**-0.5 == scale)
-        problems.unless(bool(exact), "model.softmax_scale", scale, "a whole number to the power of -0.5 is needed")
+        problems.unless(bool(exact), NAME.model.softmax_scale, scale, "a whole number to the power of -0.5 is needed")
         return {"query_pre_attn_scalar": scalar}
 
 
@@ -118,7 +119,7 @@ FAMILIES = (
         "Gemma3ForCausalLM",
         _PARTS,
         WEIGHTS.and_in_a_layer(_NORMS),
-        may_have=("window_size",),
+        may_have=(WINDOW,),
     ),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_cp.models.families.common.base import Family, called
+from megatron_cp.models.families.common.base import WINDOW, Family, called
 from megatron_cp.models.families.common.positions import RotaryPositions
 from megatron_cp.models.families.common.windows import LayerWindows
 from megatron_cp.models.families.llama import HEADS, PLAIN, SHAPE, WEIGHTS
@@ -44,7 +44,7 @@ FAMILIES = (
         "GptOssForCausalLM",
         (_SHAPE, HEADS, RotaryPositions(), LayerWindows(), EXPERTS),
         _WEIGHTS,
-        may_have=("window_size",),
+        may_have=(WINDOW,),
         marks=("softmax_type",),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_cp.models.families.common.base import Family, called
+from megatron_cp.models.families.common.base import WINDOW, Family, called
 from megatron_cp.models.families.common.experts import PLAIN_EXPERTS, SoftmaxExperts
 from megatron_cp.models.families.common.windows import SlidingWindow
 from megatron_cp.models.families.llama import LLAMA_PARTS, WEIGHTS, with_experts
@@ -17,12 +17,12 @@ EXPERTS = SoftmaxExperts(
     needed=PLAIN_EXPERTS,
 )
 FAMILIES = (
-    Family("mistral", "MistralForCausalLM", _PARTS, WEIGHTS, may_have=("window_size",)),
+    Family("mistral", "MistralForCausalLM", _PARTS, WEIGHTS, may_have=(WINDOW,)),
     Family(
         "mixtral",
         "MixtralForCausalLM",
         (*_PARTS, EXPERTS),
         with_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
-        may_have=("window_size",),
+        may_have=(WINDOW,),
     ),
 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.base import FEATURES, SAME, Family, Problems, Settings, called, is_count
 from megatron_cp.models.families.common.experts import GroupedExperts
@@ -64,7 +65,7 @@ class HybridExperts(GroupedExperts):
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
         shared = model.moe_shared_expert_intermediate_size
         message = "a shared expert is needed"
-        problems.unless(bool(shared), "model.moe_shared_expert_intermediate_size", shared, message)
+        problems.unless(bool(shared), NAME.model.moe_shared_expert_intermediate_size, shared, message)
         return super().write(model, problems) | dict(moe_latent_size=model.moe_latent_size)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_cp.models.families.common.base import Family, Settings, called
+from megatron_cp.models.families.common.base import WINDOW, Family, Settings, called
 from megatron_cp.models.families.common.experts import PLAIN_EXPERTS, SoftmaxExperts
 from megatron_cp.models.families.common.windows import SwitchedWindow
 from megatron_cp.models.families.llama import ATTENTION_BIAS, LLAMA_PARTS, WEIGHTS, with_experts
@@ -18,19 +18,19 @@ _EXPERTS = SoftmaxExperts(
     normalizes=True,
 )
 FAMILIES = (
-    Family("qwen2", "Qwen2ForCausalLM", (*LLAMA_PARTS, _BIAS, SwitchedWindow()), WEIGHTS, may_have=("window_size",)),
+    Family("qwen2", "Qwen2ForCausalLM", (*LLAMA_PARTS, _BIAS, SwitchedWindow()), WEIGHTS, may_have=(WINDOW,)),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
         (*LLAMA_PARTS, _NORM, SwitchedWindow(), ATTENTION_BIAS),
         WEIGHTS,
-        may_have=("window_size",),
+        may_have=(WINDOW,),
     ),
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         (*LLAMA_PARTS, _NORM, SwitchedWindow(reads_first_layer=False), ATTENTION_BIAS, _EXPERTS),
         with_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-        may_have=("window_size", "moe_router_pre_softmax"),
+        may_have=(WINDOW, "moe_router_pre_softmax"),
     ),
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.common.interpolation import as_written
+from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import override
 from megatron_cp.config.run_config import default_at
 from megatron_cp.rules.remedies import Fix
@@ -39,15 +40,15 @@ def overrides(different: dict[str, tuple[Any, Any]]) -> tuple[str, ...]:
 
 def checkpoint_of(setting: str, run: Path, iteration: int | None) -> str:
     """What to type for a run's checkpoint, the latest one by default."""
-    step = () if iteration is None else (override("checkpoint.ckpt_step", iteration),)
+    step = () if iteration is None else (override(NAME.checkpoint.ckpt_step, iteration),)
     return str(Fix((override(setting, str(run)), *step)))
 
 
 def begin_new_run(save: str | None, folder: Path) -> str:
     """What to type for a new run with a checkpoint's weights, in a folder that no run has; ``save`` is the run's."""
     root, save = folder.parent, save or str(folder.parent)
-    words = [override("checkpoint.pretrained_checkpoint", str(root)), "checkpoint.load=null"]
+    words = [override(NAME.checkpoint.pretrained_checkpoint, str(root)), f"{NAME.checkpoint.load}=null"]
     if latest_iteration(save) is not None:
         number = next(n for n in itertools.count(2) if not Path(f"{save}_{n}").exists())
-        words.append(override("checkpoint.save", f"{save}_{number}"))
+        words.append(override(NAME.checkpoint.save, f"{save}_{number}"))
     return str(Fix(tuple(words)))

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_cp.common.atomic_files import to_disk, write_text
 from megatron_cp.common.errors import ConfigError, UnusableCheckpoint, shown
 from megatron_cp.common.input_files import read_bytes
+from megatron_cp.config.names import NAME
 from megatron_cp.mcore.checkpoint_index import read_index
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -47,7 +48,7 @@ def latest_iteration(root: str | Path) -> int | None:
         content, why = b"", f" ({error.strerror})"
     if not re.fullmatch(rb"[0-9]{1,18}\r?\n?", content):
         others = saved_iterations(root)
-        fix = f"echo {others[-1]} > {path}" if others else "give another checkpoint.load"
+        fix = f"echo {others[-1]} > {path}" if others else f"give another {NAME.checkpoint.load}"
         raise ConfigError(f"{path} does not hold an iteration number{why or f': {content[:40]!r}'}. Fix: {fix}")
     return int(content)
 

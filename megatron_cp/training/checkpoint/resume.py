@@ -70,23 +70,23 @@ def find_start(config: RunConfig) -> Start | None:
         return begun
     wanted = config.checkpoint
     root, finetune = wanted.load or "", wanted.finetune
-    advice = "checkpoint.load=null checkpoint.exit_on_missing_checkpoint=false (starts fresh)"
+    advice = f"{NAME.checkpoint.load}=null {NAME.checkpoint.exit_on_missing_checkpoint}=false (starts fresh)"
     if wanted.pretrained_checkpoint:
         finetune = not root or latest_iteration(root) is None
         root = wanted.pretrained_checkpoint if finetune else root
-        advice = "checkpoint.pretrained_checkpoint=null (starts fresh)"
+        advice = f"{NAME.checkpoint.pretrained_checkpoint}=null (starts fresh)"
     elif finetune:
-        advice = "checkpoint.pretrained_checkpoint=PATH, or checkpoint.finetune=false (starts fresh)"
+        advice = f"{NAME.checkpoint.pretrained_checkpoint}=PATH, or {NAME.checkpoint.finetune}=false (starts fresh)"
     elif wanted.save and Path(root).absolute() != Path(wanted.save).absolute():
         root = root if latest_iteration(wanted.save) is None else wanted.save
     measured = config.train.skip_train
     if measured:
-        advice = "checkpoint.load=PATH (train.skip_train=true measures a checkpoint)"
+        advice = f"{NAME.checkpoint.load}=PATH ({NAME.train.skip_train}=true measures a checkpoint)"
     # The step to begin with is one of the other folder's checkpoints, where there is another.
     has_begun = not finetune and (bool(wanted.pretrained_checkpoint) or root != wanted.load)
     step = None if has_begun else wanted.ckpt_step
     iteration = latest_iteration(root) if step is None and root else step
-    option = "checkpoint.pretrained_checkpoint" if root == wanted.pretrained_checkpoint else "checkpoint.load"
+    option = NAME.checkpoint.pretrained_checkpoint if root == wanted.pretrained_checkpoint else NAME.checkpoint.load
 
     def meant() -> str:
         return what_is_meant(root, lambda run, step: checkpoint_of(option, run, step)) if root else ""
@@ -98,7 +98,7 @@ def find_start(config: RunConfig) -> Start | None:
     folder = existing_folder(root, iteration)
     if folder is None:
         others = saved_iterations(root)
-        fix = meant() or (f"checkpoint.ckpt_step={others[-1]}" if others else advice)
+        fix = meant() or (f"{NAME.checkpoint.ckpt_step}={others[-1]}" if others else advice)
         raise ConfigError(f"{option}={root}: there is no {checkpoint_folder(root, iteration).name}. Fix: {fix}")
     common = _read_and_check(config, folder, finetune or measured)
     if common is None:
@@ -298,14 +298,16 @@ def _check_optimizer(
 ) -> None:
     if not saved["checkpoint"]["save_optim"]:
         raise ConfigError(
-            f"checkpoint {folder} holds no optimizer state: it was written with checkpoint.save_optim=false. Fix: "
-            "checkpoint.load_optim=false (a fresh optimizer), or checkpoint.finetune=true (a new run with its weights)"
+            f"checkpoint {folder} holds no optimizer state: it was written with {NAME.checkpoint.save_optim}=false. "
+            "Fix: "
+            f"{NAME.checkpoint.load_optim}=false (a fresh optimizer), or {NAME.checkpoint.finetune}=true (a new run "
+            "with its weights)"
         )
     now = {"optimizer": asdict(optimizer)}
     different = differences(saved, now, settings_that(OPTIMIZER))
     if optimizer.optimizer == "sgd" and bool(saved["optimizer"]["sgd_momentum"]) != bool(optimizer.sgd_momentum):
         # With one there is a state, without one there is none; another one goes on with it.
-        different |= differences(saved, now, ["optimizer.sgd_momentum"])
+        different |= differences(saved, now, [NAME.optimizer.sgd_momentum])
     here, there = _precision(asdict(precision)), _precision(saved["mixed_precision"])
     if not optimizer.use_distributed_optimizer and None not in (here, there) and here != there:
         # Only the distributed one always keeps its parameters in float32, under the same names.
@@ -313,7 +315,7 @@ def _check_optimizer(
     if different:
         raise ConfigError(
             f"checkpoint {folder} has another optimizer's state: {'; '.join(said(different))}. Fix: "
-            f"{Fix(overrides(different))} (the checkpoint's), or checkpoint.load_optim=false (a fresh optimizer)"
+            f"{Fix(overrides(different))} (the checkpoint's), or {NAME.checkpoint.load_optim}=false (a fresh optimizer)"
         )
 
 
@@ -338,10 +340,11 @@ def _check_schedule(
         sections = {"scheduler": asdict(scheduler), "train": asdict(train), "optimizer": asdict(optimizer)}
         different = differences(common["config"], sections, settings_that(SCHEDULE))
         if common["config"]["scheduler"]["lr_decay_iters"] == scheduler.lr_decay_iters:
-            different.pop("train.train_iters", None)
+            different.pop(NAME.train.train_iters, None)
         raise ConfigError(
             f"checkpoint {folder} was trained with another learning-rate schedule: "
-            f"{'; '.join(said(different) or changed)}. Without scheduler.lr_decay_iters and lr_warmup_iters it "
-            "follows train.train_iters. Fix: scheduler.override_opt_param_scheduler=true (the new schedule), or "
-            "scheduler.use_checkpoint_opt_param_scheduler=true (the checkpoint's)"
+            f"{'; '.join(said(different) or changed)}. Without {NAME.scheduler.lr_decay_iters} and lr_warmup_iters it "
+            f"follows {NAME.train.train_iters}. Fix: {NAME.scheduler.override_opt_param_scheduler}=true (the new "
+            "schedule), or "
+            f"{NAME.scheduler.use_checkpoint_opt_param_scheduler}=true (the checkpoint's)"
         )

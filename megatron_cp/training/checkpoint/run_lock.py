@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_cp.common.errors import RuntimeFault, shown, shown_ranks
+from megatron_cp.config.names import NAME
 from megatron_cp.parallel.collectives import broadcast_object, gather_objects
 from megatron_cp.training.checkpoint.file_lock import FileLock
 from megatron_cp.training.monitor.metrics import logger
@@ -66,7 +67,7 @@ def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
             where = shown(list(dict.fromkeys(filter(None, hosts))), ", ")
             raise RuntimeFault(
                 f"{folder} is another folder, or none, for {shown_ranks(without)} ({where}) than for rank 0 ({owner}), "
-                "nothing was trained. Give a checkpoint.save that all nodes share.",
+                f"nothing was trained. Give a {NAME.checkpoint.save} that all nodes share.",
                 on_all_ranks=True,
             )
         yield
@@ -92,12 +93,14 @@ def check_still_held(folder: Path) -> None:
     holder = lock.take()
     if holder is not None:
         raise OSError(
-            f"checkpoint.save={folder}: the folder was deleted or moved while this run trained, and another run writes "
-            f"there now ({_named(holder)}). Fix: set checkpoint.save={folder}-2"
+            f"{NAME.checkpoint.save}={folder}: the folder was deleted or moved while this run trained, and another "
+            "run writes "
+            f"there now ({_named(holder)}). Fix: set {NAME.checkpoint.save}={folder}-2"
         )
     _sign(lock)
     logger.warning(
-        "warning: checkpoint.save=%s: the folder or its %s was deleted or moved while this run trained. The run goes "
+        f"warning: {NAME.checkpoint.save}=%s: the folder or its %s was deleted or moved while this run trained. The "
+        "run goes "
         "on and saves there again. What was in the folder before is not restored",
         folder,
         LOCK,
@@ -110,8 +113,9 @@ def _take(lock: FileLock, folder: Path, patience: float) -> None:
     while (holder := lock.take()) is not None:
         if time.monotonic() - began >= patience:
             raise RuntimeFault(
-                f"checkpoint.save={folder}: another run writes into this folder ({_named(holder)}). Fix: wait until "
-                f"that run has ended, or set checkpoint.save={folder}-2"
+                f"{NAME.checkpoint.save}={folder}: another run writes into this folder ({_named(holder)}). Fix: wait "
+                "until "
+                f"that run has ended, or set {NAME.checkpoint.save}={folder}-2"
             )
         if not waited:
             logger.info(
@@ -121,8 +125,10 @@ def _take(lock: FileLock, folder: Path, patience: float) -> None:
         time.sleep(_POLL)
     if lock.unsupported:
         logger.warning(
-            "warning: checkpoint.save=%s: the file system supports no locks (%s), so nothing keeps a second run out of "
-            "this folder: start only one. To silence this warning, set checkpoint.save to a folder on a file system "
+            f"warning: {NAME.checkpoint.save}=%s: the file system supports no locks (%s), so nothing keeps a second "
+            "run out of "
+            f"this folder: start only one. To silence this warning, set {NAME.checkpoint.save} to a folder on a file "
+            "system "
             "with locks (Lustre: mounted with -o flock)",
             folder,
             lock.unsupported,

@@ -19,6 +19,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_cp.common.errors import ConfigError, RuntimeFault
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.launch.health_monitor import completing
 from megatron_cp.parallel.collectives import gather_on_first_rank, raised_on_all_ranks, run_on_first_rank
@@ -250,7 +251,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
         else:
             run.optimizer.reload_model_params()
             if not finetune:
-                logger.info("the optimizer begins anew (checkpoint.load_optim=false)")
+                logger.info(f"the optimizer begins anew ({NAME.checkpoint.load_optim}=false)")
         if not finetune:
             _load_scheduler(run, common)
         if with_rng:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 
@@ -23,7 +24,7 @@ def unlike_the_run(measured: dict[str, Any], folder: Path, checkpoint: Path) -> 
     """
     unlike: dict[str, Any] = {}
     if checkpoint.resolve() != folder.resolve():
-        unlike["checkpoint.load"] = str(checkpoint)
+        unlike[NAME.checkpoint.load] = str(checkpoint)
     written = folder / "config.yaml"
     if not written.is_file():
         return unlike
@@ -43,4 +44,4 @@ def held_out_settings(data: DatasetConfig, tokenizer: TokenizerConfig, eval_iter
         for section, values in sections.items()
         for name, value in values.items()
         if name not in _NOT_READ
-    } | {"validation.eval_iters": eval_iters, "validation.eval_global_batch_size": samples}
+    } | {NAME.validation.eval_iters: eval_iters, NAME.validation.eval_global_batch_size: samples}

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron_cp.config.names import NAME
 from megatron_cp.parallel.collectives import sum_over_ranks
 
 _SIZE = {"cuda": 8192, "cpu": 512}  # of square matrices: large enough for the device's best rate
@@ -27,8 +28,8 @@ class Peak:
     def how(self) -> str:
         """Where the number comes from, and how to get another one."""
         if self.source == "given":
-            return "logger.peak_tflops_per_device"
-        return "by matrix products at the start; logger.peak_tflops_per_device=X gives one"
+            return NAME.logger.peak_tflops_per_device
+        return f"by matrix products at the start; {NAME.logger.peak_tflops_per_device}=X gives one"
 
     @property
     def name(self) -> str:

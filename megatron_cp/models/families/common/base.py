@@ -15,12 +15,13 @@ from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.weights import WeightNames
 
 # Settings of a model that distinguish families, the most important first.
+WINDOW = "window_size"
 FEATURES = (
     "multi_latent_attention",
     "moe_router_pre_softmax",
     "num_moe_experts",
     "sandwich_norm",
-    "window_size",
+    WINDOW,
     "qk_layernorm",
     "add_qkv_bias",
 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.base import Problems, Settings, is_positive
 
@@ -35,7 +36,7 @@ class Experts(Settings):
             model.moe_router_load_balancing_type,
             "experts that are chosen by their own scores are needed",
         )
-        problems.unless(balancing != "sinkhorn", "model.moe_router_load_balancing_type", balancing, message)
+        problems.unless(balancing != "sinkhorn", NAME.model.moe_router_load_balancing_type, balancing, message)
         (width,) = (name for name, own in self.counts.items() if own == "moe_ffn_hidden_size")
         return super().write(model, problems) | {width: model.moe_ffn_hidden_size or model.ffn_hidden_size}
 
@@ -105,7 +106,7 @@ class GroupedExperts(Experts):
         groups, of_them = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
         fits = groups == 1 or model.moe_router_topk // of_them == self.scores_of_a_group
         message = f"{self.scores_of_a_group} of a token's experts in each group are needed"
-        problems.unless(fits, "model.moe_router_group_topk", of_them, message)
+        problems.unless(fits, NAME.model.moe_router_group_topk, of_them, message)
         return super().write(model, problems) | {
             "norm_topk_prob": self.normalizes(model),
             "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,

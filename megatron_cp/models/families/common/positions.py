@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.base import Problems, Settings, is_count, is_positive
 from megatron_cp.models.yarn import concentration
@@ -52,9 +53,9 @@ class RotaryPositions(Settings):
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
         kind = model.position_embedding_type
-        problems.unless(kind in ("rope", "yarn"), "model.position_embedding_type", kind, "rope or yarn is needed")
+        problems.unless(kind in ("rope", "yarn"), NAME.model.position_embedding_type, kind, "rope or yarn is needed")
         both = model.rope_scaling and model.seq_len_interpolation_factor is not None
-        problems.unless(not both, "model.rope_scaling", True, "not also seq_len_interpolation_factor is needed")
+        problems.unless(not both, NAME.model.rope_scaling, True, "not also seq_len_interpolation_factor is needed")
         # The base as megatron-core takes it.
         return dict(rope_theta=int(model.rotary_base), rope_scaling=_rope_scaling(model))
 

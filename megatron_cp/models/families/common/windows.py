@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.base import Problems, Settings, is_count
 
@@ -112,4 +113,4 @@ class LayerWindows(Settings):
 def check_causal(window: list[int] | None, problems: Problems) -> None:
     """Report a window that a published model cannot have."""
     causal = window is None or (window[0] >= 0 and window[1] == 0)
-    problems.unless(causal, "model.window_size", window, "[n, 0] is needed")
+    problems.unless(causal, NAME.model.window_size, window, "[n, 0] is needed")

@@ -49,7 +49,7 @@ _STAGES = (
     "A sliding window is two lengths.",
     "megatron-core passes (left, right) on as they are and fails late; a causal window has nothing to the right. The "
     "layers of multi-token prediction have the windows of the first layers: their numbers begin at 1 again.",
-    broken("model.window_size=[64]"),
+    broken(f"{NAME.model.window_size}=[64]"),
 )
 def window_is_two_lengths(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -57,38 +57,42 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
     if window is not None and (len(window) != 2 or min(window) < -1):
         left = window[0] if window and window[0] > 0 else 1024
         message = f"must be [left, right], -1 for no limit, got {window}"
-        yield Finding("model.window_size", message, typed("model.window_size", [left, 0]))
+        yield Finding(NAME.model.window_size, message, typed(NAME.model.window_size, [left, 0]))
     elif window is not None and model.attention_mask_type == "causal" and window[1] > 0:
         message = f"causal attention sees nothing ahead; the right part of {window} has no effect"
-        yield Finding("model.window_size", message, typed("model.window_size", [window[0], 0]), severity="warning")
+        yield Finding(
+            NAME.model.window_size, message, typed(NAME.model.window_size, [window[0], 0]), severity="warning"
+        )
     # megatron-core numbers the layers of multi-token prediction from 1 again, and looks them up in the same list.
     depths = min(model.mtp_num_layers or 0, 1) if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
     # In a hybrid model attention alone does.
     ahead = max((layers.rfind("*") + 1 for layers in ahead_of(model.hybrid_layer_pattern)), default=depths)
     if isinstance(every, list) and len(every) != model.num_layers:
         message = f"has {len(every)} entries for {model.num_layers} layers"
-        fix = one_of("model.window_attn_skip_freq", [resized(every, model.num_layers) if every else None, None])
-        yield Finding("model.window_attn_skip_freq", message, fix)
+        fix = one_of(NAME.model.window_attn_skip_freq, [resized(every, model.num_layers) if every else None, None])
+        yield Finding(NAME.model.window_attn_skip_freq, message, fix)
     elif isinstance(every, list) and window is not None and len(every) < ahead:
         message = f"has {len(every)} entries for {ahead} layers of multi-token prediction, which take them from the "
-        fewer = f"model.mtp_num_layers={len(every)}"
+        fewer = f"{NAME.model.mtp_num_layers}={len(every)}"
         if model.architecture == "hybrid":
             shorter = [layers[: len(every)] for layers in ahead_of(model.hybrid_layer_pattern)]
             fewer = _pattern("/".join([(model.hybrid_layer_pattern or "").split("/")[0], *shorter]))
-        everywhere = "model.window_attn_skip_freq=null (a window in all layers)"
-        yield Finding("model.window_attn_skip_freq", f"{message}first on", either(fewer, everywhere))
+        everywhere = f"{NAME.model.window_attn_skip_freq}=null (a window in all layers)"
+        yield Finding(NAME.model.window_attn_skip_freq, f"{message}first on", either(fewer, everywhere))
     elif isinstance(every, int) and every < 1:
         yield Finding(
-            "model.window_attn_skip_freq",
+            NAME.model.window_attn_skip_freq,
             f"leaves every n-th layer without a window, n at least 1, got {every}",
-            "model.window_attn_skip_freq=null (a window in all layers)",
+            f"{NAME.model.window_attn_skip_freq}=null (a window in all layers)",
         )
     elif isinstance(every, list) and not set(every) <= {0, 1}:
         message = f"says 1 for a layer with a window and 0 for one without, got {every}"
-        yield Finding("model.window_attn_skip_freq", message, typed("model.window_attn_skip_freq", _ones(every)))
+        yield Finding(NAME.model.window_attn_skip_freq, message, typed(NAME.model.window_attn_skip_freq, _ones(every)))
     elif every is not None and window is None:
-        message = "has no effect: model.window_size is null, and no layer has a window"
-        yield Finding("model.window_attn_skip_freq", message, "model.window_attn_skip_freq=null", severity="warning")
+        message = f"has no effect: {NAME.model.window_size} is null, and no layer has a window"
+        yield Finding(
+            NAME.model.window_attn_skip_freq, message, f"{NAME.model.window_attn_skip_freq}=null", severity="warning"
+        )
 
 
 def _ones(entries: list[int]) -> list[int]:
@@ -96,7 +100,7 @@ def _ones(entries: list[int]) -> list[int]:
 
 
 def _pattern(pattern: str) -> str:
-    return f'"model.hybrid_layer_pattern={pattern}"'
+    return f'"{NAME.model.hybrid_layer_pattern}={pattern}"'
 
 
 @rule(
@@ -104,21 +108,25 @@ def _pattern(pattern: str) -> str:
     "A hybrid model has a layer pattern with one letter a layer.",
     "M is Mamba, * attention, - an MLP, E experts; the pattern is the model. | may part the pipeline stages, all of "
     "them. Behind it each depth of multi-token prediction has the same pattern, after a /.",
-    broken("model.architecture=hybrid"),
+    broken(f"{NAME.model.architecture}=hybrid"),
 )
 def hybrid_pattern(c: Context) -> Iterator[Finding]:
-    model, field = c.config.model, "model.hybrid_layer_pattern"
+    model, field = c.config.model, NAME.model.hybrid_layer_pattern
     pattern, layers = model.hybrid_layer_pattern, layers_of(model.hybrid_layer_pattern)
     if model.architecture != "hybrid":
         if pattern is not None:
-            yield Finding(field, "is set, but model.architecture is gpt", f"{field}=null, or model.architecture=hybrid")
+            yield Finding(
+                field,
+                f"is set, but {NAME.model.architecture} is gpt",
+                f"{field}=null, or {NAME.model.architecture}=hybrid",
+            )
     elif not layers or set(layers) - set(LETTERS):
         yield Finding(
             field, "must be letters among M, *, - and E", _pattern(("M*-" * model.num_layers)[: model.num_layers])
         )
     elif len(layers) != model.num_layers:
         message = f"has {len(layers)} letters for {model.num_layers} layers"
-        yield Finding(field, message, f"model.num_layers={len(layers)}")
+        yield Finding(field, message, f"{NAME.model.num_layers}={len(layers)}")
     elif ahead_of(pattern) or model.mtp_num_layers:
         yield from _patterns_ahead(model)
     if model.architecture == "hybrid" and layers and "|" in (pattern or "").split("/")[0]:
@@ -130,32 +138,40 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
 
 
 def _patterns_ahead(model: ModelConfig) -> Iterator[Finding]:
-    field, ahead, depths = "model.hybrid_layer_pattern", ahead_of(model.hybrid_layer_pattern), model.mtp_num_layers or 0
+    field, ahead, depths = (
+        NAME.model.hybrid_layer_pattern,
+        ahead_of(model.hybrid_layer_pattern),
+        model.mtp_num_layers or 0,
+    )
     own = (model.hybrid_layer_pattern or "").split("/")[0]
     if not ahead:
-        message = f"has no layers for the {depths} depths of multi-token prediction (model.mtp_num_layers)"
-        yield Finding(field, message, either(_pattern(f"{own}{'/*-' * min(depths, 8)}"), "model.mtp_num_layers=null"))
+        message = f"has no layers for the {depths} depths of multi-token prediction ({NAME.model.mtp_num_layers})"
+        yield Finding(
+            field, message, either(_pattern(f"{own}{'/*-' * min(depths, 8)}"), f"{NAME.model.mtp_num_layers}=null")
+        )
     elif not ahead[0] or set(ahead[0]) - set(LETTERS) or len(set(ahead)) > 1:
         message = f"each depth of multi-token prediction has the same layers, letters among M, *, - and E; got {ahead}"
         yield Finding(field, message, _pattern(f"{own}{'/*-' * len(ahead)}"))
     elif len(ahead) != depths:
         message = (
-            f"is {depths or 'null'}, and model.hybrid_layer_pattern has layers for {len(ahead)} depths, after each /"
+            f"is {depths or 'null'}, and {NAME.model.hybrid_layer_pattern} has layers for {len(ahead)} depths, "
+            "after each /"
         )
-        yield Finding("model.mtp_num_layers", message, f"model.mtp_num_layers={len(ahead)}")
+        yield Finding(NAME.model.mtp_num_layers, message, f"{NAME.model.mtp_num_layers}={len(ahead)}")
 
 
 @rule(
     "K17",
     "The head dim is even where rotary embeddings pair its dimensions.",
-    "Rotary embeddings turn pairs of dimensions. Multi-latent attention turns qk_pos_emb_head_dim of them, whatever "
+    f"Rotary embeddings turn pairs of dimensions. Multi-latent attention turns {NAME.model.qk_pos_emb_head_dim} of "
+    "them, whatever "
     "the position embeddings, and pairs them in its own way.",
-    broken("model.kv_channels=15"),
+    broken(f"{NAME.model.kv_channels}=15"),
 )
 def head_dim_is_even(c: Context) -> Iterator[Finding]:
     model = c.config.model
     latent = model.multi_latent_attention
-    field = "model.qk_pos_emb_head_dim" if latent else "model.kv_channels"
+    field = NAME.model.qk_pos_emb_head_dim if latent else NAME.model.kv_channels
     size = c.config.value_at(field) or 0
     rotated = math.floor(size * model.rotary_percent)
     if (latent or model.position_embedding_type in ("rope", "yarn")) and rotated % 2:
@@ -166,9 +182,9 @@ def head_dim_is_even(c: Context) -> Iterator[Finding]:
         )
     if latent and model.rotary_interleaved:
         yield Finding(
-            "model.rotary_interleaved",
-            "rotary_interleaved does not work with multi_latent_attention.",
-            "model.rotary_interleaved=false",
+            NAME.model.rotary_interleaved,
+            f"{NAME.model.rotary_interleaved} does not work with multi_latent_attention.",
+            f"{NAME.model.rotary_interleaved}=false",
         )
 
 
@@ -177,7 +193,7 @@ def head_dim_is_even(c: Context) -> Iterator[Finding]:
     "YaRN is told what it lengthens, and no other scaling is beside it.",
     "Which frequencies it changes, and how far, follows from the scaling factor and the original length. megatron-core "
     "leaves the other ways to stretch positions out, silently.",
-    broken("model.position_embedding_type=yarn"),
+    broken(f"{NAME.model.position_embedding_type}=yarn"),
 )
 def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -185,44 +201,49 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
         return
     factor, original = model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings
     examples = {
-        "model.yarn_rotary_scaling_factor": 4.0,
-        "model.yarn_original_max_position_embeddings": 4096,
+        NAME.model.yarn_rotary_scaling_factor: 4.0,
+        NAME.model.yarn_original_max_position_embeddings: 4096,
     }
     missing = {field: value for field, value in examples.items() if c.config.value_at(field) is None}
     for field in missing:
         fix = " ".join(typed(name, value) for name, value in missing.items())
         note = "a model that was trained on 4096 tokens, for sequences of 4 times as many"
-        yield Finding(field, "is needed with position_embedding_type=yarn", f"{fix} ({note})")
+        yield Finding(field, f"is needed with {NAME.model.position_embedding_type}=yarn", f"{fix} ({note})")
     if model.multi_latent_attention and original and original % (2 * c.cp):
         message = f"megatron-core's latent attention slices so many positions: {original} are not a multiple of "
-        message += f"2 * context_parallel_size = {2 * c.cp}"
-        field = "model.yarn_original_max_position_embeddings"
+        message += f"2 * {NAME.model.context_parallel_size} = {2 * c.cp}"
+        field = NAME.model.yarn_original_max_position_embeddings
         yield Finding(field, message, one_of(field, nearest_multiples(original, 2 * c.cp)))
     if model.yarn_beta_fast <= model.yarn_beta_slow:
-        message = f"must be above yarn_beta_slow ({model.yarn_beta_slow}), got {model.yarn_beta_fast}"
-        yield Finding("model.yarn_beta_fast", message, "model.yarn_beta_fast=32.0 model.yarn_beta_slow=1.0")
+        message = f"must be above {NAME.model.yarn_beta_slow} ({model.yarn_beta_slow}), got {model.yarn_beta_fast}"
+        yield Finding(
+            NAME.model.yarn_beta_fast, message, f"{NAME.model.yarn_beta_fast}=32.0 {NAME.model.yarn_beta_slow}=1.0"
+        )
     if 1 <= model.rotary_base < 2:  # rule K30 knows of less
         message = f"must be at least 2 for yarn, which asks how often its powers turn, got {model.rotary_base}"
-        yield Finding("model.rotary_base", message, default_of("model.rotary_base"))
+        yield Finding(NAME.model.rotary_base, message, default_of(NAME.model.rotary_base))
     for field in (NAME.model.rope_scaling, NAME.model.seq_len_interpolation_factor):
         if c.config.value_at(field):
             yield Finding(field, "stretches the positions as well, which yarn does already", default_of(field))
     if model.rotary_base_local is not None:
         message = "is not offered with yarn, whose frequencies and concentration all layers share"
-        yield Finding("model.rotary_base_local", message, default_of("model.rotary_base_local"))
+        yield Finding(NAME.model.rotary_base_local, message, default_of(NAME.model.rotary_base_local))
     length = c.config.dataset.seq_length
     if factor is not None and original is not None and factor * original < length:
         message = f"{factor} times the original {original} positions are fewer than the sequence length ({length})"
         times = math.ceil(length / max(1, original))
-        fix = f"model.yarn_rotary_scaling_factor={times}.0 model.max_position_embeddings={times * max(1, original)}"
-        yield Finding("model.yarn_rotary_scaling_factor", message, fix, "warning")
+        fix = (
+            f"{NAME.model.yarn_rotary_scaling_factor}={times}.0 "
+            f"{NAME.model.max_position_embeddings}={times * max(1, original)}"
+        )
+        yield Finding(NAME.model.yarn_rotary_scaling_factor, message, fix, "warning")
 
 
 @rule(
     "K18",
     "The key/value heads divide the attention heads.",
     "Each key/value head serves the same number of query heads.",
-    broken("model.num_query_groups=3"),
+    broken(f"{NAME.model.num_query_groups}=3"),
 )
 def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
     heads, groups = c.config.model.num_attention_heads, c.config.model.num_query_groups
@@ -230,9 +251,9 @@ def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
         return  # has no key/value heads, and rule K19 says so
     if groups and groups > 0 and heads > 0 and heads % groups:
         yield Finding(
-            "model.num_query_groups",
+            NAME.model.num_query_groups,
             f"{groups} key/value heads do not divide {heads} attention heads",
-            one_of("model.num_query_groups", closest(divisors(heads), groups)),
+            one_of(NAME.model.num_query_groups, closest(divisors(heads), groups)),
         )
 
 
@@ -240,26 +261,27 @@ def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
     "K19",
     "Every setting given is built.",
     "A setting that is accepted and then ignored gives another model than the configuration says. One that nothing "
-    "reads while another is off, such as rope_scaling_factor without rope_scaling, is warned of.",
+    f"reads while another is off, such as {NAME.model.rope_scaling_factor} without {NAME.model.rope_scaling}, is "
+    "warned of.",
     broken(
-        "model.architecture=hybrid",
-        "model.hybrid_layer_pattern=M*M*",
-        "model.mamba_num_groups=4",
-        "model.num_query_groups=null",
-        "model.multi_latent_attention=true",
+        f"{NAME.model.architecture}=hybrid",
+        f"{NAME.model.hybrid_layer_pattern}=M*M*",
+        f"{NAME.model.mamba_num_groups}=4",
+        f"{NAME.model.num_query_groups}=null",
+        f"{NAME.model.multi_latent_attention}=true",
     ),
 )
 def everything_is_built(c: Context) -> Iterator[Finding]:
     model = c.config.model
     not_built_in_hybrids = {
-        "model.multi_latent_attention": model.multi_latent_attention,
-        "model.rope_scaling": model.rope_scaling,
-        "model.use_mup": model.use_mup,
-        "model.sandwich_norm": model.sandwich_norm,
+        NAME.model.multi_latent_attention: model.multi_latent_attention,
+        NAME.model.rope_scaling: model.rope_scaling,
+        NAME.model.use_mup: model.use_mup,
+        NAME.model.sandwich_norm: model.sandwich_norm,
     }
     for field, asked in not_built_in_hybrids.items():
         if asked and model.architecture == "hybrid":
-            fix = either(f"{field}=false", "model.architecture=gpt")
+            fix = either(f"{field}=false", f"{NAME.model.architecture}=gpt")
             yield Finding(field, "is not built into hybrid models by this version", fix)
     for field in _STAGES if model.architecture == "hybrid" else []:
         if c.config.value_at(field):
@@ -267,7 +289,7 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
             yield Finding(field, message, f"{default_of(field)} (| in the pattern begins a stage)")
     if model.architecture == "hybrid" and model.moe_layer_freq != 1:
         message = "does not say which layers of a hybrid model have experts: E in its pattern does"
-        yield Finding("model.moe_layer_freq", message, "model.moe_layer_freq=1")
+        yield Finding(NAME.model.moe_layer_freq, message, f"{NAME.model.moe_layer_freq}=1")
     if model.multi_latent_attention:
         yield from _not_read_by_latent_attention(c)
     yield from unread(c.config)
@@ -281,7 +303,7 @@ def _not_read_by_latent_attention(c: Context) -> Iterator[Finding]:
             yield Finding(field, f"does not reach {which}, which goes on without it", default_of(field))
     if kind not in ("rope", "yarn"):
         message = "does not reach multi-latent attention, which has rotary embeddings of its own"
-        yield Finding("model.position_embedding_type", message, "model.position_embedding_type=rope")
+        yield Finding(NAME.model.position_embedding_type, message, f"{NAME.model.position_embedding_type}=rope")
 
 
 @rule(
@@ -290,24 +312,29 @@ def _not_read_by_latent_attention(c: Context) -> Iterator[Finding]:
     "megatron-core's own layers divide the projections that make them over the ranks; Transformer Engine's keep them "
     "whole.",
     broken(
-        "model.multi_latent_attention=true", "model.kv_lora_rank=31", "model.tensor_model_parallel_size=2", world_size=8
+        f"{NAME.model.multi_latent_attention}=true",
+        f"{NAME.model.kv_lora_rank}=31",
+        f"{NAME.model.tensor_model_parallel_size}=2",
+        world_size=8,
     ),
-)  # fmt: skip
+)
 def compressed_vectors_are_divided(c: Context) -> Iterator[Finding]:
     model = c.config.model
     if not model.multi_latent_attention or c.its_layers:
         return
     if model.q_lora_rank and model.q_lora_rank % c.tp:
-        message = f"tensor_model_parallel_size ({c.tp}) does not divide {model.q_lora_rank}"
+        message = f"{NAME.model.tensor_model_parallel_size} ({c.tp}) does not divide {model.q_lora_rank}"
         yield Finding(
-            "model.q_lora_rank", message, one_of("model.q_lora_rank", nearest_multiples(model.q_lora_rank, c.tp))
+            NAME.model.q_lora_rank, message, one_of(NAME.model.q_lora_rank, nearest_multiples(model.q_lora_rank, c.tp))
         )
     shared = model.qk_pos_emb_head_dim
     if (model.kv_lora_rank + shared) % c.tp:
-        message = f"tensor_model_parallel_size ({c.tp}) does not divide {model.kv_lora_rank}, with "
+        message = f"{NAME.model.tensor_model_parallel_size} ({c.tp}) does not divide {model.kv_lora_rank}, with "
         message += f"qk_pos_emb_head_dim {model.kv_lora_rank + shared}"
         fitting = (model.kv_lora_rank + shared) // c.tp * c.tp - shared
-        yield Finding("model.kv_lora_rank", message, f"model.kv_lora_rank={max(fitting, -shared % c.tp or c.tp)}")
+        yield Finding(
+            NAME.model.kv_lora_rank, message, f"{NAME.model.kv_lora_rank}={max(fitting, -shared % c.tp or c.tp)}"
+        )
 
 
 @rule(
@@ -316,18 +343,23 @@ def compressed_vectors_are_divided(c: Context) -> Iterator[Finding]:
     "megatron-core fills a pack's values up to the queries' width, and cuts wider ones down to it: the output then "
     "does not fit its projection. Samples that are not packed may have either.",
     broken(
-        "model.multi_latent_attention=true", "model.sequence_packing_scheduler=dp_balanced",
-        "dataset.kind=mock_documents", "model.qk_head_dim=16", "model.qk_pos_emb_head_dim=8", "model.v_head_dim=32",
+        f"{NAME.model.multi_latent_attention}=true",
+        f"{NAME.model.sequence_packing_scheduler}=dp_balanced",
+        f"{NAME.dataset.kind}=mock_documents",
+        f"{NAME.model.qk_head_dim}=16",
+        f"{NAME.model.qk_pos_emb_head_dim}=8",
+        f"{NAME.model.v_head_dim}=32",
     ),
-)  # fmt: skip
+)
 def latent_values_in_packs(c: Context) -> Iterator[Finding]:
     model = c.config.model
     width = model.qk_head_dim + model.qk_pos_emb_head_dim
     if model.multi_latent_attention and c.packs and model.v_head_dim > width:
         yield Finding(
-            "model.v_head_dim",
-            f"{model.v_head_dim} is more than qk_head_dim + qk_pos_emb_head_dim = {width}, which packs are cut to",
-            f"model.v_head_dim={width}",
+            NAME.model.v_head_dim,
+            f"{model.v_head_dim} is more than {NAME.model.qk_head_dim} + {NAME.model.qk_pos_emb_head_dim} = {width}, "
+            "which packs are cut to",
+            f"{NAME.model.v_head_dim}={width}",
         )
 
 
@@ -335,7 +367,7 @@ def latent_values_in_packs(c: Context) -> Iterator[Finding]:
     "K31",
     "Tensor parallelism divides the feed-forward layers.",
     "Each rank holds as many columns of the first matrix, gated or not, as rows of the second.",
-    broken("model.ffn_hidden_size=97", "model.tensor_model_parallel_size=2", world_size=8),
+    broken(f"{NAME.model.ffn_hidden_size}=97", f"{NAME.model.tensor_model_parallel_size}=2", world_size=8),
 )
 def feed_forward_divides(c: Context) -> Iterator[Finding]:
     model = c.config.model

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_cp.attention.modules.te_support import first_versions
 from megatron_cp.attention.transports.registry import ALL_TO_ALL, RING
+from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.proposals import either
 
@@ -15,7 +16,7 @@ te_rule(
     "Its ring does not skip what is outside the window and refuses; its gather computes something else, silently, if "
     f"the mask is not causal. Causal: {first_versions('window')}; not causal: {first_versions('full_window')} (in "
     f"packs {first_versions('full_window_in_packs')}). Our attention has windows on every transport.",
-    broken("model.attention_backend=te", "model.window_size=[64,0]", environment="gpu"),
+    broken(f"{NAME.model.attention_backend}=te", f"{NAME.model.window_size}=[64,0]", environment="gpu"),
 )
 
 
@@ -23,17 +24,22 @@ te_rule(
     "E2",
     "No attention dropout together with a sliding window under context parallelism.",
     "Transformer Engine has no kernel for the two together, and our attention has no attention dropout.",
-    broken("model.attention_backend=te", "model.window_size=[64,0]", "model.attention_dropout=0.1",
-           *ALL_TO_ALL.settings, environment="gpu"),
-)  # fmt: skip
+    broken(
+        f"{NAME.model.attention_backend}=te",
+        f"{NAME.model.window_size}=[64,0]",
+        f"{NAME.model.attention_dropout}=0.1",
+        *ALL_TO_ALL.settings,
+        environment="gpu",
+    ),
+)
 
 
 te_rule(
     "E4",
-    f"A softmax offset (softmax_type) with Transformer Engine needs {ALL_TO_ALL.name}.",
+    f"A softmax offset ({NAME.model.softmax_type}) with Transformer Engine needs {ALL_TO_ALL.name}.",
     "Its other transports merge partial results without it. In packs it is there since 2.12, on one rank too. Our "
     "attention has it on every transport.",
-    broken("model.attention_backend=te", "model.softmax_type=learnable", environment="gpu"),
+    broken(f"{NAME.model.attention_backend}=te", f"{NAME.model.softmax_type}=learnable", environment="gpu"),
 )
 
 
@@ -42,16 +48,17 @@ te_rule(
     "No attention mask is made from the data.",
     "Attention under context parallelism is causal or full; a mask that a dataset makes at document borders is ignored "
     "silently upstream, and would be a [s, s] tensor. Packing keeps documents apart without one.",
-    broken("dataset.reset_attention_mask=true"),
+    broken(f"{NAME.dataset.reset_attention_mask}=true"),
 )
 def no_mask_from_data(c: Context) -> Iterator[Finding]:
     if c.config.dataset.reset_attention_mask:
         yield Finding(
-            "dataset.reset_attention_mask",
+            NAME.dataset.reset_attention_mask,
             "the mask would be ignored: attention sees over document borders as before",
             either(
-                "dataset.reset_attention_mask=false",
-                "dataset.reset_attention_mask=false model.sequence_packing_scheduler=dp_balanced (separates documents)",
+                f"{NAME.dataset.reset_attention_mask}=false",
+                f"{NAME.dataset.reset_attention_mask}=false {NAME.model.sequence_packing_scheduler}=dp_balanced "
+                "(separates documents)",
             ),
         )
 
@@ -62,30 +69,30 @@ def no_mask_from_data(c: Context) -> Iterator[Finding]:
     "megatron-core's rotary embedding, which shows attention distances only, counts from the start of the sequence "
     "whatever position_ids say, silently. Without position embeddings nothing reads them but multi-token prediction, "
     "which counts its targets by them.",
-    broken("dataset.reset_position_ids=true"),
+    broken(f"{NAME.dataset.reset_position_ids}=true"),
 )
 def no_restarted_positions(c: Context) -> Iterator[Finding]:
     kind = c.config.model.position_embedding_type
     if c.config.dataset.reset_position_ids and kind != "learned_absolute":
         yield Finding(
-            "dataset.reset_position_ids",
-            f"position_ids would be ignored with position_embedding_type={kind}",
-            "dataset.reset_position_ids=false",
+            NAME.dataset.reset_position_ids,
+            f"position_ids would be ignored with {NAME.model.position_embedding_type}={kind}",
+            f"{NAME.dataset.reset_position_ids}=false",
         )
 
 
 @rule(
     "E11",
     "Attention dropout needs Transformer Engine's attention.",
-    "Our attention is exact and has none; hidden_dropout works everywhere.",
-    broken("model.attention_dropout=0.1"),
+    f"Our attention is exact and has none; {NAME.model.hidden_dropout} works everywhere.",
+    broken(f"{NAME.model.attention_dropout}=0.1"),
 )
 def attention_dropout(c: Context) -> Iterator[Finding]:
     if c.config.model.attention_dropout and c.backend == "native":
         yield Finding(
-            "model.attention_dropout",
-            "attention_dropout is not supported by our attention, which this run uses",
-            "model.attention_dropout=0 (hidden_dropout still regularizes)",
+            NAME.model.attention_dropout,
+            f"{NAME.model.attention_dropout} is not supported by our attention, which this run uses",
+            f"{NAME.model.attention_dropout}=0 ({NAME.model.hidden_dropout} still regularizes)",
         )
 
 
@@ -93,7 +100,12 @@ def attention_dropout(c: Context) -> Iterator[Finding]:
     "E13",
     "Transformer Engine has a kernel left: flash or fused attention, in bf16 or fp16.",
     "Its unfused attention has no context parallelism; NVTE_FUSED_ATTN=0 without flash attention leaves nothing.",
-    broken("model.attention_backend=te", "env_vars.NVTE_FUSED_ATTN=0", "env_vars.NVTE_FLASH_ATTN=0", environment="gpu"),
+    broken(
+        f"{NAME.model.attention_backend}=te",
+        "env_vars.NVTE_FUSED_ATTN=0",
+        "env_vars.NVTE_FLASH_ATTN=0",
+        environment="gpu",
+    ),
 )
 def a_kernel_is_left(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("E13")
@@ -104,7 +116,7 @@ def a_kernel_is_left(c: Context) -> Iterator[Finding]:
                 "env_vars.NVTE_FUSED_ATTN",
                 "No dot product attention backend is available: fused attention is off by NVTE_FUSED_ATTN=0, and flash "
                 "attention is off or not installed",
-                either(c.set_variable("NVTE_FUSED_ATTN", "1"), "model.attention_backend=native"),
+                either(c.set_variable("NVTE_FUSED_ATTN", "1"), f"{NAME.model.attention_backend}=native"),
             )
 
 
@@ -113,7 +125,11 @@ def a_kernel_is_left(c: Context) -> Iterator[Finding]:
     "Determinism asked for is determinism given.",
     "Transformer Engine reads NVTE_ALLOW_NONDETERMINISTIC_ALGO, NCCL chooses algorithms by itself, the fused "
     "cross-entropy is not deterministic, and mamba-ssm's gradients are added up in any order.",
-    broken("model.deterministic_mode=true", "model.cross_entropy_loss_fusion=true", "mixed_precision=bf16_mixed"),
+    broken(
+        f"{NAME.model.deterministic_mode}=true",
+        f"{NAME.model.cross_entropy_loss_fusion}=true",
+        "mixed_precision=bf16_mixed",
+    ),
 )
 def determinism(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -121,14 +137,14 @@ def determinism(c: Context) -> Iterator[Finding]:
         return
     if model.cross_entropy_loss_fusion:
         yield Finding(
-            "model.cross_entropy_loss_fusion",
+            NAME.model.cross_entropy_loss_fusion,
             "Cross Entropy Fusion is currently not deterministic",
-            "model.cross_entropy_loss_fusion=false",
+            f"{NAME.model.cross_entropy_loss_fusion}=false",
         )
     if c.backend == "te" and c.variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO") != "0":
         yield Finding(
             "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-            "deterministic_mode is on and we are using DotProductAttention from Transformer Engine, but "
+            f"{NAME.model.deterministic_mode} is on and we are using DotProductAttention from Transformer Engine, but "
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO is not 0",
             c.set_variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
         )
@@ -154,15 +170,20 @@ def determinism(c: Context) -> Iterator[Finding]:
     "E16",
     "Deterministic packed attention on Hopper needs a large workspace, for Transformer Engine.",
     "cuDNN's deterministic backward pass for thd keeps partial gradients of all tiles.",
-    broken("model.deterministic_mode=true", "model.sequence_packing_scheduler=dp_balanced", *RING.settings,
-           "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO=0", environment="gpu"),
+    broken(
+        f"{NAME.model.deterministic_mode}=true",
+        f"{NAME.model.sequence_packing_scheduler}=dp_balanced",
+        *RING.settings,
+        "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
+        environment="gpu",
+    ),
     severity="warning",
-)  # fmt: skip
+)
 def deterministic_packing(c: Context) -> Iterator[Finding]:
     hopper = c.environment.compute_capability == 9.0
     if c.backend == "te" and c.config.model.deterministic_mode and c.packed and hopper:
         yield Finding(
-            "model.deterministic_mode",
+            NAME.model.deterministic_mode,
             "the deterministic backward pass of packed attention may run out of memory on Hopper",
-            "model.attention_backend=native",
+            f"{NAME.model.attention_backend}=native",
         )

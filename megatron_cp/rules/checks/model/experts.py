@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_cp.attention.transports.registry import RING
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import closest, divisors, either, one_of, resized, typed
@@ -13,92 +14,104 @@ from megatron_cp.rules.proposals import closest, divisors, either, one_of, resiz
 @rule(
     "K15",
     "A mixture of experts is complete.",
-    "The router chooses moe_router_topk of num_moe_experts; megatron-core asks for sequence parallelism under tp.",
-    broken("model.num_moe_experts=2", "model.moe_router_topk=4"),
+    f"The router chooses {NAME.model.moe_router_topk} of {NAME.model.num_moe_experts}; megatron-core asks for "
+    "sequence parallelism under tp.",
+    broken(f"{NAME.model.num_moe_experts}=2", f"{NAME.model.moe_router_topk}=4"),
 )
 def experts_are_complete(c: Context) -> Iterator[Finding]:
     model = c.config.model
     if model.num_moe_experts is None:
         if model.moe_ffn_hidden_size is not None:
             yield Finding(
-                "model.moe_ffn_hidden_size",
-                "moe_ffn_hidden_size is set but num_moe_experts is None",
-                "model.moe_ffn_hidden_size=null",
+                NAME.model.moe_ffn_hidden_size,
+                f"{NAME.model.moe_ffn_hidden_size} is set but {NAME.model.num_moe_experts} is None",
+                f"{NAME.model.moe_ffn_hidden_size}=null",
             )
         if "E" in model.parts:
-            message = "is null, and the E in model.hybrid_layer_pattern are layers with experts"
+            message = f"is null, and the E in {NAME.model.hybrid_layer_pattern} are layers with experts"
             yield Finding(
-                "model.num_moe_experts", message, either("model.num_moe_experts=8", _pattern(model, "E", "-", -1))
+                NAME.model.num_moe_experts,
+                message,
+                either(f"{NAME.model.num_moe_experts}=8", _pattern(model, "E", "-", -1)),
             )
     if model.num_moe_experts is None or model.num_moe_experts < 1:
         return  # of the latter rule A1 has said so
     yield from _expert_layers(model)
     if not 1 <= model.moe_router_topk <= model.num_moe_experts:
         yield Finding(
-            "model.moe_router_topk",
-            f"must be between 1 and num_moe_experts ({model.num_moe_experts}), got {model.moe_router_topk}",
-            f"model.moe_router_topk={max(1, min(model.num_moe_experts, model.moe_router_topk))}",
+            NAME.model.moe_router_topk,
+            f"must be between 1 and {NAME.model.num_moe_experts} ({model.num_moe_experts}), got "
+            f"{model.moe_router_topk}",
+            f"{NAME.model.moe_router_topk}={max(1, min(model.num_moe_experts, model.moe_router_topk))}",
         )
     yield from _expert_groups(model)
     sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
     softmax = model.moe_router_score_function == "softmax" and not sinkhorn
     if model.moe_router_topk == 1 and softmax and not model.moe_router_pre_softmax:
         yield Finding(
-            "model.moe_router_pre_softmax",
-            "a softmax over the one expert that moe_router_topk=1 chooses is always 1, and the router learns nothing",
-            "model.moe_router_pre_softmax=true",
+            NAME.model.moe_router_pre_softmax,
+            f"a softmax over the one expert that {NAME.model.moe_router_topk}=1 chooses is always 1, and the router "
+            "learns nothing",
+            f"{NAME.model.moe_router_pre_softmax}=true",
         )
     if model.moe_router_enable_expert_bias and (sinkhorn or softmax):
         yield Finding(
-            "model.moe_router_enable_expert_bias",
+            NAME.model.moe_router_enable_expert_bias,
             "Expert bias for aux-loss-free routing only supports 'sigmoid' and 'sqrtsoftplus' scores, and no sinkhorn",
-            "model.moe_router_enable_expert_bias=false",
+            f"{NAME.model.moe_router_enable_expert_bias}=false",
         )
     if sinkhorn and model.moe_aux_loss_coeff:
         yield Finding(
-            "model.moe_aux_loss_coeff", "Sinkhorn routing does not support aux loss.", "model.moe_aux_loss_coeff=0.0"
+            NAME.model.moe_aux_loss_coeff,
+            "Sinkhorn routing does not support aux loss.",
+            f"{NAME.model.moe_aux_loss_coeff}=0.0",
         )
     if c.tp > 1 and not model.sequence_parallel:
         yield Finding(
-            "model.sequence_parallel",
+            NAME.model.sequence_parallel,
             "performance may degrade if MoE and tensor parallelism are enabled without also enabling sequence "
             "parallelism: megatron-core refuses to train so",
-            "model.sequence_parallel=true",
+            f"{NAME.model.sequence_parallel}=true",
         )
     yield from _expert_biases(model)
     if model.moe_grouped_gemm and not c.its_layers:
         yield Finding(
-            "model.moe_grouped_gemm", "grouped matrix products need Transformer Engine", "model.moe_grouped_gemm=null"
+            NAME.model.moe_grouped_gemm,
+            "grouped matrix products need Transformer Engine",
+            f"{NAME.model.moe_grouped_gemm}=null",
         )
 
 
 def _expert_biases(model: ModelConfig) -> Iterator[Finding]:
-    field, without = "model.add_bias_linear", "model.add_bias_linear=false"
+    field, without = NAME.model.add_bias_linear, f"{NAME.model.add_bias_linear}=false"
     if not model.add_bias_linear:
         return
     if model.expert_tensor_parallel_size != 1:
-        name = "model.expert_tensor_parallel_size"
+        name = NAME.model.expert_tensor_parallel_size
         message = "Bias in Moe is only supported when ETP==1"
         yield Finding(name, message, either(f"{name}=1", without))
     if model.moe_shared_expert_intermediate_size is not None:
         yield Finding(field, "bias is not supported in the shared experts", without)
     if model.moe_latent_size is not None:
-        yield Finding(field, "biases of experts in fewer dimensions (moe_latent_size) are not supported", without)
+        yield Finding(
+            field, f"biases of experts in fewer dimensions ({NAME.model.moe_latent_size}) are not supported", without
+        )
 
 
 def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
-    field, experts = "model.moe_router_group_topk", model.num_moe_experts or 0
+    field, experts = NAME.model.moe_router_group_topk, model.num_moe_experts or 0
     groups, chosen, topk = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
     if chosen is None or chosen < 1 or (groups is not None and groups < 1):
         return  # not asked for, or rule A1 has said so
     if groups is None:
-        message = "When using group limited routing, moe_router_num_groups must be specified."
-        yield Finding(field, message, f"{field}=null, or model.moe_router_num_groups={experts}")
+        message = f"When using group limited routing, {NAME.model.moe_router_num_groups} must be specified."
+        yield Finding(field, message, f"{field}=null, or {NAME.model.moe_router_num_groups}={experts}")
     elif experts % groups:
         yield Finding(
-            "model.moe_router_num_groups",
-            f"num_moe_experts ({experts}) should be divisible by moe_router_num_groups ({groups})",
-            one_of("model.moe_router_num_groups", closest(divisors(experts), groups)),
+            NAME.model.moe_router_num_groups,
+            f"{NAME.model.num_moe_experts} ({experts}) should be divisible by {NAME.model.moe_router_num_groups} "
+            f"({groups})",
+            one_of(NAME.model.moe_router_num_groups, closest(divisors(experts), groups)),
         )
     elif not chosen <= min(groups, topk):
         message = f"{chosen} groups cannot be chosen of {groups} for {topk} experts of a token"
@@ -106,7 +119,8 @@ def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
     elif topk > chosen * (experts // groups):
         # megatron-core would choose experts of other groups, or fail.
         message = (
-            f"the {chosen * (experts // groups)} experts of {chosen} groups are fewer than moe_router_topk ({topk})"
+            f"the {chosen * (experts // groups)} experts of {chosen} groups are fewer than "
+            f"{NAME.model.moe_router_topk} ({topk})"
         )
         yield Finding(field, message, f"{field}={-(-topk * groups // experts)}")
 
@@ -114,20 +128,21 @@ def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
 def _pattern(model: ModelConfig, old: str, new: str, times: int) -> str:
     """The hybrid model's pattern with other letters; empty where it has none of the old."""
     pattern = model.hybrid_layer_pattern or ""
-    return f'"model.hybrid_layer_pattern={pattern.replace(old, new, times)}"' if old in pattern else ""
+    return f'"{NAME.model.hybrid_layer_pattern}={pattern.replace(old, new, times)}"' if old in pattern else ""
 
 
 def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
-    field, every = "model.moe_layer_freq", model.moe_layer_freq
+    field, every = NAME.model.moe_layer_freq, model.moe_layer_freq
     if model.architecture == "hybrid":
         if "E" not in model.parts:
             message = (
-                f"has no layer with experts (E), of which model.num_moe_experts={model.num_moe_experts} is the number"
+                f"has no layer with experts (E), of which {NAME.model.num_moe_experts}={model.num_moe_experts} "
+                "is the number"
             )
             yield Finding(
-                "model.hybrid_layer_pattern",
+                NAME.model.hybrid_layer_pattern,
                 message,
-                either("model.num_moe_experts=null", _pattern(model, "-", "E", 1)),
+                either(f"{NAME.model.num_moe_experts}=null", _pattern(model, "-", "E", 1)),
             )
     elif isinstance(every, int):
         if every < 1:
@@ -143,7 +158,7 @@ def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
         message = f"says 1 for a layer with experts and 0 for one without, got {every}"
         yield Finding(field, message, typed(field, [int(bool(each)) for each in every]))
     elif not any(every):
-        yield Finding(field, "leaves no layer with experts", f"{field}=1, or model.num_moe_experts=null")
+        yield Finding(field, "leaves no layer with experts", f"{field}=1, or {NAME.model.num_moe_experts}=null")
 
 
 @rule(
@@ -151,16 +166,20 @@ def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
     "No sinkhorn routing under context or sequence parallelism.",
     "It balances the experts over the tokens that one rank holds, so that the same model routes differently, silently, "
     "when a sequence is sliced (the loss differs by a hundredth). Packs have no sinkhorn either: H18.",
-    broken("model.num_moe_experts=4", "model.moe_router_load_balancing_type=sinkhorn", "model.moe_router_topk=1"),
+    broken(
+        f"{NAME.model.num_moe_experts}=4",
+        f"{NAME.model.moe_router_load_balancing_type}=sinkhorn",
+        f"{NAME.model.moe_router_topk}=1",
+    ),
 )
 def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
     model = c.config.model
     sliced = c.cp > 1 or (c.tp > 1 and model.sequence_parallel)
     if model.num_moe_experts and model.moe_router_load_balancing_type == "sinkhorn" and sliced:
         yield Finding(
-            "model.moe_router_load_balancing_type",
+            NAME.model.moe_router_load_balancing_type,
             "sinkhorn balances over the tokens of one rank, a slice of the sequence",
-            one_of("model.moe_router_load_balancing_type", ["aux_loss", "none"]),
+            one_of(NAME.model.moe_router_load_balancing_type, ["aux_loss", "none"]),
         )
 
 
@@ -171,19 +190,22 @@ def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
     "then averages the shares: the loss is as many times weaker as there are replicas, silently. A factor would not "
     "mend it: a replica counts its microbatches so far, which more replicas have fewer of. Packs have none: H18.",
     broken(
-        "model.context_parallel_size=2", *RING.settings,
-        "train.micro_batch_size=8", "model.num_moe_experts=4", "model.moe_router_load_balancing_type=global_aux_loss",
-        "model.moe_aux_loss_coeff=1.0",
+        f"{NAME.model.context_parallel_size}=2",
+        *RING.settings,
+        f"{NAME.train.micro_batch_size}=8",
+        f"{NAME.model.num_moe_experts}=4",
+        f"{NAME.model.moe_router_load_balancing_type}=global_aux_loss",
+        f"{NAME.model.moe_aux_loss_coeff}=1.0",
     ),
-)  # fmt: skip
+)
 def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
     model = c.config.model
     is_global = model.moe_router_load_balancing_type == "global_aux_loss" and model.moe_aux_loss_coeff > 0
     if c.divisible and c.dp > 1 and model.num_moe_experts and is_global and not c.packed:
         yield Finding(
-            "model.moe_router_load_balancing_type",
+            NAME.model.moe_router_load_balancing_type,
             f"global_aux_loss is 1/{c.dp} as strong on {c.dp} data-parallel replicas as on one",
-            one_of("model.moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"]),
+            one_of(NAME.model.moe_router_load_balancing_type, ["aux_loss", "seq_aux_loss"]),
         )
 
 
@@ -193,17 +215,21 @@ def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
     "The ranks that split an expert gather the tokens that other ranks sent to each, unequal numbers of them, and gloo "
     "gathers equal numbers only. The allgather dispatcher gathers before tokens are chosen, all of them.",
     broken(
-        "model.context_parallel_size=1", *RING.settings,
-        "model.tensor_model_parallel_size=2", "model.sequence_parallel=true", "model.num_moe_experts=4",
-        "model.expert_model_parallel_size=2", "train.micro_batch_size=8",
+        f"{NAME.model.context_parallel_size}=1",
+        *RING.settings,
+        f"{NAME.model.tensor_model_parallel_size}=2",
+        f"{NAME.model.sequence_parallel}=true",
+        f"{NAME.model.num_moe_experts}=4",
+        f"{NAME.model.expert_model_parallel_size}=2",
+        f"{NAME.train.micro_batch_size}=8",
     ),
-)  # fmt: skip
+)
 def experts_over_gloo(c: Context) -> Iterator[Finding]:
     # Ranks of one tensor-parallel group hold equally many tokens; those of several, not where they run packs.
     unequal = c.ep > 1 or (c.packs and c.etp > c.tp)
     if c.gloo and c.etp > 1 and unequal and c.config.model.moe_token_dispatcher_type == "alltoall":
         yield Finding(
-            "model.expert_tensor_parallel_size",
+            NAME.model.expert_tensor_parallel_size,
             f"etp {c.etp} with ep {c.ep} and tp {c.tp} gathers unequal numbers of tokens, which gloo cannot",
-            "model.expert_tensor_parallel_size=1",
+            f"{NAME.model.expert_tensor_parallel_size}=1",
         )

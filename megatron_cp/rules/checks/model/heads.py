@@ -24,11 +24,11 @@ def _heads_finding(c: Context, *, hierarchical: bool) -> Iterator[Finding]:
             levels = [f"{HIERARCHICAL.settings[0]} {sizes}" for sizes in reversed(splits(c))]
             fix = either(*levels, *plain_transports(c))
             if not hierarchical and size != c.cp:  # a group of packs, which have one level in Transformer Engine
-                fix = either(FLAT, "model.attention_backend=native")
-            field = "model.hierarchical_context_parallel_sizes" if hierarchical else "model.cp_comm_type"
+                fix = either(FLAT, f"{NAME.model.attention_backend}=native")
+            field = NAME.model.hierarchical_context_parallel_sizes if hierarchical else NAME.model.cp_comm_type
             yield Finding(
                 field,
-                f"cp_comm_type='{transport.name}' requires num_heads % cp_size == 0: "
+                f"{NAME.model.cp_comm_type}='{transport.name}' requires num_heads % cp_size == 0: "
                 f"{c.config.model.num_attention_heads} heads / tp {c.tp} = {c.heads} is not divisible by {size}, the "
                 "all-to-all's ranks",
                 fix,
@@ -41,9 +41,13 @@ def _heads_finding(c: Context, *, hierarchical: bool) -> Iterator[Finding]:
     f"With {ALL_TO_ALL.name}, cp divides the heads of a tensor-parallel rank.",
     "The all-to-all gives each rank whole heads. Transformer Engine asks the same of key/value heads; our attention "
     "gives several ranks the same one.",
-    broken(*ALL_TO_ALL.settings, "model.num_attention_heads=6",
-           "model.num_query_groups=6", "model.hidden_size=96"),
-)  # fmt: skip
+    broken(
+        *ALL_TO_ALL.settings,
+        f"{NAME.model.num_attention_heads}=6",
+        f"{NAME.model.num_query_groups}=6",
+        f"{NAME.model.hidden_size}=96",
+    ),
+)
 def heads_divide_by_cp(c: Context) -> Iterator[Finding]:
     yield from _heads_finding(c, hierarchical=False)
 
@@ -52,7 +56,7 @@ def heads_divide_by_cp(c: Context) -> Iterator[Finding]:
     "D2",
     f"With {HIERARCHICAL.name}, the {LEVELS[0]} size divides the heads of a tensor-parallel rank.",
     "As D1; Transformer Engine does not check it and fails in a view.",
-    broken("model.num_attention_heads=9", "model.num_query_groups=9", "model.hidden_size=144"),
+    broken(f"{NAME.model.num_attention_heads}=9", f"{NAME.model.num_query_groups}=9", f"{NAME.model.hidden_size}=144"),
 )
 def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
     yield from _heads_finding(c, hierarchical=True)
@@ -64,12 +68,17 @@ def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
     "From 2.15 on its fused (cuDNN) attention is disabled otherwise, also where the all-to-all's level has one rank; "
     "only flash attention is left, if it is installed.",
     broken(
-        "model.num_attention_heads=9", "model.num_query_groups=9", "model.hidden_size=144", "dataset.seq_length=252",
-        "model.context_parallel_size=3", "model.hierarchical_context_parallel_sizes=[3,1]",
-        world_size=3, environment="gpu",
+        f"{NAME.model.num_attention_heads}=9",
+        f"{NAME.model.num_query_groups}=9",
+        f"{NAME.model.hidden_size}=144",
+        f"{NAME.dataset.seq_length}=252",
+        f"{NAME.model.context_parallel_size}=3",
+        f"{NAME.model.hierarchical_context_parallel_sizes}=[3,1]",
+        world_size=3,
+        environment="gpu",
     ),
     severity="warning",
-)  # fmt: skip
+)
 def even_heads(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("D3")
     version, flash = c.environment.transformer_engine, c.environment.flash_attn is not None
@@ -77,10 +86,10 @@ def even_heads(c: Context) -> Iterator[Finding]:
     if odd:
         for transport, size in c.head_splits():
             yield Finding(
-                "model.num_query_groups",
+                NAME.model.num_query_groups,
                 f"{odd} heads on a tensor-parallel rank is odd; with {transport.name} over {size} ranks Transformer "
                 "Engine can use flash attention only",
-                either(FLAT, "model.attention_backend=native"),
+                either(FLAT, f"{NAME.model.attention_backend}=native"),
             )
 
 
@@ -89,26 +98,29 @@ te_rule(
     "With an all-to-all, Transformer Engine needs at least as many key/value heads as tp ranks.",
     "Fewer are already shared between tensor-parallel ranks and cannot be handed out further.",
     broken(
-        "model.attention_backend=te", "model.num_query_groups=2", "model.tensor_model_parallel_size=4",
-        world_size=16, environment="gpu",
+        f"{NAME.model.attention_backend}=te",
+        f"{NAME.model.num_query_groups}=2",
+        f"{NAME.model.tensor_model_parallel_size}=4",
+        world_size=16,
+        environment="gpu",
     ),
-)  # fmt: skip
+)
 
 
 @rule(
     "D5",
     "A head dim above 128 leaves few kernels under context parallelism, for Transformer Engine.",
     "The fused backward pass for head dim 256 exists on Blackwell without an all-to-all only.",
-    broken("model.kv_channels=256", environment="gpu"),
+    broken(f"{NAME.model.kv_channels}=256", environment="gpu"),
     severity="warning",
 )
 def large_head_dim(c: Context) -> Iterator[Finding]:
     dim = c.config.model.kv_channels or 0
     if c.backend == "te" and c.widest > 1 and dim > 128 and not c.config.model.multi_latent_attention:
         yield Finding(
-            "model.kv_channels",
+            NAME.model.kv_channels,
             f"head dim {dim}: Transformer Engine may have flash attention only, or nothing, on this GPU",
-            "model.attention_backend=native (silences this warning)",
+            f"{NAME.model.attention_backend}=native (silences this warning)",
         )
 
 
@@ -116,20 +128,26 @@ te_rule(
     "D6",
     "Multi-latent attention under context parallelism needs a Transformer Engine that has it.",
     f"Its queries and values have different head dims: {first_versions('different_head_dims')}.",
-    broken("model.attention_backend=te", "model.multi_latent_attention=true", *ALL_TO_ALL.settings, environment=_OLD),
-)  # fmt: skip
+    broken(
+        f"{NAME.model.attention_backend}=te",
+        f"{NAME.model.multi_latent_attention}=true",
+        *ALL_TO_ALL.settings,
+        environment=_OLD,
+    ),
+)
 
 
 @rule(
     "D7",
     "Mamba's heads and groups divide over tp * cp.",
-    "Its mixer exchanges sequence for heads over the whole context-parallel group, whatever cp_comm_type says. Dynamic "
+    "Its mixer exchanges sequence for heads over the whole context-parallel group, whatever "
+    f"{NAME.model.cp_comm_type} says. Dynamic "
     "groups and evaluation's own share the heads as evenly as they can, so there it is enough that each rank gets one.",
     broken(
-        "model.architecture=hybrid",
-        "model.hybrid_layer_pattern=M*M*",
-        "model.mamba_num_heads=6",
-        "model.mamba_num_groups=2",
+        f"{NAME.model.architecture}=hybrid",
+        f"{NAME.model.hybrid_layer_pattern}=M*M*",
+        f"{NAME.model.mamba_num_heads}=6",
+        f"{NAME.model.mamba_num_groups}=2",
     ),
 )
 def mamba_heads_divide(c: Context) -> Iterator[Finding]:
@@ -141,24 +159,26 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
     parts = c.tp * cp
     if heads % parts:
         yield Finding(
-            "model.mamba_num_heads",
+            NAME.model.mamba_num_heads,
             f"nheads must be evenly divisible by tp_size * cp_size: {heads} by {parts}",
             either(
-                one_of("model.mamba_num_heads", nearest_multiples(heads, math.lcm(parts, groups))),
-                one_of("model.context_parallel_size", [d for d in reversed(divisors(c.cp)) if heads % (c.tp * d) == 0]),
+                one_of(NAME.model.mamba_num_heads, nearest_multiples(heads, math.lcm(parts, groups))),
+                one_of(
+                    NAME.model.context_parallel_size, [d for d in reversed(divisors(c.cp)) if heads % (c.tp * d) == 0]
+                ),
             ),
         )
     elif (dynamic or c.eval_cp > 1) and c.divisible and heads // c.tp < c.widest:
         most = heads // c.tp
         fewer = [size for size in reversed(divisors(c.dp * c.cp)) if size <= most]
-        who, instead = f"evaluation's groups have {c.widest}", one_of("dist.eval_context_parallel_size", fewer)
+        who, instead = f"evaluation's groups have {c.widest}", one_of(NAME.dist.eval_context_parallel_size, fewer)
         if dynamic:
             who = f"a dynamic group may have all dp * cp = {c.widest}"
-            instead = "model.dynamic_context_parallel=false model.sequence_packing_scheduler=dp_balanced"
+            instead = f"{NAME.model.dynamic_context_parallel}=false {NAME.model.sequence_packing_scheduler}=dp_balanced"
         yield Finding(
-            "model.mamba_num_heads",
+            NAME.model.mamba_num_heads,
             f"{who} ranks, and {heads} heads / tp {c.tp} = {most} can be shared by no more than {most}",
-            either(one_of("model.mamba_num_heads", [math.lcm(c.widest * c.tp, groups)]), instead),
+            either(one_of(NAME.model.mamba_num_heads, [math.lcm(c.widest * c.tp, groups)]), instead),
         )
     local = groups // c.tp
     if groups % c.tp:
@@ -172,22 +192,24 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
     else:
         return
     valid = [n for n in divisors(heads) if n % c.tp == 0 and (n // c.tp % cp == 0 or cp % (n // c.tp) == 0)]
-    fitting = one_of("model.mamba_num_groups", closest(valid, groups))
-    yield Finding("model.mamba_num_groups", message, fitting or f"model.mamba_num_heads={math.lcm(parts, groups)}")
+    fitting = one_of(NAME.model.mamba_num_groups, closest(valid, groups))
+    yield Finding(
+        NAME.model.mamba_num_groups, message, fitting or f"{NAME.model.mamba_num_heads}={math.lcm(parts, groups)}"
+    )
 
 
 @rule(
     "D12",
     "A Mamba layer's sizes are at least 1, and its heads are as wide as it says.",
-    "Without mamba_num_heads a layer is twice as wide as the model, in heads of mamba_head_dim.",
+    f"Without {NAME.model.mamba_num_heads} a layer is twice as wide as the model, in heads of mamba_head_dim.",
     broken(
-        "model.architecture=hybrid",
-        "model.hybrid_layer_pattern=M*M*",
-        "model.mamba_head_dim=48",
-        "model.mamba_num_groups=1",
+        f"{NAME.model.architecture}=hybrid",
+        f"{NAME.model.hybrid_layer_pattern}=M*M*",
+        f"{NAME.model.mamba_head_dim}=48",
+        f"{NAME.model.mamba_num_groups}=1",
         *RING.settings,
-        "train.micro_batch_size=4",
-        "model.context_parallel_size=1",
+        f"{NAME.train.micro_batch_size}=4",
+        f"{NAME.model.context_parallel_size}=1",
     ),
 )
 def mamba_sizes(c: Context) -> Iterator[Finding]:
@@ -202,9 +224,9 @@ def mamba_sizes(c: Context) -> Iterator[Finding]:
     width = 2 * model.hidden_size
     if model.mamba_num_heads is None and model.mamba_head_dim > 0 and width % model.mamba_head_dim:
         yield Finding(
-            "model.mamba_head_dim",
+            NAME.model.mamba_head_dim,
             f"d_inner must be evenly divisible by headdim: {width} by {model.mamba_head_dim}",
-            one_of("model.mamba_head_dim", closest(divisors(width), model.mamba_head_dim)),
+            one_of(NAME.model.mamba_head_dim, closest(divisors(width), model.mamba_head_dim)),
         )
 
 
@@ -214,6 +236,9 @@ te_rule(
     "Its flash and fused attention take no others; what is left on one rank has no context parallelism and no packs. "
     "Our attention fills them up.",
     broken(
-        "model.attention_backend=te", "model.kv_channels=20", "model.position_embedding_type=none", environment="gpu",
+        f"{NAME.model.attention_backend}=te",
+        f"{NAME.model.kv_channels}=20",
+        f"{NAME.model.position_embedding_type}=none",
+        environment="gpu",
     ),
-)  # fmt: skip
+)

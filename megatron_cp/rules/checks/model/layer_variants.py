@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import resized, typed
 
 
 @rule(
     "K62",
-    "no_rope_freq is a period, or has an entry for each layer.",
+    f"{NAME.model.no_rope_freq} is a period, or has an entry for each layer.",
     "megatron-core looks each layer up in the list, those of multi-token prediction from the first entry on.",
-    broken("model.no_rope_freq=[0,1]"),
+    broken(f"{NAME.model.no_rope_freq}=[0,1]"),
 )
 def layers_without_positions(c: Context) -> Iterator[Finding]:
-    model, every, field = c.config.model, c.config.model.no_rope_freq, "model.no_rope_freq"
+    model, every, field = c.config.model, c.config.model.no_rope_freq, NAME.model.no_rope_freq
     if isinstance(every, int) and not 1 <= every <= model.num_layers:
         message = f"leaves the rotary embedding out of every n-th layer, n from 1 to {model.num_layers}, got {every}"
         yield Finding(field, message, f"{field}=null")
@@ -31,30 +32,36 @@ def layers_without_positions(c: Context) -> Iterator[Finding]:
     "megatron-core clamps for quick_gelu alone where kernels are fused. A router balances the tokens that it sees at "
     "once, so that pieces would change its loss. An expert's output is not linear in its input: one weight on the "
     "input is the router's for one expert only.",
-    broken("model.activation_func_clamp_value=7.0"),
+    broken(f"{NAME.model.activation_func_clamp_value}=7.0"),
 )
 def mlp_variants(c: Context) -> Iterator[Finding]:
     model = c.config.model
     clamped = model.activation_func_clamp_value is not None
     if clamped and not (model.activation_func == "quick_gelu" and model.gated_linear_unit):
-        fix = "model.activation_func_clamp_value=null, or model.activation_func=quick_gelu model.gated_linear_unit=true"
-        yield Finding("model.activation_func_clamp_value", "is for gated quick_gelu only", fix)
+        fix = (
+            f"{NAME.model.activation_func_clamp_value}=null, or {NAME.model.activation_func}=quick_gelu "
+            f"{NAME.model.gated_linear_unit}=true"
+        )
+        yield Finding(NAME.model.activation_func_clamp_value, "is for gated quick_gelu only", fix)
     if model.mlp_chunks_for_training > 1 and model.num_moe_experts is not None:
         message = "divides what a router sees at once, whose loss would be another"
-        yield Finding("model.mlp_chunks_for_training", message, "model.mlp_chunks_for_training=1")
+        yield Finding(NAME.model.mlp_chunks_for_training, message, f"{NAME.model.mlp_chunks_for_training}=1")
     if model.moe_apply_probs_on_input and model.num_moe_experts is not None and model.moe_router_topk != 1:
-        message = f"needs one expert a token, and model.moe_router_topk is {model.moe_router_topk}"
-        fix = "model.moe_apply_probs_on_input=false, or model.moe_router_topk=1 model.moe_router_pre_softmax=true"
-        yield Finding("model.moe_apply_probs_on_input", message, fix)
+        message = f"needs one expert a token, and {NAME.model.moe_router_topk} is {model.moe_router_topk}"
+        fix = (
+            f"{NAME.model.moe_apply_probs_on_input}=false, or {NAME.model.moe_router_topk}=1 "
+            f"{NAME.model.moe_router_pre_softmax}=true"
+        )
+        yield Finding(NAME.model.moe_apply_probs_on_input, message, fix)
 
 
 @rule(
     "K64",
     "Queries and keys have one norm.",
-    "megatron-core takes qk_l2_norm and leaves qk_layernorm out, silently.",
-    broken("model.qk_l2_norm=true", "model.qk_layernorm=true"),
+    f"megatron-core takes {NAME.model.qk_l2_norm} and leaves {NAME.model.qk_layernorm} out, silently.",
+    broken(f"{NAME.model.qk_l2_norm}=true", f"{NAME.model.qk_layernorm}=true"),
 )
 def one_norm_of_queries(c: Context) -> Iterator[Finding]:
     if c.config.model.qk_l2_norm and c.config.model.qk_layernorm:
-        fix = "model.qk_l2_norm=false, or model.qk_layernorm=false"
-        yield Finding("model.qk_l2_norm", "takes the place of model.qk_layernorm", fix)
+        fix = f"{NAME.model.qk_l2_norm}=false, or {NAME.model.qk_layernorm}=false"
+        yield Finding(NAME.model.qk_l2_norm, f"takes the place of {NAME.model.qk_layernorm}", fix)

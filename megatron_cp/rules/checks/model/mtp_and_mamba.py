@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_cp.attention.transports.registry import ALL_GATHER
+from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.checks.parallel.context_parallel import FLAT
 from megatron_cp.rules.proposals import either
@@ -14,7 +15,7 @@ from megatron_cp.rules.proposals import either
     "I2",
     "Multi-token prediction is causal.",
     "It predicts further tokens from what came before; with full attention they are in sight.",
-    broken("model.mtp_num_layers=1", "model.attention_mask_type=no_mask"),
+    broken(f"{NAME.model.mtp_num_layers}=1", f"{NAME.model.attention_mask_type}=no_mask"),
 )
 def prediction_is_causal(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -22,14 +23,15 @@ def prediction_is_causal(c: Context) -> Iterator[Finding]:
         model.attention_mask_type != "causal" or model.position_embedding_type == "learned_absolute"
     ):
         yield Finding(
-            "model.mtp_num_layers",
+            NAME.model.mtp_num_layers,
             "Multi-Token Prediction (MTP) needs causal attention and rotary (or no) position embeddings",
             either(
                 " ".join(
-                    ["model.attention_mask_type=causal"] * (model.attention_mask_type != "causal")
-                    + ["model.position_embedding_type=rope"] * (model.position_embedding_type == "learned_absolute")
+                    [f"{NAME.model.attention_mask_type}=causal"] * (model.attention_mask_type != "causal")
+                    + [f"{NAME.model.position_embedding_type}=rope"]
+                    * (model.position_embedding_type == "learned_absolute")
                 ),
-                "model.mtp_num_layers=null",
+                f"{NAME.model.mtp_num_layers}=null",
             ),
         )
 
@@ -40,37 +42,47 @@ def prediction_is_causal(c: Context) -> Iterator[Finding]:
     "megatron-core asserts it for the uniform method, without a message for users, and leaves them out of the block "
     "method. Those of hybrid models are recomputed as the model's own.",
     broken(
-        "model.mtp_num_layers=1", "model.recompute_granularity=full", "model.recompute_method=uniform",
-        "model.recompute_num_layers=2",
+        f"{NAME.model.mtp_num_layers}=1",
+        f"{NAME.model.recompute_granularity}=full",
+        f"{NAME.model.recompute_method}=uniform",
+        f"{NAME.model.recompute_num_layers}=2",
     ),
-)  # fmt: skip
+)
 def prediction_is_recomputed(c: Context) -> Iterator[Finding]:
     model = c.config.model
     if not model.mtp_num_layers or model.architecture == "hybrid" or model.recompute_granularity != "full":
         return
     if model.recompute_method == "uniform" and model.recompute_num_layers not in (None, 1):
         yield Finding(
-            "model.recompute_num_layers",
-            f"recompute_num_layers must be 1 for MTP recompute, got {model.recompute_num_layers}",
-            "model.recompute_num_layers=1",
+            NAME.model.recompute_num_layers,
+            f"{NAME.model.recompute_num_layers} must be 1 for MTP recompute, got {model.recompute_num_layers}",
+            f"{NAME.model.recompute_num_layers}=1",
         )
     elif model.recompute_method == "block":
-        message = "recompute_method=block is not supported for MTP: the activations of its layers are kept"
-        yield Finding("model.recompute_method", message, "model.recompute_method=uniform", severity="warning")
+        message = (
+            f"{NAME.model.recompute_method}=block is not supported for MTP: the activations of its layers are kept"
+        )
+        yield Finding(
+            NAME.model.recompute_method, message, f"{NAME.model.recompute_method}=uniform", severity="warning"
+        )
 
 
 @rule(
     "I3",
     "Mamba layers gain nothing from hierarchical context parallelism.",
     "Their all-to-all runs over the whole context-parallel group; only the attention layers use the levels.",
-    broken("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.mamba_num_groups=4"),
+    broken(
+        f"{NAME.model.architecture}=hybrid",
+        f"{NAME.model.hybrid_layer_pattern}=M*M*",
+        f"{NAME.model.mamba_num_groups}=4",
+    ),
     severity="warning",
 )
 def mamba_is_flat(c: Context) -> Iterator[Finding]:
     model = c.config.model
     if "M" in model.parts and c.widest > 1 and c.hierarchical:
         yield Finding(
-            "model.cp_comm_type",
+            NAME.model.cp_comm_type,
             f"{c.hierarchical.name} applies to the attention layers; Mamba layers use one flat group",
             either(f"{FLAT} (silences this warning)", " ".join(ALL_GATHER.settings)),
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megatron_cp.attention.modules.te_support import first_versions
 from megatron_cp.attention.transports.registry import ALL_TO_ALL, HIERARCHICAL, RING, TRANSPORTS
+from megatron_cp.config.names import NAME
 from megatron_cp.config.schema import nearest
 from megatron_cp.parallel.layout import LEVELS
 from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
@@ -15,7 +16,7 @@ from megatron_cp.rules.environment import PRESETS
 from megatron_cp.rules.proposals import divisors, either, one_of, resized, typed
 from megatron_cp.rules.resolve import replaced
 
-_SIZES = "model.hierarchical_context_parallel_sizes"
+_SIZES = NAME.model.hierarchical_context_parallel_sizes
 FLAT = " ".join(RING.settings)
 TWO_GROUPS = f"cp_group = [{LEVELS[0]}_cp_group, {LEVELS[1]}_cp_group]"
 
@@ -34,16 +35,18 @@ def plain_transports(c: Context) -> list[str]:
 
 @rule(
     "C1",
-    f"cp_comm_type is {', '.join(TRANSPORTS)} or auto.",
+    f"{NAME.model.cp_comm_type} is {', '.join(TRANSPORTS)} or auto.",
     "Transformer Engine finds out in the first forward pass.",
-    broken(f"model.cp_comm_type={RING.other_names[0]}", f"{_SIZES}=null"),
+    broken(f"{NAME.model.cp_comm_type}={RING.other_names[0]}", f"{_SIZES}=null"),
 )
 def transport_is_known(c: Context) -> Iterator[Finding]:
     kinds, valid = c.config.model.cp_comm_type, (*TRANSPORTS, "auto")
     names = {other: transport.name for transport in TRANSPORTS.values() for other in transport.other_names}
     for kind in c.config.model.transports:
         if kind == "auto":  # where one can be chosen, it was before the rules are asked
-            yield Finding("model.cp_comm_type", "auto finds no transport for these heads", either(*plain_transports(c)))
+            yield Finding(
+                NAME.model.cp_comm_type, "auto finds no transport for these heads", either(*plain_transports(c))
+            )
         elif kind not in valid:
             other = names.get(kind.lower().replace("-", "_"))
             suggestion = f"; did you mean '{other}'?" if other else nearest(kind, list(valid))
@@ -51,23 +54,25 @@ def transport_is_known(c: Context) -> Iterator[Finding]:
             known = f" (one of {', '.join(valid)})" if not suggestion else ""
             proposed = [replaced(kinds, name, kind) for name in dict.fromkeys([meant, *valid]) if name]
             message = f"Unsupported communication type: {kind}{suggestion or known}"
-            yield Finding("model.cp_comm_type", message, one_of("model.cp_comm_type", proposed))
+            yield Finding(NAME.model.cp_comm_type, message, one_of(NAME.model.cp_comm_type, proposed))
 
 
 @rule(
     "C3",
-    "A cp_comm_type list has one entry a layer.",
+    f"A {NAME.model.cp_comm_type} list has one entry a layer.",
     "Layers past the list (those of multi-token prediction) use the last entry.",
-    broken(f"model.cp_comm_type=[{RING.name},{ALL_TO_ALL.name}]", f"{_SIZES}=null"),
+    broken(f"{NAME.model.cp_comm_type}=[{RING.name},{ALL_TO_ALL.name}]", f"{_SIZES}=null"),
 )
 def one_transport_a_layer(c: Context) -> Iterator[Finding]:
     kinds, layers = c.config.model.cp_comm_type, c.config.model.num_layers
     if isinstance(kinds, list) and len(kinds) != layers:
         yield Finding(
-            "model.cp_comm_type",
-            f"Length of cp_comm_type ({len(kinds)}) must equal num_layers ({layers}). megatron-core: Length of "
-            f"cp_comm_type ({len(kinds)}) should equal to the total number of transformer layers ({layers})",
-            one_of("model.cp_comm_type", [resized(kinds, layers), kinds[0]] if kinds else list(TRANSPORTS)),
+            NAME.model.cp_comm_type,
+            f"Length of {NAME.model.cp_comm_type} ({len(kinds)}) must equal {NAME.model.num_layers} ({layers}). "
+            "megatron-core: Length of "
+            f"{NAME.model.cp_comm_type} ({len(kinds)}) should equal to the total number of transformer layers "
+            f"({layers})",
+            one_of(NAME.model.cp_comm_type, [resized(kinds, layers), kinds[0]] if kinds else list(TRANSPORTS)),
         )
 
 
@@ -75,13 +80,14 @@ def one_transport_a_layer(c: Context) -> Iterator[Finding]:
     "C4",
     f"{HIERARCHICAL.name} needs hierarchical_context_parallel_sizes.",
     "Without the two levels Transformer Engine's attention gets no group at all and silently attends to its own slice.",
-    broken("model.hierarchical_context_parallel_sizes=null"),
+    broken(f"{NAME.model.hierarchical_context_parallel_sizes}=null"),
 )
 def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
     if c.cp > 1 and c.hierarchical and not c.config.model.hierarchical_context_parallel_sizes:
         yield Finding(
-            "model.hierarchical_context_parallel_sizes",
-            f"hierarchical_context_parallel_sizes must be set when cp_comm_type contains {c.hierarchical.name!r}",
+            NAME.model.hierarchical_context_parallel_sizes,
+            f"{NAME.model.hierarchical_context_parallel_sizes} must be set when {NAME.model.cp_comm_type} contains "
+            f"{c.hierarchical.name!r}",
             either(*splits(c), *plain_transports(c)),
         )
 
@@ -90,15 +96,15 @@ def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
     "C5",
     "The hierarchical sizes multiply to cp.",
     "megatron-core asserts it without a message, after half of the groups are built.",
-    broken("model.hierarchical_context_parallel_sizes=[2,4]"),
+    broken(f"{NAME.model.hierarchical_context_parallel_sizes}=[2,4]"),
 )
 def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
     sizes = c.config.model.hierarchical_context_parallel_sizes
     if c.cp > 1 and sizes and min(sizes) >= 1 and math.prod(sizes) != c.cp:
         yield Finding(
-            "model.hierarchical_context_parallel_sizes",
-            f"Product of hierarchical_context_parallel_sizes {sizes} (={math.prod(sizes)}) must equal "
-            f"context_parallel_size (={c.cp}).",
+            NAME.model.hierarchical_context_parallel_sizes,
+            f"Product of {NAME.model.hierarchical_context_parallel_sizes} {sizes} (={math.prod(sizes)}) must equal "
+            f"{NAME.model.context_parallel_size} (={c.cp}).",
             either(*splits(c), *plain_transports(c)),
         )
 
@@ -107,13 +113,17 @@ def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
     "C6",
     "There are two hierarchical levels: all-to-all, then ring.",
     "megatron-core builds groups for any number of levels, attention takes exactly two.",
-    broken("model.context_parallel_size=8", "model.hierarchical_context_parallel_sizes=[2,2,2]", world_size=8),
+    broken(
+        f"{NAME.model.context_parallel_size}=8",
+        f"{NAME.model.hierarchical_context_parallel_sizes}=[2,2,2]",
+        world_size=8,
+    ),
 )
 def two_levels(c: Context) -> Iterator[Finding]:
     sizes = c.config.model.hierarchical_context_parallel_sizes
     if c.cp > 1 and sizes is not None and sizes and len(sizes) != 2:
         yield Finding(
-            "model.hierarchical_context_parallel_sizes",
+            NAME.model.hierarchical_context_parallel_sizes,
             f"has {len(sizes)} levels; {HIERARCHICAL.name} requires {TWO_GROUPS}",
             either(*splits(c), *plain_transports(c)),
         )
@@ -123,13 +133,13 @@ def two_levels(c: Context) -> Iterator[Finding]:
     "C7",
     "Hierarchical sizes are at least 1.",
     "Negative pairs multiply to the right number and fail in an index transformation.",
-    broken("model.hierarchical_context_parallel_sizes=[-2,-2]"),
+    broken(f"{NAME.model.hierarchical_context_parallel_sizes}=[-2,-2]"),
 )
 def levels_are_positive(c: Context) -> Iterator[Finding]:
     sizes = c.config.model.hierarchical_context_parallel_sizes
     if sizes and min(sizes) < 1:
         yield Finding(
-            "model.hierarchical_context_parallel_sizes",
+            NAME.model.hierarchical_context_parallel_sizes,
             f"sizes must be integers of at least 1, got {sizes}",
             either(*splits(c), *plain_transports(c)),
         )
@@ -139,16 +149,16 @@ def levels_are_positive(c: Context) -> Iterator[Finding]:
     "C8",
     "No hierarchical level has size 1.",
     "It does nothing: it works and is the same as the plain transport of the other level.",
-    broken("model.hierarchical_context_parallel_sizes=[1,4]"),
+    broken(f"{NAME.model.hierarchical_context_parallel_sizes}=[1,4]"),
     severity="warning",
 )
 def level_of_one(c: Context) -> Iterator[Finding]:
     if c.cp > 1 and c.levels is not None and 1 in c.levels and c.hierarchical:
         same = c.hierarchical.levels[1 if c.levels[0] == 1 else 0]
         yield Finding(
-            "model.hierarchical_context_parallel_sizes",
+            NAME.model.hierarchical_context_parallel_sizes,
             f"{list(c.levels)} is equivalent to {same}",
-            f"model.cp_comm_type={same} model.hierarchical_context_parallel_sizes=null",
+            f"{NAME.model.cp_comm_type}={same} {NAME.model.hierarchical_context_parallel_sizes}=null",
         )
 
 
@@ -162,8 +172,8 @@ def sizes_are_used(c: Context) -> Iterator[Finding]:
     sizes = c.config.model.hierarchical_context_parallel_sizes
     if c.cp > 1 and sizes and c.hierarchical is None and "auto" not in c.config.model.transports:
         yield Finding(
-            "model.hierarchical_context_parallel_sizes",
-            f"is set but no layer uses {HIERARCHICAL.name} (model.cp_comm_type={c.config.model.cp_comm_type})",
+            NAME.model.hierarchical_context_parallel_sizes,
+            f"is set but no layer uses {HIERARCHICAL.name} ({NAME.model.cp_comm_type}={c.config.model.cp_comm_type})",
             f"{_SIZES}=null, or {HIERARCHICAL.settings[0]}",
         )
 
@@ -173,7 +183,7 @@ def sizes_are_used(c: Context) -> Iterator[Finding]:
     "Settings of context parallelism are for more than one context-parallel rank.",
     "They have no effect otherwise. A recipe written for several ranks may be run on one to compare; the transport is "
     "then ignored.",
-    broken("model.context_parallel_size=1", "train.micro_batch_size=4"),
+    broken(f"{NAME.model.context_parallel_size}=1", f"{NAME.train.micro_batch_size}=4"),
     severity="warning",
 )
 def settings_without_cp(c: Context) -> Iterator[Finding]:
@@ -181,8 +191,8 @@ def settings_without_cp(c: Context) -> Iterator[Finding]:
     elsewhere = model.dynamic_context_parallel or c.eval_cp > 1
     if c.cp == 1 and not elsewhere and model.hierarchical_context_parallel_sizes:
         yield Finding(
-            "model.hierarchical_context_parallel_sizes",
-            "is ignored because context_parallel_size is 1",
+            NAME.model.hierarchical_context_parallel_sizes,
+            f"is ignored because {NAME.model.context_parallel_size} is 1",
             FLAT,
         )
 
@@ -191,5 +201,5 @@ te_rule(
     "C16",
     "Transformer Engine is new enough.",
     f"Context parallelism: {first_versions('context_parallelism')}; what we use of its attention since 2.10.",
-    broken("model.attention_backend=te", environment=replace(PRESETS["gpu"], transformer_engine="1.11.0")),
+    broken(f"{NAME.model.attention_backend}=te", environment=replace(PRESETS["gpu"], transformer_engine="1.11.0")),
 )

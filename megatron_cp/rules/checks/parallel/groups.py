@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_cp.attention.transports.registry import RING
+from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.checks.parallel.context_parallel import TWO_GROUPS
 from megatron_cp.rules.checks.run.recomputation import WHOLE_LAYERS
 from megatron_cp.rules.proposals import closest, divisors, either, one_of, typed
 
-_DYNAMIC = ("model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=64")
+_DYNAMIC = (f"{NAME.model.dynamic_context_parallel}=true", f"{NAME.model.max_seqlen_per_dp_cp_rank}=64")
 
 
 @rule(
@@ -18,7 +19,7 @@ _DYNAMIC = ("model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_r
     "Evaluation's context parallel size divides the dp * cp ranks.",
     "Upstream's setting changes batch sizes alone: without a script of one's own the model goes on in training's "
     "groups. Ours runs the samples of evaluation as packs on groups of that size.",
-    broken("dist.eval_context_parallel_size=3", "validation.eval_iters=1"),
+    broken(f"{NAME.dist.eval_context_parallel_size}=3", f"{NAME.validation.eval_iters}=1"),
 )
 def groups_of_evaluation(c: Context) -> Iterator[Finding]:
     size, ranks = c.config.dist.eval_context_parallel_size, c.dp * c.cp
@@ -30,11 +31,11 @@ def groups_of_evaluation(c: Context) -> Iterator[Finding]:
             f"{size} does not divide the dp * cp = {c.dp} * {c.cp} = {ranks} ranks"
         )
         yield Finding(
-            "dist.eval_context_parallel_size",
+            NAME.dist.eval_context_parallel_size,
             message,
             either(
-                one_of("dist.eval_context_parallel_size", closest(divisors(ranks), size)[:2]),
-                "dist.eval_context_parallel_size=null (training's groups)",
+                one_of(NAME.dist.eval_context_parallel_size, closest(divisors(ranks), size)[:2]),
+                f"{NAME.dist.eval_context_parallel_size}=null (training's groups)",
             ),
         )
 
@@ -44,16 +45,17 @@ def groups_of_evaluation(c: Context) -> Iterator[Finding]:
     "Evaluation in groups of its own counts positions from the start of each sample.",
     "Its samples are run as packs, which have no positions that start again within a sample.",
     broken(
-        "dist.eval_context_parallel_size=1", "dataset.reset_position_ids=true",
-        "model.position_embedding_type=learned_absolute",
+        f"{NAME.dist.eval_context_parallel_size}=1",
+        f"{NAME.dataset.reset_position_ids}=true",
+        f"{NAME.model.position_embedding_type}=learned_absolute",
     ),
-)  # fmt: skip
+)
 def positions_of_evaluation(c: Context) -> Iterator[Finding]:
     if c.config.dist.eval_context_parallel_size is not None and c.config.dataset.reset_position_ids:
         yield Finding(
-            "dataset.reset_position_ids",
+            NAME.dataset.reset_position_ids,
             "has no effect on evaluation in groups of its own, and would have one on training",
-            "dataset.reset_position_ids=false, or dist.eval_context_parallel_size=null",
+            f"{NAME.dataset.reset_position_ids}=false, or {NAME.dist.eval_context_parallel_size}=null",
         )
 
 
@@ -61,15 +63,15 @@ def positions_of_evaluation(c: Context) -> Iterator[Finding]:
     "H8",
     "A dynamic context-parallel group has between the smallest size allowed and all dp * cp ranks.",
     "Upstream builds groups of powers of two only and does not check the limits.",
-    broken(*_DYNAMIC, "model.min_dynamic_context_parallel_size=8"),
+    broken(*_DYNAMIC, f"{NAME.model.min_dynamic_context_parallel_size}=8"),
 )
 def dynamic_sizes(c: Context) -> Iterator[Finding]:
     smallest, ranks = c.config.model.min_dynamic_context_parallel_size, c.dp * c.cp
     if c.divisible and c.config.model.dynamic_context_parallel and smallest > ranks:
         yield Finding(
-            "model.min_dynamic_context_parallel_size",
+            NAME.model.min_dynamic_context_parallel_size,
             f"{smallest} is more than the dp * cp = {c.dp} * {c.cp} = {ranks} ranks there are",
-            f"model.min_dynamic_context_parallel_size={ranks}",
+            f"{NAME.model.min_dynamic_context_parallel_size}={ranks}",
         )
 
 
@@ -78,22 +80,22 @@ def dynamic_sizes(c: Context) -> Iterator[Finding]:
     "Packed microbatches with Transformer Engine use a one-level transport.",
     "The group that a microbatch switches on is one process group; Transformer Engine wants one for each level. Our "
     "attention takes both levels of a microbatch's group.",
-    broken("model.attention_backend=te", *_DYNAMIC, environment="gpu"),
+    broken(f"{NAME.model.attention_backend}=te", *_DYNAMIC, environment="gpu"),
 )
 def dynamic_transport(c: Context) -> Iterator[Finding]:
     if c.backend == "te" and c.packs and c.hierarchical:
         yield Finding(
-            "model.cp_comm_type",
+            NAME.model.cp_comm_type,
             f"{c.hierarchical.name} requires {TWO_GROUPS}, and a microbatch's group is one",
-            f"{RING.settings[0]}, or model.attention_backend=native",
+            f"{RING.settings[0]}, or {NAME.model.attention_backend}=native",
         )
 
 
 @rule(
     "H14",
     "The longest sequence fits into all ranks together.",
-    "A sample is spread over at most dp * cp ranks of max_seqlen_per_dp_cp_rank tokens each.",
-    broken("model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=32"),
+    f"A sample is spread over at most dp * cp ranks of {NAME.model.max_seqlen_per_dp_cp_rank} tokens each.",
+    broken(f"{NAME.model.dynamic_context_parallel}=true", f"{NAME.model.max_seqlen_per_dp_cp_rank}=32"),
 )
 def longest_sequence_fits(c: Context) -> Iterator[Finding]:
     model, length = c.config.model, c.config.dataset.seq_length
@@ -103,32 +105,32 @@ def longest_sequence_fits(c: Context) -> Iterator[Finding]:
     limit = model.max_seqlen_per_dp_cp_rank
     if c.divisible and c.packed and limit is not None and limit < needed:
         yield Finding(
-            "model.max_seqlen_per_dp_cp_rank",
+            NAME.model.max_seqlen_per_dp_cp_rank,
             f"{limit} tokens on each of {ranks} ranks are fewer than the sequence length {length}, which takes "
             f"{needed} on each",
             either(
-                f"model.max_seqlen_per_dp_cp_rank={needed}",
-                f"dataset.seq_length={max(limit // unit, 1) * unit * ranks}" if limit >= unit else "",
+                f"{NAME.model.max_seqlen_per_dp_cp_rank}={needed}",
+                f"{NAME.dataset.seq_length}={max(limit // unit, 1) * unit * ranks}" if limit >= unit else "",
             ),
         )
 
 
 @rule(
     "H15",
-    "dynamic_context_parallel and the default_dynamic_cp scheduler come together.",
+    f"{NAME.model.dynamic_context_parallel} and the default_dynamic_cp scheduler come together.",
     "The one chooses group sizes, the other is what chooses them; dp_balanced packs for a fixed size.",
-    broken("model.sequence_packing_scheduler=default_dynamic_cp"),
+    broken(f"{NAME.model.sequence_packing_scheduler}=default_dynamic_cp"),
 )
 def scheduler_fits(c: Context) -> Iterator[Finding]:
     model = c.config.model
     if model.dynamic_context_parallel != (model.sequence_packing_scheduler == "default_dynamic_cp"):
         wanted = "default_dynamic_cp" if model.dynamic_context_parallel else "dp_balanced"
         yield Finding(
-            "model.sequence_packing_scheduler",
-            f"does not fit model.dynamic_context_parallel={str(model.dynamic_context_parallel).lower()}",
+            NAME.model.sequence_packing_scheduler,
+            f"does not fit {NAME.model.dynamic_context_parallel}={str(model.dynamic_context_parallel).lower()}",
             either(
-                f"model.sequence_packing_scheduler={wanted}",
-                f"model.dynamic_context_parallel={str(not model.dynamic_context_parallel).lower()}",
+                f"{NAME.model.sequence_packing_scheduler}={wanted}",
+                f"{NAME.model.dynamic_context_parallel}={str(not model.dynamic_context_parallel).lower()}",
             ),
         )
 
@@ -139,10 +141,13 @@ def scheduler_fits(c: Context) -> Iterator[Finding]:
     "mla_up_proj and moe run again during the backward pass outside their layer, where the microbatch's group is no "
     "longer switched on. Whole layers (full) and core_attn keep it.",
     broken(
-        "model.sequence_packing_scheduler=dp_balanced", "model.num_moe_experts=4", "model.moe_aux_loss_coeff=0.01",
-        "model.recompute_granularity=selective", "model.recompute_modules=[moe]",
+        f"{NAME.model.sequence_packing_scheduler}=dp_balanced",
+        f"{NAME.model.num_moe_experts}=4",
+        f"{NAME.model.moe_aux_loss_coeff}=0.01",
+        f"{NAME.model.recompute_granularity}=selective",
+        f"{NAME.model.recompute_modules}=[moe]",
     ),
-)  # fmt: skip
+)
 def recomputation_keeps_the_group(c: Context) -> Iterator[Finding]:
     model = c.config.model
     modules = (model.recompute_modules or []) if model.recompute_granularity == "selective" else []
@@ -150,10 +155,10 @@ def recomputation_keeps_the_group(c: Context) -> Iterator[Finding]:
     lost = [name for name in modules if name == "mla_up_proj" or (name == "moe" and balanced)]
     if c.packed and lost:
         yield Finding(
-            "model.recompute_modules",
+            NAME.model.recompute_modules,
             f"{', '.join(lost)} would be recomputed with the configured group instead of the microbatch's",
             either(
-                typed("model.recompute_modules", [name for name in modules if name not in lost] or ["core_attn"]),
+                typed(NAME.model.recompute_modules, [name for name in modules if name not in lost] or ["core_attn"]),
                 WHOLE_LAYERS,
             ),
         )
@@ -165,19 +170,21 @@ def recomputation_keeps_the_group(c: Context) -> Iterator[Finding]:
     "A pack is no sequence (seq_aux_loss), ranks run different numbers of packs (global_aux_loss), and sinkhorn would "
     "count padding.",
     broken(
-        "model.sequence_packing_scheduler=dp_balanced", "model.num_moe_experts=4",
-        "model.moe_router_load_balancing_type=seq_aux_loss", "model.moe_aux_loss_coeff=0.01",
+        f"{NAME.model.sequence_packing_scheduler}=dp_balanced",
+        f"{NAME.model.num_moe_experts}=4",
+        f"{NAME.model.moe_router_load_balancing_type}=seq_aux_loss",
+        f"{NAME.model.moe_aux_loss_coeff}=0.01",
     ),
-)  # fmt: skip
+)
 def balance_of_packs(c: Context) -> Iterator[Finding]:
     model = c.config.model
     kind = model.moe_router_load_balancing_type
     counts = kind == "sinkhorn" or (kind in ("seq_aux_loss", "global_aux_loss") and model.moe_aux_loss_coeff > 0)
     if c.packed and model.num_moe_experts and counts:
         yield Finding(
-            "model.moe_router_load_balancing_type",
+            NAME.model.moe_router_load_balancing_type,
             f"{kind} is not defined for packed microbatches",
-            one_of("model.moe_router_load_balancing_type", ["aux_loss", "none"]),
+            one_of(NAME.model.moe_router_load_balancing_type, ["aux_loss", "none"]),
         )
 
 
@@ -186,49 +193,55 @@ def balance_of_packs(c: Context) -> Iterator[Finding]:
     "Packs go to their experts by all-to-all.",
     "Packs have lengths of their own, on each rank another, and the allgather dispatcher gathers equal ones.",
     broken(
-        "model.sequence_packing_scheduler=dp_balanced", "model.num_moe_experts=4",
-        "model.moe_token_dispatcher_type=allgather",
+        f"{NAME.model.sequence_packing_scheduler}=dp_balanced",
+        f"{NAME.model.num_moe_experts}=4",
+        f"{NAME.model.moe_token_dispatcher_type}=allgather",
     ),
-)  # fmt: skip
+)
 def dispatch_of_packs(c: Context) -> Iterator[Finding]:
     if c.packs and c.config.model.moe_token_dispatcher_type == "allgather":  # also refused where there are no experts
         yield Finding(
-            "model.moe_token_dispatcher_type",
+            NAME.model.moe_token_dispatcher_type,
             "Token dispatcher type: allgather does not support variable sequence length, which packs have",
-            "model.moe_token_dispatcher_type=alltoall",
+            f"{NAME.model.moe_token_dispatcher_type}=alltoall",
         )
 
 
 @rule(
     "H19",
-    "Groups of other sizes for multi-latent attention start from context_parallel_size of 2.",
+    f"Groups of other sizes for multi-latent attention start from {NAME.model.context_parallel_size} of 2.",
     "With a configured size of 1 megatron-core cuts its rotary embeddings to the tokens of one rank, which are fewer "
     "than the positions of a sample that several ranks share.",
-    broken("model.dynamic_context_parallel=true", "model.multi_latent_attention=true",
-           "model.context_parallel_size=1", *RING.settings),
-)  # fmt: skip
+    broken(
+        f"{NAME.model.dynamic_context_parallel}=true",
+        f"{NAME.model.multi_latent_attention}=true",
+        f"{NAME.model.context_parallel_size}=1",
+        *RING.settings,
+    ),
+)
 def latent_positions(c: Context) -> Iterator[Finding]:
     model = c.config.model
     if (model.dynamic_context_parallel or c.eval_cp > 1) and model.multi_latent_attention and c.cp == 1:
         yield Finding(
-            "model.context_parallel_size",
+            NAME.model.context_parallel_size,
             "with multi-latent attention, groups of other sizes need all rotary positions, which are kept from 2 on",
-            "model.context_parallel_size=2",
+            f"{NAME.model.context_parallel_size}=2",
         )
 
 
 @rule(
     "H20",
-    "With packing, train.micro_batch_size is 1.",
+    f"With packing, {NAME.train.micro_batch_size} is 1.",
     "It has no effect then: a microbatch is one pack of as many samples as the scheduler says.",
-    broken("model.sequence_packing_scheduler=dp_balanced", "train.micro_batch_size=2"),
+    broken(f"{NAME.model.sequence_packing_scheduler}=dp_balanced", f"{NAME.train.micro_batch_size}=2"),
     severity="warning",
 )
 def packs_have_no_micro_batch_size(c: Context) -> Iterator[Finding]:
     size = c.config.train.micro_batch_size
     if c.packed and size > 1:
         yield Finding(
-            "train.micro_batch_size",
-            f"{size} has no effect with model.sequence_packing_scheduler={c.config.model.sequence_packing_scheduler}",
-            "train.micro_batch_size=1 (model.max_seqlen_per_dp_cp_rank is the limit of a microbatch)",
+            NAME.train.micro_batch_size,
+            f"{size} has no effect with "
+            f"{NAME.model.sequence_packing_scheduler}={c.config.model.sequence_packing_scheduler}",
+            f"{NAME.train.micro_batch_size}=1 ({NAME.model.max_seqlen_per_dp_cp_rank} is the limit of a microbatch)",
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_cp.attention.modules.te_support import first_versions
 from megatron_cp.attention.transports.registry import ALL_GATHER, RING
+from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.proposals import either, typed
 
@@ -14,7 +15,7 @@ from megatron_cp.rules.proposals import either, typed
     "F3",
     "Padding between packed sequences needs fused attention, for Transformer Engine.",
     "Under context parallelism every sequence is padded to a multiple of 2 * cp; flash attention 2 cannot skip that.",
-    broken("model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced", *RING.settings,
+    broken(f"{NAME.model.attention_backend}=te", f"{NAME.model.sequence_packing_scheduler}=dp_balanced", *RING.settings,
            "env_vars.NVTE_FUSED_ATTN=0", environment="gpu"),
 )  # fmt: skip
 def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
@@ -22,7 +23,7 @@ def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
         yield Finding(
             "env_vars.NVTE_FUSED_ATTN",
             "is 0, and packed sequences with padding between them need Transformer Engine's fused attention",
-            either(c.set_variable("NVTE_FUSED_ATTN", "1"), "model.attention_backend=native"),
+            either(c.set_variable("NVTE_FUSED_ATTN", "1"), f"{NAME.model.attention_backend}=native"),
         )
 
 
@@ -32,8 +33,8 @@ te_rule(
     f"It has them: {first_versions('packs')}. Our attention has them on every transport. Before 2.18 an all-to-all of "
     "them makes the host wait for the GPU, for each sequence: slow, a warning where it is asked for.",
     broken(
-        "model.attention_backend=te",
-        "model.sequence_packing_scheduler=dp_balanced",
+        f"{NAME.model.attention_backend}=te",
+        f"{NAME.model.sequence_packing_scheduler}=dp_balanced",
         *ALL_GATHER.settings,
         environment="gpu",
     ),
@@ -44,8 +45,8 @@ te_rule(
     "H23",
     "Dynamic context parallelism has samples that one rank does not hold.",
     "Groups are of one rank as long as samples fit there, but for few samples that balance so. The default limit is "
-    "that of context_parallel_size ranks: with one of them, the longest sample.",
-    broken("model.dynamic_context_parallel=true", "model.context_parallel_size=1", *RING.settings),
+    f"that of {NAME.model.context_parallel_size} ranks: with one of them, the longest sample.",
+    broken(f"{NAME.model.dynamic_context_parallel}=true", f"{NAME.model.context_parallel_size}=1", *RING.settings),
     severity="warning",
 )  # fmt: skip
 def dynamic_groups_have_a_use(c: Context) -> Iterator[Finding]:
@@ -55,13 +56,13 @@ def dynamic_groups_have_a_use(c: Context) -> Iterator[Finding]:
         unit = 2 * (c.tp if model.sequence_parallel else 1)
         shared = -(-longest // (min(ranks, c.node_size or 8) * unit)) * unit
         if longest <= limit and shared < limit:
-            field = "model.max_seqlen_per_dp_cp_rank"
+            field = NAME.model.max_seqlen_per_dp_cp_rank
             yield Finding(
                 field,
                 f"a rank holds {limit} tokens, and the longest sample has {longest}: nearly all groups will be of one "
                 "rank, with no gain over packs of static context parallelism",
                 either(
                     f"{typed(field, shared)} (tokens that the memory of one rank allows)",
-                    "model.dynamic_context_parallel=false model.sequence_packing_scheduler=dp_balanced",
+                    f"{NAME.model.dynamic_context_parallel}=false {NAME.model.sequence_packing_scheduler}=dp_balanced",
                 ),
             )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_cp.attention.transports.registry import RING
+from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import either, nearest_multiples, one_of
 
@@ -15,16 +16,16 @@ from megatron_cp.rules.proposals import either, nearest_multiples, one_of
     "2 * cp divides the sequence length.",
     "Each rank takes two of 2 * cp chunks, one from the front and one from the back, so that causal work is balanced. "
     "megatron-core alone fails late, in a view.",
-    broken("dataset.seq_length=250"),
+    broken(f"{NAME.dataset.seq_length}=250"),
 )
 def sequence_divides_by_cp(c: Context) -> Iterator[Finding]:
     length = c.config.dataset.seq_length
     if c.cp > 1 and not c.packed and length % (2 * c.cp):
         yield Finding(
-            "dataset.seq_length",
+            NAME.dataset.seq_length,
             "Sequence length must be divisible by 2 * context parallel size if context parallel is used; "
             f"{length} is not divisible by {2 * c.cp}",
-            one_of("dataset.seq_length", nearest_multiples(length, _multiple(c))),
+            one_of(NAME.dataset.seq_length, nearest_multiples(length, _multiple(c))),
         )
 
 
@@ -33,11 +34,11 @@ def sequence_divides_by_cp(c: Context) -> Iterator[Finding]:
     "With sequence parallelism, cp * tp divides the sequence length.",
     "Each context-parallel slice is split once more over the tensor-parallel ranks.",
     broken(
-        "model.sequence_parallel=true",
-        "model.tensor_model_parallel_size=4",
-        "model.context_parallel_size=2",
+        f"{NAME.model.sequence_parallel}=true",
+        f"{NAME.model.tensor_model_parallel_size}=4",
+        f"{NAME.model.context_parallel_size}=2",
         *RING.settings,
-        "dataset.seq_length=260",
+        f"{NAME.dataset.seq_length}=260",
         world_size=8,
     ),
 )
@@ -45,10 +46,10 @@ def sequence_divides_by_tp(c: Context) -> Iterator[Finding]:
     length = c.config.dataset.seq_length
     if c.config.model.sequence_parallel and c.tp > 1 and not c.packed and length % (c.cp * c.tp):
         yield Finding(
-            "dataset.seq_length",
+            NAME.dataset.seq_length,
             "First dimension of the tensor should be divisible by tensor parallel size: under sequence parallelism "
             f"{length} must be a multiple of cp * tp = {c.cp * c.tp}",
-            one_of("dataset.seq_length", nearest_multiples(length, _multiple(c))),
+            one_of(NAME.dataset.seq_length, nearest_multiples(length, _multiple(c))),
         )
 
 
@@ -66,16 +67,18 @@ def _multiple(c: Context) -> int:
     "B3",
     "The model and the data agree on the sequence length.",
     "Bridge's command line silently replaces the model's by the data's. Giving one of them is enough.",
-    broken("model.seq_length=512", "dataset.seq_length=256"),
+    broken(f"{NAME.model.seq_length}=512", f"{NAME.dataset.seq_length}=256"),
 )
 def sequence_lengths_agree(c: Context) -> Iterator[Finding]:
     model, data = c.config.model.seq_length, c.config.dataset.seq_length
     if model is not None and model != data:
         yield Finding(
-            "model.seq_length",
+            NAME.model.seq_length,
             "Please ensure sequence length configuration in model config and dataset config match. "
             f"The model's is {model}, the dataset's {data}",
-            either(f"model.seq_length={data}", f"dataset.seq_length={model} model.seq_length={model}"),
+            either(
+                f"{NAME.model.seq_length}={data}", f"{NAME.dataset.seq_length}={model} {NAME.model.seq_length}={model}"
+            ),
         )
 
 
@@ -84,7 +87,9 @@ def sequence_lengths_agree(c: Context) -> Iterator[Finding]:
     "The sequence fits the positions that the model knows.",
     "Learned positions end in an index error; rotary positions go on but were never trained there.",
     broken(
-        "dataset.seq_length=512", "model.max_position_embeddings=256", "model.position_embedding_type=learned_absolute"
+        f"{NAME.dataset.seq_length}=512",
+        f"{NAME.model.max_position_embeddings}=256",
+        f"{NAME.model.position_embedding_type}=learned_absolute",
     ),
 )
 def sequence_fits_positions(c: Context) -> Iterator[Finding]:
@@ -94,23 +99,23 @@ def sequence_fits_positions(c: Context) -> Iterator[Finding]:
         return
     learned = model.position_embedding_type == "learned_absolute"
     yield Finding(
-        "model.max_position_embeddings",
-        f"the sequence length ({length}) is greater than max_position_embeddings ({known})",
-        f"model.max_position_embeddings={length}",
+        NAME.model.max_position_embeddings,
+        f"the sequence length ({length}) is greater than {NAME.model.max_position_embeddings} ({known})",
+        f"{NAME.model.max_position_embeddings}={length}",
         severity="error" if learned else "warning",
     )
 
 
 @rule(
     "B13",
-    "With YaRN, max_position_embeddings is the scaling factor times the original length.",
+    f"With YaRN, {NAME.model.max_position_embeddings} is the scaling factor times the original length.",
     "Training does not read it. An exported model declares it, and some versions of transformers (4.51 is one) divide "
     "it by the original length to get the scaling factor: with another ratio they would compute another model.",
     broken(
-        "model.position_embedding_type=yarn",
-        "model.yarn_rotary_scaling_factor=4.0",
-        "model.yarn_original_max_position_embeddings=128",
-        "model.max_position_embeddings=256",
+        f"{NAME.model.position_embedding_type}=yarn",
+        f"{NAME.model.yarn_rotary_scaling_factor}=4.0",
+        f"{NAME.model.yarn_original_max_position_embeddings}=128",
+        f"{NAME.model.max_position_embeddings}=256",
     ),
     severity="warning",
 )
@@ -123,11 +128,11 @@ def yarn_declares_its_length(c: Context) -> Iterator[Finding]:
     )
     if factor is None or original is None or length is None:
         return
-    fix = f"model.max_position_embeddings={length}"
+    fix = f"{NAME.model.max_position_embeddings}={length}"
     if not math.isclose(factor * original, length):
         message = f"times the original {original} positions is {factor * original:g}, which no model can declare"
-        whole = f"model.yarn_rotary_scaling_factor={length / original}"
-        yield Finding("model.yarn_rotary_scaling_factor", message, f"{whole} {fix}")
+        whole = f"{NAME.model.yarn_rotary_scaling_factor}={length / original}"
+        yield Finding(NAME.model.yarn_rotary_scaling_factor, message, f"{whole} {fix}")
     elif model.max_position_embeddings != length:
         message = f"the scaling factor {factor} times the original {original} positions is {length}"
-        yield Finding("model.max_position_embeddings", message, fix)
+        yield Finding(NAME.model.max_position_embeddings, message, fix)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_cp.attention.transports.registry import HIERARCHICAL, LEVELS, RING
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import default_at, settings
 from megatron_cp.config.setting import LARGEST
 from megatron_cp.models.vocabulary import known_vocab_size, padded
@@ -16,7 +17,7 @@ from megatron_cp.rules.checks.parallel.context_parallel import FLAT
 from megatron_cp.rules.proposals import closest, default_of, divisors, either, nearest_multiples, one_of, typed
 from megatron_cp.rules.remedies import Case
 
-_USUAL = {"model.kv_channels": 64}  # where 1 is possible and of no use
+_USUAL = {NAME.model.kv_channels: 64}  # where 1 is possible and of no use
 
 
 def _proper(field: str) -> str:
@@ -51,7 +52,7 @@ def oversized(case: Case) -> list[Finding]:
     "Sizes and counts are at least 1, and no larger than anything that exists.",
     "Upstream a context parallel size of 0 ends in a ZeroDivisionError deep in the set-up of the process groups. "
     "With a number far too large the checks would count to it.",
-    broken("train.train_iters=0"),
+    broken(f"{NAME.train.train_iters}=0"),
 )
 def sizes_are_positive(c: Context) -> Iterator[Finding]:
     for field, value in _sizes(c.config.value_at):
@@ -67,7 +68,7 @@ def sizes_are_positive(c: Context) -> Iterator[Finding]:
     "A2",
     "tp * pp * cp divides the world size.",
     "The ranks are a grid with these sides; what is left over is the data-parallel size.",
-    broken("model.pipeline_model_parallel_size=2", world_size=4),
+    broken(f"{NAME.model.pipeline_model_parallel_size}=2", world_size=4),
 )
 def world_is_divisible(c: Context) -> Iterator[Finding]:
     size = c.tp * c.pp * c.cp
@@ -79,7 +80,7 @@ def world_is_divisible(c: Context) -> Iterator[Finding]:
             if c.world_size * own % size == 0
         ]
         yield Finding(
-            "model.context_parallel_size",
+            NAME.model.context_parallel_size,
             f"world size ({c.world_size}) is not divisible by total_model_size ({size}) = tp {c.tp} * pp {c.pp} * cp "
             f"{c.cp}: world_size ({c.world_size}) is not divisible by {size}",
             either(
@@ -93,7 +94,7 @@ def world_is_divisible(c: Context) -> Iterator[Finding]:
     "A3",
     "etp * ep * pp divides the world size.",
     "Experts see the same ranks as another grid, whose sides must divide them too.",
-    broken("model.num_moe_experts=6", "model.expert_model_parallel_size=3"),
+    broken(f"{NAME.model.num_moe_experts}=6", f"{NAME.model.expert_model_parallel_size}=3"),
 )
 def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
     size = c.etp * c.ep * c.pp
@@ -101,10 +102,10 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
         fitting = [ep for ep in divisors(c.world_size) if c.world_size % (c.etp * ep * c.pp) == 0]
         ranks = math.lcm(size, c.tp * c.pp * c.cp)
         more = f"start {ranks} ranks (or a multiple of them)" if ranks <= MOST_RANKS else ""
-        field = "model.expert_model_parallel_size"
+        field = NAME.model.expert_model_parallel_size
         fix = either(one_of(field, closest(fitting, c.ep)), more)
         if not c.config.model.num_moe_experts and c.etp != c.tp:  # their groups are built all the same
-            field = "model.expert_tensor_parallel_size"
+            field = NAME.model.expert_tensor_parallel_size
             fix = either(f"{field}=null (there are no experts)", more)
         yield Finding(
             field,
@@ -119,10 +120,10 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
     "tp divides the attention heads.",
     "Each tensor-parallel rank holds whole heads.",
     broken(
-        "model.num_attention_heads=6",
-        "model.num_query_groups=2",
-        "model.kv_channels=16",
-        "model.tensor_model_parallel_size=4",
+        f"{NAME.model.num_attention_heads}=6",
+        f"{NAME.model.num_query_groups}=2",
+        f"{NAME.model.kv_channels}=16",
+        f"{NAME.model.tensor_model_parallel_size}=4",
         *RING.settings,
         world_size=16,
     ),
@@ -131,9 +132,10 @@ def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
     heads = c.config.model.num_attention_heads
     if heads % c.tp:
         yield Finding(
-            "model.num_attention_heads",
-            f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({c.tp})",
-            one_of("model.tensor_model_parallel_size", closest(divisors(max(1, heads)), c.tp)),
+            NAME.model.num_attention_heads,
+            f"{NAME.model.num_attention_heads} ({heads}) must be a multiple of "
+            f"{NAME.model.tensor_model_parallel_size} ({c.tp})",
+            one_of(NAME.model.tensor_model_parallel_size, closest(divisors(max(1, heads)), c.tp)),
         )
 
 
@@ -143,7 +145,10 @@ def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
     "A rank holds whole key/value heads, or shares one with its neighbours, of which each computes an equal part of "
     "its dimensions.",
     broken(
-        "model.num_attention_heads=12", "model.num_query_groups=3", "model.tensor_model_parallel_size=2", world_size=8
+        f"{NAME.model.num_attention_heads}=12",
+        f"{NAME.model.num_query_groups}=3",
+        f"{NAME.model.tensor_model_parallel_size}=2",
+        world_size=8,
     ),
 )
 def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
@@ -152,17 +157,18 @@ def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
     if groups >= 1 and groups % c.tp and c.tp % groups:
         fitting = [t for t in divisors(model.num_attention_heads) if groups % t == 0 or t % groups == 0]
         yield Finding(
-            "model.num_query_groups",
-            f"num_query_groups ({groups}) must be a multiple or divisor of tensor_model_parallel_size ({c.tp})",
-            one_of("model.tensor_model_parallel_size", closest(fitting, c.tp)),
+            NAME.model.num_query_groups,
+            f"{NAME.model.num_query_groups} ({groups}) must be a multiple or divisor of "
+            f"{NAME.model.tensor_model_parallel_size} ({c.tp})",
+            one_of(NAME.model.tensor_model_parallel_size, closest(fitting, c.tp)),
         )
     elif 1 <= groups < c.tp and model.num_attention_heads % c.tp == 0 and 2 * groups * dim % c.tp:
         step = math.lcm(2, c.tp // math.gcd(2 * groups, c.tp))  # even, for rotary embeddings
         yield Finding(
-            "model.kv_channels",
+            NAME.model.kv_channels,
             f"{groups} key and value heads of {dim} dimensions cannot be shared equally by the ranks of "
-            f"tensor_model_parallel_size ({c.tp})",
-            one_of("model.kv_channels", nearest_multiples(dim, step)),
+            f"{NAME.model.tensor_model_parallel_size} ({c.tp})",
+            one_of(NAME.model.kv_channels, nearest_multiples(dim, step)),
         )
 
 
@@ -182,21 +188,21 @@ def _batch_finding(c: Context, field: str, message: str, global_batch: int, micr
     "A6",
     "The global batch divides into micro batches over the data-parallel replicas.",
     "Every replica takes the same number of micro batches; context parallelism reduces the number of replicas.",
-    broken("train.global_batch_size=12", "train.micro_batch_size=8"),
+    broken(f"{NAME.train.global_batch_size}=12", f"{NAME.train.micro_batch_size}=8"),
 )
 def batch_divides(c: Context) -> Iterator[Finding]:
     batch, micro = c.config.train.global_batch_size, c.config.train.micro_batch_size
     message = (
         f"global batch size ({batch}) is not divisible by micro batch size ({micro}) times data parallel size ({c.dp})"
     )
-    yield from _batch_finding(c, "train.global_batch_size", message, batch, micro)
+    yield from _batch_finding(c, NAME.train.global_batch_size, message, batch, micro)
 
 
 @rule(
     "A7",
     "The evaluation batch divides into micro batches over the data-parallel replicas.",
-    "As A6, for validation.eval_global_batch_size and eval_micro_batch_size (by default the training ones).",
-    broken("validation.eval_iters=1", "validation.eval_global_batch_size=9"),
+    f"As A6, for {NAME.validation.eval_global_batch_size} and eval_micro_batch_size (by default the training ones).",
+    broken(f"{NAME.validation.eval_iters}=1", f"{NAME.validation.eval_global_batch_size}=9"),
 )
 def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
     validation = c.config.validation
@@ -208,18 +214,19 @@ def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
             f"eval_global_batch_size ({batch}) must be divisible by eval_micro_batch_size * eval_data_parallel_size "
             f"({micro} * {c.dp} = {micro * c.dp})"
         )
-        yield from _batch_finding(c, "validation.eval_global_batch_size", message, batch, micro)
+        yield from _batch_finding(c, NAME.validation.eval_global_batch_size, message, batch, micro)
 
 
 @rule(
     "A8",
-    "With dist.use_tp_pp_dp_mapping and pipeline stages, dense and expert layers have equal data-parallel sizes.",
+    f"With {NAME.dist.use_tp_pp_dp_mapping} and pipeline stages, dense and expert layers have equal data-parallel "
+    "sizes.",
     "In that order the stages of both grids must be the same ranks; megatron-core's MPU asserts it after some groups "
     "were already built. Our decentralized groups do not need it for dense models.",
     broken(
-        "dist.use_tp_pp_dp_mapping=true",
-        "model.pipeline_model_parallel_size=2",
-        "model.context_parallel_size=2",
+        f"{NAME.dist.use_tp_pp_dp_mapping}=true",
+        f"{NAME.model.pipeline_model_parallel_size}=2",
+        f"{NAME.model.context_parallel_size}=2",
         *RING.settings,
     ),
 )
@@ -227,12 +234,12 @@ def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
     free = c.config.dist.use_decentralized_pg and not c.config.model.num_moe_experts
     if c.config.dist.use_tp_pp_dp_mapping and c.pp > 1 and c.tp * c.cp != c.etp * c.ep and not free:
         yield Finding(
-            "dist.use_tp_pp_dp_mapping",
+            NAME.dist.use_tp_pp_dp_mapping,
             "When not using pp-last rank ordering, the data parallel size of the attention and moe layers must be the "
             f"same; here tp * cp = {c.tp * c.cp} and etp * ep = {c.etp * c.ep}",
             either(
-                "dist.use_tp_pp_dp_mapping=false",
-                "" if c.config.model.num_moe_experts else "dist.use_decentralized_pg=true",
+                f"{NAME.dist.use_tp_pp_dp_mapping}=false",
+                "" if c.config.model.num_moe_experts else f"{NAME.dist.use_decentralized_pg}=true",
             ),
         )
 
@@ -241,14 +248,14 @@ def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
     "A9",
     "Sequence parallelism needs tp > 1.",
     "It splits the sequence over the tensor-parallel ranks outside attention and MLP.",
-    broken("model.sequence_parallel=true"),
+    broken(f"{NAME.model.sequence_parallel}=true"),
 )
 def sequence_parallel_needs_tp(c: Context) -> Iterator[Finding]:
     if c.config.model.sequence_parallel and c.tp == 1:
         yield Finding(
-            "model.sequence_parallel",
+            NAME.model.sequence_parallel,
             "Cannot use sequence parallelism without tensor parallelism",
-            "model.sequence_parallel=false, or model.tensor_model_parallel_size=2",
+            f"{NAME.model.sequence_parallel}=false, or {NAME.model.tensor_model_parallel_size}=2",
         )
 
 
@@ -275,7 +282,9 @@ def one_hardware_queue(c: Context) -> Iterator[Finding]:
     "The ranks of an all-to-all level share a node.",
     f"The all-to-all of {HIERARCHICAL.name} is exposed and moves every head; across nodes it runs at the network's "
     "speed, which is what the hierarchy is meant to avoid.",
-    broken("model.tensor_model_parallel_size=4", "model.num_query_groups=8", world_size=16, gpus_per_node=4),
+    broken(
+        f"{NAME.model.tensor_model_parallel_size}=4", f"{NAME.model.num_query_groups}=8", world_size=16, gpus_per_node=4
+    ),
     severity="warning",
 )
 def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
@@ -290,7 +299,7 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
     across = sum(span > 1 for span in spans)
     if across:
         largest = max((d for d in divisors(c.cp) if node % (c.tp * d) == 0), default=1)
-        field = "model.hierarchical_context_parallel_sizes"
+        field = NAME.model.hierarchical_context_parallel_sizes
         yield Finding(
             field,
             f"{across} of {len(groups)} all-to-all groups span up to {max(spans)} nodes of {node} ranks "
@@ -303,21 +312,22 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
     "A18",
     "Expert parallelism divides the experts of a mixture-of-experts model.",
     "Each expert-parallel rank holds the same number of experts.",
-    broken("model.expert_model_parallel_size=2"),
+    broken(f"{NAME.model.expert_model_parallel_size}=2"),
 )
 def experts_divide(c: Context) -> Iterator[Finding]:
     experts = c.config.model.num_moe_experts
     if c.ep > 1 and not experts:
         yield Finding(
-            "model.expert_model_parallel_size",
-            "num_moe_experts must be non None to use expert-parallel",
-            "model.expert_model_parallel_size=1",
+            NAME.model.expert_model_parallel_size,
+            f"{NAME.model.num_moe_experts} must be non None to use expert-parallel",
+            f"{NAME.model.expert_model_parallel_size}=1",
         )
     elif experts and experts % c.ep:
         yield Finding(
-            "model.num_moe_experts",
-            f"num_moe_experts ({experts}) should be divisible by expert_model_parallel_size ({c.ep})",
-            one_of("model.expert_model_parallel_size", closest(divisors(experts), c.ep)),
+            NAME.model.num_moe_experts,
+            f"{NAME.model.num_moe_experts} ({experts}) should be divisible by "
+            f"{NAME.model.expert_model_parallel_size} ({c.ep})",
+            one_of(NAME.model.expert_model_parallel_size, closest(divisors(experts), c.ep)),
         )
 
 
@@ -325,7 +335,12 @@ def experts_divide(c: Context) -> Iterator[Finding]:
     "A19",
     "A vocabulary is padded to the same rows under every tensor parallel size.",
     "Rows that pad it take part in the softmax: with more of them it is another model, with other losses.",
-    broken("parallel=none", "model.make_vocab_size_divisible_by=1", "model.tensor_model_parallel_size=2", world_size=2),
+    broken(
+        "parallel=none",
+        f"{NAME.model.make_vocab_size_divisible_by}=1",
+        f"{NAME.model.tensor_model_parallel_size}=2",
+        world_size=2,
+    ),
 )
 def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
     unit, size = c.config.model.make_vocab_size_divisible_by, known_vocab_size(c.config.model, c.config.tokenizer)
@@ -339,8 +354,8 @@ def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
     else:
         return
     yield Finding(
-        "model.make_vocab_size_divisible_by",
+        NAME.model.make_vocab_size_divisible_by,
         f"is no multiple of tp {c.tp}: the vocabulary is padded {rows}",
-        f"model.make_vocab_size_divisible_by={fitting} (the same model under this tp and all that divide it)",
+        f"{NAME.model.make_vocab_size_divisible_by}={fitting} (the same model under this tp and all that divide it)",
         severity=None if size else "warning",  # of some sizes neither pads any
     )

@@ -16,7 +16,7 @@ _ENDS = (NAME.model.num_layers_in_first_pipeline_stage, NAME.model.num_layers_in
     "The layers divide over the pipeline stages.",
     "Every stage, and every virtual stage, holds as many layers; the embedding and the loss may count as one each, or "
     "the first and the last stage have numbers of their own, and those between divide the rest.",
-    broken("model.pipeline_model_parallel_size=3", world_size=12),
+    broken(f"{NAME.model.pipeline_model_parallel_size}=3", world_size=12),
 )
 def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -33,13 +33,13 @@ def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
     if layers % stages and "|" not in (model.hybrid_layer_pattern or ""):  # there the pattern says what lies where
         valid = sorted({n for n in (layers // stages * stages, (layers // stages + 1) * stages) if n})
         yield Finding(
-            "model.num_layers",
+            NAME.model.num_layers,
             f"num_layers={layers} should be divisible by config.pipeline_model_parallel_size={c.pp}"
-            + (f" times virtual_pipeline_model_parallel_size={virtual}" if virtual > 1 else "")
+            + (f" times {NAME.model.virtual_pipeline_model_parallel_size}={virtual}" if virtual > 1 else "")
             + (f"; {counted} of the {layers} for embedding and loss" if counted else ""),
             either(
-                one_of("model.num_layers", [n - counted for n in valid]),
-                one_of("model.pipeline_model_parallel_size", _fewer_stages(c, layers, virtual)),
+                one_of(NAME.model.num_layers, [n - counted for n in valid]),
+                one_of(NAME.model.pipeline_model_parallel_size, _fewer_stages(c, layers, virtual)),
             ),
         )
 
@@ -56,7 +56,7 @@ def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[
     if min(ends.values()) < 1:
         return  # rule A1 has said so
     if c.pp == 1:
-        yield Finding(field, "needs pipeline stages", f"{field}=null, or model.pipeline_model_parallel_size=2")
+        yield Finding(field, "needs pipeline stages", f"{field}=null, or {NAME.model.pipeline_model_parallel_size}=2")
     elif counted:
         flags = [NAME.model.account_for_embedding_in_pipeline_split, NAME.model.account_for_loss_in_pipeline_split]
         message = f"cannot be set at the same time with {' or '.join(flags)}"
@@ -69,16 +69,16 @@ def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[
         yield Finding(field, f"two stages of {' and '.join(map(str, ends.values()))} layers are not {layers}", valid)
     elif any(number % virtual for number in ends.values()):
         field = next(name for name, number in ends.items() if number % virtual)
-        message = f"must be divisible by virtual_pipeline_model_parallel_size={virtual}"
+        message = f"must be divisible by {NAME.model.virtual_pipeline_model_parallel_size}={virtual}"
         yield Finding(field, message, one_of(field, nearest_multiples(ends[field], virtual)))
     elif between and (left < 1 or left % (between * virtual)):
         rest, multiple = sum(ends.values()), between * virtual
         valid_rests = sorted({max(left // multiple, 1) * multiple, max(left // multiple + 1, 1) * multiple})
         yield Finding(
-            "model.num_layers",
+            NAME.model.num_layers,
             f"num_layers={layers} leaves {left} for the {between} other pipeline stages"
             + (f" of {virtual} virtual ones each" if virtual > 1 else ""),
-            one_of("model.num_layers", [rest + number for number in valid_rests]),
+            one_of(NAME.model.num_layers, [rest + number for number in valid_rests]),
         )
 
 
@@ -86,27 +86,28 @@ def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[
     "A16",
     "Virtual pipeline stages need pp > 1.",
     "The interleaved schedule passes activations between ranks.",
-    broken("model.virtual_pipeline_model_parallel_size=2"),
+    broken(f"{NAME.model.virtual_pipeline_model_parallel_size}=2"),
 )
 def interleaving_needs_stages(c: Context) -> Iterator[Finding]:
     if c.config.model.virtual_pipeline_model_parallel_size is not None and c.pp == 1:
         yield Finding(
-            "model.virtual_pipeline_model_parallel_size",
+            NAME.model.virtual_pipeline_model_parallel_size,
             "pipeline-model-parallel size should be greater than 1 with interleaved schedule",
-            "model.virtual_pipeline_model_parallel_size=null, or model.pipeline_model_parallel_size=2",
+            f"{NAME.model.virtual_pipeline_model_parallel_size}=null, or {NAME.model.pipeline_model_parallel_size}=2",
         )
 
 
 @rule(
     "A17",
     "With virtual stages the number of micro batches is a multiple of the group that a stage works through.",
-    "The interleaved schedule sends micro batches through the stages in groups of microbatch_group_size_per_vp_stage "
+    "The interleaved schedule sends micro batches through the stages in groups of "
+    f"{NAME.model.microbatch_group_size_per_vp_stage} "
     "(by default pp).",
     broken(
-        "model.pipeline_model_parallel_size=2",
-        "model.virtual_pipeline_model_parallel_size=2",
-        "train.global_batch_size=3",
-        "train.micro_batch_size=1",
+        f"{NAME.model.pipeline_model_parallel_size}=2",
+        f"{NAME.model.virtual_pipeline_model_parallel_size}=2",
+        f"{NAME.train.global_batch_size}=3",
+        f"{NAME.train.micro_batch_size}=1",
         world_size=8,
     ),
 )
@@ -117,17 +118,17 @@ def interleaved_microbatches(c: Context) -> Iterator[Finding]:
         return
     if group < c.pp:
         yield Finding(
-            "model.microbatch_group_size_per_vp_stage",
+            NAME.model.microbatch_group_size_per_vp_stage,
             "The number of contiguous micro-batches in a virtual pipeline stage should range in "
             f"[PP={c.pp}, M], M being the number of micro batches, got {group}",
-            one_of("model.microbatch_group_size_per_vp_stage", [c.pp, None]),
+            one_of(NAME.model.microbatch_group_size_per_vp_stage, [c.pp, None]),
         )
         return
     if c.packed or not c.divisible:  # packs come in multiples of the group
         return
-    yield from _interleaving(c, "train.global_batch_size", train.global_batch_size, train.micro_batch_size)
+    yield from _interleaving(c, NAME.train.global_batch_size, train.global_batch_size, train.micro_batch_size)
     if c.config.validation.eval_iters and not c.packs:
-        yield from _interleaving(c, "validation.eval_global_batch_size", *c.config.evaluation_batch)
+        yield from _interleaving(c, NAME.validation.eval_global_batch_size, *c.config.evaluation_batch)
 
 
 def _interleaving(c: Context, field: str, global_batch: int, micro_batch: int) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import settings
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import default_of
@@ -14,7 +15,7 @@ from megatron_cp.rules.proposals import default_of
     "Checkpoints to keep for ever are among those that are saved.",
     "save_retain_interval keeps its multiples; a checkpoint is written at multiples of save_interval. megatron-core "
     "asks for the same.",
-    broken("checkpoint.save_interval=20", "checkpoint.save_retain_interval=50"),
+    broken(f"{NAME.checkpoint.save_interval}=20", f"{NAME.checkpoint.save_retain_interval}=50"),
 )
 def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
     every, kept = c.config.checkpoint.save_interval, c.config.checkpoint.save_retain_interval
@@ -22,15 +23,15 @@ def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
         return
     if every is None:
         yield Finding(
-            "checkpoint.save_retain_interval",
-            f"keeps multiples of {kept}, but checkpoint.save_interval is not set: only the end is saved",
-            f"checkpoint.save_interval={kept}",
+            NAME.checkpoint.save_retain_interval,
+            f"keeps multiples of {kept}, but {NAME.checkpoint.save_interval} is not set: only the end is saved",
+            f"{NAME.checkpoint.save_interval}={kept}",
         )
     elif every > 0 and kept % every:
         yield Finding(
-            "checkpoint.save_retain_interval",
-            f"keeps multiples of {kept}, which checkpoint.save_interval={every} does not divide",
-            f"checkpoint.save_retain_interval={max(1, kept // every) * every}",
+            NAME.checkpoint.save_retain_interval,
+            f"keeps multiples of {kept}, which {NAME.checkpoint.save_interval}={every} does not divide",
+            f"{NAME.checkpoint.save_retain_interval}={max(1, kept // every) * every}",
         )
 
 
@@ -38,7 +39,7 @@ def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
     "K51",
     "Intervals, times, thresholds and scales are above zero.",
     "Zero would mean always or never, depending on who reads it; null means never, or the usual scale.",
-    broken("checkpoint.save_interval=0"),
+    broken(f"{NAME.checkpoint.save_interval}=0"),
 )
 def intervals_are_positive(c: Context) -> Iterator[Finding]:
     for field, facts in settings().items():
@@ -52,16 +53,17 @@ def intervals_are_positive(c: Context) -> Iterator[Finding]:
     "K52",
     "A run that is saved without its optimizer cannot be resumed with it.",
     "Adam's moments are gone; a run that was stopped and started again with load_optim would end at once.",
-    broken("checkpoint.save_optim=false", "checkpoint.save_interval=10"),
+    broken(f"{NAME.checkpoint.save_optim}=false", f"{NAME.checkpoint.save_interval}=10"),
     severity="warning",
 )
 def resuming_needs_the_optimizer(c: Context) -> Iterator[Finding]:
     wanted = c.config.checkpoint
     if not wanted.save_optim and wanted.load_optim and wanted.save_interval is not None:
         yield Finding(
-            "checkpoint.save_optim",
+            NAME.checkpoint.save_optim,
             "checkpoints without the optimizer's state end an attempt to go on from them",
-            "checkpoint.save_optim=true, or checkpoint.load_optim=false (goes on with a fresh optimizer)",
+            f"{NAME.checkpoint.save_optim}=true, or {NAME.checkpoint.load_optim}=false (goes on with a fresh "
+            "optimizer)",
         )
 
 
@@ -69,7 +71,7 @@ def resuming_needs_the_optimizer(c: Context) -> Iterator[Finding]:
     "K53",
     "Checkpoints have a folder, and a number of them is kept.",
     "An empty path is the current folder; only -1 (all of them) or at least one checkpoint can be kept.",
-    broken("checkpoint.save=''"),
+    broken(f"{NAME.checkpoint.save}=''"),
 )
 def checkpoints_have_a_place(c: Context) -> Iterator[Finding]:
     wanted = c.config.checkpoint
@@ -79,7 +81,7 @@ def checkpoints_have_a_place(c: Context) -> Iterator[Finding]:
             yield Finding(f"checkpoint.{name}", "an empty path names no folder", f"checkpoint.{name}=null")
     if wanted.most_recent_k != -1 and wanted.most_recent_k < 1:
         yield Finding(
-            "checkpoint.most_recent_k",
+            NAME.checkpoint.most_recent_k,
             f"must be -1, which keeps all, or at least 1, got {wanted.most_recent_k}",
-            "checkpoint.most_recent_k=-1",
+            f"{NAME.checkpoint.most_recent_k}=-1",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_cp.common.installation import how_to_install
+from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import either
 
@@ -14,7 +15,11 @@ from megatron_cp.rules.proposals import either
     "A profile has steps and ranks, and one tool.",
     "Bridge asks for the same: PyTorch's profiler and Nsight Systems cannot listen to one GPU at the same time; an "
     "empty range would profile nothing without a word.",
-    broken("profiling.use_pytorch_profiler=true", "profiling.profile_step_start=5", "profiling.profile_step_end=5"),
+    broken(
+        f"{NAME.profiling.use_pytorch_profiler}=true",
+        f"{NAME.profiling.profile_step_start}=5",
+        f"{NAME.profiling.profile_step_end}=5",
+    ),
 )
 def a_profile_has_steps(c: Context) -> Iterator[Finding]:
     wanted, iterations = c.config.profiling, c.config.train.train_iters
@@ -22,39 +27,40 @@ def a_profile_has_steps(c: Context) -> Iterator[Finding]:
         return
     if wanted.use_pytorch_profiler and wanted.use_nsys_profiler:
         yield Finding(
-            "profiling.use_nsys_profiler",
+            NAME.profiling.use_nsys_profiler,
             "Exactly one of pytorch or nsys profiler should be enabled, not both, when ProfilingConfig is active.",
-            "profiling.use_pytorch_profiler=false",
+            f"{NAME.profiling.use_pytorch_profiler}=false",
         )
     start, end = wanted.profile_step_start, wanted.profile_step_end
     if start < 0:
         yield Finding(
-            "profiling.profile_step_start",
+            NAME.profiling.profile_step_start,
             f"profile_step_start must be >= 0, got {start}",
-            "profiling.profile_step_start=0",
+            f"{NAME.profiling.profile_step_start}=0",
         )
     elif end <= start:
         yield Finding(
-            "profiling.profile_step_end",
+            NAME.profiling.profile_step_end,
             f"profile_step_end ({end}) must be > profile_step_start ({start}): the iterations after {start} up to "
             f"{end} are profiled",
-            f"profiling.profile_step_end={start + 2}",
+            f"{NAME.profiling.profile_step_end}={start + 2}",
         )
     elif start >= iterations:
         yield Finding(
-            "profiling.profile_step_start",
+            NAME.profiling.profile_step_start,
             f"the run ends after {iterations} iterations, before its profile begins",
-            f"profiling.profile_step_start={max(0, iterations - 2)} profiling.profile_step_end={iterations}",
+            f"{NAME.profiling.profile_step_start}={max(0, iterations - 2)} "
+            f"{NAME.profiling.profile_step_end}={iterations}",
             severity="warning",
         )
     missing = [rank for rank in wanted.profile_ranks if not 0 <= rank < c.world_size]
     if missing or not wanted.profile_ranks:
         yield Finding(
-            "profiling.profile_ranks",
+            NAME.profiling.profile_ranks,
             f"names ranks that this run of {c.world_size} ranks does not have: {missing}"
             if missing
             else "names no rank",
-            "profiling.profile_ranks=[0]",
+            f"{NAME.profiling.profile_ranks}=[0]",
         )
 
 
@@ -62,7 +68,7 @@ def a_profile_has_steps(c: Context) -> Iterator[Finding]:
     "K41",
     "Nsight Systems and NVTX ranges need a GPU.",
     "They mark what NVIDIA's tools see of the CUDA runtime, which is not there without one.",
-    broken("profiling.use_nsys_profiler=true"),
+    broken(f"{NAME.profiling.use_nsys_profiler}=true"),
 )
 def nsight_needs_a_gpu(c: Context) -> Iterator[Finding]:
     for name in ("use_nsys_profiler", "nvtx_ranges"):
@@ -70,7 +76,7 @@ def nsight_needs_a_gpu(c: Context) -> Iterator[Finding]:
             yield Finding(
                 f"profiling.{name}",
                 "needs a GPU, and there is none",
-                f"profiling.{name}=false, or profiling.{name}=false profiling.use_pytorch_profiler=true",
+                f"profiling.{name}=false, or profiling.{name}=false {NAME.profiling.use_pytorch_profiler}=true",
             )
 
 
@@ -79,18 +85,21 @@ def nsight_needs_a_gpu(c: Context) -> Iterator[Finding]:
     "Weights & Biases is installed where it is asked for.",
     "Found out here, not when the first numbers are to be sent. Whoever may not reach the network sets "
     "WANDB_MODE=offline.",
-    broken("logger.wandb_project=mine"),
+    broken(f"{NAME.logger.wandb_project}=mine"),
 )
 def weights_and_biases_is_there(c: Context) -> Iterator[Finding]:
     if c.config.logger.wandb_project and c.environment.wandb is None:
         yield Finding(
-            "logger.wandb_project",
+            NAME.logger.wandb_project,
             "asks for Weights & Biases, which is not installed",
-            either(how_to_install("wandb"), "logger.wandb_project=null"),
+            either(how_to_install("wandb"), f"{NAME.logger.wandb_project}=null"),
         )
     if (c.config.logger.wandb_exp_name or c.config.logger.wandb_entity) and not c.config.logger.wandb_project:
         yield Finding(
-            "logger.wandb_project", "Please specify the wandb project name", "logger.wandb_project=NAME", "warning"
+            NAME.logger.wandb_project,
+            "Please specify the wandb project name",
+            f"{NAME.logger.wandb_project}=NAME",
+            "warning",
         )
 
 
@@ -98,13 +107,14 @@ def weights_and_biases_is_there(c: Context) -> Iterator[Finding]:
     "K43",
     "Something is logged now and then.",
     "The interval divides the iteration's number; 0 would end the first step with a ZeroDivisionError.",
-    broken("logger.log_interval=0"),
+    broken(f"{NAME.logger.log_interval}=0"),
 )
 def log_interval(c: Context) -> Iterator[Finding]:
     iterations = c.config.train.train_iters
     if c.config.logger.log_interval < 1:
         yield Finding(
-            "logger.log_interval",
+            NAME.logger.log_interval,
             f"must be at least 1, got {c.config.logger.log_interval}",
-            f"logger.log_interval=1, or logger.log_interval={max(1, iterations)} (logs the last iteration only)",
+            f"{NAME.logger.log_interval}=1, or {NAME.logger.log_interval}={max(1, iterations)} (logs the last "
+            "iteration only)",
         )

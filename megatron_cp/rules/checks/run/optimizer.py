@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import SCHEDULE_LENGTHS, TRAINING_LENGTHS, default_at
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import default_of, either
@@ -13,7 +14,7 @@ from megatron_cp.rules.proposals import default_of, either
     "I9",
     "The learning rate's schedule is consistent.",
     "megatron-core's scheduler asserts these, mostly without a message.",
-    broken("scheduler.lr_decay_iters=10", "scheduler.lr_warmup_iters=10"),
+    broken(f"{NAME.scheduler.lr_decay_iters}=10", f"{NAME.scheduler.lr_warmup_iters}=10"),
 )
 def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     schedule, optimizer = c.config.scheduler, c.config.optimizer
@@ -24,32 +25,36 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     )
     if fraction is not None and schedule.lr_warmup_iters != 0:
         yield Finding(
-            "scheduler.lr_warmup_fraction",
+            NAME.scheduler.lr_warmup_fraction,
             "Can only specify one of lr_warmup_fraction or lr_warmup_iters, got "
             f"{fraction} and {schedule.lr_warmup_iters}",
-            "scheduler.lr_warmup_iters=0, or scheduler.lr_warmup_fraction=null",
+            f"{NAME.scheduler.lr_warmup_iters}=0, or {NAME.scheduler.lr_warmup_fraction}=null",
         )
     if decay is not None and decay < 1:
         if c.config.train.train_iters >= 1:  # else it follows from that, and rule A1 has said so
             yield Finding(
-                "scheduler.lr_decay_iters",
+                NAME.scheduler.lr_decay_iters,
                 f"must be at least 1, got {decay}",
-                "scheduler.lr_decay_iters=null, or scheduler.lr_decay_samples=null",
+                f"{NAME.scheduler.lr_decay_iters}=null, or {NAME.scheduler.lr_decay_samples}=null",
             )
     elif decay is not None and not 0 <= warmup < decay:
         name, most = ("lr_warmup_iters", decay - 1) if fraction is None else ("lr_warmup_fraction", 0.1)
         yield Finding(
             f"scheduler.{name}",
-            f"warmup of {warmup} iterations must be at least 0 and smaller than scheduler.lr_decay_iters ({decay})",
-            either(f"scheduler.{name}={most}", f"scheduler.lr_decay_iters={warmup + 1}" if warmup >= decay else ""),
+            f"warmup of {warmup} iterations must be at least 0 and smaller than {NAME.scheduler.lr_decay_iters} "
+            f"({decay})",
+            either(
+                f"scheduler.{name}={most}", f"{NAME.scheduler.lr_decay_iters}={warmup + 1}" if warmup >= decay else ""
+            ),
         )
     elif fraction is None and warmup < schedule.lr_warmup_iters:
         yield Finding(
-            "scheduler.lr_warmup_iters",
+            NAME.scheduler.lr_warmup_iters,
             f"the run has {decay} iterations: the learning rate rises for {warmup} of them",
             either(
-                f"scheduler.lr_warmup_iters={warmup} (silences this warning)",
-                f"scheduler.lr_decay_iters={schedule.lr_warmup_iters + 1} (where the run begins a longer schedule)",
+                f"{NAME.scheduler.lr_warmup_iters}={warmup} (silences this warning)",
+                f"{NAME.scheduler.lr_decay_iters}={schedule.lr_warmup_iters + 1} (where the run begins a longer "
+                "schedule)",
             ),
             severity="warning",
         )
@@ -57,65 +62,69 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     # Some iterations more are how many end a run; most of one is seldom meant: a run's own config.yaml, made longer.
     if decay is not None and decay >= 1 and schedule.lr_decay_style != "constant" and left > 0.1 * (decay + left):
         yield Finding(
-            "scheduler.lr_decay_iters",
+            NAME.scheduler.lr_decay_iters,
             f"the last {left} of {decay + left} iterations are behind the schedule: the learning rate stays at "
-            f"optimizer.min_lr={optimizer.min_lr:g} there",
+            f"{NAME.optimizer.min_lr}={optimizer.min_lr:g} there",
             either(
-                f"scheduler.lr_decay_iters={decay + left}",
-                f"scheduler.lr_decay_iters={decay + left} scheduler.override_opt_param_scheduler=true (where the run "
+                f"{NAME.scheduler.lr_decay_iters}={decay + left}",
+                f"{NAME.scheduler.lr_decay_iters}={decay + left} {NAME.scheduler.override_opt_param_scheduler}=true "
+                "(where the run "
                 "has begun with the other)",
             ),
             severity="warning",
         )
     if optimizer.lr < 0:
-        yield Finding("optimizer.lr", f"must be at least 0, got {optimizer.lr}", "optimizer.lr=3e-4")
+        yield Finding(NAME.optimizer.lr, f"must be at least 0, got {optimizer.lr}", f"{NAME.optimizer.lr}=3e-4")
     else:
         for name, value in (
-            ("optimizer.min_lr", optimizer.min_lr),
-            ("scheduler.lr_warmup_init", schedule.lr_warmup_init),
+            (NAME.optimizer.min_lr, optimizer.min_lr),
+            (NAME.scheduler.lr_warmup_init, schedule.lr_warmup_init),
         ):
             if not 0 <= value <= optimizer.lr:
-                yield Finding(name, f"must be between 0 and optimizer.lr ({optimizer.lr})", f"{name}=0.0")
+                yield Finding(name, f"must be between 0 and {NAME.optimizer.lr} ({optimizer.lr})", f"{name}=0.0")
     if optimizer.decoupled_lr is not None and not 0 <= (optimizer.decoupled_min_lr or 0) <= optimizer.decoupled_lr:
-        message = f"must be between 0 and optimizer.decoupled_lr ({optimizer.decoupled_lr})"
-        yield Finding("optimizer.decoupled_min_lr", message, "optimizer.decoupled_min_lr=null")
+        message = f"must be between 0 and {NAME.optimizer.decoupled_lr} ({optimizer.decoupled_lr})"
+        yield Finding(NAME.optimizer.decoupled_min_lr, message, f"{NAME.optimizer.decoupled_min_lr}=null")
     if schedule.lr_decay_style == "WSD" and decay is not None and 0 <= warmup < decay:
         last, most = schedule.lr_wsd_decay_iters, decay - warmup
         if last is None:
             message = "must be set for lr_decay_style=WSD"
-            yield Finding("scheduler.lr_wsd_decay_iters", message, f"scheduler.lr_wsd_decay_iters={max(1, most // 10)}")
+            yield Finding(
+                NAME.scheduler.lr_wsd_decay_iters, message, f"{NAME.scheduler.lr_wsd_decay_iters}={max(1, most // 10)}"
+            )
         elif not 1 <= last <= most:
             yield Finding(
-                "scheduler.lr_wsd_decay_iters",
+                NAME.scheduler.lr_wsd_decay_iters,
                 f"must be from 1 to the {most} iterations between the warmup ({warmup}) and the end of the schedule "
                 f"({decay}), got {last}",
                 either(
-                    f"scheduler.lr_wsd_decay_iters={1 if last < 1 else most}",
-                    f"scheduler.lr_decay_iters={warmup + last}" if last >= 1 else "",
+                    f"{NAME.scheduler.lr_wsd_decay_iters}={1 if last < 1 else most}",
+                    f"{NAME.scheduler.lr_decay_iters}={warmup + last}" if last >= 1 else "",
                 ),
             )
     start = optimizer.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
     end = optimizer.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
     if start < 0:
-        name = "optimizer.weight_decay" if schedule.start_weight_decay is None else "scheduler.start_weight_decay"
+        name = NAME.optimizer.weight_decay if schedule.start_weight_decay is None else NAME.scheduler.start_weight_decay
         yield Finding(name, "weight decay must be at least 0", f"{name}=0.0")
     elif end < start:
         yield Finding(
-            "scheduler.end_weight_decay",
+            NAME.scheduler.end_weight_decay,
             f"weight decay must not fall: it goes from {start} to {end}",
-            f"scheduler.end_weight_decay={start}",
+            f"{NAME.scheduler.end_weight_decay}={start}",
         )
     elif end > start and schedule.weight_decay_incr_style == "constant":
         yield Finding(
-            "scheduler.weight_decay_incr_style",
+            NAME.scheduler.weight_decay_incr_style,
             f"weight decay goes from {start} to {end}, which is not constant",
-            f"scheduler.weight_decay_incr_style=linear, or scheduler.start_weight_decay={end}",
+            f"{NAME.scheduler.weight_decay_incr_style}=linear, or {NAME.scheduler.start_weight_decay}={end}",
         )
     if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
         yield Finding(
-            "scheduler.override_opt_param_scheduler",
+            NAME.scheduler.override_opt_param_scheduler,
             "both override and use-checkpoint are set",
-            "scheduler.override_opt_param_scheduler=false, or scheduler.use_checkpoint_opt_param_scheduler=false",
+            f"{NAME.scheduler.override_opt_param_scheduler}=false, or "
+            f"{NAME.scheduler.use_checkpoint_opt_param_scheduler}=false",
         )
 
 
@@ -123,7 +132,7 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     "K56",
     "A length is given in iterations or in samples, not in both.",
     "Samples become iterations, of whole global batches, where those are not given; one of two would be ignored.",
-    broken("scheduler.lr_decay_iters=50", "scheduler.lr_decay_samples=400"),
+    broken(f"{NAME.scheduler.lr_decay_iters}=50", f"{NAME.scheduler.lr_decay_samples}=400"),
 )
 def one_length(c: Context) -> Iterator[Finding]:
     for section, names in (("train", TRAINING_LENGTHS), ("scheduler", SCHEDULE_LENGTHS)):
@@ -139,15 +148,15 @@ def one_length(c: Context) -> Iterator[Finding]:
     "K9",
     "The distributed optimizer is Adam's.",
     "megatron-core's distributed optimizer cannot save another one's state.",
-    broken("optimizer.optimizer=sgd"),
+    broken(f"{NAME.optimizer.optimizer}=sgd"),
 )
 def distributed_adam(c: Context) -> Iterator[Finding]:
     optimizer = c.config.optimizer
     if optimizer.use_distributed_optimizer and optimizer.optimizer != "adam":
         yield Finding(
-            "optimizer.use_distributed_optimizer",
+            NAME.optimizer.use_distributed_optimizer,
             f"Only Adam is supported by the distributed optimizer, got {optimizer.optimizer}",
-            "optimizer.use_distributed_optimizer=false, or optimizer.optimizer=adam",
+            f"{NAME.optimizer.use_distributed_optimizer}=false, or {NAME.optimizer.optimizer}=adam",
         )
 
 
@@ -155,14 +164,14 @@ def distributed_adam(c: Context) -> Iterator[Finding]:
     "K10",
     "Overlapped parameter gathering needs the distributed optimizer.",
     "Without it there are no shards to gather, and megatron-core fails in the first step.",
-    broken("ddp.overlap_param_gather=true", "optimizer.use_distributed_optimizer=false"),
+    broken(f"{NAME.ddp.overlap_param_gather}=true", f"{NAME.optimizer.use_distributed_optimizer}=false"),
 )
 def overlap_is_possible(c: Context) -> Iterator[Finding]:
     if c.config.ddp.overlap_param_gather and not c.config.optimizer.use_distributed_optimizer:
         yield Finding(
-            "ddp.overlap_param_gather",
-            "needs optimizer.use_distributed_optimizer=true",
-            "ddp.overlap_param_gather=false, or optimizer.use_distributed_optimizer=true",
+            NAME.ddp.overlap_param_gather,
+            f"needs {NAME.optimizer.use_distributed_optimizer}=true",
+            f"{NAME.ddp.overlap_param_gather}=false, or {NAME.optimizer.use_distributed_optimizer}=true",
         )
 
 
@@ -171,7 +180,7 @@ def overlap_is_possible(c: Context) -> Iterator[Finding]:
     "Muon and its like find their package, a precision and a way to divide matrices.",
     "They come from the package emerging-optimizers. megatron-core leaves fp16 out. Blockwise, each tensor-parallel "
     "rank makes its own part of a matrix orthogonal, so that results differ from single rank.",
-    broken("optimizer.optimizer=muon", "optimizer.use_distributed_optimizer=false"),
+    broken(f"{NAME.optimizer.optimizer}=muon", f"{NAME.optimizer.use_distributed_optimizer}=false"),
 )
 def emerging_optimizers(c: Context) -> Iterator[Finding]:
     optimizer = c.config.optimizer
@@ -179,24 +188,27 @@ def emerging_optimizers(c: Context) -> Iterator[Finding]:
         return
     if c.environment.emerging_optimizers is None:
         yield Finding(
-            "optimizer.optimizer",
+            NAME.optimizer.optimizer,
             f"{optimizer.optimizer} is in the package emerging-optimizers, which is not installed",
-            "in the clone: uv pip install emerging-optimizers, or optimizer.optimizer=adam",
+            f"in the clone: uv pip install emerging-optimizers, or {NAME.optimizer.optimizer}=adam",
         )
     if c.config.mixed_precision.fp16:
         message = f"{optimizer.optimizer} does not support fp16"
-        yield Finding("optimizer.optimizer", message, "mixed_precision=bf16_mixed, or optimizer.optimizer=adam")
+        yield Finding(
+            NAME.optimizer.optimizer, message, f"mixed_precision=bf16_mixed, or {NAME.optimizer.optimizer}=adam"
+        )
     if c.config.model.num_moe_experts and (c.ep > 1 or c.etp != c.tp):
         yield Finding(
-            "optimizer.optimizer",
+            NAME.optimizer.optimizer,
             f"{optimizer.optimizer}'s state of experts that are spread over other ranks than the rest fits no other "
             "layout",
-            "model.expert_model_parallel_size=1 model.expert_tensor_parallel_size=null, or optimizer.optimizer=adam",
+            f"{NAME.model.expert_model_parallel_size}=1 {NAME.model.expert_tensor_parallel_size}=null, or "
+            f"{NAME.optimizer.optimizer}=adam",
         )
     if optimizer.optimizer == "muon" and optimizer.muon_tp_mode == "blockwise" and max(c.tp, c.etp) > 1:
         message = "makes each tensor-parallel rank's part of a matrix orthogonal, and results differ from single rank"
-        fix = "optimizer.muon_tp_mode=duplicated, or optimizer.muon_tp_mode=distributed"
-        yield Finding("optimizer.muon_tp_mode", message, fix)
+        fix = f"{NAME.optimizer.muon_tp_mode}=duplicated, or {NAME.optimizer.muon_tp_mode}=distributed"
+        yield Finding(NAME.optimizer.muon_tp_mode, message, fix)
 
 
 @rule(
@@ -204,21 +216,24 @@ def emerging_optimizers(c: Context) -> Iterator[Finding]:
     "A learning rate of the embedding's own goes with the distributed optimizer.",
     "A checkpoint that the plain optimizer wrote on pipeline stages with and without the embedding fits no other "
     "layout.",
-    broken("optimizer.decoupled_lr=1e-3", "optimizer.use_distributed_optimizer=false"),
+    broken(f"{NAME.optimizer.decoupled_lr}=1e-3", f"{NAME.optimizer.use_distributed_optimizer}=false"),
 )
 def decoupled_rate(c: Context) -> Iterator[Finding]:
     if c.config.optimizer.decoupled_lr is not None and not c.config.optimizer.use_distributed_optimizer:
-        fix = "optimizer.decoupled_lr=null optimizer.decoupled_min_lr=null, or optimizer.use_distributed_optimizer=true"
-        yield Finding("optimizer.decoupled_lr", "needs the distributed optimizer to be resumed", fix)
+        fix = (
+            f"{NAME.optimizer.decoupled_lr}=null {NAME.optimizer.decoupled_min_lr}=null, or "
+            f"{NAME.optimizer.use_distributed_optimizer}=true"
+        )
+        yield Finding(NAME.optimizer.decoupled_lr, "needs the distributed optimizer to be resumed", fix)
 
 
 @rule(
     "K61",
     "Gradient buckets are given by their size or by their number.",
     "megatron-core asserts it.",
-    broken("ddp.num_buckets=4", "ddp.bucket_size=1000000"),
+    broken(f"{NAME.ddp.num_buckets}=4", f"{NAME.ddp.bucket_size}=1000000"),
 )
 def buckets_are_given_once(c: Context) -> Iterator[Finding]:
     if None not in (c.config.ddp.num_buckets, c.config.ddp.bucket_size):
         message = "Cannot specify both num_buckets and bucket_size"
-        yield Finding("ddp.num_buckets", message, "ddp.num_buckets=null, or ddp.bucket_size=null")
+        yield Finding(NAME.ddp.num_buckets, message, f"{NAME.ddp.num_buckets}=null, or {NAME.ddp.bucket_size}=null")

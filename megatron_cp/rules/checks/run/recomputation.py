@@ -8,8 +8,8 @@ from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import default_of, either, typed
 
-_METHOD = "model.recompute_method=uniform model.recompute_num_layers=1"
-WHOLE_LAYERS = f"model.recompute_granularity=full {_METHOD} model.recompute_modules=null"
+_METHOD = f"{NAME.model.recompute_method}=uniform {NAME.model.recompute_num_layers}=1"
+WHOLE_LAYERS = f"{NAME.model.recompute_granularity}=full {_METHOD} {NAME.model.recompute_modules}=null"
 _SETTINGS = (
     NAME.model.recompute_method,
     NAME.model.recompute_num_layers,
@@ -33,7 +33,7 @@ _NOT_READ = {
     "compile C++ in the first backward pass (torch's share_storage_ext), for which a GPU's machine must have ninja and "
     "a compiler, and no lock file of an earlier attempt, which would be waited for without a word. Activations are "
     "distributed by the MPU's groups, of whole layers only, and those of a hybrid model cannot be.",
-    broken("model.recompute_granularity=full"),
+    broken(f"{NAME.model.recompute_granularity}=full"),
 )
 def recomputation(c: Context) -> Iterator[Finding]:
     yield from _layers(c)
@@ -41,15 +41,19 @@ def recomputation(c: Context) -> Iterator[Finding]:
     kind = c.config.model.recompute_granularity
     for field in filter(c.config.value_at, _NOT_READ[kind]):
         if kind is None:
-            message = "has no effect: model.recompute_granularity is null, and nothing is recomputed"
+            message = f"has no effect: {NAME.model.recompute_granularity} is null, and nothing is recomputed"
             yield Finding(
                 field,
                 message,
-                either(default_of(field), *(f"model.recompute_granularity={kind}" for kind in ("full", "selective"))),
+                either(
+                    default_of(field), *(f"{NAME.model.recompute_granularity}={kind}" for kind in ("full", "selective"))
+                ),
                 "warning",
             )
         else:
-            yield Finding(field, f"has no effect on recompute_granularity={kind}", default_of(field), "warning")
+            yield Finding(
+                field, f"has no effect on {NAME.model.recompute_granularity}={kind}", default_of(field), "warning"
+            )
     if kind == "selective":
         yield from _modules(c)
 
@@ -59,22 +63,24 @@ def _layers(c: Context) -> Iterator[Finding]:
     kind, layers = model.recompute_granularity, model.num_layers // c.pp
     if kind == "full" and model.recompute_method is None:
         yield Finding(
-            "model.recompute_method",
-            'Using recompute_granularity: full so recompute_method must be "block" or "uniform"',
+            NAME.model.recompute_method,
+            f"Using {NAME.model.recompute_granularity}: full so {NAME.model.recompute_method} must be "
+            '"block" or "uniform"',
             _METHOD,
         )
     elif kind == "full" and not 1 <= (model.recompute_num_layers or 0) <= max(1, layers):
         yield Finding(
-            "model.recompute_num_layers",
-            "When using recompute_granularity: full recompute_num_layers must be between 1 and "
+            NAME.model.recompute_num_layers,
+            f"When using {NAME.model.recompute_granularity}: full {NAME.model.recompute_num_layers} must be between "
+            "1 and "
             f"num_layers_per_pipeline_rank: {layers}",
-            "model.recompute_num_layers=1",
+            f"{NAME.model.recompute_num_layers}=1",
         )
     if kind == "selective" and model.recompute_num_layers is not None:
         yield Finding(
-            "model.recompute_num_layers",
-            "When using recompute_granularity: selective recompute_num_layers must be None.",
-            "model.recompute_num_layers=null",
+            NAME.model.recompute_num_layers,
+            f"When using {NAME.model.recompute_granularity}: selective {NAME.model.recompute_num_layers} must be None.",
+            f"{NAME.model.recompute_num_layers}=null",
         )
 
 
@@ -82,23 +88,26 @@ def _distributed(c: Context) -> Iterator[Finding]:
     model = c.config.model
     if model.recompute_granularity is None or not model.distribute_saved_activations:
         return
-    fix = "model.distribute_saved_activations=false"
+    fix = f"{NAME.model.distribute_saved_activations}=false"
     if model.sequence_parallel or c.tp == 1:
-        message = "distribute_saved_activations must be false when sequence parallel is enabled, and needs tp > 1"
+        message = (
+            f"{NAME.model.distribute_saved_activations} must be false when sequence parallel is enabled, and "
+            "needs tp > 1"
+        )
     elif model.recompute_granularity == "selective":
-        message = "distributes nothing of recompute_granularity=selective: whole layers (full) only"
+        message = f"distributes nothing of {NAME.model.recompute_granularity}=selective: whole layers (full) only"
     elif model.architecture == "hybrid":
         message = "cannot be done for hybrid models, whose first layer is given a view of the embeddings"
     elif c.config.dist.use_decentralized_pg:
-        message = "distributes by the MPU's groups, which are not there with dist.use_decentralized_pg=true"
-        fix += ", or dist.use_decentralized_pg=false"
+        message = f"distributes by the MPU's groups, which are not there with {NAME.dist.use_decentralized_pg}=true"
+        fix += f", or {NAME.dist.use_decentralized_pg}=false"
     else:
         return
-    yield Finding("model.distribute_saved_activations", message, fix)
+    yield Finding(NAME.model.distribute_saved_activations, message, fix)
 
 
 def _modules(c: Context) -> Iterator[Finding]:
-    model, field = c.config.model, "model.recompute_modules"
+    model, field = c.config.model, NAME.model.recompute_modules
     on_cpu, parts = c.environment.device == "cpu", model.parts
     allowed = {"core_attn": True, "mlp": not model.add_bias_linear, "layernorm": c.its_layers}
     allowed |= {"moe": "E" in parts, "mla_up_proj": model.multi_latent_attention and not on_cpu}
@@ -107,7 +116,7 @@ def _modules(c: Context) -> Iterator[Finding]:
             fix = typed(field, ["moe" if "E" in parts else "core_attn"])
             yield Finding(field, "mlp has no effect: no layer has one", fix, "warning")
         elif name == "mlp" and model.add_bias_linear:
-            message = "mlp with add_bias_linear=true is recomputed without end, until no memory is left"
+            message = f"mlp with {NAME.model.add_bias_linear}=true is recomputed without end, until no memory is left"
             yield Finding(field, message, WHOLE_LAYERS)
         elif name == "mla_up_proj" and model.multi_latent_attention and on_cpu:
             message = "mla_up_proj compiles C++ during the first backward pass, which is for GPUs only"
@@ -115,6 +124,6 @@ def _modules(c: Context) -> Iterator[Finding]:
         elif not allowed.get(name, False):
             yield Finding(
                 field,
-                f"Invalid choices for recompute_modules: {name} (layernorm needs Transformer Engine)",
+                f"Invalid choices for {NAME.model.recompute_modules}: {name} (layernorm needs Transformer Engine)",
                 typed(field, [n for n in model.recompute_modules or [] if allowed.get(n, False)] or ["core_attn"]),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import default_at, settings
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import default_of, either, one_of, typed
@@ -16,7 +17,7 @@ _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale
     "K5",
     "At most one precision is chosen.",
     "None of them means bf16 on GPUs and fp32 on CPUs.",
-    broken("mixed_precision.fp32=true", "mixed_precision.bf16=true"),
+    broken(f"{NAME.mixed_precision.fp32}=true", f"{NAME.mixed_precision.bf16}=true"),
 )
 def one_precision(c: Context) -> Iterator[Finding]:
     precision = c.config.mixed_precision
@@ -30,40 +31,48 @@ def one_precision(c: Context) -> Iterator[Finding]:
     "K6",
     "The communication backend fits the device.",
     "NCCL moves GPU memory only.",
-    broken("dist.distributed_backend=nccl"),
+    broken(f"{NAME.dist.distributed_backend}=nccl"),
 )
 def backend_fits_device(c: Context) -> Iterator[Finding]:
     if c.config.dist.distributed_backend == "nccl" and c.environment.device == "cpu":
         yield Finding(
-            "dist.distributed_backend", "nccl needs GPUs, and there are none", "dist.distributed_backend=null"
+            NAME.dist.distributed_backend,
+            "nccl needs GPUs, and there are none",
+            f"{NAME.dist.distributed_backend}=null",
         )
 
 
 @rule(
     "K8",
-    "attention_backend=te and transformer_impl=transformer_engine find Transformer Engine and a GPU.",
+    f"{NAME.model.attention_backend}=te and {NAME.model.transformer_impl}=transformer_engine find Transformer Engine "
+    "and a GPU.",
     "Asking for it by name must not end in something else; auto takes what is there. Its layers are named in every "
     "recipe of Megatron-Bridge's: without a GPU that is a notice.",
-    broken("model.attention_backend=te"),
+    broken(f"{NAME.model.attention_backend}=te"),
 )
 def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
     model, on_gpu = c.config.model, c.environment.device == "gpu"
     missing = "Transformer Engine is not installed, or too old" if on_gpu else "there is no GPU"
     if model.attention_backend == "te" and c.backend != "te":
         if model.transformer_impl == "local":
-            missing = "model.transformer_impl=local leaves it out"
+            missing = f"{NAME.model.transformer_impl}=local leaves it out"
         yield Finding(
-            "model.attention_backend", f"asks for Transformer Engine, but {missing}", "model.attention_backend=auto"
+            NAME.model.attention_backend,
+            f"asks for Transformer Engine, but {missing}",
+            f"{NAME.model.attention_backend}=auto",
         )
     if model.transformer_impl == "transformer_engine" and not c.its_layers:
         message = f"asks for Transformer Engine's layers, but {missing}: megatron-core's own take their place"
-        yield Finding("model.transformer_impl", message, "model.transformer_impl=auto", None if on_gpu else "warning")
+        yield Finding(
+            NAME.model.transformer_impl, message, f"{NAME.model.transformer_impl}=auto", None if on_gpu else "warning"
+        )
 
 
 @rule(
     "K13",
     "fp16 looks for one loss scale by overflowing.",
-    "Those steps are skipped by themselves; ddp.check_for_nan_in_grad would end the run at the first of them. Experts "
+    f"Those steps are skipped by themselves; {NAME.ddp.check_for_nan_in_grad} would end the run at the first of "
+    "them. Experts "
     "that are spread over other ranks have an optimizer and a scale of their own in megatron-core, which drifts from "
     "the one that the loss was scaled by: their gradients are silently a power of two off.",
     broken("mixed_precision=fp16_mixed"),
@@ -71,45 +80,45 @@ def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
 def fp16_overflows(c: Context) -> Iterator[Finding]:
     if c.config.mixed_precision.fp16 and c.config.model.num_moe_experts and (c.ep > 1 or c.etp != c.tp):
         yield Finding(
-            "mixed_precision.fp16",
+            NAME.mixed_precision.fp16,
             "experts that are spread over other ranks than the rest would have a loss scale of their own",
             either(
                 "mixed_precision=bf16_mixed (needs no scale)",
-                "model.expert_model_parallel_size=1 model.expert_tensor_parallel_size=null",
+                f"{NAME.model.expert_model_parallel_size}=1 {NAME.model.expert_tensor_parallel_size}=null",
             ),
         )
     if c.config.mixed_precision.fp16 and c.config.ddp.check_for_nan_in_grad:
         yield Finding(
-            "ddp.check_for_nan_in_grad",
+            NAME.ddp.check_for_nan_in_grad,
             "fp16 overflows until its loss scale fits, and the run would end with: gradients are not finite",
-            "ddp.check_for_nan_in_grad=false, or mixed_precision=bf16_mixed (needs no scale)",
+            f"{NAME.ddp.check_for_nan_in_grad}=false, or mixed_precision=bf16_mixed (needs no scale)",
         )
     precision = c.config.mixed_precision
     if precision.fp16 and precision.min_loss_scale > precision.initial_loss_scale > 0:
         yield Finding(
-            "mixed_precision.initial_loss_scale",
-            f"is below mixed_precision.min_loss_scale ({precision.min_loss_scale})",
-            f"mixed_precision.initial_loss_scale={precision.min_loss_scale}",
+            NAME.mixed_precision.initial_loss_scale,
+            f"is below {NAME.mixed_precision.min_loss_scale} ({precision.min_loss_scale})",
+            f"{NAME.mixed_precision.initial_loss_scale}={precision.min_loss_scale}",
         )
     for name in () if precision.fp16 else _LOSS_SCALE:
         field = f"mixed_precision.{name}"
         if getattr(precision, name) != default_at(field):
             message = "has no effect: the loss is scaled in fp16 only"
-            yield Finding(field, message, f"{default_of(field)}, or mixed_precision.fp16=true", "warning")
+            yield Finding(field, message, f"{default_of(field)}, or {NAME.mixed_precision.fp16}=true", "warning")
 
 
 @rule(
     "K16",
     "Probabilities and fractions are between 0 and 1.",
     "A dropout of 10 is a typing error, not a setting. Adam divides by one minus a power of its betas.",
-    broken("model.hidden_dropout=10"),
+    broken(f"{NAME.model.hidden_dropout}=10"),
 )
 def fractions(c: Context) -> Iterator[Finding]:
     for field, facts in settings().items():
         value = c.config.value_at(field)
         if facts.kind == "share" and not facts.allows(value):
             yield Finding(field, f"must be at least 0 and less than 1, got {value}", _proportion(field, value))
-    share, field = c.config.model.rotary_percent, "model.rotary_percent"
+    share, field = c.config.model.rotary_percent, NAME.model.rotary_percent
     if not 0 < share <= 1:
         yield Finding(field, f"must be above 0 and at most 1, got {share}", _proportion(field, share))
 
@@ -126,20 +135,20 @@ def _proportion(field: str, value: float) -> str:
     "hybrid optimizer no variant was found that could be trusted, not even with parameters that pretended to be on a "
     "GPU: with distributed optimizer state it cannot be built in fp32, in bf16 it cannot be resumed, and with the "
     "precision-aware optimizer it trains to other losses.",
-    broken("optimizer.optimizer_cpu_offload=true"),
+    broken(f"{NAME.optimizer.optimizer_cpu_offload}=true"),
 )
 def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
     asked = {
-        "model.cpu_offloading": c.config.model.cpu_offloading,
-        "optimizer.optimizer_cpu_offload": c.config.optimizer.optimizer_cpu_offload,
+        NAME.model.cpu_offloading: c.config.model.cpu_offloading,
+        NAME.optimizer.optimizer_cpu_offload: c.config.optimizer.optimizer_cpu_offload,
     }
     for field, value in asked.items():
         if value:
             yield Finding(
                 field,
                 "offloading to host memory is not supported",
-                f"{field}=false (model.recompute_granularity=full, the distributed optimizer, "
-                "model.cross_entropy_chunk_size and a larger model.context_parallel_size save memory)",
+                f"{field}=false ({NAME.model.recompute_granularity}=full, the distributed optimizer, "
+                f"{NAME.model.cross_entropy_chunk_size} and a larger {NAME.model.context_parallel_size} save memory)",
             )
 
 
@@ -148,7 +157,7 @@ def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
     "Seeds, counts and factors are in the range that has a meaning.",
     "A negative number of batches evaluates none and reports a loss of 0; a negative seed ends in numpy, and what is "
     "made of a large one no longer fits torch's 64 bits.",
-    broken("dataset.random_seed=-1"),
+    broken(f"{NAME.dataset.random_seed}=-1"),
 )
 def numbers_are_in_range(c: Context) -> Iterator[Finding]:
     for field, facts in settings().items():
@@ -156,5 +165,5 @@ def numbers_are_in_range(c: Context) -> Iterator[Finding]:
         if facts.kind == "number" and not facts.allows(value):
             limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
             positive = typed(field, abs(value)) if least <= abs(value) <= most else ""
-            fix = "validation.eval_iters=10" if field == "validation.eval_iters" else positive
+            fix = f"{NAME.validation.eval_iters}=10" if field == NAME.validation.eval_iters else positive
             yield Finding(field, f"must be {limit}, got {value}", either(fix, default_of(field)))
