@@ -105,7 +105,12 @@ def equals(setting: str, *values: Any) -> When:
 
 
 def given(setting: str, example: Any) -> When:
-    """Read where a setting is neither null nor 0; ``example`` is a value that it may have."""
+    """Read where a setting is not null; ``example`` is a value that it may have."""
+    return When(setting, lambda run: value_at(run, setting) is not None, typed(setting, example))
+
+
+def counted(setting: str, example: int) -> When:
+    """Read where a number is neither null nor 0."""
     return When(setting, lambda run: bool(value_at(run, setting)), typed(setting, example))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_cp.config.setting import WEIGHTS, given, setting, size
+from megatron_cp.config.setting import WEIGHTS, counted, setting, size
 
-MTP = given("model.mtp_num_layers", 1)
+MTP = counted("model.mtp_num_layers", 1)
 
 
 @dataclass

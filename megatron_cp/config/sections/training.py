@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_cp.config.setting import DATA, SCHEDULE, equals, given, positive, setting, size
+from megatron_cp.config.setting import DATA, SCHEDULE, counted, equals, positive, setting, size
 
-EVALUATES = given("validation.eval_iters", 10)
+EVALUATES = counted("validation.eval_iters", 10)
 
 
 @dataclass

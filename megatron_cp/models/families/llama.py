@@ -32,6 +32,7 @@ PLAIN: dict[str, Any] = dict(
     qk_l2_norm=False,
     no_rope_freq=None,
     use_mup=False,
+    moe_apply_probs_on_input=False,
 )
 ATTENTION_BIAS = Settings(written={"attention_bias": False})
 

@@ -207,7 +207,7 @@ def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune
     if "scheduler" not in common:
         raise ConfigError(f"checkpoint {folder} holds weights only. Fix: {begin_new_run(save, folder)}")
     if wants_optimizer(config, common):
-        _check_optimizer(config.optimizer, config.mixed_precision, common["config"], folder)
+        _check_optimizer(config.optimizer, config.model, config.mixed_precision, common["config"], folder)
     _check_schedule(config.scheduler, config.train, config.optimizer, common, folder)
 
 
@@ -294,7 +294,11 @@ def _other_padding(saved: ModelConfig, now: ModelConfig) -> tuple[list[str], lis
 
 
 def _check_optimizer(
-    optimizer: OptimizerConfig, precision: MixedPrecisionConfig, saved: dict[str, Any], folder: Path
+    optimizer: OptimizerConfig,
+    model: ModelConfig,
+    precision: MixedPrecisionConfig,
+    saved: dict[str, Any],
+    folder: Path,
 ) -> None:
     if not saved["checkpoint"]["save_optim"]:
         raise ConfigError(
@@ -303,7 +307,7 @@ def _check_optimizer(
             f"{NAME.checkpoint.load_optim}=false (a fresh optimizer), or {NAME.checkpoint.finetune}=true (a new run "
             "with its weights)"
         )
-    now = {"optimizer": asdict(optimizer)}
+    now = {"optimizer": asdict(optimizer), "model": asdict(model)}
     different = differences(saved, now, settings_that(OPTIMIZER))
     if optimizer.optimizer == "sgd" and bool(saved["optimizer"]["sgd_momentum"]) != bool(optimizer.sgd_momentum):
         # With one there is a state, without one there is none; another one goes on with it.

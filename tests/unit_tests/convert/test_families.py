@@ -296,6 +296,11 @@ NO_COUNTERPART: dict[str, dict[str, Any]] = {
     "moe_latent_size": EXPERTS | {"moe_latent_size": 48},
     "moe_latent_size=4": DEEPSEEK2 | {"moe_latent_size": 48},
     "moe_router_pre_softmax": EXPERTS | {"moe_router_pre_softmax": True},
+    "moe_apply_probs_on_input": EXPERTS | {"moe_router_topk": 1, "moe_apply_probs_on_input": True},
+    "attention_output_gate": {"attention_output_gate": True},
+    "qk_l2_norm": {"qk_l2_norm": True},
+    "no_rope_freq": {"no_rope_freq": 2},
+    "use_mup": {"use_mup": True},
 }
 
 
@@ -315,6 +320,7 @@ def test_every_setting_of_the_model_is_thought_of() -> None:
         *("max_position_embeddings", "layernorm_epsilon"),
     }
     left_out = {"mtp_num_layers", "mtp_use_repeated_layer"}  # which the command says
+    left_out |= {name for name in DECISIVE if name.startswith("mup_")}  # read with use_mup only
     assert of_the_refused | of_the_converted | shape | set(HYBRID) | left_out >= DECISIVE
 
 
@@ -324,7 +330,7 @@ def test_every_setting_of_a_hybrid_model_is_thought_of() -> None:
     _, values = hf_from_model(replace(LLAMA, **HYBRID_EXPERTS), rows=256)
     usual = ModelConfig()
     unread = {
-        *(name for name in DECISIVE if name.startswith(("yarn_", "rope_", "rotary_"))),  # no positions
+        *(name for name in DECISIVE if name.startswith(("yarn_", "rope_", "rotary_", "mup_"))),  # no positions, no muP
         *("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),  # no latent attention
         *("seq_len_interpolation_factor", "moe_layer_freq", "mtp_num_layers", "mtp_use_repeated_layer"),
     }

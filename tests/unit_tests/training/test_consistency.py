@@ -30,7 +30,7 @@ def test_a_difference_names_ranks_and_fields() -> None:
     environment = Environment(variables={"NVTE_FLASH_ATTN": "0"})
     ranks = [fingerprint(dataclasses.asdict(config), environment) for _ in range(6)]
     ranks[3] = fingerprint(dataclasses.asdict(other), dataclasses.replace(environment, variables={}))
-    ranks[5] = fingerprint(load_recipe("llama_tiny_pretrain_config", ["rng.seed=8"]), environment)
+    ranks[5] = fingerprint(dataclasses.asdict(load_recipe("llama_tiny_pretrain_config", ["rng.seed=8"])), environment)
     assert len({digest(entries) for entries in ranks}) == 3
     found = {v.field: v.message for v in differences(ranks)}
     assert found["rng.seed"] == "differs between ranks: 1234 on ranks 0-2, 4; 7 on rank 3; 8 on rank 5"

@@ -51,7 +51,8 @@ def test_every_recipe_reduces_to_a_valid_small_layout(name):
     assert not errors(on_one_rank(small), 1)
     assert [getattr(small.model, field) for field in KEPT] == [getattr(m, field) for field in KEPT]
     stages = m.pipeline_model_parallel_size * (m.virtual_pipeline_model_parallel_size or 1)
-    assert small.model.hidden_size == 64 and small.model.num_layers <= max(4, stages)
+    windows = m.window_attn_skip_freq if isinstance(m.window_attn_skip_freq, int) else 0
+    assert small.model.hidden_size == 64 and small.model.num_layers <= max(4, stages, windows)
     least = 8 * max(4, m.context_parallel_size) * m.tensor_model_parallel_size
     assert small.dataset.seq_length <= (least if m.sequence_packing_scheduler is None else PACKED_TOKENS)
 

@@ -15,7 +15,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_cp.common.errors import DataError
 from megatron_cp.config.run_config import RunConfig, TokenizerConfig
-from megatron_cp.data import together
 from megatron_cp.data.data_path import parse_blend
 from megatron_cp.data.samples import datasets
 from megatron_cp.data.samples.datasets import SAMPLE_KEYS, build_datasets
@@ -23,6 +22,7 @@ from megatron_cp.data.samples.parts import has_test_part
 from megatron_cp.data.samples.streams import check_files
 from megatron_cp.data.text.preprocess import preprocess
 from megatron_cp.data.text.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer, build_tokenizer, train_bpe
+from megatron_cp.parallel import collectives
 from tests.ranks import run_ranks
 
 TOKENIZER = ByteLevelTokenizer()
@@ -349,7 +349,7 @@ def _times_heard(config: RunConfig) -> int:
         gather(*arguments, **others)
 
     with (
-        mock.patch.object(together, "_HEARTBEAT", 0.05),
+        mock.patch.object(collectives, "_HEARTBEAT", 0.05),
         mock.patch.object(datasets, "_build_with_megatron_core", slowly),
         mock.patch.object(dist, "all_gather_object", counted),
     ):

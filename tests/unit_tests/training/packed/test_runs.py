@@ -76,8 +76,8 @@ def test_what_a_run_writes(packed: Any, tmp_path: Path) -> None:
     assert lines[-1]["consumed_tokens"] == sum(sum(step["lengths"]) for step in recorded)
     assert list((run / "tensorboard").iterdir())
     # The run is drawn as it was.
-    html = str(tmp_path / "step.html")
-    code, shown = shown_by_schedule("--from-run", str(run), "--iteration", "2", "--html", html)
+    picture = str(tmp_path / "step.svg")
+    code, shown = shown_by_schedule("--from-run", str(run), "--iteration", "2", "--plot", picture)
     assert code == 0 and "the run, iteration 2" in shown and f"{lines[1]['step_time_s']:.3f} s" in shown, shown
     # Imbalance is one quantity, in metrics.jsonl, of which report shows the median, as in schedule.
     code, shown = shown_by_schedule("--from-run", str(run), "--iteration", "2", "--json")

@@ -27,10 +27,11 @@ Patch = AbstractContextManager[Any]
 
 def _with_groups(change: Callable[[Any], None]) -> Patch:
     def wrap(original: Callable) -> Callable:
-        def changed_groups(config: Any, core_config: Any, chunks: Any, groups: Any) -> Any:
+        def changed_groups(*given: Any) -> Any:
+            *others, groups = given
             groups = copy.copy(groups)
             change(groups)
-            return original(config, core_config, chunks, groups)
+            return original(*others, groups)
 
         return changed_groups
 
