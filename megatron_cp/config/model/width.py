@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_cp.config.setting import FUNCTION, OPTIMIZER, equals, positive, setting, size
+from megatron_cp.config.setting import FUNCTION, equals, positive, setting, size
 
 MUP = equals("model.use_mup", True)
 
 
 @dataclass
 class Width:
-    use_mup: bool = setting(
-        False, "initial weights, learning rates, scores and logits follow the width", FUNCTION, OPTIMIZER
-    )
+    use_mup: bool = setting(False, "initial weights, learning rates, scores and logits follow the width", FUNCTION)
     mup_base_hidden_size: int | None = size(
-        None, "width that the learning rate was found for; null: hidden_size", FUNCTION, OPTIMIZER, when=MUP
+        None, "width that the learning rate was found for; null: hidden_size", FUNCTION, when=MUP
     )
     mup_embedding_mult: float = setting(1.0, "the embedding is multiplied with it", FUNCTION, when=MUP)
     mup_output_mult: float = setting(

@@ -213,18 +213,21 @@ def emerging_optimizers(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K65",
-    "A learning rate of the embedding's own goes with the distributed optimizer.",
-    "A checkpoint that the plain optimizer wrote on pipeline stages with and without the embedding fits no other "
-    "layout.",
+    "Learning rates of some parameters' own go with the distributed optimizer.",
+    "A checkpoint that the plain optimizer wrote on pipeline stages with and without such parameters fits no other "
+    "layout. With muP, Muon's does.",
     broken(f"{NAME.optimizer.decoupled_lr}=1e-3", f"{NAME.optimizer.use_distributed_optimizer}=false"),
 )
-def decoupled_rate(c: Context) -> Iterator[Finding]:
-    if c.config.optimizer.decoupled_lr is not None and not c.config.optimizer.use_distributed_optimizer:
-        fix = (
-            f"{NAME.optimizer.decoupled_lr}=null {NAME.optimizer.decoupled_min_lr}=null, or "
-            f"{NAME.optimizer.use_distributed_optimizer}=true"
-        )
-        yield Finding(NAME.optimizer.decoupled_lr, "needs the distributed optimizer to be resumed", fix)
+def rates_of_their_own(c: Context) -> Iterator[Finding]:
+    optimizer, message = c.config.optimizer, "needs the distributed optimizer to be resumed under another layout"
+    distributed = f"{NAME.optimizer.optimizer}=adam {NAME.optimizer.use_distributed_optimizer}=true"
+    if optimizer.use_distributed_optimizer:
+        return
+    if optimizer.decoupled_lr is not None:
+        fix = f"{NAME.optimizer.decoupled_lr}=null {NAME.optimizer.decoupled_min_lr}=null"
+        yield Finding(NAME.optimizer.decoupled_lr, message, either(fix, distributed))
+    if c.config.model.use_mup and optimizer.optimizer in ("adam", "sgd"):
+        yield Finding(NAME.model.use_mup, message, either(f"{NAME.model.use_mup}=false", distributed))
 
 
 @rule(
