@@ -109,7 +109,7 @@ def attend_in_context(
         facts: dict[str, Any] = {n: None if x is None else (tuple(x.shape), str(x.dtype)) for n, x in tensors.items()}
         offsets = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
         facts |= {name: None if x is None else read_offsets(x) for name, x in offsets.items()}
-        facts |= {"comm_type": context.comm_type, "causal and window": mask, "softmax_scale": softmax_scale}
+        facts |= {"comm_type": context.comm_type, "causal and window_size": mask, "softmax_scale": softmax_scale}
         context.check_agreement(facts)
     _check_tensors(query, key, value, packed, softmax_offset)
     if cu_seqlens is None:

@@ -15,7 +15,7 @@ from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.weights import WeightNames
 
 # Settings of a model that distinguish families, the most important first.
-WINDOW = "window_size"
+WINDOW = NAME.model.window_size.removeprefix("model.")
 FEATURES = (
     "multi_latent_attention",
     "moe_router_pre_softmax",

@@ -137,7 +137,7 @@ def _refusals() -> list[str]:
 def test_groups_that_are_missing_or_of_other_sizes_are_refused():
     expected = [
         "layer 1: model.context_parallel_size=4 but pg_collection.cp, its process group, is missing",
-        "pg_collection.cp has 1 ranks, but context_parallel_size asks for 4",
+        "pg_collection.cp has 1 ranks, but model.context_parallel_size asks for 4",
         r"needs pg_collection.hcp, the a2a and p2p process groups of sizes \[2, 2\], but it is missing",
         "pg_collection.hcp must hold the a2a and the p2p process group",
         r"pg_collection.hcp's p2p group has 4 ranks, but hierarchical_context_parallel_sizes=\[2, 2\] asks for 2",

@@ -101,9 +101,9 @@ def _broken(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("alone", "layer 2, a2a over one rank: attends over 1 ranks, but context_parallel_size is 4"),
+        ("alone", "layer 2, a2a over one rank: attends over 1 ranks, but model.context_parallel_size is 4"),
         ("alone on one rank", "rank 2: layer 2, a2a over one rank: attends over 1 ranks"),
-        ("half", "layer 1, p2p over ranks [0, 1]: attends over 2 ranks, but context_parallel_size is 4"),
+        ("half", "layer 1, p2p over ranks [0, 1]: attends over 2 ranks, but model.context_parallel_size is 4"),
         ("levels swapped", "layer 3, a2a+p2p over a2a ranks [1, 3] and p2p ranks [0, 1]: rank 2 of 4"),
         ("silent ring", "layer 1, p2p over ranks [0, 1, 2, 3]: the output of a sequence sharded over 4 ranks differs"),
         ("silent gather", "layer 4, all_gather over ranks [0, 1, 2, 3]: the output"),

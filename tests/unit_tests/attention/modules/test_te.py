@@ -185,7 +185,7 @@ def _refused() -> list[str]:
 
 def test_missing_groups_are_refused():
     for messages in run_ranks(_refused, 4):
-        assert "TEDotProductAttention, layer 3: cp_comm_type 'a2a+p2p' needs pg_collection.hcp" in messages[0]
+        assert "TEDotProductAttention, layer 3: model.cp_comm_type 'a2a+p2p' needs pg_collection.hcp" in messages[0]
         assert "must hold the a2a and the p2p process group" in messages[1]
         assert "p2p group has 4 ranks" in messages[2]
         assert "pg_collection is None; pass the process groups" in messages[3]

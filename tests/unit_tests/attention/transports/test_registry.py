@@ -56,7 +56,7 @@ def test_rules_read_it() -> None:
     (without_te,) = (
         each for each in check(tiny_config(**FIFTH), 2, environment=Environment.of("gpu")) if each.rule == "C16"
     )
-    assert f"no context parallelism with cp_comm_type={KEYS_ONLY.name} in any version" in without_te.message
+    assert f"no context parallelism with model.cp_comm_type={KEYS_ONLY.name} in any version" in without_te.message
     assert without_te.severity == "warning"  # our own attention is used instead
 
 

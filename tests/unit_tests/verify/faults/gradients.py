@@ -27,11 +27,10 @@ Patch = AbstractContextManager[Any]
 
 def _with_groups(change: Callable[[Any], None]) -> Patch:
     def wrap(original: Callable) -> Callable:
-        def changed_groups(*given: Any) -> Any:
-            *others, groups = given
+        def changed_groups(ddp: Any, core_config: Any, chunks: Any, groups: Any, *others: Any) -> Any:
             groups = copy.copy(groups)
             change(groups)
-            return original(*others, groups)
+            return original(ddp, core_config, chunks, groups, *others)
 
         return changed_groups
 
