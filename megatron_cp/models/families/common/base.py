@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_cp.common.errors import ConfigError, Violation
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.weights import WeightNames
 
