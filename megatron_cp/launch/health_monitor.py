@@ -26,7 +26,6 @@ import torch.distributed as dist
 from megatron_cp.common.errors import EXIT_FAILED, RuntimeFault, first_line
 from megatron_cp.common.limits import reached_limit
 from megatron_cp.common.terminal import say
-from megatron_cp.config.names import NAME
 from megatron_cp.launch import store_watch
 from megatron_cp.launch.exchanges import is_exchange, is_network_error, name_of_exchange
 from megatron_cp.launch.failure_store import FailureStore, Found, Store
@@ -136,8 +135,7 @@ class HealthMonitor:
             self._fell("out of memory")
             return RuntimeFault(
                 f"{where}: out of GPU memory ({first_line(error)}). Activations shrink with more "
-                f"{NAME.model.context_parallel_size}, {NAME.model.recompute_granularity}=full or a smaller "
-                f"{NAME.train.micro_batch_size}."
+                "model.context_parallel_size, model.recompute_granularity=full or a smaller train.micro_batch_size."
             )
         if (limit := reached_limit(error)) is not None:
             self._fell(limit)

@@ -33,7 +33,6 @@ from megatron_cp.common.errors import (
     shown,
     shown_ranks,
 )
-from megatron_cp.config.names import NAME
 from megatron_cp.launch import launcher
 from megatron_cp.launch.sockets import environment_store
 from megatron_cp.launch.store_watch import watch, within
@@ -134,7 +133,7 @@ def _missing(store: dist.Store, ranks: Sequence[str], timeout: timedelta) -> Run
     missing = [rank for rank, key in enumerate(ranks) if not store.check([key])] or [0]  # which answers at once
     return RuntimeFault(
         f"{shown_ranks(missing)} did not come within {timeout.total_seconds() / 60:g} minutes "
-        f"({NAME.dist.distributed_timeout_minutes}). What they or their nodes' launchers have said is the reason.",
+        "(dist.distributed_timeout_minutes). What they or their nodes' launchers have said is the reason.",
         on_all_ranks=0 not in missing,
     )
 
@@ -151,8 +150,7 @@ def _difference(said: Sequence[str]) -> str:
         parts.append(f"{means} on {shown_ranks(ranks)} ({shown(list(where), ', ')})")
     return (
         f"the ranks would not hear each other, nothing was trained: {'; '.join(parts)}. All need the same "
-        f"{NAME.dist.distributed_backend} and, if any have one, a GPU that PyTorch can use: where one is missing, "
-        "nvidia-smi "
+        "dist.distributed_backend and, if any have one, a GPU that PyTorch can use: where one is missing, nvidia-smi "
         "tells more, and the node can be left out (Slurm: sbatch --exclude=NODE)"
     )
 

@@ -183,7 +183,7 @@ def head_dim_is_even(c: Context) -> Iterator[Finding]:
     if latent and model.rotary_interleaved:
         yield Finding(
             NAME.model.rotary_interleaved,
-            f"{NAME.model.rotary_interleaved} does not work with multi_latent_attention.",
+            "rotary_interleaved does not work with multi_latent_attention.",
             f"{NAME.model.rotary_interleaved}=false",
         )
 

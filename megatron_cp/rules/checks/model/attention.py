@@ -144,7 +144,7 @@ def determinism(c: Context) -> Iterator[Finding]:
     if c.backend == "te" and c.variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO") != "0":
         yield Finding(
             "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-            f"{NAME.model.deterministic_mode} is on and we are using DotProductAttention from Transformer Engine, but "
+            "deterministic_mode is on and we are using DotProductAttention from Transformer Engine, but "
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO is not 0",
             c.set_variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
         )

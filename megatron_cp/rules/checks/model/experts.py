@@ -24,7 +24,7 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
         if model.moe_ffn_hidden_size is not None:
             yield Finding(
                 NAME.model.moe_ffn_hidden_size,
-                f"{NAME.model.moe_ffn_hidden_size} is set but {NAME.model.num_moe_experts} is None",
+                "moe_ffn_hidden_size is set but num_moe_experts is None",
                 f"{NAME.model.moe_ffn_hidden_size}=null",
             )
         if "E" in model.parts:
@@ -104,13 +104,12 @@ def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
     if chosen is None or chosen < 1 or (groups is not None and groups < 1):
         return  # not asked for, or rule A1 has said so
     if groups is None:
-        message = f"When using group limited routing, {NAME.model.moe_router_num_groups} must be specified."
+        message = "When using group limited routing, moe_router_num_groups must be specified."
         yield Finding(field, message, f"{field}=null, or {NAME.model.moe_router_num_groups}={experts}")
     elif experts % groups:
         yield Finding(
             NAME.model.moe_router_num_groups,
-            f"{NAME.model.num_moe_experts} ({experts}) should be divisible by {NAME.model.moe_router_num_groups} "
-            f"({groups})",
+            f"num_moe_experts ({experts}) should be divisible by moe_router_num_groups ({groups})",
             one_of(NAME.model.moe_router_num_groups, closest(divisors(experts), groups)),
         )
     elif not chosen <= min(groups, topk):

@@ -36,7 +36,7 @@ def layers_without_positions(c: Context) -> Iterator[Finding]:
 )
 def mlp_variants(c: Context) -> Iterator[Finding]:
     model = c.config.model
-    clamped = model.activation_func_clamp_value is not None
+    clamped = (model.activation_func_clamp_value or 0) > 0
     if clamped and not (model.activation_func == "quick_gelu" and model.gated_linear_unit):
         fix = (
             f"{NAME.model.activation_func_clamp_value}=null, or {NAME.model.activation_func}=quick_gelu "

@@ -55,13 +55,11 @@ def prediction_is_recomputed(c: Context) -> Iterator[Finding]:
     if model.recompute_method == "uniform" and model.recompute_num_layers not in (None, 1):
         yield Finding(
             NAME.model.recompute_num_layers,
-            f"{NAME.model.recompute_num_layers} must be 1 for MTP recompute, got {model.recompute_num_layers}",
+            f"recompute_num_layers must be 1 for MTP recompute, got {model.recompute_num_layers}",
             f"{NAME.model.recompute_num_layers}=1",
         )
     elif model.recompute_method == "block":
-        message = (
-            f"{NAME.model.recompute_method}=block is not supported for MTP: the activations of its layers are kept"
-        )
+        message = "recompute_method=block is not supported for MTP: the activations of its layers are kept"
         yield Finding(
             NAME.model.recompute_method, message, f"{NAME.model.recompute_method}=uniform", severity="warning"
         )

@@ -68,10 +68,8 @@ def one_transport_a_layer(c: Context) -> Iterator[Finding]:
     if isinstance(kinds, list) and len(kinds) != layers:
         yield Finding(
             NAME.model.cp_comm_type,
-            f"Length of {NAME.model.cp_comm_type} ({len(kinds)}) must equal {NAME.model.num_layers} ({layers}). "
-            "megatron-core: Length of "
-            f"{NAME.model.cp_comm_type} ({len(kinds)}) should equal to the total number of transformer layers "
-            f"({layers})",
+            f"Length of cp_comm_type ({len(kinds)}) must equal num_layers ({layers}). megatron-core: Length of "
+            f"cp_comm_type ({len(kinds)}) should equal to the total number of transformer layers ({layers})",
             one_of(NAME.model.cp_comm_type, [resized(kinds, layers), kinds[0]] if kinds else list(TRANSPORTS)),
         )
 
@@ -86,8 +84,7 @@ def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
     if c.cp > 1 and c.hierarchical and not c.config.model.hierarchical_context_parallel_sizes:
         yield Finding(
             NAME.model.hierarchical_context_parallel_sizes,
-            f"{NAME.model.hierarchical_context_parallel_sizes} must be set when {NAME.model.cp_comm_type} contains "
-            f"{c.hierarchical.name!r}",
+            f"hierarchical_context_parallel_sizes must be set when cp_comm_type contains {c.hierarchical.name!r}",
             either(*splits(c), *plain_transports(c)),
         )
 
@@ -103,8 +100,8 @@ def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
     if c.cp > 1 and sizes and min(sizes) >= 1 and math.prod(sizes) != c.cp:
         yield Finding(
             NAME.model.hierarchical_context_parallel_sizes,
-            f"Product of {NAME.model.hierarchical_context_parallel_sizes} {sizes} (={math.prod(sizes)}) must equal "
-            f"{NAME.model.context_parallel_size} (={c.cp}).",
+            f"Product of hierarchical_context_parallel_sizes {sizes} (={math.prod(sizes)}) must equal "
+            f"context_parallel_size (={c.cp}).",
             either(*splits(c), *plain_transports(c)),
         )
 

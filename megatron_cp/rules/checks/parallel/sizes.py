@@ -133,8 +133,7 @@ def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
     if heads % c.tp:
         yield Finding(
             NAME.model.num_attention_heads,
-            f"{NAME.model.num_attention_heads} ({heads}) must be a multiple of "
-            f"{NAME.model.tensor_model_parallel_size} ({c.tp})",
+            f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({c.tp})",
             one_of(NAME.model.tensor_model_parallel_size, closest(divisors(max(1, heads)), c.tp)),
         )
 
@@ -158,8 +157,7 @@ def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
         fitting = [t for t in divisors(model.num_attention_heads) if groups % t == 0 or t % groups == 0]
         yield Finding(
             NAME.model.num_query_groups,
-            f"{NAME.model.num_query_groups} ({groups}) must be a multiple or divisor of "
-            f"{NAME.model.tensor_model_parallel_size} ({c.tp})",
+            f"num_query_groups ({groups}) must be a multiple or divisor of tensor_model_parallel_size ({c.tp})",
             one_of(NAME.model.tensor_model_parallel_size, closest(fitting, c.tp)),
         )
     elif 1 <= groups < c.tp and model.num_attention_heads % c.tp == 0 and 2 * groups * dim % c.tp:
@@ -319,14 +317,13 @@ def experts_divide(c: Context) -> Iterator[Finding]:
     if c.ep > 1 and not experts:
         yield Finding(
             NAME.model.expert_model_parallel_size,
-            f"{NAME.model.num_moe_experts} must be non None to use expert-parallel",
+            "num_moe_experts must be non None to use expert-parallel",
             f"{NAME.model.expert_model_parallel_size}=1",
         )
     elif experts and experts % c.ep:
         yield Finding(
             NAME.model.num_moe_experts,
-            f"{NAME.model.num_moe_experts} ({experts}) should be divisible by "
-            f"{NAME.model.expert_model_parallel_size} ({c.ep})",
+            f"num_moe_experts ({experts}) should be divisible by expert_model_parallel_size ({c.ep})",
             one_of(NAME.model.expert_model_parallel_size, closest(divisors(experts), c.ep)),
         )
 

@@ -35,7 +35,7 @@ def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.model.num_layers,
             f"num_layers={layers} should be divisible by config.pipeline_model_parallel_size={c.pp}"
-            + (f" times {NAME.model.virtual_pipeline_model_parallel_size}={virtual}" if virtual > 1 else "")
+            + (f" times virtual_pipeline_model_parallel_size={virtual}" if virtual > 1 else "")
             + (f"; {counted} of the {layers} for embedding and loss" if counted else ""),
             either(
                 one_of(NAME.model.num_layers, [n - counted for n in valid]),
@@ -69,7 +69,7 @@ def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[
         yield Finding(field, f"two stages of {' and '.join(map(str, ends.values()))} layers are not {layers}", valid)
     elif any(number % virtual for number in ends.values()):
         field = next(name for name, number in ends.items() if number % virtual)
-        message = f"must be divisible by {NAME.model.virtual_pipeline_model_parallel_size}={virtual}"
+        message = f"must be divisible by virtual_pipeline_model_parallel_size={virtual}"
         yield Finding(field, message, one_of(field, nearest_multiples(ends[field], virtual)))
     elif between and (left < 1 or left % (between * virtual)):
         rest, multiple = sum(ends.values()), between * virtual

@@ -64,14 +64,13 @@ def _layers(c: Context) -> Iterator[Finding]:
     if kind == "full" and model.recompute_method is None:
         yield Finding(
             NAME.model.recompute_method,
-            f"Using {NAME.model.recompute_granularity}: full so {NAME.model.recompute_method} must be "
-            '"block" or "uniform"',
+            'Using recompute_granularity: full so recompute_method must be "block" or "uniform"',
             _METHOD,
         )
     elif kind == "full" and not 1 <= (model.recompute_num_layers or 0) <= max(1, layers):
         yield Finding(
             NAME.model.recompute_num_layers,
-            f"When using {NAME.model.recompute_granularity}: full {NAME.model.recompute_num_layers} must be between "
+            f"When using recompute_granularity: full recompute_num_layers must be between "
             "1 and "
             f"num_layers_per_pipeline_rank: {layers}",
             f"{NAME.model.recompute_num_layers}=1",
@@ -79,7 +78,7 @@ def _layers(c: Context) -> Iterator[Finding]:
     if kind == "selective" and model.recompute_num_layers is not None:
         yield Finding(
             NAME.model.recompute_num_layers,
-            f"When using {NAME.model.recompute_granularity}: selective {NAME.model.recompute_num_layers} must be None.",
+            "When using recompute_granularity: selective recompute_num_layers must be None.",
             f"{NAME.model.recompute_num_layers}=null",
         )
 
@@ -90,10 +89,7 @@ def _distributed(c: Context) -> Iterator[Finding]:
         return
     fix = f"{NAME.model.distribute_saved_activations}=false"
     if model.sequence_parallel or c.tp == 1:
-        message = (
-            f"{NAME.model.distribute_saved_activations} must be false when sequence parallel is enabled, and "
-            "needs tp > 1"
-        )
+        message = "distribute_saved_activations must be false when sequence parallel is enabled, and needs tp > 1"
     elif model.recompute_granularity == "selective":
         message = f"distributes nothing of {NAME.model.recompute_granularity}=selective: whole layers (full) only"
     elif model.architecture == "hybrid":
@@ -124,6 +120,6 @@ def _modules(c: Context) -> Iterator[Finding]:
         elif not allowed.get(name, False):
             yield Finding(
                 field,
-                f"Invalid choices for {NAME.model.recompute_modules}: {name} (layernorm needs Transformer Engine)",
+                f"Invalid choices for recompute_modules: {name} (layernorm needs Transformer Engine)",
                 typed(field, [n for n in model.recompute_modules or [] if allowed.get(n, False)] or ["core_attn"]),
             )
