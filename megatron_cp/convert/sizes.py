@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_cp.config.names import NAME
 from megatron_cp.models.families import FAMILIES
 from megatron_cp.models.families.common.base import Problems
 
@@ -27,7 +28,7 @@ def check_sizes(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     limits = dict.fromkeys(counts, (widest, f"the weights' largest dimension is {widest}"))
     limits["num_hidden_layers"] = layers, f"the weights have {layers} layers"
     # Without numbered experts one tensor is of all of them, or they are missing, which the import reports.
-    for name in (name for name, own in counts.items() if own == "num_moe_experts" and experts):
+    for name in (name for name, own in counts.items() if f"model.{own}" == NAME.model.num_moe_experts and experts):
         limits[name] = experts, f"the weights have {experts} experts in a layer"
     del limits["max_position_embeddings"]
     found = Problems("the value that the model was published with; or fetch its weights again")

@@ -69,7 +69,7 @@ def of_every_schedule(model: ModelConfig, layout: RankLayout) -> dict[str, Any] 
     """What each line of ``schedules.jsonl`` says of the run; None where nothing is packed."""
     if model.sequence_packing_scheduler is None:
         return None
-    return {"context_parallel_size": model.context_parallel_size, **what_keeps_step(model, layout)}
+    return dict(context_parallel_size=model.context_parallel_size, **what_keeps_step(model, layout))
 
 
 def sync_ranks(layout: RankLayout) -> int:

@@ -1,6 +1,7 @@
 """Imports point downward, the thinking parts import neither torch nor megatron, and folders stay small."""
 
 import ast
+import dataclasses
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_cp.config.run_config import ModelConfig
 from tests import house
 from tests.house import PACKAGE
 
@@ -190,3 +192,10 @@ def test_what_is_printed_names_no_file_of_the_clone(path: Path) -> None:
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in documented]
     named = [text for text in texts if isinstance(text, str) and re.search(r"(scripts|docs|\.venv|benchmarks)/", text)]
     assert not named
+
+
+def test_settings_are_named_by_their_fields() -> None:
+    """Not by text: a renamed setting is found wherever it is read, and a wrong name is an error."""
+    written = house.files_that_write(field.name for field in dataclasses.fields(ModelConfig))
+    assert sum(map(len, written.values())) / len(written) <= 1.5
+    assert {name: files for name, files in written.items() if len(files) > 4} == {}
