@@ -104,11 +104,10 @@ def test_names_are_those_of_settings() -> None:
     used = 0
     for path in house.modules().values():
         for node in ast.walk(house.tree(path)):
-            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("NAME.") and node.attr != "model":
-                named = ast.unparse(node).removeprefix("NAME.")
-                if "." in named:
+            match node:
+                case ast.Attribute(value=ast.Attribute(value=ast.Name(id="NAME"), attr=section), attr=name):
                     used += 1
-                    assert named in settings(), f"{path}: {named}"
+                    assert f"{section}.{name}" in settings(), f"{path}: {section}.{name}"
     assert used > 500
 
 
