@@ -14,7 +14,6 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_cp.common.terminal import say
-from megatron_cp.config.model_config import CONCERNS
 from megatron_cp.config.overrides import override
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.schema import describe, hints
@@ -51,7 +50,7 @@ def document() -> str:
         if not is_dataclass(kind):
             continue
         lines.append(f"## {section}\n")
-        for part in CONCERNS if section == "model" else (kind,):
+        for part in reversed(kind.__bases__) if section == "model" else (kind,):
             if section == "model":
                 lines.append(f"### {(inspect.getmodule(part).__doc__ or '').strip()}\n")
             head = ["setting", "what it is", "value", "default", "decides", "megatron-core"]
@@ -77,8 +76,8 @@ def _code(switch: str) -> str:
 
 
 def _range(facts: Facts) -> str:
-    least = {"positive": f", above {facts.least:g}"}.get(facts.kind, f", at least {facts.least:g}")
-    most = {"share": f", below {facts.most:g}"}.get(facts.kind, f", at most {facts.most:g}")
+    least = f", {'above' if facts.kind == 'positive' else 'at least'} {facts.least:.10g}"
+    most = f", {'below' if facts.kind == 'share' else 'at most'} {facts.most:.10g}"
     return (least if facts.least > -math.inf else "") + (most if facts.most < math.inf and facts.kind != "size" else "")
 
 

@@ -17,21 +17,6 @@ from megatron_cp.config.model.positions import Positions
 from megatron_cp.config.model.shape import Shape
 from megatron_cp.config.model.width import Width
 
-# In the order in which they are printed.
-CONCERNS = (
-    Shape,
-    Width,
-    Positions,
-    Attention,
-    LatentAttention,
-    Mamba,
-    FurtherTokens,
-    Experts,
-    Parallel,
-    ContextParallel,
-    Memory,
-)
-
 
 @dataclass
 class ModelConfig(
@@ -47,7 +32,10 @@ class ModelConfig(
     Width,
     Shape,
 ):
-    """Architecture, parallel layout, and choices of memory and precision; a dataclass takes the last base's first."""
+    """Architecture, parallel layout, and choices of memory and precision.
+
+    Fields are in the order of the bases from the last to the first, which is how dataclasses inherit.
+    """
 
     @property
     def kv_heads(self) -> int:

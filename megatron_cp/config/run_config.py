@@ -23,7 +23,7 @@ from megatron_cp.config.sections.numerics import MixedPrecisionConfig, RNGConfig
 from megatron_cp.config.sections.observing import LoggerConfig, ProfilingConfig
 from megatron_cp.config.sections.optimization import OptimizerConfig, SchedulerConfig
 from megatron_cp.config.sections.training import TrainConfig, ValidationConfig
-from megatron_cp.config.setting import Facts, facts_of, value_at
+from megatron_cp.config.setting import Facts, facts_of
 
 # What is counted in iterations or in samples: NAME_iters and NAME_samples.
 TRAINING_LENGTHS, SCHEDULE_LENGTHS = ("train",), ("lr_warmup", "lr_decay", "lr_wsd_decay")
@@ -98,7 +98,10 @@ class RunConfig:
 
     def value_at(self, path: str) -> Any:
         """A setting by its dotted name; None where there is no such setting."""
-        return value_at(self, path)
+        value: Any = self
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        return value
 
     def _count_in_iterations(self) -> None:
         """Turn lengths in samples into iterations. What is given in both stays, and rule K56 refuses it."""
@@ -139,7 +142,7 @@ def _kind_of_data(
 
 def default_at(path: str) -> Any:
     """The default of a setting, by its dotted name."""
-    return value_at(RunConfig(), path)
+    return RunConfig().value_at(path)
 
 
 @cache

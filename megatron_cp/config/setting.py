@@ -101,24 +101,17 @@ def facts_of(section: Any) -> dict[str, Facts]:
 def equals(setting: str, *values: Any) -> When:
     """Read where a setting has one of these values."""
     shown = " or ".join(typed(setting, value).partition("=")[2] for value in values)
-    return When(f"{setting}={shown}", lambda run: value_at(run, setting) in values, typed(setting, values[0]))
+    return When(f"{setting}={shown}", lambda run: run.value_at(setting) in values, typed(setting, values[0]))
 
 
 def given(setting: str, example: Any) -> When:
     """Read where a setting is not null; ``example`` is a value that it may have."""
-    return When(setting, lambda run: value_at(run, setting) is not None, typed(setting, example))
+    return When(setting, lambda run: run.value_at(setting) is not None, typed(setting, example))
 
 
 def counted(setting: str, example: int) -> When:
     """Read where a number is neither null nor 0."""
-    return When(setting, lambda run: bool(value_at(run, setting)), typed(setting, example))
-
-
-def value_at(config: Any, path: str) -> Any:
-    """A setting of a run by its dotted name; None where there is no such setting."""
-    for name in path.split("."):
-        config = getattr(config, name, None)
-    return config
+    return When(setting, lambda run: bool(run.value_at(setting)), typed(setting, example))
 
 
 def passed_on(section: Any, upstream: Iterable[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How sequences are divided over ranks, and packs of them."""
+"""Context parallelism and packing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ContextParallel:
     context_parallel_size: int = size(1, "cp: ranks that share a sequence", LAYOUT, flags="-cp --context_parallel_size")
     cp_comm_type: str | list[str] = setting(
         "p2p",
-        "how attention's keys and values, or heads, travel: a transport, auto, or a list with one a layer",
+        "how keys and values, or heads, are exchanged: a transport, auto, or a list with one per layer",
         LAYOUT,
         translated=True,
         expected="cp_comm_type must be a str or list of str",
@@ -34,7 +34,7 @@ class ContextParallel:
         None, "tokens of a microbatch on a rank; null: a sample's, divided by cp and rounded up", LAYOUT, when=PACKS
     )
     sequence_packing_scheduler: Literal["default_dynamic_cp", "dp_balanced"] | None = setting(
-        None, "who packs samples of their own lengths; null: samples have one length", LAYOUT
+        None, "packs samples of different lengths; null: all samples have one length", LAYOUT
     )
     dynamic_context_parallel_calibration_iters: int = setting(
         10,

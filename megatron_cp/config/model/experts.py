@@ -58,7 +58,10 @@ class Experts:
         when=(EXPERTS, NO_SINKHORN),
     )
     moe_router_enable_expert_bias: bool = setting(
-        False, "a bias a expert balances without a loss, in what is chosen only", WEIGHTS, when=EXPERTS
+        False,
+        "a bias per expert balances the load without a loss; it changes only which experts are chosen",
+        WEIGHTS,
+        when=EXPERTS,
     )
     moe_router_bias_update_rate: float = setting(
         1e-3,

@@ -1,4 +1,4 @@
-"""What is computed again, in pieces, or by fused kernels: memory and speed."""
+"""Recomputation and fused kernels."""
 
 from __future__ import annotations
 
@@ -27,13 +27,22 @@ class Memory:
         translated=True,
     )
     gradient_accumulation_fusion: bool | None = setting(
-        None, "weight gradients are added by the product itself; null: as above", LAYOUT, translated=True
+        None,
+        "the matrix product itself accumulates weight gradients; null: with Transformer Engine's layers, where it fits",
+        LAYOUT,
+        translated=True,
     )
     cross_entropy_loss_fusion: bool | None = setting(
-        None, "one kernel makes the loss; null: as above", LAYOUT, translated=True
+        None,
+        "one kernel computes the loss; null: where the layers are Transformer Engine's and the kernel fits the model",
+        LAYOUT,
+        translated=True,
     )
     cross_entropy_fusion_impl: Literal["native", "te"] | None = setting(
-        None, "whose; null: as above", LAYOUT, translated=True
+        None,
+        "whose fused loss: Transformer Engine's (te) or megatron-core's (native); null: chosen with the kernel",
+        LAYOUT,
+        translated=True,
     )
     cross_entropy_chunk_size: int | None = size(
         None, "tokens whose logits exist at once on a rank; null: all of them", LAYOUT

@@ -1,4 +1,4 @@
-"""How the model is divided over ranks, but for the sequence."""
+"""Tensor, pipeline, expert and sequence parallelism."""
 
 from __future__ import annotations
 

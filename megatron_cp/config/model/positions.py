@@ -1,4 +1,4 @@
-"""How tokens are told where they stand."""
+"""Position embeddings."""
 
 from __future__ import annotations
 

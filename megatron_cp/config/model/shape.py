@@ -1,4 +1,4 @@
-"""What is built: kind of model, sizes, and what all of its layers are made of."""
+"""Architecture, sizes, norms, activations and initial weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class Shape:
     add_bias_linear: bool = setting(False, "linear layers have biases", WEIGHTS)
     hidden_dropout: float = share(0.0, "dropout of what a layer adds to the residual stream")
     init_method_std: float = setting(0.02, "standard deviation of initial weights", least=0)
-    embedding_init_method_std: float | None = setting(None, "... of the embedding; null: init_method_std", least=0)
+    embedding_init_method_std: float | None = setting(
+        None, "standard deviation of the embedding's initial weights; null: init_method_std", least=0
+    )
     use_cpu_initialization: bool = setting(
         False, "slower: the same initial weights under every layout; without a GPU always so", translated=True
     )

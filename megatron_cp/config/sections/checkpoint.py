@@ -25,7 +25,9 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = setting(False, "end instead of beginning fresh")
     ckpt_step: int | None = setting(None, "which checkpoint; null: the latest")
     most_recent_k: int = setting(-1, "checkpoints to keep; -1: all")
-    save_retain_interval: int | None = positive(None, "... and those at multiples of so many steps")
+    save_retain_interval: int | None = positive(
+        None, "also keep checkpoints at multiples of so many steps, whatever most_recent_k"
+    )
     async_save: bool = setting(False, "write while training goes on")
     fully_parallel_save: bool = setting(True, "data-parallel ranks divide what is written")
     verify_checksums: bool = setting(True, "compare a checkpoint's files with their checksums before loading")

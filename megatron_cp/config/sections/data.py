@@ -42,14 +42,16 @@ class DatasetConfig:
     )
     test_data_path: str | list[str | int | float] | None = setting(None, "files of the test set", DATA)
     split: str = setting("9999,8,2", "how data_path is divided into training, validation and test", DATA, when=DIVIDES)
-    path_to_cache: str | None = setting(None, "folder of what is read once of the data; null: beside it")
+    path_to_cache: str | None = setting(
+        None, "folder of the index files that are made of the data; null: beside the data"
+    )
     random_seed: int = setting(1234, "of the order of samples", DATA, least=0, most=LARGEST)
-    num_workers: int = setting(0, "processes a rank that read ahead", least=0)
-    eod_mask_loss: bool = setting(False, "tokens that end documents do not count", DATA)
+    num_workers: int = setting(0, "processes per rank that read ahead", least=0)
+    eod_mask_loss: bool = setting(False, "tokens that end documents are not in the loss", DATA)
     reset_position_ids: bool = setting(False, "positions begin anew with each document of a sample", DATA)
     reset_attention_mask: bool = setting(False, "a document of a sample does not see those before it", DATA)
     mock_masked_fraction: float = share(
-        0.0, "of mock data: this share of tokens does not count, unevenly over the sequence", DATA, when=MOCK
+        0.0, "of mock data: this share of tokens is not in the loss, unevenly over the sequence", DATA, when=MOCK
     )
     mock_num_samples: int = setting(10000, "of mock data: samples", DATA, least=1, when=MOCK)
     too_long: Literal["split", "refuse"] = setting(
@@ -58,9 +60,11 @@ class DatasetConfig:
     mock_lengths: str = setting(
         "lognormal", "of mock_documents: a distribution by name, or a file of lengths", DATA, when=OWN_LENGTHS
     )
-    text_key: str | None = setting("text", "of a line of jsonl: a text, all of which counts", DATA, when=JSONL)
-    prompt_key: str | None = setting("prompt", "... or a prompt, which does not count", DATA, when=JSONL)
-    response_key: str | None = setting("response", "... and a response, which does", DATA, when=JSONL)
+    text_key: str | None = setting("text", "jsonl: the key of a text; the loss is over all of it", DATA, when=JSONL)
+    prompt_key: str | None = setting("prompt", "jsonl: the key of a prompt, which is not in the loss", DATA, when=JSONL)
+    response_key: str | None = setting(
+        "response", "jsonl: the key of a response, which is in the loss", DATA, when=JSONL
+    )
 
     @property
     def divides(self) -> bool:

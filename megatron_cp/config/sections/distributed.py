@@ -18,8 +18,8 @@ class DistributedConfig:
     distributed_backend: Literal["nccl", "gloo", "staged"] | None = setting(
         None, "null: nccl on GPUs, gloo elsewhere; staged: gloo by way of host memory, for ranks that share a GPU; slow"
     )
-    distributed_timeout_minutes: float = positive(10.0, "how long a message is waited for", most=A_YEAR)
-    use_tp_pp_dp_mapping: bool = setting(False, "ranks are numbered tp, pp, dp instead of tp, dp, pp")
+    distributed_timeout_minutes: float = positive(10.0, "how long a rank waits for a message", most=A_YEAR)
+    use_tp_pp_dp_mapping: bool = setting(False, "pipeline stages are numbered before data-parallel replicas")
     attention_probe: bool = setting(True, "each attention group computes a known case before training")
     dynamic_groups_at_start: bool = setting(False, "groups of packs are all built before training", when=PACKS)
     eval_context_parallel_size: int | None = setting(
@@ -39,7 +39,7 @@ class DistributedDataParallelConfig:
         True, "look for gradients that are not finite, in every step", translated=True
     )
     bucket_size: int | None = setting(None, "elements of gradients that are reduced at once; null: megatron-core's")
-    num_buckets: int | None = size(None, "... or so many times a step; null: by bucket_size")
+    num_buckets: int | None = size(None, "number of buckets, instead of their size; null: by bucket_size")
     pad_buckets_for_high_nccl_busbw: bool = setting(
         False, "buckets are padded to a multiple of 65536 elements, for NCCL on many ranks"
     )

@@ -10,7 +10,7 @@ from megatron_cp.config.setting import LARGEST, positive, setting
 @dataclass
 class RNGConfig:
     seed: int = setting(1234, "of weights and dropout", least=0, most=LARGEST)
-    data_parallel_random_init: bool = setting(False, "replicas draw weights of their own, and take the first's")
+    data_parallel_random_init: bool = setting(False, "each replica draws weights, then takes those of the first")
 
 
 @dataclass

@@ -86,16 +86,18 @@ class SchedulerConfig:
         "cosine", "how the learning rate falls after the warmup", SCHEDULE
     )
     lr_warmup_iters: int = setting(0, "steps over which it rises", SCHEDULE, flags="--warmup_iters")
-    lr_warmup_fraction: float | None = setting(None, "... or this share of lr_decay_iters", SCHEDULE)
+    lr_warmup_fraction: float | None = setting(
+        None, "warmup as a share of lr_decay_iters, instead of lr_warmup_iters", SCHEDULE
+    )
     lr_warmup_init: float = setting(0.0, "what it rises from", SCHEDULE)
     lr_decay_iters: int | None = setting(None, "steps until it has fallen; null: train.train_iters", SCHEDULE)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
         "exponential", "how it falls at the end of WSD", SCHEDULE, when=WSD
     )
     lr_wsd_decay_iters: int | None = setting(None, "steps of that fall", SCHEDULE, when=WSD)
-    lr_warmup_samples: int = setting(0, "instead of iterations: whole global batches of so many samples")
-    lr_decay_samples: int | None = setting(None, "as above")
-    lr_wsd_decay_samples: int | None = setting(None, "as above")
+    lr_warmup_samples: int = setting(0, "lr_warmup_iters in samples, rounded to whole global batches")
+    lr_decay_samples: int | None = setting(None, "lr_decay_iters in samples")
+    lr_wsd_decay_samples: int | None = setting(None, "lr_wsd_decay_iters in samples")
     start_weight_decay: float | None = setting(None, "weight decay of the first step; null: the optimizer's", SCHEDULE)
     end_weight_decay: float | None = setting(None, "weight decay of the last step; null: the optimizer's", SCHEDULE)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = setting(

@@ -30,7 +30,7 @@ class TrainConfig:
     )
     manual_gc: bool = setting(False, "collect Python's garbage between steps only")
     manual_gc_interval: int = setting(
-        0, "... every so many steps; 0: never", least=0, when=equals("train.manual_gc", True)
+        0, "with manual_gc: steps between collections; 0: never", least=0, when=equals("train.manual_gc", True)
     )
 
 

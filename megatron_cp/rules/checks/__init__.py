@@ -11,6 +11,7 @@ from megatron_cp.rules.checks.model import (
     layer_variants,
     loss,
     mtp_and_mamba,
+    positions,
 )
 from megatron_cp.rules.checks.parallel import context_parallel, groups, packing, sequence, sizes, stages
 from megatron_cp.rules.checks.run import checkpointing, data, logging, optimizer, recomputation, settings, variables

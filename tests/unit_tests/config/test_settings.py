@@ -10,11 +10,11 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp.config import run_config
-from megatron_cp.config.model_config import CONCERNS, ModelConfig
+from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import RunConfig, settings
 from megatron_cp.config.schema import build
-from megatron_cp.config.setting import LAYOUT, Facts, equals, facts_of, given, setting, value_at
+from megatron_cp.config.setting import LAYOUT, Facts, equals, facts_of, given, setting
 from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.rules import RULES, Environment
@@ -64,12 +64,8 @@ def test_one_line_adds_a_setting_that_is_passed_on(one_more: type[RunConfig]) ->
 def test_every_setting_is_declared_with_its_facts() -> None:
     for name, facts in settings().items():
         assert facts.help, name
-        assert facts.allows(value_at(RunConfig(), name)), name
+        assert facts.allows(RunConfig().value_at(name)), name
     assert len(settings()) > 200
-
-
-def test_the_concerns_are_the_model() -> None:
-    assert [each.name for each in fields(ModelConfig)] == [name for part in CONCERNS for name in facts_of(part)]
 
 
 def test_what_is_translated_is_megatron_cores() -> None:
