@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.transformer.utils import is_layer_window_attention
-
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.base import Problems, Settings, is_count
@@ -100,10 +98,10 @@ class LayerWindows(Settings):
             model.window_attn_skip_freq = next(every, [int(each) for each in sliding])
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
-        window, every = model.window_size, model.window_attn_skip_freq
+        window = model.window_size
         check_causal(window, problems)
         numbers = range(1, model.num_layers + 1)
-        has_window = [window is not None and is_layer_window_attention(window, every, layer) for layer in numbers]
+        has_window = [model.layer_has_window(layer) for layer in numbers]
         return super().write(model, problems) | {
             "sliding_window": window[0] + 1 if window else None,
             "layer_types": ["sliding_attention" if each else "full_attention" for each in has_window],
