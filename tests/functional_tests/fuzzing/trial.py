@@ -137,7 +137,8 @@ def _left_processes(session: int) -> str:
         try:
             words = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()
             if words[0] != "Z" and int(words[3]) == session:
-                left.append(Path("/proc", name, "cmdline").read_text().replace("\0", " ")[:80])
+                command = Path("/proc", name, "cmdline").read_text()  # empty while the process starts its program
+                left.append(f"{name} {command.replace(chr(0), ' ')[:80]}")
                 os.kill(int(name), signal.SIGKILL)
         except OSError:
             continue
