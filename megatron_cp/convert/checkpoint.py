@@ -22,6 +22,7 @@ from megatron_cp.config.run_config import CheckpointConfig, MixedPrecisionConfig
 from megatron_cp.config.schema import build
 from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.mcore.private_names import keep_expert_bias_in_float32
+from megatron_cp.models.build import Build
 from megatron_cp.models.builder import build_model
 from megatron_cp.models.layer_specs import choose_attention
 from megatron_cp.models.layers.router import PackRouter
@@ -179,7 +180,8 @@ def whole_model(config: RunConfig) -> Iterator[WholeModel]:
         core_config.perform_initialization = False
         assert config.model.vocab_size is not None
         attention = choose_attention(config.model, core_config, (), config.mixed_precision.fp32)
-        (module,) = build_model(config.model, core_config, groups, config.model.vocab_size, config.rng.seed, attention)
+        build = Build(config.model, core_config, groups, config.rng.seed, attention)
+        (module,) = build_model(build, config.model.vocab_size)
         if core_config.fp16 or core_config.bf16:
             module = Float16Module(core_config, module)
             for router in (each for each in module.modules() if isinstance(each, PackRouter)):

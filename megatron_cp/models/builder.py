@@ -1,18 +1,17 @@
-"""Build this rank's model chunks."""
+"""Build this rank's model chunks: megatron-core's model of our layer specs, changed by one transform after another."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp.config.run_config import ModelConfig
+from megatron_cp.models.build import Build
 from megatron_cp.models.fusions import fuses_gradient_sum
 from megatron_cp.models.initial_weights import draw_part, seed_of
 from megatron_cp.models.language_model import LanguageModel
-from megatron_cp.models.layer_specs import gpt_block_spec, its_layers
+from megatron_cp.models.layer_specs import gpt_block_spec
 from megatron_cp.models.layers.mtp import mtp_block_spec
 from megatron_cp.models.local_rotary import LocalAndGlobalRotary
 from megatron_cp.models.vocabulary import padded_vocab_size
@@ -21,41 +20,22 @@ from megatron_cp.models.yarn import kept_shares
 if TYPE_CHECKING:
     from megatron_cp.models.hybrid import HybridLanguageModel
 
+    type Chunk = LanguageModel | HybridLanguageModel
 
-def build_model(
-    model: ModelConfig,
-    core_config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    vocab_size: int,
-    seed: int,
-    core_attention: type,
-) -> list[LanguageModel | HybridLanguageModel]:
+
+def build_model(build: Build, vocab_size: int) -> list[Chunk]:
     """This rank's chunks of the model, one a virtual pipeline stage, on this rank's device.
 
-    Args:
-        vocab_size: number of tokens the tokenizer knows, before padding.
-        core_attention: the class of :func:`choose_attention`.
+    ``vocab_size`` is the number of tokens the tokenizer knows, before padding.
     """
-    stages = model.virtual_pipeline_model_parallel_size
-    vp_stages = [None] if stages is None else list(range(stages))
-    return [
-        _build_chunk(model, core_config, groups, vocab_size, vp_stage, seed, core_attention) for vp_stage in vp_stages
-    ]
+    stages = build.model.virtual_pipeline_model_parallel_size
+    return [_build_chunk(build, vocab_size, vp_stage) for vp_stage in ([None] if stages is None else range(stages))]
 
 
-def _build_chunk(
-    model: ModelConfig,
-    core_config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    vocab_size: int,
-    vp_stage: int | None,
-    seed: int,
-    core_attention: type,
-) -> LanguageModel | HybridLanguageModel:
-    with_yarn = model.position_embedding_type == "yarn"
-    stage, stages = groups.pp.rank(), groups.pp.size()
+def _build_chunk(build: Build, vocab_size: int, vp_stage: int | None) -> Chunk:
+    model, stage = build.model, build.groups.pp.rank()
     last_vp_stage = (model.virtual_pipeline_model_parallel_size or 1) - 1
-    is_last = stage == stages - 1 and (vp_stage is None or vp_stage == last_vp_stage)
+    is_last = stage == build.groups.pp.size() - 1 and vp_stage in (None, last_vp_stage)
     common: dict[str, Any] = dict(
         vocab_size=padded_vocab_size(model, vocab_size),
         max_sequence_length=model.max_position_embeddings,
@@ -63,78 +43,76 @@ def _build_chunk(
         post_process=is_last,
         parallel_output=True,
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
-        position_embedding_type="rope" if with_yarn else model.position_embedding_type,
+        position_embedding_type="rope" if _has_yarn(model) else model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=int(model.rotary_base),
         seq_len_interpolation_factor=model.seq_len_interpolation_factor,
-        pg_collection=groups,
+        pg_collection=build.groups,
         vp_stage=vp_stage,
     )
     if model.architecture == "hybrid":
         # Imported here: Mamba's modules bring kernels along that no other model needs.
         from megatron_cp.models.hybrid import build_hybrid
 
-        chunk: LanguageModel | HybridLanguageModel = build_hybrid(model, core_config, seed, core_attention, **common)
+        chunk: Chunk = build_hybrid(build, **common)
     else:
-        block, layer = gpt_block_spec(model, core_config, groups, vp_stage, seed, core_attention)
-        mtp = None
-        if is_last and model.mtp_num_layers:
-            mtp = mtp_block_spec(model, seed, layer, block.layer_norm, its_layers(core_config))
+        block, layer = gpt_block_spec(build, vp_stage)
         chunk = LanguageModel(
-            config=core_config,
+            config=build.core_config,
             transformer_layer_spec=block,
-            mtp_block_spec=mtp,
+            mtp_block_spec=mtp_block_spec(build, layer) if is_last and model.mtp_num_layers else None,
             rope_scaling=model.rope_scaling,
             rope_scaling_factor=model.rope_scaling_factor,
             **common,
         )
-    if with_yarn and not model.multi_latent_attention:  # which has positions of its own in every layer
-        _lengthen_positions(chunk.rotary_pos_emb, model)
-    if model.has_local_rotary:
-        chunk.rotary_pos_emb = LocalAndGlobalRotary(chunk.rotary_pos_emb, model)
-    if model.scale_embeddings and (chunk.pre_process or chunk.mtp_process):
-        _scale_embeddings(chunk.embedding.word_embeddings, model.hidden_size)
-    chunk.cross_entropy_chunk_size = model.cross_entropy_chunk_size
-    if core_config.use_cpu_initialization and core_config.perform_initialization:
-        _seed_vocabulary_weights(chunk, core_config, groups, seed)
-    if fuses_gradient_sum(model, its_layers(core_config)):
-        _let_products_sum_gradients(chunk)
-    if torch.cuda.is_available():
-        chunk.cuda(torch.cuda.current_device())
+    for transform in CHUNK_TRANSFORMS:
+        transform(chunk, build)
     return chunk
 
 
-def _lengthen_positions(embedding: Any, model: ModelConfig) -> None:
+def _has_yarn(model: ModelConfig) -> bool:
+    return model.position_embedding_type == "yarn"
+
+
+def lengthen_positions(chunk: Chunk, build: Build) -> None:
     """YaRN is the ordinary rotary embedding with other frequencies.
 
     Upstream's own module asks the MPU for its group in GPT models, and slices a table of the original length by it.
     """
+    model = build.model
+    if not _has_yarn(model) or model.multi_latent_attention:  # which has positions of its own in every layer
+        return
+    embedding = chunk.rotary_pos_emb
     plain = embedding.inv_freq
     kept = plain.new_tensor(kept_shares(model, 2 * len(plain)))
     embedding.inv_freq = plain / model.yarn_rotary_scaling_factor * (1 - kept) + plain * kept
 
 
-def _scale_embeddings(embedding: Any, hidden_size: int) -> None:
-    """Multiply an embedding's output by sqrt(hidden_size), rounded to the weights' dtype as Gemma's is."""
-    scale = torch.tensor(hidden_size**0.5, dtype=embedding.weight.dtype, device="cpu").item()
+def add_local_rotary(chunk: Chunk, build: Build) -> None:
+    """Layers with a sliding window rotate by a base of their own."""
+    if build.model.has_local_rotary:
+        chunk.rotary_pos_emb = LocalAndGlobalRotary(chunk.rotary_pos_emb, build.model)
+
+
+def scale_embeddings(chunk: Chunk, build: Build) -> None:
+    """Multiply the embedding's output by sqrt(hidden_size), rounded to the weights' dtype as Gemma's is."""
+    if not build.model.scale_embeddings or not (chunk.pre_process or chunk.mtp_process):
+        return
+    embedding = chunk.embedding.word_embeddings
+    scale = torch.tensor(build.model.hidden_size**0.5, dtype=embedding.weight.dtype, device="cpu").item()
     embedding.register_forward_hook(lambda module, tokens, output: output * scale)
 
 
-def _let_products_sum_gradients(chunk: torch.nn.Module) -> None:
-    """In the layers of Transformer Engine. Asked for by megatron-core's own setting, its output layer wants apex."""
-    module: Any
-    for module in chunk.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+def cut_loss(chunk: Chunk, build: Build) -> None:
+    """Compute the loss of so many tokens at a time."""
+    chunk.cross_entropy_chunk_size = build.model.cross_entropy_chunk_size
 
 
-def _seed_vocabulary_weights(
-    chunk: LanguageModel | HybridLanguageModel,
-    core_config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    seed: int,
-) -> None:
+def seed_vocabulary(chunk: Chunk, build: Build) -> None:
     """Draw the embedding and the output layer from seeds of their own: the same ones under every layout."""
+    core_config = build.core_config
+    if not (core_config.use_cpu_initialization and core_config.perform_initialization):
+        return
     weights = {}
     if chunk.pre_process or chunk.mtp_process:
         weights["embedding"] = chunk.embedding.word_embeddings.weight
@@ -145,4 +123,30 @@ def _seed_vocabulary_weights(
             weights["embedding"] = chunk.output_layer.weight  # the last stage's copy of the tied weight
     for name, weight in weights.items():
         method = core_config.embedding_init_method if name == "embedding" else core_config.init_method
-        draw_part(weight, seed_of(seed, name), method, core_config.params_dtype, groups.tp, 0)
+        draw_part(weight, seed_of(build.seed, name), method, core_config.params_dtype, build.groups.tp, 0)
+
+
+def sum_gradients_in_products(chunk: Chunk, build: Build) -> None:
+    """In the layers of Transformer Engine. Asked for by megatron-core's own setting, its output layer wants apex."""
+    if not fuses_gradient_sum(build.model, build.with_te):
+        return
+    module: Any
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+
+
+def move_to_device(chunk: Chunk, build: Build) -> None:
+    if torch.cuda.is_available():
+        chunk.cuda(torch.cuda.current_device())
+
+
+CHUNK_TRANSFORMS = (  # in this order: each changes a chunk in place
+    lengthen_positions,
+    add_local_rotary,
+    scale_embeddings,
+    cut_loss,
+    seed_vocabulary,
+    sum_gradients_in_products,
+    move_to_device,
+)

@@ -26,39 +26,39 @@ def rotary_gap(model: ModelConfig) -> str | None:
     return None
 
 
-def fuses_rotary_embedding(model: ModelConfig, its_layers: bool) -> bool:
+def fuses_rotary_embedding(model: ModelConfig, te_layers: bool) -> bool:
     """Whether queries and keys are rotated by one kernel each, where the layers are Transformer Engine's or not."""
     wanted = model.apply_rope_fusion
-    return its_layers and rotary_gap(model) is None if wanted is None else wanted
+    return te_layers and rotary_gap(model) is None if wanted is None else wanted
 
 
-def fuses_gradient_sum(model: ModelConfig, its_layers: bool) -> bool:
+def fuses_gradient_sum(model: ModelConfig, te_layers: bool) -> bool:
     """Whether the products that make the weights' gradients add them to the sum over microbatches themselves."""
     wanted = model.gradient_accumulation_fusion
-    return its_layers if wanted is None else wanted
+    return te_layers if wanted is None else wanted
 
 
-def groups_experts(model: ModelConfig, its_layers: bool) -> bool:
+def groups_experts(model: ModelConfig, te_layers: bool) -> bool:
     """Whether the experts of a rank share a product, instead of one each."""
     wanted = model.moe_grouped_gemm
-    return "E" in model.parts and (its_layers if wanted is None else wanted)
+    return "E" in model.parts and (te_layers if wanted is None else wanted)
 
 
-def fused_loss(model: ModelConfig, its_layers: bool) -> Literal["native", "te"] | None:
+def fused_loss(model: ModelConfig, te_layers: bool) -> Literal["native", "te"] | None:
     """Whose kernel computes the cross-entropy: megatron-core's, Transformer Engine's, or (None) plain PyTorch."""
-    whose = model.cross_entropy_fusion_impl or ("te" if its_layers else "native")
+    whose = model.cross_entropy_fusion_impl or ("te" if te_layers else "native")
     wanted = model.cross_entropy_loss_fusion
     if wanted is None:
-        wanted = whose == "te" and its_layers and not model.deterministic_mode
+        wanted = whose == "te" and te_layers and not model.deterministic_mode
     return whose if wanted else None
 
 
-def kernels_in_use(model: ModelConfig, its_layers: bool) -> list[str]:
+def kernels_in_use(model: ModelConfig, te_layers: bool) -> list[str]:
     """Those of Transformer Engine that a model uses, in words."""
     used = {
-        "rotary embedding": fuses_rotary_embedding(model, its_layers),
-        "sums of weight gradients": fuses_gradient_sum(model, its_layers),
-        "cross-entropy": fused_loss(model, its_layers) == "te",
-        "products of experts": groups_experts(model, its_layers),
+        "rotary embedding": fuses_rotary_embedding(model, te_layers),
+        "sums of weight gradients": fuses_gradient_sum(model, te_layers),
+        "cross-entropy": fused_loss(model, te_layers) == "te",
+        "products of experts": groups_experts(model, te_layers),
     }
     return [name for name, is_used in used.items() if is_used]

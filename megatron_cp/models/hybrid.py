@@ -20,11 +20,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_cp.config.run_config import ModelConfig
+from megatron_cp.models.build import Build
 from megatron_cp.models.hybrid_pattern import with_stages
-from megatron_cp.models.layer_specs import gpt_layer_spec, its_layers
+from megatron_cp.models.layer_specs import gpt_layer_spec
 from megatron_cp.models.layers.chunked_loss import LossesInPieces
-from megatron_cp.models.layers.mamba import ContextParallelMambaMixer, SeededMambaLayer
+from megatron_cp.models.layers.mamba.mixer import ContextParallelMambaMixer, SeededMambaLayer
 from megatron_cp.models.layers.mtp import FurtherTokens, mtp_block_spec
 from megatron_cp.models.layers.router import padding_in_layers
 from megatron_cp.models.layers.tied_weights import TiedWithoutGlobalState
@@ -112,42 +112,37 @@ class HybridLanguageModel(FurtherTokens, LossesInPieces, TiedWithoutGlobalState,
         return self.rotary_pos_emb(length, packed_seq=packed is not None)
 
 
-def build_hybrid(
-    model: ModelConfig, core_config: TransformerConfig, seed: int, core_attention: type, **common: Any
-) -> HybridLanguageModel:
+def build_hybrid(build: Build, **common: Any) -> HybridLanguageModel:
     """This rank's chunk; ``common`` are the arguments that megatron-core's language models share."""
+    model = build.model
     stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
     pattern = with_stages(model.hybrid_layer_pattern or "", stages)
     if not common["post_process"]:  # upstream asks the global state who predicts further tokens
         pattern = pattern.split("/")[0]
     return HybridLanguageModel(
-        config=core_config,
-        hybrid_stack_spec=hybrid_stack_spec(model, core_config, seed, core_attention),
+        config=build.core_config,
+        hybrid_stack_spec=hybrid_stack_spec(build),
         hybrid_layer_pattern=pattern,
         **common,
     )
 
 
-def hybrid_stack_spec(
-    model: ModelConfig, core_config: TransformerConfig, seed: int, core_attention: type
-) -> ModuleSpec:
+def hybrid_stack_spec(build: Build) -> ModuleSpec:
     """The spec of the stack: attention, MLP and experts are the halves of GPT layers."""
-    dense, norm = gpt_layer_spec(model, core_config, seed, core_attention, experts=False)
+    dense = gpt_layer_spec(build, experts=False)
     layers: dict[str, Any] = {
         "attention_layer": _without(dense, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp),
         "mlp_layer": _without_attention(dense),
+        "mamba_layer": ModuleSpec(
+            module=SeededMambaLayer, submodules=_mamba_submodules(build), params={"initialization_seed": build.seed}
+        ),
     }
-    if "E" in model.parts:
-        with_experts, _ = gpt_layer_spec(model, core_config, seed, core_attention, experts=True)
-        layers["moe_layer"] = _without_attention(with_experts)
-    layers["mamba_layer"] = ModuleSpec(
-        module=SeededMambaLayer,
-        submodules=_mamba_submodules(its_layers(core_config), norm),
-        params={"initialization_seed": seed},
-    )
-    if model.mtp_num_layers:
-        layers["mtp_block_spec"] = mtp_block_spec(model, seed, None, norm, its_layers(core_config))
-    return ModuleSpec(module=HybridLayers, submodules=HybridStackSubmodules(**layers), params={"final_norm": norm})
+    if "E" in build.model.parts:
+        layers["moe_layer"] = _without_attention(gpt_layer_spec(build, experts=True))
+    if build.model.mtp_num_layers:
+        layers["mtp_block_spec"] = mtp_block_spec(build, None)
+    submodules = HybridStackSubmodules(**layers)
+    return ModuleSpec(module=HybridLayers, submodules=submodules, params={"final_norm": build.norm})
 
 
 def _without_attention(layer: ModuleSpec) -> ModuleSpec:
@@ -158,8 +153,9 @@ def _without(layer: ModuleSpec, **left_out: Any) -> ModuleSpec:
     return ModuleSpec(module=layer.module, params=layer.params, submodules=replace(layer.submodules, **left_out))
 
 
-def _mamba_submodules(with_te: bool, norm: Any) -> MambaLayerSubmodules:
-    if with_te:
+def _mamba_submodules(build: Build) -> MambaLayerSubmodules:
+    norm: Any = build.norm
+    if build.with_te:
         from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
 
         linears = MambaMixerSubmodules(in_proj=TELayerNormColumnParallelLinear, out_proj=TERowParallelLinear)

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_cp.config.run_config import MixedPrecisionConfig, ModelConfig
 from megatron_cp.config.setting import passed_on
 from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding, groups_experts
-from megatron_cp.models.layer_specs import use_its_layers
+from megatron_cp.models.layer_specs import use_te_layers
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -43,8 +43,8 @@ def transformer_config(
     """megatron-core's configuration of a finalized run configuration."""
     config_class = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     dtype = params_dtype(precision)
-    on_gpu, its_layers = torch.cuda.is_available(), use_its_layers(model, precision.fp32)
-    loss = fused_loss(model, its_layers)
+    on_gpu, te_layers = torch.cuda.is_available(), use_te_layers(model, precision.fp32)
+    loss = fused_loss(model, te_layers)
     with_experts = [int("E" in parts) for parts in model.layer_parts]
     biased_experts = model.add_bias_linear and model.num_moe_experts is not None
     bent = bool(model.glu_linear_offset) or model.activation_func_clamp_value is not None
@@ -64,14 +64,14 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
-        transformer_impl="transformer_engine" if its_layers else "local",  # what the layer specs go by
+        transformer_impl="transformer_engine" if te_layers else "local",  # what the layer specs go by
         use_cpu_initialization=model.use_cpu_initialization or not on_gpu,
         # Without either it is one addition, which a compiled function only takes longer to launch.
         # Upstream's grouped experts with biases refuse it.
         bias_dropout_fusion=on_gpu and (model.hidden_dropout > 0 or model.add_bias_linear) and not biased_experts,
         # Plain SwiGLU only: the other fused functions refuse some models, or approximate what a CPU computes exactly.
         bias_activation_fusion=on_gpu and model.activation_func == "silu" and model.gated_linear_unit and not bent,
-        apply_rope_fusion=fuses_rotary_embedding(model, its_layers),
+        apply_rope_fusion=fuses_rotary_embedding(model, te_layers),
         cross_entropy_loss_fusion=loss is not None,
         cross_entropy_fusion_impl=loss or "native",
         # megatron-core's own output layer would ask for apex; the builder tells Transformer Engine's layers.
@@ -80,7 +80,7 @@ def transformer_config(
         # megatron-core asks for pre-softmax where it is 1, experts or not.
         moe_router_topk=model.moe_router_topk if model.num_moe_experts is not None else 2,
         moe_z_loss_coeff=model.moe_z_loss_coeff or None,  # upstream would report 0 / 0
-        moe_grouped_gemm=groups_experts(model, its_layers),
+        moe_grouped_gemm=groups_experts(model, te_layers),
         # Otherwise Transformer Engine's layers write the first weight gradient of their lives over what is there: that
         # of a layer's second use, where several depths of multi-token prediction share one.
         disable_parameter_transpose_cache=True,

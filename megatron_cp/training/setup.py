@@ -22,6 +22,7 @@ from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.setting import passed_on
 from megatron_cp.dynamic_cp.groups import configured_blocks
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
+from megatron_cp.models.build import Build
 from megatron_cp.models.builder import build_model
 from megatron_cp.models.layer_specs import choose_attention
 from megatron_cp.models.layers.router_losses import RouterLosses
@@ -100,7 +101,8 @@ def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | N
     seed_everything(config.rng, groups)
     core_config = transformer_config(model_config, precision, distributed.eval_context_parallel_size)
     attention = choose_attention(model_config, core_config, {len(block) for block in blocks}, precision.fp32)
-    chunks: list[Any] = build_model(model_config, core_config, groups, vocab_size, config.rng.seed, attention)
+    build = Build(model_config, core_config, groups, config.rng.seed, attention)
+    chunks: list[Any] = build_model(build, vocab_size)
     if distributed.attention_probe:
         probe_attention(chunks)
     if core_config.fp16 or core_config.bf16:

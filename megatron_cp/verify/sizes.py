@@ -10,7 +10,7 @@ import math
 
 from megatron_cp.config.run_config import DistributedDataParallelConfig, ModelConfig
 from megatron_cp.models.hybrid_pattern import ahead_of, layers_of
-from megatron_cp.models.layers.mamba_shape import MambaShape
+from megatron_cp.models.layers.mamba.shape import MambaShape
 
 HIDDEN, HEAD_DIM, FFN = 64, 16, 32
 # Elements of gradients in a bucket: several buckets in the smallest model, of which one layer has about as many.

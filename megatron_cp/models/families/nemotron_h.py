@@ -14,7 +14,7 @@ from megatron_cp.models.families.common.experts import GroupedExperts
 from megatron_cp.models.families.common.weights import EMBEDDING, KEPT_IN_FLOAT32, OUTPUT, WeightNames
 from megatron_cp.models.families.llama import PLAIN
 from megatron_cp.models.hybrid_pattern import layers_of
-from megatron_cp.models.layers.mamba_shape import CONV_WIDTH, MambaShape
+from megatron_cp.models.layers.mamba.shape import CONV_WIDTH, MambaShape
 
 _LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 

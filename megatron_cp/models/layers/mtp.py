@@ -32,8 +32,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
+from megatron_cp.models.build import Build
 from megatron_cp.models.initial_weights import drawing_from, seed_of
 from megatron_cp.models.layers.router import routers_in
 from megatron_cp.parallel.collectives import gather_tensors
@@ -154,15 +154,14 @@ class FurtherTokens:
         return torch.stack(losses)
 
 
-def mtp_block_spec(
-    model: ModelConfig, seed: int, model_layer: ModuleSpec | None, norm: Any, transformer_engine: bool
-) -> MultiTokenPredictionBlockSubmodules:
+def mtp_block_spec(build: Build, model_layer: ModuleSpec | None) -> MultiTokenPredictionBlockSubmodules:
     """The spec of all depths, each with norms like the model's own and a layer like ``model_layer``, or by the pattern
     of a hybrid model; or of the one that all depths share."""
-    layer = get_mtp_layer_spec(model_layer, transformer_engine)
+    model = build.model
+    layer = get_mtp_layer_spec(model_layer, build.with_te)
     submodules = layer.submodules
-    submodules.enorm = submodules.hnorm = submodules.layer_norm = norm
-    layer = ModuleSpec(module=PredictionLayer, submodules=submodules, params={"initialization_seed": seed})
+    submodules.enorm = submodules.hnorm = submodules.layer_norm = build.norm
+    layer = ModuleSpec(module=PredictionLayer, submodules=submodules, params={"initialization_seed": build.seed})
     layers = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * layers)
 

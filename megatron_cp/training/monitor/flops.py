@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.hybrid_pattern import ahead_of
-from megatron_cp.models.layers.mamba_shape import CONV_WIDTH, MambaShape
+from megatron_cp.models.layers.mamba.shape import CONV_WIDTH, MambaShape
 
 
 def training_flops(model: ModelConfig, vocab_size: int, lengths: Sequence[int]) -> float:

@@ -7,7 +7,7 @@ import torch
 from megatron_cp.attention import tables
 from megatron_cp.attention.sharding import Layout, regroup_order
 from megatron_cp.attention.tables import regroup_rows
-from megatron_cp.models.layers.mamba_exchange import sequences_of
+from megatron_cp.models.layers.mamba.exchange import sequences_of
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
         return really(table, device)
 
     monkeypatch.setattr(tables, "on_device", on_device)
-    monkeypatch.setattr("megatron_cp.models.layers.mamba_exchange.on_device", on_device)
+    monkeypatch.setattr("megatron_cp.models.layers.mamba.exchange.on_device", on_device)
     tables._regroup_index.cache_clear()
     sequences_of.cache_clear()
     return seen

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.models import transformer_config as module
-from megatron_cp.models.layer_specs import its_layers
+from megatron_cp.models.build import uses_te_layers
 from megatron_cp.models.transformer_config import transformer_config as of_sections
 from megatron_cp.training.packed.scheduling import model_cost
 from tests.training_runs import tiny_config
@@ -81,5 +81,5 @@ def test_latent_attention_has_keys_for_every_head() -> None:
 @pytest.mark.parametrize("theirs", [True, False])
 def test_the_answer_whose_layers_they_are_is_handed_down(theirs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core's own default is Transformer Engine, installed or not."""
-    monkeypatch.setattr(module, "use_its_layers", lambda *_: theirs)
-    assert its_layers(transformer_config(tiny_config(model__apply_rope_fusion=False))) is theirs
+    monkeypatch.setattr(module, "use_te_layers", lambda *_: theirs)
+    assert uses_te_layers(transformer_config(tiny_config(model__apply_rope_fusion=False))) is theirs

@@ -54,7 +54,7 @@ PURE = [
     "megatron_cp.models.yarn",
     "megatron_cp.models.fusions",
     "megatron_cp.models.hybrid_pattern",
-    "megatron_cp.models.layers.mamba_shape",
+    "megatron_cp.models.layers.mamba.shape",
     "megatron_cp.models.vocabulary",
     "megatron_cp.launch.failure_store",
     *(f"megatron_cp.cli.{path.stem}" for path in sorted((PACKAGE / "cli").glob("[!_p]*.py"))),  # not preprocess

@@ -9,7 +9,7 @@ from dataclasses import replace
 from megatron_cp.attention.modules.te_support import first_versions, odd_heads
 from megatron_cp.attention.transports.registry import ALL_TO_ALL, HIERARCHICAL, LEVELS, RING
 from megatron_cp.config.names import NAME
-from megatron_cp.models.layers.mamba_shape import MambaShape
+from megatron_cp.models.layers.mamba.shape import MambaShape
 from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.checks.parallel.context_parallel import FLAT, plain_transports, splits
 from megatron_cp.rules.environment import PRESETS

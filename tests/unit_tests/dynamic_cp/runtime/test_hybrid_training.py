@@ -31,13 +31,13 @@ def test_packed_training_equals_one_rank(name: str) -> None:
 
 
 def without_resets() -> Losses:
-    from megatron_cp.models.layers import mamba
+    from megatron_cp.models.layers.mamba import mixer
 
     def one_sequence(layout: Any, device: Any) -> Any:
         numbers, padding = original(layout, device)
         return numbers * 0, padding
 
-    original, mamba.sequences_of = mamba.sequences_of, one_sequence
+    original, mixer.sequences_of = mixer.sequences_of, one_sequence
     return train(HYBRID, 128)[0]
 
 
@@ -49,9 +49,9 @@ def test_a_state_that_is_not_reset_is_noticed() -> None:
 def without_the_switch() -> None:
     import contextlib
 
-    from megatron_cp.models.layers import mamba
+    from megatron_cp.models.layers.mamba import mixer
 
-    mamba.active_group = lambda groups, packed: contextlib.nullcontext()
+    mixer.active_group = lambda groups, packed: contextlib.nullcontext()
     train(HYBRID, 32)
 
 

@@ -127,9 +127,9 @@ def test_packed_training_equals_one_rank(name: str) -> None:
 def without_the_switch() -> None:
     import contextlib
 
-    from megatron_cp.models import layer_specs
+    from megatron_cp.models.layers import transformer
 
-    layer_specs.active_group = lambda groups, packed: contextlib.nullcontext()
+    transformer.active_group = lambda groups, packed: contextlib.nullcontext()
     train({"model__apply_rope_fusion": False}, 32)  # Transformer Engine's kernel does not count the tokens
 
 

@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_cp.attention.modules.native import ContextParallelAttention
 from megatron_cp.attention.sharding import partition_indices
-from megatron_cp.models.layers.mamba_shape import MambaShape
+from megatron_cp.models.layers.mamba.shape import MambaShape
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.parallel.process_groups import build_process_groups
 from tests.ranks import RanksFailed, run_ranks
@@ -25,12 +25,15 @@ LENGTHS = [5, 17, 1, 70]
 
 def mixer_of(overrides: dict[str, Any]) -> tuple[Any, Any]:
     """A mixer in float64 and its groups, of a world that is one context-parallel group."""
+    from megatron_cp.models.build import Build
     from megatron_cp.models.hybrid import hybrid_stack_spec
 
     config = tiny_config(**HYBRID | {"model__context_parallel_size": dist.get_world_size()} | overrides)
     groups = build_process_groups(config.model, config.dist)
     core_config = transformer_config(config.model, config.mixed_precision)
-    spec = hybrid_stack_spec(config.model, core_config, 1, ContextParallelAttention).submodules.mamba_layer
+    spec = hybrid_stack_spec(
+        Build(config.model, core_config, groups, 1, ContextParallelAttention)
+    ).submodules.mamba_layer
     layer = spec.module(core_config, spec.submodules, layer_number=1, pg_collection=groups, **spec.params)
     return layer.mixer.double(), groups
 
@@ -154,8 +157,8 @@ def test_shares_are_all_heads_once_with_their_groups(groups: int, size: int) -> 
 
 def fused_arguments() -> dict[str, Any]:
     """What mamba-ssm's kernel is called with, by a stand-in that computes what its documentation says."""
-    from megatron_cp.models.layers import mamba
-    from megatron_cp.models.layers.ssd import conv_and_scan
+    from megatron_cp.models.layers.mamba import mixer as mamba
+    from megatron_cp.models.layers.mamba.ssd import conv_and_scan
 
     seen: dict[str, Any] = {}
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_cp.models.layers.ssd import causal_conv, conv_and_scan, ssd_scan
+from megatron_cp.models.layers.mamba.ssd import causal_conv, conv_and_scan, ssd_scan
 
 
 def recurrence(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, seq_idx: Tensor | None = None) -> Tensor:

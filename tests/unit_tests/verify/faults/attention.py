@@ -16,7 +16,7 @@ from megatron_cp.attention.tiles import Mask
 from megatron_cp.attention.transports import all_to_all, comm, hierarchical, ring
 from megatron_cp.dynamic_cp.runtime import packing
 from megatron_cp.mcore import patches
-from megatron_cp.models.layers import mamba_exchange
+from megatron_cp.models.layers.mamba import exchange
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, TP2, over
 from tests.unit_tests.verify.faults.registry import BACKWARD, FORWARD, PROBE, changed, fault
@@ -237,7 +237,7 @@ def reversed_ranks_of_a_pack() -> Patch:
 
 @fault("Mamba: the scan runs over tokens in the order of the ranks", HYBRID | CP4, FORWARD)
 def mamba_in_zigzag_order() -> Patch:
-    return mock.patch.object(mamba_exchange, "regroup_rows", lambda x, layout, size, inverse=False: x)
+    return mock.patch.object(exchange, "regroup_rows", lambda x, layout, size, inverse=False: x)
 
 
 @fault("Mamba: ranks scan their own tokens alone", HYBRID | CP4, FORWARD)
@@ -251,4 +251,4 @@ def mamba_alone() -> Patch:
 
         return own
 
-    return changed(mamba_exchange, "all_to_all", change)
+    return changed(exchange, "all_to_all", change)

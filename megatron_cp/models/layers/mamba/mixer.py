@@ -27,7 +27,7 @@ from megatron_cp.attention.merge import accumulation_dtype
 from megatron_cp.attention.transports.comm import Peers
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import drawing_from, seed_of
-from megatron_cp.models.layers.mamba_exchange import (
+from megatron_cp.models.layers.mamba.exchange import (
     for_scan,
     heads_to_sequence,
     sequence_to_heads,
@@ -36,8 +36,8 @@ from megatron_cp.models.layers.mamba_exchange import (
     share_of_projections,
     token_layout,
 )
-from megatron_cp.models.layers.mamba_shape import CONV_WIDTH, MambaShape, MambaShare
-from megatron_cp.models.layers.ssd import conv_and_scan
+from megatron_cp.models.layers.mamba.shape import CONV_WIDTH, MambaShape, MambaShare
+from megatron_cp.models.layers.mamba.ssd import conv_and_scan
 
 try:  # mamba-ssm's fused kernel, which needs causal-conv1d beside it, and this module of it
     import causal_conv1d.cpp_functions  # noqa: F401

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_cp.attention.sharding import Layout, read_offsets
 from megatron_cp.attention.tables import KEPT, on_device, regroup_rows
 from megatron_cp.attention.transports.comm import Peers
-from megatron_cp.models.layers.mamba_shape import MambaShape, MambaShare
+from megatron_cp.models.layers.mamba.shape import MambaShape, MambaShare
 from megatron_cp.parallel.transfer import send
 
 

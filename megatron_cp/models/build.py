@@ -1,0 +1,41 @@
+"""What a model is built from: handed to everything that makes or changes a part of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_cp.config.run_config import ModelConfig
+from megatron_cp.models.layers.norms import TorchNorm
+
+
+@dataclass(frozen=True)
+class Build:
+    """``seed`` is that of the initial weights, ``core_attention`` a class that :func:`choose_attention` chose."""
+
+    model: ModelConfig
+    core_config: TransformerConfig
+    groups: ProcessGroupCollection
+    seed: int
+    core_attention: type
+
+    @property
+    def with_te(self) -> bool:
+        """Whether the model's layers are Transformer Engine's."""
+        return uses_te_layers(self.core_config)
+
+    @property
+    def norm(self) -> Any:
+        """The class of the model's norms."""
+        if not self.with_te:
+            return TorchNorm
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+
+
+def uses_te_layers(core_config: TransformerConfig) -> bool:
+    return core_config.transformer_impl == "transformer_engine"

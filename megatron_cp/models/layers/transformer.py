@@ -1,0 +1,48 @@
+"""A transformer layer whose weights follow from the seed and its number, and which follows a microbatch's groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_block import get_transformer_layer_offset
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_cp.dynamic_cp.runtime.active_group import active_group
+from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
+from megatron_cp.models.layers.router import routers_of
+
+
+class SeededTransformerLayer(TransformerLayer):
+    """A layer whose initial weights depend on the seed and its global number, not on the pipeline stage it is on.
+
+    So that the same seed gives the same model under every layout. (Under tensor parallelism megatron-core itself draws
+    the whole weight and keeps a slice, with ``use_cpu_initialization``.)
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        initialization_seed: int,
+        layer_number: int = 1,
+        pg_collection: ProcessGroupCollection,
+        vp_stage: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        number = layer_number
+        if kwargs.get("is_mtp_layer"):
+            number += config.num_layers
+        elif kwargs.get("add_layer_offset", True):
+            number += get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
+        with drawing_from(seed_of(initialization_seed, f"layer {number}")):
+            super().__init__(
+                config, *args, layer_number=layer_number, pg_collection=pg_collection, vp_stage=vp_stage, **kwargs
+            )
+        draw_layer(self, initialization_seed, f"layer {number}")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Also when recomputed during the backward pass: the arguments, and so the microbatch's group, are kept.
+        with active_group(self.pg_collection, kwargs.get("packed_seq_params"), *routers_of(self)):
+            return super().forward(*args, **kwargs)
