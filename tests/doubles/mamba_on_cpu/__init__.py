@@ -63,9 +63,9 @@ def load() -> None:
 
     sys.modules["causal_conv1d_cuda"] = extension
     sys.modules["selective_scan_cuda"] = ModuleType("selective_scan_cuda")  # Mamba-1's, never called
-    from megatron_cp.models.layers.mamba import mixer
+    from megatron_cp.models.layers.mamba import kernel
 
-    if mixer.fused_kernel is None:
+    if kernel.fused_kernel is None:
         raise FileNotFoundError(f"no mamba_ssm and causal_conv1d in {folder}")
     if not pretended:
-        mixer.wants_fused_kernel = lambda x: x.dtype != torch.float64
+        kernel.wants_fused_kernel = lambda x: x.dtype != torch.float64

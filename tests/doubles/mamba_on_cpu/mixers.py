@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mamba_ssm.utils.determinism import set_deterministic_mode
 
 from megatron_cp.attention.sharding import partition_indices
-from megatron_cp.models.layers.mamba import mixer as mamba
+from megatron_cp.models.layers.mamba import kernel as mamba
 from tests import ranks
 from tests.training_runs import train_losses, worst_difference
 from tests.unit_tests.models.hybrids import HYBRID

@@ -65,7 +65,7 @@ PLANTED = {
 }
 TAKEN = """
 import megatron_cp
-from megatron_cp.models.layers.mamba.mixer import fused_kernel
+from megatron_cp.models.layers.mamba.kernel import fused_kernel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import Adam
 print(HAVE_TE, Adam.__module__, fused_kernel)

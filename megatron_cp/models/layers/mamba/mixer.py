@@ -32,24 +32,11 @@ from megatron_cp.models.layers.mamba.exchange import (
     heads_to_sequence,
     sequence_to_heads,
     sequences_of,
-    share_of_channels,
-    share_of_projections,
     token_layout,
 )
+from megatron_cp.models.layers.mamba.kernel import by_best_kernel, share_of_weights
 from megatron_cp.models.layers.mamba.shape import CONV_WIDTH, MambaShape, MambaShare
-from megatron_cp.models.layers.mamba.ssd import conv_and_scan
 
-try:  # mamba-ssm's fused kernel, which needs causal-conv1d beside it, and this module of it
-    import causal_conv1d.cpp_functions  # noqa: F401
-    from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined as fused_kernel
-except ImportError:
-    fused_kernel = None
-
-Weights = tuple[Tensor, ...]  # of the convolution [channels, width] and [channels], dt_bias, a, d [heads]
-
-FUSED_CHUNK_SIZE = 128
-# Its Triton kernels count elements in 32 bits. What has more they read from elsewhere, most often without an error.
-FUSED_ELEMENTS = 2**31
 NORM_EPSILON = 1e-5
 
 
@@ -192,7 +179,7 @@ class ContextParallelMambaMixer(MambaMixer):
             -self.A_log.to(dtype).exp(),
             self.D.to(dtype),
         )
-        return _by_best_kernel(x, _share_of_weights(weights, self.shape, share), share.scanned, seq_idx)
+        return by_best_kernel(x, share_of_weights(weights, self.shape, share), share.scanned, seq_idx)
 
     def _peers(self, packed: PackedSeqParams | None) -> Peers:
         if packed is not None and packed.cp_group is None and packed.local_cp_size == 1:
@@ -226,60 +213,6 @@ class SeededMambaLayer(MambaLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with active_group(self.pg_collection, kwargs.get("packed_seq_params")):
             return super().forward(*args, **kwargs)
-
-
-def _by_best_kernel(x: Tensor, weights: Weights, shape: MambaShape, seq_idx: Tensor | None) -> Tensor:
-    """:func:`conv_and_scan`, by mamba-ssm's kernel where it can compute that."""
-    too_large = _largest_tensor(x, shape) >= FUSED_ELEMENTS
-    if fused_kernel is None or not wants_fused_kernel(x) or not _aligned(shape) or (too_large and shape.heads == 1):
-        return conv_and_scan(x, *weights, head_dim=shape.head_dim, groups=shape.groups, seq_idx=seq_idx)
-    if too_large:
-        halves = [shape.share(index, 2) for index in range(2)]
-        parts = [
-            _by_best_kernel(
-                for_scan(share_of_projections(x, shape, half), half),
-                _share_of_weights(weights, shape, half),
-                half.scanned,
-                seq_idx,
-            )
-            for half in halves
-        ]
-        return torch.cat(parts, dim=-1)
-    return fused_kernel(
-        x.contiguous(),
-        *weights,
-        chunk_size=FUSED_CHUNK_SIZE,
-        seq_idx=None if seq_idx is None else seq_idx.contiguous(),
-        activation="silu",
-        headdim=shape.head_dim,
-        ngroups=shape.groups,
-        norm_before_gate=False,
-    )
-
-
-def _share_of_weights(weights: Weights, shape: MambaShape, share: MambaShare) -> Weights:
-    convolution, of_heads = weights[:2], weights[2:]
-    heads = slice(share.heads.start, share.heads.stop)
-    return (
-        *(share_of_channels(weight, shape, share) for weight in convolution),
-        *(weight[heads] for weight in of_heads),
-    )
-
-
-def wants_fused_kernel(x: Tensor) -> bool:
-    """Whether mamba-ssm's kernel, where installed, shall take ``x``: its products of float32 are TF32's on a GPU."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-
-
-def _aligned(shape: MambaShape) -> bool:
-    """Whether x, B and C, of all channels, can be read by eights: causal-conv1d refuses the others."""
-    return shape.inner % 8 == 0 and sum(shape.convolved) % 8 == 0
-
-
-def _largest_tensor(x: Tensor, shape: MambaShape) -> int:
-    """Elements of the projections, of all chunks' states, or of the products of each chunk's C and B."""
-    states = -(-shape.inner * shape.state_dim // FUSED_CHUNK_SIZE)
-    return x.shape[:2].numel() * max(x.shape[-1], states, shape.groups * FUSED_CHUNK_SIZE)
 
 
 def _tensor_parallel(tensor: Tensor) -> torch.nn.Parameter:

@@ -157,7 +157,7 @@ def test_shares_are_all_heads_once_with_their_groups(groups: int, size: int) -> 
 
 def fused_arguments() -> dict[str, Any]:
     """What mamba-ssm's kernel is called with, by a stand-in that computes what its documentation says."""
-    from megatron_cp.models.layers.mamba import mixer as mamba
+    from megatron_cp.models.layers.mamba import kernel as mamba
     from megatron_cp.models.layers.mamba.ssd import conv_and_scan
 
     seen: dict[str, Any] = {}
