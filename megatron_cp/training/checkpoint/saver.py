@@ -169,7 +169,7 @@ class CheckpointSaver:
     def _complete(self, pending: _Pending, written: list[Any]) -> None:
         check_still_held(self._root)
         with completing:  # every rank has written: nobody else is needed for it any more
-            pending.writer.write_index(written)
+            pending.writer.write_index(pending.partial, written)
             put_in_place(pending.partial, pending.final)
         wanted = self._run.config.checkpoint
         try:
