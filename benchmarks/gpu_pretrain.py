@@ -163,10 +163,9 @@ def steps_of(config: RunConfig, profiles: Path | None = None) -> Iterator[float]
             profiler = Profiler(chosen, profiles, 0, run.phases)
             gc.collect()
             wait()
-            profiler.begin(done)
-            train_step(run, next(steps).microbatches)
-            wait()
-            profiler.end(done + 1)
+            with profiler.step(done):
+                train_step(run, next(steps).microbatches)
+                wait()
 
 
 def seconds_of(step: Callable[[], object]) -> float:

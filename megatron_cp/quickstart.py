@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shlex
 import signal
 import subprocess
@@ -37,7 +36,7 @@ from megatron_cp.config.run_config import TokenizerConfig
 from megatron_cp.data.text.corpus import standard_library_sources
 from megatron_cp.data.text.preprocess import RichProgress, preprocess
 from megatron_cp.data.text.tokenizers import build_tokenizer
-from megatron_cp.launch.process import drop_lost_output, end_with_parent, program, signals_to_stop_at
+from megatron_cp.launch.process import drop_lost_output, end_with_parent, handled, program, signals_to_stop_at
 from megatron_cp.report.runs import read_runs
 from megatron_cp.report.summary import first_and_last_loss, validation_loss
 from megatron_cp.rules import check_or_raise
@@ -144,22 +143,15 @@ def _short(path: Path) -> Path:
 
 def _train(overrides: Sequence[str], ranks: int) -> int:
     command = [sys.executable, "-m", "megatron_cp", "train", f"-n={ranks}", "--recipe", RECIPE, *overrides]
-    process = subprocess.Popen(
-        command, env={"OMP_NUM_THREADS": "1", **os.environ}, preexec_fn=partial(end_with_parent, signal.SIGTERM)
-    )
+    process = subprocess.Popen(command, preexec_fn=partial(end_with_parent, signal.SIGTERM))
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         drop_lost_output()
         if number != signal.SIGINT:  # Ctrl-C reaches all processes of the terminal by itself
             process.send_signal(number)
 
-    # The ranks save a checkpoint before they end.
-    previous = {number: signal.signal(number, pass_on) for number in signals_to_stop_at()}
-    try:
+    with handled(signals_to_stop_at(), pass_on):  # the ranks save a checkpoint before they end
         return process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def last_screen(

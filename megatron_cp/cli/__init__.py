@@ -88,18 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (head, less) went away
         _drop_output()
         return EXIT_OK
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
-            if failures.report_limit(error):
-                return EXIT_FAILED
-            raise
-        _drop_output()
-        say(f"megatron-cp: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
-        return EXIT_FAILED
     except Exception as error:
-        if failures.report_limit(error):
-            return EXIT_FAILED
-        raise
+        lost = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        if isinstance(error, OSError) and error.errno in lost and error.filename is None:
+            _drop_output()
+            say(f"megatron-cp: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        elif not failures.report_limit(error):
+            raise
+        return EXIT_FAILED
 
 
 def _drop_output() -> None:

@@ -142,12 +142,9 @@ def findings(found: Survey, *, of_recipe: bool = False) -> Iterator[Finding]:
     core, gpus = found["megatron-core"].version, found.environment.device == "gpu"
     pinned = f"megatron-core=={MEGATRON_CORE}"
     if core is None:
-        yield Finding(
-            True,
-            f"install {pinned}: {how_to_install_requirement(pinned)}",
-        )
+        yield Finding(True, f"install {pinned}: {how_to_install_requirement(pinned)}")
     elif parse_version(core) != parse_version(MEGATRON_CORE):
-        yield Finding(True, f"install megatron-core=={MEGATRON_CORE} in place of {core}, which is not what we are for")
+        yield Finding(True, f"install {pinned} in place of {core}, which is not what we are for")
     if found["torch"].version is None:
         yield Finding(True, f"install torch: {how_to_install_requirement('torch')}")
     elif gpus and found.torch_cuda is None:

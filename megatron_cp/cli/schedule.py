@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,13 @@ import numpy as np
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK
 from megatron_cp.common.terminal import ArgumentParser, say
 from megatron_cp.data.formats.indexed import check_lengths, open_indexed, sequence_lengths
-from megatron_cp.dynamic_cp.analysis.recorded import read_step
-from megatron_cp.dynamic_cp.analysis.report import Report, as_text, report
-from megatron_cp.dynamic_cp.cost import PRESETS, CostModel
+from megatron_cp.dynamic_cp.analysis.recorded import RecordedStep, read_step
+from megatron_cp.dynamic_cp.analysis.report import as_text, report
+from megatron_cp.dynamic_cp.cost import PRESETS
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, parse_lengths, read_lengths, sample_lengths
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp, smallest_cp_size
 from megatron_cp.dynamic_cp.scheduler.problem import TooLongError
 from megatron_cp.dynamic_cp.scheduler.schedule import schedule
-from megatron_cp.dynamic_cp.types import Schedule
 from megatron_cp.parallel.layout import MOST_RANKS
 
 # A mistyped number is told at once; with these it takes seconds and minutes.
@@ -175,100 +174,73 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    """Schedule lengths, and compare with what packed static CP makes of the same samples."""
     if args.from_run:
         return _show_run(args)
     if args.ranks is None:
         raise ValueError("--ranks is needed: data parallel size times context parallel size")
     (lengths, cut), cost = _lengths(args), PRESETS[args.cost]
-    common = {"cost": cost, "microbatch_multiple": args.microbatch_multiple}
-    common["sequence_parallel_size"] = args.sequence_parallel_size
-    keeping_step = _keeping_step(args, 1, 1)
+    settings = {"microbatch_multiple": args.microbatch_multiple}
+    settings |= {"sync_ranks": args.sync_ranks or 1, "pipeline_size": args.pipeline_size or 1}
+    limits = {"min_cp_size": args.min_cp_size, "sequence_parallel_size": args.sequence_parallel_size}
     begin = time.process_time()
-    found = schedule(
-        lengths, args.ranks, args.max_seqlen_per_rank, min_cp_size=args.min_cp_size, **keeping_step, **common
-    )
+    found = schedule(lengths, args.ranks, args.max_seqlen_per_rank, cost=cost, **settings, **limits)
     seconds = time.process_time() - begin
-    dynamic = report("dynamic CP", found, lengths, cost, **keeping_step)
-    static = _static(lengths, found, args.static_cp_size, keeping_step, common)
     if cut:
         say(f"{cut} of {len(lengths)} samples cut to --longest {args.longest}", file=sys.stderr)
-    if args.json:
-        figures = {"schedule_seconds": seconds, "dynamic": dynamic.as_dict()}
-        say(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))
-    else:
-        say(as_text(dynamic, static, lengths, args.ranks))
-        say(f"scheduled in {1e3 * seconds:.0f} ms of CPU time; simulated with cost model {args.cost}")
-    _write(args, found, [static[1], dynamic], lengths, cost)
-    return EXIT_OK
-
-
-def _keeping_step(args: argparse.Namespace, sync_ranks: int, pipeline_size: int) -> dict[str, Any]:
-    """What was asked for, or these."""
-    return {
-        "sync_ranks": sync_ranks if args.sync_ranks is None else args.sync_ranks,
-        "pipeline_size": pipeline_size if args.pipeline_size is None else args.pipeline_size,
-    }
+    last = f"scheduled in {1e3 * seconds:.0f} ms of CPU time; simulated with cost model {args.cost}"
+    step = RecordedStep(0, found, (), cost, **settings)
+    return _show(args, step, lengths, "dynamic CP", {"schedule_seconds": seconds}, last)
 
 
 def _show_run(args: argparse.Namespace) -> int:
     """One step of a run as it was scheduled, and what packed static CP would have made of the same samples."""
     step = read_step(args.from_run, args.iteration)
-    lengths, found = np.array(step.lengths), step.schedule
-    width = found.sequence_parallel_size
-    common = {"cost": step.cost, "sequence_parallel_size": width, "microbatch_multiple": step.microbatch_multiple}
-    keeping_step = _keeping_step(args, step.sync_ranks, step.pipeline_size)
-    if found.num_ranks % keeping_step["sync_ranks"]:
-        raise ValueError(
-            f"--sync-ranks {keeping_step['sync_ranks']}: must divide the run's number of ranks ({found.num_ranks})"
-        )
-    real = report(f"the run, iteration {step.iteration}", found, lengths, step.cost, **keeping_step)
+    figures = {"iteration": step.iteration, "measured_seconds": step.measured_seconds}
+    measured = "" if step.measured_seconds is None else f"; measured, the whole step: {step.measured_seconds:.3f} s"
+    last = f"simulated with the run's own cost model{measured}"
+    return _show(args, step, np.array(step.lengths), f"the run, iteration {step.iteration}", figures, last)
+
+
+def _show(
+    args: argparse.Namespace, step: RecordedStep, lengths: np.ndarray, title: str, figures: dict[str, Any], last: str
+) -> int:
+    """Print a step's figures beside those of packed static CP on the same ranks, and write what is asked for.
+
+    ``figures`` are further ones for ``--json``, ``last`` is the last line without it.
+    """
+    found, cost, width = step.schedule, step.cost, step.schedule.sequence_parallel_size
+    in_step = {
+        "sync_ranks": args.sync_ranks or step.sync_ranks,
+        "pipeline_size": args.pipeline_size or step.pipeline_size,
+    }
+    if found.num_ranks % in_step["sync_ranks"]:
+        message = f"must divide the run's number of ranks ({found.num_ranks})"
+        raise ValueError(f"--sync-ranks {in_step['sync_ranks']}: {message}")
     static_size = args.static_cp_size
     if static_size is None:
         # Dynamic groups may be larger than what is configured, and have to be where samples are too long for that.
         smallest = smallest_cp_size(int(lengths.max()), found.num_ranks, found.max_seqlen_per_rank, width)
         static_size = max(step.context_parallel_size, smallest)
-    static = _static(lengths, found, static_size, keeping_step, common)
-    if args.json:
-        figures = {"iteration": step.iteration, "measured_seconds": step.measured_seconds, "run": real.as_dict()}
-        say(json.dumps(figures | {"static": static[0].as_dict(), "dp_balanced": static[1].as_dict()}, indent=2))
-    else:
-        say(as_text(real, static, lengths, found.num_ranks))
-        measured = "" if step.measured_seconds is None else f"; measured, the whole step: {step.measured_seconds:.3f} s"
-        say(f"simulated with the run's own cost model{measured}")
-    _write(args, found, [static[1], real], lengths, step.cost)
-    return EXIT_OK
-
-
-def _static(
-    lengths: np.ndarray,
-    found: Schedule,
-    cp_size: int | None,
-    keeping_step: dict[str, int],
-    common: dict[str, Any],
-) -> list[Report]:
-    """Packed static CP on the same ranks, in order and balanced."""
-    reports = []
-    for balanced, title in ((False, "packed in order"), (True, "balanced packing")):
+    common: dict[str, Any] = {"cost": cost, "microbatch_multiple": step.microbatch_multiple}
+    common["sequence_parallel_size"] = width
+    reports = {"run" if args.from_run else "dynamic": report(title, found, lengths, cost, **in_step)}
+    for name, balanced, how in (("static", False, "packed in order"), ("dp_balanced", True, "balanced packing")):
         fixed = schedule_fixed_cp(
-            lengths, found.num_ranks, found.max_seqlen_per_rank, cp_size=cp_size, balanced=balanced, **common
+            lengths, found.num_ranks, found.max_seqlen_per_rank, cp_size=static_size, balanced=balanced, **common
         )
         size = fixed.microbatches[0][0].cp_size
-        reports.append(report(f"static CP {size}, {title}", fixed, lengths, common["cost"], **keeping_step))
-    return reports
-
-
-def _write(
-    args: argparse.Namespace, found: Schedule, drawn: Sequence[Report], lengths: np.ndarray, cost: CostModel
-) -> None:
-    """The files that were asked for."""
+        reports[name] = report(f"static CP {size}, {how}", fixed, lengths, cost, **in_step)
+    shown, *static = reports.values()
+    if args.json:
+        say(json.dumps(figures | {name: each.as_dict() for name, each in reports.items()}, indent=2))
+    else:
+        say(as_text(shown, static, lengths, found.num_ranks), last, sep="\n")
     if args.output:
         args.output.write_text(json.dumps([[list(group) for group in groups] for groups in found.microbatches]))
     if args.plot:
         from megatron_cp.dynamic_cp.analysis.timeline import write_png
 
-        write_png(args.plot, drawn, lengths, cost, found.num_ranks)
+        write_png(args.plot, [static[1], shown], lengths, cost, found.num_ranks)
         say(f"wrote {args.plot}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return EXIT_OK

@@ -83,7 +83,7 @@ class WholeModel:
         partial = create_partial(final)
         writer = Writer(self.groups.dp_cp)
         writer.start(state, partial, content_metadata={}, fully_parallel=False, background=False)
-        writer.write_index([writer.finish()])
+        writer.write_index(partial, [writer.finish()])
         put_in_place(partial, final)
         return final
 

@@ -11,9 +11,7 @@ does. A frozen rank raises no alarm: the first rank that torch ends at the timeo
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,10 +21,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from megatron_cp.common.errors import EXIT_FAILED, RuntimeFault, first_line
+from megatron_cp.common.errors import RuntimeFault, first_line
 from megatron_cp.common.limits import reached_limit
-from megatron_cp.common.terminal import say
-from megatron_cp.launch import store_watch
 from megatron_cp.launch.exchanges import is_exchange, is_network_error, name_of_exchange
 from megatron_cp.launch.failure_store import FailureStore, Found, Store
 from megatron_cp.launch.rendezvous import begun, common_store, is_waited_for
@@ -34,6 +30,7 @@ from megatron_cp.launch.store_watch import (
     GO_ON,
     BoundedStore,
     StoreSilentError,
+    end_process,
     join_before_exit,
     stop_watching,
     within,
@@ -43,8 +40,6 @@ _NAME = "roll_call"
 _LOOK = 1.0  # seconds between looks at the store
 _GRACE = 10.0  # seconds from an alarm, for this rank to end by itself
 _ANSWER = 5.0  # seconds for the store to answer one request of a rank that is to end
-
-completing = store_watch.completing
 
 
 class HealthMonitor:
@@ -88,17 +83,8 @@ class HealthMonitor:
     def _end(self) -> None:
         """End this process, whose main thread waits for a rank that will not come, with a word by one of all ranks."""
         who, lowest, _ = self._find_out()
-        if self._rank != lowest:
-            self._closed.wait(2 * _LOOK)  # launchers end all ranks with the first
-        with completing:
-            if self._closed.is_set():
-                return
-            try:
-                if self._rank == lowest:
-                    where = f"rank {self._rank}, {self.doing()}"
-                    say(f"megatron-cp: {where}: waited in vain because {who}. {GO_ON}", file=sys.stderr, flush=True)
-            finally:
-                os._exit(EXIT_FAILED)
+        text = f"rank {self._rank}, {self.doing()}: waited in vain because {who}. {GO_ON}"
+        end_process(text if self._rank == lowest else "", self._closed, 2 * _LOOK)  # launchers end all with the first
 
     def _find_out(self, *, broken: bool = False) -> Found:
         """Ask why the run cannot go on. ``broken``: this rank lost a connection."""

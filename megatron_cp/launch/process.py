@@ -9,7 +9,8 @@ import shlex
 import shutil
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -18,6 +19,7 @@ from megatron_cp.common.terminal import say
 
 _PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 _LAUNCHER = "MEGATRON_CP_LAUNCHER"
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
 def end_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> None:
@@ -73,6 +75,17 @@ def signals_to_stop_at() -> list[signal.Signals]:
     """The signals that stop a run; not SIGHUP if it is ignored, as under nohup."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in EXIT_OF_SIGNAL if not (ignored and number == signal.SIGHUP)]
+
+
+@contextmanager
+def handled(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
+    """Handle these signals so in the body, and as before after it."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 def _namespace() -> str:

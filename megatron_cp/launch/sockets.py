@@ -65,10 +65,8 @@ def address_towards(host: str) -> str:
 def interface_of(address: str) -> str | None:
     """The name of the interface that has ``address``."""
     wanted = LOOPBACK if ipaddress.ip_address(address).is_loopback else address
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == wanted for each in addresses):
-            return name
-    return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, its in interfaces if wanted in [each.address.partition("%")[0] for each in its]), None)
 
 
 def use_one_interface() -> None:

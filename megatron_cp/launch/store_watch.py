@@ -13,9 +13,8 @@ import math
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -56,17 +55,13 @@ def within[T](seconds: float, request: Callable[[], T]) -> T:
     Raises:
         StoreSilentError: it takes longer. The thread stays behind.
     """
-    answer: list[T] = []
-    problem: list[BaseException] = []
-    done = threading.Event()
+    answer: Future[T] = Future()
 
     def make() -> None:
         try:
-            answer.append(request())
+            answer.set_result(request())
         except BaseException as error:  # raised below, in the thread that asked
-            problem.append(error)
-        finally:
-            done.set()
+            answer.set_exception(error)
 
     try:
         threading.Thread(target=make, name="store request", daemon=True).start()
@@ -74,11 +69,9 @@ def within[T](seconds: float, request: Callable[[], T]) -> T:
         make()
     # In pieces: if this process itself is frozen for an hour, that hour costs one of them.
     pieces = math.ceil(seconds)
-    if not any(done.wait(seconds / pieces) for _ in range(pieces)):
+    if not any(wait([answer], seconds / pieces).done for _ in range(pieces)):
         raise StoreSilentError(seconds)
-    if problem:
-        raise problem[0]
-    return answer[0]
+    return answer.result()
 
 
 class BoundedStore:
@@ -122,25 +115,31 @@ def _watch(store: dist.Store, seconds: float) -> None:
         try:
             own = own or within(seconds, store.clone)  # type: ignore[attr-defined]
             within(seconds, lambda own=own: own.check(["any key"]))  # type: ignore[misc]
-        except StoreSilentError as error:
-            return _end(error)
+        except StoreSilentError as silent:
+            error = silent
         except dist.DistError:  # gone; ranks that use gloo find out earlier, by their broken connections
-            if not _stopped.wait(seconds):
-                _end(StoreSilentError(seconds))
-            return None
-    return None
+            _stopped.wait(seconds)
+            error = StoreSilentError(seconds)
+        else:
+            continue
+        end_process("" if error.on_all_ranks else str(error), _stopped, _TURN)
 
 
-def _end(error: StoreSilentError) -> None:
-    if error.on_all_ranks:
-        time.sleep(_TURN)
+def end_process(text: str, stopped: threading.Event, turn: float) -> None:
+    """End this process with a message, unless it is to end by itself: ``stopped``, then or within ``turn`` seconds.
+
+    Without ``text`` another rank reports, and this one waits for its turn.
+    """
+    if not text:
+        stopped.wait(turn)
     with completing:
-        if _stopped.is_set():
+        if stopped.is_set():
             return
-        with suppress(OSError, ValueError):
-            if not error.on_all_ranks:
-                say(f"megatron-cp: {error}", file=sys.stderr, flush=True)
-        os._exit(EXIT_FAILED)
+        try:
+            if text:
+                say(f"megatron-cp: {text}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(EXIT_FAILED)
 
 
 def _launcher_keeps_it() -> bool:

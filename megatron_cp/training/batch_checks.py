@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -140,7 +141,8 @@ def _exchange(run: Run, problems: Sequence[Problem], checksums: Mapping[int, int
         read[place], minus_read[place] = checksum, -checksum
     largest = max_of_messages(_Found(len(problems), read, minus_read), run.all_ranks, run.device)
     if largest.problems:
-        _raise_all(run, problems)
+        of_data = any(gather_objects(any(isinstance(problem, DataError) for problem in problems), run.all_ranks))
+        _raise(run, gather_problems(list(map(str, problems)), run.all_ranks), of_data)
     return ((largest.read != _NOT_READ) & (largest.read != -largest.minus_read)).nonzero().flatten().tolist()
 
 
@@ -156,14 +158,7 @@ def problems_of_packs(plan: StepPlan) -> list[str]:
     return [str(violation) for violation in found]
 
 
-def _raise_all(run: Run, problems: Sequence[Problem]) -> None:
-    """What any rank found, on every rank; collective."""
-    of_data = any(gather_objects(any(isinstance(problem, DataError) for problem in problems), run.all_ranks))
-    _raise(run, gather_problems(list(map(str, problems)), run.all_ranks), of_data)
-
-
-def _raise(run: Run, texts: Sequence[str], of_data: bool = False) -> None:
-    """On every rank at once, if there is anything to say."""
-    if texts:
-        message = f"the batches of step {run.progress.iteration + 1} cannot be used.\n{shown(texts, '\n')}"
-        raise RuntimeFault(message, on_all_ranks=True, of_data=of_data)
+def _raise(run: Run, texts: Sequence[str], of_data: bool = False) -> NoReturn:
+    """On every rank at once."""
+    message = f"the batches of step {run.progress.iteration + 1} cannot be used.\n{shown(texts, '\n')}"
+    raise RuntimeFault(message, on_all_ranks=True, of_data=of_data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -118,28 +118,23 @@ def forward_step(
         # The router's losses must not count padding.
         padding_mask=values.get("padding_mask") if model.config.num_moe_experts else None,
     )
-    main_loss = partial(loss_function, values["loss_mask"])
-    return output, partial(_with_predictions, main_loss, mtp_weights) if mtp_weights else main_loss
+    return output, partial(loss_function, values["loss_mask"], mtp_weights)
 
 
-def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, LossSums]:
-    """Sum of the per-token losses ``[b, s_local]`` under the mask, number of unmasked tokens, and both to report."""
+def loss_function(loss_mask: Tensor, mtp_weights: tuple[float, ...], losses: Tensor) -> tuple[Tensor, Tensor, LossSums]:
+    """Sum of the per-token losses ``[b, s_local]`` under the mask, number of unmasked tokens, and both to report.
+
+    With ``mtp_weights`` losses are ``[1 + depths, b, s_local]``; each depth's sum is added to the total by its weight.
+    """
+    main, ahead = (losses[0], losses[1:]) if mtp_weights else (losses, losses[:0])
     loss_mask = loss_mask.reshape(-1).float()
-    total = (losses.float().reshape(-1) * loss_mask).sum()
+    total = (main.float().reshape(-1) * loss_mask).sum()
     tokens = loss_mask.sum()
-    sums = LossSums(total.detach().double(), tokens.double(), total.new_empty(0))
-    return total, tokens.to(torch.int), sums
-
-
-def _with_predictions(
-    main_loss: Callable, weights: tuple[float, ...], losses: Tensor
-) -> tuple[Tensor, Tensor, LossSums]:
-    """The same for losses ``[1 + depths, b, s_local]``, with each depth's sum added to the total by its weight."""
-    total, tokens, sums = main_loss(losses[0])
-    of_depths = losses[1:].float().flatten(1).sum(dim=1)
-    for weight, depth_sum in zip(weights, of_depths, strict=True):
+    of_depths = ahead.float().flatten(1).sum(dim=1)
+    sums = LossSums(total.detach().double(), tokens.double(), of_depths.detach().double())
+    for weight, depth_sum in zip(mtp_weights, of_depths, strict=True):
         total = total + weight * depth_sum
-    return total, tokens, replace(sums, mtp_losses=of_depths.detach().double())
+    return total, tokens.to(torch.int), sums
 
 
 def _reduce_losses(

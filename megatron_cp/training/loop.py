@@ -105,15 +105,14 @@ def _train(
 
     run.phases.forget()  # what went before is no step's
     while run.progress.iteration < config.train.train_iters:
-        profiler.begin(run.progress.iteration)
-        began = time.perf_counter()
-        with run.phases("data"):
-            step = next(steps)
-        scheduled = scheduled_values(run.optimizer, run.core_config.fp16)
-        result = train_step(run, step.microbatches, report)
-        seconds = time.perf_counter() - began  # the loss and the gradient norm have come: the GPU has kept pace
-        _advance(run, step, result)
-        profiler.end(run.progress.iteration)
+        with profiler.step(run.progress.iteration):
+            began = time.perf_counter()
+            with run.phases("data"):
+                step = next(steps)
+            scheduled = scheduled_values(run.optimizer, run.core_config.fp16)
+            result = train_step(run, step.microbatches, report)
+            seconds = time.perf_counter() - began  # the loss and the gradient norm have come: the GPU has kept pace
+            _advance(run, step, result)
         steps.observe()
         last_loss = result.loss
         first_loss = last_loss if first_loss is None else first_loss

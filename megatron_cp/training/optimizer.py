@@ -13,7 +13,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.config.run_config import MixedPrecisionConfig, OptimizerConfig, SchedulerConfig, TrainConfig
@@ -89,14 +89,3 @@ def scheduled_values(optimizer: MegatronOptimizer, fp16: bool) -> Scheduled:
     groups = optimizer.param_groups
     decay = max(group["weight_decay"] for group in groups)  # biases and norms have none
     return Scheduled(get_canonical_lr_for_logging(groups) or 0.0, decay, optimizer.get_loss_scale() if fp16 else 1.0)
-
-
-def build_scheduler(
-    settings: SchedulerConfig, train: TrainConfig, chosen: OptimizerConfig, optimizer: MegatronOptimizer
-) -> OptimizerParamScheduler:
-    return OptimizerParamScheduler(
-        optimizer,
-        **schedule_of(settings, train, chosen),
-        use_checkpoint_opt_param_scheduler=settings.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=settings.override_opt_param_scheduler,
-    )

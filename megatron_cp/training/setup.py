@@ -32,7 +32,7 @@ from megatron_cp.parallel.layout import RankLayout, layout_of
 from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
 from megatron_cp.training.monitor.phases import Phases
 from megatron_cp.training.monitor.work_clock import WorkClock
-from megatron_cp.training.optimizer import build_optimizer, build_scheduler
+from megatron_cp.training.optimizer import build_optimizer, schedule_of
 from megatron_cp.training.packed.groups import build_dynamic_groups
 
 
@@ -112,7 +112,12 @@ def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | N
         for chunk in model:
             chunk.broadcast_params()
     optimizer = build_optimizer(config.optimizer, precision, model, groups, core_config.params_dtype)
-    scheduler = build_scheduler(config.scheduler, config.train, config.optimizer, optimizer)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        **schedule_of(config.scheduler, config.train, config.optimizer),
+        use_checkpoint_opt_param_scheduler=config.scheduler.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=config.scheduler.override_opt_param_scheduler,
+    )
     connect_schedule(core_config, model, optimizer, groups)
     # Weights are the same on every rank that may hold a slice; what dropout draws from now on must not be.
     seed_everything(config.rng, groups, per_slice=True)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 
-from megatron_cp.launch.process import drop_lost_output, signals_to_stop_at
+from megatron_cp.launch.process import drop_lost_output, handled, signals_to_stop_at
 
 _SAME_KEY_PRESS = 1.0  # seconds: a terminal and a launcher may both pass one Ctrl-C on
 
 
-class SignalWatch:
+class SignalWatch(ExitStack):
     """Remembers the signal that asked this rank to stop. A second SIGINT stops it at once, without a checkpoint."""
 
     def __init__(self, enabled: bool) -> None:
+        super().__init__()
         self.received = 0
         self._at = 0.0
-        self._previous = {}
-        if enabled:
-            for number in signals_to_stop_at():
-                self._previous[number] = signal.signal(number, self._remember)
+        self.enter_context(handled(signals_to_stop_at() if enabled else (), self._remember))
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -32,18 +29,7 @@ class SignalWatch:
         elif number == signal.SIGINT and time.monotonic() - self._at > _SAME_KEY_PRESS:
             raise KeyboardInterrupt
 
-    def close(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
-
-@contextmanager
-def sigterm_waits(enabled: bool) -> Iterator[None]:
+def sigterm_waits(enabled: bool) -> AbstractContextManager[None]:
     """Ignore SIGTERM and SIGHUP: launchers send them to the ranks left, which have yet to report what they lost."""
-    numbers = (signal.SIGTERM, signal.SIGHUP) if enabled else ()
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    return handled((signal.SIGTERM, signal.SIGHUP) if enabled else (), signal.SIG_IGN)

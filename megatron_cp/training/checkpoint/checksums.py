@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,37 +48,29 @@ class Checksums:
 
 
 class SummingTransforms(_StorageWriterTransforms):
-    """What torch sends one file's items through while it writes them: the checksum of all of its bytes."""
+    """What torch sends one file's items through while it writes them, as a stream that sums up all of its bytes."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._stream: Any = None  # the file
         self._sum = xxh3_128()
         self._bytes = 0
 
     def transform_save_stream(self, write_item: Any, raw_stream: io.IOBase) -> tuple[IO[bytes], list[str]]:
-        return super().transform_save_stream(write_item, _Tee(raw_stream, self._add))  # type: ignore[arg-type]
-
-    def _add(self, content: Any) -> None:
-        self._sum.update(content)
-        self._bytes += memoryview(content).nbytes
-
-    @property
-    def result(self) -> FileSum:
-        return FileSum(self._bytes, self._sum.hexdigest())
-
-
-class _Tee:
-    """A stream whose bytes are also given to ``add``."""
-
-    def __init__(self, stream: Any, add: Any) -> None:
-        self._stream, self._add = stream, add
+        self._stream = raw_stream
+        return super().transform_save_stream(write_item, self)  # type: ignore[arg-type]
 
     def write(self, content: Any) -> int:
-        self._add(content)
+        self._sum.update(content)
+        self._bytes += memoryview(content).nbytes
         return self._stream.write(content)
 
     def flush(self) -> None:
         self._stream.flush()
+
+    @property
+    def result(self) -> FileSum:
+        return FileSum(self._bytes, self._sum.hexdigest())
 
 
 def write_checksums(folder: Path, files: Mapping[str, FileSum]) -> None:
@@ -126,23 +118,14 @@ def read_checksums(folder: Path) -> Checksums | None:
 
 def changed_files(folder: Path, sums: Checksums, rank: int = 0, ranks: int = 1) -> list[str]:
     """What is wrong with this rank's share of a checkpoint's files; all ranks together read each file once."""
-    names = _share(sums.files, rank, ranks)
+    # By their sizes, so that all ranks read about as many bytes.
+    names = sorted(sums.files, key=lambda name: (-sums.files[name].bytes, name))[rank::ranks]
     with ThreadPoolExecutor(_READERS) as readers:  # reading and summing let other threads run
         problems = readers.map(lambda name: _problem_of(folder / name, sums.files[name]), names)
         found = [f"{folder / name} {problem}" for name, problem in zip(names, problems, strict=True) if problem]
     if rank == 0 and COMMON_FILE not in sums.files and (folder / COMMON_FILE).exists():
         found.append(f"{folder / COMMON_FILE} is none of the checkpoint's files, and would be read instead of one")
     return found
-
-
-def _share(files: Mapping[str, FileSum], rank: int, ranks: int) -> Sequence[str]:
-    """The names of the files that a rank reads, so that all read about as many bytes."""
-    loads, shares = [0] * ranks, [[] for _ in range(ranks)]  # type: ignore[var-annotated]
-    for name, each in sorted(files.items(), key=lambda item: (-item[1].bytes, item[0])):
-        least = loads.index(min(loads))
-        loads[least] += each.bytes
-        shares[least].append(name)
-    return shares[rank]
 
 
 def _problem_of(path: Path, expected: FileSum) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ def _is_cost(value: Any) -> bool:
         return False
 
 
+def _are_times(value: Any) -> bool:
+    """``[([([length, ...], ranks), ...], seconds), ...]``, each of one rank in one step."""
+    try:
+        return isinstance(value, list) and all(
+            is_number(seconds)
+            and all(_AT_LEAST_ONE.accepts(ranks) and all(map(_COUNT.accepts, lengths)) for lengths, ranks in work)
+            for work, seconds in value
+        )
+    except (TypeError, ValueError):
+        return False
+
+
 def _is_numpy_state(value: Any) -> bool:
     """A position out of range would be read from outside of the array."""
     if not isinstance(value, tuple) or len(value) != 5:
@@ -69,7 +82,8 @@ _COST = _Value("a cost model", _is_cost)
 _BYTES = _Value("a tensor of bytes", lambda value: isinstance(value, Tensor) and value.dtype.itemsize == 1)
 _TENSOR = _Value("a tensor", lambda value: isinstance(value, Tensor))
 
-# A mapping has these keys (``?``: or lacks them) and may have others; a list or tuple has any number of the one entry.
+# A mapping has these keys (``?``: or lacks them; ``*``: any) and may have others; a list or tuple has any number of the
+# one entry.
 _GROUP = {
     **dict.fromkeys(("wd_mult?", "lr_mult?", "max_lr?", "min_lr?", "start_wd?", "end_wd?"), _or_none(_NUMBER)),
     **dict.fromkeys(("is_expert_parallel?", "is_decoupled_lr?", "default_config?"), _or_none(_BOOL)),
@@ -85,9 +99,7 @@ _STEPS = {
         "of": {},
         "cost": _COST,
         "measured": _COUNT,
-        "observed": _Value(
-            "a list of times", lambda value: isinstance(value, list) and all(map(_is_observation, value))
-        ),
+        "observed": _Value("a list of times", _are_times),
     },
 }
 _CONTENT = {
@@ -109,19 +121,8 @@ _RANDOM = {
     "numpy": _Value("a state of numpy's MT19937", _is_numpy_state),
     "torch": _BYTES,
     "device": _BYTES,
-    "tracker": {},
+    "tracker": {"*": _Value("a tensor", _BYTES.accepts)},
 }
-
-
-def _is_observation(value: Any) -> bool:
-    """``([([length, ...], ranks), ...], seconds)``, of one rank in one step."""
-    try:
-        work, seconds = value
-        return is_number(seconds) and all(
-            _AT_LEAST_ONE.accepts(ranks) and all(map(_COUNT.accepts, lengths)) for lengths, ranks in work
-        )
-    except (TypeError, ValueError):
-        return False
 
 
 def read_common(folder: Path, verify: bool = True) -> dict[str, Any]:
@@ -146,8 +147,12 @@ def read_common(folder: Path, verify: bool = True) -> dict[str, Any]:
     version = common.get("format")
     if version is None or (type(version) is int and version > FORMAT):
         return common  # of another program or a newer version, which check_format says
-    problem = next(_problems(common, {"format": _AT_LEAST_ONE} | _CONTENT, ""), "") or _other_problem(common)
-    if problem:
+    problems = chain(
+        _problems(common, {"format": _AT_LEAST_ONE} | _CONTENT, ""),
+        problems_of_settings(common.get("config", {})),
+        _optimizer_problems(common.get("optimizer")),
+    )
+    if problem := next(problems, ""):
         raise UnusableCheckpoint(f"its entry {problem}")
     if verify and sums is None and "checksums" in common:
         raise UnusableCheckpoint(f"{folder / CHECKSUMS} is missing")
@@ -156,21 +161,8 @@ def read_common(folder: Path, verify: bool = True) -> dict[str, Any]:
 
 def check_random_state(state: Any, name: str) -> None:
     """Raises UnusableCheckpoint where a checkpoint's random state is none."""
-    problem = next(_problems(state, _RANDOM, f"{name}."), "") or next(
-        (
-            f"{name}.tracker.{key} is {shown(each)}, not a tensor"
-            for key, each in state["tracker"].items()
-            if not _BYTES.accepts(each)
-        ),
-        "",
-    )
-    if problem:
+    if problem := next(_problems(state, _RANDOM, f"{name}."), ""):
         raise UnusableCheckpoint(problem)
-
-
-def _other_problem(common: dict[str, Any]) -> str:
-    found = [*problems_of_settings(common["config"]), *_optimizer_problems(common.get("optimizer"))]
-    return found[0] if found else ""
 
 
 def _problems(value: Any, expected: Any, path: str) -> Iterator[str]:
@@ -190,7 +182,10 @@ def _problems(value: Any, expected: Any, path: str) -> Iterator[str]:
     else:
         for key, inner in expected.items():
             wanted = key.removesuffix("?")
-            if wanted in value:
+            if key == "*":
+                for each, found in value.items():
+                    yield from _problems(found, inner, f"{path}{each}.")
+            elif wanted in value:
                 yield from _problems(value[wanted], inner, f"{path}{wanted}.")
             elif wanted == key:
                 yield f"{path}{key} is missing"

@@ -122,11 +122,6 @@ def damage(folder: str | Path) -> list[str]:
     return problems
 
 
-def stored_names(folder: str | Path) -> set[str]:
-    """What a checkpoint holds, as its index calls it: keys of tensors, and of objects with their shard's number."""
-    return set(read_index(Path(folder)).state_dict_metadata)
-
-
 def stored_tensors(folder: str | Path) -> dict[str, TensorStorageMetadata]:
     """A checkpoint's tensors by name, each with its whole ``size`` and ``properties.dtype``; reads its index alone.
 

@@ -14,7 +14,6 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import override
 from megatron_cp.config.run_config import (
     DatasetConfig,
-    MixedPrecisionConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -100,10 +99,7 @@ def find_start(config: RunConfig) -> Start | None:
         others = saved_iterations(root)
         fix = meant() or (f"{NAME.checkpoint.ckpt_step}={others[-1]}" if others else advice)
         raise ConfigError(f"{option}={root}: there is no {checkpoint_folder(root, iteration).name}. Fix: {fix}")
-    common = _read_and_check(config, folder, finetune or measured)
-    if common is None:
-        return Start(root, iteration, finetune)
-    return Start(root, iteration, finetune, 0 if finetune else common["progress"]["consumed_samples"])
+    return _checked(Start(root, iteration, finetune), folder, config, weights_only=finetune or measured)
 
 
 def begin_with(config: RunConfig, root: str, iteration: int) -> str:
@@ -120,20 +116,20 @@ def begin_with(config: RunConfig, root: str, iteration: int) -> str:
     return str(Fix(tuple(override(f"checkpoint.{name}", value) for name, value in changed.items())))
 
 
-def _read_and_check(config: RunConfig, folder: Path, finetune: bool) -> dict[str, Any] | None:
-    """What a checkpoint holds beside tensors; None if it is damaged, which :func:`load_checkpoint` says for all ranks.
+def _checked(start: Start, folder: Path, config: RunConfig, weights_only: bool) -> Start:
+    """Add where the data stood. A damaged checkpoint is left to :func:`load_checkpoint`, which says so for all ranks.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: the checkpoint does not fit.
     """
     try:
         common = read_common(folder, config.checkpoint.verify_checksums)
-        check_fits(config, common, folder, finetune)
+        check_fits(config, common, folder, weights_only)
     except ConfigError:
         raise
     except Exception:  # of damaged bytes, which can end in any error
-        return None
-    return common
+        return start
+    return start if start.finetune else replace(start, consumed_samples=common["progress"]["consumed_samples"])
 
 
 def _newest_of_its_own(config: RunConfig) -> Start | None:
@@ -154,9 +150,7 @@ def _newest_of_its_own(config: RunConfig) -> Start | None:
         return None if config.train.skip_train or (other and not wanted.finetune) else Start(root, iteration, False)
     if not has_written(config, common):
         return None
-    if _read_and_check(config, folder, finetune=False) is None:
-        return Start(root, iteration, False)
-    return Start(root, iteration, False, common["progress"]["consumed_samples"])
+    return _checked(Start(root, iteration, False), folder, config, weights_only=False)
 
 
 def has_written(config: RunConfig, common: dict[str, Any]) -> bool:
@@ -207,7 +201,7 @@ def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune
     if "scheduler" not in common:
         raise ConfigError(f"checkpoint {folder} holds weights only. Fix: {begin_new_run(save, folder)}")
     if wants_optimizer(config, common):
-        _check_optimizer(config.optimizer, config.model, config.mixed_precision, common["config"], folder)
+        _check_optimizer(asdict(config), common["config"], folder)
     _check_schedule(config.scheduler, config.train, config.optimizer, common, folder)
 
 
@@ -293,27 +287,20 @@ def _other_padding(saved: ModelConfig, now: ModelConfig) -> tuple[list[str], lis
     return [f"its vocabulary is padded to {there} rows and here to {here}"], words
 
 
-def _check_optimizer(
-    optimizer: OptimizerConfig,
-    model: ModelConfig,
-    precision: MixedPrecisionConfig,
-    saved: dict[str, Any],
-    folder: Path,
-) -> None:
+def _check_optimizer(now: dict[str, Any], saved: dict[str, Any], folder: Path) -> None:
     if not saved["checkpoint"]["save_optim"]:
         raise ConfigError(
             f"checkpoint {folder} holds no optimizer state: it was written with {NAME.checkpoint.save_optim}=false. "
-            "Fix: "
-            f"{NAME.checkpoint.load_optim}=false (a fresh optimizer), or {NAME.checkpoint.finetune}=true (a new run "
-            "with its weights)"
+            f"Fix: {NAME.checkpoint.load_optim}=false (a fresh optimizer), or {NAME.checkpoint.finetune}=true "
+            "(a new run with its weights)"
         )
-    now = {"optimizer": asdict(optimizer), "model": asdict(model)}
     different = differences(saved, now, settings_that(OPTIMIZER))
-    if optimizer.optimizer == "sgd" and bool(saved["optimizer"]["sgd_momentum"]) != bool(optimizer.sgd_momentum):
+    optimizer, momenta = now["optimizer"], [bool(each["optimizer"]["sgd_momentum"]) for each in (saved, now)]
+    if optimizer["optimizer"] == "sgd" and momenta[0] != momenta[1]:
         # With one there is a state, without one there is none; another one goes on with it.
         different |= differences(saved, now, [NAME.optimizer.sgd_momentum])
-    here, there = _precision(asdict(precision)), _precision(saved["mixed_precision"])
-    if not optimizer.use_distributed_optimizer and None not in (here, there) and here != there:
+    here, there = _precision(now["mixed_precision"]), _precision(saved["mixed_precision"])
+    if not optimizer["use_distributed_optimizer"] and None not in (here, there) and here != there:
         # Only the distributed one always keeps its parameters in float32, under the same names.
         different["mixed_precision"] = (here, there)
     if different:
@@ -348,7 +335,6 @@ def _check_schedule(
         raise ConfigError(
             f"checkpoint {folder} was trained with another learning-rate schedule: "
             f"{'; '.join(said(different) or changed)}. Without {NAME.scheduler.lr_decay_iters} and lr_warmup_iters it "
-            f"follows {NAME.train.train_iters}. Fix: {NAME.scheduler.override_opt_param_scheduler}=true (the new "
-            "schedule), or "
-            f"{NAME.scheduler.use_checkpoint_opt_param_scheduler}=true (the checkpoint's)"
+            f"follows {NAME.train.train_iters}. Fix: {NAME.scheduler.override_opt_param_scheduler}=true "
+            f"(the new schedule), or {NAME.scheduler.use_checkpoint_opt_param_scheduler}=true (the checkpoint's)"
         )

@@ -94,14 +94,12 @@ def check_still_held(folder: Path) -> None:
     if holder is not None:
         raise OSError(
             f"{NAME.checkpoint.save}={folder}: the folder was deleted or moved while this run trained, and another "
-            "run writes "
-            f"there now ({_named(holder)}). Fix: set {NAME.checkpoint.save}={folder}-2"
+            f"run writes there now ({_named(holder)}). Fix: set {NAME.checkpoint.save}={folder}-2"
         )
     _sign(lock)
     logger.warning(
-        f"warning: {NAME.checkpoint.save}=%s: the folder or its %s was deleted or moved while this run trained. The "
-        "run goes "
-        "on and saves there again. What was in the folder before is not restored",
+        f"warning: {NAME.checkpoint.save}=%s: the folder or its %s was deleted or moved while this run trained. "
+        "The run goes on and saves there again. What was in the folder before is not restored",
         folder,
         LOCK,
     )
@@ -113,9 +111,8 @@ def _take(lock: FileLock, folder: Path, patience: float) -> None:
     while (holder := lock.take()) is not None:
         if time.monotonic() - began >= patience:
             raise RuntimeFault(
-                f"{NAME.checkpoint.save}={folder}: another run writes into this folder ({_named(holder)}). Fix: wait "
-                "until "
-                f"that run has ended, or set {NAME.checkpoint.save}={folder}-2"
+                f"{NAME.checkpoint.save}={folder}: another run writes into this folder ({_named(holder)}). "
+                f"Fix: wait until that run has ended, or set {NAME.checkpoint.save}={folder}-2"
             )
         if not waited:
             logger.info(
@@ -126,10 +123,8 @@ def _take(lock: FileLock, folder: Path, patience: float) -> None:
     if lock.unsupported:
         logger.warning(
             f"warning: {NAME.checkpoint.save}=%s: the file system supports no locks (%s), so nothing keeps a second "
-            "run out of "
-            f"this folder: start only one. To silence this warning, set {NAME.checkpoint.save} to a folder on a file "
-            "system "
-            "with locks (Lustre: mounted with -o flock)",
+            f"run out of this folder: start only one. To silence this warning, set {NAME.checkpoint.save} to a folder "
+            "on a file system with locks (Lustre: mounted with -o flock)",
             folder,
             lock.unsupported,
         )

@@ -20,12 +20,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_cp.common.errors import ConfigError, RuntimeFault
 from megatron_cp.config.names import NAME
-from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.launch.health_monitor import completing
+from megatron_cp.launch.store_watch import completing
+from megatron_cp.mcore.checkpoint_index import read_index
 from megatron_cp.parallel.collectives import gather_on_first_rank, raised_on_all_ranks, run_on_first_rank
 from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.training.checkpoint.checksums import CHECKSUMS
 from megatron_cp.training.checkpoint.content import FORMAT, check_random_state
+from megatron_cp.training.checkpoint.differences import differences
 from megatron_cp.training.checkpoint.files import (
     checkpoint_folder,
     clean_leftovers,
@@ -34,7 +35,6 @@ from megatron_cp.training.checkpoint.files import (
     keep_most_recent,
     latest_iteration,
     put_in_place,
-    stored_names,
 )
 from megatron_cp.training.checkpoint.optimizer_state import by_number, shaped_as_now, with_common_steps
 from megatron_cp.training.checkpoint.resume import (
@@ -54,6 +54,16 @@ from megatron_cp.training.monitor.nonfinite import parameters_are_finite
 from megatron_cp.training.setup import Progress, Run
 
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+# Random states are each rank's own: they are restored where ranks have the same places.
+_SHAPES_RANKS = (
+    NAME.dist.use_tp_pp_dp_mapping,
+    NAME.model.tensor_model_parallel_size,
+    NAME.model.pipeline_model_parallel_size,
+    NAME.model.virtual_pipeline_model_parallel_size,
+    NAME.model.context_parallel_size,
+    NAME.model.expert_model_parallel_size,
+    NAME.model.expert_tensor_parallel_size,
+)
 
 
 @dataclass(frozen=True)
@@ -83,11 +93,6 @@ class CheckpointSaver:
     def writing(self) -> bool:
         """Whether this rank still writes in the background."""
         return self._pending is not None and self._pending.writer.writing
-
-    @property
-    def pending(self) -> bool:
-        """Whether a checkpoint waits for :meth:`finish`; the same on every rank."""
-        return self._pending is not None
 
     def save(self, data_state: dict[str, Any]) -> Saved | None:
         """Save everything that resuming needs; in the background it is in its place after :meth:`finish`.
@@ -164,7 +169,7 @@ class CheckpointSaver:
     def _complete(self, pending: _Pending, written: list[Any]) -> None:
         check_still_held(self._root)
         with completing:  # every rank has written: nobody else is needed for it any more
-            pending.writer.write_index(written)
+            pending.writer.write_index(pending.partial, written)
             put_in_place(pending.partial, pending.final)
         wanted = self._run.config.checkpoint
         try:
@@ -220,13 +225,11 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
             refused = error
     if refused is not None:
         raise refused
-    saved = common["config"]["checkpoint"]
+    saved = common["config"]
     with_optimizer = wants_optimizer(config, common) and not finetune
-    before, now = common["config"]["dist"]["use_tp_pp_dp_mapping"], config.dist.use_tp_pp_dp_mapping
-    same_layout = _layout_of(saved_model(common), before, common["world_size"]) == _layout_of(
-        config.model, now, dist.get_world_size()
-    )
-    with_rng = wanted.load_rng and not finetune and same_layout and saved["save_rng"]
+    here = {"model": asdict(config.model), "dist": asdict(config.dist)}
+    same_layout = common["world_size"] == dist.get_world_size() and not differences(saved, here, _SHAPES_RANKS)
+    with_rng = wanted.load_rng and not finetune and same_layout and saved["checkpoint"]["save_rng"]
     state = _sharded_state(run, is_loading=True, optimizer=with_optimizer, rng=with_rng)
     chunks = list(zip(_chunk_names(run), run.model, strict=True))
     ahead_anew = finetune and begins_further_tokens_anew(saved_model(common), config.model)
@@ -279,7 +282,7 @@ def fit_to_checkpoint(state: dict[str, Any], folder: Path, ahead_anew: bool = Fa
     Raises:
         LookupError: it lacks weights.
     """
-    saved = stored_names(folder)
+    saved = read_index(folder).state_dict_metadata
     lacking = []
     for name, entry in list(state.items()):
         # Named with a number behind it where one module computes several experts.
@@ -355,16 +358,3 @@ def _sharded_state(run: Run, is_loading: bool, optimizer: bool = True, rng: bool
         # One object a rank: context-parallel ranks draw their dropout from streams of their own.
         state["rng"] = ShardedObject("rng", random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
     return state
-
-
-def _layout_of(model: ModelConfig, use_tp_pp_dp_mapping: bool, world_size: int) -> tuple:
-    return (
-        world_size,
-        use_tp_pp_dp_mapping,
-        model.tensor_model_parallel_size,
-        model.pipeline_model_parallel_size,
-        model.virtual_pipeline_model_parallel_size,
-        model.context_parallel_size,
-        model.expert_model_parallel_size,
-        model.expert_tensor_parallel_size,
-    )

@@ -46,7 +46,6 @@ class Writer:
         self._strategy = _Strategy()
         self._caller = TemporalAsyncCaller()
         self._report: IO[bytes] | None = None
-        self._folder = Path()
 
     @property
     def writing(self) -> bool:
@@ -66,7 +65,6 @@ class Writer:
 
         On return ``state`` may be changed: a forked process sees memory as it was; what lies on a GPU was copied.
         """
-        self._folder = folder
         strategy: Any = self._strategy
         if fully_parallel:
             strategy = FullyParallelSaveStrategyWrapper(strategy, self._replicas)
@@ -94,10 +92,8 @@ class Writer:
         """
         report, process = self._report, self._caller.process
         assert report is not None
-        if process is not None:
-            process.join()
+        self._caller.close()  # once the process has ended
         code = 0 if process is None else process.exitcode
-        self._caller.close()
         with report:
             report.seek(0)
             try:
@@ -109,11 +105,11 @@ class Writer:
             raise written
         return written
 
-    def write_index(self, written: list[Written]) -> None:
-        """Write what makes the files a checkpoint, from every rank's results; on rank 0."""
+    def write_index(self, folder: Path, written: list[Written]) -> None:
+        """Write what makes the files in ``folder`` a checkpoint, from every rank's results; on rank 0."""
         self._strategy.writer.finish(self._strategy.metadata, [each.parts for each in written])
-        save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self._folder))
-        write_checksums(self._folder, {name: file for each in written for name, file in each.files.items()})
+        save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(folder))
+        write_checksums(folder, {name: file for each in written for name, file in each.files.items()})
 
     def close(self) -> None:
         """Stop the background process, if there is one."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +23,7 @@ from megatron_cp.dynamic_cp.analysis.recorded import record
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.training.monitor.peak import Peak
 from megatron_cp.training.monitor.phases import Interval
-from megatron_cp.training.monitor.sinks import JsonLines, open_charts, writing_into
+from megatron_cp.training.monitor.sinks import JsonLines, Sink, open_charts, writing_into
 from megatron_cp.training.monitor.step_metrics import StepMetrics, clock, log_line
 
 logger = logging.getLogger("megatron_cp")
@@ -112,9 +113,10 @@ class WritingReporter(Reporter):
         values = metrics.values(self._peak)
         if interval is not None:
             values |= {"timers_s": interval.seconds, "peak_memory_bytes": interval.peak_memory_bytes}
-        self._write(metrics.iteration, values)
+        self._write(metrics.iteration, values, self._lines, *self._charts)
         self._ends.append(time.monotonic())
-        left = self._seconds_left(metrics.iteration)
+        # At the pace of the last steps, evaluation and checkpoints included.
+        left = (self._total - metrics.iteration) * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         if self._progress is not None:
             self._progress.update(metrics, left)
         self._since_log.append(metrics)
@@ -125,24 +127,20 @@ class WritingReporter(Reporter):
 
     def schedule(self, iteration: int, plan: StepPlan) -> None:
         assert self._schedules is not None
-        with writing_into(self._folder):
-            self._schedules.write(iteration, record(plan, **self._of_every_schedule))
+        self._write(iteration, record(plan, **self._of_every_schedule), self._schedules)
 
     def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
         with_what = "".join(f", {setting}={value}" for setting, value in self._unlike.items())
         logger.info("%s loss at iteration %d%s: %.6f", name, iteration, with_what, loss)
         values: dict[str, object] = {f"{name}_loss": loss}
         values |= {} if seconds is None else {"evaluation_time_s": seconds}
-        if not self._unlike:
-            self._write(iteration, values)
+        if self._unlike:
+            self._write(iteration, values | {"measured_with": self._unlike}, self._lines)
         else:
-            with writing_into(self._folder):
-                self._lines.write(iteration, values | {"measured_with": self._unlike})
+            self._write(iteration, values, self._lines, *self._charts)
 
     def saved(self, iteration: int, seconds: float) -> None:
-        with writing_into(self._folder):
-            for chart in self._charts:
-                chart.write(iteration, {"checkpoint_time_s": seconds})
+        self._write(iteration, {"checkpoint_time_s": seconds}, *self._charts)
 
     def close(self) -> None:
         for each in (self._progress, self._lines, *self._charts, self._schedules):
@@ -150,14 +148,10 @@ class WritingReporter(Reporter):
                 with writing_into(self._folder):  # what was left to write
                     each.close()
 
-    def _write(self, iteration: int, values: Mapping[str, object]) -> None:
+    def _write(self, iteration: int, values: Mapping[str, object], *sinks: Sink) -> None:
         with writing_into(self._folder):
-            for sink in (self._lines, *self._charts):
+            for sink in sinks:
                 sink.write(iteration, values)
-
-    def _seconds_left(self, iteration: int) -> float:
-        """At the pace of the last steps, evaluation and checkpoints included."""
-        return (self._total - iteration) * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
 
 
 class ProgressLine:
@@ -191,22 +185,14 @@ class ProgressLine:
         self._progress.stop()
 
 
-_console: Console | None = None
-
-
+@cache
 def console() -> Console:
     """The one terminal that log lines and the progress line share (standard error)."""
-    global _console
-    if _console is None:
-        _console = Console(stderr=True)
-    return _console
+    return Console(stderr=True)
 
 
 def start_logging(rank: int, live: bool) -> None:
     """Log to standard error: rank 0 at INFO, the others from WARNING on, with their rank in front."""
-    root = logging.getLogger()
-    for old in list(root.handlers):
-        root.removeHandler(old)
     handler: logging.Handler
     if live and rank == 0:
         handler = RichHandler(console=console(), show_path=False, show_level=False, log_time_format="[%X]")
@@ -215,9 +201,8 @@ def start_logging(rank: int, live: bool) -> None:
         prefix = "" if rank == 0 else f"[rank {rank}] "
         handler.setFormatter(logging.Formatter(f"[%(asctime)s] {prefix}%(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     handler.addFilter(PrintableRecords())
-    root.addHandler(handler)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
     threading.excepthook = _log_thread_failure
-    root.setLevel(logging.WARNING)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     # megatron-core logs the deprecation of the model classes that everybody uses, and the same advice on every rank.
     logging.getLogger("megatron").setLevel(logging.ERROR)

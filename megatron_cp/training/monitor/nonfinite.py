@@ -128,16 +128,14 @@ class _ChunkWatch:
         for tensor in _tensors(outputs):
             self._note(False, self._microbatch, where, tensor)
             if tensor.requires_grad:
-                tensor.register_hook(partial(self.gradient, self._microbatch, f"gradient of the {where}"))
-
-    def gradient(self, microbatch: int | None, where: str, gradient: torch.Tensor) -> None:
-        # One microbatch's gradients follow its own forward pass, but for pipelines: there a module's hook knows better.
-        self._note(True, self._microbatch if microbatch is None else microbatch, where, gradient)
+                tensor.register_hook(partial(self._note, True, self._microbatch, f"gradient of the {where}"))
 
     def weight(self, name: str, parameter: Any, gradient: torch.Tensor) -> None:
         # Where a layer has added it to the sum itself, what comes is a placeholder, whose memory nobody has written.
         added = getattr(parameter, "grad_added_to_main_grad", False)
-        self.gradient(None, f"gradient of {name}", parameter.main_grad if added else gradient)
+        # One microbatch's gradients follow its own forward pass, but for pipelines: there a module's hook knows better.
+        where = f"gradient of {name}"
+        self._note(True, self._microbatch, where, parameter.main_grad if added else gradient)
 
     def _note(self, backward: bool, microbatch: int, where: str, tensor: torch.Tensor) -> None:
         self._order += 1

@@ -7,6 +7,8 @@ them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ logger = logging.getLogger(__name__)
 class Profiler:
     """Profiles iterations ``profile_step_start + 1`` to ``profile_step_end`` where this rank is among the chosen.
 
-    Call :meth:`begin` before each step and :meth:`end` after it. ``folder`` is the run's; a trace is written to
+    Each step runs in :meth:`step`. ``folder`` is the run's; a trace is written to
     ``profile/rank<r>_iterations_<first>-<last>.json.gz`` in it, for ui.perfetto.dev or chrome://tracing. A trace that
     cannot be written costs a warning, not the run.
     """
@@ -32,40 +34,35 @@ class Profiler:
         self._with_torch = chosen and config.use_pytorch_profiler
         self._with_nsys = chosen and config.use_nsys_profiler
         self._folder, self._rank, self._phases = folder / "profile", rank, phases
+        self._steps = range(config.profile_step_start, config.profile_step_end)
         self._trace: profile | None = None
-        self._step: record_function | None = None
-        self._running = False
-        self._first = self._last = 0
+        self._first = self._last = 0  # iterations of the profile under way; 0 where there is none
         phases.nvtx = chosen and config.nvtx_ranges
 
-    def begin(self, done: int) -> None:
-        """Before the step after ``done`` iterations."""
-        if not (self._with_torch or self._with_nsys):
+    @contextmanager
+    def step(self, done: int) -> Iterator[None]:
+        """The step after ``done`` iterations runs inside."""
+        if done not in self._steps or not (self._with_torch or self._with_nsys):
+            yield
             return
-        if not self._running and self._config.profile_step_start <= done < self._config.profile_step_end:
+        if not self._first:
             self._start(done + 1)
-        if self._running:
-            self._last = done + 1
-            if self._with_nsys:
-                torch.cuda.nvtx.range_push(f"iteration {done + 1}")
-            self._step = record_function(f"iteration {done + 1}")
-            self._step.__enter__()
-
-    def end(self, done: int) -> None:
-        """After the step that made it ``done`` iterations."""
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
-            if self._with_nsys:
-                torch.cuda.nvtx.range_pop()
-        if self._running and done >= self._config.profile_step_end:
+        self._last = done + 1
+        if self._with_nsys:
+            torch.cuda.nvtx.range_push(f"iteration {done + 1}")
+        with record_function(f"iteration {done + 1}"):
+            yield
+        if self._with_nsys:
+            torch.cuda.nvtx.range_pop()
+        if done + 1 not in self._steps:
             self.close()
 
     def close(self) -> None:
         """Stop, and write what there is; nothing if no profile is under way."""
-        if not self._running:
+        if not self._first:
             return
-        self._running = False
+        name = f"rank{self._rank}_iterations_{self._first}-{self._last}.json.gz"
+        self._first = 0
         if self._with_nsys:
             torch.cuda.cudart().cudaProfilerStop()
             self._phases.nvtx = self._config.nvtx_ranges
@@ -73,7 +70,7 @@ class Profiler:
         if trace is None:
             return
         trace.stop()
-        path = self._folder / f"rank{self._rank}_iterations_{self._first}-{self._last}.json.gz"
+        path = self._folder / name
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(path))
@@ -83,7 +80,7 @@ class Profiler:
             logger.info("wrote the profile %s; megatron-cp profile sums it up, ui.perfetto.dev shows it", path)
 
     def _start(self, first: int) -> None:
-        self._running, self._first = True, first
+        self._first = first
         if self._with_nsys:
             torch.cuda.cudart().cudaProfilerStart()
             self._phases.nvtx = True

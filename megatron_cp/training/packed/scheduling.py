@@ -38,23 +38,13 @@ def sequence_parallel_size(model: ModelConfig) -> int:
 def make_schedule(model: ModelConfig, layout: RankLayout, lengths: Sequence[int], cost: CostModel) -> Schedule:
     """The schedule of one global batch, as configured; the same on every rank. Raises ValueError for what cannot be."""
     assert model.max_seqlen_per_dp_cp_rank is not None
-    in_step: dict[str, Any] = what_keeps_step(model, layout)
-    common: dict[str, Any] = {
-        "cost": cost,
-        "microbatch_multiple": in_step.pop("microbatch_multiple"),
-        "sequence_parallel_size": sequence_parallel_size(model),
-    }
-    num_ranks = layout.dp * layout.cp
-    if not model.dynamic_context_parallel:
-        return schedule_fixed_cp(lengths, num_ranks, model.max_seqlen_per_dp_cp_rank, cp_size=layout.cp, **common)
-    return schedule(
-        lengths,
-        num_ranks,
-        model.max_seqlen_per_dp_cp_rank,
-        min_cp_size=model.min_dynamic_context_parallel_size,
-        **in_step,
-        **common,
-    )
+    in_step, num_ranks, most = what_keeps_step(model, layout), layout.dp * layout.cp, model.max_seqlen_per_dp_cp_rank
+    common: dict[str, Any] = {"cost": cost, "sequence_parallel_size": sequence_parallel_size(model)}
+    if model.dynamic_context_parallel:
+        least = model.min_dynamic_context_parallel_size
+        return schedule(lengths, num_ranks, most, min_cp_size=least, **in_step, **common)
+    common["microbatch_multiple"] = in_step["microbatch_multiple"]
+    return schedule_fixed_cp(lengths, num_ranks, most, cp_size=layout.cp, **common)
 
 
 def what_keeps_step(model: ModelConfig, layout: RankLayout) -> dict[str, Any]:

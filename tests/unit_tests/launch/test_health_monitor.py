@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_cp.launch import health_monitor
-from megatron_cp.launch.health_monitor import HealthMonitor, completing
+from megatron_cp.launch.health_monitor import HealthMonitor
 from megatron_cp.launch.rendezvous import common_store
-from megatron_cp.launch.store_watch import stop_watching, watch
+from megatron_cp.launch.store_watch import completing, stop_watching, watch
 from tests.ranks import RanksFailed, run_ranks
 
 RANKS, FALLING = 3, 2

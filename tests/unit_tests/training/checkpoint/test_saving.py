@@ -37,7 +37,7 @@ def save_in_the_background(overrides: dict[str, Any], folder: str) -> list[tuple
         losses.append((result.loss, result.grad_norm or 0.0))
         run.progress.iteration += 1
         if step in (1, 2):
-            assert saver.save({"train": batches.state_dict()}) is None and saver.pending
+            assert saver.save({"train": batches.state_dict()}) is None and saver._pending is not None
             assert latest_iteration(folder) == (None if step == 1 else 2)
     saved = saver.finish()
     assert saved is not None and saved.paused <= saved.taken and saver.finish() is None
@@ -106,7 +106,7 @@ def slow_writer_dies(folder: str, how: str) -> str:
     try:
         saver.finish()
     except RuntimeFault as fault:
-        assert fault.on_all_ranks and not saver.pending
+        assert fault.on_all_ranks and saver._pending is None
         return str(fault)
     return "no fault"
 

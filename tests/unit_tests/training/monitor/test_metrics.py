@@ -350,7 +350,7 @@ def on_a_terminal(folder: str) -> None:
     os.environ.update(COLUMNS="110", TERM="xterm-256color")
     os.dup2(follower, 2)
     sys.stderr = os.fdopen(2, "w")
-    metrics._console = None  # one that an earlier test of this process made knows no terminal
+    metrics.console.cache_clear()  # one that an earlier test of this process made knows no terminal
     assert metrics.wants_live_line("auto")
     reporter = WritingReporter(LoggerConfig(log_interval=1000, tensorboard=False), 10, Path(folder))
     for iteration in range(1, 6):

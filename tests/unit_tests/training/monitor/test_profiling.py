@@ -52,8 +52,8 @@ def test_a_run_that_ends_early_leaves_what_it_has(cli: Any, tmp_path: Path) -> N
 def test_without_it_there_is_none(tmp_path: Path) -> None:
     profiler = Profiler(ProfilingConfig(), tmp_path, 0, Phases())
     for done in range(20):
-        profiler.begin(done)
-        profiler.end(done + 1)
+        with profiler.step(done):
+            pass
     profiler.close()
     assert not list(tmp_path.iterdir())
 
@@ -62,8 +62,8 @@ def test_a_trace_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path, cap
     (tmp_path / "profile").write_text("in the way")
     settings = ProfilingConfig(use_pytorch_profiler=True, profile_step_start=0, profile_step_end=1)
     profiler = Profiler(settings, tmp_path, 0, Phases())
-    profiler.begin(0)
-    profiler.end(1)
+    with profiler.step(0):
+        pass
     assert "could not be written" in caplog.text
 
 
@@ -85,10 +85,8 @@ class Recorder:
 
 def steps(profiler: Profiler, phases: Phases, count: int) -> None:
     for done in range(count):
-        profiler.begin(done)
-        with phases("data"):
+        with profiler.step(done), phases("data"):
             pass
-        profiler.end(done + 1)
     profiler.close()
 
 

@@ -100,7 +100,10 @@ def _loss(change: Callable[[torch.Tensor, torch.Tensor, Any], Any]) -> Patch:
     """Change what the loss function returns: (loss mask, losses, what it returned) -> what it returns."""
 
     def wrap(original: Callable) -> Callable:
-        return lambda mask, losses: change(mask, losses, original(mask, losses))
+        def changed_loss(mask: Any, weights: Any, losses: Any) -> Any:
+            return change(mask, losses[0] if weights else losses, original(mask, weights, losses))
+
+        return changed_loss
 
     return changed(forward_backward, "loss_function", wrap)
 

@@ -22,15 +22,15 @@ def _scheduler(change: Callable[[Any], None]) -> Patch:
     """Change the scheduler that a run is built with, and let it set what it changes."""
 
     def wrap(build: Callable) -> Callable:
-        def built(config: Any, optimizer: Any) -> Any:
-            scheduler = build(config, optimizer)
+        def built(*args: Any, **settings: Any) -> Any:
+            scheduler = build(*args, **settings)
             change(scheduler)
             scheduler.step(increment=0)
             return scheduler
 
         return built
 
-    return changed(setup, "build_scheduler", wrap)
+    return changed(setup, "OptimizerParamScheduler", wrap)
 
 
 @fault("optimizer: one rank's learning rate is halved", CP2, RATE)
