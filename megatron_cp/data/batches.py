@@ -58,8 +58,7 @@ class BatchIterator:
         if stride < 1 or global_batch_size < 1 or global_batch_size % stride:
             raise ValueError(
                 f"{NAME.train.global_batch_size}={global_batch_size} must be a positive multiple of "
-                f"{NAME.train.micro_batch_size} * "
-                f"data-parallel size = {micro_batch_size} * {data_parallel_size}"
+                f"{NAME.train.micro_batch_size} * data-parallel size = {micro_batch_size} * {data_parallel_size}"
             )
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} is not in [0, {data_parallel_size})")

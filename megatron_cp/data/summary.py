@@ -146,11 +146,9 @@ def _other_tokenizer(tokenizer: TokenizerConfig, uses: Sequence[_Use], end: int)
         if source.ends and end not in source.ends:
             yield (
                 f"{NAME.dataset.data_path}={source.name}: none of its first {len(source.ends)} documents ends with "
-                f"{end}, "
-                f"as {tokenizer.tokenizer_type} ends them; another tokenizer's ids mean something else. Fix: "
-                f"{NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer {NAME.tokenizer.tokenizer_model}=PATH, or "
-                "write the files with "
-                "that token at the end of each document."
+                f"{end}, as {tokenizer.tokenizer_type} ends them; another tokenizer's ids mean something else. Fix: "
+                f"{NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer {NAME.tokenizer.tokenizer_model}=PATH, or write "
+                "the files with that token at the end of each document."
             )
 
 

@@ -102,9 +102,8 @@ def checked_and_comparable(
     configs = [checked(config, world_size) for config in comparable(layouts, world_size, steps, full=full)]
     if launcher.rank() == 0 and layouts[-1].model.moe_aux_loss_coeff and not configs[-1].model.moe_aux_loss_coeff:
         say(
-            f"note: compared without the router's auxiliary loss ({NAME.model.moe_aux_loss_coeff}=0): a pack's "
-            "depends on the "
-            "samples that share it, and the two layouts pack differently",
+            f"note: compared without the router's auxiliary loss ({NAME.model.moe_aux_loss_coeff}=0): a pack's depends "
+            "on the samples that share it, and the two layouts pack differently",
             file=sys.stderr,
         )
     return configs

@@ -197,9 +197,8 @@ def check_ids(path: str, smallest: int, largest: int, vocab_size: int | None) ->
     if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
         known = "0 and above" if vocab_size is None else f"0 to {vocab_size - 1}"
         raise DataError(
-            f"{path}: holds token {smallest if smallest < 0 else largest}, but the tokenizer's ids are {known}. "
-            f"Fix: {NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer {NAME.tokenizer.tokenizer_model}=PATH (the "
-            "one that the files "
-            f"were made with), or {NAME.tokenizer.tokenizer_type}=NullTokenizer "
+            f"{path}: holds token {smallest if smallest < 0 else largest}, but the tokenizer's ids are {known}. Fix: "
+            f"{NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer {NAME.tokenizer.tokenizer_model}=PATH (the one that "
+            f"the files were made with), or {NAME.tokenizer.tokenizer_type}=NullTokenizer "
             f"{NAME.tokenizer.vocab_size}={max(0, largest) + 1}"
         )

@@ -113,8 +113,7 @@ class TokenDataset(GPTDataset):
         if num_tokens_per_epoch == 0:
             raise DataError(
                 f"{self.dataset_path}: the {self.index_split.name} part of {NAME.dataset.split}={self.config.split} "
-                "has no "
-                f"documents (the file has {len(self.dataset)}). Fix: {ALL_FOR_TRAINING}"
+                f"has no documents (the file has {len(self.dataset)}). Fix: {ALL_FOR_TRAINING}"
             )
         epochs = -(-_PARTS * self.config.sequence_length // num_tokens_per_epoch)
         if epochs > 1 and self.index_split == Split.train:  # of a held-out part, samples that share no token

@@ -19,8 +19,7 @@ def check_plain(path: Path) -> None:
     if not os.path.exists(path):  # which, unlike Path.exists, never raises
         raise DataError(
             f"{NAME.tokenizer.tokenizer_model}={path}: no such file or folder. Give a tokenizer.json or the folder "
-            "that "
-            "holds one; nothing is downloaded."
+            "that holds one; nothing is downloaded."
         )
     if special := special_files(path):
         raise DataError(

@@ -172,9 +172,8 @@ class HuggingFaceTokenizer(_Base):
         self.suffix = added_after
         if (largest := max(self.prefix + self.suffix)) >= self.vocab_size:
             raise DataError(
-                f"{NAME.tokenizer.tokenizer_model}={path}: its post-processor adds token {largest}, and its "
-                "vocabulary ends "
-                f"at {self.vocab_size - 1}. Fix: {NAME.tokenizer.tokenizer_model}=PATH (of another tokenizer)"
+                f"{NAME.tokenizer.tokenizer_model}={path}: its post-processor adds token {largest}, and its vocabulary "
+                f"ends at {self.vocab_size - 1}. Fix: {NAME.tokenizer.tokenizer_model}=PATH (of another tokenizer)"
             )
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, added in decoder.items() if added.special)
@@ -219,8 +218,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
             if not config.tokenizer_model:
                 raise DataError(
                     f"{NAME.tokenizer.tokenizer_model} is not set: a HuggingFaceTokenizer needs a tokenizer.json or "
-                    "its "
-                    f"folder. {NAME.tokenizer.tokenizer_type}=ByteLevelTokenizer needs no file."
+                    f"its folder. {NAME.tokenizer.tokenizer_type}=ByteLevelTokenizer needs no file."
                 )
             return HuggingFaceTokenizer(config.tokenizer_model, config.add_bos)
         case "ByteLevelTokenizer":
