@@ -12,7 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_cp.common.atomic_files import written_aside
 from megatron_cp.common.errors import DataError
@@ -34,50 +34,14 @@ NO_TOKEN = -1  # megatron-core's value for "there is no such token"
 _COMMON_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[EOS]", "[SEP]")
 
 
-class Tokenizer(Protocol):
-    """What the datasets and the preprocessing need; token ids are ints in [0, vocab_size)."""
+class Tokenizer:
+    """What the datasets and the preprocessing need; token ids are ints in [0, vocab_size).
 
-    @property
-    def vocab_size(self) -> int: ...
+    ``eod`` ends a document. Every document begins with the tokens ``prefix`` and ends with ``suffix``, the last one
+    being ``eod``. ``special_ids`` stand for no text. ``pad`` is ``NO_TOKEN``, whatever a tokenizer's files call its
+    padding: megatron-core turns every token of this id into token 0 without a loss, also where it is part of the text.
+    """
 
-    @property
-    def eod(self) -> int:
-        """Id of the token that ends a document."""
-
-    @property
-    def pad(self) -> int:
-        """``NO_TOKEN``, whatever a tokenizer's files call its padding."""
-
-    @property
-    def prefix(self) -> tuple[int, ...]:
-        """The tokens that every document begins with."""
-
-    @property
-    def suffix(self) -> tuple[int, ...]:
-        """The tokens that every document ends with; the last one is ``eod``."""
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The tokens that stand for no text."""
-
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    @property
-    def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What distinguishes this tokenizer in megatron-core's index cache."""
-
-    def name_of(self, token: int) -> str: ...
-
-    def tokenize(self, text: str) -> list[int]: ...
-
-    def detokenize(self, ids: Sequence[int]) -> str: ...
-
-
-class _Base:
-    """The ids common to all tokenizers."""
-
-    # megatron-core turns every token of this id into token 0 without a loss, also where it is part of the text.
     pad = NO_TOKEN
     has_chat_template = False
 
@@ -89,18 +53,21 @@ class _Base:
         self.special_ids = frozenset((eod,))
 
     @property
-    def eos(self) -> int:
-        return self.eod
-
-    @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
+        """What distinguishes this tokenizer in megatron-core's index cache."""
         return OrderedDict(tokenizer=type(self).__name__, vocab_size=self.vocab_size, eod=self.eod)
 
     def name_of(self, token: int) -> str:
         return str(token)
 
+    def tokenize(self, text: str) -> list[int]:
+        raise NotImplementedError
 
-class ByteLevelTokenizer(_Base):
+    def detokenize(self, ids: Sequence[int]) -> str:
+        raise NotImplementedError
+
+
+class ByteLevelTokenizer(Tokenizer):
     """The 256 bytes of UTF-8 and one more token that ends a document. Needs no file."""
 
     def __init__(self) -> None:
@@ -113,7 +80,7 @@ class ByteLevelTokenizer(_Base):
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
-class NullTokenizer(_Base):
+class NullTokenizer(Tokenizer):
     """No text at all: ids written as decimal numbers. Used with mock data and with data tokenized elsewhere.
 
     ``eod`` is the token that ends a document there; by default the last one, which need not be so.
@@ -140,7 +107,7 @@ class NullTokenizer(_Base):
         return " ".join(str(i) for i in ids)
 
 
-class HuggingFaceTokenizer(_Base):
+class HuggingFaceTokenizer(Tokenizer):
     """A ``tokenizer.json``, alone or in a folder with ``tokenizer_config.json``; read from disk only.
 
     ``add_bos``: whether documents begin with the BOS token; None: where the tokenizer's own post-processor adds it.
