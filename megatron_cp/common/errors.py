@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,15 @@ class RuntimeFault(RuntimeError):
 
 class DataError(ValueError):
     """A corpus, tokenizer or indexed file cannot be used; the message names it and says what is wrong with it."""
+
+
+@contextmanager
+def readable(path: object) -> Iterator[None]:
+    """Raise DataError where the body finds that the file ``path`` cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
 
 
 class UnusableCheckpoint(ValueError):

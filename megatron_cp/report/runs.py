@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from megatron_cp.attention.transports.registry import RING, known_transports
-from megatron_cp.common.errors import DataError
+from megatron_cp.common.errors import DataError, readable
 from megatron_cp.common.jsonl_log import METRICS, read_lines
 from megatron_cp.common.yaml_files import read_yaml
 
@@ -121,10 +121,8 @@ def _read(folder: Path, name: str) -> LoggedRun:
     steps: dict[int, Mapping[str, Any]] = {}
     events: list[Mapping[str, Any]] = []
     measured: list[Mapping[str, Any]] = []
-    try:
+    with readable(metrics):
         lines = read_lines(metrics)
-    except OSError as error:
-        raise DataError(f"{metrics}: cannot be read: {error.strerror}.") from error
     for line in lines:
         if "lm_loss" in line:
             steps[line["iteration"]] = line

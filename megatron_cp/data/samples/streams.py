@@ -12,13 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_cp.common.errors import DataError
+from megatron_cp.common.errors import DataError, readable
 from megatron_cp.common.input_files import file_or_pipe
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import open_indexed
-from megatron_cp.data.formats.jsonl import Keys, map_prompt_lengths, tokenized, warn_of_plain_prompts
+from megatron_cp.data.formats.jsonl import map_prompt_lengths, tokenized, warn_of_plain_prompts
 from megatron_cp.data.samples.blend import Turns
 from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.samples.order import shuffled, shuffled_all
@@ -161,7 +161,7 @@ def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> d
 
 def _prefix(path: str, config: DatasetConfig, tokenizer: Tokenizer) -> str:
     """Prefix of the ``.bin/.idx`` pair with the documents of ``path``."""
-    return tokenized(path, tokenizer, Keys.of(config), config.path_to_cache) if config.kind == "jsonl" else path
+    return tokenized(path, tokenizer, config) if config.kind == "jsonl" else path
 
 
 def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDataset:
@@ -202,10 +202,7 @@ def check_files(config: DatasetConfig, tokenizer: Tokenizer, settings: Tokenizer
 
 
 def _readable(path: str) -> None:
-    try:
-        with open(path, "rb", opener=file_or_pipe) as file:
-            empty = not file.read(1)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+    with readable(path), open(path, "rb", opener=file_or_pipe) as file:
+        empty = not file.read(1)
     if empty:
         raise DataError(f"{path}: is empty.")

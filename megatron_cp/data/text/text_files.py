@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.common.errors import DataError, shown
+from megatron_cp.common.errors import DataError, readable, shown
 from megatron_cp.common.input_files import decode_text, read_bytes
 from megatron_cp.data.formats.jsonl import read_lines, text_under
 
@@ -87,11 +87,10 @@ def read_documents(file: Path, json_key: str = "text") -> Iterator[tuple[str, in
         for text, num_bytes in read_lines(file, lambda value: _json_text(value, json_key)):
             yield text or "", num_bytes
         return
-    try:
+    with readable(file):
         raw = read_bytes(file)
+    try:
         yield decode_text(raw, file), len(raw)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
     except ValueError as error:
         if file.suffix in _PACKED:
             command = f"{_PACKED[file.suffix]} {shlex.quote(str(file))}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.common.errors import DataError
+from megatron_cp.common.errors import DataError, readable
 from megatron_cp.common.input_files import decode_text, read_bytes, read_json, special_files
 from megatron_cp.config.names import NAME
 
@@ -111,9 +111,8 @@ def _companions(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         if not os.path.exists(file):
             continue
         try:
-            values = read_json(file)
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
+            with readable(file):
+                values = read_json(file)
         except ValueError as error:
             raise DataError(f"{file}: not valid JSON: {error}") from error
         if not isinstance(values, dict):

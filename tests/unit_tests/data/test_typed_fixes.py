@@ -13,7 +13,7 @@ from megatron_cp.common.errors import DataError
 from megatron_cp.config.run_config import DatasetConfig, RunConfig
 from megatron_cp.data.data_path import parse_blend
 from megatron_cp.data.formats.indexed import check_ids, open_indexed
-from megatron_cp.data.formats.jsonl import Keys, _sample, read_lines
+from megatron_cp.data.formats.jsonl import _sample, read_lines
 from megatron_cp.data.samples.parts import parts_of
 from megatron_cp.data.samples.varlen import DocumentDataset
 from megatron_cp.rules.remedies import parse_fix, with_overrides
@@ -52,8 +52,7 @@ def look_at_ids(config: RunConfig) -> None:
 
 
 def read_texts(config: RunConfig) -> None:
-    keys = Keys.of(config.dataset)
-    list(read_lines(Path(str(config.dataset.data_path)), lambda value: _sample(value, keys)))
+    list(read_lines(Path(str(config.dataset.data_path)), lambda value: _sample(value, config.dataset)))
 
 
 # How the data is read, what is configured, and which alternatives can be typed as they are.
