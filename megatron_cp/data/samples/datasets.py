@@ -8,7 +8,7 @@ activations that context parallelism divides.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,19 +167,31 @@ class _Samples(Dataset):
 
 
 def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Dataset | None]:
+    """Let one rank fill the cache, where nodes share no file system one of each, then load from it everywhere."""
     parts = run_on_all_ranks(lambda: parts_of(config, samples))
     paths = list(dict.fromkeys(path for part in parts if part for path in part.paths))
     if not paths:
         return [None for _ in parts]
     files = dict(zip(paths, run_on_all_ranks(lambda: [open_indexed(path) for path in paths]), strict=True))
     parts = [part and _weighed(part, files) for part in parts]
+    root = cache_root(config.path_to_cache, files[paths[0]].prefix)
+    cache = root / _cache_key(config, tokenizer, parts, files.values(), samples)
 
     def build(cache: Path) -> list[Dataset | None]:
-        return _build_with_megatron_core(config, tokenizer, parts, samples, cache)
+        with hidden_process_group():
+            return _build_with_megatron_core(config, tokenizer, parts, samples, cache)
 
-    root = cache_root(config.path_to_cache, files[paths[0]].prefix)
-    stamps = [(f.prefix, f.stamp) for f in files.values()]
-    return _build_cached(build, files.values(), root / _cache_key(config, tokenizer, parts, stamps, samples))
+    def fill(aside: Path) -> None:
+        for each in files.values():
+            check_lengths(each)
+        try:
+            build(aside)
+        except IndexError as error:  # a blend that asks a file for more than it has
+            raise DataError(str(error)) from error
+
+    run_once_per_node(lambda: build_cached(fill, cache))
+    run_on_all_ranks(lambda: [map_array(path) for path in cache.rglob("*.npy")])  # a damaged one: one message
+    return build(cache)
 
 
 def _weighed(part: Part, files: dict[str, IndexedFiles]) -> Part:
@@ -228,7 +240,7 @@ def _cache_key(
     config: DatasetConfig,
     tokenizer: Tokenizer,
     parts: Sequence[Part | None],
-    stamps: Sequence[tuple[str, tuple[int, int, int]]],
+    files: Iterable[IndexedFiles],
     samples: Sequence[int],
 ) -> str:
     """Changes with everything the sample indices depend on. Upstream's own key forgets the files' contents.
@@ -238,25 +250,5 @@ def _cache_key(
     blended = any(part and part.weights for part in parts)
     sizes = list(samples) if blended else [bool(count) for count in samples]
     split = config.split if config.divides else None
-    seed, identifiers = config.random_seed, tokenizer.unique_identifiers
+    seed, identifiers, stamps = config.random_seed, tokenizer.unique_identifiers, [(f.prefix, f.stamp) for f in files]
     return cache_key(_FORMAT, config.seq_length, split, seed, parts, sizes, identifiers, stamps)
-
-
-def _build_cached(
-    build: Callable[[Path], list[Dataset | None]], files: Iterable[IndexedFiles], cache: Path
-) -> list[Dataset | None]:
-    """Let one rank fill ``cache``, where nodes share no file system one of each, then load from it everywhere."""
-
-    def fill(aside: Path) -> None:
-        for f in files:
-            check_lengths(f)
-        try:
-            with hidden_process_group():
-                build(aside)
-        except IndexError as error:  # a blend that asks a file for more than it has
-            raise DataError(str(error)) from error
-
-    run_once_per_node(lambda: build_cached(fill, cache))
-    run_on_all_ranks(lambda: [map_array(path) for path in cache.rglob("*.npy")])  # a damaged one: one message
-    with hidden_process_group():
-        return build(cache)
