@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from megatron_cp.common.interpolation import as_written
@@ -59,13 +60,9 @@ def ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
 
 def shown_ranks(ranks: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = shown([str(a) if a == b else f"{a}-{b}" for a, b in runs], ", ", most=16)
+    # In a row of ranks, a rank is as far from its place as the one before.
+    rows = [[rank for _, rank in row] for _, row in groupby(enumerate(ranks), lambda each: each[1] - each[0])]
+    text = shown([str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in rows], ", ", most=16)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
