@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,6 @@ class Tokenizer:
     def tokenize(self, text: str) -> list[int]:
         raise NotImplementedError
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        raise NotImplementedError
-
 
 class ByteLevelTokenizer(Tokenizer):
     """The 256 bytes of UTF-8 and one more token that ends a document. Needs no file."""
@@ -75,9 +72,6 @@ class ByteLevelTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
 class NullTokenizer(Tokenizer):
@@ -102,9 +96,6 @@ class NullTokenizer(Tokenizer):
                 )
             ids.append(int(word))
         return ids
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return " ".join(str(i) for i in ids)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -168,14 +159,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-
-def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that a run's ``tokenizer`` section describes.
-
-    ``vocab_size`` (the model's, where it is known) is used by a NullTokenizer whose section names none.
 
     Raises:
         DataError: an unknown type, a missing setting, or a file that is missing or cannot be read.
@@ -191,8 +177,8 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
         case "ByteLevelTokenizer":
             return ByteLevelTokenizer()
         case "NullTokenizer":
-            size = config.vocab_size or vocab_size
-            if not size or size < 2:
+            size = config.vocab_size
+            if size is None or size < 2:
                 raise DataError(
                     f"{NAME.tokenizer.vocab_size}={size}: a NullTokenizer needs the number of tokens, 2 or more."
                 )
