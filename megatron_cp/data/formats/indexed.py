@@ -138,9 +138,9 @@ def tokens_between(files: IndexedFiles, first: int, last: int) -> int:
     return int(end - begin)
 
 
-def first_ends(files: IndexedFiles, most: int = 8) -> tuple[int, ...]:
-    """The last token of each of the first ``most`` documents, of those that have one; of good files."""
-    begins = tokens_before(files, _boundaries(files)[: most + 1])
+def first_ends(files: IndexedFiles) -> tuple[int, ...]:
+    """The last token of each of the first eight documents, of those that have one; of good files."""
+    begins = tokens_before(files, _boundaries(files)[:9])
     tokens = np.memmap(files.prefix + ".bin", dtype=files.dtype, mode="r")
     return tuple(int(tokens[end - 1]) for begin, end in pairwise(begins) if end > begin)
 

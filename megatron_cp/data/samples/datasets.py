@@ -89,17 +89,9 @@ class TokenDataset(GPTDataset):
     as many as leave less than one part in ``_PARTS``.
     """
 
-    def __init__(
-        self,
-        indexed_dataset: Any,
-        dataset_path: str | None,
-        indexed_indices: np.ndarray,
-        num_samples: int,
-        index_split: Any,
-        config: GPTDatasetConfig,
-    ) -> None:
+    def __init__(self, dataset: Any, path: str | None, indices: np.ndarray, num_samples: int, *others: Any) -> None:
         # One sample: one epoch then, or as many as make up a sample; of training data _get_num_epochs makes it more.
-        super().__init__(indexed_dataset, dataset_path, indexed_indices, 1, index_split, config)
+        super().__init__(dataset, path, indices, 1, *others)
         self._wanted = num_samples
         # Upstream keeps the first sample's loss mask *after* zeroing its padding, and gives it to all later samples:
         # what a rank computes would depend on the sample it read first.
@@ -132,16 +124,14 @@ class TokenDataset(GPTDataset):
         return Contents(self.dataset_path, int(last - first), len(boundaries) - 1, tokens, counted, samples, ends)
 
     def __getitem__(self, idx: int | None) -> Sample:
-        sample = super().__getitem__(None if idx is None else self._in_index(int(idx)))
+        if idx is not None:  # upstream's index of one epoch is in random order already
+            count = super().__len__()
+            turn, position = divmod(int(idx), count)
+            idx = shuffled(position, count, self.config.random_seed, turn) if turn else position
+        sample = super().__getitem__(idx)
         smallest, largest = (int(value) for value in sample["labels"].aminmax())
         check_ids(self.dataset_path, smallest, largest, self.config.tokenizer.vocab_size)
         return sample
-
-    def _in_index(self, index: int) -> int:
-        """Sample of upstream's index, which is in random order already."""
-        count = super().__len__()
-        turn, position = divmod(index, count)
-        return shuffled(position, count, self.config.random_seed, turn) if turn else position
 
 
 class _Samples(Dataset):
