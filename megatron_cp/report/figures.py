@@ -79,8 +79,7 @@ def _held_out(axes: Any, runs: Sequence[LoggedRun]) -> None:
         iterations, values = run.points("validation_loss")
         if values:
             axes.plot(iterations, values, color=_colour(k), linestyle="none", marker="D", markersize=5)
-    if any(run.points("validation_loss")[1] for run in runs):
-        axes.set_title("lm loss (lines) and validation loss (diamonds)", loc="left", fontsize=11)
+            axes.set_title("lm loss (lines) and validation loss (diamonds)", loc="left", fontsize=11)
 
 
 def _limit_to_most(axes: Any, runs: Sequence[LoggedRun]) -> None:

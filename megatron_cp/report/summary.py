@@ -33,8 +33,7 @@ def as_text(runs: Sequence[LoggedRun]) -> str:
 
 def _setting(section: str, field: str) -> Any:
     def cell(run: LoggedRun) -> str:
-        values = run.config.get(section)
-        value = values.get(field) if isinstance(values, Mapping) else None
+        value = run.setting(section, field)
         return "" if value is None else f"{value:,}" if type(value) is int else str(value)
 
     return cell
@@ -54,9 +53,7 @@ def _number(field: str, form: str, scale: float = 1.0, of: Callable[[Sequence[fl
 
 
 def _iterations(run: LoggedRun) -> str:
-    done = run.steps[-1]["iteration"]
-    train = run.config.get("train")
-    total = train.get("train_iters") if isinstance(train, Mapping) else None
+    done, total = run.steps[-1]["iteration"], run.setting("train", "train_iters")
     return f"{done:,} of {total:,}" if isinstance(total, int) else f"{done:,}"
 
 

@@ -7,7 +7,7 @@ A :class:`Stream` answers ``len``, ``lengths(indices)`` without reading, and ``[
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -171,16 +171,12 @@ def check_files(config: DatasetConfig, tokenizer: Tokenizer, settings: Tokenizer
     Raises:
         DataError: a file is missing or unusable, or was made with other special tokens than the run's ``tokenizer``.
     """
-    checks: dict[str, Callable[[str], object]] = {
-        "indexed": open_indexed,
-        "documents": open_indexed,
-        "jsonl": _readable,
-    }
-    if config.kind in checks:
-        paths = paths_of(config)
+    if config.kind in ("indexed", "documents", "jsonl"):
+        paths, is_text = paths_of(config), config.kind == "jsonl"
+        check = _readable if is_text else open_indexed
         for path in paths:
-            checks[config.kind](path)
-        check_records(paths if config.kind != "jsonl" else (), config, tokenizer, settings)
+            check(path)
+        check_records(() if is_text else paths, config, tokenizer, settings)
     elif config.kind == "mock_documents" and config.mock_lengths not in DISTRIBUTIONS:
         _readable(config.mock_lengths)
 
