@@ -111,20 +111,6 @@ def test_workers_are_as_their_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(batches)["tokens"][:, 0].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("micro", "global_batch", "rank", "size"), [(2, 5, 0, 1), (2, 4, 0, 4), (0, 4, 0, 1), (1, 0, 0, 1), (1, 4, 2, 2)]
-)
-def test_sizes_that_do_not_fit(micro: int, global_batch: int, rank: int, size: int) -> None:
-    with pytest.raises(ValueError, match=r"global_batch_size|data-parallel rank"):
-        BatchIterator(
-            Numbered(8),
-            micro_batch_size=micro,
-            global_batch_size=global_batch,
-            data_parallel_rank=rank,
-            data_parallel_size=size,
-        )
-
-
 @pytest.fixture
 def batch() -> dict[str, torch.Tensor]:
     dataset = MockDataset(DatasetConfig(seq_length=32, mock_masked_fraction=0.3), 100, 1, 4)
