@@ -34,7 +34,7 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import TokenizerConfig
 from megatron_cp.data.text.corpus import standard_library_sources
-from megatron_cp.data.text.preprocess import RichProgress, preprocess
+from megatron_cp.data.text.preprocess import preprocess
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.launch.process import drop_lost_output, end_with_parent, handled, program, signals_to_stop_at
 from megatron_cp.report.runs import read_runs
@@ -89,7 +89,7 @@ def prepare_data(folder: Path, parts: Parts, sources: Sequence[Path] | None = No
             results.append(f"{_short(prefix)}.bin, .idx: already there")
         else:
             stamp.unlink(missing_ok=True)
-            made = preprocess(sources, prefix, TOKENIZER, progress=RichProgress("    tokenizing"))
+            made = preprocess(sources, prefix, TOKENIZER, progress="    tokenizing")
             stamp.write_text(json.dumps(made_from))
             results.append(f"{_short(prefix)}.bin, .idx: {made.tokens / 1e6:.1f} million tokens")
     return prefix

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, DataError
 from megatron_cp.common.terminal import ArgumentParser, say
 from megatron_cp.config.run_config import TokenizerConfig
-from megatron_cp.data.text.preprocess import RichProgress, preprocess
-from megatron_cp.data.text.text_files import DEFAULT_SUFFIXES, find_files, read_documents
+from megatron_cp.data.text.preprocess import preprocess
+from megatron_cp.data.text.text_files import DEFAULT_SUFFIXES, read_documents, search
 from megatron_cp.data.text.tokenizers import train_bpe
 
 
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     start = time.perf_counter()
     try:
         if options.train_bpe is not None:
-            files = find_files(options.input, options.suffix)
+            files, _ = search(options.input, options.suffix)
             texts = (text for file in files for text, _ in read_documents(file, options.json_key))
             train_bpe(texts, options.train_bpe, options.tokenizer_model)
             say(f"{options.tokenizer_model}: byte-level BPE tokenizer, {time.perf_counter() - start:.1f} s")
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
             json_key=options.json_key,
             suffixes=options.suffix,
             workers=options.workers,
-            progress=RichProgress("tokenizing"),
+            progress="tokenizing",
         )
     except (DataError, OSError) as error:
         say(f"megatron-cp: {error}", file=sys.stderr)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from megatron_cp.common.interpolation import as_written
@@ -58,13 +60,9 @@ def ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
 
 def shown_ranks(ranks: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = shown([str(a) if a == b else f"{a}-{b}" for a, b in runs], ", ", most=16)
+    # In a row of ranks, a rank is as far from its place as the one before.
+    rows = [[rank for _, rank in row] for _, row in groupby(enumerate(ranks), lambda each: each[1] - each[0])]
+    text = shown([str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in rows], ", ", most=16)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
@@ -93,6 +91,15 @@ class RuntimeFault(RuntimeError):
 
 class DataError(ValueError):
     """A corpus, tokenizer or indexed file cannot be used; the message names it and says what is wrong with it."""
+
+
+@contextmanager
+def readable(path: object) -> Iterator[None]:
+    """Raise DataError where the body finds that the file ``path`` cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
 
 
 class UnusableCheckpoint(ValueError):

@@ -9,11 +9,6 @@ from pathlib import Path
 
 from megatron_cp.common.errors import UnusableCheckpoint, first_line
 
-_MEMORY = ("can't allocate memory", "bad_alloc", "failed to map segment", os.strerror(errno.ENOMEM))
-_FILES = (os.strerror(errno.EMFILE), os.strerror(errno.ENFILE))
-_PROCESSES = ("can't start new thread", os.strerror(errno.EAGAIN))
-_SIZE = (os.strerror(errno.EFBIG),)
-_SHARED_MEMORY = ("shared memory",)  # torch's words, of its DataLoader's processes too
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -23,17 +18,22 @@ def reached_limit(error: BaseException) -> str | None:
     An exception's own type and number where it has them: C++ code and other processes have only their texts.
     """
     number = error.errno if isinstance(error, OSError) else None
-    text = str(error)
-    if number in (errno.EMFILE, errno.ENFILE) or _says(error, text, _FILES):
+    text = str(error) if isinstance(error, RuntimeError | ImportError) else ""
+
+    def is_about(*numbers: int, words: tuple[str, ...] = ()) -> bool:
+        return number in numbers or any(each in text for each in (*map(os.strerror, numbers), *words))
+
+    if is_about(errno.EMFILE, errno.ENFILE):
         return _too_few("open files", "ulimit -n", resource.RLIMIT_NOFILE, 65536)
-    if _says(error, text, _SHARED_MEMORY):
+    if is_about(words=("shared memory",)):  # torch's words, of its DataLoader's processes too
         return shared_memory_full()
-    if isinstance(error, MemoryError) or number == errno.ENOMEM or _says(error, text, _MEMORY):
+    in_words = ("can't allocate memory", "bad_alloc", "failed to map segment")
+    if isinstance(error, MemoryError) or is_about(errno.ENOMEM, words=in_words):
         return _memory()
-    if number == errno.EAGAIN or _says(error, text, _PROCESSES):
+    if is_about(errno.EAGAIN, words=("can't start new thread",)):
         found = _too_few("processes and threads", "ulimit -u", resource.RLIMIT_NPROC, 65536)
         return f"{found}{_of_cgroup('pids.max', ' (docker run --pids-limit=-1)')}"
-    if number == errno.EFBIG or _says(error, text, _SIZE):
+    if is_about(errno.EFBIG):
         return _too_few("bytes in a file", "ulimit -f", resource.RLIMIT_FSIZE, None)
     return None
 
@@ -60,10 +60,6 @@ def lacks_files(needed: int) -> str | None:
     if soft - len(os.listdir("/proc/self/fd")) >= needed:
         return None
     return _too_few("open files", "ulimit -n", resource.RLIMIT_NOFILE, max(65536, 2 * needed))
-
-
-def _says(error: BaseException, text: str, marks: tuple[str, ...]) -> bool:
-    return isinstance(error, RuntimeError | ImportError) and any(mark in text for mark in marks)
 
 
 def _too_few(what: str, command: str, kind: int, enough: int | None) -> str:

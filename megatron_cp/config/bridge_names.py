@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from megatron_cp.common.errors import Violation
 from megatron_cp.config.names import NAME
-from megatron_cp.config.run_config import settings
+from megatron_cp.config.run_config import settings as our_settings
 
 _LEAVE_OUT = "leave it out"
 _SWITCHED_OFF: tuple[Any, ...] = (None, False, 0, "", "none", [])
@@ -105,20 +105,8 @@ _BACKENDS = {
 }
 
 
-def called_here(name: str) -> str | None:
-    """Our setting for one of Bridge's or megatron-core's, whose bare name is given, where it has another name here."""
-    _, known = _by_bare_name().get(name, (None, None))
-    return known.setting if known and known.message.startswith("is '") else None
-
-
-def instead_of(name: str) -> tuple[str, str] | None:
-    """Why a setting of Bridge's or megatron-core's, by its bare name, is not offered, and what to do instead."""
-    _, known = _by_bare_name().get(name, (None, None))
-    return known and (known.message, known.fix)
-
-
 @cache
-def _by_bare_name() -> dict[str, tuple[str, Meaning]]:
+def by_bare_name() -> dict[str, tuple[str, Meaning]]:
     """Dotted name and meaning of each bare name: of the first section that has it."""
     found: dict[str, tuple[str, Meaning]] = {}
     for name, meaning in names().settings.items():
@@ -132,7 +120,7 @@ def settle(settings: dict[str, Any]) -> list[Violation]:
     Names that neither Bridge nor this project knows stay where they are.
     """
     problems = []
-    known, ours = names(), _our_settings()
+    known, ours = names(), our_settings()
     for section in list(settings):
         whole = known.sections.get(section)
         values = settings[section] if isinstance(settings[section], dict) else {}
@@ -145,7 +133,7 @@ def settle(settings: dict[str, Any]) -> list[Violation]:
             value = values.pop(name)
             if not (meaning.accepts(value) or _says_the_same(meaning, name, value, settings)):
                 problems.append(Violation("K1", "error", path, meaning.message, meaning.fix, value))
-        if section not in ours and not isinstance(settings[section], dict):
+        if not isinstance(settings[section], dict):
             problems += _misplaced(section, section, settings)
         if whole is not None:
             value = settings.pop(section)
@@ -156,15 +144,10 @@ def settle(settings: dict[str, Any]) -> list[Violation]:
     return problems + _settle_optimizer(settings) + _settle_attention(settings)
 
 
-@cache
-def _our_settings() -> frozenset[str]:
-    return frozenset(settings())
-
-
 def _misplaced(path: str, name: str, values: dict[str, Any]) -> list[Violation]:
     """Take out a name that upstream has in another section; none where it is no name of upstream's."""
-    home, meaning = _by_bare_name().get(name, (None, None))
-    if meaning is None or name in {path.rpartition(".")[2] for path in _our_settings()}:
+    home, meaning = by_bare_name().get(name, (None, None))
+    if meaning is None or name in {path.rpartition(".")[2] for path in our_settings()}:
         return []
     message = f"is upstream's '{home}': {meaning.message or 'it has no effect here'}"
     return [Violation("K1", "error", path, message, meaning.fix or _LEAVE_OUT, values.pop(name))]

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from megatron_cp.config import bridge_names
+from megatron_cp.config.bridge_names import Meaning, by_bare_name
 from megatron_cp.config.names import NAME
 from megatron_cp.config.recipe_names import commands_to_import
-from megatron_cp.config.run_config import RunConfig
-from megatron_cp.config.schema import alternatives, field_paths, kind_of, nearest, section_names
+from megatron_cp.config.run_config import RunConfig, settings
+from megatron_cp.config.schema import alternatives, kind_of, nearest
 
 _CALLED = {
     "accumulate_allreduce_grads_in_fp32": NAME.ddp.grad_reduce_in_fp32,
@@ -67,15 +67,15 @@ _LEFT_OUT = {
 _WITH_VALUE = ("attention_backend", "fp8_format", "merge_file")  # of those that are left out
 _MODELS = ("hf_path", "hf_model_id", "hf_model", "hf_model_path")
 _PLAIN = re.compile(r"[A-Za-z_./][\w./@+-]*")
+_NUMBER = re.compile(r"-?[\d.]+(e-?\d+)?")
 _WORDS = ("true", "false", "null", "nan", "inf", "on", "off", "yes", "no")
 
 
 @dataclass
 class _Flag:
-    """A flag as it was given. ``takes``: how many values it may still take from the words that follow."""
+    """A flag as it was given."""
 
     text: str
-    takes: float
     values: list[str] = field(default_factory=list)
 
     @property
@@ -128,7 +128,7 @@ def _split(argv: Sequence[str], unknown: set[str]) -> tuple[list[_Flag], list[st
     for word in argv:
         if word in unknown and word.startswith("-"):
             text, has_value, value = word.partition("=")
-            flag = _Flag(text, 0, [value] if has_value else [])
+            flag = _Flag(text, [value] if has_value else [])
             flags.append(flag)
             takes = 0 if has_value else _values_of(flag.name)
         elif takes and "=" not in word and (not word.startswith("-") or re.fullmatch(r"-[\d.]\S*", word)):
@@ -152,9 +152,8 @@ def _answer(flag: _Flag) -> tuple[tuple[str, ...], str]:
     if path:
         is_off = name.startswith("no_") and name not in _settings()
         return (f"{path}={'false' if is_off else _written(path, flag.values)}",), ""
-    if known := bridge_names.instead_of(name.removeprefix("no_")):
-        message, fix = known
-        return (), f"{fix}: {message}" if message else "leave it out: nothing here reads it"
+    if known := _upstreams(name.removeprefix("no_")):
+        return (), f"{known.fix}: {known.message}" if known.message else "leave it out: nothing here reads it"
     return (), ""
 
 
@@ -162,17 +161,21 @@ def _answer(flag: _Flag) -> tuple[tuple[str, ...], str]:
 def _settings() -> dict[str, str]:
     """Dotted names of settings by what their flags are called."""
     found: dict[str, str] = {}
-    sections = section_names(RunConfig)
-    for path in field_paths(RunConfig):
-        section, _, name = path.rpartition(".")
-        if section in sections:
-            found.setdefault(name, path)
+    for path in settings():
+        found.setdefault(path.partition(".")[2], path)
     return found | _CALLED
+
+
+def _upstreams(name: str) -> Meaning | None:
+    """What a setting of Bridge's or megatron-core's, by its bare name, means here."""
+    return by_bare_name().get(name, (name, None))[1]
 
 
 def _setting(name: str) -> str | None:
     """The setting that a flag stands for, also where ``no_`` switches it off."""
-    path = _settings().get(name) or bridge_names.called_here(name)
+    path, known = _settings().get(name), _upstreams(name)
+    if path is None and known and known.message.startswith("is '"):
+        return known.setting
     if path is None and name.startswith("no_"):
         path = _settings().get(name.removeprefix("no_"))
         return path if path and bool in _kinds(path) else None
@@ -200,12 +203,8 @@ def _written(path: str, values: Sequence[str]) -> str:
         return "true" if bool in kinds else "VALUE"
     if list in kinds and not (len(values) == 1 and (str in kinds or (int in kinds and values[0].isdigit()))):
         parts = [part for value in values for part in re.split(r"[,\s]+", value.strip("()[]")) if part]
-        return f"[{','.join(part if _is_number(part) else _quoted(part) for part in parts)}]"
+        return f"[{','.join(part if _NUMBER.fullmatch(part) else _quoted(part) for part in parts)}]"
     return _quoted(values[0]) if str in kinds or Literal in kinds else values[0]
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"-?[\d.]+(e-?\d+)?", text) is not None
 
 
 def _quoted(text: str) -> str:

@@ -34,7 +34,8 @@ def is_model(text: str) -> bool:
     """Whether a text names a model of Hugging Face's hub, or a folder with one, and no path that was mistyped."""
     if os.path.isdir(text):
         return os.path.isfile(os.path.join(text, "config.json"))
-    return _ID.fullmatch(text) is not None and not text.endswith((".yaml", ".yml")) and not os.path.isdir(_owner(text))
+    is_path = text.endswith((".yaml", ".yml")) or os.path.isdir(text.partition("/")[0])
+    return _ID.fullmatch(text) is not None and not is_path
 
 
 def commands_to_import(model: str) -> str:
@@ -44,7 +45,3 @@ def commands_to_import(model: str) -> str:
     imported = shlex.join(["megatron-cp", "convert", "import", "--hf-model", folder, "--megatron-path", f"runs/{name}"])
     download = "" if os.path.isdir(model) else shlex.join(["hf", "download", model, "--local-dir", folder]) + " && "
     return f"{download}{imported}; then --recipe {shlex.quote(f'runs/{name}/recipe.yaml')}"
-
-
-def _owner(model: str) -> str:
-    return model.partition("/")[0]

@@ -133,7 +133,9 @@ def _resolve(layers: list[dict[str, Any]], name: str, variables: list[str]) -> d
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    last = _last(layers)
+    last: dict[str, Any] = {}  # the last value that any layer gives a setting, by dotted names
+    for layer in layers:
+        last |= _flat(layer)
     problems = [
         Violation("K2", "error", path, "??? stands for a value that is still to be given", f"{path}=VALUE")
         for path, value in last.items()
@@ -379,14 +381,6 @@ def _nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return nested
 
 
-def _last(layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The last value that any layer gives a setting, by dotted names."""
-    last: dict[str, Any] = {}
-    for layer in layers:
-        last |= _flat(layer)
-    return last
-
-
 def _flat(layer: dict[str, Any]) -> dict[str, Any]:
     """The values of a layer by their dotted names."""
     flat, sections = {}, [("", layer)]
@@ -408,20 +402,19 @@ def _normalize(layer: dict[str, Any]) -> dict[str, Any]:
     for key in [k for k in layer if k in section_names(RunConfig) and not isinstance(layer[k], dict)]:
         if layer.pop(key) is not None:  # an empty section is no mistake
             raise _problem("K2", key, "expected a mapping of settings")
-    model, dataset = layer.get("model"), layer.get("dataset")
-    if model is not None and isinstance(model.get("transformer"), dict):
+    model, dataset = layer.get("model", {}), layer.get("dataset", {})
+    if isinstance(model.get("transformer"), dict):
         for key, value in model.pop("transformer").items():
             if model.setdefault(key, value) != value:
-                raise _problem(
-                    "K2", f"model.{key}", f"set to {model[key]!r}, and by model.transformer.{key} to {value!r}"
-                )
+                message = f"set to {model[key]!r}, and by model.transformer.{key} to {value!r}"
+                raise _problem("K2", f"model.{key}", message)
     # One sequence length serves the model and the data: a layer that gives one of them gives both, and the model's is
     # left to follow the data's.
-    model_length, data_length = (model or {}).get("seq_length"), (dataset or {}).get("seq_length")
+    model_length, data_length = model.get("seq_length"), dataset.get("seq_length")
     if model_length is None and isinstance(data_length, int):
-        layer["model"] = {**(model or {}), "seq_length": None}
+        layer["model"] = {**model, "seq_length": None}
     elif data_length is None and isinstance(model_length, int):
-        layer["dataset"] = {**(dataset or {}), "seq_length": model_length}
+        layer["dataset"] = {**dataset, "seq_length": model_length}
     return layer
 
 

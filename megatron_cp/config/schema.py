@@ -193,11 +193,6 @@ def _guesses(value: Any) -> Iterator[Any]:
         yield ",".join(map(str, value))
 
 
-def _upstreams_words(cls: type, key: str) -> str:
-    """What upstream says of a wrong type, where it says anything."""
-    return facts_of(cls)[key].expected
-
-
 def _unknown(path: str, value: Any, root: type) -> str:
     """What to say of a key that nothing is called: a section is compared with sections, then with what is in it."""
     is_section = isinstance(value, dict) and bool(value)
@@ -228,7 +223,7 @@ def build(
                 values[key] = convert(value, kind)
             except _Mismatch as expected:
                 hint = nearest(value, list(_choices(kind))) if isinstance(value, str) else _bad_number(value)
-                wanted = _upstreams_words(cls, key) or f"expected {expected}"
+                wanted = facts_of(cls)[key].expected or f"expected {expected}"
                 fix = remedy(path, value, kind)
                 problems.append(Violation("K2", "error", path, f"{wanted}, got {value!r}{hint}", fix))
     return cls(**values)

@@ -114,6 +114,15 @@ def counted(setting: str, example: int) -> When:
     return When(setting, lambda run: bool(run.value_at(setting)), typed(setting, example))
 
 
+def either(*whens: When) -> When:
+    """Read where one of these holds."""
+    return When(
+        " or ".join(each.switch for each in whens),
+        lambda run: any(each.holds(run) for each in whens),
+        ", or ".join(each.turn_on for each in whens),
+    )
+
+
 def passed_on(section: Any, upstream: Iterable[str]) -> dict[str, Any]:
     """The values that go to megatron-core as they are; ``upstream`` are its names."""
     known = set(upstream)

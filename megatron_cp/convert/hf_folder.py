@@ -84,7 +84,8 @@ class PublishedWeights:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        check_plain_files(folder)
+        if special := input_files.special_files(folder):  # a device has no end, a pipe waits for a writer
+            raise ConfigError(f"{special[0]}: is neither a file nor a folder. Fix: rm {shlex.quote(str(special[0]))}")
         if os.path.exists(folder / _SINGLE):  # also where there is an index as well, as Hugging Face's library does
             files = [_SINGLE]
         elif os.path.exists(folder / _INDEX):
@@ -117,9 +118,6 @@ class PublishedWeights:
                 ) from error
 
         self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
-
-    def names(self) -> set[str]:
-        return set(self._file_of)
 
     def dtype(self, names: Iterable[str]) -> tuple[str, bool]:
         """As torch calls it: the tensors' own, or float32, which holds all of them; and whether they are alike."""
@@ -188,12 +186,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
             yield partial
     except OSError as error:
         raise RuntimeFault(f"{folder} could not be written: {error}") from error
-
-
-def check_plain_files(folder: Path) -> None:
-    """Raises ConfigError for what no library may be given: a device has no end, a pipe waits for a writer."""
-    if special := input_files.special_files(folder):
-        raise ConfigError(f"{special[0]}: is neither a file nor a folder. Fix: rm {shlex.quote(str(special[0]))}")
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -40,8 +40,8 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
     published = PublishedWeights(source)
     values = read_config(source, published.shapes)
     family, model = model_from_hf(values)
-    ahead = weights.multi_token_prediction(published.names())
-    kept = (name for name in published.names() - ahead if not family.weights.is_spare(name, model))
+    ahead = weights.multi_token_prediction(set(published.shapes))
+    kept = (name for name in published.shapes.keys() - ahead if not family.weights.is_spare(name, model))
     own, alike = published.dtype(name for name in kept if not name.endswith(weights.KEPT_IN_FLOAT32))
     several = dtype is None and not alike
     dtype = dtype or own
@@ -104,7 +104,7 @@ def _check_fits(whole: WholeModel, published: PublishedWeights, names: WeightNam
             part.published, part.split(parameters[parameter].detach().to("meta"), model), strict=True
         )
     }
-    there = published.names() - ahead
+    there = published.shapes.keys() - ahead
     _check_tied(model, published, names)
     problems = [f"{name} is missing" for name in sorted(expected.keys() - there)]
     problems += [f"{name} has no place" for name in sorted(there - expected.keys()) if not names.is_spare(name, model)]
@@ -120,7 +120,7 @@ def _check_fits(whole: WholeModel, published: PublishedWeights, names: WeightNam
 def _check_tied(model: ModelConfig, published: PublishedWeights, names: WeightNames) -> None:
     """An output layer beside the embedding that it is said to be must be the same."""
     embedding, output = names.outside[weights.EMBEDDING], names.outside[weights.OUTPUT]
-    both = model.share_embeddings_and_output_weights and {embedding, output} <= published.names()
+    both = model.share_embeddings_and_output_weights and {embedding, output} <= published.shapes.keys()
     if both and not torch.equal(published.read(embedding), published.read(output)):
         raise ConfigError(
             f"tie_word_embeddings=True in config.json: says that {output} is {embedding}, and the weights hold another "

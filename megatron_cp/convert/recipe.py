@@ -145,9 +145,8 @@ def continued_pretraining(
         Group(
             "dataset",
             {},
-            f"data_path is missing here: add {NAME.dataset.data_path}=PREFIX. Without it the run trains on MOCK "
-            "DATA, random "
-            "tokens, which spoils the weights.",
+            f"data_path is missing here: add {NAME.dataset.data_path}=PREFIX. Without it the run trains on MOCK DATA, "
+            "random tokens, which spoils the weights.",
         ),
         Group("dataset", data.values, _about_length(known, model.max_position_embeddings or length, length)),
         Group("dataset", {"split": "98,2,0"}, "2% of the documents are held out for validation, none for a test."),

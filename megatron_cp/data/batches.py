@@ -10,37 +10,20 @@ import signal
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from megatron_cp.attention.sharding import shard_sequence
-from megatron_cp.config.names import NAME
 from megatron_cp.data.samples.datasets import SAMPLE_KEYS
 
 Batch = dict[str, torch.Tensor]
-
-
-class _MicrobatchSampler(Sampler[list[int]]):
-    """Sample indices of this rank's microbatches, from ``start`` to the last whole global batch."""
-
-    def __init__(self, start: int, stop: int, micro: int, global_batch: int, rank: int, size: int) -> None:
-        self._batches = range(start, stop - global_batch + 1, global_batch)
-        self._offsets = range(rank * micro, global_batch, micro * size)
-        self._micro = micro
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self._batches:
-            for offset in self._offsets:
-                yield list(range(batch + offset, batch + offset + self._micro))
 
 
 class BatchIterator:
     """Microbatches of one data-parallel rank, in order and without end markers between global batches.
 
     Each is a dict of ``[micro_batch_size, seq_length]`` tensors. Ends (StopIteration) with the last whole global batch.
-    Ranks that share a data-parallel rank (tensor, context and pipeline parallel) get equal microbatches.
-
-    Raises:
-        ValueError: sizes that do not divide, or a rank outside its group.
+    Ranks that share a data-parallel rank (tensor, context and pipeline parallel) get equal microbatches. The sizes
+    divide each other, as rules A6 and A7 see to.
     """
 
     def __init__(
@@ -55,63 +38,50 @@ class BatchIterator:
         num_workers: int = 0,
     ) -> None:
         stride = micro_batch_size * data_parallel_size
-        if stride < 1 or global_batch_size < 1 or global_batch_size % stride:
-            raise ValueError(
-                f"{NAME.train.global_batch_size}={global_batch_size} must be a positive multiple of "
-                f"{NAME.train.micro_batch_size} * "
-                f"data-parallel size = {micro_batch_size} * {data_parallel_size}"
-            )
-        if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ValueError(f"data-parallel rank {data_parallel_rank} is not in [0, {data_parallel_size})")
         self.num_microbatches = global_batch_size // stride
         self._dataset, self._stride = dataset, stride
         self._sizes = (micro_batch_size, global_batch_size, data_parallel_rank, data_parallel_size)
         self._num_workers = num_workers
-        self._consumed = consumed_samples
+        self.consumed_samples = consumed_samples  # dealt to all ranks together since the start of training
         self._microbatches: Iterator[Batch] | None = None
-
-    @property
-    def consumed_samples(self) -> int:
-        """Samples that all ranks together have been dealt since the start of training."""
-        return self._consumed
 
     def __iter__(self) -> BatchIterator:
         return self
 
     def __next__(self) -> Batch:
         batch = next(self.start())
-        self._consumed += self._stride
+        self.consumed_samples += self._stride
         return batch
 
     def start(self) -> Iterator[Batch]:
         """Start the processes that read, if there are any and they do not run. What ends one is an error in the main
         thread if that is where they were started, and else noticed when something is to be read."""
         if self._microbatches is None:
-            self._microbatches = self._open()
+            loader = DataLoader(
+                self._dataset,
+                batch_sampler=self._samples_of_microbatches(),
+                collate_fn=_stack,
+                # Its own generator: by default a loader draws its workers' seeds from the generator of dropout.
+                generator=torch.Generator(),
+                worker_init_fn=_leave_stopping_to_the_rank,
+                num_workers=self._num_workers,
+                # Python 3.14 would have each of them import torch and megatron-core anew, without what mcore/ changes.
+                multiprocessing_context="fork" if self._num_workers else None,
+            )
+            self._microbatches = iter(loader)
         return self._microbatches
 
-    def _open(self) -> Iterator[Batch]:
-        sampler = _MicrobatchSampler(self._consumed, len(self._dataset), *self._sizes)  # type: ignore[arg-type]
-        loader = DataLoader(
-            self._dataset,
-            batch_sampler=sampler,
-            collate_fn=_stack,
-            # Its own generator: by default a loader draws its workers' seeds from the generator of dropout.
-            generator=torch.Generator(),
-            worker_init_fn=_leave_stopping_to_the_rank,
-            num_workers=self._num_workers,
-            # Python 3.14 would have each of them import torch and megatron-core anew, without what backend/ changes.
-            multiprocessing_context="fork" if self._num_workers else None,
-        )
-        return iter(loader)
-
-    def state_dict(self) -> dict[str, int]:
-        """What to save: valid between global batches."""
-        return {"consumed_samples": self._consumed}
+    def _samples_of_microbatches(self) -> Iterator[list[int]]:
+        """Sample indices of this rank's microbatches, up to the last whole global batch."""
+        micro, global_batch, rank, size = self._sizes
+        stop = len(self._dataset) - global_batch + 1  # type: ignore[arg-type]
+        for batch in range(self.consumed_samples, stop, global_batch):
+            for first in range(batch + rank * micro, batch + global_batch, micro * size):
+                yield list(range(first, first + micro))
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on exactly where the saved iterator stopped, also under another layout or micro-batch size."""
-        self._consumed = int(state["consumed_samples"])
+        self.consumed_samples = int(state["consumed_samples"])
         self.close()
 
     def close(self) -> None:

@@ -16,17 +16,12 @@ def parse_blend(data_path: Any, name: str = NAME.dataset.data_path) -> tuple[lis
     """``dataset.data_path``, or the setting ``name``, as (paths, weights).
 
     Raises:
-        DataError: nothing given, or as :func:`paths_and_weights`.
+        DataError: nothing given.
+        ValueError: as :func:`paths_and_weights`; rule K58 has found it in a run's settings.
     """
     if not data_path:
         raise DataError(f"{name}: is not set. Fix: {name}=PREFIX (of a .bin/.idx pair), or {NAME.dataset.kind}=mock")
-    try:
-        return paths_and_weights(data_path)
-    except ValueError as error:
-        items = map(str, [data_path] if isinstance(data_path, str) else data_path)
-        paths = [item for item in items if number_in(item) is None]
-        fix = f'. Fix: "{name}=[{",".join(paths)}]" (shares by their tokens)' if paths else ""
-        raise DataError(f"{name}={data_path}: {error}{fix}") from error
+    return paths_and_weights(data_path)
 
 
 def paths_and_weights(data_path: str | list[str | int | float]) -> tuple[list[str], list[float] | None]:

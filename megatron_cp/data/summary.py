@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from megatron_cp.common.errors import DataError
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.samples.contents import Contents, HasSources
@@ -77,7 +76,7 @@ def planned_line(data: DatasetConfig, train_samples: int) -> str:
     samples = _number(train_samples)
     try:
         files = _files(paths_of(data), LINE // 2)
-    except DataError:  # a rule says why
+    except ValueError:  # a rule says why
         return f"data: {NAME.dataset.data_path} names no files | {NAME.dataset.kind}={data.kind}"
     return f"data: {files} ({data.kind}) | the run takes {samples} samples | a dry run opens no file"
 
@@ -146,11 +145,9 @@ def _other_tokenizer(tokenizer: TokenizerConfig, uses: Sequence[_Use], end: int)
         if source.ends and end not in source.ends:
             yield (
                 f"{NAME.dataset.data_path}={source.name}: none of its first {len(source.ends)} documents ends with "
-                f"{end}, "
-                f"as {tokenizer.tokenizer_type} ends them; another tokenizer's ids mean something else. Fix: "
-                f"{NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer {NAME.tokenizer.tokenizer_model}=PATH, or "
-                "write the files with "
-                "that token at the end of each document."
+                f"{end}, as {tokenizer.tokenizer_type} ends them; another tokenizer's ids mean something else. Fix: "
+                f"{NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer {NAME.tokenizer.tokenizer_model}=PATH, or write "
+                "the files with that token at the end of each document."
             )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatron_cp.report.runs import LoggedRun
@@ -40,15 +41,11 @@ def draw(runs: Sequence[LoggedRun], width: float = 13.0) -> Figure:
     _lines(figure.add_subplot(grid[1, 1]), runs, "tflops_per_device", "TFLOP/s a device", from_zero=True)
     _phase_bars(figure.add_subplot(grid[2, 0]), runs)
     _memory_bars(figure.add_subplot(grid[2, 1]), runs)
-    handles = [_handle(k, run) for k, run in enumerate(runs)]
+    handles = [
+        Line2D([], [], color=_colour(k), linewidth=3, label=f"{run.name}   {run.layout}") for k, run in enumerate(runs)
+    ]
     figure.legend(handles=handles, loc="outside upper left", frameon=False, fontsize=10)
     return figure
-
-
-def _handle(k: int, run: LoggedRun) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], color=_colour(k), linewidth=3, label=f"{run.name}   {run.layout}")
 
 
 def _colour(k: int) -> str:
@@ -82,8 +79,7 @@ def _held_out(axes: Any, runs: Sequence[LoggedRun]) -> None:
         iterations, values = run.points("validation_loss")
         if values:
             axes.plot(iterations, values, color=_colour(k), linestyle="none", marker="D", markersize=5)
-    if any(run.points("validation_loss")[1] for run in runs):
-        axes.set_title("lm loss (lines) and validation loss (diamonds)", loc="left", fontsize=11)
+            axes.set_title("lm loss (lines) and validation loss (diamonds)", loc="left", fontsize=11)
 
 
 def _limit_to_most(axes: Any, runs: Sequence[LoggedRun]) -> None:
@@ -107,10 +103,7 @@ def _phase_bars(axes: Any, runs: Sequence[LoggedRun]) -> None:
                 left += 1e3 * seconds[name]
         if total:
             axes.text(left, row, f" {left:.1f}", va="center", fontsize=8.5)
-    _names(axes, runs)
-    axes.set_title("iteration with evaluations and checkpoints, ms (mean)", loc="left", fontsize=11)
-    axes.margins(x=0.12)
-    axes.set_xlim(left=0)
+    _name_bars(axes, runs, "iteration with evaluations and checkpoints, ms (mean)")
     if seen:
         labels = [name.replace("_", "-") for name in seen]
         axes.legend(
@@ -126,7 +119,6 @@ def _phase_bars(axes: Any, runs: Sequence[LoggedRun]) -> None:
         )
     else:
         axes.text(0.5, 0.5, "these runs recorded no phases", transform=axes.transAxes, ha="center")
-    _plain(axes, "x")
 
 
 def _memory_bars(axes: Any, runs: Sequence[LoggedRun]) -> None:
@@ -135,16 +127,17 @@ def _memory_bars(axes: Any, runs: Sequence[LoggedRun]) -> None:
         if values:
             axes.barh(row, max(values) / 1e9, color=_colour(row), height=0.62)
             axes.text(max(values) / 1e9, row, f" {max(values) / 1e9:.2f}", va="center", fontsize=8.5)
-    _names(axes, runs)
-    axes.set_title("peak memory a rank, GB", loc="left", fontsize=11)
+    _name_bars(axes, runs, "peak memory a rank, GB")
+
+
+def _name_bars(axes: Any, runs: Sequence[LoggedRun], title: str) -> None:
+    """Name the panel and its bars, one a run."""
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_yticks(range(len(runs)), [_short(run.name) for run in runs], fontsize=9)
+    axes.set_ylim(len(runs) - 0.45, -0.55)
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
     _plain(axes, "x")
-
-
-def _names(axes: Any, runs: Sequence[LoggedRun]) -> None:
-    axes.set_yticks(range(len(runs)), [_short(run.name) for run in runs], fontsize=9)
-    axes.set_ylim(len(runs) - 0.45, -0.55)
 
 
 def _short(name: str, most: int = 24) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from megatron_cp.attention.transports.registry import RING, known_transports
-from megatron_cp.common.errors import DataError
+from megatron_cp.common.errors import DataError, readable
 from megatron_cp.common.jsonl_log import METRICS, read_lines
 from megatron_cp.common.yaml_files import read_yaml
 
@@ -42,6 +42,11 @@ class LoggedRun:
         kept = [(i, value) for i, value in sorted(latest.items()) if value is not None]
         return [i for i, _ in kept], [value for _, value in kept]
 
+    def setting(self, section: str, name: str) -> Any:
+        """A value of the run's configuration; None where there is none."""
+        values = self.config.get(section)
+        return values.get(name) if isinstance(values, Mapping) else None
+
     @property
     def ranks(self) -> int | None:
         """The number of devices that the rates were divided by."""
@@ -68,10 +73,8 @@ class LoggedRun:
     @property
     def layout(self) -> str:
         """The parallel layout in words: ``4 ranks: cp 4 (a2a+p2p [2, 2]), dp 1``."""
-        model = self.config.get("model")
-        model = model if isinstance(model, Mapping) else {}
         sizes = {
-            short: value if isinstance(value := model.get(f"{name}_parallel_size"), int) else 1
+            short: value if isinstance(value := self.setting("model", f"{name}_parallel_size"), int) else 1
             for short, name in (
                 ("tp", "tensor_model"),
                 ("cp", "context"),
@@ -80,15 +83,15 @@ class LoggedRun:
             )
         }
         parts = [f"{short} {size}" for short, size in sizes.items() if size > 1 and short != "cp"]
-        if model.get("dynamic_context_parallel"):
+        if self.setting("model", "dynamic_context_parallel"):
             parts.insert(0, f"dynamic cp up to {sizes['cp']}")
         elif sizes["cp"] > 1:
-            kinds = model.get("cp_comm_type", RING.name)
+            kinds = self.setting("model", "cp_comm_type") or RING.name
             names = list(dict.fromkeys(map(str, kinds if isinstance(kinds, list) else [kinds])))
             hierarchical = any(transport.hierarchical for transport in known_transports(names))
-            levels = model.get("hierarchical_context_parallel_sizes") if hierarchical else None
+            levels = self.setting("model", "hierarchical_context_parallel_sizes") if hierarchical else None
             parts.insert(0, f"cp {sizes['cp']} ({', '.join(names)}{f' {levels}' if levels else ''})")
-        if self.ranks and model:
+        if self.ranks and isinstance(self.config.get("model"), Mapping):
             replicas = self.ranks // max(1, sizes["tp"] * sizes["cp"] * sizes["pp"])
             parts += [f"dp {replicas}"] if replicas > 1 else []
         ranks = "? ranks" if self.ranks is None else "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
@@ -121,10 +124,8 @@ def _read(folder: Path, name: str) -> LoggedRun:
     steps: dict[int, Mapping[str, Any]] = {}
     events: list[Mapping[str, Any]] = []
     measured: list[Mapping[str, Any]] = []
-    try:
+    with readable(metrics):
         lines = read_lines(metrics)
-    except OSError as error:
-        raise DataError(f"{metrics}: cannot be read: {error.strerror}.") from error
     for line in lines:
         if "lm_loss" in line:
             steps[line["iteration"]] = line

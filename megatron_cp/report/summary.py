@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -31,33 +31,29 @@ def as_text(runs: Sequence[LoggedRun]) -> str:
     return "\n".join(lines)
 
 
-def typical(run: LoggedRun, field: str) -> float | None:
-    """The median of a number over the steps after the first two."""
-    values = run.points(field)[1]
-    return median(values[_WARM_UP:] or values) if values else None
-
-
 def _setting(section: str, field: str) -> Any:
     def cell(run: LoggedRun) -> str:
-        values = run.config.get(section)
-        value = values.get(field) if isinstance(values, Mapping) else None
+        value = run.setting(section, field)
         return "" if value is None else f"{value:,}" if type(value) is int else str(value)
 
     return cell
 
 
-def _typical(field: str, form: str, scale: float = 1.0) -> Any:
+def _typical(values: Sequence[float]) -> float:
+    """The median over the steps after the first two."""
+    return median(values[_WARM_UP:] or values)
+
+
+def _number(field: str, form: str, scale: float = 1.0, of: Callable[[Sequence[float]], float] = _typical) -> Any:
     def cell(run: LoggedRun) -> str:
-        value = typical(run, field)
-        return "" if value is None else form.format(value * scale)
+        values = run.points(field)[1]
+        return form.format(of(values) * scale) if values else ""
 
     return cell
 
 
 def _iterations(run: LoggedRun) -> str:
-    done = run.steps[-1]["iteration"]
-    train = run.config.get("train")
-    total = train.get("train_iters") if isinstance(train, Mapping) else None
+    done, total = run.steps[-1]["iteration"], run.setting("train", "train_iters")
     return f"{done:,} of {total:,}" if isinstance(total, int) else f"{done:,}"
 
 
@@ -86,14 +82,6 @@ def _measured(run: LoggedRun) -> str:
     return "; ".join(f"{loss} ({what})" for what, loss in latest.items())
 
 
-def _largest(field: str, form: str, scale: float) -> Any:
-    def cell(run: LoggedRun) -> str:
-        values = run.points(field)[1]
-        return form.format(max(values) * scale) if values else ""
-
-    return cell
-
-
 def _skipped(run: LoggedRun) -> str:
     return str(sum(bool(step.get("skipped")) for step in run.steps))
 
@@ -119,16 +107,16 @@ _ROWS = {
     "lm loss, first and last step": first_and_last_loss,
     "validation loss": validation_loss,
     "other evaluations": _measured,
-    "tokens/s (median)": _typical("tokens_per_s", "{:,.0f}"),
-    "tokens/s a device (median)": _typical("tokens_per_s_per_device", "{:,.0f}"),
-    "TFLOP/s a device (median)": _typical("tflops_per_device", "{:.4g}"),
-    "MFU of a given peak (median)": _typical("mfu_of_given_peak", "{:.3f}"),
-    "MFU of a measured peak (median)": _typical("mfu_of_measured_peak", "{:.3f}"),
-    "step alone, ms (median)": _typical("step_time_s", "{:.1f}", 1e3),
+    "tokens/s (median)": _number("tokens_per_s", "{:,.0f}"),
+    "tokens/s a device (median)": _number("tokens_per_s_per_device", "{:,.0f}"),
+    "TFLOP/s a device (median)": _number("tflops_per_device", "{:.4g}"),
+    "MFU of a given peak (median)": _number("mfu_of_given_peak", "{:.3f}"),
+    "MFU of a measured peak (median)": _number("mfu_of_measured_peak", "{:.3f}"),
+    "step alone, ms (median)": _number("step_time_s", "{:.1f}", 1e3),
     "iteration with evaluations and checkpoints, ms (mean)": _whole_iteration,
     "of which": _phases,
-    "peak memory a rank, GB": _largest("peak_memory_bytes", "{:.2f}", 1e-9),
-    "padding (median)": _typical("padding_fraction", "{:.2%}"),
-    "imbalance (median)": _typical("imbalance", "{:.3f}"),
+    "peak memory a rank, GB": _number("peak_memory_bytes", "{:.2f}", 1e-9, max),
+    "padding (median)": _number("padding_fraction", "{:.2%}"),
+    "imbalance (median)": _number("imbalance", "{:.3f}"),
     "skipped steps": _skipped,
 }

@@ -24,6 +24,7 @@ from megatron_cp.verify.tensors import TensorDifferences, compare_tensors
 # optimizer divides them by their own size, and several steps add up.
 LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE, UPDATE_TOLERANCE = 1e-5, 1e-5, 1e-4, 1e-3
 RATE_TOLERANCE = 1e-12
+TOKEN_LOSSES, NORM = "each token's loss", "gradient norm"  # names of rows
 # A token's loss that is smaller than this share of the largest is compared relative to that share.
 TOKEN_FLOOR = 0.1
 
@@ -76,19 +77,20 @@ class Comparison:
             return []
         first, mine = self.reference[0], self.layout[0]
         rows = [Row("tokens", 1, (str(first.tokens), str(mine.tokens)), abs(first.tokens - mine.tokens), 0)]
-        for depth, found in enumerate(self.tokens):
-            name = "each token's loss" if depth == 0 else f"each token's loss, MTP depth {depth}"
-            values = "", f"{found.wrong} of {found.number} wrong"
-            rows.append(Row(name, 1, values, found.difference, LOSS_TOLERANCE))
+        for depth, losses in enumerate(self.tokens):
+            name = TOKEN_LOSSES if depth == 0 else f"{TOKEN_LOSSES}, MTP depth {depth}"
+            values = "", f"{losses.wrong} of {losses.number} wrong"
+            rows.append(Row(name, 1, values, losses.difference, LOSS_TOLERANCE))
         for step, (ours, theirs) in enumerate(zip(self.reference, self.layout, strict=True), 1):
-            pairs = [(name, loss, losses_of(theirs)[name], LOSS_TOLERANCE) for name, loss in losses_of(ours).items()]
-            pairs.append(("gradient norm", ours.grad_norm or 0.0, theirs.grad_norm or 0.0, NORM_TOLERANCE))
-            rows += [Row(name, step, (f"{a:.7f}", f"{b:.7f}"), relative(a, b), most) for name, a, b, most in pairs]
+            found = _numbers_of(theirs)
+            for name, number in _numbers_of(ours).items():
+                tolerance = NORM_TOLERANCE if name == NORM else LOSS_TOLERANCE
+                shown = f"{number:.7f}", f"{found[name]:.7f}"
+                rows.append(Row(name, step, shown, _relative(number, found[name]), tolerance))
         rows.append(_worst("gradient, step 1", self.gradients, GRADIENT_TOLERANCE))
         rows.append(_worst("change of a weight", self.updates, UPDATE_TOLERANCE))
-        difference, *rates = self.rates
-        rows.append(Row("learning rates", None, (rates[0], rates[1]), difference, RATE_TOLERANCE))
-        return rows
+        difference, expected, rate = self.rates
+        return [*rows, Row("learning rates", None, (expected, rate), difference, RATE_TOLERANCE)]
 
     @property
     def equal(self) -> bool:
@@ -97,10 +99,10 @@ class Comparison:
         return self.fault is None and self.probe is None and copies is None and all(row.equal for row in self.rows())
 
 
-def losses_of(step: StepResult) -> dict[str, float]:
-    """A step's losses, each by the name that it is shown under."""
+def _numbers_of(step: StepResult) -> dict[str, float]:
+    """A step's losses and gradient norm, each by the name that it is shown under."""
     depths = {f"MTP loss of depth {depth}": loss for depth, loss in enumerate(step.mtp_losses, 1)}
-    return {"loss": step.loss} | depths | step.router_losses
+    return {"loss": step.loss} | depths | step.router_losses | {NORM: step.grad_norm or 0.0}
 
 
 def _worst(what: str, found: TensorDifferences, tolerance: float) -> Row:
@@ -108,7 +110,7 @@ def _worst(what: str, found: TensorDifferences, tolerance: float) -> Row:
     return Row(f"worst {what}: {name}", None, ("", rank), found.difference, tolerance)
 
 
-def relative(a: float, b: float) -> float:
+def _relative(a: float, b: float) -> float:
     """The difference, relative to ``a``; infinite where either is not a number."""
     difference = abs(a - b) / max(abs(a), 1e-30)
     return difference if difference == difference else math.inf
@@ -167,15 +169,12 @@ def _compare(reference: Measurement, layout: RunConfig, ranks: RankLayout, secon
 
 def _largest_difference(reference: list[StepResult], steps: list[StepResult]) -> float:
     """Of what a rank reports from the reference: all should report the same."""
-    pairs = [
-        (a, b)
+    found = [
+        _relative(a, b)
         for ours, theirs in zip(reference, steps, strict=False)
-        for a, b in [
-            *zip(losses_of(ours).values(), losses_of(theirs).values(), strict=True),
-            (ours.grad_norm or 0.0, theirs.grad_norm or 0.0),
-        ]
+        for a, b in zip(_numbers_of(ours).values(), _numbers_of(theirs).values(), strict=True)
     ]
-    return max((relative(a, b) for a, b in pairs), default=0.0)
+    return max(found, default=0.0)
 
 
 def _compare_tokens(reference: torch.Tensor, layout: torch.Tensor) -> list[TokenLosses]:
@@ -196,6 +195,6 @@ def _compare_rates(reference: list[tuple[float, ...]], layout: Sequence[tuple[fl
         for step, (expected, rates) in enumerate(zip(reference, theirs, strict=False), 1):
             for rate in rates:
                 nearest = min(expected, key=lambda each: abs(each - rate))
-                found = relative(nearest, rate), f"{nearest:.6g}", f"{rate:.6g}, step {step}, rank {rank}"
+                found = _relative(nearest, rate), f"{nearest:.6g}", f"{rate:.6g}, step {step}, rank {rank}"
                 worst = max(worst, found, key=lambda each: each[0])
     return worst

@@ -49,8 +49,7 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
     configs = [copy.deepcopy(config) for config in layouts]
     vocab_size = configs[0].model.vocab_size or configs[0].tokenizer.vocab_size or VOCAB if full else VOCAB
     models = [config.model for config in configs]
-    length = None if full else _seq_length(models)
-    num_layers = None if full else _num_layers(models)
+    length, num_layers = _seq_length(models), _num_layers(models)
     if not full:
         for config in configs:
             config.train.micro_batch_size = min(2, config.train.micro_batch_size)
@@ -59,9 +58,8 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
     for config in configs:
         model = config.model
         if not full:
-            shrink(model, tp, num_layers or model.num_layers)
+            shrink(model, tp, num_layers)
             _raise_weights(model)
-        if length is not None:
             shrink_thresholds(model, config.ddp, config.train.micro_batch_size, config.dataset.seq_length, length)
             config.dataset.seq_length = model.seq_length = length
             model.max_position_embeddings = model.yarn_length or length
@@ -102,9 +100,8 @@ def checked_and_comparable(
     configs = [checked(config, world_size) for config in comparable(layouts, world_size, steps, full=full)]
     if launcher.rank() == 0 and layouts[-1].model.moe_aux_loss_coeff and not configs[-1].model.moe_aux_loss_coeff:
         say(
-            f"note: compared without the router's auxiliary loss ({NAME.model.moe_aux_loss_coeff}=0): a pack's "
-            "depends on the "
-            "samples that share it, and the two layouts pack differently",
+            f"note: compared without the router's auxiliary loss ({NAME.model.moe_aux_loss_coeff}=0): a pack's depends "
+            "on the samples that share it, and the two layouts pack differently",
             file=sys.stderr,
         )
     return configs
@@ -173,8 +170,11 @@ def _num_layers(models: Sequence[ModelConfig]) -> int:
     per_layer = isinstance(model.window_attn_skip_freq, list) or any("|" in _pattern(each) for each in models)
     if per_layer or any(isinstance(each.cp_comm_type, list) or _is_uneven(each) for each in models):
         return model.num_layers
-    if isinstance(model.moe_layer_freq, list) and not _has_experts_after_the_first(model, models):
-        return model.num_layers
+    if isinstance(experts := model.moe_layer_freq, list):
+        # Experts in every layer but some first ones, on one stage: a layer of either kind stands for all.
+        only_first_lack_them = 0 < sum(experts) < len(experts) and sorted(experts) == experts
+        if not only_first_lack_them or any(_stages(each) > 1 for each in models):
+            return model.num_layers
     least = max(2, (model.window_attn_skip_freq or 0) if not isinstance(model.window_attn_skip_freq, list) else 0)
 
     def fits(layers: int, m: ModelConfig) -> bool:
@@ -189,13 +189,6 @@ def _num_layers(models: Sequence[ModelConfig]) -> int:
 
 def _pattern(model: ModelConfig) -> str:
     return model.hybrid_layer_pattern or ""
-
-
-def _has_experts_after_the_first(model: ModelConfig, models: Sequence[ModelConfig]) -> bool:
-    """Whether a layer of either kind stands for all: experts in every layer but some first ones, on one stage."""
-    experts = model.moe_layer_freq
-    assert isinstance(experts, list)
-    return 0 < sum(experts) < len(experts) and sorted(experts) == experts and all(_stages(each) == 1 for each in models)
 
 
 def _seq_length(models: Sequence[ModelConfig]) -> int:

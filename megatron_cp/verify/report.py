@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
 from megatron_cp.common.terminal import printable
 from megatron_cp.config.names import NAME
 from megatron_cp.parallel.layout import RankLayout
-from megatron_cp.verify.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Comparison, Row, losses_of, relative
+from megatron_cp.verify.compare import GRADIENT_TOLERANCE, NORM, RATE_TOLERANCE, TOKEN_LOSSES, Comparison, Row
 from megatron_cp.verify.tensors import Replicas, TensorDifferences
 
 
@@ -54,27 +56,27 @@ def diagnose(result: Comparison) -> list[str]:
         said.append(result.probe)
     if result.fault is not None:
         return said
-    forward = _of_forward_pass(result)
+    wrong = [row.name for row in result.rows() if row.step == 1 and not row.equal]
+    forward = _of_forward_pass(result, wrong)
     said += forward
     if result.gradients.replicas is not None:
         said.append(_of_copies("gradients", result.gradients.replicas, result.ranks))
     elif not forward:
-        said += _of_backward_pass(result)
+        said += _of_backward_pass(result, wrong)
     if not said:
         said += _of_optimizer(result)
     return said
 
 
-def _of_forward_pass(result: Comparison) -> list[str]:
-    first, mine = result.reference[0], result.layout[0]
-    if first.tokens != mine.tokens:
+def _of_forward_pass(result: Comparison, wrong: Sequence[str]) -> list[str]:
+    """``wrong``: the names of what differs in the first step."""
+    if "tokens" in wrong:
         return [
-            f"{mine.tokens} tokens took part in the first loss and not {first.tokens}: look at how batches are dealt "
-            "to ranks and sliced, and at the reduction of the loss"
+            f"{result.layout[0].tokens} tokens took part in the first loss and not {result.reference[0].tokens}: look "
+            "at how batches are dealt to ranks and sliced, and at the reduction of the loss"
         ]
-    (main, *depths), (loss, *further) = result.tokens, losses_of(first).items()
-    reported = losses_of(mine)
-    if main.difference > LOSS_TOLERANCE:
+    if TOKEN_LOSSES in wrong:
+        main = result.tokens[0]
         return [
             f"the first forward pass differs already, in {main.wrong} of {main.number} tokens' losses: look at "
             "attention's communication"
@@ -82,22 +84,19 @@ def _of_forward_pass(result: Comparison) -> list[str]:
             + ", at positions (RoPE), at how batches are sliced, and at the output layer and its loss (in pieces with "
             f"{NAME.model.cross_entropy_chunk_size})"
         ]
-    if not relative(loss[1], reported[loss[0]]) <= LOSS_TOLERANCE:
+    if "loss" in wrong:
         return [
             "each token's loss agrees and the reported loss does not: look at how losses are masked, summed over ranks "
             "and normalized"
         ]
     found = []
-    wrong = [name for name, value in further if not relative(value, reported[name]) <= LOSS_TOLERANCE]
-    wrong_depths = [depth for depth, each in enumerate(depths, 1) if each.difference > LOSS_TOLERANCE]
-    of_mtp = [name for name in wrong if name.startswith("MTP")]
-    if wrong_depths or of_mtp:
-        what = ", ".join(of_mtp or [f"MTP depth {depth}" for depth in wrong_depths])
+    depths = [name.removeprefix(f"{TOKEN_LOSSES}, ") for name in wrong if name.startswith(TOKEN_LOSSES)]
+    if of_mtp := [name for name in wrong if name.startswith("MTP")] or depths:
         found.append(
-            f"the main loss agrees and multi-token prediction's does not ({what}): look at how its tokens, labels and "
-            "masks are shifted between ranks, at its layers, and at its number of tokens"
+            f"the main loss agrees and multi-token prediction's does not ({', '.join(of_mtp)}): look at how its "
+            "tokens, labels and masks are shifted between ranks, at its layers, and at its number of tokens"
         )
-    if routers := [name for name in wrong if name not in of_mtp]:
+    if routers := [name for name in wrong if name in result.reference[0].router_losses]:
         found.append(
             f"the losses of tokens agree and routers' do not ({', '.join(routers)}): look at which tokens routers "
             "count (padding), and over which ranks"
@@ -105,7 +104,7 @@ def _of_forward_pass(result: Comparison) -> list[str]:
     return found
 
 
-def _of_backward_pass(result: Comparison) -> list[str]:
+def _of_backward_pass(result: Comparison, wrong: Sequence[str]) -> list[str]:
     found = result.gradients
     if not found.difference <= GRADIENT_TOLERANCE:
         off = abs(found.ratio - 1)
@@ -121,14 +120,15 @@ def _of_backward_pass(result: Comparison) -> list[str]:
             f"the forward pass agrees, each token's loss and every other, and {which} do not: look at the backward "
             "pass of what these parameters feed, and at what reduces their gradients"
         ]
-    norm = next(row for row in result.rows() if (row.name, row.step) == ("gradient norm", 1))
-    return [] if norm.equal else ["the gradients agree and their norm does not: look at its reduction over ranks"]
+    if NORM in wrong:
+        return ["the gradients agree and their norm does not: look at its reduction over ranks"]
+    return []
 
 
 def _of_optimizer(result: Comparison) -> list[str]:
-    rates = next(row for row in result.rows() if row.name == "learning rates")
-    if not rates.equal:
-        return [f"a learning rate is {rates.values[1]} and not {rates.values[0]}: look at the optimizer's schedule"]
+    difference, expected, rate = result.rates
+    if difference > RATE_TOLERANCE:
+        return [f"a learning rate is {rate} and not {expected}: look at the optimizer's schedule"]
     if result.updates.replicas is not None:
         return [_of_copies("weights after the last step", result.updates.replicas, result.ranks)]
     which = f"{len(result.updates.wrong)} of {result.updates.number} weights (most: {_worst(result.updates)})"

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,7 @@ from megatron_cp.common.atomic_files import write_text
 from megatron_cp.common.errors import RuntimeFault, failed_alone
 from megatron_cp.common.input_files import read_json
 from megatron_cp.config.names import NAME
-from megatron_cp.config.run_config import (
-    CheckpointConfig,
-    LoggerConfig,
-    ModelConfig,
-    ProfilingConfig,
-    RunConfig,
-    TrainConfig,
-    ValidationConfig,
-)
+from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.config.single_rank import on_one_rank
 from megatron_cp.launch import launcher
 from megatron_cp.mcore.packages import check_mamba_ssm
@@ -121,23 +113,13 @@ def describe(model: ModelConfig, world_size: int) -> str:
 
 def _key(reduced: RunConfig) -> str:
     """What was verified and with what: the reduced configuration, this package's code, libraries, device, variables."""
-    train = TrainConfig(
-        global_batch_size=reduced.train.global_batch_size, micro_batch_size=reduced.train.micro_batch_size
-    )
+    settings = asdict(reduced)
     # Without what may change from start to start and does not change what is computed.
-    layout = replace(
-        reduced,
-        train=train,
-        validation=ValidationConfig(),
-        checkpoint=CheckpointConfig(),
-        logger=LoggerConfig(),
-        profiling=ProfilingConfig(),
-        env_vars={},
-        recipe="",
-        recipe_world_size=None,
-    )
+    for name in ("validation", "checkpoint", "logger", "profiling", "env_vars", "recipe", "recipe_world_size"):
+        del settings[name]
+    settings["train"] = (reduced.train.global_batch_size, reduced.train.micro_batch_size)
     ranks = {"ranks": f"{dist.get_world_size()}, {launcher.local_world_size()} a node"}
-    return digest(fingerprint(asdict(layout), Environment.detect()) | ranks)
+    return digest(fingerprint(settings, Environment.detect()) | ranks)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from megatron_cp.config.setting import When, equals, setting
+from megatron_cp.config.setting import either, equals, setting
 
 PYTORCH = equals("profiling.use_pytorch_profiler", True)
-
-
-def _profiles(run: Any) -> bool:
-    return run.profiling.use_pytorch_profiler or run.profiling.use_nsys_profiler
-
-
-PROFILES = When(
-    "profiling.use_pytorch_profiler=true or profiling.use_nsys_profiler=true",
-    _profiles,
-    "profiling.use_pytorch_profiler=true, or profiling.use_nsys_profiler=true",
-)
-MARKS = When(
-    f"{PROFILES.switch} or profiling.nvtx_ranges=true",
-    lambda run: _profiles(run) or run.profiling.nvtx_ranges,
-    f"{PROFILES.turn_on}, or profiling.nvtx_ranges=true",
-)
+PROFILES = either(PYTORCH, equals("profiling.use_nsys_profiler", True))
+MARKS = either(PROFILES, equals("profiling.nvtx_ranges", True))
 
 
 @dataclass

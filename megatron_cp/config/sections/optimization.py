@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from megatron_cp.config.setting import LAYOUT, OPTIMIZER, SCHEDULE, When, equals, given, setting, share, size
+from megatron_cp.config.setting import LAYOUT, OPTIMIZER, SCHEDULE, either, equals, given, setting, share, size
 
 ADAM = equals("optimizer.optimizer", "adam", "muon", "lion")  # which leave embeddings, norms and biases to Adam
 SGD, MUON = equals("optimizer.optimizer", "sgd"), equals("optimizer.optimizer", "muon")
 LION = equals("optimizer.muon_scalar_optimizer", "lion")
 WSD = equals("scheduler.lr_decay_style", "WSD")
-
-
-def _own_decay_is_read(run: Any) -> bool:
-    """Its own start and end replace it; a zero is a value, too."""
-    return None in (run.scheduler.start_weight_decay, run.scheduler.end_weight_decay)
-
-
-NOT_SCHEDULED = When(
-    "scheduler.start_weight_decay=null or scheduler.end_weight_decay=null",
-    _own_decay_is_read,
-    "scheduler.start_weight_decay=null, or scheduler.end_weight_decay=null",
-)
+# Its own start and end replace it; a zero is a value, too.
+NOT_SCHEDULED = either(equals("scheduler.start_weight_decay", None), equals("scheduler.end_weight_decay", None))
 
 
 @dataclass

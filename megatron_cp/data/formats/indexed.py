@@ -69,9 +69,8 @@ def open_indexed(prefix: str) -> IndexedFiles:
         with open(idx_path, "rb") as file:
             head = file.read(_HEADER.size)
             idx_stat = os.fstat(file.fileno())
-        bin_bytes = os.stat(bin_path).st_size
-        with open(bin_path, "rb"):
-            pass
+        with open(bin_path, "rb") as file:
+            bin_bytes = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
@@ -99,17 +98,14 @@ def open_indexed(prefix: str) -> IndexedFiles:
         raise DataError(f"{idx_path}: is corrupt: it has {boundaries} boundaries of documents, fewer than two.")
 
     dtype = _DTYPES[code]
-    with open(idx_path, "rb") as file:
-        file.seek(_HEADER.size + 4 * (count - 1))
-        (length,) = struct.unpack("<i", file.read(4))
-        file.seek(_HEADER.size + 4 * count + 8 * (count - 1))
-        (offset,) = struct.unpack("<q", file.read(8))
-    end = offset + length * np.dtype(dtype).itemsize
+    size = np.dtype(dtype).itemsize
+    stamp = (bin_bytes, idx_stat.st_size, idx_stat.st_mtime_ns)
+    files = IndexedFiles(prefix, count, boundaries, bin_bytes // size, dtype, stamp)
+    end = int(_offsets(files)[-1]) + int(sequence_lengths(files)[-1]) * size
     if end != bin_bytes:
         what = "is truncated" if bin_bytes < end else "does not belong to its .idx"
         raise DataError(f"{bin_path}: {what}: {bin_bytes} bytes, but {idx_path} describes {end}.")
-    stamp = (bin_bytes, idx_stat.st_size, idx_stat.st_mtime_ns)
-    return IndexedFiles(prefix, count, boundaries, bin_bytes // np.dtype(dtype).itemsize, dtype, stamp)
+    return files
 
 
 def chunks(first: int, stop: int) -> Iterator[slice]:
@@ -142,9 +138,9 @@ def tokens_between(files: IndexedFiles, first: int, last: int) -> int:
     return int(end - begin)
 
 
-def first_ends(files: IndexedFiles, most: int = 8) -> tuple[int, ...]:
-    """The last token of each of the first ``most`` documents, of those that have one; of good files."""
-    begins = tokens_before(files, _boundaries(files)[: most + 1])
+def first_ends(files: IndexedFiles) -> tuple[int, ...]:
+    """The last token of each of the first eight documents, of those that have one; of good files."""
+    begins = tokens_before(files, _boundaries(files)[:9])
     tokens = np.memmap(files.prefix + ".bin", dtype=files.dtype, mode="r")
     return tuple(int(tokens[end - 1]) for begin, end in pairwise(begins) if end > begin)
 
@@ -197,9 +193,8 @@ def check_ids(path: str, smallest: int, largest: int, vocab_size: int | None) ->
     if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
         known = "0 and above" if vocab_size is None else f"0 to {vocab_size - 1}"
         raise DataError(
-            f"{path}: holds token {smallest if smallest < 0 else largest}, but the tokenizer's ids are {known}. "
-            f"Fix: {NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer {NAME.tokenizer.tokenizer_model}=PATH (the "
-            "one that the files "
-            f"were made with), or {NAME.tokenizer.tokenizer_type}=NullTokenizer "
+            f"{path}: holds token {smallest if smallest < 0 else largest}, but the tokenizer's ids are {known}. Fix: "
+            f"{NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer {NAME.tokenizer.tokenizer_model}=PATH (the one that "
+            f"the files were made with), or {NAME.tokenizer.tokenizer_type}=NullTokenizer "
             f"{NAME.tokenizer.vocab_size}={max(0, largest) + 1}"
         )

@@ -11,13 +11,12 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_cp.common.errors import DataError
+from megatron_cp.common.errors import DataError, readable
 from megatron_cp.common.input_files import decode_text, file_or_pipe, parse_json
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig
@@ -32,42 +31,24 @@ _NAME, _PROMPTS = "documents", ".prompts.npy"
 _REPORT_EVERY = 100_000  # lines
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Where a line has its text, or its prompt and response; ``None`` for what no line has."""
-
-    text: str | None = "text"
-    prompt: str | None = "prompt"
-    response: str | None = "response"
-
-    @staticmethod
-    def of(config: DatasetConfig) -> Keys:
-        return Keys(config.text_key, config.prompt_key, config.response_key)
-
-
-def tokenized(path: str, tokenizer: Tokenizer, keys: Keys, path_to_cache: str | None = None) -> str:
+def tokenized(path: str, tokenizer: Tokenizer, config: DatasetConfig) -> str:
     """The prefix of a ``.jsonl`` file's ``.bin``, ``.idx`` and ``.prompts.npy``.
 
     They are made if they are not there, in a folder in ``path_to_cache`` (by default ``cache`` beside the file) whose
-    name changes with the file's path, size and modification time, the tokenizer and the keys.
+    name changes with the file's path, size and modification time, the tokenizer and the keys of a line's texts.
 
     Raises:
         DataError: the file cannot be read, a line is no sample (its number and what is wrong), there is none in it, or
             the folder cannot be written.
     """
     file = Path(path)
-    try:
-        with open(
-            file, "rb", opener=file_or_pipe
-        ) as stream:  # a network file system may tell a file's old size until it is opened
-            status = os.fstat(stream.fileno())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+    with readable(path), open(file, "rb", opener=file_or_pipe) as stream:
+        status = os.fstat(stream.fileno())  # a network file system may tell an old size of a file that is not open
     stamp = (str(file.absolute()), status.st_size, status.st_mtime_ns)
     identifiers = list(tokenizer.unique_identifiers.items())
-    name = cache_key(_FORMAT, stamp, identifiers, keys.text, keys.prompt, keys.response)
-    folder = cache_root(path_to_cache, file) / f"jsonl-{name}"
-    build_cached(lambda aside: _tokenize(file, tokenizer, keys, str(aside / _NAME)), folder)
+    name = cache_key(_FORMAT, stamp, identifiers, config.text_key, config.prompt_key, config.response_key)
+    folder = cache_root(config.path_to_cache, file) / f"jsonl-{name}"
+    build_cached(lambda aside: _tokenize(file, tokenizer, config, str(aside / _NAME)), folder)
     return str(folder / _NAME)
 
 
@@ -102,10 +83,10 @@ def warn_of_plain_prompts(path: str, prefix: str, prompt_lengths: np.ndarray, to
         )
 
 
-def _tokenize(file: Path, tokenizer: Tokenizer, keys: Keys, prefix: str) -> None:
+def _tokenize(file: Path, tokenizer: Tokenizer, config: DatasetConfig, prefix: str) -> None:
     prompt_lengths: list[int] = []
     empty = 0
-    samples = (sample for sample, _ in read_lines(file, lambda value: _sample(value, keys)) if sample is not None)
+    samples = (sample for sample, _ in read_lines(file, lambda value: _sample(value, config)) if sample is not None)
     with indexed_writer(prefix, tokenizer, source=str(file)) as writer:
         for number, (prompt, text) in enumerate(samples, 1):
             ids, prompt_length = encode(tokenizer, text, prompt)
@@ -127,25 +108,22 @@ def read_lines[T](file: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[
     Raises:
         DataError: the file cannot be read, or a line holds no object, or one for which ``parse`` raises ValueError.
     """
-    try:
-        with open(file, "rb", opener=file_or_pipe) as stream:
-            for number, line in enumerate(stream, 1):
-                try:
-                    text = decode_text(line, file)  # of a file that was joined from others, any line may have a mark
-                    value = parse(_object(text)) if text.strip() else None
-                except ValueError as error:
-                    raise DataError(f"{file}:{number}: {error}") from error
-                yield value, len(line)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
+    with readable(file), open(file, "rb", opener=file_or_pipe) as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                text = decode_text(line, file)  # of a file that was joined from others, any line may have a mark
+                value = parse(_object(text)) if text.strip() else None
+            except ValueError as error:
+                raise DataError(f"{file}:{number}: {error}") from error
+            yield value, len(line)
 
 
-def _sample(value: dict[str, Any], keys: Keys) -> tuple[str, str]:
+def _sample(value: dict[str, Any], config: DatasetConfig) -> tuple[str, str]:
     """(prompt, text or response). Raises ValueError saying why an object is no sample."""
-    has_text = keys.text in value
-    has_pair = keys.prompt in value and keys.response in value
+    has_text = config.text_key in value
+    has_pair = config.prompt_key in value and config.response_key in value
     if has_text == has_pair:
-        wanted = f"{keys.text!r}, or {keys.prompt!r} and {keys.response!r}"
+        wanted = f"{config.text_key!r}, or {config.prompt_key!r} and {config.response_key!r}"
         texts = [key for key in sorted(value) if isinstance(value[key], str)]
         fixes = [f"{NAME.dataset.text_key}={key}" for key in texts[:3] if re.fullmatch(r"\w+", key)]
         if has_text:
@@ -157,8 +135,9 @@ def _sample(value: dict[str, Any], keys: Keys) -> tuple[str, str]:
             f"{'both of ' if has_text else 'no '}{wanted}{'' if has_text else f'; it has {sorted(value)}'}. "
             f"Fix: {', or '.join(fixes) or f'{NAME.dataset.text_key}=NAME'}"
         )
-    prompt, text = ("", keys.text) if has_text else (text_under(keys.prompt, value), keys.response)
-    return prompt, text_under(text, value)
+    if has_text:
+        return "", text_under(config.text_key, value)
+    return text_under(config.prompt_key, value), text_under(config.response_key, value)
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -166,7 +145,8 @@ def _object(line: str) -> dict[str, Any]:
     try:
         value = parse_json(line)
     except ValueError as error:
-        raise ValueError(f"not valid JSON: {error}." + _cut_short(line)) from error
+        cut_short = "" if line.endswith("\n") else " The file ends in this line: is it truncated?"
+        raise ValueError(f"not valid JSON: {error}.{cut_short}") from error
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object is needed, found {type(value).__name__}.")
     return value
@@ -185,7 +165,3 @@ def text_under(key: str | None, values: dict[Any, Any]) -> str:
             "whole pair, or remove it."
         ) from error
     return text
-
-
-def _cut_short(line: str) -> str:
-    return "" if line.endswith("\n") else " The file ends in this line: is it truncated?"

@@ -47,19 +47,14 @@ class Turns:
             said = f"{NAME.dataset.data_path}: of each of the sources %s, which are small, comes one sample in %d"
             logger.info(said, small.tolist(), len(self._source))
 
-    def __call__(self, index: int) -> tuple[int, int]:
-        """(source, index among its samples)."""
-        source, nth = self.of_all(np.asarray(index))
-        return int(source), int(nth)
-
     def taken(self, count: int) -> list[int]:
         """How many of the first ``count`` samples come from each source."""
         periods, rest = divmod(count, len(self._source))
         counts = periods * self._counts + np.bincount(self._source[:rest], minlength=len(self._counts))
         return [int(number) for number in counts]
 
-    def of_all(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same of many samples; all are of one shape."""
+    def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, index among its samples) of each sample; all are of one shape."""
         periods, places = np.divmod(indices, len(self._source))
         sources = self._source[places]
         return sources, periods * self._counts[sources] + self._nth[places]

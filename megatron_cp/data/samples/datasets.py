@@ -8,7 +8,7 @@ activations that context parallelism divides.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,17 +89,9 @@ class TokenDataset(GPTDataset):
     as many as leave less than one part in ``_PARTS``.
     """
 
-    def __init__(
-        self,
-        indexed_dataset: Any,
-        dataset_path: str | None,
-        indexed_indices: np.ndarray,
-        num_samples: int,
-        index_split: Any,
-        config: GPTDatasetConfig,
-    ) -> None:
+    def __init__(self, dataset: Any, path: str | None, indices: np.ndarray, num_samples: int, *others: Any) -> None:
         # One sample: one epoch then, or as many as make up a sample; of training data _get_num_epochs makes it more.
-        super().__init__(indexed_dataset, dataset_path, indexed_indices, 1, index_split, config)
+        super().__init__(dataset, path, indices, 1, *others)
         self._wanted = num_samples
         # Upstream keeps the first sample's loss mask *after* zeroing its padding, and gives it to all later samples:
         # what a rank computes would depend on the sample it read first.
@@ -113,8 +105,7 @@ class TokenDataset(GPTDataset):
         if num_tokens_per_epoch == 0:
             raise DataError(
                 f"{self.dataset_path}: the {self.index_split.name} part of {NAME.dataset.split}={self.config.split} "
-                "has no "
-                f"documents (the file has {len(self.dataset)}). Fix: {ALL_FOR_TRAINING}"
+                f"has no documents (the file has {len(self.dataset)}). Fix: {ALL_FOR_TRAINING}"
             )
         epochs = -(-_PARTS * self.config.sequence_length // num_tokens_per_epoch)
         if epochs > 1 and self.index_split == Split.train:  # of a held-out part, samples that share no token
@@ -133,16 +124,14 @@ class TokenDataset(GPTDataset):
         return Contents(self.dataset_path, int(last - first), len(boundaries) - 1, tokens, counted, samples, ends)
 
     def __getitem__(self, idx: int | None) -> Sample:
-        sample = super().__getitem__(None if idx is None else self._in_index(int(idx)))
+        if idx is not None:  # upstream's index of one epoch is in random order already
+            count = super().__len__()
+            turn, position = divmod(int(idx), count)
+            idx = shuffled(position, count, self.config.random_seed, turn) if turn else position
+        sample = super().__getitem__(idx)
         smallest, largest = (int(value) for value in sample["labels"].aminmax())
         check_ids(self.dataset_path, smallest, largest, self.config.tokenizer.vocab_size)
         return sample
-
-    def _in_index(self, index: int) -> int:
-        """Sample of upstream's index, which is in random order already."""
-        count = super().__len__()
-        turn, position = divmod(index, count)
-        return shuffled(position, count, self.config.random_seed, turn) if turn else position
 
 
 class _Samples(Dataset):
@@ -168,19 +157,31 @@ class _Samples(Dataset):
 
 
 def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Dataset | None]:
+    """Let one rank fill the cache, where nodes share no file system one of each, then load from it everywhere."""
     parts = run_on_all_ranks(lambda: parts_of(config, samples))
     paths = list(dict.fromkeys(path for part in parts if part for path in part.paths))
     if not paths:
         return [None for _ in parts]
     files = dict(zip(paths, run_on_all_ranks(lambda: [open_indexed(path) for path in paths]), strict=True))
     parts = [part and _weighed(part, files) for part in parts]
+    root = cache_root(config.path_to_cache, files[paths[0]].prefix)
+    cache = root / _cache_key(config, tokenizer, parts, files.values(), samples)
 
     def build(cache: Path) -> list[Dataset | None]:
-        return _build_with_megatron_core(config, tokenizer, parts, samples, cache)
+        with hidden_process_group():
+            return _build_with_megatron_core(config, tokenizer, parts, samples, cache)
 
-    root = cache_root(config.path_to_cache, files[paths[0]].prefix)
-    stamps = [(f.prefix, f.stamp) for f in files.values()]
-    return _build_cached(build, files.values(), root / _cache_key(config, tokenizer, parts, stamps, samples))
+    def fill(aside: Path) -> None:
+        for each in files.values():
+            check_lengths(each)
+        try:
+            build(aside)
+        except IndexError as error:  # a blend that asks a file for more than it has
+            raise DataError(str(error)) from error
+
+    run_once_per_node(lambda: build_cached(fill, cache))
+    run_on_all_ranks(lambda: [map_array(path) for path in cache.rglob("*.npy")])  # a damaged one: one message
+    return build(cache)
 
 
 def _weighed(part: Part, files: dict[str, IndexedFiles]) -> Part:
@@ -229,7 +230,7 @@ def _cache_key(
     config: DatasetConfig,
     tokenizer: Tokenizer,
     parts: Sequence[Part | None],
-    stamps: Sequence[tuple[str, tuple[int, int, int]]],
+    files: Iterable[IndexedFiles],
     samples: Sequence[int],
 ) -> str:
     """Changes with everything the sample indices depend on. Upstream's own key forgets the files' contents.
@@ -239,25 +240,5 @@ def _cache_key(
     blended = any(part and part.weights for part in parts)
     sizes = list(samples) if blended else [bool(count) for count in samples]
     split = config.split if config.divides else None
-    seed, identifiers = config.random_seed, tokenizer.unique_identifiers
+    seed, identifiers, stamps = config.random_seed, tokenizer.unique_identifiers, [(f.prefix, f.stamp) for f in files]
     return cache_key(_FORMAT, config.seq_length, split, seed, parts, sizes, identifiers, stamps)
-
-
-def _build_cached(
-    build: Callable[[Path], list[Dataset | None]], files: Iterable[IndexedFiles], cache: Path
-) -> list[Dataset | None]:
-    """Let one rank fill ``cache``, where nodes share no file system one of each, then load from it everywhere."""
-
-    def fill(aside: Path) -> None:
-        for f in files:
-            check_lengths(f)
-        try:
-            with hidden_process_group():
-                build(aside)
-        except IndexError as error:  # a blend that asks a file for more than it has
-            raise DataError(str(error)) from error
-
-    run_once_per_node(lambda: build_cached(fill, cache))
-    run_on_all_ranks(lambda: [map_array(path) for path in cache.rglob("*.npy")])  # a damaged one: one message
-    with hidden_process_group():
-        return build(cache)

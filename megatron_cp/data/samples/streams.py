@@ -7,21 +7,20 @@ A :class:`Stream` answers ``len``, ``lengths(indices)`` without reading, and ``[
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron_cp.common.errors import DataError
+from megatron_cp.common.errors import DataError, readable
 from megatron_cp.common.input_files import file_or_pipe
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import open_indexed
-from megatron_cp.data.formats.jsonl import Keys, map_prompt_lengths, tokenized, warn_of_plain_prompts
+from megatron_cp.data.formats.jsonl import map_prompt_lengths, tokenized, warn_of_plain_prompts
 from megatron_cp.data.samples.blend import Turns
 from megatron_cp.data.samples.contents import Contents
-from megatron_cp.data.samples.order import shuffled, shuffled_all
+from megatron_cp.data.samples.order import shuffled_all
 from megatron_cp.data.samples.parts import SPLITS, parts_of, paths_of
 from megatron_cp.data.samples.varlen import DocumentDataset, MockVarlenDataset, Sample
 from megatron_cp.data.text.records import check_records
@@ -31,21 +30,7 @@ from megatron_cp.parallel.collectives import run_on_all_ranks, run_once_per_node
 
 logger = logging.getLogger(__name__)
 KINDS = ("documents", "jsonl", "mock_documents")
-
-
-class Source(Protocol):
-    """One epoch of samples."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    def lengths(self, indices: np.ndarray) -> np.ndarray: ...
-
-    def contents(self) -> Contents: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
+Source = DocumentDataset | MockVarlenDataset  # one epoch of samples
 
 
 class Stream:
@@ -75,25 +60,24 @@ class Stream:
         """How many of the first ``count`` samples come from each source."""
         return self._turns.taken(count) if self._turns else [count]
 
-    def _locate(self, index: int) -> tuple[Source, int]:
-        number, nth = self._turns(index) if self._turns else (0, index)
-        source = self._sources[number]
-        epoch, position = divmod(nth, len(source))
-        return source, shuffled(position, len(source), self._seed + number, epoch)
-
-    def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens of samples, int64 as ``indices``."""
-        numbers, nths = self._turns.of_all(indices) if self._turns else (np.zeros_like(indices), indices)
-        found = np.empty(len(indices), dtype=np.int64)
+    def _locate(self, indices: np.ndarray) -> Iterator[tuple[Source, np.ndarray, np.ndarray]]:
+        """Each source that gives some of these samples, which of ``indices`` these are, and their places in it."""
+        numbers, nths = self._turns(indices) if self._turns else (np.zeros_like(indices), indices)
         for number in np.unique(numbers).tolist():
             source, mine = self._sources[number], np.flatnonzero(numbers == number)
             epochs, positions = np.divmod(nths[mine], len(source))
-            found[mine] = source.lengths(shuffled_all(positions, len(source), self._seed + number, epochs))
+            yield source, mine, shuffled_all(positions, len(source), self._seed + number, epochs)
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens of samples, int64 as ``indices``."""
+        found = np.empty(len(indices), dtype=np.int64)
+        for source, mine, places in self._locate(indices):
+            found[mine] = source.lengths(places)
         return found
 
     def __getitem__(self, index: int) -> Sample:
-        source, item = self._locate(index)
-        return source[item]
+        ((source, _, places),) = self._locate(np.array([index]))
+        return source[int(places[0])]
 
 
 def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Stream | None]:
@@ -161,7 +145,7 @@ def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> d
 
 def _prefix(path: str, config: DatasetConfig, tokenizer: Tokenizer) -> str:
     """Prefix of the ``.bin/.idx`` pair with the documents of ``path``."""
-    return tokenized(path, tokenizer, Keys.of(config), config.path_to_cache) if config.kind == "jsonl" else path
+    return tokenized(path, tokenizer, config) if config.kind == "jsonl" else path
 
 
 def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDataset:
@@ -187,25 +171,18 @@ def check_files(config: DatasetConfig, tokenizer: Tokenizer, settings: Tokenizer
     Raises:
         DataError: a file is missing or unusable, or was made with other special tokens than the run's ``tokenizer``.
     """
-    checks: dict[str, Callable[[str], object]] = {
-        "indexed": open_indexed,
-        "documents": open_indexed,
-        "jsonl": _readable,
-    }
-    if config.kind in checks:
-        paths = paths_of(config)
+    if config.kind in ("indexed", "documents", "jsonl"):
+        paths, is_text = paths_of(config), config.kind == "jsonl"
+        check = _readable if is_text else open_indexed
         for path in paths:
-            checks[config.kind](path)
-        check_records(paths if config.kind != "jsonl" else (), config, tokenizer, settings)
+            check(path)
+        check_records(() if is_text else paths, config, tokenizer, settings)
     elif config.kind == "mock_documents" and config.mock_lengths not in DISTRIBUTIONS:
         _readable(config.mock_lengths)
 
 
 def _readable(path: str) -> None:
-    try:
-        with open(path, "rb", opener=file_or_pipe) as file:
-            empty = not file.read(1)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+    with readable(path), open(path, "rb", opener=file_or_pipe) as file:
+        empty = not file.read(1)
     if empty:
         raise DataError(f"{path}: is empty.")

@@ -38,13 +38,10 @@ class MockVarlenDataset:
         if self._lengths.size == 0 or int(self._lengths.min()) < 1:
             raise DataError("mock samples need lengths of 1 or more, and at least one of them")
         self._vocab_size, self._seed, self._masked = vocab_size, seed, masked_fraction
+        self.num_tokens = int(self._lengths.sum())
 
     def __len__(self) -> int:
         return len(self._lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self._lengths.sum())
 
     def contents(self) -> Contents:
         """One epoch; its tokens under the loss as expected, not counted."""
@@ -119,7 +116,7 @@ class DocumentDataset:
                 )
         self._before = int(self._index.samples[first])
         self._num_samples = int(self._index.samples[last]) - self._before
-        self._num_tokens = int(self._index.targets[last]) - int(self._index.targets[first])
+        self.num_tokens = int(self._index.targets[last]) - int(self._index.targets[first])  # of all samples
         if not len(self):
             if first == last and total:
                 raise DataError(
@@ -130,11 +127,6 @@ class DocumentDataset:
 
     def __len__(self) -> int:
         return self._num_samples
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all samples."""
-        return self._num_tokens
 
     def contents(self) -> Contents:
         """One epoch. Prompts are summed: four bytes a document are read, of the index alone."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -47,54 +48,26 @@ class Summary:
     left_out: str = ""
 
 
-class Progress:
-    """Receives the bytes read so far; this one shows nothing."""
+@contextmanager
+def _progress(description: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Yield what takes the bytes read: a bar on a terminal, a line every tenth elsewhere; "" shows nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def start(self, total_bytes: int) -> None: ...
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (description and console.is_terminal)) as bar:
+        task = bar.add_task(description, total=max(total_bytes, 1))
 
-    def advance(self, num_bytes: int) -> None: ...
+        def advance(num_bytes: int) -> None:
+            before = int(bar.tasks[0].percentage // 10)
+            bar.advance(task, num_bytes)
+            tenths = int(bar.tasks[0].percentage // 10)
+            if description and not console.is_terminal and tenths > before:
+                share = f"{tenths * 10}% of {total_bytes / 1e6:.1f} MB"
+                say(f"{description}: {share}", file=sys.stderr, flush=True)
 
-    def stop(self) -> None: ...
-
-
-class RichProgress(Progress):
-    """A bar with rich on a terminal, a line every tenth elsewhere."""
-
-    def __init__(self, description: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bar
-
-        self._description = description
-        self._console = Console(stderr=True)
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-        )
-        self._total = self._done = self._tenths = 0
-
-    def start(self, total_bytes: int) -> None:
-        self._total = max(total_bytes, 1)
-        if self._console.is_terminal:
-            self._bar.start()
-            self._task = self._bar.add_task(self._description, total=self._total)
-
-    def advance(self, num_bytes: int) -> None:
-        if self._console.is_terminal:
-            self._bar.advance(self._task, num_bytes)
-            return
-        self._done += num_bytes
-        if self._done * 10 // self._total > self._tenths:
-            self._tenths = self._done * 10 // self._total
-            share = f"{self._tenths * 10}% of {self._total / 1e6:.1f} MB"
-            say(f"{self._description}: {share}", file=sys.stderr, flush=True)
-
-    def stop(self) -> None:
-        self._bar.stop()
+        yield advance
 
 
 def preprocess(
@@ -105,12 +78,12 @@ def preprocess(
     json_key: str = "text",
     suffixes: Sequence[str] = DEFAULT_SUFFIXES,
     workers: int = 1,
-    progress: Progress | None = None,
+    progress: str = "",
 ) -> Summary:
     """Tokenize ``inputs`` into ``output_prefix.bin`` and ``.idx``; documents keep the order of the inputs.
 
     ``workers`` processes tokenize; 1 does it in this process. The result does not depend on it. Empty documents are
-    left out.
+    left out. ``progress`` is what the progress is shown under.
 
     Raises:
         DataError: bad input (see ``text_files``), or no token in all of it.
@@ -124,28 +97,20 @@ def preprocess(
     if not prefix or prefix.endswith(os.sep):
         raise DataError(f"output_prefix={str(output_prefix)!r}: must end in a name, to which .bin and .idx are added.")
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    progress = progress or Progress()
-    documents = tokens = empty = text_bytes = 0
-    progress.start(sum(file.stat().st_size for file in files))
+    empty, text_bytes, total_bytes = 0, 0, sum(file.stat().st_size for file in files)
     source = f"{files[0]}{' and the other files' if len(files) > 1 else ''}"
-    try:
-        with indexed_writer(prefix, tokenizer, source) as writer:
-            chunks = _tokenized(files, json_key, tokenizer, tokenizer_config, writer.dtype, workers)
-            for ids, lengths, num_bytes in chunks:
-                start = 0
-                for length in lengths:
-                    if length:
-                        writer.add_document(ids[start : start + length], [length])
-                        documents += 1
-                    else:
-                        empty += 1
-                    start += length
-                tokens += start
-                text_bytes += num_bytes
-                progress.advance(num_bytes)
-    finally:
-        progress.stop()
-    return Summary(prefix, documents, tokens, empty, text_bytes, document_form(tokenizer), left_out(others, suffixes))
+    with _progress(progress, total_bytes) as advance, indexed_writer(prefix, tokenizer, source) as writer:
+        chunks = _tokenized(files, json_key, tokenizer, tokenizer_config, writer.dtype, workers)
+        for documents, num_bytes in chunks:
+            for ids in documents:
+                if len(ids):
+                    writer.add_document(ids, [len(ids)])
+                else:
+                    empty += 1
+            text_bytes += num_bytes
+            advance(num_bytes)
+    lengths, form = writer.sequence_lengths, document_form(tokenizer)
+    return Summary(prefix, len(lengths), sum(lengths), empty, text_bytes, form, left_out(others, suffixes))
 
 
 def _tokenized(
@@ -155,11 +120,11 @@ def _tokenized(
     config: TokenizerConfig,
     dtype: type[np.integer],
     workers: int,
-) -> Iterator[tuple[np.ndarray, list[int], int]]:
-    """(ids of some documents one after the other, length of each, bytes read) in the order of the files."""
+) -> Iterator[tuple[list[np.ndarray], int]]:
+    """(ids of each of some documents, bytes read) in the order of the files."""
     if workers == 1:
         for texts, num_bytes in _chunks(files, json_key):
-            yield *_encode(tokenizer, texts, dtype), num_bytes
+            yield _encode(tokenizer, texts, dtype), num_bytes
         return
     # Fresh processes: a forked copy of one whose tokenizer already runs threads would stop working.
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (config, dtype)) as pool:
@@ -168,16 +133,19 @@ def _tokenized(
             for texts, num_bytes in _chunks(files, json_key):
                 pending.append((pool.submit(_encode_in_worker, texts), num_bytes))
                 if len(pending) >= _CHUNKS_IN_FLIGHT * workers:
-                    done, size = pending.popleft()
-                    yield *done.result(), size
+                    yield _first(pending)
             while pending:
-                done, size = pending.popleft()
-                yield *done.result(), size
+                yield _first(pending)
         except BrokenProcessPool as error:
             raise DataError("a tokenizing process was killed (out of memory?); use fewer --workers.") from error
         finally:
             for future, _ in pending:
                 future.cancel()
+
+
+def _first(pending: deque[tuple[Future, int]]) -> tuple[list[np.ndarray], int]:
+    future, num_bytes = pending.popleft()
+    return future.result(), num_bytes
 
 
 def _chunks(files: Sequence[Path], json_key: str) -> Iterator[tuple[list[str], int]]:
@@ -194,14 +162,8 @@ def _chunks(files: Sequence[Path], json_key: str) -> Iterator[tuple[list[str], i
         yield texts, total
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[str], dtype: type[np.integer]) -> tuple[np.ndarray, list[int]]:
-    ids: list[int] = []
-    lengths: list[int] = []
-    for text in texts:
-        document, _ = encode(tokenizer, text)
-        ids += document
-        lengths.append(len(document))
-    return np.array(ids, dtype=dtype), lengths
+def _encode(tokenizer: Tokenizer, texts: Sequence[str], dtype: type[np.integer]) -> list[np.ndarray]:
+    return [np.array(encode(tokenizer, text)[0], dtype=dtype) for text in texts]
 
 
 _worker: dict[str, Any] = {}
@@ -212,5 +174,5 @@ def _start_worker(config: TokenizerConfig, dtype: type[np.integer]) -> None:
     _worker.update(tokenizer=build_tokenizer(config), dtype=dtype)
 
 
-def _encode_in_worker(texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
+def _encode_in_worker(texts: Sequence[str]) -> list[np.ndarray]:
     return _encode(_worker["tokenizer"], texts, _worker["dtype"])

@@ -78,8 +78,7 @@ def check_records(paths: Sequence[str], data: DatasetConfig, tokenizer: Tokenize
         logger.warning(
             "%s: the first document does not begin with %s, as documents of this tokenizer do, and there is no record "
             "of how it was made: by an earlier version or another program. Training goes on with the data as it is. "
-            f"Make it again with megatron-cp preprocess, or set {NAME.tokenizer.add_bos}=false to silence this "
-            "warning",
+            f"Make it again with megatron-cp preprocess, or set {NAME.tokenizer.add_bos}=false to silence this warning",
             shown(without, ", "),
             " ".join(map(tokenizer.name_of, tokenizer.prefix)),
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.common.errors import DataError, shown
+from megatron_cp.common.errors import DataError, readable, shown
 from megatron_cp.common.input_files import decode_text, read_bytes
 from megatron_cp.data.formats.jsonl import read_lines, text_under
 
@@ -18,23 +18,19 @@ _PACKED = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "
 _SUGGESTED = 4  # endings
 
 
-def find_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> list[Path]:
-    """The files to read: each input file as given, each folder searched for ``suffixes`` in sorted order.
-
-    A suffix may lack its dot; an empty one stands for files without an ending.
-
-    Raises:
-        DataError: an input that does not exist, or a folder without any such file.
-    """
-    return search(inputs, suffixes)[0]
-
-
 def _with_dots(suffixes: Sequence[str]) -> list[str]:
     return [f".{suffix}" if suffix and not suffix.startswith(".") else suffix for suffix in suffixes]
 
 
 def search(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str]) -> tuple[list[Path], Counter[str]]:
-    """The files to read, and how many others the folders hold, by their ending."""
+    """The files to read, and how many others the folders hold, by their ending.
+
+    Each input file is read as given, each folder is searched for ``suffixes`` in sorted order. A suffix may lack its
+    dot; an empty one stands for files without an ending.
+
+    Raises:
+        DataError: an input that does not exist, or a folder without any such file.
+    """
     suffixes = _with_dots(suffixes)
     endings = tuple(filter(None, suffixes))
     files: list[Path] = []
@@ -87,11 +83,10 @@ def read_documents(file: Path, json_key: str = "text") -> Iterator[tuple[str, in
         for text, num_bytes in read_lines(file, lambda value: _json_text(value, json_key)):
             yield text or "", num_bytes
         return
-    try:
+    with readable(file):
         raw = read_bytes(file)
+    try:
         yield decode_text(raw, file), len(raw)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
     except ValueError as error:
         if file.suffix in _PACKED:
             command = f"{_PACKED[file.suffix]} {shlex.quote(str(file))}"

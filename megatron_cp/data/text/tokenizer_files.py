@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.common.errors import DataError
+from megatron_cp.common.errors import DataError, readable
 from megatron_cp.common.input_files import decode_text, read_bytes, read_json, special_files
 from megatron_cp.config.names import NAME
 
@@ -19,8 +19,7 @@ def check_plain(path: Path) -> None:
     if not os.path.exists(path):  # which, unlike Path.exists, never raises
         raise DataError(
             f"{NAME.tokenizer.tokenizer_model}={path}: no such file or folder. Give a tokenizer.json or the folder "
-            "that "
-            "holds one; nothing is downloaded."
+            "that holds one; nothing is downloaded."
         )
     if special := special_files(path):
         raise DataError(
@@ -112,9 +111,8 @@ def _companions(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         if not os.path.exists(file):
             continue
         try:
-            values = read_json(file)
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
+            with readable(file):
+                values = read_json(file)
         except ValueError as error:
             raise DataError(f"{file}: not valid JSON: {error}") from error
         if not isinstance(values, dict):

@@ -10,9 +10,9 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_cp.common.atomic_files import written_aside
 from megatron_cp.common.errors import DataError
@@ -34,50 +34,14 @@ NO_TOKEN = -1  # megatron-core's value for "there is no such token"
 _COMMON_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[EOS]", "[SEP]")
 
 
-class Tokenizer(Protocol):
-    """What the datasets and the preprocessing need; token ids are ints in [0, vocab_size)."""
+class Tokenizer:
+    """What the datasets and the preprocessing need; token ids are ints in [0, vocab_size).
 
-    @property
-    def vocab_size(self) -> int: ...
+    ``eod`` ends a document. Every document begins with the tokens ``prefix`` and ends with ``suffix``, the last one
+    being ``eod``. ``special_ids`` stand for no text. ``pad`` is ``NO_TOKEN``, whatever a tokenizer's files call its
+    padding: megatron-core turns every token of this id into token 0 without a loss, also where it is part of the text.
+    """
 
-    @property
-    def eod(self) -> int:
-        """Id of the token that ends a document."""
-
-    @property
-    def pad(self) -> int:
-        """``NO_TOKEN``, whatever a tokenizer's files call its padding."""
-
-    @property
-    def prefix(self) -> tuple[int, ...]:
-        """The tokens that every document begins with."""
-
-    @property
-    def suffix(self) -> tuple[int, ...]:
-        """The tokens that every document ends with; the last one is ``eod``."""
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The tokens that stand for no text."""
-
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    @property
-    def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What distinguishes this tokenizer in megatron-core's index cache."""
-
-    def name_of(self, token: int) -> str: ...
-
-    def tokenize(self, text: str) -> list[int]: ...
-
-    def detokenize(self, ids: Sequence[int]) -> str: ...
-
-
-class _Base:
-    """The ids common to all tokenizers."""
-
-    # megatron-core turns every token of this id into token 0 without a loss, also where it is part of the text.
     pad = NO_TOKEN
     has_chat_template = False
 
@@ -89,18 +53,18 @@ class _Base:
         self.special_ids = frozenset((eod,))
 
     @property
-    def eos(self) -> int:
-        return self.eod
-
-    @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
+        """What distinguishes this tokenizer in megatron-core's index cache."""
         return OrderedDict(tokenizer=type(self).__name__, vocab_size=self.vocab_size, eod=self.eod)
 
     def name_of(self, token: int) -> str:
         return str(token)
 
+    def tokenize(self, text: str) -> list[int]:
+        raise NotImplementedError
 
-class ByteLevelTokenizer(_Base):
+
+class ByteLevelTokenizer(Tokenizer):
     """The 256 bytes of UTF-8 and one more token that ends a document. Needs no file."""
 
     def __init__(self) -> None:
@@ -109,11 +73,8 @@ class ByteLevelTokenizer(_Base):
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-
-class NullTokenizer(_Base):
+class NullTokenizer(Tokenizer):
     """No text at all: ids written as decimal numbers. Used with mock data and with data tokenized elsewhere.
 
     ``eod`` is the token that ends a document there; by default the last one, which need not be so.
@@ -136,11 +97,8 @@ class NullTokenizer(_Base):
             ids.append(int(word))
         return ids
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return " ".join(str(i) for i in ids)
 
-
-class HuggingFaceTokenizer(_Base):
+class HuggingFaceTokenizer(Tokenizer):
     """A ``tokenizer.json``, alone or in a folder with ``tokenizer_config.json``; read from disk only.
 
     ``add_bos``: whether documents begin with the BOS token; None: where the tokenizer's own post-processor adds it.
@@ -172,9 +130,8 @@ class HuggingFaceTokenizer(_Base):
         self.suffix = added_after
         if (largest := max(self.prefix + self.suffix)) >= self.vocab_size:
             raise DataError(
-                f"{NAME.tokenizer.tokenizer_model}={path}: its post-processor adds token {largest}, and its "
-                "vocabulary ends "
-                f"at {self.vocab_size - 1}. Fix: {NAME.tokenizer.tokenizer_model}=PATH (of another tokenizer)"
+                f"{NAME.tokenizer.tokenizer_model}={path}: its post-processor adds token {largest}, and its vocabulary "
+                f"ends at {self.vocab_size - 1}. Fix: {NAME.tokenizer.tokenizer_model}=PATH (of another tokenizer)"
             )
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, added in decoder.items() if added.special)
@@ -202,14 +159,9 @@ class HuggingFaceTokenizer(_Base):
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-
-def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that a run's ``tokenizer`` section describes.
-
-    ``vocab_size`` (the model's, where it is known) is used by a NullTokenizer whose section names none.
 
     Raises:
         DataError: an unknown type, a missing setting, or a file that is missing or cannot be read.
@@ -219,15 +171,14 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
             if not config.tokenizer_model:
                 raise DataError(
                     f"{NAME.tokenizer.tokenizer_model} is not set: a HuggingFaceTokenizer needs a tokenizer.json or "
-                    "its "
-                    f"folder. {NAME.tokenizer.tokenizer_type}=ByteLevelTokenizer needs no file."
+                    f"its folder. {NAME.tokenizer.tokenizer_type}=ByteLevelTokenizer needs no file."
                 )
             return HuggingFaceTokenizer(config.tokenizer_model, config.add_bos)
         case "ByteLevelTokenizer":
             return ByteLevelTokenizer()
         case "NullTokenizer":
-            size = config.vocab_size or vocab_size
-            if not size or size < 2:
+            size = config.vocab_size
+            if size is None or size < 2:
                 raise DataError(
                     f"{NAME.tokenizer.vocab_size}={size}: a NullTokenizer needs the number of tokens, 2 or more."
                 )

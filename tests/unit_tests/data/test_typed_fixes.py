@@ -13,7 +13,7 @@ from megatron_cp.common.errors import DataError
 from megatron_cp.config.run_config import DatasetConfig, RunConfig
 from megatron_cp.data.data_path import parse_blend
 from megatron_cp.data.formats.indexed import check_ids, open_indexed
-from megatron_cp.data.formats.jsonl import Keys, _sample, read_lines
+from megatron_cp.data.formats.jsonl import _sample, read_lines
 from megatron_cp.data.samples.parts import parts_of
 from megatron_cp.data.samples.varlen import DocumentDataset
 from megatron_cp.rules.remedies import parse_fix, with_overrides
@@ -36,11 +36,6 @@ def read_files(config: RunConfig) -> None:
             open_indexed(path)
 
 
-def divide(config: RunConfig) -> None:
-    evaluated = config.validation.eval_iters
-    parts_of(config.dataset, [8, evaluated, evaluated])
-
-
 def read_documents(config: RunConfig) -> None:
     data, evaluated = config.dataset, config.validation.eval_iters
     for part in filter(None, parts_of(data, [8, evaluated, evaluated])):
@@ -52,19 +47,13 @@ def look_at_ids(config: RunConfig) -> None:
 
 
 def read_texts(config: RunConfig) -> None:
-    keys = Keys.of(config.dataset)
-    list(read_lines(Path(str(config.dataset.data_path)), lambda value: _sample(value, keys)))
+    list(read_lines(Path(str(config.dataset.data_path)), lambda value: _sample(value, config.dataset)))
 
 
 # How the data is read, what is configured, and which alternatives can be typed as they are.
 BAD: dict[str, tuple[Callable[[RunConfig], None], dict[str, Any], list[int]]] = {
     "no path": (read_files, {"data_path": None}, [1]),
     "ends otherwise": (read_files, {"data_path": "CORPUS_text_document"}, [0]),
-    "weights of some": (read_files, {"data_path": [0.5, "CORPUS", "CORPUS"]}, [0]),
-    "weight of zero": (read_files, {"data_path": [0, "CORPUS", 1, "CORPUS"]}, [0]),
-    "split": (divide, {"data_path": "CORPUS", "split": "most"}, [0]),
-    "no share": (divide, {"data_path": "CORPUS", "split": "99,1,0"}, [0, 1]),
-    "no file of its own": (divide, {"data_path": "CORPUS", "test_data_path": "CORPUS"}, [1]),
     "no documents": (read_documents, {"data_path": "CORPUS", "split": "98,1,1"}, [0]),
     "too long": (read_documents, {"data_path": "CORPUS", "split": "1,1,1", "too_long": "refuse"}, [0, 1]),
     "ids": (look_at_ids, {}, [1]),

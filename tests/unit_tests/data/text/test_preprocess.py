@@ -12,7 +12,7 @@ from megatron_cp import cli
 from megatron_cp.common.errors import DataError
 from megatron_cp.config.run_config import TokenizerConfig
 from megatron_cp.data.text.preprocess import preprocess
-from megatron_cp.data.text.text_files import find_files
+from megatron_cp.data.text.text_files import search
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.data.text.tokenizing import indexed_writer
 
@@ -70,7 +70,7 @@ def test_json_key_and_suffixes(mixed: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a.json:1: not valid JSON"):
         preprocess([mixed / "a.json"], tmp_path / "x", BYTES, json_key="body")
     for suffix in (".py", "py"):
-        assert [p.name for p in find_files([mixed], [suffix])] == ["c.py"]
+        assert [p.name for p in search([mixed], [suffix])[0]] == ["c.py"]
 
 
 def test_files_that_are_left_out_are_told(
@@ -177,7 +177,7 @@ def test_a_tokenizer_trained_on_the_input(
     arguments += ["--tokenizer-model", str(tmp_path / "bpe"), "--train-bpe", "280"]
     assert script.main(arguments) == 0
     tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tmp_path / "bpe")))
-    texts = [tokenizer.detokenize(ids.tolist()) for ids in IndexedDataset(str(tmp_path / "x"))]
+    texts = [tokenizer._tokenizer.decode(ids.tolist()) for ids in IndexedDataset(str(tmp_path / "x"))]
     assert texts == ["first", "\u00e9", "second", "third\n"]
     assert script.main(arguments) == 2
     assert "would overwrite" in capsys.readouterr().err

@@ -29,14 +29,14 @@ def test_bytes_come_back(text: str) -> None:
     ids = tokenizer.tokenize(text.encode("utf-8", "ignore").decode())
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
     assert tokenizer.eod not in ids
-    assert tokenizer.detokenize([*ids, tokenizer.eod]) == text
+    assert bytes(ids).decode() == text
 
 
 def test_bpe_comes_back_and_compresses(bpe: Path) -> None:
     tokenizer = HuggingFaceTokenizer(bpe)
     text = "def the_cat(mat):\n    return '\u00e9\u4e2d'\n"
     ids = tokenizer.tokenize(text)
-    assert tokenizer.detokenize([*ids, tokenizer.eod]) == text
+    assert tokenizer._tokenizer.decode([*ids, tokenizer.eod]) == text
     assert len(ids) < len(text.encode())
     assert 257 < tokenizer.vocab_size <= 300
     assert tokenizer.eod == 0
@@ -114,10 +114,10 @@ def test_pipes_and_devices_are_not_read(bpe: Path, tmp_path: Path, name: str) ->
             HuggingFaceTokenizer(place)
 
 
-def test_null_tokenizer_takes_the_models_vocabulary() -> None:
-    tokenizer = build_tokenizer(TokenizerConfig("NullTokenizer"), vocab_size=1000)
+def test_null_tokenizer_reads_numbers() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=1000))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (1000, 999, -1)
-    assert tokenizer.tokenize(tokenizer.detokenize([5, 7])) == [5, 7]
+    assert tokenizer.tokenize("5 7") == [5, 7]
 
 
 def test_null_tokenizer_takes_the_datas_end_of_document() -> None:
