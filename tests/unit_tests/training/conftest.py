@@ -29,7 +29,7 @@ TINY = [
     "logger.progress=plain",
     "logger.tensorboard=false",
 ]
-# What parses and checks a recipe is imported here, and remembers its grammar: in each rank it would be half of the time.
+# What parses and checks a recipe is imported, and its grammar learnt, here once: it was half of a rank's own time.
 check(load_recipe(TINY[2], TINY[3:]), 2)
 
 
