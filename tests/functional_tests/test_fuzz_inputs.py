@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def end_of(folder: Path, command: object, seconds: float = 30.0) -> Ended:
     trial = Trial(command, folder, Limits(seconds))  # type: ignore[arg-type]
     while (ended := trial.ended()) is None:
-        pass
+        time.sleep(0.005)
     return ended
 
 
@@ -62,9 +62,9 @@ def test_inputs_that_are_not_changed_are_accepted(folder: Path) -> None:
     assert not tally.failures and sum(tally.counts.values()) == len(KINDS), tally.failures
 
 
-def test_a_few_changed_inputs_of_every_kind(folder: Path) -> None:
-    tally = fuzz_inputs.fuzz(2 * len(KINDS), seed=1, folder=folder)
-    assert not tally.failures and sum(tally.counts.values()) == 2 * len(KINDS), tally.failures
+def test_a_changed_input_of_every_kind(folder: Path) -> None:
+    tally = fuzz_inputs.fuzz(len(KINDS), seed=1, folder=folder)
+    assert not tally.failures and sum(tally.counts.values()) == len(KINDS), tally.failures
 
 
 def test_a_case_depends_on_its_number_alone(folder: Path, tmp_path: Path) -> None:

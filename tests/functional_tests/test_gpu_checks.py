@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def test_every_check_runs_and_has_its_log(tmp_path: Path) -> None:
 def test_one_that_fails_keeps_no_other_from_running(tmp_path: Path) -> None:
     code, text, calls = run(tmp_path, doctor="echo broken; exit 3", verify="exit 1")
     assert code == 1 and len(calls) == len(CHECKS)
-    assert "== look: failed (3), 0 s: broken\n" in text and "== verify: failed (1), " in text
+    assert re.search(r"== look: failed \(3\), \d+ s: broken\n", text) and "== verify: failed (1), " in text
     assert text.count(": passed, ") == len(CHECKS) - 2
 
 
@@ -76,7 +77,7 @@ def test_no_more_time_than_is_given(tmp_path: Path) -> None:
     # It is told, as pytest is, and what it leaves behind would hold the log open.
     slow = "trap 'echo summed up; exit 1' INT; sleep 60 & wait"
     code, text, calls = run(tmp_path, "--seconds", "7", "look", "verify", "rates", verify=slow)
-    assert code == 1 and time.monotonic() - began < 30
+    assert code == 1 and time.monotonic() - began < 50
     assert "== look: passed, " in text and "== verify: stopped after " in text
     assert ": summed up\n" in text
     assert text.endswith("== rates: no time left\n") and len(calls) == 2
@@ -117,13 +118,13 @@ def test_an_interrupt_ends_what_runs_and_all_that_would_follow(tmp_path: Path) -
     pid = tmp_path / "pid"
     wait_for(lambda: pid.exists() and pid.read_text().endswith("\n"))
     os.killpg(began.pid, signal.SIGINT)  # as a terminal does
-    assert began.wait(20) == 130
+    assert began.wait(60) == 130
     wait_for(lambda: not Path("/proc", pid.read_text().strip()).exists())
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

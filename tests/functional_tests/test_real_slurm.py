@@ -86,7 +86,7 @@ def slurm() -> Iterator[Callable[..., str]]:
         daemons.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
 
     def call(*command: str, **more: str) -> str:
-        done = subprocess.run(command, env=environment | more, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment | more, cwd=ROOT, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -105,7 +105,7 @@ def slurm() -> Iterator[Callable[..., str]]:
         for daemon in reversed(daemons):
             daemon.terminate()
         for daemon in daemons:
-            daemon.wait(timeout=60)
+            daemon.wait(timeout=180)
         shutil.rmtree(folder)
 
 

@@ -141,7 +141,7 @@ def _believe_in_a_gpu() -> None:
     """Transformer Engine does, and those that look for it; everybody else sees the CPU that there is."""
     from megatron_cp.mcore import cpu
 
-    cpu.before_import()  # among other things nothing is compiled
+    cpu.before_import()  # among other things nothing of megatron-core's is compiled
     torch.cuda.get_device_properties = _device_of_a_hopper  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
     torch.cuda.is_available = _is_available
@@ -171,6 +171,8 @@ def load() -> None:
     for name in ("onnx", "onnxscript"):
         sys.modules.setdefault(name, _Unused(name))
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # else its libraries would be loaded
+    # Else each rank compiles its fused functions for the CPU: half a minute of compilers, for what no GPU runs.
+    os.environ["NVTE_TORCH_COMPILE"] = "0"
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.loader is None:
         raise FileNotFoundError(f"no transformer_engine in {folder}")

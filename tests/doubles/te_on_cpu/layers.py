@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,7 @@ DECENTRALIZED = {"dist__use_decentralized_pg": True}
 ONE_BY_ONE = {"model__moe_grouped_gemm": False}
 LEARNED = {"model__softmax_type": "learnable"}
 WINDOW = {"model__window_size": [8, 0]}
+TWO = {"model__num_layers": 2}
 FUSIONS = ("apply_rope_fusion", "gradient_accumulation_fusion", "cross_entropy_loss_fusion")
 PLAIN_KERNELS = {f"model__{name}": False for name in FUSIONS}
 
@@ -68,7 +70,7 @@ QUICK = {
 CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "ring": ({}, 2, CP2 | over("p2p")),
     "all-gather": ({}, 4, CP4 | over("all_gather")),
-    "hierarchy, decentralized": ({}, 4, CP4 | HCP | DECENTRALIZED),
+    "hierarchy, decentralized": (TWO, 4, CP4 | HCP | DECENTRALIZED),
     "tp2 sp cp2": ({}, 4, TP2 | SP | CP2),
     "pp2 vpp2 cp2": ({}, 4, PP2 | VPP2 | CP2),
     "classic GPT, tp2 sp cp2": (CLASSIC, 4, TP2 | SP | CP2),
@@ -83,7 +85,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "window, all-gather": (WINDOW | {"model__window_attn_skip_freq": 2}, 2, CP2 | over("all_gather")),
     "window, all-to-all": (WINDOW, 2, CP2 | over("a2a")),
     "gemma 3, all-to-all": (GEMMA3, 4, TP2 | SP | CP2 | over("a2a")),
-    "learnable offset, tp2 all-to-all": (LEARNED, 4, TP2 | CP2 | over("a2a")),
+    "learnable offset, tp2 all-to-all": (LEARNED | TWO, 4, TP2 | CP2 | over("a2a")),
     "offset of one, all-to-all": ({"model__softmax_type": "off-by-one"}, 2, CP2 | over("a2a")),
     "latent attention, hierarchy": (MLA, 4, CP4 | HCP),
     "latent attention, tp2 sp": (MLA, 2, TP2 | SP),
@@ -94,7 +96,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
         CP4 | HCP | DECENTRALIZED,
     ),
     "experts, tp2 sp": (BALANCED, 2, TP2 | SP),
-    "experts, ep2 cp2": (MOE, 4, CP2 | EP2),
+    "experts, ep2 cp2": (MOE | TWO, 4, CP2 | EP2),
     "experts one by one, tp2 sp": (BALANCED | ONE_BY_ONE, 2, TP2 | SP),
     "shared experts in the last layers, pp2 ep2": (MIXED_LAYERS, 4, PP2 | EP2),
     "two tokens further by one layer, pp2 cp2": (
@@ -138,7 +140,9 @@ def counting(train: Callable[..., Any], *args: Any) -> tuple[Losses, Counter[str
 
 
 def trained(overrides: Overrides) -> tuple[Losses, Counter[str]]:
-    return counting(train_losses, overrides, STEPS)
+    result = counting(train_losses, overrides, STEPS)
+    assert "torch._inductor.compile_fx" not in sys.modules, "each rank would compile for half a minute"
+    return result
 
 
 def in_packs(lengths: str, overrides: Overrides) -> tuple[Losses, Counter[str]]:
@@ -257,11 +261,11 @@ def test_the_loss_is_that_of_its_kernels() -> None:
 
 
 MODELS = {
-    "dense": {},
+    "dense": TWO,
     "experts": MOE,
-    "experts one by one": MOE | ONE_BY_ONE,
+    "experts one by one": MOE | ONE_BY_ONE | TWO,
     "some": MIXED_LAYERS,
-    "latent": MLA,
+    "latent": MLA | TWO,
     "hybrid": HYBRID,
     "hybrid further": FURTHER,
     "hybrid with experts": HYBRID_EXPERTS,
@@ -292,17 +296,18 @@ def test_a_run_goes_on_with_the_other_layers(
 )
 def test_experts_go_on_with_one_product_for_all(tmp_path: Path, before: Overrides, after: Overrides) -> None:
     """As a run of before it was the default does."""
-    undisturbed = run_ranks(train_losses, 1, NATIVE | MOE, 4)[0]
-    run_ranks(save_after, 2, TE | MOE | EP2 | before, str(tmp_path), 2)
-    rest = run_ranks(resume, 2, TE | MOE | CP2 | after, str(tmp_path), 2)[0]
+    model = MOE | TWO
+    undisturbed = run_ranks(train_losses, 1, NATIVE | model, 4)[0]
+    run_ranks(save_after, 2, TE | model | EP2 | before, str(tmp_path), 2)
+    rest = run_ranks(resume, 2, TE | model | CP2 | after, str(tmp_path), 2)[0]
     assert max(worst_difference(rest, undisturbed[2:])) < 2e-6
 
 
 @pytest.mark.parametrize("sp", [{}, pytest.param(SP, marks=pytest.mark.slow)], ids=["", "sp"])
 def test_latent_attention_is_saved_once_by_decentralized_groups(tmp_path: Path, sp: Overrides) -> None:
     """Each tensor-parallel rank took itself for the one that saves what all have whole."""
-    layout = TE | MLA | TP2 | sp | DECENTRALIZED
-    undisturbed = run_ranks(train_losses, 1, NATIVE | MLA, 3)[0]
+    layout = TE | MLA | TWO | TP2 | sp | DECENTRALIZED
+    undisturbed = run_ranks(train_losses, 1, NATIVE | MLA | TWO, 3)[0]
     run_ranks(save_after, 2, layout, str(tmp_path), 1)
     rest = run_ranks(resume, 2, layout, str(tmp_path), 2)[0]
     assert max(worst_difference(rest, undisturbed[1:])) < 2e-6

@@ -159,7 +159,7 @@ def _disagree(change: str) -> str:
     ],
 )
 def test_ranks_that_disagree_all_say_so_before_the_first_exchange(change, message):
-    for text in run_ranks(_disagree, 3, change, timeout=60):
+    for text in run_ranks(_disagree, 3, change):
         if change == "comm_type":
             assert "comm_type differs between ranks" in text
         else:

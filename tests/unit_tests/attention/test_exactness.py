@@ -200,7 +200,7 @@ def _bf16(case: Case) -> dict[str, list[tuple[float, float]]]:
 
 @pytest.mark.parametrize("fast_bf16", [True, False])  # bf16 kernels in the backward pass, or float32 ones
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("seq_length", [256, 1024])
+@pytest.mark.parametrize("seq_length", [256, pytest.param(1024, marks=pytest.mark.slow)])
 def test_bf16_is_as_close_to_the_truth_as_one_rank_bf16(causal, seq_length, fast_bf16, monkeypatch):
     monkeypatch.setattr(cpu_kernels, "fast_bf16", lambda: fast_bf16)
     case = Case(seq_length=seq_length, batch=1, heads=4, qk_dim=32, v_dim=32, causal=causal, dtype=torch.bfloat16)

@@ -218,7 +218,7 @@ sys.argv = ["megatron-cp", *{["train"] * (program == "-m")}, "--recipe", {TINY!r
 """
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"RANK": str(rank)},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     said = "" if rank else "megatron-cp: interrupted\n"  # the first speaks for all
     assert (done.returncode, done.stdout, done.stderr) == (130, "", said)

@@ -23,7 +23,7 @@ class Made:
         self.asked.append(value)
         self.threads.add(threading.current_thread().name)
         self.begun.set()
-        assert self.may.wait(20)
+        assert self.may.wait(60)
         if isinstance(value, BaseException):
             raise value
         return value
@@ -41,7 +41,7 @@ def test_the_next_value_is_made_while_the_last_one_is_used(made: Made) -> None:
         assert ahead.take(made, 1) == 1
         made.begun.clear()
         ahead.begin(made, 2)
-        assert made.begun.wait(20), "before it is asked for"
+        assert made.begun.wait(60), "before it is asked for"
         assert ahead.take(made, 3) == 2, "as it was begun"
         assert ahead.take(made, 4) == 4, "nothing was begun"
     assert made.asked == [1, 2, 4] and made.threads == {"maker_0"}
@@ -73,7 +73,7 @@ def test_what_is_forgotten_runs_no_more() -> None:
     made = Made(may=False)
     with closing(Prefetch(count=None, name="maker")) as ahead:
         ahead.begin(made, 1)
-        assert made.begun.wait(20)
+        assert made.begun.wait(60)
         threading.Timer(0.2, made.may.set).start()
         ahead.forget()
         assert made.may.is_set(), "waited for"

@@ -106,7 +106,7 @@ def test_a_published_model_is_brought_in_by_two_commands(
     assert commands_to_import("models/m").startswith("megatron-cp convert import --hf-model models/m --megatron-path")
     program = shutil.which("hf", path=str(Path(sys.executable).parent))
     assert program is not None, "huggingface-hub has another program"
-    done = subprocess.run([program, "download", "--help"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([program, "download", "--help"], capture_output=True, text=True, timeout=180, check=False)
     assert "--local-dir" in re.sub(r"\x1b\[[\d;]*m", "", done.stdout)
 
 

@@ -73,7 +73,7 @@ def test_a_request_ends_within_its_limit(keeper: Keeper) -> None:
             StoreSilentError, match=f"the launcher, {SILENT}{keeper.port}, has not answered for 0.5 sec"
         ):
             request()
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 30.0
 
 
 def test_what_goes_wrong_is_raised_where_it_was_asked() -> None:

@@ -33,11 +33,11 @@ def _builds(folders: list[Path]) -> int:
 
 
 def test_nodes_of_one_file_system_build_once(tmp_path: Path) -> None:
-    assert run_ranks(_builds, 6, [tmp_path / "cache" / "folder"] * 3, timeout=60) == [1, 0, 0, 0, 0, 0]
+    assert run_ranks(_builds, 6, [tmp_path / "cache" / "folder"] * 3) == [1, 0, 0, 0, 0, 0]
 
 
 def test_nodes_with_file_systems_of_their_own_build_once_each(tmp_path: Path) -> None:
-    assert run_ranks(_builds, 4, [tmp_path / node / "folder" for node in "ab"], timeout=60) == [1, 0, 1, 0]
+    assert run_ranks(_builds, 4, [tmp_path / node / "folder" for node in "ab"]) == [1, 0, 1, 0]
 
 
 def _outcome(at_fault: int | None) -> str:
@@ -57,8 +57,8 @@ def _outcome(at_fault: int | None) -> str:
 
 def test_a_fault_of_any_node_reaches_all() -> None:
     for at_fault in (0, 1):
-        assert run_ranks(_outcome, 2, at_fault, timeout=60) == [f"node {at_fault} is at fault"] * 2
-    first, second = run_ranks(_outcome, 2, None, timeout=60)
+        assert run_ranks(_outcome, 2, at_fault) == [f"node {at_fault} is at fault"] * 2
+    first, second = run_ranks(_outcome, 2, None)
     assert first == second and "the nodes do not have the same data" in first
 
 
@@ -97,7 +97,7 @@ def _messages_and_faults() -> tuple[Message, list[int], str, list[str]]:
 
 
 def test_ranks_exchange_named_messages_and_raise_together() -> None:
-    for largest, gathered, first, faults in run_ranks(_messages_and_faults, 2, timeout=60):
+    for largest, gathered, first, faults in run_ranks(_messages_and_faults, 2):
         assert _values(largest) == (0, True, {"a": 0.5, "b": 2.0}, [[2**32 - 1], [1]])
         assert (gathered, first) == ([0, 7, 1, 7], "value of 0")
         assert faults == [f"it failed. rank {rank}: OSError: no space left" for rank in (0, 1)]

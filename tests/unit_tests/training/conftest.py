@@ -9,7 +9,10 @@ import pytest
 
 from megatron_cp.cli import main
 from megatron_cp.common.errors import EXIT_CONFIG
+from megatron_cp.config.recipes import load_recipe
 from megatron_cp.launch import launcher
+from megatron_cp.rules import check
+from megatron_cp.training import train  # noqa: F401 - no rank imports it for itself
 from tests.ranks import free_port, run_ranks
 
 TINY = [
@@ -26,6 +29,8 @@ TINY = [
     "logger.progress=plain",
     "logger.tensorboard=false",
 ]
+# What parses and checks a recipe is imported, and its grammar learnt, here once: it was half of a rank's own time.
+check(load_recipe(TINY[2], TINY[3:]), 2)
 
 
 def run_cli(folder: str, arguments: list[str], before: Any, recipe: str | None = None) -> tuple[int, str]:

@@ -60,4 +60,4 @@ def test_nothing_heavy_is_imported_for_looking() -> None:
         "import sys\nfrom megatron_cp import check, load_recipe, train\n"
         "check(load_recipe('llama_tiny_pretrain_config'), 4)\nassert not {'torch', 'megatron'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=180)

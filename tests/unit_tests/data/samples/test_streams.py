@@ -338,10 +338,10 @@ def test_a_fault_reaches_every_rank(packed: RunConfig, corpus: Callable[..., str
     packed.dataset.split, packed.dataset.data_path = "1,0,0", bad
     packed.finalize()
     for only_rank in (None, 0):
-        found = run_ranks(messages, 2, packed, only_rank, good, timeout=30)
+        found = run_ranks(messages, 2, packed, only_rank, good, timeout=120)
         assert found[0] == found[1] and "bad.idx: is truncated" in found[0]
     packed.dataset.kind, packed.dataset.data_path = "jsonl", lines({"text": "a"}, "{")
-    found = run_ranks(messages, 2, packed, None, "", timeout=30)
+    found = run_ranks(messages, 2, packed, None, "", timeout=120)
     assert found[0] == found[1] and "data.jsonl:2: not valid JSON" in found[0]
 
 

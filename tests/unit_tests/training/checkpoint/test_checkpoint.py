@@ -20,7 +20,7 @@ from megatron_cp.training.checkpoint.saver import load_checkpoint
 from megatron_cp.training.step import train_step
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import Losses, losses_of, save_checkpoint, start, tiny_config, train_losses, worst_difference
-from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, LAYOUTS, PP2, SIX_LAYERS, TP2, VPP2
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, LAYOUTS, PP2, SIX_LAYERS, TP2, VPP2, layers_for
 
 OVERLAPPED = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True}
 # Buckets that end within a layer, each with padding of its own.
@@ -67,6 +67,7 @@ def resume(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
     ],
 )
 def test_resuming_continues_exactly(tmp_path: Path, world_size: int, overrides: dict[str, Any], steps: int) -> None:
+    overrides = layers_for(overrides) | overrides
     undisturbed = run_ranks(train_losses, world_size, overrides, 2 * steps)[0]
     first = run_ranks(save_after, world_size, overrides, str(tmp_path), steps)[0]
     rest = run_ranks(resume, world_size, overrides, str(tmp_path), steps)[0]
@@ -85,9 +86,10 @@ def test_resuming_continues_exactly(tmp_path: Path, world_size: int, overrides: 
     ids=["hcp to one", "one to hcp", "cp2 to tp2 cp2", "pp2 vpp2 cp2 to tp2", "dp2 cp2 to pp2 cp2"],
 )
 def test_resuming_under_another_layout(tmp_path: Path, before: tuple, after: tuple) -> None:
-    undisturbed = run_ranks(train_losses, 1, {}, 4)[0]
-    run_ranks(save_after, before[0], before[1], str(tmp_path), 2)
-    rest = run_ranks(resume, after[0], after[1], str(tmp_path), 2)[0]
+    model = layers_for(before[1], after[1])
+    undisturbed = run_ranks(train_losses, 1, model, 4)[0]
+    run_ranks(save_after, before[0], model | before[1], str(tmp_path), 2)
+    rest = run_ranks(resume, after[0], model | after[1], str(tmp_path), 2)[0]
     worst_loss, worst_norm = worst_difference(rest, undisturbed[2:])
     assert worst_loss < 2e-6 and worst_norm < 2e-6, (worst_loss, worst_norm)
 
@@ -102,18 +104,19 @@ def test_resuming_with_other_numbers_of_layers_in_a_stage(tmp_path: Path) -> Non
 
 def test_weights_are_saved_whole_where_their_gathering_is_overlapped(tmp_path: Path) -> None:
     """After a step each rank has its own shards of the new weights, until the next forward pass."""
-    undisturbed = run_ranks(train_losses, 4, CP2, 3)[0]
-    run_ranks(save_after, 4, CP2 | OVERLAPPED, str(tmp_path), 2)
-    weights_alone = run_ranks(resume, 1, {"checkpoint__load_optim": False}, str(tmp_path), 1)[0]
+    undisturbed = run_ranks(train_losses, 4, CP2 | layers_for(), 3)[0]
+    run_ranks(save_after, 4, CP2 | OVERLAPPED | layers_for(), str(tmp_path), 2)
+    weights_alone = run_ranks(resume, 1, layers_for() | {"checkpoint__load_optim": False}, str(tmp_path), 1)[0]
     assert max(worst_difference(weights_alone, undisturbed[2:])) < 1e-6
 
 
 def test_optimizer_state_of_several_buckets(tmp_path: Path) -> None:
     """Upstream cuts what it saves at offsets that count padding that it does not save."""
-    undisturbed = run_ranks(train_losses, 4, CP2 | BUCKETS, 4)[0]
-    run_ranks(save_after, 4, CP2 | BUCKETS, str(tmp_path), 2)
-    assert run_ranks(resume, 4, CP2 | BUCKETS, str(tmp_path), 2)[0] == undisturbed[2:]
-    elsewhere = run_ranks(resume, 1, {}, str(tmp_path), 2)[0]
+    model = layers_for()
+    undisturbed = run_ranks(train_losses, 4, model | CP2 | BUCKETS, 4)[0]
+    run_ranks(save_after, 4, model | CP2 | BUCKETS, str(tmp_path), 2)
+    assert run_ranks(resume, 4, model | CP2 | BUCKETS, str(tmp_path), 2)[0] == undisturbed[2:]
+    elsewhere = run_ranks(resume, 1, model, str(tmp_path), 2)[0]
     assert max(worst_difference(elsewhere, undisturbed[2:])) < 2e-6
 
 

@@ -18,7 +18,7 @@ from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, tr
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import losses_of, save_checkpoint, tiny_config, train_losses, worst_difference
 from tests.unit_tests.training.checkpoint.test_checkpoint import resume, save_after
-from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2, over
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2, layers_for, over
 
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
 FOUR_BY_ONE = {"model__cp_comm_type": "a2a+p2p", "model__hierarchical_context_parallel_sizes": [4, 1]}
@@ -78,6 +78,7 @@ slow = pytest.mark.slow
 def test_another_layout_goes_on_with_the_same_losses(
     tmp_path: Path, model: dict[str, Any], before: tuple, after: tuple
 ) -> None:
+    model = layers_for(model, before[1], after[1]) | model
     undisturbed = run_ranks(train_losses, 1, model, 4)[0]
     run_ranks(save_after, before[0], model | before[1], str(tmp_path), 2)
     rest = run_ranks(resume, after[0], model | after[1], str(tmp_path), 2)[0]

@@ -24,6 +24,13 @@ def batch_for(world_size: int, layout: dict[str, Any]) -> dict[str, Any]:
     return {} if PIPELINE in layout or replicas > 1 else {"train__micro_batch_size": 2}
 
 
+def layers_for(*settings: dict[str, Any]) -> dict[str, Any]:
+    """Two layers where four show no more: neither stages nor a list names each of four."""
+    each = {name: value for some in settings for name, value in some.items()}
+    named = any(isinstance(each.get(f"model__{name}"), list) for name in ("cp_comm_type", "moe_layer_freq"))
+    return {} if PIPELINE in each or named else {"model__num_layers": 2}
+
+
 def over(transport: str) -> dict[str, Any]:
     return {"model__cp_comm_type": transport}
 

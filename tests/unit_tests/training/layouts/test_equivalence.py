@@ -8,7 +8,7 @@ import pytest
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config, train_losses, worst_difference
 from tests.unit_tests.models.hybrids import HYBRID_EXPERTS
-from tests.unit_tests.training.layouts.cases import LAYOUTS, PP2, SIX_LAYERS, VPP2, batch_for
+from tests.unit_tests.training.layouts.cases import LAYOUTS, PP2, SIX_LAYERS, VPP2, batch_for, layers_for
 from tests.unit_tests.training.layouts.test_model_variants import CLASSIC, MOE
 
 STEPS, MORE = 3, 20
@@ -20,14 +20,14 @@ steps = pytest.mark.parametrize("steps", [STEPS, pytest.param(MORE, marks=pytest
 
 
 @functools.cache
-def one_rank() -> list[tuple[float, float]]:
-    return run_ranks(train_losses, 1, {}, MORE)[0]
+def one_rank(layers: int = 2, steps: int = MORE) -> list[tuple[float, float]]:
+    return run_ranks(train_losses, 1, {"model__num_layers": layers}, steps)[0]
 
 
 @functools.cache
 def of_layout(name: str, decentralized: bool, steps: int) -> list[tuple[float, float]]:
     world_size, overrides = LAYOUTS[name]
-    overrides = batch_for(world_size, overrides) | overrides
+    overrides = layers_for(overrides) | batch_for(world_size, overrides) | overrides
     results = run_ranks(train_losses, world_size, overrides | {"dist__use_decentralized_pg": decentralized}, steps)
     assert all(result == results[0] for result in results), "ranks report different losses"
     return results[0]
@@ -40,7 +40,8 @@ SLOW = ("cp2 all_gather", "cp2 a2a", "tp2 cp2", "pp2 cp2")
 @steps
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])
 def test_layout_trains_like_one_rank(name: str, steps: int) -> None:
-    worst_loss, worst_norm = worst_difference(of_layout(name, False, steps), one_rank()[:steps])
+    layers = layers_for(LAYOUTS[name][1]).get("model__num_layers", 4)
+    worst_loss, worst_norm = worst_difference(of_layout(name, False, steps), one_rank(layers, steps))
     assert worst_loss < TOLERANCE and worst_norm < TOLERANCE, (worst_loss, worst_norm)
 
 
@@ -86,9 +87,9 @@ def test_decentralized_groups_train_bit_for_bit_like_the_mpu(name: str, steps: i
 def test_the_model_learns_and_the_mask_matters() -> None:
     """Guards the comparisons above: a frozen model, or a mask that nobody reads, would pass them."""
     losses = [loss for loss, _ in one_rank()]
-    frozen = run_ranks(train_losses, 1, {"optimizer__lr": 1e-12, "optimizer__min_lr": 0.0}, MORE)[0]
+    frozen = run_ranks(train_losses, 1, layers_for() | {"optimizer__lr": 1e-12, "optimizer__min_lr": 0.0}, MORE)[0]
     assert frozen[0][0] == losses[0] and abs(frozen[-1][0] - losses[-1]) > 1e-2
-    unmasked = run_ranks(train_losses, 1, {"dataset__mock_masked_fraction": 0.0}, 1)[0]
+    unmasked = run_ranks(train_losses, 1, layers_for() | {"dataset__mock_masked_fraction": 0.0}, 1)[0]
     assert abs(unmasked[0][0] - losses[0]) > 1e-3
 
 

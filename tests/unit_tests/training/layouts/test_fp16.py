@@ -24,7 +24,7 @@ Step = tuple[float, bool, float]  # loss, whether it was left out, and the loss 
 
 
 def train(overrides: dict[str, Any], steps: int = 6, save: str | None = None, load: str | None = None) -> list[Step]:
-    run, batches = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(model__num_layers=2, **overrides))
     if load is not None:
         load_checkpoint(run, load, 3)
     results = []
@@ -69,7 +69,7 @@ def test_a_constant_scale_stays() -> None:
 
 def stuck(overrides: dict[str, Any]) -> tuple[int, str]:
     """How many steps overflow before the run ends, and what it says."""
-    run, batches = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(model__num_layers=2, **overrides))
     for step in range(3 * MAX_SKIPPED_IN_A_ROW):
         try:
             assert train_step(run, next(batches).microbatches).skipped

@@ -12,7 +12,7 @@ from megatron_cp.training.step import train_step
 from megatron_cp.verify.reduce import ADAM_EPS
 from tests.ranks import run_ranks
 from tests.training_runs import Losses, start, tiny_config, train_losses, worst_difference
-from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2, batch_for
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2, batch_for, layers_for
 
 STEPS = 3  # the warm-up begins with a rate of zero: the third step is the first with other weights
 Overrides = dict[str, Any]
@@ -259,7 +259,7 @@ def one_rank(model: str) -> Losses:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
 def test_feature_trains_like_one_rank(name: str) -> None:
     model, world_size, layout = CASES[name]
-    model = batch_for(world_size, layout) | model
+    model = layers_for(model, layout) | batch_for(world_size, layout) | model
     parallel = run_ranks(train_losses, world_size, model | layout, STEPS)[0]
     worst = worst_difference(parallel, one_rank(json.dumps(model)))
     assert max(worst) < 2e-6, worst
@@ -311,7 +311,7 @@ def test_bf16_sums_gradients_and_updates_weights_in_float32() -> None:
 def test_bf16_stays_close_to_float32() -> None:
     """bf16 has 8 bits of mantissa: 3 steps stay within a few thousandths of float32's loss, under any layout."""
     bf16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
-    batch = {"train__micro_batch_size": 2}
+    batch = layers_for() | {"train__micro_batch_size": 2}
     for world_size, layout in [(1, {}), (4, CP4 | HCP), (4, TP2 | SP | CP2)]:
         losses = run_ranks(train_losses, world_size, bf16 | batch | layout, STEPS)[0]
         worst_loss, _ = worst_difference(losses, one_rank(json.dumps(batch)))

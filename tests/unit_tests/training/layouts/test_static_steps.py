@@ -126,7 +126,7 @@ def walk_and_let_go() -> None:
     steps.state_dict()
     gone = weakref.ref(steps)
     del steps
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while gone() is not None and time.monotonic() < deadline:
         time.sleep(0.01)  # the thread has told that it is done, and lets go
     assert gone() is None and not multiprocessing.active_children()

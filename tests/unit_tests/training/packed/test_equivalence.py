@@ -166,7 +166,6 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "plain optimizer": (4, {}, DYNAMIC | per_rank(32) | {"optimizer__use_distributed_optimizer": False}),
 }
 FAST = (
-    "2 ranks",
     "3 ranks",
     "4 ranks, cp2",
     "pp2 vpp2",
