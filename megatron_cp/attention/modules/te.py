@@ -70,10 +70,6 @@ def with_given_groups(base: Any) -> type:
             if pg_collection is None and config.context_parallel_size > 1:
                 raise ValueError(f"{where}: pg_collection is None; pass the process groups it is to use")
             context = configured_context(config, comm_type, pg_collection, where)
-            if context.size > 1 and pg_collection.cp is None:
-                raise ValueError(
-                    f"{where}: {NAME.model.context_parallel_size}={context.size} but pg_collection.cp is missing"
-                )
             super().__init__(
                 config,
                 layer_number,
