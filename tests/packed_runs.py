@@ -58,7 +58,7 @@ def check_transports(run: Run) -> None:
     kind = run.config.model.cp_comm_type
     for module in (module for chunk in run.model for module in chunk.modules()):
         if isinstance(module, ContextParallelAttention):
-            used = {context.comm_type for _, context in module._contexts.values()}
+            used = {context.comm_type for context in module._contexts.values()}
             # An all-to-all has a ring beside it where a group has too many ranks for the heads.
             assert kind in used and used <= {kind, "a2a+p2p" if kind == "a2a" else kind}, (kind, used)
 

@@ -226,6 +226,13 @@ def _part(tile: Tile, row: int, row_end: int, column: int, column_end: int) -> T
     return Tile(tile.q_row + row, rows, tile.k_row + column, columns, Kind.BAND, low, high, tile.half)
 
 
+def _split(tile: Tile, rows: Sequence[int], columns: Sequence[int], size: TileSize) -> Iterator[Tile]:
+    """The parts of a BAND tile between ``rows`` and between ``columns``, each cut as the kernel wants it."""
+    for row, row_end in pairwise(rows):
+        for column, column_end in pairwise(columns):
+            yield from _cut(_part(tile, row, row_end, column, column_end), size)
+
+
 def _cut(region: Tile, size: TileSize) -> Iterator[Tile]:
     tile = _trim(region)
     if tile is None:
@@ -234,68 +241,44 @@ def _cut(region: Tile, size: TileSize) -> Iterator[Tile]:
     if low is None and high is None:
         yield replace(tile, kind=Kind.FULL)
     elif low is None and high == 0 and rows == columns:
-        yield from _halve_causal(replace(tile, kind=Kind.CAUSAL, high=None), 0 if tile.half else size.causal)
+        if tile.half or not size.causal or rows <= size.causal:
+            yield replace(tile, kind=Kind.CAUSAL, high=None)
+        else:
+            yield from _split(tile, (0, rows // 2, rows), (0, rows // 2, rows), size)
     elif low is None and high is not None and high > 0:
         if size.whole_diagonals and not size.squares and rows + high == columns:
             yield tile
-            return
-        # All rows see the first columns; behind them the diagonal begins.
-        yield from _cut(_part(tile, 0, rows, 0, high), size)
-        yield from _cut(_part(tile, 0, rows, high, columns), size)
-    elif low is None:
-        # A diagonal that has ended: the rows below it see everything.
-        yield from _cut(_part(tile, 0, columns, 0, columns), size)
-        yield from _cut(_part(tile, columns, rows, 0, columns), size)
+        else:  # all rows see the first columns; behind them the diagonal begins
+            yield from _split(tile, (0, rows), (0, high, columns), size)
+    elif low is None:  # a diagonal that has ended: the rows below it see everything
+        yield from _split(tile, (0, columns, rows), (0, columns), size)
     else:
-        yield from _cut_band(tile, size)
+        yield from _cut_band(tile, low, size)
 
 
-def _cut_band(tile: Tile, size: TileSize) -> Iterator[Tile]:
+def _cut_band(tile: Tile, low: int, size: TileSize) -> Iterator[Tile]:
     """A band with a binding left limit: in row blocks, each with its unmasked middle apart when that is wide."""
     rows, columns = tile.q_length, tile.k_length
-    low = tile.low if tile.low is not None else 1 - rows
     high = tile.high if tile.high is not None else columns - 1
     if not size.band:
         # FlashAttention counts the right limit from the last row's last column and drops it where that makes it as
         # long as the tile is wide: the rows that it does not bind go apart. Beside a left limit, none is one that long:
         # it binds the first rows of a tile higher than wide, which the left limit does not bind.
-        apart = rows
         if tile.high is not None and high + rows >= 2 * columns:
-            apart = columns - high
+            yield from _split(tile, (0, columns - high, rows), (0, columns), size)
         elif tile.high is None and rows > columns + 1:
-            apart = 1 - low
-        if apart == rows:
-            yield tile
+            yield from _split(tile, (0, 1 - low, rows), (0, columns), size)
         else:
-            yield from _cut(_part(tile, 0, apart, 0, columns), size)
-            yield from _cut(_part(tile, apart, rows, 0, columns), size)
+            yield tile
         return
     block = max(size.band // 4, min(size.band, high - low + 1))
-    if rows > block:
-        half = rows // 2
-        yield from _cut(_part(tile, 0, half, 0, columns), size)
-        yield from _cut(_part(tile, half, rows, 0, columns), size)
-        return
     middle, middle_end = max(0, low + rows - 1), min(columns, high + 1)
-    if middle_end - middle >= 2 * rows and (middle > 0 or middle_end < columns):
-        yield from _cut(_part(tile, 0, rows, 0, middle), size)
-        yield from _cut(_part(tile, 0, rows, middle, middle_end), size)
-        yield from _cut(_part(tile, 0, rows, middle_end, columns), size)
+    if rows > block:
+        yield from _split(tile, (0, rows // 2, rows), (0, columns), size)
+    elif middle_end - middle >= 2 * rows and (middle > 0 or middle_end < columns):
+        yield from _split(tile, (0, rows), (0, middle, middle_end, columns), size)
     else:
         yield tile
-
-
-def _halve_causal(tile: Tile, limit: int) -> Iterator[Tile]:
-    if not limit or tile.q_length <= limit:
-        yield tile
-        return
-    half = tile.q_length // 2
-    rest = tile.q_length - half
-    yield from _halve_causal(replace(tile, q_length=half, k_length=half), limit)
-    yield Tile(tile.q_row + half, rest, tile.k_row, half, Kind.FULL)
-    yield from _halve_causal(
-        replace(tile, q_row=tile.q_row + half, q_length=rest, k_row=tile.k_row + half, k_length=rest), limit
-    )
 
 
 def _join(tiles: list[Tile]) -> list[Tile]:

@@ -11,31 +11,13 @@ import importlib.machinery
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 
 from megatron_cp.mcore.packages import check_transformer_engine
 
 _TARGET = "megatron.core"
-
-
-class _PreparingLoader(importlib.abc.Loader):
-    """megatron.core's own loader, with our preparations before and after it."""
-
-    def __init__(self, loader: importlib.abc.Loader):
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        _quieten()
-        from megatron_cp.mcore import cpu, patches
-
-        cpu.before_import()
-        self._loader.exec_module(module)
-        cpu.after_import()
-        patches.apply()
 
 
 def _quieten() -> None:
@@ -58,8 +40,19 @@ class _Finder(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _PreparingLoader(spec.loader)
+            spec.loader.exec_module = partial(_execute, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
+
+
+def _execute(upstream: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Run ``megatron.core``'s own code, with our preparations before and after it."""
+    _quieten()
+    from megatron_cp.mcore import cpu, patches
+
+    cpu.before_import()
+    upstream(module)
+    cpu.after_import()
+    patches.apply()
 
 
 def install() -> None:

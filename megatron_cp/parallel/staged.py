@@ -12,7 +12,7 @@ How an operation runs:
 3. ``wait`` waits for gloo on the host, and puts the copy to the device into the stream that is current *then*. Whatever
    that stream runs afterwards sees the result, which is what NCCL's ``wait`` promises.
 
-There are the operations that this package and megatron-core call, and no others. Host tensors go to gloo as they are.
+There are the operations that this package and megatron-core call, and no others. Host tensors take the same way.
 Data that is only moved is moved as bytes, in any dtype; sums and their like are gloo's, in its dtypes. An average is a
 sum that is divided.
 """
@@ -40,11 +40,6 @@ def register() -> None:
     """Make the backend known to torch.distributed; once a process is enough, and more do no harm."""
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
-
-
-def must_be_staged(tensor: Tensor) -> bool:
-    """Whether gloo cannot be given this tensor. Tests say so of host tensors too, to run what a GPU would."""
-    return tensor.is_cuda
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -75,43 +70,27 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(-1).view(torch.uint8)
 
 
-class Together(Work):
-    """Several operations as one."""
+class StagedWork(Work):
+    """Operations under way, and what arrives with them; ``wait`` may be called any number of times.
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        super().__init__()
-        self._works = list(works)
-
-    def wait(self, timeout: timedelta = timedelta()) -> bool:
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-
-class StagedWork(Together):
-    """What is under way; ``wait`` may be called any number of times."""
+    Args:
+        works: gloo's, or others of this class.
+        arriving: host memory, and the tensor that it is for.
+        divide_by: by which what arrives is divided.
+        kept: what gloo reads until then.
+    """
 
     def __init__(
         self,
         works: Sequence[Any],
-        arriving: Sequence[tuple[Tensor, Tensor]],
+        arriving: Sequence[tuple[Tensor, Tensor]] = (),
         divide_by: int = 1,
         kept: Sequence[Tensor] = (),
     ) -> None:
-        super().__init__(works)
-        self._kept = kept  # what gloo reads until then
-        self._arriving = list(arriving)  # host memory, and the tensor that it is for
+        super().__init__()
+        self._works, self._kept = list(works), kept
+        self._arriving, self._divide_by = list(arriving), divide_by
         self._received = [tensor for _, tensor in arriving]
-        self._divide_by = divide_by
         # What the caller's stream still does with memory that is received into comes first, whoever waits.
         self._posted = [
             torch.cuda.current_stream(device).record_event()
@@ -122,12 +101,20 @@ class StagedWork(Together):
         while self._works:
             self._works[0].wait(timeout)
             self._works.pop(0)  # gloo would wait for ever if it were asked again about a receive
-        self._kept = ()
-        self._deliver()
+        for event in self._posted:
+            event.wait()
+        for host, tensor in self._arriving:
+            to_device(host.div_(self._divide_by) if self._divide_by > 1 else host, tensor)
+        self._kept, self._posted, self._arriving = (), [], []
         return True
 
     def is_completed(self) -> bool:
-        return super().is_completed() and self.wait()
+        return all(work.is_completed() for work in self._works) and self.wait()
+
+    is_success = is_completed
+
+    def synchronize(self) -> None:
+        self.wait()
 
     def result(self) -> list[Tensor]:
         return self._received
@@ -137,16 +124,6 @@ class StagedWork(Together):
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self.result())
         return future
-
-    def _deliver(self) -> None:
-        for event in self._posted:
-            event.wait()
-        self._posted = []
-        for host, tensor in self._arriving:
-            if self._divide_by > 1:
-                host.div_(self._divide_by)
-            to_device(host, tensor)
-        self._arriving = []
 
 
 class StagedGroup(dist.ProcessGroup):
@@ -172,17 +149,16 @@ class StagedGroup(dist.ProcessGroup):
     # Sums and their like.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        opts, divide_by = self._without_average(opts or dist.AllreduceOptions())
-        return self._in_place(lambda host: self._gloo.allreduce(host, opts), tensors, tensors, divide_by)
+        opts, divide_by = self._without_average(dist.AllreduceOptions(), opts)
+        copies = to_host(tensors)
+        arriving = list(zip(copies, tensors, strict=True))
+        return self._note(StagedWork([self._gloo.allreduce(copies, opts)], arriving, divide_by))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        plain = dist.AllreduceOptions()
-        if opts is not None:
-            plain.reduceOp = opts.reduceOp
-        return Together([self.allreduce([tensor], plain) for tensor in tensors])
+        return StagedWork([self.allreduce([tensor], opts) for tensor in tensors])
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        opts, divide_by = self._without_average(opts or dist.ReduceScatterOptions())
+        opts, divide_by = self._without_average(dist.ReduceScatterOptions(), opts)
         return self._carry(
             lambda sent, received: self._gloo._reduce_scatter_base(received[0].view(-1), sent[0].view(-1), opts),
             [input],
@@ -191,13 +167,7 @@ class StagedGroup(dist.ProcessGroup):
         )
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        op: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        works = []
-        for output, input in zip(outputs, inputs, strict=True):
-            mine = dist.ReduceScatterOptions()
-            mine.reduceOp = op  # each its own: an average is replaced in place
-            works.append(self._reduce_scatter_base(output, input, mine))
-        return Together(works)
+        return StagedWork([self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         if len({tensor.shape for tensor in inputs[0]}) > 1:
@@ -207,8 +177,8 @@ class StagedGroup(dist.ProcessGroup):
     # What only moves.
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        received = [] if opts.rootRank == self.rank() else tensors
-        return self._in_place(lambda host: self._gloo.broadcast(list(map(as_bytes, host)), opts), tensors, received)
+        sent, received = (tensors, []) if opts.rootRank == self.rank() else ([], tensors)
+        return self._carry(lambda s, r: self._gloo.broadcast(list(map(as_bytes, s or r)), opts), sent, received)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self._carry(
@@ -218,7 +188,7 @@ class StagedGroup(dist.ProcessGroup):
         )
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        return Together([self._allgather_base(o, i) for o, i in zip(outputs, inputs, strict=True)])
+        return StagedWork([self._allgather_base(o, i) for o, i in zip(outputs, inputs, strict=True)])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         return self._carry(
@@ -268,7 +238,7 @@ class StagedGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> Any:
         works, self._coalesced = self._coalesced or [], None
-        return Together(works)
+        return StagedWork(works)
 
     # What torch 2.14 calls: the same operations by other names, and what would carry a device's tensors.
 
@@ -292,53 +262,23 @@ class StagedGroup(dist.ProcessGroup):
 
     # How all of them are carried.
 
-    def _carry(
-        self,
-        start: Start,
-        sent: Sequence[Tensor],
-        received: Sequence[Tensor],
-        divide_by: int = 1,
-    ) -> Any:
+    def _carry(self, start: Start, sent: Sequence[Tensor], received: Sequence[Tensor], divide_by: int = 1) -> Any:
         """Start ``start(host copies of what is sent, host memory for what is received)``; returns the work."""
-        if divide_by > 1 or any(map(must_be_staged, (*sent, *received))) or not _contiguous(received):
-            copies, memory = to_host(sent), list(map(host_like, received))
-            pairs = list(zip(memory, received, strict=True))
-            work = StagedWork([start(copies, memory)], pairs, divide_by, copies)
-        else:
-            work = start([tensor.contiguous() for tensor in sent], list(received))
-        return self._note(work)
-
-    def _in_place(
-        self,
-        start: Callable[[list[Tensor]], Any],
-        tensors: Sequence[Tensor],
-        received: Sequence[Tensor],
-        divide_by: int = 1,
-    ) -> Any:
-        """Start ``start(host copies)``, which holds the result afterwards; ``received`` is none, or all tensors."""
-        if divide_by > 1 or any(map(must_be_staged, tensors)) or not _contiguous(tensors):
-            copies = to_host(tensors)
-            pairs = list(zip(copies, received, strict=True)) if received else []
-            work = StagedWork([start(copies)], pairs, divide_by, copies)
-        else:
-            work = start(list(tensors))
-        return self._note(work)
+        copies, memory = to_host(sent), list(map(host_like, received))
+        arriving = list(zip(memory, received, strict=True))
+        return self._note(StagedWork([start(copies, memory)], arriving, divide_by, copies))
 
     def _note(self, work: Any) -> Any:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _without_average(self, opts: Any) -> tuple[Any, int]:
-        """gloo knows no average: the options for a sum, and what to divide it by."""
-        if opts.reduceOp != dist.ReduceOp.AVG:
-            return opts, 1
-        opts.reduceOp = dist.ReduceOp.SUM
-        return opts, self._size
-
-
-def _contiguous(tensors: Sequence[Tensor]) -> bool:
-    return all(tensor.is_contiguous() for tensor in tensors)
+    def _without_average(self, plain: Any, opts: Any) -> tuple[Any, int]:
+        """gloo knows no average: ``plain`` options for a sum in its place, and what to divide that by."""
+        if opts is None or opts.reduceOp == dist.ReduceOp.AVG:
+            return plain, 1 if opts is None else self._size
+        plain.reduceOp = opts.reduceOp
+        return plain, 1
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> StagedGroup:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +17,22 @@ Result = tuple[Tensor, Tensor]  # output and log-sum-exp
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class Kernel(Protocol):
+class Kernel(ABC):
     """A device's way to compute tiles. Tensors are [b, h, s, d]; ``parts`` are dout, query, key, value and out."""
 
+    @abstractmethod
     def forward_tiles(self, dtype: torch.dtype) -> TileSize: ...
 
-    def backward_tiles(self, dtype: torch.dtype, call: AttentionCall) -> TileSize: ...
+    def backward_tiles(self, dtype: torch.dtype, call: AttentionCall) -> TileSize:
+        return self.forward_tiles(dtype)
 
-    def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]: ...
+    def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]:
+        return map(Launch.of, plan)
 
+    @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> Result: ...
 
+    @abstractmethod
     def backward(self, parts: Sequence[Tensor], lse: Tensor, launch: Launch, call: AttentionCall) -> Gradients: ...
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megatron_cp.attention.context import AttentionCall
-from megatron_cp.attention.kernels.base import Gradients, Result, equal_head_dims, pad_last
+from megatron_cp.attention.kernels.base import Gradients, Kernel, Result, equal_head_dims, pad_last
 from megatron_cp.attention.kernels.launches import Launch
-from megatron_cp.attention.tiles import Kind, Plan, Tile, TileSize
+from megatron_cp.attention.tiles import Kind, Tile, TileSize
 
 
-class CpuFlash:
+class CpuFlash(Kernel):
     """PyTorch's CPU flash attention. It takes fewer key/value heads as they are, at full speed."""
 
     def forward_tiles(self, dtype: torch.dtype) -> TileSize:
@@ -43,9 +43,6 @@ class CpuFlash:
             return replace(size, half_from=512)
         return replace(size, half_from=0) if call.layout.size == 1 else size
 
-    def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]:
-        return map(Launch.of, plan)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> Result:
         tile, dim_v = launch.tile, v.shape[-1]
         q, k, v = equal_head_dims(q, k, v)
@@ -71,19 +68,13 @@ def fast_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-class Matmul:
+class Matmul(Kernel):
     """Attention written out in matmuls, some rows at a time: any device and dtype, to check with rather than fast."""
 
     ROWS = 512
 
     def forward_tiles(self, dtype: torch.dtype) -> TileSize:
         return TileSize(causal=0, band=0)
-
-    def backward_tiles(self, dtype: torch.dtype, call: AttentionCall) -> TileSize:
-        return self.forward_tiles(dtype)
-
-    def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]:
-        return map(Launch.of, plan)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> Result:
         tile = launch.tile

@@ -11,22 +11,19 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attention.context import AttentionCall
-from megatron_cp.attention.kernels.base import Gradients, Result, equal_head_dims, pad_last
+from megatron_cp.attention.kernels.base import Gradients, Kernel, Result, equal_head_dims, pad_last
 from megatron_cp.attention.kernels.launches import Launch, Window, together
 from megatron_cp.attention.tiles import Kind, Plan, Tile, TileSize
 
 FLASH_ROOM = 2**29  # numbers, two gigabytes
 
 
-class CudaFlash:
+class CudaFlash(Kernel):
     """PyTorch's FlashAttention-2: half precision, windows of any size in one call, fewer key/value heads."""
 
     def forward_tiles(self, dtype: torch.dtype) -> TileSize:
         """As large as they come: it skips what a causal mask or a window hides."""
         return TileSize(causal=0, band=0, half_from=0)
-
-    def backward_tiles(self, dtype: torch.dtype, call: AttentionCall) -> TileSize:
-        return self.forward_tiles(dtype)
 
     def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]:
         """A pack's sequences together, as far as their queries' gradients, summed in float32, have room.
@@ -34,7 +31,7 @@ class CudaFlash:
         The backward kernel computes where a sequence's sums begin in 32 bits, and would write elsewhere beyond.
         """
         if not plan.packed:
-            return map(Launch.of, plan)
+            return super().launches(plan, q, v)
         a_row = q.shape[1] * -(-max(q.shape[-1], v.shape[-1]) // 64) * 64
         return together(plan, flash_window, q.device, FLASH_ROOM // a_row)
 

@@ -36,25 +36,22 @@ def configured_context(
     size = config.context_parallel_size
     if size == 1:
         return CPContext.alone(comm_type)
-    cp_group = getattr(pg_collection, "cp", None)
     transport = transport_named(comm_type)
+    cp_group = getattr(pg_collection, "cp", None)
+    if cp_group is None:
+        raise ValueError(
+            f"{where}: {NAME.model.context_parallel_size}={size} but pg_collection.cp, its process group, is missing"
+        )
+    _check_size(f"{where}: pg_collection.cp", cp_group, size, NAME.model.context_parallel_size)
     if not transport.hierarchical:
-        if cp_group is None:
-            raise ValueError(
-                f"{where}: {NAME.model.context_parallel_size}={size} but pg_collection.cp, its process group, "
-                "is missing"
-            )
-        _check_size(f"{where}: pg_collection.cp", cp_group, size, NAME.model.context_parallel_size)
         return CPContext.build(comm_type, cp_group)
     context = CPContext.build(comm_type, _groups_of_levels(transport, config, pg_collection, where))
-    if cp_group is not None:
-        _check_size(f"{where}: pg_collection.cp", cp_group, size, NAME.model.context_parallel_size)
-        if dist.get_rank(cp_group) != context.rank:
-            raise ValueError(
-                f"{where}: this process is rank {dist.get_rank(cp_group)} of pg_collection.cp, by which sequences are "
-                f"sharded, but rank {context.rank} by pg_collection.hcp ({context}); "
-                f"{transport.levels[0]} groups must be neighbours"
-            )
+    if dist.get_rank(cp_group) != context.rank:
+        raise ValueError(
+            f"{where}: this process is rank {dist.get_rank(cp_group)} of pg_collection.cp, by which sequences are "
+            f"sharded, but rank {context.rank} by pg_collection.hcp ({context}); "
+            f"{transport.levels[0]} groups must be neighbours"
+        )
     return context
 
 
@@ -62,11 +59,8 @@ def _groups_of_levels(
     transport: Transport, config: TransformerConfig, pg_collection: ProcessGroupCollection, where: str
 ) -> list[dist.ProcessGroup]:
     """``pg_collection.hcp``, or a ValueError if it is not of ``config.hierarchical_context_parallel_sizes``."""
-    levels, size, needs = (
-        transport.levels,
-        config.context_parallel_size,
-        f"{NAME.model.cp_comm_type} {transport.name!r} needs",
-    )
+    needs = f"{NAME.model.cp_comm_type} {transport.name!r} needs"
+    levels, size = transport.levels, config.context_parallel_size
     sizes, groups = config.hierarchical_context_parallel_sizes, getattr(pg_collection, "hcp", None)
     if not sizes or len(sizes) != 2 or sizes[0] * sizes[1] != size:
         raise ValueError(
@@ -84,8 +78,8 @@ def _groups_of_levels(
             f"{where}: pg_collection.hcp must hold the {' and the '.join(levels)} process group, got {groups}"
         )
     for name, group, expected in zip(levels, groups, sizes, strict=True):
-        what = f"{where}: pg_collection.hcp's {name} group"
-        _check_size(what, group, expected, f"hierarchical_context_parallel_sizes={list(sizes)}")
+        field = f"hierarchical_context_parallel_sizes={list(sizes)}"
+        _check_size(f"{where}: pg_collection.hcp's {name} group", group, expected, field)
     return groups
 
 

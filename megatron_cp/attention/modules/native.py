@@ -7,7 +7,6 @@ It takes its groups from the ``pg_collection`` it is handed, once, and never fro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,7 +74,7 @@ class ContextParallelAttention(MegatronModule):
         self.cp_comm_type = cp_comm_type or transport_of_layer(config, layer_number)
         self.pg_collection = pg_collection or _global_groups(config, self.cp_comm_type)
         self.context = configured_context(config, self.cp_comm_type, self.pg_collection, where)
-        self._contexts: dict[tuple[int, ...], tuple[GroupOrPair, CPContext]] = {}
+        self._contexts: dict[GroupOrPair, CPContext] = {}
 
         # apply_query_key_layer_scaling changes nothing: upstream divides scores by the layer's number to keep them in
         # float16's range and multiplies them again; ours are float32.
@@ -191,11 +190,9 @@ class ContextParallelAttention(MegatronModule):
         return self._context_for(packed.cp_group)
 
     def _context_for(self, group: GroupOrPair, comm_type: str | None = None) -> CPContext:
-        # The groups are kept with their context: an id is only unique while its object lives.
-        key = tuple(map(id, group)) if isinstance(group, Sequence) else (id(group),)
-        if key not in self._contexts:
-            self._contexts[key] = (group, CPContext.build(comm_type or self.cp_comm_type, group))
-        return self._contexts[key][1]
+        if group not in self._contexts:
+            self._contexts[group] = CPContext.build(comm_type or self.cp_comm_type, group)
+        return self._contexts[group]
 
     def _build_softmax_offset(self) -> Tensor | None:
         """[heads on this tensor-parallel rank], as megatron-core's ``softmax_type`` asks."""

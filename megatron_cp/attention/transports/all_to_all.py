@@ -27,6 +27,7 @@ from megatron_cp.parallel.transfer import send
 
 Inner = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionCall], Tensor]
 Share = Callable[[int], slice]  # rank -> the heads it works on
+Step = Callable[[Sequence[Tensor], Sequence[Share]], list[Tensor]]
 
 
 def all_to_all_attention(
@@ -49,8 +50,9 @@ def with_heads_exchanged(
     if peers.size == 1:
         return inner(query, key, value, softmax_offset, call)
     heads = HeadSplit.of(query.shape[2], key.shape[2], peers.size)
-    exchange = _Exchange.of(peers, heads, call.layout)
-    query, key, value = _SequenceToHeads.apply(query, key, value, exchange)
+    exchange = _Exchange.of(peers, call.layout)
+    shares = heads.query, heads.kv, heads.kv
+    query, key, value = _Exchanged.apply(exchange.spread, exchange.collect, shares, query, key, value)
     if softmax_offset is not None:
         softmax_offset = softmax_offset[heads.query(peers.rank)]
     expand = heads.expansion(peers.rank)
@@ -58,7 +60,8 @@ def with_heads_exchanged(
         index = send(torch.tensor(expand), key.device)
         key, value = key.index_select(2, index), value.index_select(2, index)
     common = replace(call, layout=call.layout.resized(call.layout.size // peers.size))
-    return _HeadsToSequence.apply(inner(query, key, value, softmax_offset, common), exchange)
+    out = inner(query, key, value, softmax_offset, common)
+    return _Exchanged.apply(exchange.collect, exchange.spread, (heads.query,), out)[0]
 
 
 def _attend_alone(query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, call: AttentionCall) -> Tensor:
@@ -74,16 +77,15 @@ class _Exchange:
     """
 
     peers: Peers
-    heads: HeadSplit
     runs: Sequence[Sequence[RowRun]]
     pack: Layout | None
 
     @classmethod
-    def of(cls, peers: Peers, heads: HeadSplit, layout: Layout) -> _Exchange:
+    def of(cls, peers: Peers, layout: Layout) -> _Exchange:
         if layout.is_dense:
-            return cls(peers, heads, regroup_runs(layout, peers.size), None)
+            return cls(peers, regroup_runs(layout, peers.size), None)
         one_by_one = [[RowRun(0, rank * layout.rows, layout.rows)] for rank in range(peers.size)]
-        return cls(peers, heads, one_by_one, layout)
+        return cls(peers, one_by_one, layout)
 
     @property
     def mine(self) -> Sequence[RowRun]:
@@ -144,27 +146,15 @@ class _Exchange:
                 yield rank, run, piece
 
 
-class _SequenceToHeads(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
+    """``there(tensors, shares)``, and the gradients back again."""
+
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: _Exchange) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        heads = exchange.heads
-        return tuple(exchange.spread((query, key, value), (heads.query, heads.kv, heads.kv)))
+    def forward(ctx: Any, there: Step, back: Step, shares: Sequence[Share], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.back, ctx.shares = back, shares
+        return tuple(there(tensors, shares))
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        heads = ctx.exchange.heads
-        return *ctx.exchange.collect(grads, (heads.query, heads.kv, heads.kv)), None
-
-
-class _HeadsToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.collect([out], [exchange.heads.query])[0]
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.exchange.spread(douts, [ctx.exchange.heads.query]), None
+        return None, None, None, *ctx.back(grads, ctx.shares)

@@ -51,11 +51,10 @@ def select_transport(
     packs, whose groups have the sizes ``packed_sizes``. Raises ValueError for numbers that do not fit or if no
     transport can do what is asked.
     """
-    for name, value in (("heads", heads), ("kv_heads", kv_heads), ("tp", tp), ("cp", cp)):
+    sizes = {"heads": heads, "kv_heads": kv_heads, "tp": tp, "cp": cp, "gpus_per_node": gpus_per_node}
+    for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    if gpus_per_node < 1:
-        raise ValueError(f"gpus_per_node must be at least 1, got {gpus_per_node}")
     if heads % tp:
         raise ValueError(f"heads={heads} is not divisible by tp={tp}")
     if cp == 1:
@@ -102,6 +101,6 @@ def select_transport(
     for candidates in able:
         offers = [(*found, each.name) for each in candidates if (found := offer(each)) is not None]
         if offers:
-            _, sizes, reason, name = min(offers, key=lambda found: found[0])
-            return name, sizes, "; ".join(filter(None, (reason, restricted)))
+            _, levels, reason, name = min(offers, key=lambda found: found[0])
+            return name, levels, "; ".join(filter(None, (reason, restricted)))
     raise ValueError(f"{restricted or 'there is no transport'}, but cp={cp} does not divide {h}/{kv} heads")

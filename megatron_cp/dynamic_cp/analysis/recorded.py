@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_cp.common.input_files import parse_json
 from megatron_cp.common.jsonl_log import METRICS, SCHEDULES, numbered_lines, read_lines
@@ -15,18 +14,8 @@ from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.types import Group, Schedule
 from megatron_cp.parallel.layout import MOST_RANKS
 
-
-class Scheduled(Protocol):
-    """A scheduled step, such as a ``StepPlan``."""
-
-    @property
-    def schedule(self) -> Schedule: ...
-
-    @property
-    def lengths(self) -> Sequence[int]: ...
-
-    @property
-    def cost(self) -> CostModel: ...
+if TYPE_CHECKING:
+    from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,7 @@ _MOST = {"num_ranks": MOST_RANKS, "max_seqlen_per_rank": 2**31 - 1, "sequence_pa
 _SETTINGS = ("context_parallel_size", "microbatch_multiple", "sync_ranks", "pipeline_size")
 
 
-def record(step: Scheduled, **settings: int) -> dict[str, Any]:
+def record(step: StepPlan | RecordedStep, **settings: int) -> dict[str, Any]:
     """A step in plain types; a group is [first rank, number of ranks, [sample ids]] with ids counted in the step.
 
     ``settings`` are those of :class:`RecordedStep`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,12 +47,17 @@ def _merge(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _keeping_step(groups: Sequence[Group], num_ranks: int, sync_ranks: int) -> list[tuple[int, int]]:
-    """Blocks of ranks that run a microbatch together: groups, joined by the domains of ``sync_ranks`` they touch."""
+def _keeping_step(groups: Sequence[Group], num_ranks: int, sync_ranks: int, alone: bool) -> list[tuple[int, int]]:
+    """Blocks of ranks that run a microbatch together: groups, joined by the domains of ``sync_ranks`` they touch.
+
+    alone: each rank outside of all groups is a block, too.
+    """
     spans = [(group.ranks[0], group.ranks[-1] + 1) for group in groups]
     if sync_ranks > 1:
-        domains = {rank // sync_ranks for start, stop in spans for rank in range(start, stop, 1)}
+        domains = {rank // sync_ranks for start, stop in spans for rank in range(start, stop)}
         spans += [(d * sync_ranks, min((d + 1) * sync_ranks, num_ranks)) for d in domains]
+    if alone:
+        spans += [(rank, rank + 1) for rank in range(num_ranks)]
     return _merge(spans)
 
 
@@ -73,51 +79,37 @@ def simulate(
     ideal = cost.ideal_seconds(sizes) / schedule.num_ranks
     free = np.zeros(schedule.num_ranks)
     spans: list[Span] = []
-    blocks, durations = [], []
+    edges, durations = [], []  # per microbatch: where blocks begin, and the seconds of each
     for k, groups in enumerate(schedule.microbatches):
-        seconds = {group.ranks[0]: cost.seconds(sizes[list(group.sample_ids)], group.cp_size) for group in groups}
-        together = _keeping_step(groups, schedule.num_ranks, sync_ranks)
-        starts, lasts = [], []
-        todo = sorted(groups)
-        position = 0
-        for first, stop in together:
+        blocks = _keeping_step(groups, schedule.num_ranks, sync_ranks, alone=pipeline_size > 1)
+        lasts, todo = [], deque(sorted(groups))
+        for first, stop in blocks:
             start, last = float(free[first:stop].max()), 0.0
-            while position < len(todo) and todo[position].ranks[0] < stop:
-                duration = seconds[todo[position].ranks[0]]
-                spans.append(Span(k, todo[position], start, start + duration))
+            while todo and todo[0].ranks[0] < stop:
+                group = todo.popleft()
+                duration = cost.seconds(sizes[list(group.sample_ids)], group.cp_size)
+                spans.append(Span(k, group, start, start + duration))
                 last = max(last, duration)
-                position += 1
             free[first:stop] = start + last
-            starts.append((first, stop))
             lasts.append(last)
-        blocks.append(starts)
-        durations.append(lasts)
+        edges.append(np.array([first for first, _ in blocks]))
+        durations.append(np.array(lasts))
     if pipeline_size == 1:
         total = float(free.max())
     else:
-        total = _one_forward_one_backward(blocks, durations, schedule.num_ranks, pipeline_size)
+        total = _one_forward_one_backward(edges, durations, schedule.num_ranks, pipeline_size)
     return SimulatedStep(total, total / ideal if ideal else 1.0, spans)
 
 
 def _one_forward_one_backward(
-    blocks: list[list[tuple[int, int]]], durations: list[list[float]], num_ranks: int, stages: int
+    edges: list[np.ndarray], durations: list[np.ndarray], num_ranks: int, stages: int
 ) -> float:
-    """Makespan of 1F1B, times the number of stages. ``blocks[k]`` run microbatch k together for ``durations[k]``."""
-    count = len(blocks)
-    edges, pieces = [], []  # per microbatch: a partition of all ranks, and the seconds of each piece
-    for spans, seconds in zip(blocks, durations, strict=True):
-        first, lasts, at = [], [], 0
-        for (start, stop), duration in zip(spans, seconds, strict=True):
-            first += [*range(at, start), start]
-            lasts += [0.0] * (start - at) + [duration]
-            at = stop
-        first += list(range(at, num_ranks))
-        lasts += [0.0] * (num_ranks - at)
-        edges.append(np.array(first))
-        pieces.append(np.array(lasts))
+    """Makespan of 1F1B, times the number of stages. Microbatch k runs for ``durations[k]`` on the blocks of ranks that
+    begin at ``edges[k]``."""
+    count = len(edges)
 
     def run(k: int, ready: np.ndarray, share: float) -> np.ndarray:
-        ends = np.maximum.reduceat(ready, edges[k]) + pieces[k] * share
+        ends = np.maximum.reduceat(ready, edges[k]) + durations[k] * share
         return np.repeat(ends, np.diff(np.append(edges[k], num_ranks)))
 
     programs = []

@@ -118,17 +118,11 @@ def lay_out(
 
     Every rank of the group packs the same samples in the same order. Padding has token, label, position and loss mask
     0. ``idle`` marks a dummy.
-
-    Raises:
-        ValueError: a sample is empty, or its labels or loss mask have another length than its tokens.
     """
-    lengths = [length_of(index, sample) for index, sample in enumerate(samples)]
+    lengths = [len(sample["tokens"]) for sample in samples]
     padded = [padded_length(length, cp_size, sequence_parallel_size) for length in lengths]
     starts = [0, *accumulate(padded)]
-    whole = {
-        "tokens": torch.zeros(starts[-1], dtype=torch.int64),
-        "labels": torch.zeros(starts[-1], dtype=torch.int64),
-        "loss_mask": torch.zeros(starts[-1], dtype=torch.float32),
+    whole = _zeros(starts[-1]) | {
         "position_ids": torch.zeros(starts[-1], dtype=torch.int64),
         "padding_mask": torch.ones(starts[-1], dtype=torch.bool),
     }
@@ -146,12 +140,12 @@ def lay_out(
 
 def dummy_sample(sequence_parallel_size: int = 1) -> Sample:
     """A sample without any loss, for a rank that must keep step with others but has nothing to compute."""
-    length = padded_length(1, 1, sequence_parallel_size)
-    return {
-        "tokens": torch.zeros(length, dtype=torch.int64),
-        "labels": torch.zeros(length, dtype=torch.int64),
-        "loss_mask": torch.zeros(length, dtype=torch.float32),
-    }
+    return _zeros(padded_length(1, 1, sequence_parallel_size))
+
+
+def _zeros(length: int) -> Sample:
+    dtypes = {"tokens": torch.int64, "labels": torch.int64, "loss_mask": torch.float32}
+    return {key: torch.zeros(length, dtype=dtype) for key, dtype in dtypes.items()}
 
 
 def mask_problems(loss_mask: torch.Tensor) -> list[str]:
@@ -159,20 +153,6 @@ def mask_problems(loss_mask: torch.Tensor) -> list[str]:
     if bool(((loss_mask == 0) | (loss_mask == 1)).all()):
         return []
     return ["the loss mask has values other than 0 and 1, but a token counts for the loss or does not"]
-
-
-def length_of(index: int, sample: Sample) -> int:
-    """Tokens of a sample. Raises ValueError, naming it by ``index``, for one that cannot be packed."""
-    length = len(sample["tokens"])
-    if length == 0:
-        raise ValueError(f"sample {index} of the microbatch is empty; leave empty documents out of the data set")
-    for key in ("labels", "loss_mask"):
-        if len(sample[key]) != length:
-            raise ValueError(
-                f"sample {index} of the microbatch has {length} tokens but {len(sample[key])} {key}: each token needs "
-                "one of each"
-            )
-    return length
 
 
 def checksum_of(batch: Mapping[str, torch.Tensor], start: int = 0) -> int:

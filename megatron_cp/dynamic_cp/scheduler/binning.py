@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
@@ -32,18 +33,11 @@ def least_loaded(weights: Sequence[float], loads: Sequence[float], on_last: Sequ
     that count on the last bin, if that one is different.
     """
     last = len(loads) - 1
-    regular = loads if on_last is None else loads[:last]
+    regular, load_of_last = (loads, math.inf) if on_last is None else (loads[:last], loads[last])
     heap = [(load, j) for j, load in enumerate(regular)]
     heapq.heapify(heap)
     chosen = []
-    if on_last is None:
-        for weight in weights:
-            load, j = heap[0]
-            heapq.heapreplace(heap, (load + weight, j))
-            chosen.append(j)
-        return chosen
-    load_of_last = loads[last]
-    for weight, other in zip(weights, on_last, strict=True):
+    for weight, other in zip(weights, weights if on_last is None else on_last, strict=True):
         load, j = heap[0]
         if load_of_last + other < load + weight:
             load_of_last += other

@@ -28,6 +28,15 @@ class Job:
         self.start = -1  # first narrowest block within the shelf, where that is settled
         self.seconds = problem.costs[level].seconds(squares, length)
 
+    def add(self, problem: Problem, item: int, seconds: float) -> None:
+        """Take one more sample, with which the job takes ``seconds``."""
+        length = problem.length_list[item]
+        self.items.append(item)
+        self.length += length
+        self.squares += length * length
+        self.tokens += int(problem.tokens[self.level, item])
+        self.seconds = seconds
+
 
 Shelf = list[Job]
 
@@ -78,21 +87,17 @@ def fill_up(problem: Problem, jobs: list[Job], members: np.ndarray, level: int) 
     left = []
     for x, alone in zip(members.tolist(), own.tolist(), strict=True):
         s = problem.length_list[x]
-        cheapest, taker = alone, None
+        cheapest, taker, seconds = alone, None, 0.0
         for job in open_jobs:
             if job.tokens + int(problem.tokens[job.level, x]) <= problem.max_tokens:
                 after = problem.costs[job.level].seconds(job.squares + s * s, job.length + s)
                 extra = (after - job.seconds) * problem.sizes[job.level]
                 if extra < cheapest:
-                    cheapest, taker = extra, job
+                    cheapest, taker, seconds = extra, job, after
         if taker is None:
             left.append(x)
             continue
-        taker.items.append(x)
-        taker.squares += s * s
-        taker.length += s
-        taker.tokens += int(problem.tokens[taker.level, x])
-        taker.seconds = problem.costs[taker.level].seconds(taker.squares, taker.length)
+        taker.add(problem, x, seconds)
         if (problem.max_tokens - taker.tokens) * problem.sizes[taker.level] < least:
             open_jobs.remove(taker)
             if waiting:
@@ -168,11 +173,7 @@ def top_up(problem: Problem, shelves: list[Shelf], short: np.ndarray) -> np.ndar
                     slack *= 0.7
                     k += 1
                     continue
-                job.items.append(positions[k])
-                job.squares += s * s
-                job.length += s
-                job.tokens += -(-s // unit) * unit // problem.sizes[job.level]
-                job.seconds = seconds
+                job.add(problem, positions[k], seconds)
                 following[k] = k + 1
                 taken.append(k)
                 slack = height - seconds

@@ -103,11 +103,7 @@ def make_problem(
     cost: CostModel,
     sequence_parallel_size: int,
 ) -> Problem:
-    """Check the input and tabulate it. Raises ValueError naming the sample or the setting at fault."""
-    if max_seqlen_per_rank < 1:
-        raise ValueError(f"max_seqlen_per_rank={max_seqlen_per_rank}: must be at least 1")
-    if sequence_parallel_size < 1:
-        raise ValueError(f"sequence_parallel_size={sequence_parallel_size}: must be at least 1")
+    """Check the lengths and tabulate the input. Raises ValueError naming the sample or the setting at fault."""
     tree = buddy_tree(num_ranks, min_cp_size)
     ids = check_lengths(lengths)
     order = np.argsort(-ids, kind="stable")

@@ -64,16 +64,14 @@ def schedule(
     sizes = {
         "num_ranks": num_ranks,
         "max_seqlen_per_rank": max_seqlen_per_rank,
-        "min_cp_size": min_cp_size,
-        "sync_ranks": sync_ranks,
         "pipeline_size": pipeline_size,
         "microbatch_multiple": microbatch_multiple,
         "sequence_parallel_size": sequence_parallel_size,
     }
-    for name, value in sizes.items():
+    for name, value in (sizes | {"min_cp_size": min_cp_size, "sync_ranks": sync_ranks}).items():
         if not isinstance(value, Integral):
             raise ValueError(f"{name}={value!r}: must be an integer")
-    for name, value in (("pipeline_size", pipeline_size), ("microbatch_multiple", microbatch_multiple)):
+    for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name}={value}: must be at least 1")
     if sync_ranks < 1 or num_ranks % sync_ranks:

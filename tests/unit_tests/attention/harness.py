@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,12 +54,12 @@ class Case:
         """The unsharded float64 output and gradients of query, key, value (and offset)."""
         inputs, dout = self.draw()
         exact = [x.double().requires_grad_() for x in inputs]
-        out = reference_attention(
+        out = reference_of_pack(
             *exact[:3],
+            cu_seqlens=self.cu_seqlens,
+            cu_seqlens_padded=self.padded,
             causal=self.causal,
             window_size=self.window,
-            cu_seqlens=self.cu_seqlens,
-            cu_seqlens_padded=self.cu_seqlens_padded,
             softmax_scale=self.scale,
             softmax_offset=exact[3] if self.offset else None,
         )
@@ -65,6 +67,29 @@ class Case:
 
     def shard(self, x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         return shard_sequence(x, 0, rank, size, self.padded)
+
+
+def reference_of_pack(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    cu_seqlens: Sequence[int] | None = None,
+    cu_seqlens_padded: Sequence[int] | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """:func:`reference_attention` of each sequence of a pack [t, heads, d]; of the whole without ``cu_seqlens``."""
+    if cu_seqlens is None:
+        return reference_attention(query, key, value, **options)
+    padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    pieces = []
+    for index in range(len(cu_seqlens) - 1):
+        start, length = padded[index], cu_seqlens[index + 1] - cu_seqlens[index]
+        q, k, v = (x[start : start + length].unsqueeze(1) for x in (query, key, value))
+        out = reference_attention(q, k, v, **options).squeeze(1)
+        pieces.append(torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padded[index + 1] - start - length)))
+    pieces.append(query.new_zeros((query.shape[0] - padded[-1], query.shape[1], value.shape[-1])))
+    return torch.cat(pieces)
 
 
 def make_groups(a2a_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

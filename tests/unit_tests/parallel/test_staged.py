@@ -1,7 +1,7 @@
 """The staged backend carries what gloo carries: every operation, whole training runs, and its promises about waiting.
 
-Without a GPU its copies to and from the host are forced for host tensors; what runs then is everything but the CUDA
-streams. Those are for the tests marked ``gpu``, several ranks on one device.
+Host tensors are copied as a GPU's are, so without a GPU everything runs but the CUDA streams. Those are for the tests
+marked ``gpu``, several ranks on one device.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e
 
 
 def start(folder: str, device: str, timeout: float = 120.0) -> None:
-    """The staged backend as this rank's default group, its copies forced for host tensors."""
+    """The staged backend as this rank's default group."""
     staged.register()
     staged.register()
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
-    else:
-        staged.must_be_staged = lambda tensor: True
     store = dist.FileStore(os.path.join(folder, "store"), int(os.environ["WORLD_SIZE"]))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("staged", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))

@@ -15,7 +15,7 @@ from megatron_cp.attention.modules.native import ContextParallelAttention
 from megatron_cp.attention.reference import reference_attention
 from megatron_cp.attention.sharding import partition_indices, shard_sequence
 from tests.ranks import run_ranks
-from tests.unit_tests.attention.harness import make_groups
+from tests.unit_tests.attention.harness import make_groups, reference_of_pack
 
 HEADS, KV, DIM = 8, 4, 16
 
@@ -90,7 +90,7 @@ def _packed() -> float:
         qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
     )
     qkv = [x.squeeze(1) for x in draw(40, batch=1)]
-    expected = reference_attention(
+    expected = reference_of_pack(
         *(x.double() for x in qkv), cu_seqlens=real.tolist(), cu_seqlens_padded=padded.tolist()
     )
     index = partition_indices(padded, rank, size)

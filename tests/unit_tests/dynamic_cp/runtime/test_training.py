@@ -18,7 +18,7 @@ from megatron_cp.dynamic_cp import CostModel, Schedule, schedule, schedule_fixed
 from megatron_cp.dynamic_cp.groups import all_to_all_size, legal_groups
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
-from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches
+from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches, _check
 from megatron_cp.dynamic_cp.runtime.packing import MicrobatchParams, dummy_sample
 from megatron_cp.parallel.device import device
 from megatron_cp.parallel.layout import RankLayout, layout_of
@@ -281,21 +281,11 @@ def test_a_pack_is_zigzag_within_each_sample_and_padded_to_twice_the_group() -> 
     assert first["positions"] == [[0, 1, 0, 0, 0, 3]]
 
 
-def bad_samples(kind: str) -> None:
+def test_a_sample_of_another_length_than_it_says_is_named() -> None:
     sample = dummy_sample()
-    if kind == "labels":
-        sample["labels"] = sample["labels"][:-1]
-    else:
-        sample = {key: value[:0] for key, value in sample.items()}
-    pack([dummy_sample(), sample], dist.group.WORLD)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"), [("labels", "sample 1 .* has 2 tokens but 1 labels"), ("empty", "sample 1 .* is empty")]
-)
-def test_bad_samples_are_named(kind: str, message: str) -> None:
-    with pytest.raises(RanksFailed, match=f"ValueError: {message}"):
-        run_ranks(bad_samples, 1, kind)
+    sample["labels"] = sample["labels"][:-1]
+    with pytest.raises(ValueError, match="sample 1 of the data set should have 2 labels, but has 1"):
+        _check(1, sample, 2)
 
 
 def groups_of_a_domain() -> tuple[int, list]:
