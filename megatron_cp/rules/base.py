@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -12,7 +12,9 @@ from megatron_cp.attention.modules.te_support import Gap, has_its_layers
 from megatron_cp.attention.transports.registry import Transport, known_transports
 from megatron_cp.common.errors import Violation
 from megatron_cp.config.names import NAME
+from megatron_cp.config.overrides import override
 from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.proposals import either, one_of
 from megatron_cp.rules.remedies import Case
 from megatron_cp.rules.resolve import backend_in, packed_sizes
 
@@ -29,18 +31,25 @@ class Example:
     gpus_per_node: int | None = None
 
 
-@dataclass(frozen=True)
 class Finding:
     """What a check found: the setting, what is wrong, and what would be right.
 
-    ``fix`` is text in the form of :mod:`megatron_cp.rules.remedies`. It may propose more than works: every alternative
+    The fix is text in the form of :mod:`megatron_cp.rules.remedies`. It may propose more than works: every alternative
     is tried before it is shown.
+
+    Args:
+        field: the dotted name of the setting.
+        message: what is wrong with it.
+        fixes: alternatives, the best first; ``=VALUE`` gives ``field`` this value. Empty ones are left out.
+        values: of ``field``, that would be right: alternatives before ``fixes``.
+        severity: where it differs from the rule's.
     """
 
-    field: str
-    message: str
-    fix: str = ""
-    severity: Severity | None = None  # where it differs from the rule's
+    def __init__(
+        self, field: str, message: str, *fixes: str, values: Iterable[Any] = (), severity: Severity | None = None
+    ) -> None:
+        self.field, self.message, self.severity = field, message, severity
+        self.fix = either(one_of(field, values), *(f"{field}{fix}" if fix.startswith("=") else fix for fix in fixes))
 
 
 @dataclass(frozen=True)
@@ -176,12 +185,18 @@ class Context(Case):
             if gap.rule == rule_id and self.backend == "te":
                 severity: Severity = "warning" if gap.slow else "error"
                 yield Finding(
-                    gap.field, f"Transformer Engine: {gap.message}", f"{NAME.model.attention_backend}=native", severity
+                    gap.field,
+                    f"Transformer Engine: {gap.message}",
+                    f"{NAME.model.attention_backend}=native",
+                    severity=severity,
                 )
             elif gap.rule == rule_id:
                 message = f"Transformer Engine: {gap.message}; our own attention is used instead"
                 yield Finding(
-                    gap.field, message, f"{NAME.model.attention_backend}=native (silences this warning)", "warning"
+                    gap.field,
+                    message,
+                    f"{NAME.model.attention_backend}=native (silences this warning)",
+                    severity="warning",
                 )
 
     def variable(self, name: str) -> str | None:
@@ -253,6 +268,17 @@ def order(rule_id: str) -> tuple[str, int]:
     return rule_id[0], int(rule_id[1:])
 
 
-def broken(*overrides: str, **where: Any) -> Example:
-    """Shorthand for an :class:`Example`."""
-    return Example(overrides, **where)
+def broken(
+    *overrides: str,
+    world_size: int = 4,
+    environment: str | Environment = "cpu",
+    gpus_per_node: int | None = None,
+    **sections: dict[str, Any],
+) -> Example:
+    """An :class:`Example` of overrides, as text or as sections of settings: ``model=dict(num_layers=3)``."""
+    settings = [
+        override(getattr(getattr(NAME, section), name), value)
+        for section, values in sections.items()
+        for name, value in values.items()
+    ]
+    return Example((*settings, *overrides), world_size, environment, gpus_per_node)

@@ -16,7 +16,6 @@ from megatron_cp.rules.proposals import (
     nearest_multiples,
     one_of,
     resized,
-    typed,
 )
 from megatron_cp.rules.unused_settings import unread
 
@@ -48,7 +47,7 @@ _STAGES = (
     "A sliding window is two lengths.",
     "megatron-core passes (left, right) on as they are and fails late; a causal window has nothing to the right. The "
     "layers of multi-token prediction have the windows of the first layers: their numbers begin at 1 again.",
-    broken(f"{NAME.model.window_size}=[64]"),
+    broken(model=dict(window_size=[64])),
 )
 def window_is_two_lengths(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -56,12 +55,10 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
     if window is not None and (len(window) != 2 or min(window) < -1):
         left = window[0] if window and window[0] > 0 else 1024
         message = f"must be [left, right], -1 for no limit, got {window}"
-        yield Finding(NAME.model.window_size, message, typed(NAME.model.window_size, [left, 0]))
+        yield Finding(NAME.model.window_size, message, values=[[left, 0]])
     elif window is not None and model.attention_mask_type == "causal" and window[1] > 0:
         message = f"causal attention sees nothing ahead; the right part of {window} has no effect"
-        yield Finding(
-            NAME.model.window_size, message, typed(NAME.model.window_size, [window[0], 0]), severity="warning"
-        )
+        yield Finding(NAME.model.window_size, message, values=[[window[0], 0]], severity="warning")
     # megatron-core numbers the layers of multi-token prediction from 1 again, and looks them up in the same list.
     depths = min(model.mtp_num_layers or 0, 1) if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
     # In a hybrid model attention alone does.
@@ -77,21 +74,19 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
             shorter = [layers[: len(every)] for layers in ahead_of(model.hybrid_layer_pattern)]
             fewer = _pattern("/".join([(model.hybrid_layer_pattern or "").split("/")[0], *shorter]))
         everywhere = f"{NAME.model.window_attn_skip_freq}=null (a window in all layers)"
-        yield Finding(NAME.model.window_attn_skip_freq, f"{message}first on", either(fewer, everywhere))
+        yield Finding(NAME.model.window_attn_skip_freq, f"{message}first on", fewer, everywhere)
     elif isinstance(every, int) and every < 1:
         yield Finding(
             NAME.model.window_attn_skip_freq,
             f"leaves every n-th layer without a window, n at least 1, got {every}",
-            f"{NAME.model.window_attn_skip_freq}=null (a window in all layers)",
+            "=null (a window in all layers)",
         )
     elif isinstance(every, list) and not set(every) <= {0, 1}:
         message = f"says 1 for a layer with a window and 0 for one without, got {every}"
-        yield Finding(NAME.model.window_attn_skip_freq, message, typed(NAME.model.window_attn_skip_freq, _ones(every)))
+        yield Finding(NAME.model.window_attn_skip_freq, message, values=[_ones(every)])
     elif every is not None and window is None:
         message = f"has no effect: {NAME.model.window_size} is null, and no layer has a window"
-        yield Finding(
-            NAME.model.window_attn_skip_freq, message, f"{NAME.model.window_attn_skip_freq}=null", severity="warning"
-        )
+        yield Finding(NAME.model.window_attn_skip_freq, message, "=null", severity="warning")
 
 
 def _ones(entries: list[int]) -> list[int]:
@@ -107,7 +102,7 @@ def _pattern(pattern: str) -> str:
     "A hybrid model has a layer pattern with one letter a layer.",
     "M is Mamba, * attention, - an MLP, E experts; the pattern is the model. | may part the pipeline stages, all of "
     "them. Behind it each depth of multi-token prediction has the same pattern, after a /.",
-    broken(f"{NAME.model.architecture}=hybrid"),
+    broken(model=dict(architecture="hybrid")),
 )
 def hybrid_pattern(c: Context) -> Iterator[Finding]:
     model, field = c.config.model, NAME.model.hybrid_layer_pattern
@@ -115,9 +110,7 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
     if model.architecture != "hybrid":
         if pattern is not None:
             yield Finding(
-                field,
-                f"is set, but {NAME.model.architecture} is gpt",
-                f"{field}=null, or {NAME.model.architecture}=hybrid",
+                field, f"is set, but {NAME.model.architecture} is gpt", "=null", f"{NAME.model.architecture}=hybrid"
             )
     elif not layers or set(layers) - set(LETTERS):
         yield Finding(
@@ -145,9 +138,7 @@ def _patterns_ahead(model: ModelConfig) -> Iterator[Finding]:
     own = (model.hybrid_layer_pattern or "").split("/")[0]
     if not ahead:
         message = f"has no layers for the {depths} depths of multi-token prediction ({NAME.model.mtp_num_layers})"
-        yield Finding(
-            field, message, either(_pattern(f"{own}{'/*-' * min(depths, 8)}"), f"{NAME.model.mtp_num_layers}=null")
-        )
+        yield Finding(field, message, _pattern(f"{own}{'/*-' * min(depths, 8)}"), f"{NAME.model.mtp_num_layers}=null")
     elif not ahead[0] or set(ahead[0]) - set(LETTERS) or len(set(ahead)) > 1:
         message = f"each depth of multi-token prediction has the same layers, letters among M, *, - and E; got {ahead}"
         yield Finding(field, message, _pattern(f"{own}{'/*-' * len(ahead)}"))
@@ -156,14 +147,14 @@ def _patterns_ahead(model: ModelConfig) -> Iterator[Finding]:
             f"is {depths or 'null'}, and {NAME.model.hybrid_layer_pattern} has layers for {len(ahead)} depths, "
             "after each /"
         )
-        yield Finding(NAME.model.mtp_num_layers, message, f"{NAME.model.mtp_num_layers}={len(ahead)}")
+        yield Finding(NAME.model.mtp_num_layers, message, f"={len(ahead)}")
 
 
 @rule(
     "K18",
     "The key/value heads divide the attention heads.",
     "Each key/value head serves the same number of query heads.",
-    broken(f"{NAME.model.num_query_groups}=3"),
+    broken(model=dict(num_query_groups=3)),
 )
 def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
     heads, groups = c.config.model.num_attention_heads, c.config.model.num_query_groups
@@ -173,7 +164,7 @@ def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.model.num_query_groups,
             f"{groups} key/value heads do not divide {heads} attention heads",
-            one_of(NAME.model.num_query_groups, closest(divisors(heads), groups)),
+            values=closest(divisors(heads), groups),
         )
 
 
@@ -184,11 +175,13 @@ def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
     f"reads while another is off, such as {NAME.model.rope_scaling_factor} without {NAME.model.rope_scaling}, is "
     "warned of.",
     broken(
-        f"{NAME.model.architecture}=hybrid",
-        f"{NAME.model.hybrid_layer_pattern}=M*M*",
-        f"{NAME.model.mamba_num_groups}=4",
-        f"{NAME.model.num_query_groups}=null",
-        f"{NAME.model.multi_latent_attention}=true",
+        model=dict(
+            architecture="hybrid",
+            hybrid_layer_pattern="M*M*",
+            mamba_num_groups=4,
+            num_query_groups=None,
+            multi_latent_attention=True,
+        ),
     ),
 )
 def everything_is_built(c: Context) -> Iterator[Finding]:
@@ -209,7 +202,7 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
             yield Finding(field, message, f"{default_of(field)} (| in the pattern begins a stage)")
     if model.architecture == "hybrid" and model.moe_layer_freq != 1:
         message = "does not say which layers of a hybrid model have experts: E in its pattern does"
-        yield Finding(NAME.model.moe_layer_freq, message, f"{NAME.model.moe_layer_freq}=1")
+        yield Finding(NAME.model.moe_layer_freq, message, "=1")
     if model.multi_latent_attention:
         yield from _not_read_by_latent_attention(c)
     yield from unread(c.config)
@@ -223,14 +216,14 @@ def _not_read_by_latent_attention(c: Context) -> Iterator[Finding]:
             yield Finding(field, f"does not reach {which}, which goes on without it", default_of(field))
     if kind not in ("rope", "yarn"):
         message = "does not reach multi-latent attention, which has rotary embeddings of its own"
-        yield Finding(NAME.model.position_embedding_type, message, f"{NAME.model.position_embedding_type}=rope")
+        yield Finding(NAME.model.position_embedding_type, message, "=rope")
 
 
 @rule(
     "K31",
     "Tensor parallelism divides the feed-forward layers.",
     "Each rank holds as many columns of the first matrix, gated or not, as rows of the second.",
-    broken(f"{NAME.model.ffn_hidden_size}=97", f"{NAME.model.tensor_model_parallel_size}=2", world_size=8),
+    broken(model=dict(ffn_hidden_size=97, tensor_model_parallel_size=2), world_size=8),
 )
 def feed_forward_divides(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -244,4 +237,4 @@ def feed_forward_divides(c: Context) -> Iterator[Finding]:
         width = c.config.value_at(field)
         if width is not None and width % size:
             message = f"{width} is not divisible by {ranks} ({size})"
-            yield Finding(field, message, one_of(field, nearest_multiples(width, size)))
+            yield Finding(field, message, values=nearest_multiples(width, size))

@@ -18,7 +18,7 @@ from megatron_cp.rules.proposals import either
     "The fused cross-entropy is for bf16 and fp16.",
     "megatron-core's own rounds the gradient of the logits to bf16 whatever the precision, silently: in fp32 the "
     "gradient norm is wrong in the fourth digit.",
-    broken(f"{NAME.model.cross_entropy_loss_fusion}=true"),
+    broken(model=dict(cross_entropy_loss_fusion=True)),
 )
 def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
     precision = c.config.mixed_precision
@@ -27,7 +27,8 @@ def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.model.cross_entropy_loss_fusion,
             "the fused cross-entropy rounds gradients to bf16, and this run is in fp32",
-            f"{NAME.model.cross_entropy_loss_fusion}=false, or mixed_precision=bf16_mixed",
+            "=false",
+            "mixed_precision=bf16_mixed",
         )
 
 
@@ -35,7 +36,7 @@ def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
     "K34",
     "Fused kernels that are asked for are there.",
     "megatron-core stops with a bare RuntimeError or assertion, or does without them.",
-    broken(f"{NAME.model.apply_rope_fusion}=true"),
+    broken(model=dict(apply_rope_fusion=True)),
 )
 def fused_kernels_are_there(c: Context) -> Iterator[Finding]:
     model = c.config.model
@@ -49,21 +50,17 @@ def fused_kernels_are_there(c: Context) -> Iterator[Finding]:
     there = c.environment.device == "gpu" and c.environment.transformer_engine is not None
     for field, (asked, without) in kernels.items():
         if asked and not there:
-            yield Finding(field, f"asks for a kernel of Transformer Engine, and {missing}", f"{field}={without}")
+            yield Finding(field, f"asks for a kernel of Transformer Engine, and {missing}", f"={without}")
     if model.gradient_accumulation_fusion and there and not c.its_layers:
         message = "is done by Transformer Engine's layers, and this model's are others"
-        yield Finding(
-            NAME.model.gradient_accumulation_fusion, message, f"{NAME.model.gradient_accumulation_fusion}=null"
-        )
+        yield Finding(NAME.model.gradient_accumulation_fusion, message, "=null")
     gap = rotary_gap(c.config.model)
     if model.apply_rope_fusion and gap is not None:
-        yield Finding(
-            NAME.model.apply_rope_fusion, f"no fused rotary embedding: {gap}", f"{NAME.model.apply_rope_fusion}=null"
-        )
+        yield Finding(NAME.model.apply_rope_fusion, f"no fused rotary embedding: {gap}", "=null")
     if model.cross_entropy_fusion_impl is not None and loss is None:
         message = "has no effect: the cross-entropy is not fused"
         fix = f"{NAME.model.cross_entropy_fusion_impl}=null, or {NAME.model.cross_entropy_loss_fusion}=true"
-        yield Finding(NAME.model.cross_entropy_fusion_impl, message, fix, "warning")
+        yield Finding(NAME.model.cross_entropy_fusion_impl, message, fix, severity="warning")
 
 
 @rule(

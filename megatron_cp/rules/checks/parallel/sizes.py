@@ -52,7 +52,7 @@ def oversized(case: Case) -> list[Finding]:
     "Sizes and counts are at least 1, and no larger than anything that exists.",
     "Upstream a context parallel size of 0 ends in a ZeroDivisionError deep in the set-up of the process groups. "
     "With a number far too large the checks would count to it.",
-    broken(f"{NAME.train.train_iters}=0"),
+    broken(train=dict(train_iters=0)),
 )
 def sizes_are_positive(c: Context) -> Iterator[Finding]:
     for field, value in _sizes(c.config.value_at):
@@ -68,7 +68,7 @@ def sizes_are_positive(c: Context) -> Iterator[Finding]:
     "A2",
     "tp * pp * cp divides the world size.",
     "The ranks are a grid with these sides; what is left over is the data-parallel size.",
-    broken(f"{NAME.model.pipeline_model_parallel_size}=2", world_size=4),
+    broken(model=dict(pipeline_model_parallel_size=2), world_size=4),
 )
 def world_is_divisible(c: Context) -> Iterator[Finding]:
     size = c.tp * c.pp * c.cp
@@ -83,10 +83,8 @@ def world_is_divisible(c: Context) -> Iterator[Finding]:
             NAME.model.context_parallel_size,
             f"world size ({c.world_size}) is not divisible by total_model_size ({size}) = tp {c.tp} * pp {c.pp} * cp "
             f"{c.cp}: world_size ({c.world_size}) is not divisible by {size}",
-            either(
-                f"start {size} ranks (megatron-cp train -n {size} or a multiple)" if size <= MOST_RANKS else "",
-                *smaller,
-            ),
+            f"start {size} ranks (megatron-cp train -n {size} or a multiple)" if size <= MOST_RANKS else "",
+            *smaller,
         )
 
 
@@ -94,7 +92,7 @@ def world_is_divisible(c: Context) -> Iterator[Finding]:
     "A3",
     "etp * ep * pp divides the world size.",
     "Experts see the same ranks as another grid, whose sides must divide them too.",
-    broken(f"{NAME.model.num_moe_experts}=6", f"{NAME.model.expert_model_parallel_size}=3"),
+    broken(model=dict(num_moe_experts=6, expert_model_parallel_size=3)),
 )
 def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
     size = c.etp * c.ep * c.pp
@@ -120,11 +118,8 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
     "tp divides the attention heads.",
     "Each tensor-parallel rank holds whole heads.",
     broken(
-        f"{NAME.model.num_attention_heads}=6",
-        f"{NAME.model.num_query_groups}=2",
-        f"{NAME.model.kv_channels}=16",
-        f"{NAME.model.tensor_model_parallel_size}=4",
         *RING.settings,
+        model=dict(num_attention_heads=6, num_query_groups=2, kv_channels=16, tensor_model_parallel_size=4),
         world_size=16,
     ),
 )
@@ -143,12 +138,7 @@ def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
     "tp divides the key/value heads, or the other way round.",
     "A rank holds whole key/value heads, or shares one with its neighbours, of which each computes an equal part of "
     "its dimensions.",
-    broken(
-        f"{NAME.model.num_attention_heads}=12",
-        f"{NAME.model.num_query_groups}=3",
-        f"{NAME.model.tensor_model_parallel_size}=2",
-        world_size=8,
-    ),
+    broken(model=dict(num_attention_heads=12, num_query_groups=3, tensor_model_parallel_size=2), world_size=8),
 )
 def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
     model, groups = c.config.model, c.config.model.kv_heads
@@ -166,7 +156,7 @@ def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
             NAME.model.kv_channels,
             f"{groups} key and value heads of {dim} dimensions cannot be shared equally by the ranks of "
             f"{NAME.model.tensor_model_parallel_size} ({c.tp})",
-            one_of(NAME.model.kv_channels, nearest_multiples(dim, step)),
+            values=nearest_multiples(dim, step),
         )
 
 
@@ -178,7 +168,7 @@ def _batch_finding(c: Context, field: str, message: str, global_batch: int, micr
         yield Finding(
             field,
             f"{message}; {c.world_size} ranks / (tp {c.tp} * pp {c.pp} * cp {c.cp}) = {c.dp}",
-            one_of(field, nearest_multiples(global_batch, multiple)),
+            values=nearest_multiples(global_batch, multiple),
         )
 
 
@@ -186,7 +176,7 @@ def _batch_finding(c: Context, field: str, message: str, global_batch: int, micr
     "A6",
     "The global batch divides into micro batches over the data-parallel replicas.",
     "Every replica takes the same number of micro batches; context parallelism reduces the number of replicas.",
-    broken(f"{NAME.train.global_batch_size}=12", f"{NAME.train.micro_batch_size}=8"),
+    broken(train=dict(global_batch_size=12, micro_batch_size=8)),
 )
 def batch_divides(c: Context) -> Iterator[Finding]:
     batch, micro = c.config.train.global_batch_size, c.config.train.micro_batch_size
@@ -200,7 +190,7 @@ def batch_divides(c: Context) -> Iterator[Finding]:
     "A7",
     "The evaluation batch divides into micro batches over the data-parallel replicas.",
     f"As A6, for {NAME.validation.eval_global_batch_size} and eval_micro_batch_size (by default the training ones).",
-    broken(f"{NAME.validation.eval_iters}=1", f"{NAME.validation.eval_global_batch_size}=9"),
+    broken(validation=dict(eval_iters=1, eval_global_batch_size=9)),
 )
 def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
     validation = c.config.validation
@@ -222,10 +212,9 @@ def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
     "In that order the stages of both grids must be the same ranks; megatron-core's MPU asserts it after some groups "
     "were already built. Our decentralized groups do not need it for dense models.",
     broken(
-        f"{NAME.dist.use_tp_pp_dp_mapping}=true",
-        f"{NAME.model.pipeline_model_parallel_size}=2",
-        f"{NAME.model.context_parallel_size}=2",
         *RING.settings,
+        dist=dict(use_tp_pp_dp_mapping=True),
+        model=dict(pipeline_model_parallel_size=2, context_parallel_size=2),
     ),
 )
 def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
@@ -235,10 +224,8 @@ def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
             NAME.dist.use_tp_pp_dp_mapping,
             "When not using pp-last rank ordering, the data parallel size of the attention and moe layers must be the "
             f"same; here tp * cp = {c.tp * c.cp} and etp * ep = {c.etp * c.ep}",
-            either(
-                f"{NAME.dist.use_tp_pp_dp_mapping}=false",
-                "" if c.config.model.num_moe_experts else f"{NAME.dist.use_decentralized_pg}=true",
-            ),
+            "=false",
+            "" if c.config.model.num_moe_experts else f"{NAME.dist.use_decentralized_pg}=true",
         )
 
 
@@ -246,14 +233,15 @@ def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
     "A9",
     "Sequence parallelism needs tp > 1.",
     "It splits the sequence over the tensor-parallel ranks outside attention and MLP.",
-    broken(f"{NAME.model.sequence_parallel}=true"),
+    broken(model=dict(sequence_parallel=True)),
 )
 def sequence_parallel_needs_tp(c: Context) -> Iterator[Finding]:
     if c.config.model.sequence_parallel and c.tp == 1:
         yield Finding(
             NAME.model.sequence_parallel,
             "Cannot use sequence parallelism without tensor parallelism",
-            f"{NAME.model.sequence_parallel}=false, or {NAME.model.tensor_model_parallel_size}=2",
+            "=false",
+            f"{NAME.model.tensor_model_parallel_size}=2",
         )
 
 
@@ -280,9 +268,7 @@ def one_hardware_queue(c: Context) -> Iterator[Finding]:
     "The ranks of an all-to-all level share a node.",
     f"The all-to-all of {HIERARCHICAL.name} is exposed and moves every head; across nodes it runs at the network's "
     "speed, which is what the hierarchy is meant to avoid.",
-    broken(
-        f"{NAME.model.tensor_model_parallel_size}=4", f"{NAME.model.num_query_groups}=8", world_size=16, gpus_per_node=4
-    ),
+    broken(model=dict(tensor_model_parallel_size=4, num_query_groups=8), world_size=16, gpus_per_node=4),
     severity="warning",
 )
 def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
@@ -302,7 +288,8 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
             field,
             f"{across} of {len(groups)} all-to-all groups span up to {max(spans)} nodes of {node} ranks "
             f"(tp {c.tp} * {LEVELS[0]} {c.levels[0]} = {c.tp * c.levels[0]} neighbouring ranks)",
-            either(typed(field, [largest, c.cp // largest]) if largest > 1 else "", FLAT),
+            typed(field, [largest, c.cp // largest]) if largest > 1 else "",
+            FLAT,
         )
 
 
@@ -310,15 +297,13 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
     "A18",
     "Expert parallelism divides the experts of a mixture-of-experts model.",
     "Each expert-parallel rank holds the same number of experts.",
-    broken(f"{NAME.model.expert_model_parallel_size}=2"),
+    broken(model=dict(expert_model_parallel_size=2)),
 )
 def experts_divide(c: Context) -> Iterator[Finding]:
     experts = c.config.model.num_moe_experts
     if c.ep > 1 and not experts:
         yield Finding(
-            NAME.model.expert_model_parallel_size,
-            "num_moe_experts must be non None to use expert-parallel",
-            f"{NAME.model.expert_model_parallel_size}=1",
+            NAME.model.expert_model_parallel_size, "num_moe_experts must be non None to use expert-parallel", "=1"
         )
     elif experts and experts % c.ep:
         yield Finding(
@@ -332,12 +317,7 @@ def experts_divide(c: Context) -> Iterator[Finding]:
     "A19",
     "A vocabulary is padded to the same rows under every tensor parallel size.",
     "Rows that pad it take part in the softmax: with more of them it is another model, with other losses.",
-    broken(
-        "parallel=none",
-        f"{NAME.model.make_vocab_size_divisible_by}=1",
-        f"{NAME.model.tensor_model_parallel_size}=2",
-        world_size=2,
-    ),
+    broken("parallel=none", model=dict(make_vocab_size_divisible_by=1, tensor_model_parallel_size=2), world_size=2),
 )
 def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
     unit, size = c.config.model.make_vocab_size_divisible_by, known_vocab_size(c.config.model, c.config.tokenizer)
@@ -353,6 +333,6 @@ def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
     yield Finding(
         NAME.model.make_vocab_size_divisible_by,
         f"is no multiple of tp {c.tp}: the vocabulary is padded {rows}",
-        f"{NAME.model.make_vocab_size_divisible_by}={fitting} (the same model under this tp and all that divide it)",
-        severity=None if size else "warning",  # of some sizes neither pads any
+        f"={fitting} (the same model under this tp and all that divide it)",
+        severity=None if size else "warning",
     )

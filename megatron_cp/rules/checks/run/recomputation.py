@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import default_of, either, typed
+from megatron_cp.rules.proposals import default_of, typed
 
 _METHOD = f"{NAME.model.recompute_method}=uniform {NAME.model.recompute_num_layers}=1"
 WHOLE_LAYERS = f"{NAME.model.recompute_granularity}=full {_METHOD} {NAME.model.recompute_modules}=null"
@@ -33,7 +33,7 @@ _NOT_READ = {
     "compile C++ in the first backward pass (torch's share_storage_ext), for which a GPU's machine must have ninja and "
     "a compiler, and no lock file of an earlier attempt, which would be waited for without a word. Activations are "
     "distributed by the MPU's groups, of whole layers only, and those of a hybrid model cannot be.",
-    broken(f"{NAME.model.recompute_granularity}=full"),
+    broken(model=dict(recompute_granularity="full")),
 )
 def recomputation(c: Context) -> Iterator[Finding]:
     yield from _layers(c)
@@ -45,14 +45,16 @@ def recomputation(c: Context) -> Iterator[Finding]:
             yield Finding(
                 field,
                 message,
-                either(
-                    default_of(field), *(f"{NAME.model.recompute_granularity}={kind}" for kind in ("full", "selective"))
-                ),
-                "warning",
+                default_of(field),
+                *(f"{NAME.model.recompute_granularity}={kind}" for kind in ("full", "selective")),
+                severity="warning",
             )
         else:
             yield Finding(
-                field, f"has no effect on {NAME.model.recompute_granularity}={kind}", default_of(field), "warning"
+                field,
+                f"has no effect on {NAME.model.recompute_granularity}={kind}",
+                default_of(field),
+                severity="warning",
             )
     if kind == "selective":
         yield from _modules(c)
@@ -73,13 +75,13 @@ def _layers(c: Context) -> Iterator[Finding]:
             f"When using recompute_granularity: full recompute_num_layers must be between "
             "1 and "
             f"num_layers_per_pipeline_rank: {layers}",
-            f"{NAME.model.recompute_num_layers}=1",
+            "=1",
         )
     if kind == "selective" and model.recompute_num_layers is not None:
         yield Finding(
             NAME.model.recompute_num_layers,
             "When using recompute_granularity: selective recompute_num_layers must be None.",
-            f"{NAME.model.recompute_num_layers}=null",
+            "=null",
         )
 
 
@@ -110,7 +112,7 @@ def _modules(c: Context) -> Iterator[Finding]:
     for name in model.recompute_modules or []:
         if name == "mlp" and "-" not in parts:
             fix = typed(field, ["moe" if "E" in parts else "core_attn"])
-            yield Finding(field, "mlp has no effect: no layer has one", fix, "warning")
+            yield Finding(field, "mlp has no effect: no layer has one", fix, severity="warning")
         elif name == "mlp" and model.add_bias_linear:
             message = f"mlp with {NAME.model.add_bias_linear}=true is recomputed without end, until no memory is left"
             yield Finding(field, message, WHOLE_LAYERS)
@@ -121,5 +123,5 @@ def _modules(c: Context) -> Iterator[Finding]:
             yield Finding(
                 field,
                 f"Invalid choices for recompute_modules: {name} (layernorm needs Transformer Engine)",
-                typed(field, [n for n in model.recompute_modules or [] if allowed.get(n, False)] or ["core_attn"]),
+                values=[[n for n in model.recompute_modules or [] if allowed.get(n, False)] or ["core_attn"]],
             )

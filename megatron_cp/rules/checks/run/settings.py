@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import default_at, settings
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import default_of, either, one_of, typed
+from megatron_cp.rules.proposals import default_of, either, typed
 
 _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
@@ -17,29 +17,25 @@ _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale
     "K5",
     "At most one precision is chosen.",
     "None of them means bf16 on GPUs and fp32 on CPUs.",
-    broken(f"{NAME.mixed_precision.fp32}=true", f"{NAME.mixed_precision.bf16}=true"),
+    broken(mixed_precision=dict(fp32=True, bf16=True)),
 )
 def one_precision(c: Context) -> Iterator[Finding]:
     precision = c.config.mixed_precision
     chosen = [name for name in ("fp32", "bf16", "fp16") if getattr(precision, name)]
     if len(chosen) > 1:
         message = f"Only one of {', '.join(chosen)} should be True"
-        yield Finding("mixed_precision", message, one_of("mixed_precision", chosen))
+        yield Finding("mixed_precision", message, values=chosen)
 
 
 @rule(
     "K6",
     "The communication backend fits the device.",
     "NCCL moves GPU memory only.",
-    broken(f"{NAME.dist.distributed_backend}=nccl"),
+    broken(dist=dict(distributed_backend="nccl")),
 )
 def backend_fits_device(c: Context) -> Iterator[Finding]:
     if c.config.dist.distributed_backend == "nccl" and c.environment.device == "cpu":
-        yield Finding(
-            NAME.dist.distributed_backend,
-            "nccl needs GPUs, and there are none",
-            f"{NAME.dist.distributed_backend}=null",
-        )
+        yield Finding(NAME.dist.distributed_backend, "nccl needs GPUs, and there are none", "=null")
 
 
 @rule(
@@ -48,7 +44,7 @@ def backend_fits_device(c: Context) -> Iterator[Finding]:
     "and a GPU.",
     "Asking for it by name must not end in something else; auto takes what is there. Its layers are named in every "
     "recipe of Megatron-Bridge's: without a GPU that is a notice.",
-    broken(f"{NAME.model.attention_backend}=te"),
+    broken(model=dict(attention_backend="te")),
 )
 def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
     model, on_gpu = c.config.model, c.environment.device == "gpu"
@@ -56,16 +52,10 @@ def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
     if model.attention_backend == "te" and c.backend != "te":
         if model.transformer_impl == "local":
             missing = f"{NAME.model.transformer_impl}=local leaves it out"
-        yield Finding(
-            NAME.model.attention_backend,
-            f"asks for Transformer Engine, but {missing}",
-            f"{NAME.model.attention_backend}=auto",
-        )
+        yield Finding(NAME.model.attention_backend, f"asks for Transformer Engine, but {missing}", "=auto")
     if model.transformer_impl == "transformer_engine" and not c.its_layers:
         message = f"asks for Transformer Engine's layers, but {missing}: megatron-core's own take their place"
-        yield Finding(
-            NAME.model.transformer_impl, message, f"{NAME.model.transformer_impl}=auto", None if on_gpu else "warning"
-        )
+        yield Finding(NAME.model.transformer_impl, message, "=auto", severity=None if on_gpu else "warning")
 
 
 @rule(
@@ -82,36 +72,37 @@ def fp16_overflows(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.mixed_precision.fp16,
             "experts that are spread over other ranks than the rest would have a loss scale of their own",
-            either(
-                "mixed_precision=bf16_mixed (needs no scale)",
-                f"{NAME.model.expert_model_parallel_size}=1 {NAME.model.expert_tensor_parallel_size}=null",
-            ),
+            "mixed_precision=bf16_mixed (needs no scale)",
+            f"{NAME.model.expert_model_parallel_size}=1 {NAME.model.expert_tensor_parallel_size}=null",
         )
     if c.config.mixed_precision.fp16 and c.config.ddp.check_for_nan_in_grad:
         yield Finding(
             NAME.ddp.check_for_nan_in_grad,
             "fp16 overflows until its loss scale fits, and the run would end with: gradients are not finite",
-            f"{NAME.ddp.check_for_nan_in_grad}=false, or mixed_precision=bf16_mixed (needs no scale)",
+            "=false",
+            "mixed_precision=bf16_mixed (needs no scale)",
         )
     precision = c.config.mixed_precision
     if precision.fp16 and precision.min_loss_scale > precision.initial_loss_scale > 0:
         yield Finding(
             NAME.mixed_precision.initial_loss_scale,
             f"is below {NAME.mixed_precision.min_loss_scale} ({precision.min_loss_scale})",
-            f"{NAME.mixed_precision.initial_loss_scale}={precision.min_loss_scale}",
+            f"={precision.min_loss_scale}",
         )
     for name in () if precision.fp16 else _LOSS_SCALE:
         field = f"mixed_precision.{name}"
         if getattr(precision, name) != default_at(field):
             message = "has no effect: the loss is scaled in fp16 only"
-            yield Finding(field, message, f"{default_of(field)}, or {NAME.mixed_precision.fp16}=true", "warning")
+            yield Finding(
+                field, message, f"{default_of(field)}", f"{NAME.mixed_precision.fp16}=true", severity="warning"
+            )
 
 
 @rule(
     "K16",
     "Probabilities and fractions are between 0 and 1.",
     "A dropout of 10 is a typing error, not a setting. Adam divides by one minus a power of its betas.",
-    broken(f"{NAME.model.hidden_dropout}=10"),
+    broken(model=dict(hidden_dropout=10)),
 )
 def fractions(c: Context) -> Iterator[Finding]:
     for field, facts in settings().items():
@@ -135,7 +126,7 @@ def _proportion(field: str, value: float) -> str:
     "hybrid optimizer no variant was found that could be trusted, not even with parameters that pretended to be on a "
     "GPU: with distributed optimizer state it cannot be built in fp32, in bf16 it cannot be resumed, and with the "
     "precision-aware optimizer it trains to other losses.",
-    broken(f"{NAME.optimizer.optimizer_cpu_offload}=true"),
+    broken(optimizer=dict(optimizer_cpu_offload=True)),
 )
 def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
     asked = {
@@ -147,7 +138,7 @@ def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
             yield Finding(
                 field,
                 "offloading to host memory is not supported",
-                f"{field}=false ({NAME.model.recompute_granularity}=full, the distributed optimizer, "
+                f"=false ({NAME.model.recompute_granularity}=full, the distributed optimizer, "
                 f"{NAME.model.cross_entropy_chunk_size} and a larger {NAME.model.context_parallel_size} save memory)",
             )
 
@@ -157,7 +148,7 @@ def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
     "Seeds, counts and factors are in the range that has a meaning.",
     "A negative number of batches evaluates none and reports a loss of 0; a negative seed ends in numpy, and what is "
     "made of a large one no longer fits torch's 64 bits.",
-    broken(f"{NAME.dataset.random_seed}=-1"),
+    broken(dataset=dict(random_seed=-1)),
 )
 def numbers_are_in_range(c: Context) -> Iterator[Finding]:
     for field, facts in settings().items():
@@ -166,4 +157,4 @@ def numbers_are_in_range(c: Context) -> Iterator[Finding]:
             limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
             positive = typed(field, abs(value)) if least <= abs(value) <= most else ""
             fix = f"{NAME.validation.eval_iters}=10" if field == NAME.validation.eval_iters else positive
-            yield Finding(field, f"must be {limit}, got {value}", either(fix, default_of(field)))
+            yield Finding(field, f"must be {limit}, got {value}", fix, default_of(field))
