@@ -6,9 +6,13 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import typed
 from megatron_cp.config.run_config import default_at
 from megatron_cp.rules.remedies import BETWEEN
+
+NATIVE = f"{NAME.model.attention_backend}=native"
+EXPERTS_LIKE_THE_REST = f"{NAME.model.expert_model_parallel_size}=1 {NAME.model.expert_tensor_parallel_size}=null"
 
 
 def default_of(field: str) -> str:
@@ -45,3 +49,8 @@ def nearest_multiples(number: int, of: int) -> list[int]:
 def resized(entries: list[Any], length: int) -> list[Any]:
     """A list of another length: cut, or with its last entry repeated."""
     return (entries + entries[-1:] * length)[:length]
+
+
+def ones(entries: list[int]) -> list[int]:
+    """The entries with 1 for each that is not 0."""
+    return [int(bool(entry)) for entry in entries]

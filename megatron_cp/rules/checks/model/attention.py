@@ -8,6 +8,7 @@ from megatron_cp.attention.modules.te_support import first_versions
 from megatron_cp.attention.transports.registry import ALL_TO_ALL, RING
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
+from megatron_cp.rules.proposals import NATIVE
 
 te_rule(
     "E1",
@@ -66,7 +67,7 @@ def no_mask_from_data(c: Context) -> Iterator[Finding]:
     broken(dataset=dict(reset_position_ids=True)),
 )
 def no_restarted_positions(c: Context) -> Iterator[Finding]:
-    kind = c.config.model.position_embedding_type
+    kind = c.model.position_embedding_type
     if c.config.dataset.reset_position_ids and kind != "learned_absolute":
         yield Finding(
             NAME.dataset.reset_position_ids,
@@ -82,7 +83,7 @@ def no_restarted_positions(c: Context) -> Iterator[Finding]:
     broken(model=dict(attention_dropout=0.1)),
 )
 def attention_dropout(c: Context) -> Iterator[Finding]:
-    if c.config.model.attention_dropout and c.backend == "native":
+    if c.model.attention_dropout and c.backend == "native":
         yield Finding(
             NAME.model.attention_dropout,
             f"{NAME.model.attention_dropout} is not supported by our attention, which this run uses",
@@ -111,7 +112,7 @@ def a_kernel_is_left(c: Context) -> Iterator[Finding]:
                 "No dot product attention backend is available: fused attention is off by NVTE_FUSED_ATTN=0, and flash "
                 "attention is off or not installed",
                 c.set_variable("NVTE_FUSED_ATTN", "1"),
-                f"{NAME.model.attention_backend}=native",
+                NATIVE,
             )
 
 
@@ -123,10 +124,9 @@ def a_kernel_is_left(c: Context) -> Iterator[Finding]:
     broken("mixed_precision=bf16_mixed", model=dict(deterministic_mode=True, cross_entropy_loss_fusion=True)),
 )
 def determinism(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    if not model.deterministic_mode:
+    if not c.model.deterministic_mode:
         return
-    if model.cross_entropy_loss_fusion:
+    if c.model.cross_entropy_loss_fusion:
         yield Finding(
             NAME.model.cross_entropy_loss_fusion, "Cross Entropy Fusion is currently not deterministic", "=false"
         )
@@ -144,7 +144,7 @@ def determinism(c: Context) -> Iterator[Finding]:
             "=Ring",
             severity="warning",
         )
-    if c.environment.device == "gpu" and "M" in model.parts:
+    if c.environment.device == "gpu" and "M" in c.model.parts:
         for name in ("MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC"):
             if c.variable(name) != "1":
                 yield Finding(
@@ -169,9 +169,9 @@ def determinism(c: Context) -> Iterator[Finding]:
 )
 def deterministic_packing(c: Context) -> Iterator[Finding]:
     hopper = c.environment.compute_capability == 9.0
-    if c.backend == "te" and c.config.model.deterministic_mode and c.packed and hopper:
+    if c.backend == "te" and c.model.deterministic_mode and c.packed and hopper:
         yield Finding(
             NAME.model.deterministic_mode,
             "the deterministic backward pass of packed attention may run out of memory on Hopper",
-            f"{NAME.model.attention_backend}=native",
+            NATIVE,
         )

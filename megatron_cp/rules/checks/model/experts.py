@@ -8,7 +8,7 @@ from megatron_cp.attention.transports.registry import RING
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import closest, divisors, resized
+from megatron_cp.rules.proposals import closest, divisors, ones, resized
 
 
 @rule(
@@ -19,7 +19,7 @@ from megatron_cp.rules.proposals import closest, divisors, resized
     broken(model=dict(num_moe_experts=2, moe_router_topk=4)),
 )
 def experts_are_complete(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if model.num_moe_experts is None:
         if model.moe_ffn_hidden_size is not None:
             yield Finding(
@@ -31,17 +31,14 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
     if model.num_moe_experts is None or model.num_moe_experts < 1:
         return  # of the latter rule A1 has said so
     yield from _expert_layers(model)
-    if not 1 <= model.moe_router_topk <= model.num_moe_experts:
-        yield Finding(
-            NAME.model.moe_router_topk,
-            f"must be between 1 and {NAME.model.num_moe_experts} ({model.num_moe_experts}), got "
-            f"{model.moe_router_topk}",
-            f"={max(1, min(model.num_moe_experts, model.moe_router_topk))}",
-        )
+    experts, topk = model.num_moe_experts, model.moe_router_topk
+    if not 1 <= topk <= experts:
+        message = f"must be between 1 and {NAME.model.num_moe_experts} ({experts}), got {topk}"
+        yield Finding(NAME.model.moe_router_topk, message, f"={max(1, min(experts, topk))}")
     yield from _expert_groups(model)
     sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
     softmax = model.moe_router_score_function == "softmax" and not sinkhorn
-    if model.moe_router_topk == 1 and softmax and not model.moe_router_pre_softmax:
+    if topk == 1 and softmax and not model.moe_router_pre_softmax:
         yield Finding(
             NAME.model.moe_router_pre_softmax,
             f"a softmax over the one expert that {NAME.model.moe_router_topk}=1 chooses is always 1, and the router "
@@ -69,19 +66,17 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
 
 
 def _expert_biases(model: ModelConfig) -> Iterator[Finding]:
-    field, without = NAME.model.add_bias_linear, f"{NAME.model.add_bias_linear}=false"
+    field = NAME.model.add_bias_linear
     if not model.add_bias_linear:
         return
     if model.expert_tensor_parallel_size != 1:
-        name = NAME.model.expert_tensor_parallel_size
         message = "Bias in Moe is only supported when ETP==1"
-        yield Finding(name, message, "=1", without)
+        yield Finding(NAME.model.expert_tensor_parallel_size, message, "=1", f"{field}=false")
     if model.moe_shared_expert_intermediate_size is not None:
-        yield Finding(field, "bias is not supported in the shared experts", without)
+        yield Finding(field, "bias is not supported in the shared experts", "=false")
     if model.moe_latent_size is not None:
-        yield Finding(
-            field, f"biases of experts in fewer dimensions ({NAME.model.moe_latent_size}) are not supported", without
-        )
+        message = f"biases of experts in fewer dimensions ({NAME.model.moe_latent_size}) are not supported"
+        yield Finding(field, message, "=false")
 
 
 def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
@@ -103,10 +98,8 @@ def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
         yield Finding(field, message, f"={min(groups, topk)}")
     elif topk > chosen * (experts // groups):
         # megatron-core would choose experts of other groups, or fail.
-        message = (
-            f"the {chosen * (experts // groups)} experts of {chosen} groups are fewer than "
-            f"{NAME.model.moe_router_topk} ({topk})"
-        )
+        available = f"the {chosen * (experts // groups)} experts of {chosen} groups"
+        message = f"{available} are fewer than {NAME.model.moe_router_topk} ({topk})"
         yield Finding(field, message, f"={-(-topk * groups // experts)}")
 
 
@@ -120,16 +113,9 @@ def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
     field, every = NAME.model.moe_layer_freq, model.moe_layer_freq
     if model.architecture == "hybrid":
         if "E" not in model.parts:
-            message = (
-                f"has no layer with experts (E), of which {NAME.model.num_moe_experts}={model.num_moe_experts} "
-                "is the number"
-            )
-            yield Finding(
-                NAME.model.hybrid_layer_pattern,
-                message,
-                f"{NAME.model.num_moe_experts}=null",
-                _pattern(model, "-", "E", 1),
-            )
+            experts = NAME.model.num_moe_experts
+            message = f"has no layer with experts (E), of which {experts}={model.num_moe_experts} is the number"
+            yield Finding(NAME.model.hybrid_layer_pattern, message, f"{experts}=null", _pattern(model, "-", "E", 1))
     elif isinstance(every, int):
         if every < 1:
             message = f"puts experts into one layer of n, n at least 1, got {every}"
@@ -142,7 +128,7 @@ def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
         )
     elif not set(every) <= {0, 1}:
         message = f"says 1 for a layer with experts and 0 for one without, got {every}"
-        yield Finding(field, message, values=[[int(bool(each)) for each in every]])
+        yield Finding(field, message, values=[ones(every)])
     elif not any(every):
         yield Finding(field, "leaves no layer with experts", "=1", f"{NAME.model.num_moe_experts}=null")
 
@@ -155,9 +141,8 @@ def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
     broken(model=dict(num_moe_experts=4, moe_router_load_balancing_type="sinkhorn", moe_router_topk=1)),
 )
 def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    sliced = c.cp > 1 or (c.tp > 1 and model.sequence_parallel)
-    if model.num_moe_experts and model.moe_router_load_balancing_type == "sinkhorn" and sliced:
+    sliced = c.cp > 1 or (c.tp > 1 and c.model.sequence_parallel)
+    if c.model.num_moe_experts and c.model.moe_router_load_balancing_type == "sinkhorn" and sliced:
         yield Finding(
             NAME.model.moe_router_load_balancing_type,
             "sinkhorn balances over the tokens of one rank, a slice of the sequence",
@@ -183,9 +168,8 @@ def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
     ),
 )
 def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    is_global = model.moe_router_load_balancing_type == "global_aux_loss" and model.moe_aux_loss_coeff > 0
-    if c.divisible and c.dp > 1 and model.num_moe_experts and is_global and not c.packed:
+    is_global = c.model.moe_router_load_balancing_type == "global_aux_loss" and c.model.moe_aux_loss_coeff > 0
+    if c.divisible and c.dp > 1 and c.model.num_moe_experts and is_global and not c.packed:
         yield Finding(
             NAME.model.moe_router_load_balancing_type,
             f"global_aux_loss is 1/{c.dp} as strong on {c.dp} data-parallel replicas as on one",
@@ -213,7 +197,7 @@ def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
 def experts_over_gloo(c: Context) -> Iterator[Finding]:
     # Ranks of one tensor-parallel group hold equally many tokens; those of several, not where they run packs.
     unequal = c.ep > 1 or (c.packs and c.etp > c.tp)
-    if c.gloo and c.etp > 1 and unequal and c.config.model.moe_token_dispatcher_type == "alltoall":
+    if c.gloo and c.etp > 1 and unequal and c.model.moe_token_dispatcher_type == "alltoall":
         yield Finding(
             NAME.model.expert_tensor_parallel_size,
             f"etp {c.etp} with ep {c.ep} and tp {c.tp} gathers unequal numbers of tokens, which gloo cannot",

@@ -13,7 +13,7 @@ from megatron_cp.models.layers.mamba_shape import MambaShape
 from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.checks.parallel.context_parallel import FLAT, plain_transports, splits
 from megatron_cp.rules.environment import PRESETS
-from megatron_cp.rules.proposals import closest, default_of, divisors, either, nearest_multiples, one_of
+from megatron_cp.rules.proposals import NATIVE, closest, default_of, divisors, either, nearest_multiples, one_of
 
 _OLD = replace(PRESETS["gpu"], transformer_engine="2.10.0")
 
@@ -24,12 +24,12 @@ def _heads_finding(c: Context, *, hierarchical: bool) -> Iterator[Finding]:
             levels = [f"{HIERARCHICAL.settings[0]} {sizes}" for sizes in reversed(splits(c))]
             fix = either(*levels, *plain_transports(c))
             if not hierarchical and size != c.cp:  # a group of packs, which have one level in Transformer Engine
-                fix = either(FLAT, f"{NAME.model.attention_backend}=native")
+                fix = either(FLAT, NATIVE)
             field = NAME.model.hierarchical_context_parallel_sizes if hierarchical else NAME.model.cp_comm_type
             yield Finding(
                 field,
                 f"{NAME.model.cp_comm_type}='{transport.name}' requires num_heads % cp_size == 0: "
-                f"{c.config.model.num_attention_heads} heads / tp {c.tp} = {c.heads} is not divisible by {size}, the "
+                f"{c.model.num_attention_heads} heads / tp {c.tp} = {c.heads} is not divisible by {size}, the "
                 "all-to-all's ranks",
                 fix,
             )
@@ -79,7 +79,7 @@ def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
 def even_heads(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("D3")
     version, flash = c.environment.transformer_engine, c.environment.flash_attn is not None
-    odd = odd_heads(c.config.model, version) if c.backend == "te" and version is not None and flash else ""
+    odd = odd_heads(c.model, version) if c.backend == "te" and version is not None and flash else ""
     if odd:
         for transport, size in c.head_splits():
             yield Finding(
@@ -87,7 +87,7 @@ def even_heads(c: Context) -> Iterator[Finding]:
                 f"{odd} heads on a tensor-parallel rank is odd; with {transport.name} over {size} ranks Transformer "
                 "Engine can use flash attention only",
                 FLAT,
-                f"{NAME.model.attention_backend}=native",
+                NATIVE,
             )
 
 
@@ -111,12 +111,12 @@ te_rule(
     severity="warning",
 )
 def large_head_dim(c: Context) -> Iterator[Finding]:
-    dim = c.config.model.kv_channels or 0
-    if c.backend == "te" and c.widest > 1 and dim > 128 and not c.config.model.multi_latent_attention:
+    dim = c.model.kv_channels or 0
+    if c.backend == "te" and c.widest > 1 and dim > 128 and not c.model.multi_latent_attention:
         yield Finding(
             NAME.model.kv_channels,
             f"head dim {dim}: Transformer Engine may have flash attention only, or nothing, on this GPU",
-            f"{NAME.model.attention_backend}=native (silences this warning)",
+            f"{NATIVE} (silences this warning)",
         )
 
 
@@ -139,7 +139,7 @@ te_rule(
     ),
 )
 def mamba_heads_divide(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if model.architecture != "hybrid" or "M" not in (model.hybrid_layer_pattern or ""):
         return
     dynamic = model.dynamic_context_parallel
@@ -200,7 +200,7 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
     ),
 )
 def mamba_sizes(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if model.architecture != "hybrid":
         return
     names = NAME.model

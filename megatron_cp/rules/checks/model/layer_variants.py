@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import resized
+from megatron_cp.rules.proposals import ones, resized
 
 
 @rule(
@@ -16,14 +16,13 @@ from megatron_cp.rules.proposals import resized
     broken(model=dict(no_rope_freq=[0, 1])),
 )
 def layers_without_positions(c: Context) -> Iterator[Finding]:
-    model, every, field = c.config.model, c.config.model.no_rope_freq, NAME.model.no_rope_freq
+    model, every, field = c.model, c.model.no_rope_freq, NAME.model.no_rope_freq
     if isinstance(every, int) and not 1 <= every <= model.num_layers:
         message = f"leaves the rotary embedding out of every n-th layer, n from 1 to {model.num_layers}, got {every}"
         yield Finding(field, message, "=null")
     elif isinstance(every, list) and (len(every) != model.num_layers or not set(every) <= {0, 1}):
         message = f"has a 1 for each layer without rotary embedding and a 0 for each other, of {model.num_layers} "
-        entries = [int(bool(entry)) for entry in every]
-        yield Finding(field, f"{message}layers; got {every}", values=[resized(entries or [0], model.num_layers)])
+        yield Finding(field, f"{message}layers; got {every}", values=[resized(ones(every) or [0], model.num_layers)])
 
 
 @rule(
@@ -35,7 +34,7 @@ def layers_without_positions(c: Context) -> Iterator[Finding]:
     broken(model=dict(activation_func_clamp_value=7.0)),
 )
 def mlp_variants(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     clamped = (model.activation_func_clamp_value or 0) > 0
     if clamped and not (model.activation_func == "quick_gelu" and model.gated_linear_unit):
         fix = (
@@ -62,6 +61,6 @@ def mlp_variants(c: Context) -> Iterator[Finding]:
     broken(model=dict(qk_l2_norm=True, qk_layernorm=True)),
 )
 def one_norm_of_queries(c: Context) -> Iterator[Finding]:
-    if c.config.model.qk_l2_norm and c.config.model.qk_layernorm:
+    if c.model.qk_l2_norm and c.model.qk_layernorm:
         fix = f"{NAME.model.qk_l2_norm}=false, or {NAME.model.qk_layernorm}=false"
         yield Finding(NAME.model.qk_l2_norm, f"takes the place of {NAME.model.qk_layernorm}", fix)

@@ -15,7 +15,7 @@ from megatron_cp.rules.base import Context, Finding, broken, rule
     broken(ddp=dict(average_in_collective=True)),
 )
 def no_average_in_collective(c: Context) -> Iterator[Finding]:
-    if c.config.model.calculate_per_token_loss and c.config.ddp.average_in_collective:
+    if c.model.calculate_per_token_loss and c.config.ddp.average_in_collective:
         yield Finding(
             NAME.ddp.average_in_collective, "Cannot average in collective when calculating per-token loss!", "=false"
         )
@@ -29,7 +29,7 @@ def no_average_in_collective(c: Context) -> Iterator[Finding]:
     broken(model=dict(calculate_per_token_loss=False)),
 )
 def per_token_loss(c: Context) -> Iterator[Finding]:
-    if (c.cp > 1 or c.packed) and not c.config.model.calculate_per_token_loss:
+    if (c.cp > 1 or c.packed) and not c.model.calculate_per_token_loss:
         yield Finding(
             NAME.model.calculate_per_token_loss,
             "false averages each context-parallel rank's slice by its own number of tokens: a biased loss",

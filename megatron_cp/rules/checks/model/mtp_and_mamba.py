@@ -17,7 +17,7 @@ from megatron_cp.rules.checks.parallel.context_parallel import FLAT
     broken(model=dict(mtp_num_layers=1, attention_mask_type="no_mask")),
 )
 def prediction_is_causal(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if model.mtp_num_layers and (
         model.attention_mask_type != "causal" or model.position_embedding_type == "learned_absolute"
     ):
@@ -42,7 +42,7 @@ def prediction_is_causal(c: Context) -> Iterator[Finding]:
     ),
 )
 def prediction_is_recomputed(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if not model.mtp_num_layers or model.architecture == "hybrid" or model.recompute_granularity != "full":
         return
     if model.recompute_method == "uniform" and model.recompute_num_layers not in (None, 1):
@@ -64,8 +64,7 @@ def prediction_is_recomputed(c: Context) -> Iterator[Finding]:
     severity="warning",
 )
 def mamba_is_flat(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    if "M" in model.parts and c.widest > 1 and c.hierarchical:
+    if "M" in c.model.parts and c.widest > 1 and c.hierarchical:
         yield Finding(
             NAME.model.cp_comm_type,
             f"{c.hierarchical.name} applies to the attention layers; Mamba layers use one flat group",

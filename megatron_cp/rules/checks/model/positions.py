@@ -19,7 +19,7 @@ from megatron_cp.rules.proposals import default_of, nearest_multiples, typed
     broken(model=dict(kv_channels=15)),
 )
 def head_dim_is_even(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     latent = model.multi_latent_attention
     field = NAME.model.qk_pos_emb_head_dim if latent else NAME.model.kv_channels
     size = c.config.value_at(field) or 0
@@ -44,7 +44,7 @@ def head_dim_is_even(c: Context) -> Iterator[Finding]:
     broken(model=dict(position_embedding_type="yarn")),
 )
 def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if model.position_embedding_type != "yarn":
         return
     factor, original = model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings
@@ -93,7 +93,7 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
     broken(model=dict(multi_latent_attention=True, kv_lora_rank=31, tensor_model_parallel_size=2), world_size=8),
 )
 def compressed_vectors_are_divided(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if not model.multi_latent_attention or c.its_layers:
         return
     if model.q_lora_rank and model.q_lora_rank % c.tp:
@@ -124,7 +124,7 @@ def compressed_vectors_are_divided(c: Context) -> Iterator[Finding]:
     ),
 )
 def latent_values_in_packs(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     width = model.qk_head_dim + model.qk_pos_emb_head_dim
     if model.multi_latent_attention and c.packs and model.v_head_dim > width:
         yield Finding(

@@ -33,6 +33,10 @@ def plain_transports(c: Context) -> list[str]:
     return [FLAT, *(" ".join(t.settings) for t in TRANSPORTS.values() if t.cost.by_heads and fits)]
 
 
+def _wrong_levels(c: Context, message: str) -> Finding:
+    return Finding(_SIZES, message, *splits(c), *plain_transports(c))
+
+
 @rule(
     "C1",
     f"{NAME.model.cp_comm_type} is {', '.join(TRANSPORTS)} or auto.",
@@ -40,9 +44,9 @@ def plain_transports(c: Context) -> list[str]:
     broken(f"{NAME.model.cp_comm_type}={RING.other_names[0]}", f"{_SIZES}=null"),
 )
 def transport_is_known(c: Context) -> Iterator[Finding]:
-    kinds, valid = c.config.model.cp_comm_type, (*TRANSPORTS, "auto")
+    kinds, valid = c.model.cp_comm_type, (*TRANSPORTS, "auto")
     names = {other: transport.name for transport in TRANSPORTS.values() for other in transport.other_names}
-    for kind in c.config.model.transports:
+    for kind in c.model.transports:
         if kind == "auto":  # where one can be chosen, it was before the rules are asked
             yield Finding(NAME.model.cp_comm_type, "auto finds no transport for these heads", *plain_transports(c))
         elif kind not in valid:
@@ -62,7 +66,7 @@ def transport_is_known(c: Context) -> Iterator[Finding]:
     broken(f"{NAME.model.cp_comm_type}=[{RING.name},{ALL_TO_ALL.name}]", f"{_SIZES}=null"),
 )
 def one_transport_a_layer(c: Context) -> Iterator[Finding]:
-    kinds, layers = c.config.model.cp_comm_type, c.config.model.num_layers
+    kinds, layers = c.model.cp_comm_type, c.model.num_layers
     if isinstance(kinds, list) and len(kinds) != layers:
         yield Finding(
             NAME.model.cp_comm_type,
@@ -79,13 +83,9 @@ def one_transport_a_layer(c: Context) -> Iterator[Finding]:
     broken(model=dict(hierarchical_context_parallel_sizes=None)),
 )
 def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
-    if c.cp > 1 and c.hierarchical and not c.config.model.hierarchical_context_parallel_sizes:
-        yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
-            f"hierarchical_context_parallel_sizes must be set when cp_comm_type contains {c.hierarchical.name!r}",
-            *splits(c),
-            *plain_transports(c),
-        )
+    if c.cp > 1 and c.hierarchical and not c.model.hierarchical_context_parallel_sizes:
+        message = f"hierarchical_context_parallel_sizes must be set when cp_comm_type contains {c.hierarchical.name!r}"
+        yield _wrong_levels(c, message)
 
 
 @rule(
@@ -95,14 +95,12 @@ def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
     broken(model=dict(hierarchical_context_parallel_sizes=[2, 4])),
 )
 def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
-    sizes = c.config.model.hierarchical_context_parallel_sizes
+    sizes = c.model.hierarchical_context_parallel_sizes
     if c.cp > 1 and sizes and min(sizes) >= 1 and math.prod(sizes) != c.cp:
-        yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
+        yield _wrong_levels(
+            c,
             f"Product of hierarchical_context_parallel_sizes {sizes} (={math.prod(sizes)}) must equal "
             f"context_parallel_size (={c.cp}).",
-            *splits(c),
-            *plain_transports(c),
         )
 
 
@@ -113,14 +111,9 @@ def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
     broken(model=dict(context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 2, 2]), world_size=8),
 )
 def two_levels(c: Context) -> Iterator[Finding]:
-    sizes = c.config.model.hierarchical_context_parallel_sizes
-    if c.cp > 1 and sizes is not None and sizes and len(sizes) != 2:
-        yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
-            f"has {len(sizes)} levels; {HIERARCHICAL.name} requires {TWO_GROUPS}",
-            *splits(c),
-            *plain_transports(c),
-        )
+    sizes = c.model.hierarchical_context_parallel_sizes
+    if c.cp > 1 and sizes and len(sizes) != 2:
+        yield _wrong_levels(c, f"has {len(sizes)} levels; {HIERARCHICAL.name} requires {TWO_GROUPS}")
 
 
 @rule(
@@ -130,14 +123,9 @@ def two_levels(c: Context) -> Iterator[Finding]:
     broken(model=dict(hierarchical_context_parallel_sizes=[-2, -2])),
 )
 def levels_are_positive(c: Context) -> Iterator[Finding]:
-    sizes = c.config.model.hierarchical_context_parallel_sizes
+    sizes = c.model.hierarchical_context_parallel_sizes
     if sizes and min(sizes) < 1:
-        yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
-            f"sizes must be integers of at least 1, got {sizes}",
-            *splits(c),
-            *plain_transports(c),
-        )
+        yield _wrong_levels(c, f"sizes must be integers of at least 1, got {sizes}")
 
 
 @rule(
@@ -151,9 +139,7 @@ def level_of_one(c: Context) -> Iterator[Finding]:
     if c.cp > 1 and c.levels is not None and 1 in c.levels and c.hierarchical:
         same = c.hierarchical.levels[1 if c.levels[0] == 1 else 0]
         yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
-            f"{list(c.levels)} is equivalent to {same}",
-            f"{NAME.model.cp_comm_type}={same} {NAME.model.hierarchical_context_parallel_sizes}=null",
+            _SIZES, f"{list(c.levels)} is equivalent to {same}", f"{NAME.model.cp_comm_type}={same} {_SIZES}=null"
         )
 
 
@@ -164,13 +150,13 @@ def level_of_one(c: Context) -> Iterator[Finding]:
     broken(RING.settings[0]),
 )
 def sizes_are_used(c: Context) -> Iterator[Finding]:
-    sizes = c.config.model.hierarchical_context_parallel_sizes
-    if c.cp > 1 and sizes and c.hierarchical is None and "auto" not in c.config.model.transports:
+    sizes = c.model.hierarchical_context_parallel_sizes
+    if c.cp > 1 and sizes and c.hierarchical is None and "auto" not in c.model.transports:
         yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
-            f"is set but no layer uses {HIERARCHICAL.name} ({NAME.model.cp_comm_type}={c.config.model.cp_comm_type})",
-            f"{_SIZES}=null",
-            f"{HIERARCHICAL.settings[0]}",
+            _SIZES,
+            f"is set but no layer uses {HIERARCHICAL.name} ({NAME.model.cp_comm_type}={c.model.cp_comm_type})",
+            "=null",
+            HIERARCHICAL.settings[0],
         )
 
 
@@ -183,14 +169,9 @@ def sizes_are_used(c: Context) -> Iterator[Finding]:
     severity="warning",
 )
 def settings_without_cp(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    elsewhere = model.dynamic_context_parallel or c.eval_cp > 1
-    if c.cp == 1 and not elsewhere and model.hierarchical_context_parallel_sizes:
-        yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
-            f"is ignored because {NAME.model.context_parallel_size} is 1",
-            FLAT,
-        )
+    elsewhere = c.model.dynamic_context_parallel or c.eval_cp > 1
+    if c.cp == 1 and not elsewhere and c.model.hierarchical_context_parallel_sizes:
+        yield Finding(_SIZES, f"is ignored because {NAME.model.context_parallel_size} is 1", FLAT)
 
 
 te_rule(

@@ -9,7 +9,7 @@ from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.checks.parallel.context_parallel import TWO_GROUPS
 from megatron_cp.rules.checks.run.recomputation import WHOLE_LAYERS
-from megatron_cp.rules.proposals import closest, divisors
+from megatron_cp.rules.proposals import NATIVE, closest, divisors
 
 _DYNAMIC = (f"{NAME.model.dynamic_context_parallel}=true", f"{NAME.model.max_seqlen_per_dp_cp_rank}=64")
 
@@ -65,8 +65,8 @@ def positions_of_evaluation(c: Context) -> Iterator[Finding]:
     broken(*_DYNAMIC, model=dict(min_dynamic_context_parallel_size=8)),
 )
 def dynamic_sizes(c: Context) -> Iterator[Finding]:
-    smallest, ranks = c.config.model.min_dynamic_context_parallel_size, c.dp * c.cp
-    if c.divisible and c.config.model.dynamic_context_parallel and smallest > ranks:
+    smallest, ranks = c.model.min_dynamic_context_parallel_size, c.dp * c.cp
+    if c.divisible and c.model.dynamic_context_parallel and smallest > ranks:
         yield Finding(
             NAME.model.min_dynamic_context_parallel_size,
             f"{smallest} is more than the dp * cp = {c.dp} * {c.cp} = {ranks} ranks there are",
@@ -86,8 +86,8 @@ def dynamic_transport(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.model.cp_comm_type,
             f"{c.hierarchical.name} requires {TWO_GROUPS}, and a microbatch's group is one",
-            f"{RING.settings[0]}",
-            f"{NAME.model.attention_backend}=native",
+            RING.settings[0],
+            NATIVE,
         )
 
 
@@ -98,7 +98,7 @@ def dynamic_transport(c: Context) -> Iterator[Finding]:
     broken(model=dict(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=32)),
 )
 def longest_sequence_fits(c: Context) -> Iterator[Finding]:
-    model, length = c.config.model, c.config.dataset.seq_length
+    model, length = c.model, c.config.dataset.seq_length
     ranks = c.dp * c.cp if model.dynamic_context_parallel else c.cp
     unit = 2 * (c.tp if model.sequence_parallel else 1)
     needed = -(-length // (ranks * unit)) * unit  # a sample is padded to a multiple of this on every rank
@@ -120,7 +120,7 @@ def longest_sequence_fits(c: Context) -> Iterator[Finding]:
     broken(model=dict(sequence_packing_scheduler="default_dynamic_cp")),
 )
 def scheduler_fits(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if model.dynamic_context_parallel != (model.sequence_packing_scheduler == "default_dynamic_cp"):
         wanted = "default_dynamic_cp" if model.dynamic_context_parallel else "dp_balanced"
         yield Finding(
@@ -147,9 +147,8 @@ def scheduler_fits(c: Context) -> Iterator[Finding]:
     ),
 )
 def recomputation_keeps_the_group(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    modules = (model.recompute_modules or []) if model.recompute_granularity == "selective" else []
-    balanced = bool(model.num_moe_experts) and model.moe_aux_loss_coeff > 0
+    modules = (c.model.recompute_modules or []) if c.model.recompute_granularity == "selective" else []
+    balanced = bool(c.model.num_moe_experts) and c.model.moe_aux_loss_coeff > 0
     lost = [name for name in modules if name == "mla_up_proj" or (name == "moe" and balanced)]
     if c.packed and lost:
         yield Finding(
@@ -175,10 +174,9 @@ def recomputation_keeps_the_group(c: Context) -> Iterator[Finding]:
     ),
 )
 def balance_of_packs(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    kind = model.moe_router_load_balancing_type
-    counts = kind == "sinkhorn" or (kind in ("seq_aux_loss", "global_aux_loss") and model.moe_aux_loss_coeff > 0)
-    if c.packed and model.num_moe_experts and counts:
+    kind = c.model.moe_router_load_balancing_type
+    counts = kind == "sinkhorn" or (kind in ("seq_aux_loss", "global_aux_loss") and c.model.moe_aux_loss_coeff > 0)
+    if c.packed and c.model.num_moe_experts and counts:
         yield Finding(
             NAME.model.moe_router_load_balancing_type,
             f"{kind} is not defined for packed microbatches",
@@ -195,7 +193,7 @@ def balance_of_packs(c: Context) -> Iterator[Finding]:
     ),
 )
 def dispatch_of_packs(c: Context) -> Iterator[Finding]:
-    if c.packs and c.config.model.moe_token_dispatcher_type == "allgather":  # also refused where there are no experts
+    if c.packs and c.model.moe_token_dispatcher_type == "allgather":  # also refused where there are no experts
         yield Finding(
             NAME.model.moe_token_dispatcher_type,
             "Token dispatcher type: allgather does not support variable sequence length, which packs have",
@@ -213,8 +211,7 @@ def dispatch_of_packs(c: Context) -> Iterator[Finding]:
     ),
 )
 def latent_positions(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    if (model.dynamic_context_parallel or c.eval_cp > 1) and model.multi_latent_attention and c.cp == 1:
+    if (c.model.dynamic_context_parallel or c.eval_cp > 1) and c.model.multi_latent_attention and c.cp == 1:
         yield Finding(
             NAME.model.context_parallel_size,
             "with multi-latent attention, groups of other sizes need all rotary positions, which are kept from 2 on",
@@ -234,7 +231,6 @@ def packs_have_no_micro_batch_size(c: Context) -> Iterator[Finding]:
     if c.packed and size > 1:
         yield Finding(
             NAME.train.micro_batch_size,
-            f"{size} has no effect with "
-            f"{NAME.model.sequence_packing_scheduler}={c.config.model.sequence_packing_scheduler}",
+            f"{size} has no effect with {NAME.model.sequence_packing_scheduler}={c.model.sequence_packing_scheduler}",
             f"=1 ({NAME.model.max_seqlen_per_dp_cp_rank} is the limit of a microbatch)",
         )

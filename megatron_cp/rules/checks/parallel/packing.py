@@ -8,7 +8,7 @@ from megatron_cp.attention.modules.te_support import first_versions
 from megatron_cp.attention.transports.registry import ALL_GATHER, RING
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
-from megatron_cp.rules.proposals import typed
+from megatron_cp.rules.proposals import NATIVE, typed
 
 
 @rule(
@@ -28,7 +28,7 @@ def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
             "env_vars.NVTE_FUSED_ATTN",
             "is 0, and packed sequences with padding between them need Transformer Engine's fused attention",
             c.set_variable("NVTE_FUSED_ATTN", "1"),
-            f"{NAME.model.attention_backend}=native",
+            NATIVE,
         )
 
 
@@ -54,7 +54,7 @@ te_rule(
     severity="warning",
 )
 def dynamic_groups_have_a_use(c: Context) -> Iterator[Finding]:
-    model, longest, ranks = c.config.model, c.config.dataset.seq_length, c.dp * c.cp
+    model, longest, ranks = c.model, c.config.dataset.seq_length, c.dp * c.cp
     limit, smallest = model.max_seqlen_per_dp_cp_rank, model.min_dynamic_context_parallel_size
     if model.dynamic_context_parallel and c.divisible and limit is not None and ranks > 1 >= smallest:
         unit = 2 * (c.tp if model.sequence_parallel else 1)

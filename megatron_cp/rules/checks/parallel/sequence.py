@@ -42,7 +42,7 @@ def sequence_divides_by_cp(c: Context) -> Iterator[Finding]:
 )
 def sequence_divides_by_tp(c: Context) -> Iterator[Finding]:
     length = c.config.dataset.seq_length
-    if c.config.model.sequence_parallel and c.tp > 1 and not c.packed and length % (c.cp * c.tp):
+    if c.model.sequence_parallel and c.tp > 1 and not c.packed and length % (c.cp * c.tp):
         yield Finding(
             NAME.dataset.seq_length,
             "First dimension of the tensor should be divisible by tensor parallel size: under sequence parallelism "
@@ -56,7 +56,7 @@ def _multiple(c: Context) -> int:
     parts = [1]
     if c.cp > 1:
         parts.append(2 * c.cp)
-    if c.config.model.sequence_parallel:
+    if c.model.sequence_parallel:
         parts.append(c.cp * c.tp)
     return math.lcm(*parts)
 
@@ -68,7 +68,7 @@ def _multiple(c: Context) -> int:
     broken(model=dict(seq_length=512), dataset=dict(seq_length=256)),
 )
 def sequence_lengths_agree(c: Context) -> Iterator[Finding]:
-    model, data = c.config.model.seq_length, c.config.dataset.seq_length
+    model, data = c.model.seq_length, c.config.dataset.seq_length
     if model is not None and model != data:
         yield Finding(
             NAME.model.seq_length,
@@ -89,7 +89,7 @@ def sequence_lengths_agree(c: Context) -> Iterator[Finding]:
     ),
 )
 def sequence_fits_positions(c: Context) -> Iterator[Finding]:
-    model, length = c.config.model, c.config.dataset.seq_length
+    model, length = c.model, c.config.dataset.seq_length
     known = model.max_position_embeddings
     if known is None or length <= known or model.position_embedding_type in ("none", "yarn"):  # yarn: K55 and B13
         return
@@ -118,11 +118,10 @@ def sequence_fits_positions(c: Context) -> Iterator[Finding]:
     severity="warning",
 )
 def yarn_declares_its_length(c: Context) -> Iterator[Finding]:
-    model = c.config.model
     factor, original, length = (
-        model.yarn_rotary_scaling_factor,
-        model.yarn_original_max_position_embeddings,
-        model.yarn_length,
+        c.model.yarn_rotary_scaling_factor,
+        c.model.yarn_original_max_position_embeddings,
+        c.model.yarn_length,
     )
     if factor is None or original is None or length is None:
         return
@@ -131,6 +130,6 @@ def yarn_declares_its_length(c: Context) -> Iterator[Finding]:
         message = f"times the original {original} positions is {factor * original:g}, which no model can declare"
         whole = f"{NAME.model.yarn_rotary_scaling_factor}={length / original}"
         yield Finding(NAME.model.yarn_rotary_scaling_factor, message, f"{whole} {fix}")
-    elif model.max_position_embeddings != length:
+    elif c.model.max_position_embeddings != length:
         message = f"the scaling factor {factor} times the original {original} positions is {length}"
         yield Finding(NAME.model.max_position_embeddings, message, fix)

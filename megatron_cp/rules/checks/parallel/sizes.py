@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from megatron_cp.attention.transports.registry import HIERARCHICAL, LEVELS, RING
 from megatron_cp.config.names import NAME
-from megatron_cp.config.run_config import default_at, settings
-from megatron_cp.config.setting import LARGEST
+from megatron_cp.config.run_config import default_at
 from megatron_cp.models.vocabulary import known_vocab_size, padded
 from megatron_cp.parallel.layout import MOST_RANKS, layout_of
 from megatron_cp.rules.base import Context, Finding, broken, rule
@@ -28,22 +26,15 @@ def _proper(field: str) -> str:
     )
 
 
-def _sizes(value_at: Callable[[str], Any]) -> Iterator[tuple[str, int]]:
-    for field, facts in settings().items():
-        value = value_at(field)
-        if facts.kind == "size" and value is not None:
-            yield field, value
-
-
 def oversized(case: Case) -> list[Finding]:
     """The sizes that are surely mistyped, and with which the checks themselves would take for ever."""
     found = []
     if case.world_size > MOST_RANKS:
         message = f"must be at most {MOST_RANKS}, got {case.world_size}"
         found.append(Finding("world size", message, f"start {case.config.model.fewest_ranks} ranks"))
-    for field, value in _sizes(case.config.value_at):
-        if value > LARGEST:
-            found.append(Finding(field, f"must be at most {LARGEST}, got {value}", _proper(field)))
+    for field, value, facts in case.out_of_range("size"):
+        if value > facts.most:
+            found.append(Finding(field, f"must be at most {facts.most}, got {value}", _proper(field)))
     return found
 
 
@@ -55,12 +46,12 @@ def oversized(case: Case) -> list[Finding]:
     broken(train=dict(train_iters=0)),
 )
 def sizes_are_positive(c: Context) -> Iterator[Finding]:
-    for field, value in _sizes(c.config.value_at):
-        if value < 1:
+    for field, value, facts in c.out_of_range("size"):
+        if value < facts.least:
             yield Finding(field, f"must be an integer of at least 1, got {value}", _proper(field))
     if c.world_size < 1:
         message = f"must be an integer of at least 1, got {c.world_size}"
-        yield Finding("world size", message, f"start {c.config.model.fewest_ranks} ranks")
+        yield Finding("world size", message, f"start {c.model.fewest_ranks} ranks")
     yield from oversized(c)
 
 
@@ -102,7 +93,7 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
         more = f"start {ranks} ranks (or a multiple of them)" if ranks <= MOST_RANKS else ""
         field = NAME.model.expert_model_parallel_size
         fix = either(one_of(field, closest(fitting, c.ep)), more)
-        if not c.config.model.num_moe_experts and c.etp != c.tp:  # their groups are built all the same
+        if not c.model.num_moe_experts and c.etp != c.tp:  # their groups are built all the same
             field = NAME.model.expert_tensor_parallel_size
             fix = either(f"{field}=null (there are no experts)", more)
         yield Finding(
@@ -124,7 +115,7 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
     ),
 )
 def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
-    heads = c.config.model.num_attention_heads
+    heads = c.model.num_attention_heads
     if heads % c.tp:
         yield Finding(
             NAME.model.num_attention_heads,
@@ -141,7 +132,7 @@ def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
     broken(model=dict(num_attention_heads=12, num_query_groups=3, tensor_model_parallel_size=2), world_size=8),
 )
 def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
-    model, groups = c.config.model, c.config.model.kv_heads
+    model, groups = c.model, c.model.kv_heads
     dim = model.kv_channels or 0
     if groups >= 1 and groups % c.tp and c.tp % groups:
         fitting = [t for t in divisors(model.num_attention_heads) if groups % t == 0 or t % groups == 0]
@@ -218,14 +209,14 @@ def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
     ),
 )
 def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
-    free = c.config.dist.use_decentralized_pg and not c.config.model.num_moe_experts
+    free = c.config.dist.use_decentralized_pg and not c.model.num_moe_experts
     if c.config.dist.use_tp_pp_dp_mapping and c.pp > 1 and c.tp * c.cp != c.etp * c.ep and not free:
         yield Finding(
             NAME.dist.use_tp_pp_dp_mapping,
             "When not using pp-last rank ordering, the data parallel size of the attention and moe layers must be the "
             f"same; here tp * cp = {c.tp * c.cp} and etp * ep = {c.etp * c.ep}",
             "=false",
-            "" if c.config.model.num_moe_experts else f"{NAME.dist.use_decentralized_pg}=true",
+            "" if c.model.num_moe_experts else f"{NAME.dist.use_decentralized_pg}=true",
         )
 
 
@@ -236,7 +227,7 @@ def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
     broken(model=dict(sequence_parallel=True)),
 )
 def sequence_parallel_needs_tp(c: Context) -> Iterator[Finding]:
-    if c.config.model.sequence_parallel and c.tp == 1:
+    if c.model.sequence_parallel and c.tp == 1:
         yield Finding(
             NAME.model.sequence_parallel,
             "Cannot use sequence parallelism without tensor parallelism",
@@ -275,7 +266,7 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
     if c.node_size is None or c.levels is None or not c.hierarchical or c.world_size <= c.node_size:
         return
     try:
-        groups = layout_of(c.config.model, c.config.dist, c.world_size).hierarchical_groups()[0]
+        groups = layout_of(c.model, c.config.dist, c.world_size).hierarchical_groups()[0]
     except ValueError:  # an impossible layout is another rule's matter
         return
     node = c.node_size
@@ -300,7 +291,7 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
     broken(model=dict(expert_model_parallel_size=2)),
 )
 def experts_divide(c: Context) -> Iterator[Finding]:
-    experts = c.config.model.num_moe_experts
+    experts = c.model.num_moe_experts
     if c.ep > 1 and not experts:
         yield Finding(
             NAME.model.expert_model_parallel_size, "num_moe_experts must be non None to use expert-parallel", "=1"
@@ -320,7 +311,7 @@ def experts_divide(c: Context) -> Iterator[Finding]:
     broken("parallel=none", model=dict(make_vocab_size_divisible_by=1, tensor_model_parallel_size=2), world_size=2),
 )
 def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
-    unit, size = c.config.model.make_vocab_size_divisible_by, known_vocab_size(c.config.model, c.config.tokenizer)
+    unit, size = c.model.make_vocab_size_divisible_by, known_vocab_size(c.model, c.config.tokenizer)
     if unit < 1 or c.tp < 1 or unit % c.tp == 0:
         return
     fitting = math.lcm(unit, c.tp)

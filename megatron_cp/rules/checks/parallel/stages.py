@@ -19,7 +19,7 @@ _ENDS = (NAME.model.num_layers_in_first_pipeline_stage, NAME.model.num_layers_in
     broken(model=dict(pipeline_model_parallel_size=3), world_size=12),
 )
 def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     ends = {field: c.config.value_at(field) for field in _ENDS if c.config.value_at(field) is not None}
     counted = model.account_for_embedding_in_pipeline_split + model.account_for_loss_in_pipeline_split
     if model.architecture == "hybrid":
@@ -48,9 +48,9 @@ def _fewer_stages(c: Context, layers: int, virtual: int) -> list[int]:
 
 def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[Finding]:
     """``ends`` are the layers of the first stage, the last one or both, by the names of their settings."""
-    field, layers = next(iter(ends)), c.config.model.num_layers
+    field, layers = next(iter(ends)), c.model.num_layers
     between, left = c.pp - len(ends), layers - sum(ends.values())
-    virtual = max(1, c.config.model.virtual_pipeline_model_parallel_size or 1)
+    virtual = max(1, c.model.virtual_pipeline_model_parallel_size or 1)
     if min(ends.values()) < 1:
         return  # rule A1 has said so
     if c.pp == 1:
@@ -87,7 +87,7 @@ def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[
     broken(model=dict(virtual_pipeline_model_parallel_size=2)),
 )
 def interleaving_needs_stages(c: Context) -> Iterator[Finding]:
-    if c.config.model.virtual_pipeline_model_parallel_size is not None and c.pp == 1:
+    if c.model.virtual_pipeline_model_parallel_size is not None and c.pp == 1:
         yield Finding(
             NAME.model.virtual_pipeline_model_parallel_size,
             "pipeline-model-parallel size should be greater than 1 with interleaved schedule",
@@ -109,7 +109,7 @@ def interleaving_needs_stages(c: Context) -> Iterator[Finding]:
     ),
 )
 def interleaved_microbatches(c: Context) -> Iterator[Finding]:
-    model, train = c.config.model, c.config.train
+    model, train = c.model, c.config.train
     group = model.microbatch_group_size_per_vp_stage or c.pp
     if model.virtual_pipeline_model_parallel_size is None or c.pp == 1:
         return
@@ -129,7 +129,7 @@ def interleaved_microbatches(c: Context) -> Iterator[Finding]:
 
 
 def _interleaving(c: Context, field: str, global_batch: int, micro_batch: int) -> Iterator[Finding]:
-    group = c.config.model.microbatch_group_size_per_vp_stage or c.pp
+    group = c.model.microbatch_group_size_per_vp_stage or c.pp
     per_step = max(1, micro_batch) * c.dp
     count = global_batch // per_step
     if group > count:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_cp.config.names import NAME
-from megatron_cp.config.run_config import settings
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import default_of
 
@@ -42,11 +41,9 @@ def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
     broken(checkpoint=dict(save_interval=0)),
 )
 def intervals_are_positive(c: Context) -> Iterator[Finding]:
-    for field, facts in settings().items():
-        value = c.config.value_at(field)
-        if facts.kind == "positive" and not facts.allows(value):
-            limit = "above 0" if value <= 0 else f"at most {facts.most}"
-            yield Finding(field, f"must be {limit}, got {value}", default_of(field))
+    for field, value, facts in c.out_of_range("positive"):
+        limit = "above 0" if value <= 0 else f"at most {facts.most}"
+        yield Finding(field, f"must be {limit}, got {value}", default_of(field))
 
 
 @rule(

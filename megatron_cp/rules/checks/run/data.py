@@ -9,7 +9,7 @@ from megatron_cp.config.schema import nearest, nearest_first
 from megatron_cp.data.data_path import number_in, paths_and_weights
 from megatron_cp.data.split import shares
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import either, typed
+from megatron_cp.rules.proposals import typed
 
 _SPLIT = f"\"{NAME.dataset.split}='98,1,1'\""
 _ONE_LENGTH = {"documents": "indexed", "jsonl": "indexed", "mock_documents": "mock"}
@@ -24,21 +24,12 @@ _OWN_LENGTHS = {"indexed": "documents", "mock": "mock_documents"}
 )
 def data_is_named(c: Context) -> Iterator[Finding]:
     data, tokenizer = c.config.dataset, c.config.tokenizer
-    if data.kind == "indexed" and not data.data_path:
-        yield Finding(
-            NAME.dataset.data_path,
-            f"{NAME.dataset.kind}=indexed needs the prefix of a .bin and .idx file",
-            "=PREFIX (megatron-cp preprocess writes one)",
-            f"{NAME.dataset.kind}=mock",
-        )
-    if data.kind in ("documents", "jsonl") and not data.data_path:
+    if data.kind in ("indexed", "documents", "jsonl") and not data.data_path:
         what = "a .jsonl file" if data.kind == "jsonl" else "the prefix of a .bin and .idx file"
-        yield Finding(
-            NAME.dataset.data_path,
-            f"{NAME.dataset.kind}={data.kind} needs {what}",
-            "=PATH",
-            f"{NAME.dataset.kind}=mock_documents",
-        )
+        path, mock = "=PATH", f"{NAME.dataset.kind}=mock_documents"
+        if data.kind == "indexed":
+            path, mock = "=PREFIX (megatron-cp preprocess writes one)", f"{NAME.dataset.kind}=mock"
+        yield Finding(NAME.dataset.data_path, f"{NAME.dataset.kind}={data.kind} needs {what}", path, mock)
     if tokenizer.tokenizer_type == "HuggingFaceTokenizer" and not tokenizer.tokenizer_model:
         yield Finding(
             NAME.tokenizer.tokenizer_model,
@@ -48,10 +39,10 @@ def data_is_named(c: Context) -> Iterator[Finding]:
         )
     if tokenizer.tokenizer_type == "NullTokenizer" and not tokenizer.vocab_size:
         yield Finding(NAME.tokenizer.vocab_size, "NullTokenizer needs a vocabulary size", "=128256")
-    if tokenizer.vocab_size and c.config.model.vocab_size and tokenizer.vocab_size > c.config.model.vocab_size:
+    if tokenizer.vocab_size and c.model.vocab_size and tokenizer.vocab_size > c.model.vocab_size:
         yield Finding(
             NAME.model.vocab_size,
-            f"the tokenizer's {tokenizer.vocab_size} tokens do not fit a vocabulary of {c.config.model.vocab_size}",
+            f"the tokenizer's {tokenizer.vocab_size} tokens do not fit a vocabulary of {c.model.vocab_size}",
             f"={tokenizer.vocab_size}",
         )
 
@@ -64,26 +55,22 @@ def data_is_named(c: Context) -> Iterator[Finding]:
     broken(dataset=dict(kind="documents", data_path="corpus")),
 )
 def kind_fits_packing(c: Context) -> Iterator[Finding]:
-    data, packing = c.config.dataset, c.config.model.sequence_packing_scheduler
+    data, scheduler = c.config.dataset, NAME.model.sequence_packing_scheduler
     if not c.packed and data.kind in _ONE_LENGTH:
-        other = _ONE_LENGTH[data.kind]
+        path = f" {NAME.dataset.data_path}=PREFIX" if data.kind == "jsonl" else ""
         yield Finding(
             NAME.dataset.kind,
-            "has samples of their own lengths, which are trained in packs, and "
-            f"{NAME.model.sequence_packing_scheduler} is not "
-            "set",
-            f"{NAME.model.sequence_packing_scheduler}=dp_balanced",
+            f"has samples of their own lengths, which are trained in packs, and {scheduler} is not set",
+            f"{scheduler}=dp_balanced",
             f"{NAME.model.dynamic_context_parallel}=true",
-            f"={other}{f' {NAME.dataset.data_path}=PREFIX' * (data.kind == 'jsonl')} (samples of one length)",
+            f"={_ONE_LENGTH[data.kind]}{path} (samples of one length)",
         )
     if c.packed and data.kind in _OWN_LENGTHS:
         yield Finding(
             NAME.dataset.kind,
-            f"has samples of one length, and {NAME.model.sequence_packing_scheduler}={packing} packs samples of "
-            "their own "
-            "lengths",
+            f"has samples of one length, and {scheduler}={c.model.sequence_packing_scheduler} packs samples of their own lengths",
             f"={_OWN_LENGTHS[data.kind]}",
-            f"{NAME.model.sequence_packing_scheduler}=null {NAME.model.dynamic_context_parallel}=false",
+            f"{scheduler}=null {NAME.model.dynamic_context_parallel}=false",
         )
 
 
@@ -91,8 +78,7 @@ def kind_fits_packing(c: Context) -> Iterator[Finding]:
     "K26",
     "Mock documents have lengths that can be drawn.",
     f"By the name of a distribution, or from a file of lengths. No sample is longer than {NAME.dataset.seq_length}, "
-    "and the "
-    "distribution of long samples begins at 8192 tokens.",
+    "and the distribution of long samples begins at 8192 tokens.",
     broken(
         model=dict(sequence_packing_scheduler="dp_balanced"),
         dataset=dict(kind="mock_documents", mock_lengths="lognorml"),
@@ -219,21 +205,20 @@ def end_of_document_is_known(c: Context) -> Iterator[Finding]:
 )
 def data_settings_are_read(c: Context) -> Iterator[Finding]:
     data, validation = c.config.dataset, c.config.validation
+    iterations, evaluate = NAME.validation.eval_iters, f"{NAME.validation.eval_iters}=10"
     held_out = [name for name in ("valid_data_path", "test_data_path") if getattr(data, name)]
     for name in ["data_path", *held_out] if data.data_path else held_out:
         if data.kind in ("mock", "mock_documents"):
             path = "" if data.data_path else f" {NAME.dataset.data_path}=PATH"
-            kinds = [
-                f"{NAME.dataset.kind}={kind}{path}" for kind in (("documents", "jsonl") if c.packed else ("indexed",))
-            ]
-            fix = either(f"dataset.{name}=null", *kinds)
-            yield Finding(f"dataset.{name}", f"is not read by {NAME.dataset.kind}={data.kind}", fix)
+            kinds = ("documents", "jsonl") if c.packed else ("indexed",)
+            fixes = [f"{NAME.dataset.kind}={kind}{path}" for kind in kinds]
+            yield Finding(f"dataset.{name}", f"is not read by {NAME.dataset.kind}={data.kind}", "=null", *fixes)
         elif name in held_out and not validation.eval_iters:
-            message, fix = f"is not read while {NAME.validation.eval_iters} is 0", f"dataset.{name}=null"
-            yield Finding(f"dataset.{name}", message, fix, f"{NAME.validation.eval_iters}=10", severity="warning")
+            message = f"is not read while {iterations} is 0"
+            yield Finding(f"dataset.{name}", message, "=null", evaluate, severity="warning")
     if c.config.train.skip_train and not validation.eval_iters:
-        message = f"leaves nothing to do while {NAME.validation.eval_iters} is 0"
-        yield Finding(NAME.train.skip_train, message, f"{NAME.validation.eval_iters}=10", "=false")
+        message = f"leaves nothing to do while {iterations} is 0"
+        yield Finding(NAME.train.skip_train, message, evaluate, "=false")
     if data.eod_mask_loss and data.kind != "indexed":
         yield Finding(
             NAME.dataset.eod_mask_loss,
@@ -241,13 +226,8 @@ def data_settings_are_read(c: Context) -> Iterator[Finding]:
             "=false",
         )
     if validation.eval_interval and not validation.eval_iters:
-        yield Finding(
-            NAME.validation.eval_interval,
-            f"evaluates nothing while {NAME.validation.eval_iters} is 0",
-            f"{NAME.validation.eval_iters}=10",
-            "=null",
-            severity="warning",
-        )
+        message = f"evaluates nothing while {iterations} is 0"
+        yield Finding(NAME.validation.eval_interval, message, evaluate, "=null", severity="warning")
 
 
 @rule(

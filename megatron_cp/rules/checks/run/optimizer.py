@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import SCHEDULE_LENGTHS, TRAINING_LENGTHS, default_at
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import default_of
+from megatron_cp.rules.proposals import EXPERTS_LIKE_THE_REST, default_of
 
 
 @rule(
@@ -18,11 +18,8 @@ from megatron_cp.rules.proposals import default_of
 )
 def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     schedule, optimizer = c.config.scheduler, c.config.optimizer
-    decay, warmup, fraction = (
-        schedule.lr_decay_iters,
-        schedule.warmup_iters(c.config.train.train_iters),
-        schedule.lr_warmup_fraction,
-    )
+    decay, fraction = schedule.lr_decay_iters, schedule.lr_warmup_fraction
+    warmup = schedule.warmup_iters(c.config.train.train_iters)
     if fraction is not None and schedule.lr_warmup_iters != 0:
         yield Finding(
             NAME.scheduler.lr_warmup_fraction,
@@ -71,12 +68,9 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     if optimizer.lr < 0:
         yield Finding(NAME.optimizer.lr, f"must be at least 0, got {optimizer.lr}", "=3e-4")
     else:
-        for name, value in (
-            (NAME.optimizer.min_lr, optimizer.min_lr),
-            (NAME.scheduler.lr_warmup_init, schedule.lr_warmup_init),
-        ):
-            if not 0 <= value <= optimizer.lr:
-                yield Finding(name, f"must be between 0 and {NAME.optimizer.lr} ({optimizer.lr})", "=0.0")
+        for field in (NAME.optimizer.min_lr, NAME.scheduler.lr_warmup_init):
+            if not 0 <= c.config.value_at(field) <= optimizer.lr:
+                yield Finding(field, f"must be between 0 and {NAME.optimizer.lr} ({optimizer.lr})", "=0.0")
     if optimizer.decoupled_lr is not None and not 0 <= (optimizer.decoupled_min_lr or 0) <= optimizer.decoupled_lr:
         message = f"must be between 0 and {NAME.optimizer.decoupled_lr} ({optimizer.decoupled_lr})"
         yield Finding(NAME.optimizer.decoupled_min_lr, message, "=null")
@@ -131,7 +125,7 @@ def one_length(c: Context) -> Iterator[Finding]:
             if c.config.value_at(samples) != default_at(samples):
                 given = f"{iterations}={c.config.value_at(iterations)}"
                 none = f"{iterations}=null" if section == "train" else default_of(iterations)
-                yield Finding(samples, f"cannot be given together with {given}", f"{none}", f"{default_of(samples)}")
+                yield Finding(samples, f"cannot be given together with {given}", none, default_of(samples))
 
 
 @rule(
@@ -175,31 +169,20 @@ def overlap_is_possible(c: Context) -> Iterator[Finding]:
     broken(optimizer=dict(optimizer="muon", use_distributed_optimizer=False)),
 )
 def emerging_optimizers(c: Context) -> Iterator[Finding]:
-    optimizer = c.config.optimizer
-    if optimizer.optimizer in ("adam", "sgd"):
+    optimizer, kind, field = c.config.optimizer, c.config.optimizer.optimizer, NAME.optimizer.optimizer
+    if kind in ("adam", "sgd"):
         return
     if c.environment.emerging_optimizers is None:
-        yield Finding(
-            NAME.optimizer.optimizer,
-            f"{optimizer.optimizer} is in the package emerging-optimizers, which is not installed",
-            "in the clone: uv pip install emerging-optimizers",
-            "=adam",
-        )
+        message = f"{kind} is in the package emerging-optimizers, which is not installed"
+        yield Finding(field, message, "in the clone: uv pip install emerging-optimizers", "=adam")
     if c.config.mixed_precision.fp16:
-        message = f"{optimizer.optimizer} does not support fp16"
-        yield Finding(NAME.optimizer.optimizer, message, "mixed_precision=bf16_mixed", "=adam")
-    if c.config.model.num_moe_experts and (c.ep > 1 or c.etp != c.tp):
-        yield Finding(
-            NAME.optimizer.optimizer,
-            f"{optimizer.optimizer}'s state of experts that are spread over other ranks than the rest fits no other "
-            "layout",
-            f"{NAME.model.expert_model_parallel_size}=1 {NAME.model.expert_tensor_parallel_size}=null",
-            "=adam",
-        )
-    if optimizer.optimizer == "muon" and optimizer.muon_tp_mode == "blockwise" and max(c.tp, c.etp) > 1:
+        yield Finding(field, f"{kind} does not support fp16", "mixed_precision=bf16_mixed", "=adam")
+    if c.spreads_experts:
+        message = f"{kind}'s state of experts that are spread over other ranks than the rest fits no other layout"
+        yield Finding(field, message, EXPERTS_LIKE_THE_REST, "=adam")
+    if kind == "muon" and optimizer.muon_tp_mode == "blockwise" and max(c.tp, c.etp) > 1:
         message = "makes each tensor-parallel rank's part of a matrix orthogonal, and results differ from single rank"
-        fix = f"{NAME.optimizer.muon_tp_mode}=duplicated, or {NAME.optimizer.muon_tp_mode}=distributed"
-        yield Finding(NAME.optimizer.muon_tp_mode, message, fix)
+        yield Finding(NAME.optimizer.muon_tp_mode, message, "=duplicated", "=distributed")
 
 
 @rule(
@@ -217,7 +200,7 @@ def rates_of_their_own(c: Context) -> Iterator[Finding]:
     if optimizer.decoupled_lr is not None:
         fix = f"{NAME.optimizer.decoupled_lr}=null {NAME.optimizer.decoupled_min_lr}=null"
         yield Finding(NAME.optimizer.decoupled_lr, message, fix, distributed)
-    if c.config.model.use_mup and optimizer.optimizer in ("adam", "sgd"):
+    if c.model.use_mup and optimizer.optimizer in ("adam", "sgd"):
         yield Finding(NAME.model.use_mup, message, "=false", distributed)
 
 

@@ -38,7 +38,7 @@ _NOT_READ = {
 def recomputation(c: Context) -> Iterator[Finding]:
     yield from _layers(c)
     yield from _distributed(c)
-    kind = c.config.model.recompute_granularity
+    kind = c.model.recompute_granularity
     for field in filter(c.config.value_at, _NOT_READ[kind]):
         if kind is None:
             message = f"has no effect: {NAME.model.recompute_granularity} is null, and nothing is recomputed"
@@ -61,7 +61,7 @@ def recomputation(c: Context) -> Iterator[Finding]:
 
 
 def _layers(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     kind, layers = model.recompute_granularity, model.num_layers // c.pp
     if kind == "full" and model.recompute_method is None:
         yield Finding(
@@ -86,7 +86,7 @@ def _layers(c: Context) -> Iterator[Finding]:
 
 
 def _distributed(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if model.recompute_granularity is None or not model.distribute_saved_activations:
         return
     fix = f"{NAME.model.distribute_saved_activations}=false"
@@ -105,7 +105,7 @@ def _distributed(c: Context) -> Iterator[Finding]:
 
 
 def _modules(c: Context) -> Iterator[Finding]:
-    model, field = c.config.model, NAME.model.recompute_modules
+    model, field = c.model, NAME.model.recompute_modules
     on_cpu, parts = c.environment.device == "cpu", model.parts
     allowed = {"core_attn": True, "mlp": not model.add_bias_linear, "layernorm": c.its_layers}
     allowed |= {"moe": "E" in parts, "mla_up_proj": model.multi_latent_attention and not on_cpu}

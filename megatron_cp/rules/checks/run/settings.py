@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from megatron_cp.config.names import NAME
-from megatron_cp.config.run_config import default_at, settings
+from megatron_cp.config.run_config import default_at
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import default_of, either, typed
+from megatron_cp.rules.proposals import EXPERTS_LIKE_THE_REST, default_of, either, typed
 
 _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
@@ -47,7 +47,7 @@ def backend_fits_device(c: Context) -> Iterator[Finding]:
     broken(model=dict(attention_backend="te")),
 )
 def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
-    model, on_gpu = c.config.model, c.environment.device == "gpu"
+    model, on_gpu = c.model, c.environment.device == "gpu"
     missing = "Transformer Engine is not installed, or too old" if on_gpu else "there is no GPU"
     if model.attention_backend == "te" and c.backend != "te":
         if model.transformer_impl == "local":
@@ -68,21 +68,21 @@ def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
     broken("mixed_precision=fp16_mixed"),
 )
 def fp16_overflows(c: Context) -> Iterator[Finding]:
-    if c.config.mixed_precision.fp16 and c.config.model.num_moe_experts and (c.ep > 1 or c.etp != c.tp):
+    precision = c.config.mixed_precision
+    if precision.fp16 and c.spreads_experts:
         yield Finding(
             NAME.mixed_precision.fp16,
             "experts that are spread over other ranks than the rest would have a loss scale of their own",
             "mixed_precision=bf16_mixed (needs no scale)",
-            f"{NAME.model.expert_model_parallel_size}=1 {NAME.model.expert_tensor_parallel_size}=null",
+            EXPERTS_LIKE_THE_REST,
         )
-    if c.config.mixed_precision.fp16 and c.config.ddp.check_for_nan_in_grad:
+    if precision.fp16 and c.config.ddp.check_for_nan_in_grad:
         yield Finding(
             NAME.ddp.check_for_nan_in_grad,
             "fp16 overflows until its loss scale fits, and the run would end with: gradients are not finite",
             "=false",
             "mixed_precision=bf16_mixed (needs no scale)",
         )
-    precision = c.config.mixed_precision
     if precision.fp16 and precision.min_loss_scale > precision.initial_loss_scale > 0:
         yield Finding(
             NAME.mixed_precision.initial_loss_scale,
@@ -105,11 +105,9 @@ def fp16_overflows(c: Context) -> Iterator[Finding]:
     broken(model=dict(hidden_dropout=10)),
 )
 def fractions(c: Context) -> Iterator[Finding]:
-    for field, facts in settings().items():
-        value = c.config.value_at(field)
-        if facts.kind == "share" and not facts.allows(value):
-            yield Finding(field, f"must be at least 0 and less than 1, got {value}", _proportion(field, value))
-    share, field = c.config.model.rotary_percent, NAME.model.rotary_percent
+    for field, value, _ in c.out_of_range("share"):
+        yield Finding(field, f"must be at least 0 and less than 1, got {value}", _proportion(field, value))
+    share, field = c.model.rotary_percent, NAME.model.rotary_percent
     if not 0 < share <= 1:
         yield Finding(field, f"must be above 0 and at most 1, got {share}", _proportion(field, share))
 
@@ -129,12 +127,8 @@ def _proportion(field: str, value: float) -> str:
     broken(optimizer=dict(optimizer_cpu_offload=True)),
 )
 def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
-    asked = {
-        NAME.model.cpu_offloading: c.config.model.cpu_offloading,
-        NAME.optimizer.optimizer_cpu_offload: c.config.optimizer.optimizer_cpu_offload,
-    }
-    for field, value in asked.items():
-        if value:
+    for field in (NAME.model.cpu_offloading, NAME.optimizer.optimizer_cpu_offload):
+        if c.config.value_at(field):
             yield Finding(
                 field,
                 "offloading to host memory is not supported",
@@ -151,10 +145,7 @@ def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
     broken(dataset=dict(random_seed=-1)),
 )
 def numbers_are_in_range(c: Context) -> Iterator[Finding]:
-    for field, facts in settings().items():
-        value, least, most = c.config.value_at(field), facts.least, facts.most
-        if facts.kind == "number" and not facts.allows(value):
-            limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-            positive = typed(field, abs(value)) if least <= abs(value) <= most else ""
-            fix = f"{NAME.validation.eval_iters}=10" if field == NAME.validation.eval_iters else positive
-            yield Finding(field, f"must be {limit}, got {value}", fix, default_of(field))
+    for field, value, facts in c.out_of_range("number"):
+        limit = f"at least {facts.least}" if facts.most == math.inf else f"from {facts.least} to {facts.most}"
+        fix = "=10" if field == NAME.validation.eval_iters else f"={abs(value)}" if facts.allows(abs(value)) else ""
+        yield Finding(field, f"must be {limit}, got {value}", fix, default_of(field))
