@@ -17,19 +17,13 @@ from megatron_cp.rules.checks.parallel.context_parallel import FLAT
     broken(model=dict(mtp_num_layers=1, attention_mask_type="no_mask")),
 )
 def prediction_is_causal(c: Context) -> Iterator[Finding]:
-    model = c.model
-    if model.mtp_num_layers and (
-        model.attention_mask_type != "causal" or model.position_embedding_type == "learned_absolute"
-    ):
-        yield Finding(
-            NAME.model.mtp_num_layers,
-            "Multi-Token Prediction (MTP) needs causal attention and rotary (or no) position embeddings",
-            " ".join(
-                [f"{NAME.model.attention_mask_type}=causal"] * (model.attention_mask_type != "causal")
-                + [f"{NAME.model.position_embedding_type}=rope"] * (model.position_embedding_type == "learned_absolute")
-            ),
-            "=null",
-        )
+    not_causal = c.model.attention_mask_type != "causal"
+    learned = c.model.position_embedding_type == "learned_absolute"
+    if c.model.mtp_num_layers and (not_causal or learned):
+        changes = [f"{NAME.model.attention_mask_type}=causal"] if not_causal else []
+        changes += [f"{NAME.model.position_embedding_type}=rope"] if learned else []
+        message = "Multi-Token Prediction (MTP) needs causal attention and rotary (or no) position embeddings"
+        yield Finding(NAME.model.mtp_num_layers, message, " ".join(changes), "=null")
 
 
 @rule(

@@ -14,8 +14,7 @@ from megatron_cp.rules.proposals import default_of, nearest_multiples, typed
     "K17",
     "The head dim is even where rotary embeddings pair its dimensions.",
     f"Rotary embeddings turn pairs of dimensions. Multi-latent attention turns {NAME.model.qk_pos_emb_head_dim} of "
-    "them, whatever "
-    "the position embeddings, and pairs them in its own way.",
+    "them, whatever the position embeddings, and pairs them in its own way.",
     broken(model=dict(kv_channels=15)),
 )
 def head_dim_is_even(c: Context) -> Iterator[Finding]:

@@ -100,8 +100,7 @@ def interleaving_needs_stages(c: Context) -> Iterator[Finding]:
     "A17",
     "With virtual stages the number of micro batches is a multiple of the group that a stage works through.",
     "The interleaved schedule sends micro batches through the stages in groups of "
-    f"{NAME.model.microbatch_group_size_per_vp_stage} "
-    "(by default pp).",
+    f"{NAME.model.microbatch_group_size_per_vp_stage} (by default pp).",
     broken(
         model=dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
         train=dict(global_batch_size=3, micro_batch_size=1),

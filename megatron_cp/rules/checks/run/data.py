@@ -68,7 +68,8 @@ def kind_fits_packing(c: Context) -> Iterator[Finding]:
     if c.packed and data.kind in _OWN_LENGTHS:
         yield Finding(
             NAME.dataset.kind,
-            f"has samples of one length, and {scheduler}={c.model.sequence_packing_scheduler} packs samples of their own lengths",
+            f"has samples of one length, and {scheduler}={c.model.sequence_packing_scheduler} packs samples of their "
+            "own lengths",
             f"={_OWN_LENGTHS[data.kind]}",
             f"{scheduler}=null {NAME.model.dynamic_context_parallel}=false",
         )

@@ -38,24 +38,13 @@ _NOT_READ = {
 def recomputation(c: Context) -> Iterator[Finding]:
     yield from _layers(c)
     yield from _distributed(c)
-    kind = c.model.recompute_granularity
+    kind, granularity = c.model.recompute_granularity, NAME.model.recompute_granularity
+    message, others = f"has no effect on {granularity}={kind}", []
+    if kind is None:
+        message = f"has no effect: {granularity} is null, and nothing is recomputed"
+        others = [f"{granularity}=full", f"{granularity}=selective"]
     for field in filter(c.config.value_at, _NOT_READ[kind]):
-        if kind is None:
-            message = f"has no effect: {NAME.model.recompute_granularity} is null, and nothing is recomputed"
-            yield Finding(
-                field,
-                message,
-                default_of(field),
-                *(f"{NAME.model.recompute_granularity}={kind}" for kind in ("full", "selective")),
-                severity="warning",
-            )
-        else:
-            yield Finding(
-                field,
-                f"has no effect on {NAME.model.recompute_granularity}={kind}",
-                default_of(field),
-                severity="warning",
-            )
+        yield Finding(field, message, default_of(field), *others, severity="warning")
     if kind == "selective":
         yield from _modules(c)
 
@@ -72,8 +61,7 @@ def _layers(c: Context) -> Iterator[Finding]:
     elif kind == "full" and not 1 <= (model.recompute_num_layers or 0) <= max(1, layers):
         yield Finding(
             NAME.model.recompute_num_layers,
-            f"When using recompute_granularity: full recompute_num_layers must be between "
-            "1 and "
+            "When using recompute_granularity: full recompute_num_layers must be between 1 and "
             f"num_layers_per_pipeline_rank: {layers}",
             "=1",
         )

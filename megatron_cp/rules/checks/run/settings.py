@@ -61,10 +61,9 @@ def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
 @rule(
     "K13",
     "fp16 looks for one loss scale by overflowing.",
-    f"Those steps are skipped by themselves; {NAME.ddp.check_for_nan_in_grad} would end the run at the first of "
-    "them. Experts "
-    "that are spread over other ranks have an optimizer and a scale of their own in megatron-core, which drifts from "
-    "the one that the loss was scaled by: their gradients are silently a power of two off.",
+    f"Those steps are skipped by themselves; {NAME.ddp.check_for_nan_in_grad} would end the run at the first of them. "
+    "Experts that are spread over other ranks have an optimizer and a scale of their own in megatron-core, which "
+    "drifts from the one that the loss was scaled by: their gradients are silently a power of two off.",
     broken("mixed_precision=fp16_mixed"),
 )
 def fp16_overflows(c: Context) -> Iterator[Finding]:
