@@ -47,10 +47,7 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
     if model.position_embedding_type != "yarn":
         return
     factor, original = model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings
-    examples = {
-        NAME.model.yarn_rotary_scaling_factor: 4.0,
-        NAME.model.yarn_original_max_position_embeddings: 4096,
-    }
+    examples = {NAME.model.yarn_rotary_scaling_factor: 4.0, NAME.model.yarn_original_max_position_embeddings: 4096}
     missing = {field: value for field, value in examples.items() if c.config.value_at(field) is None}
     for field in missing:
         fix = " ".join(typed(name, value) for name, value in missing.items())
@@ -77,10 +74,7 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
     if factor is not None and original is not None and factor * original < length:
         message = f"{factor} times the original {original} positions are fewer than the sequence length ({length})"
         times = math.ceil(length / max(1, original))
-        fix = (
-            f"{NAME.model.yarn_rotary_scaling_factor}={times}.0 "
-            f"{NAME.model.max_position_embeddings}={times * max(1, original)}"
-        )
+        fix = f"={times}.0 {NAME.model.max_position_embeddings}={times * max(1, original)}"
         yield Finding(NAME.model.yarn_rotary_scaling_factor, message, fix, severity="warning")
 
 

@@ -118,11 +118,8 @@ def sequence_fits_positions(c: Context) -> Iterator[Finding]:
     severity="warning",
 )
 def yarn_declares_its_length(c: Context) -> Iterator[Finding]:
-    factor, original, length = (
-        c.model.yarn_rotary_scaling_factor,
-        c.model.yarn_original_max_position_embeddings,
-        c.model.yarn_length,
-    )
+    factor, length = c.model.yarn_rotary_scaling_factor, c.model.yarn_length
+    original = c.model.yarn_original_max_position_embeddings
     if factor is None or original is None or length is None:
         return
     fix = f"{NAME.model.max_position_embeddings}={length}"

@@ -12,7 +12,7 @@ from megatron_cp.models.vocabulary import known_vocab_size, padded
 from megatron_cp.parallel.layout import MOST_RANKS, layout_of
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.checks.parallel.context_parallel import FLAT
-from megatron_cp.rules.proposals import closest, default_of, divisors, either, nearest_multiples, one_of, typed
+from megatron_cp.rules.proposals import closest, divisors, either, nearest_multiples, one_of
 from megatron_cp.rules.remedies import Case
 
 _USUAL = {NAME.model.kv_channels: 64}  # where 1 is possible and of no use
@@ -21,9 +21,7 @@ _USUAL = {NAME.model.kv_channels: 64}  # where 1 is possible and of no use
 def _proper(field: str) -> str:
     """Sizes that are surely possible."""
     default = default_at(field)
-    return either(
-        default_of(field), one_of(field, [size for size in (1, _USUAL.get(field)) if size not in (None, default)])
-    )
+    return one_of(field, [default, *(size for size in (1, _USUAL.get(field)) if size not in (None, default))])
 
 
 def oversized(case: Case) -> list[Finding]:
@@ -274,13 +272,12 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
     across = sum(span > 1 for span in spans)
     if across:
         largest = max((d for d in divisors(c.cp) if node % (c.tp * d) == 0), default=1)
-        field = NAME.model.hierarchical_context_parallel_sizes
         yield Finding(
-            field,
+            NAME.model.hierarchical_context_parallel_sizes,
             f"{across} of {len(groups)} all-to-all groups span up to {max(spans)} nodes of {node} ranks "
             f"(tp {c.tp} * {LEVELS[0]} {c.levels[0]} = {c.tp * c.levels[0]} neighbouring ranks)",
-            typed(field, [largest, c.cp // largest]) if largest > 1 else "",
             FLAT,
+            values=[[largest, c.cp // largest]] if largest > 1 else [],
         )
 
 
