@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from megatron_cp.attention.modules.te_support import Gap, has_its_layers
 from megatron_cp.attention.transports.registry import Transport, known_transports
@@ -15,11 +15,9 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import override
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.rules.environment import Environment
-from megatron_cp.rules.proposals import NATIVE, either, one_of
+from megatron_cp.rules.proposals import NATIVE, Finding, Severity
 from megatron_cp.rules.remedies import Case
 from megatron_cp.rules.resolve import backend_in, packed_sizes
-
-Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
@@ -30,27 +28,6 @@ class Example:
     world_size: int = 4
     environment: str | Environment = "cpu"
     gpus_per_node: int | None = None
-
-
-class Finding:
-    """What a check found: the setting, what is wrong, and what would be right.
-
-    The fix is text in the form of :mod:`megatron_cp.rules.remedies`. It may propose more than works: every alternative
-    is tried before it is shown.
-
-    Args:
-        field: the dotted name of the setting.
-        message: what is wrong with it.
-        fixes: alternatives, the best first; ``=VALUE`` gives ``field`` this value. Empty ones are left out.
-        values: of ``field``, that would be right: alternatives before ``fixes``.
-        severity: where it differs from the rule's.
-    """
-
-    def __init__(
-        self, field: str, message: str, *fixes: str, values: Iterable[Any] = (), severity: Severity | None = None
-    ) -> None:
-        self.field, self.message, self.severity = field, message, severity
-        self.fix = either(one_of(field, values), *(f"{field}{fix}" if fix.startswith("=") else fix for fix in fixes))
 
 
 @dataclass(frozen=True)

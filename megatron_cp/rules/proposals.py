@@ -1,10 +1,10 @@
-"""What a fix proposes to type: overrides as text, and the values around one that does not fit."""
+"""What a check found, and what its fix proposes to type: overrides as text, and values around one that is wrong."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import typed
@@ -13,6 +13,28 @@ from megatron_cp.rules.remedies import BETWEEN
 
 NATIVE = f"{NAME.model.attention_backend}=native"
 EXPERTS_LIKE_THE_REST = f"{NAME.model.expert_model_parallel_size}=1 {NAME.model.expert_tensor_parallel_size}=null"
+Severity = Literal["error", "warning"]
+
+
+class Finding:
+    """What a check found: the setting, what is wrong, and what would be right.
+
+    The fix is text in the form of :mod:`megatron_cp.rules.remedies`. It may propose more than works: every alternative
+    is tried before it is shown.
+
+    Args:
+        field: the dotted name of the setting.
+        message: what is wrong with it.
+        fixes: alternatives, the best first; ``=VALUE`` gives ``field`` this value. Empty ones are left out.
+        values: of ``field``, that would be right: alternatives before ``fixes``.
+        severity: where it differs from the rule's.
+    """
+
+    def __init__(
+        self, field: str, message: str, *fixes: str, values: Iterable[Any] = (), severity: Severity | None = None
+    ) -> None:
+        self.field, self.message, self.severity = field, message, severity
+        self.fix = either(one_of(field, values), *(f"{field}{fix}" if fix.startswith("=") else fix for fix in fixes))
 
 
 def default_of(field: str) -> str:
