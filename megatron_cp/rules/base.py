@@ -6,17 +6,18 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from megatron_cp.attention.modules.te_support import Gap, has_its_layers
 from megatron_cp.attention.transports.registry import Transport, known_transports
 from megatron_cp.common.errors import Violation
 from megatron_cp.config.names import NAME
+from megatron_cp.config.overrides import override
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.proposals import NATIVE, Finding, Severity
 from megatron_cp.rules.remedies import Case
 from megatron_cp.rules.resolve import backend_in, packed_sizes
-
-Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
@@ -30,49 +31,44 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a check found: the setting, what is wrong, and what would be right.
-
-    ``fix`` is text in the form of :mod:`megatron_cp.rules.remedies`. It may propose more than works: every alternative
-    is tried before it is shown.
-    """
-
-    field: str
-    message: str
-    fix: str = ""
-    severity: Severity | None = None  # where it differs from the rule's
-
-
-@dataclass(frozen=True)
 class Context(Case):
     """A configuration and the place it is to run, with the numbers that checks ask for.
 
     Sizes below one, which rule A1 reports, read as one, so that every other check can calculate.
     """
 
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
     @cached_property
     def tp(self) -> int:
-        return max(1, self.config.model.tensor_model_parallel_size)
+        return max(1, self.model.tensor_model_parallel_size)
 
     @cached_property
     def pp(self) -> int:
-        return max(1, self.config.model.pipeline_model_parallel_size)
+        return max(1, self.model.pipeline_model_parallel_size)
 
     @cached_property
     def cp(self) -> int:
-        return max(1, self.config.model.context_parallel_size)
+        return max(1, self.model.context_parallel_size)
 
     @cached_property
     def ep(self) -> int:
-        return max(1, self.config.model.expert_model_parallel_size)
+        return max(1, self.model.expert_model_parallel_size)
 
     @cached_property
     def etp(self) -> int:
-        return max(1, self.config.model.expert_tensor_parallel_size or 1)
+        return max(1, self.model.expert_tensor_parallel_size or 1)
 
     @cached_property
     def dp(self) -> int:
         return max(1, self.world_size // (self.tp * self.pp * self.cp))
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts lie on other ranks than the rest of the model."""
+        return bool(self.model.num_moe_experts) and (self.ep > 1 or self.etp != self.tp)
 
     @property
     def divisible(self) -> bool:
@@ -82,17 +78,17 @@ class Context(Case):
     @cached_property
     def heads(self) -> int:
         """Query heads on one tensor-parallel rank."""
-        return max(1, self.config.model.num_attention_heads // self.tp)
+        return max(1, self.model.num_attention_heads // self.tp)
 
     @cached_property
     def kv_heads(self) -> int:
         """Key/value heads on one tensor-parallel rank; with fewer than tp each rank holds a copy of one."""
-        return max(1, self.config.model.kv_heads // self.tp)
+        return max(1, self.model.kv_heads // self.tp)
 
     @cached_property
     def transports(self) -> tuple[Transport, ...]:
         """The known transports in use, each once, in the order of the layers."""
-        return known_transports(self.config.model.transports)
+        return known_transports(self.model.transports)
 
     @cached_property
     def hierarchical(self) -> Transport | None:
@@ -102,7 +98,7 @@ class Context(Case):
     @cached_property
     def levels(self) -> tuple[int, int] | None:
         """Hierarchical sizes where they are well-formed, as rules C5 to C7 ask."""
-        sizes = self.config.model.hierarchical_context_parallel_sizes
+        sizes = self.model.hierarchical_context_parallel_sizes
         well_formed = sizes is not None and len(sizes) == 2 and min(sizes) >= 1 and math.prod(sizes) == self.cp
         return (sizes[0], sizes[1]) if well_formed and sizes is not None else None
 
@@ -118,7 +114,7 @@ class Context(Case):
     @cached_property
     def packed(self) -> bool:
         """Whether training runs packs."""
-        return self.config.model.sequence_packing_scheduler is not None
+        return self.model.sequence_packing_scheduler is not None
 
     @cached_property
     def packs(self) -> bool:
@@ -133,12 +129,12 @@ class Context(Case):
     @cached_property
     def packed_sizes(self) -> set[int]:
         """Ranks of the groups that packs may use."""
-        return packed_sizes(self.config.model, self.config.dist, self.world_size)
+        return packed_sizes(self.model, self.config.dist, self.world_size)
 
     @cached_property
     def widest(self) -> int:
         """The most ranks that may share a sample, in training or in evaluation."""
-        return max(self.cp, self.eval_cp, self.dp * self.cp if self.config.model.dynamic_context_parallel else 1)
+        return max(self.cp, self.eval_cp, self.dp * self.cp if self.model.dynamic_context_parallel else 1)
 
     @cached_property
     def gloo(self) -> bool:
@@ -152,7 +148,7 @@ class Context(Case):
 
     @cached_property
     def _choice(self) -> tuple[str, list[Gap]]:
-        return backend_in(self.environment, self.config.model, self.packed_sizes, self.config.mixed_precision.fp32)
+        return backend_in(self.environment, self.model, self.packed_sizes, self.config.mixed_precision.fp32)
 
     @property
     def backend(self) -> str:
@@ -168,21 +164,16 @@ class Context(Case):
     def its_layers(self) -> bool:
         """Whether the layers around attention are Transformer Engine's."""
         environment, fp32 = self.environment, self.config.mixed_precision.fp32
-        return has_its_layers(self.config.model, environment.transformer_engine, environment.device == "gpu", fp32)
+        return has_its_layers(self.model, environment.transformer_engine, environment.device == "gpu", fp32)
 
     def te_findings(self, rule_id: str) -> Iterator[Finding]:
         """What Transformer Engine lacks under a rule, an error where it is asked for by name, or is slow at."""
+        chosen = self.backend == "te"
         for gap in self.gaps:
-            if gap.rule == rule_id and self.backend == "te":
-                severity: Severity = "warning" if gap.slow else "error"
-                yield Finding(
-                    gap.field, f"Transformer Engine: {gap.message}", f"{NAME.model.attention_backend}=native", severity
-                )
-            elif gap.rule == rule_id:
-                message = f"Transformer Engine: {gap.message}; our own attention is used instead"
-                yield Finding(
-                    gap.field, message, f"{NAME.model.attention_backend}=native (silences this warning)", "warning"
-                )
+            if gap.rule == rule_id:
+                message = f"Transformer Engine: {gap.message}{'' if chosen else '; our own attention is used instead'}"
+                fix = NATIVE if chosen else f"{NATIVE} (silences this warning)"
+                yield Finding(gap.field, message, fix, severity="error" if chosen and not gap.slow else "warning")
 
     def variable(self, name: str) -> str | None:
         """An environment variable as the run will see it: what is exported wins over ``env_vars``."""
@@ -210,10 +201,8 @@ class Rule:
 
     def violations(self, context: Context) -> Iterator[Violation]:
         for found in self.check(context):
-            severity = found.severity or self.severity
-            yield Violation(
-                self.id, severity, found.field, found.message, found.fix, context.config.value_at(found.field)
-            )
+            severity, value = found.severity or self.severity, context.config.value_at(found.field)
+            yield Violation(self.id, severity, found.field, found.message, found.fix, value)
 
 
 RULES: dict[str, Rule] = {}
@@ -253,6 +242,17 @@ def order(rule_id: str) -> tuple[str, int]:
     return rule_id[0], int(rule_id[1:])
 
 
-def broken(*overrides: str, **where: Any) -> Example:
-    """Shorthand for an :class:`Example`."""
-    return Example(overrides, **where)
+def broken(
+    *overrides: str,
+    world_size: int = 4,
+    environment: str | Environment = "cpu",
+    gpus_per_node: int | None = None,
+    **sections: dict[str, Any],
+) -> Example:
+    """An :class:`Example` of overrides, as text or as sections of settings: ``model=dict(num_layers=3)``."""
+    settings = [
+        override(getattr(getattr(NAME, section), name), value)
+        for section, values in sections.items()
+        for name, value in values.items()
+    ]
+    return Example((*settings, *overrides), world_size, environment, gpus_per_node)

@@ -8,7 +8,7 @@ from functools import cache
 from megatron_cp.common.errors import ConfigError, Violation
 from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import load_recipe
-from megatron_cp.rules import RULES, Environment, Example, Rule, check
+from megatron_cp.rules import RULES, Environment, Example, check
 
 EXAMPLE_RECIPE = "llama_tiny_pretrain_config"
 
@@ -61,19 +61,9 @@ def explain(rule_id: str) -> str:
     if name not in RULES:
         fix = f"the id that a message begins with, as A2 in 'error A2: {NAME.model.context_parallel_size}=4: ...'"
         raise ConfigError([Violation("K35", "error", "--explain", f"no rule '{rule_id}'", fix)])
-    return "\n".join(_lines(RULES[name]))
-
-
-def _settings(environment: Environment) -> str:
-    return str({name: value for name, value in asdict(environment).items() if value})
-
-
-def _lines(rule: Rule) -> list[str]:
-    said = [str(v) for v in example_violations(rule.id) if v.rule == rule.id]
-    return [
-        f"{rule.id} ({rule.severity}): {rule.title}",
-        f"why: {rule.why}",
-        f"example: {example_command(rule.example)}",
-        *([] if isinstance(rule.example.environment, str) else [f"  FILE holds {_settings(rule.example.environment)}"]),
-        *(f"  {line}" for text in said for line in text.splitlines()),
-    ]
+    rule, said = RULES[name], [str(v) for v in example_violations(name) if v.rule == name]
+    lines = [f"{name} ({rule.severity}): {rule.title}", f"why: {rule.why}", f"example: {example_command(rule.example)}"]
+    if isinstance(rule.example.environment, Environment):
+        file = {name: value for name, value in asdict(rule.example.environment).items() if value}
+        lines.append(f"  FILE holds {file}")
+    return "\n".join([*lines, *(f"  {line}" for text in said for line in text.splitlines())])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from megatron_cp.common.errors import ConfigError, Violation
 from megatron_cp.config import bridge_names
 from megatron_cp.config.overrides import quoted
 from megatron_cp.config.recipes import from_settings, parse_overrides
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import RunConfig, settings
+from megatron_cp.config.setting import Facts
 from megatron_cp.rules.environment import Environment
 
 BETWEEN = ", or "
@@ -94,6 +95,13 @@ class Case:
     world_size: int
     gpus_per_node: int | None
     environment: Environment
+
+    def out_of_range(self, kind: str) -> Iterator[tuple[str, Any, Facts]]:
+        """The settings of a kind whose values are not in their range, with the values and what is known of them."""
+        for name, facts in settings().items():
+            value = self.config.value_at(name)
+            if facts.kind == kind and not facts.allows(value):
+                yield name, value, facts
 
     def after(self, fix: Fix) -> Case:
         """The same case once the fix was typed.

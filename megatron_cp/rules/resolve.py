@@ -64,11 +64,8 @@ def resolve_auto(
     given = model.hierarchical_context_parallel_sizes
     sizes: list[int] | None
     if given and model.context_parallel_size > 1:
-        transport, sizes, reason = (
-            HIERARCHICAL.name,
-            given,
-            f"these are its {NAME.model.hierarchical_context_parallel_sizes}",
-        )
+        transport, sizes = HIERARCHICAL.name, given
+        reason = f"these are its {NAME.model.hierarchical_context_parallel_sizes}"
     else:
         try:
             transport, sizes, reason = _selected(config, world_size, gpus_per_node, environment)

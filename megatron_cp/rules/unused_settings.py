@@ -18,7 +18,7 @@ def unread(config: RunConfig) -> Iterator[Finding]:
         value = config.value_at(field)
         if off and value != default_at(field) and value != _unset(config, field):
             fix = either(default_of(field), off.turn_on)
-            yield Finding(field, f"has no effect: it is read with {off.switch} only", fix, "warning")
+            yield Finding(field, f"has no effect: it is read with {off.switch} only", fix, severity="warning")
 
 
 def _unset(config: RunConfig, field: str) -> Any:

@@ -8,16 +8,7 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig, default_at
 from megatron_cp.models.hybrid_pattern import LETTERS, ahead_of, layers_of, with_stages, without_stages
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import (
-    closest,
-    default_of,
-    divisors,
-    either,
-    nearest_multiples,
-    one_of,
-    resized,
-    typed,
-)
+from megatron_cp.rules.proposals import closest, default_of, divisors, nearest_multiples, ones, resized
 from megatron_cp.rules.unused_settings import unread
 
 # megatron-core's latent attention makes its own projections, scale and rotary embedding, without asking for these.
@@ -34,6 +25,12 @@ _NOT_READ_BY_LATENT_ATTENTION = (
     NAME.model.rotary_base_local,
 )
 _NOT_READ_BY_ITS_YARN = (NAME.model.rotary_percent, NAME.model.yarn_correction_range_round_to_int)
+_NOT_BUILT_IN_HYBRIDS = (
+    NAME.model.multi_latent_attention,
+    NAME.model.rope_scaling,
+    NAME.model.use_mup,
+    NAME.model.sandwich_norm,
+)
 # What gives the stages of other models their layers.
 _STAGES = (
     NAME.model.account_for_embedding_in_pipeline_split,
@@ -48,54 +45,41 @@ _STAGES = (
     "A sliding window is two lengths.",
     "megatron-core passes (left, right) on as they are and fails late; a causal window has nothing to the right. The "
     "layers of multi-token prediction have the windows of the first layers: their numbers begin at 1 again.",
-    broken(f"{NAME.model.window_size}=[64]"),
+    broken(model=dict(window_size=[64])),
 )
 def window_is_two_lengths(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    window, every = model.window_size, model.window_attn_skip_freq
+    model = c.model
+    window, every, field = model.window_size, model.window_attn_skip_freq, NAME.model.window_attn_skip_freq
     if window is not None and (len(window) != 2 or min(window) < -1):
         left = window[0] if window and window[0] > 0 else 1024
         message = f"must be [left, right], -1 for no limit, got {window}"
-        yield Finding(NAME.model.window_size, message, typed(NAME.model.window_size, [left, 0]))
+        yield Finding(NAME.model.window_size, message, values=[[left, 0]])
     elif window is not None and model.attention_mask_type == "causal" and window[1] > 0:
         message = f"causal attention sees nothing ahead; the right part of {window} has no effect"
-        yield Finding(
-            NAME.model.window_size, message, typed(NAME.model.window_size, [window[0], 0]), severity="warning"
-        )
+        yield Finding(NAME.model.window_size, message, values=[[window[0], 0]], severity="warning")
     # megatron-core numbers the layers of multi-token prediction from 1 again, and looks them up in the same list.
     depths = min(model.mtp_num_layers or 0, 1) if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
     # In a hybrid model attention alone does.
     ahead = max((layers.rfind("*") + 1 for layers in ahead_of(model.hybrid_layer_pattern)), default=depths)
     if isinstance(every, list) and len(every) != model.num_layers:
         message = f"has {len(every)} entries for {model.num_layers} layers"
-        fix = one_of(NAME.model.window_attn_skip_freq, [resized(every, model.num_layers) if every else None, None])
-        yield Finding(NAME.model.window_attn_skip_freq, message, fix)
+        yield Finding(field, message, values=[resized(every, model.num_layers) if every else None, None])
     elif isinstance(every, list) and window is not None and len(every) < ahead:
         message = f"has {len(every)} entries for {ahead} layers of multi-token prediction, which take them from the "
         fewer = f"{NAME.model.mtp_num_layers}={len(every)}"
         if model.architecture == "hybrid":
             shorter = [layers[: len(every)] for layers in ahead_of(model.hybrid_layer_pattern)]
             fewer = _pattern("/".join([(model.hybrid_layer_pattern or "").split("/")[0], *shorter]))
-        everywhere = f"{NAME.model.window_attn_skip_freq}=null (a window in all layers)"
-        yield Finding(NAME.model.window_attn_skip_freq, f"{message}first on", either(fewer, everywhere))
+        yield Finding(field, f"{message}first on", fewer, "=null (a window in all layers)")
     elif isinstance(every, int) and every < 1:
-        yield Finding(
-            NAME.model.window_attn_skip_freq,
-            f"leaves every n-th layer without a window, n at least 1, got {every}",
-            f"{NAME.model.window_attn_skip_freq}=null (a window in all layers)",
-        )
+        message = f"leaves every n-th layer without a window, n at least 1, got {every}"
+        yield Finding(field, message, "=null (a window in all layers)")
     elif isinstance(every, list) and not set(every) <= {0, 1}:
         message = f"says 1 for a layer with a window and 0 for one without, got {every}"
-        yield Finding(NAME.model.window_attn_skip_freq, message, typed(NAME.model.window_attn_skip_freq, _ones(every)))
+        yield Finding(field, message, values=[ones(every)])
     elif every is not None and window is None:
         message = f"has no effect: {NAME.model.window_size} is null, and no layer has a window"
-        yield Finding(
-            NAME.model.window_attn_skip_freq, message, f"{NAME.model.window_attn_skip_freq}=null", severity="warning"
-        )
-
-
-def _ones(entries: list[int]) -> list[int]:
-    return [int(bool(entry)) for entry in entries]
+        yield Finding(field, message, "=null", severity="warning")
 
 
 def _pattern(pattern: str) -> str:
@@ -107,17 +91,15 @@ def _pattern(pattern: str) -> str:
     "A hybrid model has a layer pattern with one letter a layer.",
     "M is Mamba, * attention, - an MLP, E experts; the pattern is the model. | may part the pipeline stages, all of "
     "them. Behind it each depth of multi-token prediction has the same pattern, after a /.",
-    broken(f"{NAME.model.architecture}=hybrid"),
+    broken(model=dict(architecture="hybrid")),
 )
 def hybrid_pattern(c: Context) -> Iterator[Finding]:
-    model, field = c.config.model, NAME.model.hybrid_layer_pattern
+    model, field = c.model, NAME.model.hybrid_layer_pattern
     pattern, layers = model.hybrid_layer_pattern, layers_of(model.hybrid_layer_pattern)
     if model.architecture != "hybrid":
         if pattern is not None:
             yield Finding(
-                field,
-                f"is set, but {NAME.model.architecture} is gpt",
-                f"{field}=null, or {NAME.model.architecture}=hybrid",
+                field, f"is set, but {NAME.model.architecture} is gpt", "=null", f"{NAME.model.architecture}=hybrid"
             )
     elif not layers or set(layers) - set(LETTERS):
         yield Finding(
@@ -137,43 +119,35 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
 
 
 def _patterns_ahead(model: ModelConfig) -> Iterator[Finding]:
-    field, ahead, depths = (
-        NAME.model.hybrid_layer_pattern,
-        ahead_of(model.hybrid_layer_pattern),
-        model.mtp_num_layers or 0,
-    )
+    field, depths = NAME.model.hybrid_layer_pattern, model.mtp_num_layers or 0
+    ahead = ahead_of(model.hybrid_layer_pattern)
     own = (model.hybrid_layer_pattern or "").split("/")[0]
     if not ahead:
         message = f"has no layers for the {depths} depths of multi-token prediction ({NAME.model.mtp_num_layers})"
-        yield Finding(
-            field, message, either(_pattern(f"{own}{'/*-' * min(depths, 8)}"), f"{NAME.model.mtp_num_layers}=null")
-        )
+        yield Finding(field, message, _pattern(f"{own}{'/*-' * min(depths, 8)}"), f"{NAME.model.mtp_num_layers}=null")
     elif not ahead[0] or set(ahead[0]) - set(LETTERS) or len(set(ahead)) > 1:
         message = f"each depth of multi-token prediction has the same layers, letters among M, *, - and E; got {ahead}"
         yield Finding(field, message, _pattern(f"{own}{'/*-' * len(ahead)}"))
     elif len(ahead) != depths:
-        message = (
-            f"is {depths or 'null'}, and {NAME.model.hybrid_layer_pattern} has layers for {len(ahead)} depths, "
-            "after each /"
-        )
-        yield Finding(NAME.model.mtp_num_layers, message, f"{NAME.model.mtp_num_layers}={len(ahead)}")
+        message = f"is {depths or 'null'}, and {field} has layers for {len(ahead)} depths, after each /"
+        yield Finding(NAME.model.mtp_num_layers, message, f"={len(ahead)}")
 
 
 @rule(
     "K18",
     "The key/value heads divide the attention heads.",
     "Each key/value head serves the same number of query heads.",
-    broken(f"{NAME.model.num_query_groups}=3"),
+    broken(model=dict(num_query_groups=3)),
 )
 def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
-    heads, groups = c.config.model.num_attention_heads, c.config.model.num_query_groups
-    if c.config.model.multi_latent_attention:
+    heads, groups = c.model.num_attention_heads, c.model.num_query_groups
+    if c.model.multi_latent_attention:
         return  # has no key/value heads, and rule K19 says so
     if groups and groups > 0 and heads > 0 and heads % groups:
         yield Finding(
             NAME.model.num_query_groups,
             f"{groups} key/value heads do not divide {heads} attention heads",
-            one_of(NAME.model.num_query_groups, closest(divisors(heads), groups)),
+            values=closest(divisors(heads), groups),
         )
 
 
@@ -184,64 +158,57 @@ def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
     f"reads while another is off, such as {NAME.model.rope_scaling_factor} without {NAME.model.rope_scaling}, is "
     "warned of.",
     broken(
-        f"{NAME.model.architecture}=hybrid",
-        f"{NAME.model.hybrid_layer_pattern}=M*M*",
-        f"{NAME.model.mamba_num_groups}=4",
-        f"{NAME.model.num_query_groups}=null",
-        f"{NAME.model.multi_latent_attention}=true",
+        model=dict(
+            architecture="hybrid",
+            hybrid_layer_pattern="M*M*",
+            mamba_num_groups=4,
+            num_query_groups=None,
+            multi_latent_attention=True,
+        ),
     ),
 )
 def everything_is_built(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    not_built_in_hybrids = {
-        NAME.model.multi_latent_attention: model.multi_latent_attention,
-        NAME.model.rope_scaling: model.rope_scaling,
-        NAME.model.use_mup: model.use_mup,
-        NAME.model.sandwich_norm: model.sandwich_norm,
-    }
-    for field, asked in not_built_in_hybrids.items():
-        if asked and model.architecture == "hybrid":
-            fix = either(f"{field}=false", f"{NAME.model.architecture}=gpt")
-            yield Finding(field, "is not built into hybrid models by this version", fix)
-    for field in _STAGES if model.architecture == "hybrid" else []:
-        if c.config.value_at(field):
+    if c.model.architecture == "hybrid":
+        for field in filter(c.config.value_at, _NOT_BUILT_IN_HYBRIDS):
+            message = "is not built into hybrid models by this version"
+            yield Finding(field, message, "=false", f"{NAME.model.architecture}=gpt")
+        for field in filter(c.config.value_at, _STAGES):
             message = "does not move the layers of a hybrid model, which its pattern gives to the stages"
             yield Finding(field, message, f"{default_of(field)} (| in the pattern begins a stage)")
-    if model.architecture == "hybrid" and model.moe_layer_freq != 1:
-        message = "does not say which layers of a hybrid model have experts: E in its pattern does"
-        yield Finding(NAME.model.moe_layer_freq, message, f"{NAME.model.moe_layer_freq}=1")
-    if model.multi_latent_attention:
+        if c.model.moe_layer_freq != 1:
+            message = "does not say which layers of a hybrid model have experts: E in its pattern does"
+            yield Finding(NAME.model.moe_layer_freq, message, "=1")
+    if c.model.multi_latent_attention:
         yield from _not_read_by_latent_attention(c)
     yield from unread(c.config)
 
 
 def _not_read_by_latent_attention(c: Context) -> Iterator[Finding]:
-    kind = c.config.model.position_embedding_type
+    kind = c.model.position_embedding_type
     for field in _NOT_READ_BY_LATENT_ATTENTION + (_NOT_READ_BY_ITS_YARN if kind == "yarn" else ()):
         if c.config.value_at(field) != default_at(field):
             which = "multi-latent attention with YaRN" if field in _NOT_READ_BY_ITS_YARN else "multi-latent attention"
             yield Finding(field, f"does not reach {which}, which goes on without it", default_of(field))
     if kind not in ("rope", "yarn"):
         message = "does not reach multi-latent attention, which has rotary embeddings of its own"
-        yield Finding(NAME.model.position_embedding_type, message, f"{NAME.model.position_embedding_type}=rope")
+        yield Finding(NAME.model.position_embedding_type, message, "=rope")
 
 
 @rule(
     "K31",
     "Tensor parallelism divides the feed-forward layers.",
     "Each rank holds as many columns of the first matrix, gated or not, as rows of the second.",
-    broken(f"{NAME.model.ffn_hidden_size}=97", f"{NAME.model.tensor_model_parallel_size}=2", world_size=8),
+    broken(model=dict(ffn_hidden_size=97, tensor_model_parallel_size=2), world_size=8),
 )
 def feed_forward_divides(c: Context) -> Iterator[Finding]:
-    model = c.config.model
     names = NAME.model
     dense, experts = (names.tensor_model_parallel_size, c.tp), (names.expert_tensor_parallel_size, c.etp)
-    split = [(names.ffn_hidden_size, *dense)] if "-" in model.parts else []
-    if "E" in model.parts:
-        of_experts = names.ffn_hidden_size if model.moe_ffn_hidden_size is None else names.moe_ffn_hidden_size
+    split = [(names.ffn_hidden_size, *dense)] if "-" in c.model.parts else []
+    if "E" in c.model.parts:
+        of_experts = names.ffn_hidden_size if c.model.moe_ffn_hidden_size is None else names.moe_ffn_hidden_size
         split += [(of_experts, *experts), (names.moe_shared_expert_intermediate_size, *dense)]
     for field, ranks, size in split:
         width = c.config.value_at(field)
         if width is not None and width % size:
             message = f"{width} is not divisible by {ranks} ({size})"
-            yield Finding(field, message, one_of(field, nearest_multiples(width, size)))
+            yield Finding(field, message, values=nearest_multiples(width, size))

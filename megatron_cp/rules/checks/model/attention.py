@@ -8,7 +8,7 @@ from megatron_cp.attention.modules.te_support import first_versions
 from megatron_cp.attention.transports.registry import ALL_TO_ALL, RING
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
-from megatron_cp.rules.proposals import either
+from megatron_cp.rules.proposals import NATIVE
 
 te_rule(
     "E1",
@@ -16,7 +16,7 @@ te_rule(
     "Its ring does not skip what is outside the window and refuses; its gather computes something else, silently, if "
     f"the mask is not causal. Causal: {first_versions('window')}; not causal: {first_versions('full_window')} (in "
     f"packs {first_versions('full_window_in_packs')}). Our attention has windows on every transport.",
-    broken(f"{NAME.model.attention_backend}=te", f"{NAME.model.window_size}=[64,0]", environment="gpu"),
+    broken(model=dict(attention_backend="te", window_size=[64, 0]), environment="gpu"),
 )
 
 
@@ -25,10 +25,8 @@ te_rule(
     "No attention dropout together with a sliding window under context parallelism.",
     "Transformer Engine has no kernel for the two together, and our attention has no attention dropout.",
     broken(
-        f"{NAME.model.attention_backend}=te",
-        f"{NAME.model.window_size}=[64,0]",
-        f"{NAME.model.attention_dropout}=0.1",
         *ALL_TO_ALL.settings,
+        model=dict(attention_backend="te", window_size=[64, 0], attention_dropout=0.1),
         environment="gpu",
     ),
 )
@@ -39,7 +37,7 @@ te_rule(
     f"A softmax offset ({NAME.model.softmax_type}) with Transformer Engine needs {ALL_TO_ALL.name}.",
     "Its other transports merge partial results without it. In packs it is there since 2.12, on one rank too. Our "
     "attention has it on every transport.",
-    broken(f"{NAME.model.attention_backend}=te", f"{NAME.model.softmax_type}=learnable", environment="gpu"),
+    broken(model=dict(attention_backend="te", softmax_type="learnable"), environment="gpu"),
 )
 
 
@@ -48,18 +46,15 @@ te_rule(
     "No attention mask is made from the data.",
     "Attention under context parallelism is causal or full; a mask that a dataset makes at document borders is ignored "
     "silently upstream, and would be a [s, s] tensor. Packing keeps documents apart without one.",
-    broken(f"{NAME.dataset.reset_attention_mask}=true"),
+    broken(dataset=dict(reset_attention_mask=True)),
 )
 def no_mask_from_data(c: Context) -> Iterator[Finding]:
     if c.config.dataset.reset_attention_mask:
         yield Finding(
             NAME.dataset.reset_attention_mask,
             "the mask would be ignored: attention sees over document borders as before",
-            either(
-                f"{NAME.dataset.reset_attention_mask}=false",
-                f"{NAME.dataset.reset_attention_mask}=false {NAME.model.sequence_packing_scheduler}=dp_balanced "
-                "(separates documents)",
-            ),
+            "=false",
+            f"=false {NAME.model.sequence_packing_scheduler}=dp_balanced (separates documents)",
         )
 
 
@@ -69,15 +64,15 @@ def no_mask_from_data(c: Context) -> Iterator[Finding]:
     "megatron-core's rotary embedding, which shows attention distances only, counts from the start of the sequence "
     "whatever position_ids say, silently. Without position embeddings nothing reads them but multi-token prediction, "
     "which counts its targets by them.",
-    broken(f"{NAME.dataset.reset_position_ids}=true"),
+    broken(dataset=dict(reset_position_ids=True)),
 )
 def no_restarted_positions(c: Context) -> Iterator[Finding]:
-    kind = c.config.model.position_embedding_type
+    kind = c.model.position_embedding_type
     if c.config.dataset.reset_position_ids and kind != "learned_absolute":
         yield Finding(
             NAME.dataset.reset_position_ids,
             f"position_ids would be ignored with {NAME.model.position_embedding_type}={kind}",
-            f"{NAME.dataset.reset_position_ids}=false",
+            "=false",
         )
 
 
@@ -85,14 +80,14 @@ def no_restarted_positions(c: Context) -> Iterator[Finding]:
     "E11",
     "Attention dropout needs Transformer Engine's attention.",
     f"Our attention is exact and has none; {NAME.model.hidden_dropout} works everywhere.",
-    broken(f"{NAME.model.attention_dropout}=0.1"),
+    broken(model=dict(attention_dropout=0.1)),
 )
 def attention_dropout(c: Context) -> Iterator[Finding]:
-    if c.config.model.attention_dropout and c.backend == "native":
+    if c.model.attention_dropout and c.backend == "native":
         yield Finding(
             NAME.model.attention_dropout,
             f"{NAME.model.attention_dropout} is not supported by our attention, which this run uses",
-            f"{NAME.model.attention_dropout}=0 ({NAME.model.hidden_dropout} still regularizes)",
+            f"=0 ({NAME.model.hidden_dropout} still regularizes)",
         )
 
 
@@ -101,9 +96,9 @@ def attention_dropout(c: Context) -> Iterator[Finding]:
     "Transformer Engine has a kernel left: flash or fused attention, in bf16 or fp16.",
     "Its unfused attention has no context parallelism; NVTE_FUSED_ATTN=0 without flash attention leaves nothing.",
     broken(
-        f"{NAME.model.attention_backend}=te",
         "env_vars.NVTE_FUSED_ATTN=0",
         "env_vars.NVTE_FLASH_ATTN=0",
+        model=dict(attention_backend="te"),
         environment="gpu",
     ),
 )
@@ -116,7 +111,8 @@ def a_kernel_is_left(c: Context) -> Iterator[Finding]:
                 "env_vars.NVTE_FUSED_ATTN",
                 "No dot product attention backend is available: fused attention is off by NVTE_FUSED_ATTN=0, and flash "
                 "attention is off or not installed",
-                either(c.set_variable("NVTE_FUSED_ATTN", "1"), f"{NAME.model.attention_backend}=native"),
+                c.set_variable("NVTE_FUSED_ATTN", "1"),
+                NATIVE,
             )
 
 
@@ -125,21 +121,14 @@ def a_kernel_is_left(c: Context) -> Iterator[Finding]:
     "Determinism asked for is determinism given.",
     "Transformer Engine reads NVTE_ALLOW_NONDETERMINISTIC_ALGO, NCCL chooses algorithms by itself, the fused "
     "cross-entropy is not deterministic, and mamba-ssm's gradients are added up in any order.",
-    broken(
-        f"{NAME.model.deterministic_mode}=true",
-        f"{NAME.model.cross_entropy_loss_fusion}=true",
-        "mixed_precision=bf16_mixed",
-    ),
+    broken("mixed_precision=bf16_mixed", model=dict(deterministic_mode=True, cross_entropy_loss_fusion=True)),
 )
 def determinism(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    if not model.deterministic_mode:
+    if not c.model.deterministic_mode:
         return
-    if model.cross_entropy_loss_fusion:
+    if c.model.cross_entropy_loss_fusion:
         yield Finding(
-            NAME.model.cross_entropy_loss_fusion,
-            "Cross Entropy Fusion is currently not deterministic",
-            f"{NAME.model.cross_entropy_loss_fusion}=false",
+            NAME.model.cross_entropy_loss_fusion, "Cross Entropy Fusion is currently not deterministic", "=false"
         )
     if c.backend == "te" and c.variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO") != "0":
         yield Finding(
@@ -152,10 +141,10 @@ def determinism(c: Context) -> Iterator[Finding]:
         yield Finding(
             "env_vars.NCCL_ALGO",
             "is not set: NCCL may choose another reduction order on the next run",
-            "env_vars.NCCL_ALGO=Ring",
+            "=Ring",
             severity="warning",
         )
-    if c.environment.device == "gpu" and "M" in model.parts:
+    if c.environment.device == "gpu" and "M" in c.model.parts:
         for name in ("MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC"):
             if c.variable(name) != "1":
                 yield Finding(
@@ -171,19 +160,18 @@ def determinism(c: Context) -> Iterator[Finding]:
     "Deterministic packed attention on Hopper needs a large workspace, for Transformer Engine.",
     "cuDNN's deterministic backward pass for thd keeps partial gradients of all tiles.",
     broken(
-        f"{NAME.model.deterministic_mode}=true",
-        f"{NAME.model.sequence_packing_scheduler}=dp_balanced",
         *RING.settings,
         "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
+        model=dict(deterministic_mode=True, sequence_packing_scheduler="dp_balanced"),
         environment="gpu",
     ),
     severity="warning",
 )
 def deterministic_packing(c: Context) -> Iterator[Finding]:
     hopper = c.environment.compute_capability == 9.0
-    if c.backend == "te" and c.config.model.deterministic_mode and c.packed and hopper:
+    if c.backend == "te" and c.model.deterministic_mode and c.packed and hopper:
         yield Finding(
             NAME.model.deterministic_mode,
             "the deterministic backward pass of packed attention may run out of memory on Hopper",
-            f"{NAME.model.attention_backend}=native",
+            NATIVE,
         )

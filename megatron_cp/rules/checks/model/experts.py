@@ -8,7 +8,7 @@ from megatron_cp.attention.transports.registry import RING
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import closest, divisors, either, one_of, resized, typed
+from megatron_cp.rules.proposals import closest, divisors, ones, resized
 
 
 @rule(
@@ -16,86 +16,67 @@ from megatron_cp.rules.proposals import closest, divisors, either, one_of, resiz
     "A mixture of experts is complete.",
     f"The router chooses {NAME.model.moe_router_topk} of {NAME.model.num_moe_experts}; megatron-core asks for "
     "sequence parallelism under tp.",
-    broken(f"{NAME.model.num_moe_experts}=2", f"{NAME.model.moe_router_topk}=4"),
+    broken(model=dict(num_moe_experts=2, moe_router_topk=4)),
 )
 def experts_are_complete(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if model.num_moe_experts is None:
         if model.moe_ffn_hidden_size is not None:
             yield Finding(
-                NAME.model.moe_ffn_hidden_size,
-                "moe_ffn_hidden_size is set but num_moe_experts is None",
-                f"{NAME.model.moe_ffn_hidden_size}=null",
+                NAME.model.moe_ffn_hidden_size, "moe_ffn_hidden_size is set but num_moe_experts is None", "=null"
             )
         if "E" in model.parts:
             message = f"is null, and the E in {NAME.model.hybrid_layer_pattern} are layers with experts"
-            yield Finding(
-                NAME.model.num_moe_experts,
-                message,
-                either(f"{NAME.model.num_moe_experts}=8", _pattern(model, "E", "-", -1)),
-            )
+            yield Finding(NAME.model.num_moe_experts, message, "=8", _pattern(model, "E", "-", -1))
     if model.num_moe_experts is None or model.num_moe_experts < 1:
         return  # of the latter rule A1 has said so
     yield from _expert_layers(model)
-    if not 1 <= model.moe_router_topk <= model.num_moe_experts:
-        yield Finding(
-            NAME.model.moe_router_topk,
-            f"must be between 1 and {NAME.model.num_moe_experts} ({model.num_moe_experts}), got "
-            f"{model.moe_router_topk}",
-            f"{NAME.model.moe_router_topk}={max(1, min(model.num_moe_experts, model.moe_router_topk))}",
-        )
+    experts, topk = model.num_moe_experts, model.moe_router_topk
+    if not 1 <= topk <= experts:
+        message = f"must be between 1 and {NAME.model.num_moe_experts} ({experts}), got {topk}"
+        yield Finding(NAME.model.moe_router_topk, message, f"={max(1, min(experts, topk))}")
     yield from _expert_groups(model)
     sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
     softmax = model.moe_router_score_function == "softmax" and not sinkhorn
-    if model.moe_router_topk == 1 and softmax and not model.moe_router_pre_softmax:
+    if topk == 1 and softmax and not model.moe_router_pre_softmax:
         yield Finding(
             NAME.model.moe_router_pre_softmax,
             f"a softmax over the one expert that {NAME.model.moe_router_topk}=1 chooses is always 1, and the router "
             "learns nothing",
-            f"{NAME.model.moe_router_pre_softmax}=true",
+            "=true",
         )
     if model.moe_router_enable_expert_bias and (sinkhorn or softmax):
         yield Finding(
             NAME.model.moe_router_enable_expert_bias,
             "Expert bias for aux-loss-free routing only supports 'sigmoid' and 'sqrtsoftplus' scores, and no sinkhorn",
-            f"{NAME.model.moe_router_enable_expert_bias}=false",
+            "=false",
         )
     if sinkhorn and model.moe_aux_loss_coeff:
-        yield Finding(
-            NAME.model.moe_aux_loss_coeff,
-            "Sinkhorn routing does not support aux loss.",
-            f"{NAME.model.moe_aux_loss_coeff}=0.0",
-        )
+        yield Finding(NAME.model.moe_aux_loss_coeff, "Sinkhorn routing does not support aux loss.", "=0.0")
     if c.tp > 1 and not model.sequence_parallel:
         yield Finding(
             NAME.model.sequence_parallel,
             "performance may degrade if MoE and tensor parallelism are enabled without also enabling sequence "
             "parallelism: megatron-core refuses to train so",
-            f"{NAME.model.sequence_parallel}=true",
+            "=true",
         )
     yield from _expert_biases(model)
     if model.moe_grouped_gemm and not c.its_layers:
-        yield Finding(
-            NAME.model.moe_grouped_gemm,
-            "grouped matrix products need Transformer Engine",
-            f"{NAME.model.moe_grouped_gemm}=null",
-        )
+        yield Finding(NAME.model.moe_grouped_gemm, "grouped matrix products need Transformer Engine", "=null")
 
 
 def _expert_biases(model: ModelConfig) -> Iterator[Finding]:
-    field, without = NAME.model.add_bias_linear, f"{NAME.model.add_bias_linear}=false"
+    field = NAME.model.add_bias_linear
     if not model.add_bias_linear:
         return
     if model.expert_tensor_parallel_size != 1:
-        name = NAME.model.expert_tensor_parallel_size
         message = "Bias in Moe is only supported when ETP==1"
-        yield Finding(name, message, either(f"{name}=1", without))
+        yield Finding(NAME.model.expert_tensor_parallel_size, message, "=1", f"{field}=false")
     if model.moe_shared_expert_intermediate_size is not None:
-        yield Finding(field, "bias is not supported in the shared experts", without)
+        yield Finding(field, "bias is not supported in the shared experts", "=false")
     if model.moe_latent_size is not None:
-        yield Finding(
-            field, f"biases of experts in fewer dimensions ({NAME.model.moe_latent_size}) are not supported", without
-        )
+        message = f"biases of experts in fewer dimensions ({NAME.model.moe_latent_size}) are not supported"
+        yield Finding(field, message, "=false")
 
 
 def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
@@ -105,23 +86,21 @@ def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
         return  # not asked for, or rule A1 has said so
     if groups is None:
         message = "When using group limited routing, moe_router_num_groups must be specified."
-        yield Finding(field, message, f"{field}=null, or {NAME.model.moe_router_num_groups}={experts}")
+        yield Finding(field, message, "=null", f"{NAME.model.moe_router_num_groups}={experts}")
     elif experts % groups:
         yield Finding(
             NAME.model.moe_router_num_groups,
             f"num_moe_experts ({experts}) should be divisible by moe_router_num_groups ({groups})",
-            one_of(NAME.model.moe_router_num_groups, closest(divisors(experts), groups)),
+            values=closest(divisors(experts), groups),
         )
     elif not chosen <= min(groups, topk):
         message = f"{chosen} groups cannot be chosen of {groups} for {topk} experts of a token"
-        yield Finding(field, message, f"{field}={min(groups, topk)}")
+        yield Finding(field, message, f"={min(groups, topk)}")
     elif topk > chosen * (experts // groups):
         # megatron-core would choose experts of other groups, or fail.
-        message = (
-            f"the {chosen * (experts // groups)} experts of {chosen} groups are fewer than "
-            f"{NAME.model.moe_router_topk} ({topk})"
-        )
-        yield Finding(field, message, f"{field}={-(-topk * groups // experts)}")
+        available = f"the {chosen * (experts // groups)} experts of {chosen} groups"
+        message = f"{available} are fewer than {NAME.model.moe_router_topk} ({topk})"
+        yield Finding(field, message, f"={-(-topk * groups // experts)}")
 
 
 def _pattern(model: ModelConfig, old: str, new: str, times: int) -> str:
@@ -134,30 +113,24 @@ def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
     field, every = NAME.model.moe_layer_freq, model.moe_layer_freq
     if model.architecture == "hybrid":
         if "E" not in model.parts:
-            message = (
-                f"has no layer with experts (E), of which {NAME.model.num_moe_experts}={model.num_moe_experts} "
-                "is the number"
-            )
-            yield Finding(
-                NAME.model.hybrid_layer_pattern,
-                message,
-                either(f"{NAME.model.num_moe_experts}=null", _pattern(model, "-", "E", 1)),
-            )
+            experts = NAME.model.num_moe_experts
+            message = f"has no layer with experts (E), of which {experts}={model.num_moe_experts} is the number"
+            yield Finding(NAME.model.hybrid_layer_pattern, message, f"{experts}=null", _pattern(model, "-", "E", 1))
     elif isinstance(every, int):
         if every < 1:
             message = f"puts experts into one layer of n, n at least 1, got {every}"
-            yield Finding(field, message, f"{field}=1 (experts in all layers)")
+            yield Finding(field, message, "=1 (experts in all layers)")
     elif len(every) != model.num_layers:
         yield Finding(
             field,
             f"has {len(every)} entries for {model.num_layers} layers",
-            one_of(field, [resized(every, model.num_layers) if every else 1, 1]),
+            values=[resized(every, model.num_layers) if every else 1, 1],
         )
     elif not set(every) <= {0, 1}:
         message = f"says 1 for a layer with experts and 0 for one without, got {every}"
-        yield Finding(field, message, typed(field, [int(bool(each)) for each in every]))
+        yield Finding(field, message, values=[ones(every)])
     elif not any(every):
-        yield Finding(field, "leaves no layer with experts", f"{field}=1, or {NAME.model.num_moe_experts}=null")
+        yield Finding(field, "leaves no layer with experts", "=1", f"{NAME.model.num_moe_experts}=null")
 
 
 @rule(
@@ -165,20 +138,15 @@ def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
     "No sinkhorn routing under context or sequence parallelism.",
     "It balances the experts over the tokens that one rank holds, so that the same model routes differently, silently, "
     "when a sequence is sliced (the loss differs by a hundredth). Packs have no sinkhorn either: H18.",
-    broken(
-        f"{NAME.model.num_moe_experts}=4",
-        f"{NAME.model.moe_router_load_balancing_type}=sinkhorn",
-        f"{NAME.model.moe_router_topk}=1",
-    ),
+    broken(model=dict(num_moe_experts=4, moe_router_load_balancing_type="sinkhorn", moe_router_topk=1)),
 )
 def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    sliced = c.cp > 1 or (c.tp > 1 and model.sequence_parallel)
-    if model.num_moe_experts and model.moe_router_load_balancing_type == "sinkhorn" and sliced:
+    sliced = c.cp > 1 or (c.tp > 1 and c.model.sequence_parallel)
+    if c.model.num_moe_experts and c.model.moe_router_load_balancing_type == "sinkhorn" and sliced:
         yield Finding(
             NAME.model.moe_router_load_balancing_type,
             "sinkhorn balances over the tokens of one rank, a slice of the sequence",
-            one_of(NAME.model.moe_router_load_balancing_type, ["aux_loss", "none"]),
+            values=["aux_loss", "none"],
         )
 
 
@@ -189,22 +157,23 @@ def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
     "then averages the shares: the loss is as many times weaker as there are replicas, silently. A factor would not "
     "mend it: a replica counts its microbatches so far, which more replicas have fewer of. Packs have none: H18.",
     broken(
-        f"{NAME.model.context_parallel_size}=2",
         *RING.settings,
-        f"{NAME.train.micro_batch_size}=8",
-        f"{NAME.model.num_moe_experts}=4",
-        f"{NAME.model.moe_router_load_balancing_type}=global_aux_loss",
-        f"{NAME.model.moe_aux_loss_coeff}=1.0",
+        model=dict(
+            context_parallel_size=2,
+            num_moe_experts=4,
+            moe_router_load_balancing_type="global_aux_loss",
+            moe_aux_loss_coeff=1.0,
+        ),
+        train=dict(micro_batch_size=8),
     ),
 )
 def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    is_global = model.moe_router_load_balancing_type == "global_aux_loss" and model.moe_aux_loss_coeff > 0
-    if c.divisible and c.dp > 1 and model.num_moe_experts and is_global and not c.packed:
+    is_global = c.model.moe_router_load_balancing_type == "global_aux_loss" and c.model.moe_aux_loss_coeff > 0
+    if c.divisible and c.dp > 1 and c.model.num_moe_experts and is_global and not c.packed:
         yield Finding(
             NAME.model.moe_router_load_balancing_type,
             f"global_aux_loss is 1/{c.dp} as strong on {c.dp} data-parallel replicas as on one",
-            one_of(NAME.model.moe_router_load_balancing_type, ["aux_loss", "seq_aux_loss"]),
+            values=["aux_loss", "seq_aux_loss"],
         )
 
 
@@ -214,21 +183,23 @@ def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
     "The ranks that split an expert gather the tokens that other ranks sent to each, unequal numbers of them, and gloo "
     "gathers equal numbers only. The allgather dispatcher gathers before tokens are chosen, all of them.",
     broken(
-        f"{NAME.model.context_parallel_size}=1",
         *RING.settings,
-        f"{NAME.model.tensor_model_parallel_size}=2",
-        f"{NAME.model.sequence_parallel}=true",
-        f"{NAME.model.num_moe_experts}=4",
-        f"{NAME.model.expert_model_parallel_size}=2",
-        f"{NAME.train.micro_batch_size}=8",
+        model=dict(
+            context_parallel_size=1,
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            num_moe_experts=4,
+            expert_model_parallel_size=2,
+        ),
+        train=dict(micro_batch_size=8),
     ),
 )
 def experts_over_gloo(c: Context) -> Iterator[Finding]:
     # Ranks of one tensor-parallel group hold equally many tokens; those of several, not where they run packs.
     unequal = c.ep > 1 or (c.packs and c.etp > c.tp)
-    if c.gloo and c.etp > 1 and unequal and c.config.model.moe_token_dispatcher_type == "alltoall":
+    if c.gloo and c.etp > 1 and unequal and c.model.moe_token_dispatcher_type == "alltoall":
         yield Finding(
             NAME.model.expert_tensor_parallel_size,
             f"etp {c.etp} with ep {c.ep} and tp {c.tp} gathers unequal numbers of tokens, which gloo cannot",
-            f"{NAME.model.expert_tensor_parallel_size}=1",
+            "=1",
         )

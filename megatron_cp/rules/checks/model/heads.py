@@ -13,7 +13,7 @@ from megatron_cp.models.layers.mamba.shape import MambaShape
 from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.checks.parallel.context_parallel import FLAT, plain_transports, splits
 from megatron_cp.rules.environment import PRESETS
-from megatron_cp.rules.proposals import closest, default_of, divisors, either, nearest_multiples, one_of
+from megatron_cp.rules.proposals import NATIVE, closest, default_of, divisors, either, nearest_multiples, one_of
 
 _OLD = replace(PRESETS["gpu"], transformer_engine="2.10.0")
 
@@ -24,12 +24,12 @@ def _heads_finding(c: Context, *, hierarchical: bool) -> Iterator[Finding]:
             levels = [f"{HIERARCHICAL.settings[0]} {sizes}" for sizes in reversed(splits(c))]
             fix = either(*levels, *plain_transports(c))
             if not hierarchical and size != c.cp:  # a group of packs, which have one level in Transformer Engine
-                fix = either(FLAT, f"{NAME.model.attention_backend}=native")
+                fix = either(FLAT, NATIVE)
             field = NAME.model.hierarchical_context_parallel_sizes if hierarchical else NAME.model.cp_comm_type
             yield Finding(
                 field,
                 f"{NAME.model.cp_comm_type}='{transport.name}' requires num_heads % cp_size == 0: "
-                f"{c.config.model.num_attention_heads} heads / tp {c.tp} = {c.heads} is not divisible by {size}, the "
+                f"{c.model.num_attention_heads} heads / tp {c.tp} = {c.heads} is not divisible by {size}, the "
                 "all-to-all's ranks",
                 fix,
             )
@@ -41,12 +41,7 @@ def _heads_finding(c: Context, *, hierarchical: bool) -> Iterator[Finding]:
     f"With {ALL_TO_ALL.name}, cp divides the heads of a tensor-parallel rank.",
     "The all-to-all gives each rank whole heads. Transformer Engine asks the same of key/value heads; our attention "
     "gives several ranks the same one.",
-    broken(
-        *ALL_TO_ALL.settings,
-        f"{NAME.model.num_attention_heads}=6",
-        f"{NAME.model.num_query_groups}=6",
-        f"{NAME.model.hidden_size}=96",
-    ),
+    broken(*ALL_TO_ALL.settings, model=dict(num_attention_heads=6, num_query_groups=6, hidden_size=96)),
 )
 def heads_divide_by_cp(c: Context) -> Iterator[Finding]:
     yield from _heads_finding(c, hierarchical=False)
@@ -56,7 +51,7 @@ def heads_divide_by_cp(c: Context) -> Iterator[Finding]:
     "D2",
     f"With {HIERARCHICAL.name}, the {LEVELS[0]} size divides the heads of a tensor-parallel rank.",
     "As D1; Transformer Engine does not check it and fails in a view.",
-    broken(f"{NAME.model.num_attention_heads}=9", f"{NAME.model.num_query_groups}=9", f"{NAME.model.hidden_size}=144"),
+    broken(model=dict(num_attention_heads=9, num_query_groups=9, hidden_size=144)),
 )
 def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
     yield from _heads_finding(c, hierarchical=True)
@@ -68,12 +63,14 @@ def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
     "From 2.15 on its fused (cuDNN) attention is disabled otherwise, also where the all-to-all's level has one rank; "
     "only flash attention is left, if it is installed.",
     broken(
-        f"{NAME.model.num_attention_heads}=9",
-        f"{NAME.model.num_query_groups}=9",
-        f"{NAME.model.hidden_size}=144",
-        f"{NAME.dataset.seq_length}=252",
-        f"{NAME.model.context_parallel_size}=3",
-        f"{NAME.model.hierarchical_context_parallel_sizes}=[3,1]",
+        model=dict(
+            num_attention_heads=9,
+            num_query_groups=9,
+            hidden_size=144,
+            context_parallel_size=3,
+            hierarchical_context_parallel_sizes=[3, 1],
+        ),
+        dataset=dict(seq_length=252),
         world_size=3,
         environment="gpu",
     ),
@@ -82,14 +79,15 @@ def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
 def even_heads(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("D3")
     version, flash = c.environment.transformer_engine, c.environment.flash_attn is not None
-    odd = odd_heads(c.config.model, version) if c.backend == "te" and version is not None and flash else ""
+    odd = odd_heads(c.model, version) if c.backend == "te" and version is not None and flash else ""
     if odd:
         for transport, size in c.head_splits():
             yield Finding(
                 NAME.model.num_query_groups,
                 f"{odd} heads on a tensor-parallel rank is odd; with {transport.name} over {size} ranks Transformer "
                 "Engine can use flash attention only",
-                either(FLAT, f"{NAME.model.attention_backend}=native"),
+                FLAT,
+                NATIVE,
             )
 
 
@@ -98,9 +96,7 @@ te_rule(
     "With an all-to-all, Transformer Engine needs at least as many key/value heads as tp ranks.",
     "Fewer are already shared between tensor-parallel ranks and cannot be handed out further.",
     broken(
-        f"{NAME.model.attention_backend}=te",
-        f"{NAME.model.num_query_groups}=2",
-        f"{NAME.model.tensor_model_parallel_size}=4",
+        model=dict(attention_backend="te", num_query_groups=2, tensor_model_parallel_size=4),
         world_size=16,
         environment="gpu",
     ),
@@ -111,16 +107,16 @@ te_rule(
     "D5",
     "A head dim above 128 leaves few kernels under context parallelism, for Transformer Engine.",
     "The fused backward pass for head dim 256 exists on Blackwell without an all-to-all only.",
-    broken(f"{NAME.model.kv_channels}=256", environment="gpu"),
+    broken(model=dict(kv_channels=256), environment="gpu"),
     severity="warning",
 )
 def large_head_dim(c: Context) -> Iterator[Finding]:
-    dim = c.config.model.kv_channels or 0
-    if c.backend == "te" and c.widest > 1 and dim > 128 and not c.config.model.multi_latent_attention:
+    dim = c.model.kv_channels or 0
+    if c.backend == "te" and c.widest > 1 and dim > 128 and not c.model.multi_latent_attention:
         yield Finding(
             NAME.model.kv_channels,
             f"head dim {dim}: Transformer Engine may have flash attention only, or nothing, on this GPU",
-            f"{NAME.model.attention_backend}=native (silences this warning)",
+            f"{NATIVE} (silences this warning)",
         )
 
 
@@ -128,12 +124,7 @@ te_rule(
     "D6",
     "Multi-latent attention under context parallelism needs a Transformer Engine that has it.",
     f"Its queries and values have different head dims: {first_versions('different_head_dims')}.",
-    broken(
-        f"{NAME.model.attention_backend}=te",
-        f"{NAME.model.multi_latent_attention}=true",
-        *ALL_TO_ALL.settings,
-        environment=_OLD,
-    ),
+    broken(*ALL_TO_ALL.settings, model=dict(attention_backend="te", multi_latent_attention=True), environment=_OLD),
 )
 
 
@@ -144,14 +135,11 @@ te_rule(
     f"{NAME.model.cp_comm_type} says. Dynamic "
     "groups and evaluation's own share the heads as evenly as they can, so there it is enough that each rank gets one.",
     broken(
-        f"{NAME.model.architecture}=hybrid",
-        f"{NAME.model.hybrid_layer_pattern}=M*M*",
-        f"{NAME.model.mamba_num_heads}=6",
-        f"{NAME.model.mamba_num_groups}=2",
+        model=dict(architecture="hybrid", hybrid_layer_pattern="M*M*", mamba_num_heads=6, mamba_num_groups=2),
     ),
 )
 def mamba_heads_divide(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if model.architecture != "hybrid" or "M" not in (model.hybrid_layer_pattern or ""):
         return
     dynamic = model.dynamic_context_parallel
@@ -161,12 +149,8 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.model.mamba_num_heads,
             f"nheads must be evenly divisible by tp_size * cp_size: {heads} by {parts}",
-            either(
-                one_of(NAME.model.mamba_num_heads, nearest_multiples(heads, math.lcm(parts, groups))),
-                one_of(
-                    NAME.model.context_parallel_size, [d for d in reversed(divisors(c.cp)) if heads % (c.tp * d) == 0]
-                ),
-            ),
+            one_of(NAME.model.context_parallel_size, [d for d in reversed(divisors(c.cp)) if heads % (c.tp * d) == 0]),
+            values=nearest_multiples(heads, math.lcm(parts, groups)),
         )
     elif (dynamic or c.eval_cp > 1) and c.divisible and heads // c.tp < c.widest:
         most = heads // c.tp
@@ -178,7 +162,8 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.model.mamba_num_heads,
             f"{who} ranks, and {heads} heads / tp {c.tp} = {most} can be shared by no more than {most}",
-            either(one_of(NAME.model.mamba_num_heads, [math.lcm(c.widest * c.tp, groups)]), instead),
+            instead,
+            values=[math.lcm(c.widest * c.tp, groups)],
         )
     local = groups // c.tp
     if groups % c.tp:
@@ -203,17 +188,19 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
     "A Mamba layer's sizes are at least 1, and its heads are as wide as it says.",
     f"Without {NAME.model.mamba_num_heads} a layer is twice as wide as the model, in heads of mamba_head_dim.",
     broken(
-        f"{NAME.model.architecture}=hybrid",
-        f"{NAME.model.hybrid_layer_pattern}=M*M*",
-        f"{NAME.model.mamba_head_dim}=48",
-        f"{NAME.model.mamba_num_groups}=1",
         *RING.settings,
-        f"{NAME.train.micro_batch_size}=4",
-        f"{NAME.model.context_parallel_size}=1",
+        model=dict(
+            architecture="hybrid",
+            hybrid_layer_pattern="M*M*",
+            mamba_head_dim=48,
+            mamba_num_groups=1,
+            context_parallel_size=1,
+        ),
+        train=dict(micro_batch_size=4),
     ),
 )
 def mamba_sizes(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if model.architecture != "hybrid":
         return
     names = NAME.model
@@ -226,7 +213,7 @@ def mamba_sizes(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.model.mamba_head_dim,
             f"d_inner must be evenly divisible by headdim: {width} by {model.mamba_head_dim}",
-            one_of(NAME.model.mamba_head_dim, closest(divisors(width), model.mamba_head_dim)),
+            values=closest(divisors(width), model.mamba_head_dim),
         )
 
 
@@ -235,10 +222,5 @@ te_rule(
     "Head dims are multiples of 8, for Transformer Engine.",
     "Its flash and fused attention take no others; what is left on one rank has no context parallelism and no packs. "
     "Our attention fills them up.",
-    broken(
-        f"{NAME.model.attention_backend}=te",
-        f"{NAME.model.kv_channels}=20",
-        f"{NAME.model.position_embedding_type}=none",
-        environment="gpu",
-    ),
+    broken(model=dict(attention_backend="te", kv_channels=20, position_embedding_type="none"), environment="gpu"),
 )

@@ -6,24 +6,23 @@ from collections.abc import Iterator
 
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import resized, typed
+from megatron_cp.rules.proposals import ones, resized
 
 
 @rule(
     "K62",
     f"{NAME.model.no_rope_freq} is a period, or has an entry for each layer.",
     "megatron-core looks each layer up in the list, those of multi-token prediction from the first entry on.",
-    broken(f"{NAME.model.no_rope_freq}=[0,1]"),
+    broken(model=dict(no_rope_freq=[0, 1])),
 )
 def layers_without_positions(c: Context) -> Iterator[Finding]:
-    model, every, field = c.config.model, c.config.model.no_rope_freq, NAME.model.no_rope_freq
+    model, every, field = c.model, c.model.no_rope_freq, NAME.model.no_rope_freq
     if isinstance(every, int) and not 1 <= every <= model.num_layers:
         message = f"leaves the rotary embedding out of every n-th layer, n from 1 to {model.num_layers}, got {every}"
-        yield Finding(field, message, f"{field}=null")
+        yield Finding(field, message, "=null")
     elif isinstance(every, list) and (len(every) != model.num_layers or not set(every) <= {0, 1}):
         message = f"has a 1 for each layer without rotary embedding and a 0 for each other, of {model.num_layers} "
-        entries = [int(bool(entry)) for entry in every]
-        yield Finding(field, f"{message}layers; got {every}", typed(field, resized(entries or [0], model.num_layers)))
+        yield Finding(field, f"{message}layers; got {every}", values=[resized(ones(every) or [0], model.num_layers)])
 
 
 @rule(
@@ -32,10 +31,10 @@ def layers_without_positions(c: Context) -> Iterator[Finding]:
     "megatron-core clamps for quick_gelu alone where kernels are fused. A router balances the tokens that it sees at "
     "once, so that pieces would change its loss. An expert's output is not linear in its input: one weight on the "
     "input is the router's for one expert only.",
-    broken(f"{NAME.model.activation_func_clamp_value}=7.0"),
+    broken(model=dict(activation_func_clamp_value=7.0)),
 )
 def mlp_variants(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     clamped = (model.activation_func_clamp_value or 0) > 0
     if clamped and not (model.activation_func == "quick_gelu" and model.gated_linear_unit):
         fix = (
@@ -45,7 +44,7 @@ def mlp_variants(c: Context) -> Iterator[Finding]:
         yield Finding(NAME.model.activation_func_clamp_value, "is for gated quick_gelu only", fix)
     if model.mlp_chunks_for_training > 1 and model.num_moe_experts is not None:
         message = "divides what a router sees at once, whose loss would be another"
-        yield Finding(NAME.model.mlp_chunks_for_training, message, f"{NAME.model.mlp_chunks_for_training}=1")
+        yield Finding(NAME.model.mlp_chunks_for_training, message, "=1")
     if model.moe_apply_probs_on_input and model.num_moe_experts is not None and model.moe_router_topk != 1:
         message = f"needs one expert a token, and {NAME.model.moe_router_topk} is {model.moe_router_topk}"
         fix = (
@@ -59,9 +58,9 @@ def mlp_variants(c: Context) -> Iterator[Finding]:
     "K64",
     "Queries and keys have one norm.",
     f"megatron-core takes {NAME.model.qk_l2_norm} and leaves {NAME.model.qk_layernorm} out, silently.",
-    broken(f"{NAME.model.qk_l2_norm}=true", f"{NAME.model.qk_layernorm}=true"),
+    broken(model=dict(qk_l2_norm=True, qk_layernorm=True)),
 )
 def one_norm_of_queries(c: Context) -> Iterator[Finding]:
-    if c.config.model.qk_l2_norm and c.config.model.qk_layernorm:
+    if c.model.qk_l2_norm and c.model.qk_layernorm:
         fix = f"{NAME.model.qk_l2_norm}=false, or {NAME.model.qk_layernorm}=false"
         yield Finding(NAME.model.qk_l2_norm, f"takes the place of {NAME.model.qk_layernorm}", fix)

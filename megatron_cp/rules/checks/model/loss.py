@@ -12,14 +12,12 @@ from megatron_cp.rules.base import Context, Finding, broken, rule
     "G1",
     "Per-token loss and averaging in the collective exclude each other.",
     "Per-token loss divides the summed gradients by the number of tokens of all ranks, once, at the end.",
-    broken(f"{NAME.ddp.average_in_collective}=true"),
+    broken(ddp=dict(average_in_collective=True)),
 )
 def no_average_in_collective(c: Context) -> Iterator[Finding]:
-    if c.config.model.calculate_per_token_loss and c.config.ddp.average_in_collective:
+    if c.model.calculate_per_token_loss and c.config.ddp.average_in_collective:
         yield Finding(
-            NAME.ddp.average_in_collective,
-            "Cannot average in collective when calculating per-token loss!",
-            f"{NAME.ddp.average_in_collective}=false",
+            NAME.ddp.average_in_collective, "Cannot average in collective when calculating per-token loss!", "=false"
         )
 
 
@@ -28,12 +26,12 @@ def no_average_in_collective(c: Context) -> Iterator[Finding]:
     "The loss is per token under context parallelism.",
     "Averaged per rank, slices with few unmasked tokens weigh as much as full ones: a biased loss and gradient, and "
     "NaN where a slice has none. Upstream allows it for pretraining.",
-    broken(f"{NAME.model.calculate_per_token_loss}=false"),
+    broken(model=dict(calculate_per_token_loss=False)),
 )
 def per_token_loss(c: Context) -> Iterator[Finding]:
-    if (c.cp > 1 or c.packed) and not c.config.model.calculate_per_token_loss:
+    if (c.cp > 1 or c.packed) and not c.model.calculate_per_token_loss:
         yield Finding(
             NAME.model.calculate_per_token_loss,
             "false averages each context-parallel rank's slice by its own number of tokens: a biased loss",
-            f"{NAME.model.calculate_per_token_loss}=true",
+            "=true",
         )

@@ -8,32 +8,22 @@ from megatron_cp.attention.transports.registry import ALL_GATHER
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.checks.parallel.context_parallel import FLAT
-from megatron_cp.rules.proposals import either
 
 
 @rule(
     "I2",
     "Multi-token prediction is causal.",
     "It predicts further tokens from what came before; with full attention they are in sight.",
-    broken(f"{NAME.model.mtp_num_layers}=1", f"{NAME.model.attention_mask_type}=no_mask"),
+    broken(model=dict(mtp_num_layers=1, attention_mask_type="no_mask")),
 )
 def prediction_is_causal(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    if model.mtp_num_layers and (
-        model.attention_mask_type != "causal" or model.position_embedding_type == "learned_absolute"
-    ):
-        yield Finding(
-            NAME.model.mtp_num_layers,
-            "Multi-Token Prediction (MTP) needs causal attention and rotary (or no) position embeddings",
-            either(
-                " ".join(
-                    [f"{NAME.model.attention_mask_type}=causal"] * (model.attention_mask_type != "causal")
-                    + [f"{NAME.model.position_embedding_type}=rope"]
-                    * (model.position_embedding_type == "learned_absolute")
-                ),
-                f"{NAME.model.mtp_num_layers}=null",
-            ),
-        )
+    not_causal = c.model.attention_mask_type != "causal"
+    learned = c.model.position_embedding_type == "learned_absolute"
+    if c.model.mtp_num_layers and (not_causal or learned):
+        changes = [f"{NAME.model.attention_mask_type}=causal"] if not_causal else []
+        changes += [f"{NAME.model.position_embedding_type}=rope"] if learned else []
+        message = "Multi-Token Prediction (MTP) needs causal attention and rotary (or no) position embeddings"
+        yield Finding(NAME.model.mtp_num_layers, message, " ".join(changes), "=null")
 
 
 @rule(
@@ -42,45 +32,36 @@ def prediction_is_causal(c: Context) -> Iterator[Finding]:
     "megatron-core asserts it for the uniform method, without a message for users, and leaves them out of the block "
     "method. Those of hybrid models are recomputed as the model's own.",
     broken(
-        f"{NAME.model.mtp_num_layers}=1",
-        f"{NAME.model.recompute_granularity}=full",
-        f"{NAME.model.recompute_method}=uniform",
-        f"{NAME.model.recompute_num_layers}=2",
+        model=dict(mtp_num_layers=1, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
     ),
 )
 def prediction_is_recomputed(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if not model.mtp_num_layers or model.architecture == "hybrid" or model.recompute_granularity != "full":
         return
     if model.recompute_method == "uniform" and model.recompute_num_layers not in (None, 1):
         yield Finding(
             NAME.model.recompute_num_layers,
             f"recompute_num_layers must be 1 for MTP recompute, got {model.recompute_num_layers}",
-            f"{NAME.model.recompute_num_layers}=1",
+            "=1",
         )
     elif model.recompute_method == "block":
         message = "recompute_method=block is not supported for MTP: the activations of its layers are kept"
-        yield Finding(
-            NAME.model.recompute_method, message, f"{NAME.model.recompute_method}=uniform", severity="warning"
-        )
+        yield Finding(NAME.model.recompute_method, message, "=uniform", severity="warning")
 
 
 @rule(
     "I3",
     "Mamba layers gain nothing from hierarchical context parallelism.",
     "Their all-to-all runs over the whole context-parallel group; only the attention layers use the levels.",
-    broken(
-        f"{NAME.model.architecture}=hybrid",
-        f"{NAME.model.hybrid_layer_pattern}=M*M*",
-        f"{NAME.model.mamba_num_groups}=4",
-    ),
+    broken(model=dict(architecture="hybrid", hybrid_layer_pattern="M*M*", mamba_num_groups=4)),
     severity="warning",
 )
 def mamba_is_flat(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    if "M" in model.parts and c.widest > 1 and c.hierarchical:
+    if "M" in c.model.parts and c.widest > 1 and c.hierarchical:
         yield Finding(
             NAME.model.cp_comm_type,
             f"{c.hierarchical.name} applies to the attention layers; Mamba layers use one flat group",
-            either(f"{FLAT} (silences this warning)", " ".join(ALL_GATHER.settings)),
+            f"{FLAT} (silences this warning)",
+            " ".join(ALL_GATHER.settings),
         )

@@ -7,19 +7,18 @@ from collections.abc import Iterator
 
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import default_of, nearest_multiples, one_of, typed
+from megatron_cp.rules.proposals import default_of, nearest_multiples, typed
 
 
 @rule(
     "K17",
     "The head dim is even where rotary embeddings pair its dimensions.",
     f"Rotary embeddings turn pairs of dimensions. Multi-latent attention turns {NAME.model.qk_pos_emb_head_dim} of "
-    "them, whatever "
-    "the position embeddings, and pairs them in its own way.",
-    broken(f"{NAME.model.kv_channels}=15"),
+    "them, whatever the position embeddings, and pairs them in its own way.",
+    broken(model=dict(kv_channels=15)),
 )
 def head_dim_is_even(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     latent = model.multi_latent_attention
     field = NAME.model.qk_pos_emb_head_dim if latent else NAME.model.kv_channels
     size = c.config.value_at(field) or 0
@@ -28,13 +27,11 @@ def head_dim_is_even(c: Context) -> Iterator[Finding]:
         yield Finding(
             field,
             f"rotary embeddings turn {rotated} dimensions of a head, an odd number",
-            f"{field}={math.ceil((rotated + 1) / model.rotary_percent)}",
+            f"={math.ceil((rotated + 1) / model.rotary_percent)}",
         )
     if latent and model.rotary_interleaved:
         yield Finding(
-            NAME.model.rotary_interleaved,
-            "rotary_interleaved does not work with multi_latent_attention.",
-            f"{NAME.model.rotary_interleaved}=false",
+            NAME.model.rotary_interleaved, "rotary_interleaved does not work with multi_latent_attention.", "=false"
         )
 
 
@@ -43,17 +40,14 @@ def head_dim_is_even(c: Context) -> Iterator[Finding]:
     "YaRN is told what it lengthens, and no other scaling is beside it.",
     "Which frequencies it changes, and how far, follows from the scaling factor and the original length. megatron-core "
     "leaves the other ways to stretch positions out, silently.",
-    broken(f"{NAME.model.position_embedding_type}=yarn"),
+    broken(model=dict(position_embedding_type="yarn")),
 )
 def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if model.position_embedding_type != "yarn":
         return
     factor, original = model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings
-    examples = {
-        NAME.model.yarn_rotary_scaling_factor: 4.0,
-        NAME.model.yarn_original_max_position_embeddings: 4096,
-    }
+    examples = {NAME.model.yarn_rotary_scaling_factor: 4.0, NAME.model.yarn_original_max_position_embeddings: 4096}
     missing = {field: value for field, value in examples.items() if c.config.value_at(field) is None}
     for field in missing:
         fix = " ".join(typed(name, value) for name, value in missing.items())
@@ -63,12 +57,10 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
         message = f"megatron-core's latent attention slices so many positions: {original} are not a multiple of "
         message += f"2 * {NAME.model.context_parallel_size} = {2 * c.cp}"
         field = NAME.model.yarn_original_max_position_embeddings
-        yield Finding(field, message, one_of(field, nearest_multiples(original, 2 * c.cp)))
+        yield Finding(field, message, values=nearest_multiples(original, 2 * c.cp))
     if model.yarn_beta_fast <= model.yarn_beta_slow:
         message = f"must be above {NAME.model.yarn_beta_slow} ({model.yarn_beta_slow}), got {model.yarn_beta_fast}"
-        yield Finding(
-            NAME.model.yarn_beta_fast, message, f"{NAME.model.yarn_beta_fast}=32.0 {NAME.model.yarn_beta_slow}=1.0"
-        )
+        yield Finding(NAME.model.yarn_beta_fast, message, f"=32.0 {NAME.model.yarn_beta_slow}=1.0")
     if 1 <= model.rotary_base < 2:  # rule K30 knows of less
         message = f"must be at least 2 for yarn, which asks how often its powers turn, got {model.rotary_base}"
         yield Finding(NAME.model.rotary_base, message, default_of(NAME.model.rotary_base))
@@ -82,11 +74,8 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
     if factor is not None and original is not None and factor * original < length:
         message = f"{factor} times the original {original} positions are fewer than the sequence length ({length})"
         times = math.ceil(length / max(1, original))
-        fix = (
-            f"{NAME.model.yarn_rotary_scaling_factor}={times}.0 "
-            f"{NAME.model.max_position_embeddings}={times * max(1, original)}"
-        )
-        yield Finding(NAME.model.yarn_rotary_scaling_factor, message, fix, "warning")
+        fix = f"={times}.0 {NAME.model.max_position_embeddings}={times * max(1, original)}"
+        yield Finding(NAME.model.yarn_rotary_scaling_factor, message, fix, severity="warning")
 
 
 @rule(
@@ -94,30 +83,21 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
     "Tensor parallelism divides the compressed vectors of latent attention.",
     "megatron-core's own layers divide the projections that make them over the ranks; Transformer Engine's keep them "
     "whole.",
-    broken(
-        f"{NAME.model.multi_latent_attention}=true",
-        f"{NAME.model.kv_lora_rank}=31",
-        f"{NAME.model.tensor_model_parallel_size}=2",
-        world_size=8,
-    ),
+    broken(model=dict(multi_latent_attention=True, kv_lora_rank=31, tensor_model_parallel_size=2), world_size=8),
 )
 def compressed_vectors_are_divided(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if not model.multi_latent_attention or c.its_layers:
         return
     if model.q_lora_rank and model.q_lora_rank % c.tp:
         message = f"{NAME.model.tensor_model_parallel_size} ({c.tp}) does not divide {model.q_lora_rank}"
-        yield Finding(
-            NAME.model.q_lora_rank, message, one_of(NAME.model.q_lora_rank, nearest_multiples(model.q_lora_rank, c.tp))
-        )
+        yield Finding(NAME.model.q_lora_rank, message, values=nearest_multiples(model.q_lora_rank, c.tp))
     shared = model.qk_pos_emb_head_dim
     if (model.kv_lora_rank + shared) % c.tp:
         message = f"{NAME.model.tensor_model_parallel_size} ({c.tp}) does not divide {model.kv_lora_rank}, with "
         message += f"qk_pos_emb_head_dim {model.kv_lora_rank + shared}"
         fitting = (model.kv_lora_rank + shared) // c.tp * c.tp - shared
-        yield Finding(
-            NAME.model.kv_lora_rank, message, f"{NAME.model.kv_lora_rank}={max(fitting, -shared % c.tp or c.tp)}"
-        )
+        yield Finding(NAME.model.kv_lora_rank, message, f"={max(fitting, -shared % c.tp or c.tp)}")
 
 
 @rule(
@@ -126,21 +106,23 @@ def compressed_vectors_are_divided(c: Context) -> Iterator[Finding]:
     "megatron-core fills a pack's values up to the queries' width, and cuts wider ones down to it: the output then "
     "does not fit its projection. Samples that are not packed may have either.",
     broken(
-        f"{NAME.model.multi_latent_attention}=true",
-        f"{NAME.model.sequence_packing_scheduler}=dp_balanced",
-        f"{NAME.dataset.kind}=mock_documents",
-        f"{NAME.model.qk_head_dim}=16",
-        f"{NAME.model.qk_pos_emb_head_dim}=8",
-        f"{NAME.model.v_head_dim}=32",
+        model=dict(
+            multi_latent_attention=True,
+            sequence_packing_scheduler="dp_balanced",
+            qk_head_dim=16,
+            qk_pos_emb_head_dim=8,
+            v_head_dim=32,
+        ),
+        dataset=dict(kind="mock_documents"),
     ),
 )
 def latent_values_in_packs(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     width = model.qk_head_dim + model.qk_pos_emb_head_dim
     if model.multi_latent_attention and c.packs and model.v_head_dim > width:
         yield Finding(
             NAME.model.v_head_dim,
             f"{model.v_head_dim} is more than {NAME.model.qk_head_dim} + {NAME.model.qk_pos_emb_head_dim} = {width}, "
             "which packs are cut to",
-            f"{NAME.model.v_head_dim}={width}",
+            f"={width}",
         )

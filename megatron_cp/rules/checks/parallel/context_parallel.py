@@ -13,7 +13,7 @@ from megatron_cp.config.schema import nearest
 from megatron_cp.parallel.layout import LEVELS
 from megatron_cp.rules.base import Context, Finding, broken, rule, te_rule
 from megatron_cp.rules.environment import PRESETS
-from megatron_cp.rules.proposals import divisors, either, one_of, resized, typed
+from megatron_cp.rules.proposals import divisors, resized, typed
 from megatron_cp.rules.resolve import replaced
 
 _SIZES = NAME.model.hierarchical_context_parallel_sizes
@@ -33,6 +33,10 @@ def plain_transports(c: Context) -> list[str]:
     return [FLAT, *(" ".join(t.settings) for t in TRANSPORTS.values() if t.cost.by_heads and fits)]
 
 
+def _wrong_levels(c: Context, message: str) -> Finding:
+    return Finding(_SIZES, message, *splits(c), *plain_transports(c))
+
+
 @rule(
     "C1",
     f"{NAME.model.cp_comm_type} is {', '.join(TRANSPORTS)} or auto.",
@@ -40,13 +44,11 @@ def plain_transports(c: Context) -> list[str]:
     broken(f"{NAME.model.cp_comm_type}={RING.other_names[0]}", f"{_SIZES}=null"),
 )
 def transport_is_known(c: Context) -> Iterator[Finding]:
-    kinds, valid = c.config.model.cp_comm_type, (*TRANSPORTS, "auto")
+    kinds, valid = c.model.cp_comm_type, (*TRANSPORTS, "auto")
     names = {other: transport.name for transport in TRANSPORTS.values() for other in transport.other_names}
-    for kind in c.config.model.transports:
+    for kind in c.model.transports:
         if kind == "auto":  # where one can be chosen, it was before the rules are asked
-            yield Finding(
-                NAME.model.cp_comm_type, "auto finds no transport for these heads", either(*plain_transports(c))
-            )
+            yield Finding(NAME.model.cp_comm_type, "auto finds no transport for these heads", *plain_transports(c))
         elif kind not in valid:
             other = names.get(kind.lower().replace("-", "_"))
             suggestion = f"; did you mean '{other}'?" if other else nearest(kind, list(valid))
@@ -54,7 +56,7 @@ def transport_is_known(c: Context) -> Iterator[Finding]:
             known = f" (one of {', '.join(valid)})" if not suggestion else ""
             proposed = [replaced(kinds, name, kind) for name in dict.fromkeys([meant, *valid]) if name]
             message = f"Unsupported communication type: {kind}{suggestion or known}"
-            yield Finding(NAME.model.cp_comm_type, message, one_of(NAME.model.cp_comm_type, proposed))
+            yield Finding(NAME.model.cp_comm_type, message, values=proposed)
 
 
 @rule(
@@ -64,13 +66,13 @@ def transport_is_known(c: Context) -> Iterator[Finding]:
     broken(f"{NAME.model.cp_comm_type}=[{RING.name},{ALL_TO_ALL.name}]", f"{_SIZES}=null"),
 )
 def one_transport_a_layer(c: Context) -> Iterator[Finding]:
-    kinds, layers = c.config.model.cp_comm_type, c.config.model.num_layers
+    kinds, layers = c.model.cp_comm_type, c.model.num_layers
     if isinstance(kinds, list) and len(kinds) != layers:
         yield Finding(
             NAME.model.cp_comm_type,
             f"Length of cp_comm_type ({len(kinds)}) must equal num_layers ({layers}). megatron-core: Length of "
             f"cp_comm_type ({len(kinds)}) should equal to the total number of transformer layers ({layers})",
-            one_of(NAME.model.cp_comm_type, [resized(kinds, layers), kinds[0]] if kinds else list(TRANSPORTS)),
+            values=[resized(kinds, layers), kinds[0]] if kinds else list(TRANSPORTS),
         )
 
 
@@ -78,31 +80,27 @@ def one_transport_a_layer(c: Context) -> Iterator[Finding]:
     "C4",
     f"{HIERARCHICAL.name} needs hierarchical_context_parallel_sizes.",
     "Without the two levels Transformer Engine's attention gets no group at all and silently attends to its own slice.",
-    broken(f"{NAME.model.hierarchical_context_parallel_sizes}=null"),
+    broken(model=dict(hierarchical_context_parallel_sizes=None)),
 )
 def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
-    if c.cp > 1 and c.hierarchical and not c.config.model.hierarchical_context_parallel_sizes:
-        yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
-            f"hierarchical_context_parallel_sizes must be set when cp_comm_type contains {c.hierarchical.name!r}",
-            either(*splits(c), *plain_transports(c)),
-        )
+    if c.cp > 1 and c.hierarchical and not c.model.hierarchical_context_parallel_sizes:
+        message = f"hierarchical_context_parallel_sizes must be set when cp_comm_type contains {c.hierarchical.name!r}"
+        yield _wrong_levels(c, message)
 
 
 @rule(
     "C5",
     "The hierarchical sizes multiply to cp.",
     "megatron-core asserts it without a message, after half of the groups are built.",
-    broken(f"{NAME.model.hierarchical_context_parallel_sizes}=[2,4]"),
+    broken(model=dict(hierarchical_context_parallel_sizes=[2, 4])),
 )
 def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
-    sizes = c.config.model.hierarchical_context_parallel_sizes
+    sizes = c.model.hierarchical_context_parallel_sizes
     if c.cp > 1 and sizes and min(sizes) >= 1 and math.prod(sizes) != c.cp:
-        yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
+        yield _wrong_levels(
+            c,
             f"Product of hierarchical_context_parallel_sizes {sizes} (={math.prod(sizes)}) must equal "
             f"context_parallel_size (={c.cp}).",
-            either(*splits(c), *plain_transports(c)),
         )
 
 
@@ -110,52 +108,38 @@ def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
     "C6",
     "There are two hierarchical levels: all-to-all, then ring.",
     "megatron-core builds groups for any number of levels, attention takes exactly two.",
-    broken(
-        f"{NAME.model.context_parallel_size}=8",
-        f"{NAME.model.hierarchical_context_parallel_sizes}=[2,2,2]",
-        world_size=8,
-    ),
+    broken(model=dict(context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 2, 2]), world_size=8),
 )
 def two_levels(c: Context) -> Iterator[Finding]:
-    sizes = c.config.model.hierarchical_context_parallel_sizes
-    if c.cp > 1 and sizes is not None and sizes and len(sizes) != 2:
-        yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
-            f"has {len(sizes)} levels; {HIERARCHICAL.name} requires {TWO_GROUPS}",
-            either(*splits(c), *plain_transports(c)),
-        )
+    sizes = c.model.hierarchical_context_parallel_sizes
+    if c.cp > 1 and sizes and len(sizes) != 2:
+        yield _wrong_levels(c, f"has {len(sizes)} levels; {HIERARCHICAL.name} requires {TWO_GROUPS}")
 
 
 @rule(
     "C7",
     "Hierarchical sizes are at least 1.",
     "Negative pairs multiply to the right number and fail in an index transformation.",
-    broken(f"{NAME.model.hierarchical_context_parallel_sizes}=[-2,-2]"),
+    broken(model=dict(hierarchical_context_parallel_sizes=[-2, -2])),
 )
 def levels_are_positive(c: Context) -> Iterator[Finding]:
-    sizes = c.config.model.hierarchical_context_parallel_sizes
+    sizes = c.model.hierarchical_context_parallel_sizes
     if sizes and min(sizes) < 1:
-        yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
-            f"sizes must be integers of at least 1, got {sizes}",
-            either(*splits(c), *plain_transports(c)),
-        )
+        yield _wrong_levels(c, f"sizes must be integers of at least 1, got {sizes}")
 
 
 @rule(
     "C8",
     "No hierarchical level has size 1.",
     "It does nothing: it works and is the same as the plain transport of the other level.",
-    broken(f"{NAME.model.hierarchical_context_parallel_sizes}=[1,4]"),
+    broken(model=dict(hierarchical_context_parallel_sizes=[1, 4])),
     severity="warning",
 )
 def level_of_one(c: Context) -> Iterator[Finding]:
     if c.cp > 1 and c.levels is not None and 1 in c.levels and c.hierarchical:
         same = c.hierarchical.levels[1 if c.levels[0] == 1 else 0]
         yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
-            f"{list(c.levels)} is equivalent to {same}",
-            f"{NAME.model.cp_comm_type}={same} {NAME.model.hierarchical_context_parallel_sizes}=null",
+            _SIZES, f"{list(c.levels)} is equivalent to {same}", f"{NAME.model.cp_comm_type}={same} {_SIZES}=null"
         )
 
 
@@ -166,12 +150,13 @@ def level_of_one(c: Context) -> Iterator[Finding]:
     broken(RING.settings[0]),
 )
 def sizes_are_used(c: Context) -> Iterator[Finding]:
-    sizes = c.config.model.hierarchical_context_parallel_sizes
-    if c.cp > 1 and sizes and c.hierarchical is None and "auto" not in c.config.model.transports:
+    sizes = c.model.hierarchical_context_parallel_sizes
+    if c.cp > 1 and sizes and c.hierarchical is None and "auto" not in c.model.transports:
         yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
-            f"is set but no layer uses {HIERARCHICAL.name} ({NAME.model.cp_comm_type}={c.config.model.cp_comm_type})",
-            f"{_SIZES}=null, or {HIERARCHICAL.settings[0]}",
+            _SIZES,
+            f"is set but no layer uses {HIERARCHICAL.name} ({NAME.model.cp_comm_type}={c.model.cp_comm_type})",
+            "=null",
+            HIERARCHICAL.settings[0],
         )
 
 
@@ -180,23 +165,18 @@ def sizes_are_used(c: Context) -> Iterator[Finding]:
     "Settings of context parallelism are for more than one context-parallel rank.",
     "They have no effect otherwise. A recipe written for several ranks may be run on one to compare; the transport is "
     "then ignored.",
-    broken(f"{NAME.model.context_parallel_size}=1", f"{NAME.train.micro_batch_size}=4"),
+    broken(model=dict(context_parallel_size=1), train=dict(micro_batch_size=4)),
     severity="warning",
 )
 def settings_without_cp(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    elsewhere = model.dynamic_context_parallel or c.eval_cp > 1
-    if c.cp == 1 and not elsewhere and model.hierarchical_context_parallel_sizes:
-        yield Finding(
-            NAME.model.hierarchical_context_parallel_sizes,
-            f"is ignored because {NAME.model.context_parallel_size} is 1",
-            FLAT,
-        )
+    elsewhere = c.model.dynamic_context_parallel or c.eval_cp > 1
+    if c.cp == 1 and not elsewhere and c.model.hierarchical_context_parallel_sizes:
+        yield Finding(_SIZES, f"is ignored because {NAME.model.context_parallel_size} is 1", FLAT)
 
 
 te_rule(
     "C16",
     "Transformer Engine is new enough.",
     f"Context parallelism: {first_versions('context_parallelism')}; what we use of its attention since 2.10.",
-    broken(f"{NAME.model.attention_backend}=te", environment=replace(PRESETS["gpu"], transformer_engine="1.11.0")),
+    broken(model=dict(attention_backend="te"), environment=replace(PRESETS["gpu"], transformer_engine="1.11.0")),
 )

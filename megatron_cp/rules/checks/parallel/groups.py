@@ -9,7 +9,7 @@ from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.checks.parallel.context_parallel import TWO_GROUPS
 from megatron_cp.rules.checks.run.recomputation import WHOLE_LAYERS
-from megatron_cp.rules.proposals import closest, divisors, either, one_of, typed
+from megatron_cp.rules.proposals import NATIVE, closest, divisors
 
 _DYNAMIC = (f"{NAME.model.dynamic_context_parallel}=true", f"{NAME.model.max_seqlen_per_dp_cp_rank}=64")
 
@@ -19,7 +19,7 @@ _DYNAMIC = (f"{NAME.model.dynamic_context_parallel}=true", f"{NAME.model.max_seq
     "Evaluation's context parallel size divides the dp * cp ranks.",
     "Upstream's setting changes batch sizes alone: without a script of one's own the model goes on in training's "
     "groups. Ours runs the samples of evaluation as packs on groups of that size.",
-    broken(f"{NAME.dist.eval_context_parallel_size}=3", f"{NAME.validation.eval_iters}=1"),
+    broken(dist=dict(eval_context_parallel_size=3), validation=dict(eval_iters=1)),
 )
 def groups_of_evaluation(c: Context) -> Iterator[Finding]:
     size, ranks = c.config.dist.eval_context_parallel_size, c.dp * c.cp
@@ -33,10 +33,8 @@ def groups_of_evaluation(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.dist.eval_context_parallel_size,
             message,
-            either(
-                one_of(NAME.dist.eval_context_parallel_size, closest(divisors(ranks), size)[:2]),
-                f"{NAME.dist.eval_context_parallel_size}=null (training's groups)",
-            ),
+            "=null (training's groups)",
+            values=closest(divisors(ranks), size)[:2],
         )
 
 
@@ -45,9 +43,9 @@ def groups_of_evaluation(c: Context) -> Iterator[Finding]:
     "Evaluation in groups of its own counts positions from the start of each sample.",
     "Its samples are run as packs, which have no positions that start again within a sample.",
     broken(
-        f"{NAME.dist.eval_context_parallel_size}=1",
-        f"{NAME.dataset.reset_position_ids}=true",
-        f"{NAME.model.position_embedding_type}=learned_absolute",
+        dist=dict(eval_context_parallel_size=1),
+        dataset=dict(reset_position_ids=True),
+        model=dict(position_embedding_type="learned_absolute"),
     ),
 )
 def positions_of_evaluation(c: Context) -> Iterator[Finding]:
@@ -55,7 +53,8 @@ def positions_of_evaluation(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.dataset.reset_position_ids,
             "has no effect on evaluation in groups of its own, and would have one on training",
-            f"{NAME.dataset.reset_position_ids}=false, or {NAME.dist.eval_context_parallel_size}=null",
+            "=false",
+            f"{NAME.dist.eval_context_parallel_size}=null",
         )
 
 
@@ -63,15 +62,15 @@ def positions_of_evaluation(c: Context) -> Iterator[Finding]:
     "H8",
     "A dynamic context-parallel group has between the smallest size allowed and all dp * cp ranks.",
     "Upstream builds groups of powers of two only and does not check the limits.",
-    broken(*_DYNAMIC, f"{NAME.model.min_dynamic_context_parallel_size}=8"),
+    broken(*_DYNAMIC, model=dict(min_dynamic_context_parallel_size=8)),
 )
 def dynamic_sizes(c: Context) -> Iterator[Finding]:
-    smallest, ranks = c.config.model.min_dynamic_context_parallel_size, c.dp * c.cp
-    if c.divisible and c.config.model.dynamic_context_parallel and smallest > ranks:
+    smallest, ranks = c.model.min_dynamic_context_parallel_size, c.dp * c.cp
+    if c.divisible and c.model.dynamic_context_parallel and smallest > ranks:
         yield Finding(
             NAME.model.min_dynamic_context_parallel_size,
             f"{smallest} is more than the dp * cp = {c.dp} * {c.cp} = {ranks} ranks there are",
-            f"{NAME.model.min_dynamic_context_parallel_size}={ranks}",
+            f"={ranks}",
         )
 
 
@@ -80,14 +79,15 @@ def dynamic_sizes(c: Context) -> Iterator[Finding]:
     "Packed microbatches with Transformer Engine use a one-level transport.",
     "The group that a microbatch switches on is one process group; Transformer Engine wants one for each level. Our "
     "attention takes both levels of a microbatch's group.",
-    broken(f"{NAME.model.attention_backend}=te", *_DYNAMIC, environment="gpu"),
+    broken(*_DYNAMIC, model=dict(attention_backend="te"), environment="gpu"),
 )
 def dynamic_transport(c: Context) -> Iterator[Finding]:
     if c.backend == "te" and c.packs and c.hierarchical:
         yield Finding(
             NAME.model.cp_comm_type,
             f"{c.hierarchical.name} requires {TWO_GROUPS}, and a microbatch's group is one",
-            f"{RING.settings[0]}, or {NAME.model.attention_backend}=native",
+            RING.settings[0],
+            NATIVE,
         )
 
 
@@ -95,10 +95,10 @@ def dynamic_transport(c: Context) -> Iterator[Finding]:
     "H14",
     "The longest sequence fits into all ranks together.",
     f"A sample is spread over at most dp * cp ranks of {NAME.model.max_seqlen_per_dp_cp_rank} tokens each.",
-    broken(f"{NAME.model.dynamic_context_parallel}=true", f"{NAME.model.max_seqlen_per_dp_cp_rank}=32"),
+    broken(model=dict(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=32)),
 )
 def longest_sequence_fits(c: Context) -> Iterator[Finding]:
-    model, length = c.config.model, c.config.dataset.seq_length
+    model, length = c.model, c.config.dataset.seq_length
     ranks = c.dp * c.cp if model.dynamic_context_parallel else c.cp
     unit = 2 * (c.tp if model.sequence_parallel else 1)
     needed = -(-length // (ranks * unit)) * unit  # a sample is padded to a multiple of this on every rank
@@ -108,10 +108,8 @@ def longest_sequence_fits(c: Context) -> Iterator[Finding]:
             NAME.model.max_seqlen_per_dp_cp_rank,
             f"{limit} tokens on each of {ranks} ranks are fewer than the sequence length {length}, which takes "
             f"{needed} on each",
-            either(
-                f"{NAME.model.max_seqlen_per_dp_cp_rank}={needed}",
-                f"{NAME.dataset.seq_length}={max(limit // unit, 1) * unit * ranks}" if limit >= unit else "",
-            ),
+            f"={needed}",
+            f"{NAME.dataset.seq_length}={max(limit // unit, 1) * unit * ranks}" if limit >= unit else "",
         )
 
 
@@ -119,19 +117,17 @@ def longest_sequence_fits(c: Context) -> Iterator[Finding]:
     "H15",
     f"{NAME.model.dynamic_context_parallel} and the default_dynamic_cp scheduler come together.",
     "The one chooses group sizes, the other is what chooses them; dp_balanced packs for a fixed size.",
-    broken(f"{NAME.model.sequence_packing_scheduler}=default_dynamic_cp"),
+    broken(model=dict(sequence_packing_scheduler="default_dynamic_cp")),
 )
 def scheduler_fits(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if model.dynamic_context_parallel != (model.sequence_packing_scheduler == "default_dynamic_cp"):
         wanted = "default_dynamic_cp" if model.dynamic_context_parallel else "dp_balanced"
         yield Finding(
             NAME.model.sequence_packing_scheduler,
             f"does not fit {NAME.model.dynamic_context_parallel}={str(model.dynamic_context_parallel).lower()}",
-            either(
-                f"{NAME.model.sequence_packing_scheduler}={wanted}",
-                f"{NAME.model.dynamic_context_parallel}={str(not model.dynamic_context_parallel).lower()}",
-            ),
+            f"={wanted}",
+            f"{NAME.model.dynamic_context_parallel}={str(not model.dynamic_context_parallel).lower()}",
         )
 
 
@@ -141,26 +137,25 @@ def scheduler_fits(c: Context) -> Iterator[Finding]:
     "mla_up_proj and moe run again during the backward pass outside their layer, where the microbatch's group is no "
     "longer switched on. Whole layers (full) and core_attn keep it.",
     broken(
-        f"{NAME.model.sequence_packing_scheduler}=dp_balanced",
-        f"{NAME.model.num_moe_experts}=4",
-        f"{NAME.model.moe_aux_loss_coeff}=0.01",
-        f"{NAME.model.recompute_granularity}=selective",
-        f"{NAME.model.recompute_modules}=[moe]",
+        model=dict(
+            sequence_packing_scheduler="dp_balanced",
+            num_moe_experts=4,
+            moe_aux_loss_coeff=0.01,
+            recompute_granularity="selective",
+            recompute_modules=["moe"],
+        )
     ),
 )
 def recomputation_keeps_the_group(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    modules = (model.recompute_modules or []) if model.recompute_granularity == "selective" else []
-    balanced = bool(model.num_moe_experts) and model.moe_aux_loss_coeff > 0
+    modules = (c.model.recompute_modules or []) if c.model.recompute_granularity == "selective" else []
+    balanced = bool(c.model.num_moe_experts) and c.model.moe_aux_loss_coeff > 0
     lost = [name for name in modules if name == "mla_up_proj" or (name == "moe" and balanced)]
     if c.packed and lost:
         yield Finding(
             NAME.model.recompute_modules,
             f"{', '.join(lost)} would be recomputed with the configured group instead of the microbatch's",
-            either(
-                typed(NAME.model.recompute_modules, [name for name in modules if name not in lost] or ["core_attn"]),
-                WHOLE_LAYERS,
-            ),
+            WHOLE_LAYERS,
+            values=[[name for name in modules if name not in lost] or ["core_attn"]],
         )
 
 
@@ -170,21 +165,22 @@ def recomputation_keeps_the_group(c: Context) -> Iterator[Finding]:
     "A pack is no sequence (seq_aux_loss), ranks run different numbers of packs (global_aux_loss), and sinkhorn would "
     "count padding.",
     broken(
-        f"{NAME.model.sequence_packing_scheduler}=dp_balanced",
-        f"{NAME.model.num_moe_experts}=4",
-        f"{NAME.model.moe_router_load_balancing_type}=seq_aux_loss",
-        f"{NAME.model.moe_aux_loss_coeff}=0.01",
+        model=dict(
+            sequence_packing_scheduler="dp_balanced",
+            num_moe_experts=4,
+            moe_router_load_balancing_type="seq_aux_loss",
+            moe_aux_loss_coeff=0.01,
+        )
     ),
 )
 def balance_of_packs(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    kind = model.moe_router_load_balancing_type
-    counts = kind == "sinkhorn" or (kind in ("seq_aux_loss", "global_aux_loss") and model.moe_aux_loss_coeff > 0)
-    if c.packed and model.num_moe_experts and counts:
+    kind = c.model.moe_router_load_balancing_type
+    counts = kind == "sinkhorn" or (kind in ("seq_aux_loss", "global_aux_loss") and c.model.moe_aux_loss_coeff > 0)
+    if c.packed and c.model.num_moe_experts and counts:
         yield Finding(
             NAME.model.moe_router_load_balancing_type,
             f"{kind} is not defined for packed microbatches",
-            one_of(NAME.model.moe_router_load_balancing_type, ["aux_loss", "none"]),
+            values=["aux_loss", "none"],
         )
 
 
@@ -193,17 +189,15 @@ def balance_of_packs(c: Context) -> Iterator[Finding]:
     "Packs go to their experts by all-to-all.",
     "Packs have lengths of their own, on each rank another, and the allgather dispatcher gathers equal ones.",
     broken(
-        f"{NAME.model.sequence_packing_scheduler}=dp_balanced",
-        f"{NAME.model.num_moe_experts}=4",
-        f"{NAME.model.moe_token_dispatcher_type}=allgather",
+        model=dict(sequence_packing_scheduler="dp_balanced", num_moe_experts=4, moe_token_dispatcher_type="allgather")
     ),
 )
 def dispatch_of_packs(c: Context) -> Iterator[Finding]:
-    if c.packs and c.config.model.moe_token_dispatcher_type == "allgather":  # also refused where there are no experts
+    if c.packs and c.model.moe_token_dispatcher_type == "allgather":  # also refused where there are no experts
         yield Finding(
             NAME.model.moe_token_dispatcher_type,
             "Token dispatcher type: allgather does not support variable sequence length, which packs have",
-            f"{NAME.model.moe_token_dispatcher_type}=alltoall",
+            "=alltoall",
         )
 
 
@@ -213,19 +207,15 @@ def dispatch_of_packs(c: Context) -> Iterator[Finding]:
     "With a configured size of 1 megatron-core cuts its rotary embeddings to the tokens of one rank, which are fewer "
     "than the positions of a sample that several ranks share.",
     broken(
-        f"{NAME.model.dynamic_context_parallel}=true",
-        f"{NAME.model.multi_latent_attention}=true",
-        f"{NAME.model.context_parallel_size}=1",
-        *RING.settings,
+        *RING.settings, model=dict(dynamic_context_parallel=True, multi_latent_attention=True, context_parallel_size=1)
     ),
 )
 def latent_positions(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    if (model.dynamic_context_parallel or c.eval_cp > 1) and model.multi_latent_attention and c.cp == 1:
+    if (c.model.dynamic_context_parallel or c.eval_cp > 1) and c.model.multi_latent_attention and c.cp == 1:
         yield Finding(
             NAME.model.context_parallel_size,
             "with multi-latent attention, groups of other sizes need all rotary positions, which are kept from 2 on",
-            f"{NAME.model.context_parallel_size}=2",
+            "=2",
         )
 
 
@@ -233,7 +223,7 @@ def latent_positions(c: Context) -> Iterator[Finding]:
     "H20",
     f"With packing, {NAME.train.micro_batch_size} is 1.",
     "It has no effect then: a microbatch is one pack of as many samples as the scheduler says.",
-    broken(f"{NAME.model.sequence_packing_scheduler}=dp_balanced", f"{NAME.train.micro_batch_size}=2"),
+    broken(model=dict(sequence_packing_scheduler="dp_balanced"), train=dict(micro_batch_size=2)),
     severity="warning",
 )
 def packs_have_no_micro_batch_size(c: Context) -> Iterator[Finding]:
@@ -241,7 +231,6 @@ def packs_have_no_micro_batch_size(c: Context) -> Iterator[Finding]:
     if c.packed and size > 1:
         yield Finding(
             NAME.train.micro_batch_size,
-            f"{size} has no effect with "
-            f"{NAME.model.sequence_packing_scheduler}={c.config.model.sequence_packing_scheduler}",
-            f"{NAME.train.micro_batch_size}=1 ({NAME.model.max_seqlen_per_dp_cp_rank} is the limit of a microbatch)",
+            f"{size} has no effect with {NAME.model.sequence_packing_scheduler}={c.model.sequence_packing_scheduler}",
+            f"=1 ({NAME.model.max_seqlen_per_dp_cp_rank} is the limit of a microbatch)",
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megatron_cp.attention.transports.registry import RING
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import either, nearest_multiples, one_of
+from megatron_cp.rules.proposals import nearest_multiples
 
 
 @rule(
@@ -16,7 +16,7 @@ from megatron_cp.rules.proposals import either, nearest_multiples, one_of
     "2 * cp divides the sequence length.",
     "Each rank takes two of 2 * cp chunks, one from the front and one from the back, so that causal work is balanced. "
     "megatron-core alone fails late, in a view.",
-    broken(f"{NAME.dataset.seq_length}=250"),
+    broken(dataset=dict(seq_length=250)),
 )
 def sequence_divides_by_cp(c: Context) -> Iterator[Finding]:
     length = c.config.dataset.seq_length
@@ -25,7 +25,7 @@ def sequence_divides_by_cp(c: Context) -> Iterator[Finding]:
             NAME.dataset.seq_length,
             "Sequence length must be divisible by 2 * context parallel size if context parallel is used; "
             f"{length} is not divisible by {2 * c.cp}",
-            one_of(NAME.dataset.seq_length, nearest_multiples(length, _multiple(c))),
+            values=nearest_multiples(length, _multiple(c)),
         )
 
 
@@ -34,22 +34,20 @@ def sequence_divides_by_cp(c: Context) -> Iterator[Finding]:
     "With sequence parallelism, cp * tp divides the sequence length.",
     "Each context-parallel slice is split once more over the tensor-parallel ranks.",
     broken(
-        f"{NAME.model.sequence_parallel}=true",
-        f"{NAME.model.tensor_model_parallel_size}=4",
-        f"{NAME.model.context_parallel_size}=2",
         *RING.settings,
-        f"{NAME.dataset.seq_length}=260",
+        model=dict(sequence_parallel=True, tensor_model_parallel_size=4, context_parallel_size=2),
+        dataset=dict(seq_length=260),
         world_size=8,
     ),
 )
 def sequence_divides_by_tp(c: Context) -> Iterator[Finding]:
     length = c.config.dataset.seq_length
-    if c.config.model.sequence_parallel and c.tp > 1 and not c.packed and length % (c.cp * c.tp):
+    if c.model.sequence_parallel and c.tp > 1 and not c.packed and length % (c.cp * c.tp):
         yield Finding(
             NAME.dataset.seq_length,
             "First dimension of the tensor should be divisible by tensor parallel size: under sequence parallelism "
             f"{length} must be a multiple of cp * tp = {c.cp * c.tp}",
-            one_of(NAME.dataset.seq_length, nearest_multiples(length, _multiple(c))),
+            values=nearest_multiples(length, _multiple(c)),
         )
 
 
@@ -58,7 +56,7 @@ def _multiple(c: Context) -> int:
     parts = [1]
     if c.cp > 1:
         parts.append(2 * c.cp)
-    if c.config.model.sequence_parallel:
+    if c.model.sequence_parallel:
         parts.append(c.cp * c.tp)
     return math.lcm(*parts)
 
@@ -67,18 +65,17 @@ def _multiple(c: Context) -> int:
     "B3",
     "The model and the data agree on the sequence length.",
     "Bridge's command line silently replaces the model's by the data's. Giving one of them is enough.",
-    broken(f"{NAME.model.seq_length}=512", f"{NAME.dataset.seq_length}=256"),
+    broken(model=dict(seq_length=512), dataset=dict(seq_length=256)),
 )
 def sequence_lengths_agree(c: Context) -> Iterator[Finding]:
-    model, data = c.config.model.seq_length, c.config.dataset.seq_length
+    model, data = c.model.seq_length, c.config.dataset.seq_length
     if model is not None and model != data:
         yield Finding(
             NAME.model.seq_length,
             "Please ensure sequence length configuration in model config and dataset config match. "
             f"The model's is {model}, the dataset's {data}",
-            either(
-                f"{NAME.model.seq_length}={data}", f"{NAME.dataset.seq_length}={model} {NAME.model.seq_length}={model}"
-            ),
+            f"={data}",
+            f"{NAME.dataset.seq_length}={model} {NAME.model.seq_length}={model}",
         )
 
 
@@ -87,13 +84,12 @@ def sequence_lengths_agree(c: Context) -> Iterator[Finding]:
     "The sequence fits the positions that the model knows.",
     "Learned positions end in an index error; rotary positions go on but were never trained there.",
     broken(
-        f"{NAME.dataset.seq_length}=512",
-        f"{NAME.model.max_position_embeddings}=256",
-        f"{NAME.model.position_embedding_type}=learned_absolute",
+        dataset=dict(seq_length=512),
+        model=dict(max_position_embeddings=256, position_embedding_type="learned_absolute"),
     ),
 )
 def sequence_fits_positions(c: Context) -> Iterator[Finding]:
-    model, length = c.config.model, c.config.dataset.seq_length
+    model, length = c.model, c.config.dataset.seq_length
     known = model.max_position_embeddings
     if known is None or length <= known or model.position_embedding_type in ("none", "yarn"):  # yarn: K55 and B13
         return
@@ -101,7 +97,7 @@ def sequence_fits_positions(c: Context) -> Iterator[Finding]:
     yield Finding(
         NAME.model.max_position_embeddings,
         f"the sequence length ({length}) is greater than {NAME.model.max_position_embeddings} ({known})",
-        f"{NAME.model.max_position_embeddings}={length}",
+        f"={length}",
         severity="error" if learned else "warning",
     )
 
@@ -112,20 +108,18 @@ def sequence_fits_positions(c: Context) -> Iterator[Finding]:
     "Training does not read it. An exported model declares it, and some versions of transformers (4.51 is one) divide "
     "it by the original length to get the scaling factor: with another ratio they would compute another model.",
     broken(
-        f"{NAME.model.position_embedding_type}=yarn",
-        f"{NAME.model.yarn_rotary_scaling_factor}=4.0",
-        f"{NAME.model.yarn_original_max_position_embeddings}=128",
-        f"{NAME.model.max_position_embeddings}=256",
+        model=dict(
+            position_embedding_type="yarn",
+            yarn_rotary_scaling_factor=4.0,
+            yarn_original_max_position_embeddings=128,
+            max_position_embeddings=256,
+        )
     ),
     severity="warning",
 )
 def yarn_declares_its_length(c: Context) -> Iterator[Finding]:
-    model = c.config.model
-    factor, original, length = (
-        model.yarn_rotary_scaling_factor,
-        model.yarn_original_max_position_embeddings,
-        model.yarn_length,
-    )
+    factor, length = c.model.yarn_rotary_scaling_factor, c.model.yarn_length
+    original = c.model.yarn_original_max_position_embeddings
     if factor is None or original is None or length is None:
         return
     fix = f"{NAME.model.max_position_embeddings}={length}"
@@ -133,6 +127,6 @@ def yarn_declares_its_length(c: Context) -> Iterator[Finding]:
         message = f"times the original {original} positions is {factor * original:g}, which no model can declare"
         whole = f"{NAME.model.yarn_rotary_scaling_factor}={length / original}"
         yield Finding(NAME.model.yarn_rotary_scaling_factor, message, f"{whole} {fix}")
-    elif model.max_position_embeddings != length:
+    elif c.model.max_position_embeddings != length:
         message = f"the scaling factor {factor} times the original {original} positions is {length}"
         yield Finding(NAME.model.max_position_embeddings, message, fix)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from megatron_cp.attention.transports.registry import HIERARCHICAL, LEVELS, RING
 from megatron_cp.config.names import NAME
-from megatron_cp.config.run_config import default_at, settings
-from megatron_cp.config.setting import LARGEST
+from megatron_cp.config.run_config import default_at
 from megatron_cp.models.vocabulary import known_vocab_size, padded
 from megatron_cp.parallel.layout import MOST_RANKS, layout_of
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.checks.parallel.context_parallel import FLAT
-from megatron_cp.rules.proposals import closest, default_of, divisors, either, nearest_multiples, one_of, typed
+from megatron_cp.rules.proposals import closest, divisors, either, nearest_multiples, one_of
 from megatron_cp.rules.remedies import Case
 
 _USUAL = {NAME.model.kv_channels: 64}  # where 1 is possible and of no use
@@ -23,16 +21,7 @@ _USUAL = {NAME.model.kv_channels: 64}  # where 1 is possible and of no use
 def _proper(field: str) -> str:
     """Sizes that are surely possible."""
     default = default_at(field)
-    return either(
-        default_of(field), one_of(field, [size for size in (1, _USUAL.get(field)) if size not in (None, default)])
-    )
-
-
-def _sizes(value_at: Callable[[str], Any]) -> Iterator[tuple[str, int]]:
-    for field, facts in settings().items():
-        value = value_at(field)
-        if facts.kind == "size" and value is not None:
-            yield field, value
+    return one_of(field, [default, *(size for size in (1, _USUAL.get(field)) if size not in (None, default))])
 
 
 def oversized(case: Case) -> list[Finding]:
@@ -41,9 +30,9 @@ def oversized(case: Case) -> list[Finding]:
     if case.world_size > MOST_RANKS:
         message = f"must be at most {MOST_RANKS}, got {case.world_size}"
         found.append(Finding("world size", message, f"start {case.config.model.fewest_ranks} ranks"))
-    for field, value in _sizes(case.config.value_at):
-        if value > LARGEST:
-            found.append(Finding(field, f"must be at most {LARGEST}, got {value}", _proper(field)))
+    for field, value, facts in case.out_of_range("size"):
+        if value > facts.most:
+            found.append(Finding(field, f"must be at most {facts.most}, got {value}", _proper(field)))
     return found
 
 
@@ -52,15 +41,15 @@ def oversized(case: Case) -> list[Finding]:
     "Sizes and counts are at least 1, and no larger than anything that exists.",
     "Upstream a context parallel size of 0 ends in a ZeroDivisionError deep in the set-up of the process groups. "
     "With a number far too large the checks would count to it.",
-    broken(f"{NAME.train.train_iters}=0"),
+    broken(train=dict(train_iters=0)),
 )
 def sizes_are_positive(c: Context) -> Iterator[Finding]:
-    for field, value in _sizes(c.config.value_at):
-        if value < 1:
+    for field, value, facts in c.out_of_range("size"):
+        if value < facts.least:
             yield Finding(field, f"must be an integer of at least 1, got {value}", _proper(field))
     if c.world_size < 1:
         message = f"must be an integer of at least 1, got {c.world_size}"
-        yield Finding("world size", message, f"start {c.config.model.fewest_ranks} ranks")
+        yield Finding("world size", message, f"start {c.model.fewest_ranks} ranks")
     yield from oversized(c)
 
 
@@ -68,7 +57,7 @@ def sizes_are_positive(c: Context) -> Iterator[Finding]:
     "A2",
     "tp * pp * cp divides the world size.",
     "The ranks are a grid with these sides; what is left over is the data-parallel size.",
-    broken(f"{NAME.model.pipeline_model_parallel_size}=2", world_size=4),
+    broken(model=dict(pipeline_model_parallel_size=2), world_size=4),
 )
 def world_is_divisible(c: Context) -> Iterator[Finding]:
     size = c.tp * c.pp * c.cp
@@ -83,10 +72,8 @@ def world_is_divisible(c: Context) -> Iterator[Finding]:
             NAME.model.context_parallel_size,
             f"world size ({c.world_size}) is not divisible by total_model_size ({size}) = tp {c.tp} * pp {c.pp} * cp "
             f"{c.cp}: world_size ({c.world_size}) is not divisible by {size}",
-            either(
-                f"start {size} ranks (megatron-cp train -n {size} or a multiple)" if size <= MOST_RANKS else "",
-                *smaller,
-            ),
+            f"start {size} ranks (megatron-cp train -n {size} or a multiple)" if size <= MOST_RANKS else "",
+            *smaller,
         )
 
 
@@ -94,7 +81,7 @@ def world_is_divisible(c: Context) -> Iterator[Finding]:
     "A3",
     "etp * ep * pp divides the world size.",
     "Experts see the same ranks as another grid, whose sides must divide them too.",
-    broken(f"{NAME.model.num_moe_experts}=6", f"{NAME.model.expert_model_parallel_size}=3"),
+    broken(model=dict(num_moe_experts=6, expert_model_parallel_size=3)),
 )
 def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
     size = c.etp * c.ep * c.pp
@@ -104,7 +91,7 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
         more = f"start {ranks} ranks (or a multiple of them)" if ranks <= MOST_RANKS else ""
         field = NAME.model.expert_model_parallel_size
         fix = either(one_of(field, closest(fitting, c.ep)), more)
-        if not c.config.model.num_moe_experts and c.etp != c.tp:  # their groups are built all the same
+        if not c.model.num_moe_experts and c.etp != c.tp:  # their groups are built all the same
             field = NAME.model.expert_tensor_parallel_size
             fix = either(f"{field}=null (there are no experts)", more)
         yield Finding(
@@ -120,16 +107,13 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
     "tp divides the attention heads.",
     "Each tensor-parallel rank holds whole heads.",
     broken(
-        f"{NAME.model.num_attention_heads}=6",
-        f"{NAME.model.num_query_groups}=2",
-        f"{NAME.model.kv_channels}=16",
-        f"{NAME.model.tensor_model_parallel_size}=4",
         *RING.settings,
+        model=dict(num_attention_heads=6, num_query_groups=2, kv_channels=16, tensor_model_parallel_size=4),
         world_size=16,
     ),
 )
 def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
-    heads = c.config.model.num_attention_heads
+    heads = c.model.num_attention_heads
     if heads % c.tp:
         yield Finding(
             NAME.model.num_attention_heads,
@@ -143,15 +127,10 @@ def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
     "tp divides the key/value heads, or the other way round.",
     "A rank holds whole key/value heads, or shares one with its neighbours, of which each computes an equal part of "
     "its dimensions.",
-    broken(
-        f"{NAME.model.num_attention_heads}=12",
-        f"{NAME.model.num_query_groups}=3",
-        f"{NAME.model.tensor_model_parallel_size}=2",
-        world_size=8,
-    ),
+    broken(model=dict(num_attention_heads=12, num_query_groups=3, tensor_model_parallel_size=2), world_size=8),
 )
 def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
-    model, groups = c.config.model, c.config.model.kv_heads
+    model, groups = c.model, c.model.kv_heads
     dim = model.kv_channels or 0
     if groups >= 1 and groups % c.tp and c.tp % groups:
         fitting = [t for t in divisors(model.num_attention_heads) if groups % t == 0 or t % groups == 0]
@@ -166,7 +145,7 @@ def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
             NAME.model.kv_channels,
             f"{groups} key and value heads of {dim} dimensions cannot be shared equally by the ranks of "
             f"{NAME.model.tensor_model_parallel_size} ({c.tp})",
-            one_of(NAME.model.kv_channels, nearest_multiples(dim, step)),
+            values=nearest_multiples(dim, step),
         )
 
 
@@ -178,7 +157,7 @@ def _batch_finding(c: Context, field: str, message: str, global_batch: int, micr
         yield Finding(
             field,
             f"{message}; {c.world_size} ranks / (tp {c.tp} * pp {c.pp} * cp {c.cp}) = {c.dp}",
-            one_of(field, nearest_multiples(global_batch, multiple)),
+            values=nearest_multiples(global_batch, multiple),
         )
 
 
@@ -186,7 +165,7 @@ def _batch_finding(c: Context, field: str, message: str, global_batch: int, micr
     "A6",
     "The global batch divides into micro batches over the data-parallel replicas.",
     "Every replica takes the same number of micro batches; context parallelism reduces the number of replicas.",
-    broken(f"{NAME.train.global_batch_size}=12", f"{NAME.train.micro_batch_size}=8"),
+    broken(train=dict(global_batch_size=12, micro_batch_size=8)),
 )
 def batch_divides(c: Context) -> Iterator[Finding]:
     batch, micro = c.config.train.global_batch_size, c.config.train.micro_batch_size
@@ -200,7 +179,7 @@ def batch_divides(c: Context) -> Iterator[Finding]:
     "A7",
     "The evaluation batch divides into micro batches over the data-parallel replicas.",
     f"As A6, for {NAME.validation.eval_global_batch_size} and eval_micro_batch_size (by default the training ones).",
-    broken(f"{NAME.validation.eval_iters}=1", f"{NAME.validation.eval_global_batch_size}=9"),
+    broken(validation=dict(eval_iters=1, eval_global_batch_size=9)),
 )
 def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
     validation = c.config.validation
@@ -222,23 +201,20 @@ def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
     "In that order the stages of both grids must be the same ranks; megatron-core's MPU asserts it after some groups "
     "were already built. Our decentralized groups do not need it for dense models.",
     broken(
-        f"{NAME.dist.use_tp_pp_dp_mapping}=true",
-        f"{NAME.model.pipeline_model_parallel_size}=2",
-        f"{NAME.model.context_parallel_size}=2",
         *RING.settings,
+        dist=dict(use_tp_pp_dp_mapping=True),
+        model=dict(pipeline_model_parallel_size=2, context_parallel_size=2),
     ),
 )
 def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
-    free = c.config.dist.use_decentralized_pg and not c.config.model.num_moe_experts
+    free = c.config.dist.use_decentralized_pg and not c.model.num_moe_experts
     if c.config.dist.use_tp_pp_dp_mapping and c.pp > 1 and c.tp * c.cp != c.etp * c.ep and not free:
         yield Finding(
             NAME.dist.use_tp_pp_dp_mapping,
             "When not using pp-last rank ordering, the data parallel size of the attention and moe layers must be the "
             f"same; here tp * cp = {c.tp * c.cp} and etp * ep = {c.etp * c.ep}",
-            either(
-                f"{NAME.dist.use_tp_pp_dp_mapping}=false",
-                "" if c.config.model.num_moe_experts else f"{NAME.dist.use_decentralized_pg}=true",
-            ),
+            "=false",
+            "" if c.model.num_moe_experts else f"{NAME.dist.use_decentralized_pg}=true",
         )
 
 
@@ -246,14 +222,15 @@ def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
     "A9",
     "Sequence parallelism needs tp > 1.",
     "It splits the sequence over the tensor-parallel ranks outside attention and MLP.",
-    broken(f"{NAME.model.sequence_parallel}=true"),
+    broken(model=dict(sequence_parallel=True)),
 )
 def sequence_parallel_needs_tp(c: Context) -> Iterator[Finding]:
-    if c.config.model.sequence_parallel and c.tp == 1:
+    if c.model.sequence_parallel and c.tp == 1:
         yield Finding(
             NAME.model.sequence_parallel,
             "Cannot use sequence parallelism without tensor parallelism",
-            f"{NAME.model.sequence_parallel}=false, or {NAME.model.tensor_model_parallel_size}=2",
+            "=false",
+            f"{NAME.model.tensor_model_parallel_size}=2",
         )
 
 
@@ -280,16 +257,14 @@ def one_hardware_queue(c: Context) -> Iterator[Finding]:
     "The ranks of an all-to-all level share a node.",
     f"The all-to-all of {HIERARCHICAL.name} is exposed and moves every head; across nodes it runs at the network's "
     "speed, which is what the hierarchy is meant to avoid.",
-    broken(
-        f"{NAME.model.tensor_model_parallel_size}=4", f"{NAME.model.num_query_groups}=8", world_size=16, gpus_per_node=4
-    ),
+    broken(model=dict(tensor_model_parallel_size=4, num_query_groups=8), world_size=16, gpus_per_node=4),
     severity="warning",
 )
 def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
     if c.node_size is None or c.levels is None or not c.hierarchical or c.world_size <= c.node_size:
         return
     try:
-        groups = layout_of(c.config.model, c.config.dist, c.world_size).hierarchical_groups()[0]
+        groups = layout_of(c.model, c.config.dist, c.world_size).hierarchical_groups()[0]
     except ValueError:  # an impossible layout is another rule's matter
         return
     node = c.node_size
@@ -297,12 +272,12 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
     across = sum(span > 1 for span in spans)
     if across:
         largest = max((d for d in divisors(c.cp) if node % (c.tp * d) == 0), default=1)
-        field = NAME.model.hierarchical_context_parallel_sizes
         yield Finding(
-            field,
+            NAME.model.hierarchical_context_parallel_sizes,
             f"{across} of {len(groups)} all-to-all groups span up to {max(spans)} nodes of {node} ranks "
             f"(tp {c.tp} * {LEVELS[0]} {c.levels[0]} = {c.tp * c.levels[0]} neighbouring ranks)",
-            either(typed(field, [largest, c.cp // largest]) if largest > 1 else "", FLAT),
+            FLAT,
+            values=[[largest, c.cp // largest]] if largest > 1 else [],
         )
 
 
@@ -310,15 +285,13 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
     "A18",
     "Expert parallelism divides the experts of a mixture-of-experts model.",
     "Each expert-parallel rank holds the same number of experts.",
-    broken(f"{NAME.model.expert_model_parallel_size}=2"),
+    broken(model=dict(expert_model_parallel_size=2)),
 )
 def experts_divide(c: Context) -> Iterator[Finding]:
-    experts = c.config.model.num_moe_experts
+    experts = c.model.num_moe_experts
     if c.ep > 1 and not experts:
         yield Finding(
-            NAME.model.expert_model_parallel_size,
-            "num_moe_experts must be non None to use expert-parallel",
-            f"{NAME.model.expert_model_parallel_size}=1",
+            NAME.model.expert_model_parallel_size, "num_moe_experts must be non None to use expert-parallel", "=1"
         )
     elif experts and experts % c.ep:
         yield Finding(
@@ -332,15 +305,10 @@ def experts_divide(c: Context) -> Iterator[Finding]:
     "A19",
     "A vocabulary is padded to the same rows under every tensor parallel size.",
     "Rows that pad it take part in the softmax: with more of them it is another model, with other losses.",
-    broken(
-        "parallel=none",
-        f"{NAME.model.make_vocab_size_divisible_by}=1",
-        f"{NAME.model.tensor_model_parallel_size}=2",
-        world_size=2,
-    ),
+    broken("parallel=none", model=dict(make_vocab_size_divisible_by=1, tensor_model_parallel_size=2), world_size=2),
 )
 def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
-    unit, size = c.config.model.make_vocab_size_divisible_by, known_vocab_size(c.config.model, c.config.tokenizer)
+    unit, size = c.model.make_vocab_size_divisible_by, known_vocab_size(c.model, c.config.tokenizer)
     if unit < 1 or c.tp < 1 or unit % c.tp == 0:
         return
     fitting = math.lcm(unit, c.tp)
@@ -353,6 +321,6 @@ def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
     yield Finding(
         NAME.model.make_vocab_size_divisible_by,
         f"is no multiple of tp {c.tp}: the vocabulary is padded {rows}",
-        f"{NAME.model.make_vocab_size_divisible_by}={fitting} (the same model under this tp and all that divide it)",
-        severity=None if size else "warning",  # of some sizes neither pads any
+        f"={fitting} (the same model under this tp and all that divide it)",
+        severity=None if size else "warning",
     )

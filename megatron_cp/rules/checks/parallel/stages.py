@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import divisors, either, nearest_multiples, one_of
+from megatron_cp.rules.proposals import divisors, nearest_multiples, one_of
 
 _ENDS = (NAME.model.num_layers_in_first_pipeline_stage, NAME.model.num_layers_in_last_pipeline_stage)
 
@@ -16,10 +16,10 @@ _ENDS = (NAME.model.num_layers_in_first_pipeline_stage, NAME.model.num_layers_in
     "The layers divide over the pipeline stages.",
     "Every stage, and every virtual stage, holds as many layers; the embedding and the loss may count as one each, or "
     "the first and the last stage have numbers of their own, and those between divide the rest.",
-    broken(f"{NAME.model.pipeline_model_parallel_size}=3", world_size=12),
+    broken(model=dict(pipeline_model_parallel_size=3), world_size=12),
 )
 def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     ends = {field: c.config.value_at(field) for field in _ENDS if c.config.value_at(field) is not None}
     counted = model.account_for_embedding_in_pipeline_split + model.account_for_loss_in_pipeline_split
     if model.architecture == "hybrid":
@@ -37,10 +37,8 @@ def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
             f"num_layers={layers} should be divisible by config.pipeline_model_parallel_size={c.pp}"
             + (f" times virtual_pipeline_model_parallel_size={virtual}" if virtual > 1 else "")
             + (f"; {counted} of the {layers} for embedding and loss" if counted else ""),
-            either(
-                one_of(NAME.model.num_layers, [n - counted for n in valid]),
-                one_of(NAME.model.pipeline_model_parallel_size, _fewer_stages(c, layers, virtual)),
-            ),
+            one_of(NAME.model.pipeline_model_parallel_size, _fewer_stages(c, layers, virtual)),
+            values=[n - counted for n in valid],
         )
 
 
@@ -50,27 +48,27 @@ def _fewer_stages(c: Context, layers: int, virtual: int) -> list[int]:
 
 def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[Finding]:
     """``ends`` are the layers of the first stage, the last one or both, by the names of their settings."""
-    field, layers = next(iter(ends)), c.config.model.num_layers
+    field, layers = next(iter(ends)), c.model.num_layers
     between, left = c.pp - len(ends), layers - sum(ends.values())
-    virtual = max(1, c.config.model.virtual_pipeline_model_parallel_size or 1)
+    virtual = max(1, c.model.virtual_pipeline_model_parallel_size or 1)
     if min(ends.values()) < 1:
         return  # rule A1 has said so
     if c.pp == 1:
-        yield Finding(field, "needs pipeline stages", f"{field}=null, or {NAME.model.pipeline_model_parallel_size}=2")
+        yield Finding(field, "needs pipeline stages", "=null", f"{NAME.model.pipeline_model_parallel_size}=2")
     elif counted:
         flags = [NAME.model.account_for_embedding_in_pipeline_split, NAME.model.account_for_loss_in_pipeline_split]
         message = f"cannot be set at the same time with {' or '.join(flags)}"
-        yield Finding(field, message, f"{field}=null, or {' '.join(f'{flag}=false' for flag in flags)}")
+        yield Finding(field, message, "=null", f"{' '.join(f'{flag}=false' for flag in flags)}")
     elif not between and virtual > 1:
         # megatron-core divides by the number of stages between, to number the layers.
-        yield Finding(field, "with two interleaved stages one of the two numbers says both", f"{field}=null")
+        yield Finding(field, "with two interleaved stages one of the two numbers says both", "=null")
     elif not between and left:
         valid = f"{field}={layers - (sum(ends.values()) - ends[field])}"
         yield Finding(field, f"two stages of {' and '.join(map(str, ends.values()))} layers are not {layers}", valid)
     elif any(number % virtual for number in ends.values()):
         field = next(name for name, number in ends.items() if number % virtual)
         message = f"must be divisible by virtual_pipeline_model_parallel_size={virtual}"
-        yield Finding(field, message, one_of(field, nearest_multiples(ends[field], virtual)))
+        yield Finding(field, message, values=nearest_multiples(ends[field], virtual))
     elif between and (left < 1 or left % (between * virtual)):
         rest, multiple = sum(ends.values()), between * virtual
         valid_rests = sorted({max(left // multiple, 1) * multiple, max(left // multiple + 1, 1) * multiple})
@@ -78,7 +76,7 @@ def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[
             NAME.model.num_layers,
             f"num_layers={layers} leaves {left} for the {between} other pipeline stages"
             + (f" of {virtual} virtual ones each" if virtual > 1 else ""),
-            one_of(NAME.model.num_layers, [rest + number for number in valid_rests]),
+            values=[rest + number for number in valid_rests],
         )
 
 
@@ -86,14 +84,15 @@ def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[
     "A16",
     "Virtual pipeline stages need pp > 1.",
     "The interleaved schedule passes activations between ranks.",
-    broken(f"{NAME.model.virtual_pipeline_model_parallel_size}=2"),
+    broken(model=dict(virtual_pipeline_model_parallel_size=2)),
 )
 def interleaving_needs_stages(c: Context) -> Iterator[Finding]:
-    if c.config.model.virtual_pipeline_model_parallel_size is not None and c.pp == 1:
+    if c.model.virtual_pipeline_model_parallel_size is not None and c.pp == 1:
         yield Finding(
             NAME.model.virtual_pipeline_model_parallel_size,
             "pipeline-model-parallel size should be greater than 1 with interleaved schedule",
-            f"{NAME.model.virtual_pipeline_model_parallel_size}=null, or {NAME.model.pipeline_model_parallel_size}=2",
+            "=null",
+            f"{NAME.model.pipeline_model_parallel_size}=2",
         )
 
 
@@ -101,18 +100,15 @@ def interleaving_needs_stages(c: Context) -> Iterator[Finding]:
     "A17",
     "With virtual stages the number of micro batches is a multiple of the group that a stage works through.",
     "The interleaved schedule sends micro batches through the stages in groups of "
-    f"{NAME.model.microbatch_group_size_per_vp_stage} "
-    "(by default pp).",
+    f"{NAME.model.microbatch_group_size_per_vp_stage} (by default pp).",
     broken(
-        f"{NAME.model.pipeline_model_parallel_size}=2",
-        f"{NAME.model.virtual_pipeline_model_parallel_size}=2",
-        f"{NAME.train.global_batch_size}=3",
-        f"{NAME.train.micro_batch_size}=1",
+        model=dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+        train=dict(global_batch_size=3, micro_batch_size=1),
         world_size=8,
     ),
 )
 def interleaved_microbatches(c: Context) -> Iterator[Finding]:
-    model, train = c.config.model, c.config.train
+    model, train = c.model, c.config.train
     group = model.microbatch_group_size_per_vp_stage or c.pp
     if model.virtual_pipeline_model_parallel_size is None or c.pp == 1:
         return
@@ -121,7 +117,7 @@ def interleaved_microbatches(c: Context) -> Iterator[Finding]:
             NAME.model.microbatch_group_size_per_vp_stage,
             "The number of contiguous micro-batches in a virtual pipeline stage should range in "
             f"[PP={c.pp}, M], M being the number of micro batches, got {group}",
-            one_of(NAME.model.microbatch_group_size_per_vp_stage, [c.pp, None]),
+            values=[c.pp, None],
         )
         return
     if c.packed or not c.divisible:  # packs come in multiples of the group
@@ -132,7 +128,7 @@ def interleaved_microbatches(c: Context) -> Iterator[Finding]:
 
 
 def _interleaving(c: Context, field: str, global_batch: int, micro_batch: int) -> Iterator[Finding]:
-    group = c.config.model.microbatch_group_size_per_vp_stage or c.pp
+    group = c.model.microbatch_group_size_per_vp_stage or c.pp
     per_step = max(1, micro_batch) * c.dp
     count = global_batch // per_step
     if group > count:
@@ -140,7 +136,7 @@ def _interleaving(c: Context, field: str, global_batch: int, micro_batch: int) -
             field,
             "The number of contiguous micro-batches in a virtual pipeline stage should range in "
             f"[PP={c.pp}, M={count}], got {group}",
-            f"{field}={per_step * group}",
+            f"={per_step * group}",
         )
     elif 0 < count % group < c.pp:
         yield Finding(
@@ -148,5 +144,5 @@ def _interleaving(c: Context, field: str, global_batch: int, micro_batch: int) -
             f"The remainder of M={count} (the total micro-batches) divided by N={group} (number of contiguous "
             "micro-batches in a virtual pipeline stage) should be 0, or larger than or equal to the "
             f"pipeline-parallel size {c.pp}",
-            one_of(field, nearest_multiples(global_batch, per_step * group)),
+            values=nearest_multiples(global_batch, per_step * group),
         )

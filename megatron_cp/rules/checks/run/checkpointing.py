@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_cp.config.names import NAME
-from megatron_cp.config.run_config import settings
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import default_of
 
@@ -15,7 +14,7 @@ from megatron_cp.rules.proposals import default_of
     "Checkpoints to keep for ever are among those that are saved.",
     "save_retain_interval keeps its multiples; a checkpoint is written at multiples of save_interval. megatron-core "
     "asks for the same.",
-    broken(f"{NAME.checkpoint.save_interval}=20", f"{NAME.checkpoint.save_retain_interval}=50"),
+    broken(checkpoint=dict(save_interval=20, save_retain_interval=50)),
 )
 def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
     every, kept = c.config.checkpoint.save_interval, c.config.checkpoint.save_retain_interval
@@ -31,7 +30,7 @@ def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.checkpoint.save_retain_interval,
             f"keeps multiples of {kept}, which {NAME.checkpoint.save_interval}={every} does not divide",
-            f"{NAME.checkpoint.save_retain_interval}={max(1, kept // every) * every}",
+            f"={max(1, kept // every) * every}",
         )
 
 
@@ -39,21 +38,19 @@ def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
     "K51",
     "Intervals, times, thresholds and scales are above zero.",
     "Zero would mean always or never, depending on who reads it; null means never, or the usual scale.",
-    broken(f"{NAME.checkpoint.save_interval}=0"),
+    broken(checkpoint=dict(save_interval=0)),
 )
 def intervals_are_positive(c: Context) -> Iterator[Finding]:
-    for field, facts in settings().items():
-        value = c.config.value_at(field)
-        if facts.kind == "positive" and not facts.allows(value):
-            limit = "above 0" if value <= 0 else f"at most {facts.most}"
-            yield Finding(field, f"must be {limit}, got {value}", default_of(field))
+    for field, value, facts in c.out_of_range("positive"):
+        limit = "above 0" if value <= 0 else f"at most {facts.most}"
+        yield Finding(field, f"must be {limit}, got {value}", default_of(field))
 
 
 @rule(
     "K52",
     "A run that is saved without its optimizer cannot be resumed with it.",
     "Adam's moments are gone; a run that was stopped and started again with load_optim would end at once.",
-    broken(f"{NAME.checkpoint.save_optim}=false", f"{NAME.checkpoint.save_interval}=10"),
+    broken(checkpoint=dict(save_optim=False, save_interval=10)),
     severity="warning",
 )
 def resuming_needs_the_optimizer(c: Context) -> Iterator[Finding]:
@@ -62,8 +59,8 @@ def resuming_needs_the_optimizer(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.checkpoint.save_optim,
             "checkpoints without the optimizer's state end an attempt to go on from them",
-            f"{NAME.checkpoint.save_optim}=true, or {NAME.checkpoint.load_optim}=false (goes on with a fresh "
-            "optimizer)",
+            "=true",
+            f"{NAME.checkpoint.load_optim}=false (goes on with a fresh optimizer)",
         )
 
 
@@ -78,10 +75,10 @@ def checkpoints_have_a_place(c: Context) -> Iterator[Finding]:
     places = {"save": wanted.save, "load": wanted.load, "pretrained_checkpoint": wanted.pretrained_checkpoint}
     for name, place in places.items():
         if place == "" and not (name == "load" and wanted.save == ""):  # load follows save
-            yield Finding(f"checkpoint.{name}", "an empty path names no folder", f"checkpoint.{name}=null")
+            yield Finding(f"checkpoint.{name}", "an empty path names no folder", "=null")
     if wanted.most_recent_k != -1 and wanted.most_recent_k < 1:
         yield Finding(
             NAME.checkpoint.most_recent_k,
             f"must be -1, which keeps all, or at least 1, got {wanted.most_recent_k}",
-            f"{NAME.checkpoint.most_recent_k}=-1",
+            "=-1",
         )

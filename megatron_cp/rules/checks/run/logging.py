@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from megatron_cp.common.installation import how_to_install
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import either
 
 
 @rule(
@@ -15,11 +14,7 @@ from megatron_cp.rules.proposals import either
     "A profile has steps and ranks, and one tool.",
     "Bridge asks for the same: PyTorch's profiler and Nsight Systems cannot listen to one GPU at the same time; an "
     "empty range would profile nothing without a word.",
-    broken(
-        f"{NAME.profiling.use_pytorch_profiler}=true",
-        f"{NAME.profiling.profile_step_start}=5",
-        f"{NAME.profiling.profile_step_end}=5",
-    ),
+    broken(profiling=dict(use_pytorch_profiler=True, profile_step_start=5, profile_step_end=5)),
 )
 def a_profile_has_steps(c: Context) -> Iterator[Finding]:
     wanted, iterations = c.config.profiling, c.config.train.train_iters
@@ -33,24 +28,19 @@ def a_profile_has_steps(c: Context) -> Iterator[Finding]:
         )
     start, end = wanted.profile_step_start, wanted.profile_step_end
     if start < 0:
-        yield Finding(
-            NAME.profiling.profile_step_start,
-            f"profile_step_start must be >= 0, got {start}",
-            f"{NAME.profiling.profile_step_start}=0",
-        )
+        yield Finding(NAME.profiling.profile_step_start, f"profile_step_start must be >= 0, got {start}", "=0")
     elif end <= start:
         yield Finding(
             NAME.profiling.profile_step_end,
             f"profile_step_end ({end}) must be > profile_step_start ({start}): the iterations after {start} up to "
             f"{end} are profiled",
-            f"{NAME.profiling.profile_step_end}={start + 2}",
+            f"={start + 2}",
         )
     elif start >= iterations:
         yield Finding(
             NAME.profiling.profile_step_start,
             f"the run ends after {iterations} iterations, before its profile begins",
-            f"{NAME.profiling.profile_step_start}={max(0, iterations - 2)} "
-            f"{NAME.profiling.profile_step_end}={iterations}",
+            f"={max(0, iterations - 2)} {NAME.profiling.profile_step_end}={iterations}",
             severity="warning",
         )
     missing = [rank for rank in wanted.profile_ranks if not 0 <= rank < c.world_size]
@@ -60,7 +50,7 @@ def a_profile_has_steps(c: Context) -> Iterator[Finding]:
             f"names ranks that this run of {c.world_size} ranks does not have: {missing}"
             if missing
             else "names no rank",
-            f"{NAME.profiling.profile_ranks}=[0]",
+            "=[0]",
         )
 
 
@@ -68,7 +58,7 @@ def a_profile_has_steps(c: Context) -> Iterator[Finding]:
     "K41",
     "Nsight Systems and NVTX ranges need a GPU.",
     "They mark what NVIDIA's tools see of the CUDA runtime, which is not there without one.",
-    broken(f"{NAME.profiling.use_nsys_profiler}=true"),
+    broken(profiling=dict(use_nsys_profiler=True)),
 )
 def nsight_needs_a_gpu(c: Context) -> Iterator[Finding]:
     for name in ("use_nsys_profiler", "nvtx_ranges"):
@@ -76,7 +66,8 @@ def nsight_needs_a_gpu(c: Context) -> Iterator[Finding]:
             yield Finding(
                 f"profiling.{name}",
                 "needs a GPU, and there is none",
-                f"profiling.{name}=false, or profiling.{name}=false {NAME.profiling.use_pytorch_profiler}=true",
+                "=false",
+                f"=false {NAME.profiling.use_pytorch_profiler}=true",
             )
 
 
@@ -85,29 +76,25 @@ def nsight_needs_a_gpu(c: Context) -> Iterator[Finding]:
     "Weights & Biases is installed where it is asked for.",
     "Found out here, not when the first numbers are to be sent. Whoever may not reach the network sets "
     "WANDB_MODE=offline.",
-    broken(f"{NAME.logger.wandb_project}=mine"),
+    broken(logger=dict(wandb_project="mine")),
 )
 def weights_and_biases_is_there(c: Context) -> Iterator[Finding]:
     if c.config.logger.wandb_project and c.environment.wandb is None:
         yield Finding(
             NAME.logger.wandb_project,
             "asks for Weights & Biases, which is not installed",
-            either(how_to_install("wandb"), f"{NAME.logger.wandb_project}=null"),
+            how_to_install("wandb"),
+            "=null",
         )
     if (c.config.logger.wandb_exp_name or c.config.logger.wandb_entity) and not c.config.logger.wandb_project:
-        yield Finding(
-            NAME.logger.wandb_project,
-            "Please specify the wandb project name",
-            f"{NAME.logger.wandb_project}=NAME",
-            "warning",
-        )
+        yield Finding(NAME.logger.wandb_project, "Please specify the wandb project name", "=NAME", severity="warning")
 
 
 @rule(
     "K43",
     "Something is logged now and then.",
     "The interval divides the iteration's number; 0 would end the first step with a ZeroDivisionError.",
-    broken(f"{NAME.logger.log_interval}=0"),
+    broken(logger=dict(log_interval=0)),
 )
 def log_interval(c: Context) -> Iterator[Finding]:
     iterations = c.config.train.train_iters
@@ -115,6 +102,6 @@ def log_interval(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.logger.log_interval,
             f"must be at least 1, got {c.config.logger.log_interval}",
-            f"{NAME.logger.log_interval}=1, or {NAME.logger.log_interval}={max(1, iterations)} (logs the last "
-            "iteration only)",
+            "=1",
+            f"={max(1, iterations)} (logs the last iteration only)",
         )

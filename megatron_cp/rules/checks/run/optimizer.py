@@ -7,35 +7,34 @@ from collections.abc import Iterator
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import SCHEDULE_LENGTHS, TRAINING_LENGTHS, default_at
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import default_of, either
+from megatron_cp.rules.proposals import EXPERTS_LIKE_THE_REST, default_of
 
 
 @rule(
     "I9",
     "The learning rate's schedule is consistent.",
     "megatron-core's scheduler asserts these, mostly without a message.",
-    broken(f"{NAME.scheduler.lr_decay_iters}=10", f"{NAME.scheduler.lr_warmup_iters}=10"),
+    broken(scheduler=dict(lr_decay_iters=10, lr_warmup_iters=10)),
 )
 def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     schedule, optimizer = c.config.scheduler, c.config.optimizer
-    decay, warmup, fraction = (
-        schedule.lr_decay_iters,
-        schedule.warmup_iters(c.config.train.train_iters),
-        schedule.lr_warmup_fraction,
-    )
+    decay, fraction = schedule.lr_decay_iters, schedule.lr_warmup_fraction
+    warmup = schedule.warmup_iters(c.config.train.train_iters)
     if fraction is not None and schedule.lr_warmup_iters != 0:
         yield Finding(
             NAME.scheduler.lr_warmup_fraction,
             "Can only specify one of lr_warmup_fraction or lr_warmup_iters, got "
             f"{fraction} and {schedule.lr_warmup_iters}",
-            f"{NAME.scheduler.lr_warmup_iters}=0, or {NAME.scheduler.lr_warmup_fraction}=null",
+            f"{NAME.scheduler.lr_warmup_iters}=0",
+            "=null",
         )
     if decay is not None and decay < 1:
         if c.config.train.train_iters >= 1:  # else it follows from that, and rule A1 has said so
             yield Finding(
                 NAME.scheduler.lr_decay_iters,
                 f"must be at least 1, got {decay}",
-                f"{NAME.scheduler.lr_decay_iters}=null, or {NAME.scheduler.lr_decay_samples}=null",
+                "=null",
+                f"{NAME.scheduler.lr_decay_samples}=null",
             )
     elif decay is not None and not 0 <= warmup < decay:
         name, most = ("lr_warmup_iters", decay - 1) if fraction is None else ("lr_warmup_fraction", 0.1)
@@ -43,19 +42,15 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
             f"scheduler.{name}",
             f"warmup of {warmup} iterations must be at least 0 and smaller than {NAME.scheduler.lr_decay_iters} "
             f"({decay})",
-            either(
-                f"scheduler.{name}={most}", f"{NAME.scheduler.lr_decay_iters}={warmup + 1}" if warmup >= decay else ""
-            ),
+            f"={most}",
+            f"{NAME.scheduler.lr_decay_iters}={warmup + 1}" if warmup >= decay else "",
         )
     elif fraction is None and warmup < schedule.lr_warmup_iters:
         yield Finding(
             NAME.scheduler.lr_warmup_iters,
             f"the run has {decay} iterations: the learning rate rises for {warmup} of them",
-            either(
-                f"{NAME.scheduler.lr_warmup_iters}={warmup} (silences this warning)",
-                f"{NAME.scheduler.lr_decay_iters}={schedule.lr_warmup_iters + 1} (where the run begins a longer "
-                "schedule)",
-            ),
+            f"={warmup} (silences this warning)",
+            f"{NAME.scheduler.lr_decay_iters}={schedule.lr_warmup_iters + 1} (where the run begins a longer schedule)",
             severity="warning",
         )
     left = c.config.train.train_iters - (decay or 0)
@@ -65,65 +60,54 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
             NAME.scheduler.lr_decay_iters,
             f"the last {left} of {decay + left} iterations are behind the schedule: the learning rate stays at "
             f"{NAME.optimizer.min_lr}={optimizer.min_lr:g} there",
-            either(
-                f"{NAME.scheduler.lr_decay_iters}={decay + left}",
-                f"{NAME.scheduler.lr_decay_iters}={decay + left} {NAME.scheduler.override_opt_param_scheduler}=true "
-                "(where the run "
-                "has begun with the other)",
-            ),
+            f"={decay + left}",
+            f"={decay + left} {NAME.scheduler.override_opt_param_scheduler}=true (where the run has begun with the "
+            "other)",
             severity="warning",
         )
     if optimizer.lr < 0:
-        yield Finding(NAME.optimizer.lr, f"must be at least 0, got {optimizer.lr}", f"{NAME.optimizer.lr}=3e-4")
+        yield Finding(NAME.optimizer.lr, f"must be at least 0, got {optimizer.lr}", "=3e-4")
     else:
-        for name, value in (
-            (NAME.optimizer.min_lr, optimizer.min_lr),
-            (NAME.scheduler.lr_warmup_init, schedule.lr_warmup_init),
-        ):
-            if not 0 <= value <= optimizer.lr:
-                yield Finding(name, f"must be between 0 and {NAME.optimizer.lr} ({optimizer.lr})", f"{name}=0.0")
+        for field in (NAME.optimizer.min_lr, NAME.scheduler.lr_warmup_init):
+            if not 0 <= c.config.value_at(field) <= optimizer.lr:
+                yield Finding(field, f"must be between 0 and {NAME.optimizer.lr} ({optimizer.lr})", "=0.0")
     if optimizer.decoupled_lr is not None and not 0 <= (optimizer.decoupled_min_lr or 0) <= optimizer.decoupled_lr:
         message = f"must be between 0 and {NAME.optimizer.decoupled_lr} ({optimizer.decoupled_lr})"
-        yield Finding(NAME.optimizer.decoupled_min_lr, message, f"{NAME.optimizer.decoupled_min_lr}=null")
+        yield Finding(NAME.optimizer.decoupled_min_lr, message, "=null")
     if schedule.lr_decay_style == "WSD" and decay is not None and 0 <= warmup < decay:
         last, most = schedule.lr_wsd_decay_iters, decay - warmup
         if last is None:
             message = "must be set for lr_decay_style=WSD"
-            yield Finding(
-                NAME.scheduler.lr_wsd_decay_iters, message, f"{NAME.scheduler.lr_wsd_decay_iters}={max(1, most // 10)}"
-            )
+            yield Finding(NAME.scheduler.lr_wsd_decay_iters, message, f"={max(1, most // 10)}")
         elif not 1 <= last <= most:
             yield Finding(
                 NAME.scheduler.lr_wsd_decay_iters,
                 f"must be from 1 to the {most} iterations between the warmup ({warmup}) and the end of the schedule "
                 f"({decay}), got {last}",
-                either(
-                    f"{NAME.scheduler.lr_wsd_decay_iters}={1 if last < 1 else most}",
-                    f"{NAME.scheduler.lr_decay_iters}={warmup + last}" if last >= 1 else "",
-                ),
+                f"={1 if last < 1 else most}",
+                f"{NAME.scheduler.lr_decay_iters}={warmup + last}" if last >= 1 else "",
             )
     start = optimizer.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
     end = optimizer.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
     if start < 0:
         name = NAME.optimizer.weight_decay if schedule.start_weight_decay is None else NAME.scheduler.start_weight_decay
-        yield Finding(name, "weight decay must be at least 0", f"{name}=0.0")
+        yield Finding(name, "weight decay must be at least 0", "=0.0")
     elif end < start:
         yield Finding(
-            NAME.scheduler.end_weight_decay,
-            f"weight decay must not fall: it goes from {start} to {end}",
-            f"{NAME.scheduler.end_weight_decay}={start}",
+            NAME.scheduler.end_weight_decay, f"weight decay must not fall: it goes from {start} to {end}", f"={start}"
         )
     elif end > start and schedule.weight_decay_incr_style == "constant":
         yield Finding(
             NAME.scheduler.weight_decay_incr_style,
             f"weight decay goes from {start} to {end}, which is not constant",
-            f"{NAME.scheduler.weight_decay_incr_style}=linear, or {NAME.scheduler.start_weight_decay}={end}",
+            "=linear",
+            f"{NAME.scheduler.start_weight_decay}={end}",
         )
     if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
         yield Finding(
             NAME.scheduler.override_opt_param_scheduler,
             "both override and use-checkpoint are set",
-            f"{NAME.scheduler.override_opt_param_scheduler}=false, or "
+            "=false",
             f"{NAME.scheduler.use_checkpoint_opt_param_scheduler}=false",
         )
 
@@ -132,7 +116,7 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     "K56",
     "A length is given in iterations or in samples, not in both.",
     "Samples become iterations, of whole global batches, where those are not given; one of two would be ignored.",
-    broken(f"{NAME.scheduler.lr_decay_iters}=50", f"{NAME.scheduler.lr_decay_samples}=400"),
+    broken(scheduler=dict(lr_decay_iters=50, lr_decay_samples=400)),
 )
 def one_length(c: Context) -> Iterator[Finding]:
     for section, names in (("train", TRAINING_LENGTHS), ("scheduler", SCHEDULE_LENGTHS)):
@@ -141,14 +125,14 @@ def one_length(c: Context) -> Iterator[Finding]:
             if c.config.value_at(samples) != default_at(samples):
                 given = f"{iterations}={c.config.value_at(iterations)}"
                 none = f"{iterations}=null" if section == "train" else default_of(iterations)
-                yield Finding(samples, f"cannot be given together with {given}", f"{none}, or {default_of(samples)}")
+                yield Finding(samples, f"cannot be given together with {given}", none, default_of(samples))
 
 
 @rule(
     "K9",
     "The distributed optimizer is Adam's.",
     "megatron-core's distributed optimizer cannot save another one's state.",
-    broken(f"{NAME.optimizer.optimizer}=sgd"),
+    broken(optimizer=dict(optimizer="sgd")),
 )
 def distributed_adam(c: Context) -> Iterator[Finding]:
     optimizer = c.config.optimizer
@@ -156,7 +140,8 @@ def distributed_adam(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.optimizer.use_distributed_optimizer,
             f"Only Adam is supported by the distributed optimizer, got {optimizer.optimizer}",
-            f"{NAME.optimizer.use_distributed_optimizer}=false, or {NAME.optimizer.optimizer}=adam",
+            "=false",
+            f"{NAME.optimizer.optimizer}=adam",
         )
 
 
@@ -164,14 +149,15 @@ def distributed_adam(c: Context) -> Iterator[Finding]:
     "K10",
     "Overlapped parameter gathering needs the distributed optimizer.",
     "Without it there are no shards to gather, and megatron-core fails in the first step.",
-    broken(f"{NAME.ddp.overlap_param_gather}=true", f"{NAME.optimizer.use_distributed_optimizer}=false"),
+    broken(ddp=dict(overlap_param_gather=True), optimizer=dict(use_distributed_optimizer=False)),
 )
 def overlap_is_possible(c: Context) -> Iterator[Finding]:
     if c.config.ddp.overlap_param_gather and not c.config.optimizer.use_distributed_optimizer:
         yield Finding(
             NAME.ddp.overlap_param_gather,
             f"needs {NAME.optimizer.use_distributed_optimizer}=true",
-            f"{NAME.ddp.overlap_param_gather}=false, or {NAME.optimizer.use_distributed_optimizer}=true",
+            "=false",
+            f"{NAME.optimizer.use_distributed_optimizer}=true",
         )
 
 
@@ -180,35 +166,23 @@ def overlap_is_possible(c: Context) -> Iterator[Finding]:
     "Muon and its like find their package, a precision and a way to divide matrices.",
     "They come from the package emerging-optimizers. megatron-core leaves fp16 out. Blockwise, each tensor-parallel "
     "rank makes its own part of a matrix orthogonal, so that results differ from single rank.",
-    broken(f"{NAME.optimizer.optimizer}=muon", f"{NAME.optimizer.use_distributed_optimizer}=false"),
+    broken(optimizer=dict(optimizer="muon", use_distributed_optimizer=False)),
 )
 def emerging_optimizers(c: Context) -> Iterator[Finding]:
-    optimizer = c.config.optimizer
-    if optimizer.optimizer in ("adam", "sgd"):
+    optimizer, kind, field = c.config.optimizer, c.config.optimizer.optimizer, NAME.optimizer.optimizer
+    if kind in ("adam", "sgd"):
         return
     if c.environment.emerging_optimizers is None:
-        yield Finding(
-            NAME.optimizer.optimizer,
-            f"{optimizer.optimizer} is in the package emerging-optimizers, which is not installed",
-            f"in the clone: uv pip install emerging-optimizers, or {NAME.optimizer.optimizer}=adam",
-        )
+        message = f"{kind} is in the package emerging-optimizers, which is not installed"
+        yield Finding(field, message, "in the clone: uv pip install emerging-optimizers", "=adam")
     if c.config.mixed_precision.fp16:
-        message = f"{optimizer.optimizer} does not support fp16"
-        yield Finding(
-            NAME.optimizer.optimizer, message, f"mixed_precision=bf16_mixed, or {NAME.optimizer.optimizer}=adam"
-        )
-    if c.config.model.num_moe_experts and (c.ep > 1 or c.etp != c.tp):
-        yield Finding(
-            NAME.optimizer.optimizer,
-            f"{optimizer.optimizer}'s state of experts that are spread over other ranks than the rest fits no other "
-            "layout",
-            f"{NAME.model.expert_model_parallel_size}=1 {NAME.model.expert_tensor_parallel_size}=null, or "
-            f"{NAME.optimizer.optimizer}=adam",
-        )
-    if optimizer.optimizer == "muon" and optimizer.muon_tp_mode == "blockwise" and max(c.tp, c.etp) > 1:
+        yield Finding(field, f"{kind} does not support fp16", "mixed_precision=bf16_mixed", "=adam")
+    if c.spreads_experts:
+        message = f"{kind}'s state of experts that are spread over other ranks than the rest fits no other layout"
+        yield Finding(field, message, EXPERTS_LIKE_THE_REST, "=adam")
+    if kind == "muon" and optimizer.muon_tp_mode == "blockwise" and max(c.tp, c.etp) > 1:
         message = "makes each tensor-parallel rank's part of a matrix orthogonal, and results differ from single rank"
-        fix = f"{NAME.optimizer.muon_tp_mode}=duplicated, or {NAME.optimizer.muon_tp_mode}=distributed"
-        yield Finding(NAME.optimizer.muon_tp_mode, message, fix)
+        yield Finding(NAME.optimizer.muon_tp_mode, message, "=duplicated", "=distributed")
 
 
 @rule(
@@ -216,7 +190,7 @@ def emerging_optimizers(c: Context) -> Iterator[Finding]:
     "Learning rates of some parameters' own go with the distributed optimizer.",
     "A checkpoint that the plain optimizer wrote on pipeline stages with and without such parameters fits no other "
     "layout. With muP, Muon's does.",
-    broken(f"{NAME.optimizer.decoupled_lr}=1e-3", f"{NAME.optimizer.use_distributed_optimizer}=false"),
+    broken(optimizer=dict(decoupled_lr=0.001, use_distributed_optimizer=False)),
 )
 def rates_of_their_own(c: Context) -> Iterator[Finding]:
     optimizer, message = c.config.optimizer, "needs the distributed optimizer to be resumed under another layout"
@@ -225,18 +199,18 @@ def rates_of_their_own(c: Context) -> Iterator[Finding]:
         return
     if optimizer.decoupled_lr is not None:
         fix = f"{NAME.optimizer.decoupled_lr}=null {NAME.optimizer.decoupled_min_lr}=null"
-        yield Finding(NAME.optimizer.decoupled_lr, message, either(fix, distributed))
-    if c.config.model.use_mup and optimizer.optimizer in ("adam", "sgd"):
-        yield Finding(NAME.model.use_mup, message, either(f"{NAME.model.use_mup}=false", distributed))
+        yield Finding(NAME.optimizer.decoupled_lr, message, fix, distributed)
+    if c.model.use_mup and optimizer.optimizer in ("adam", "sgd"):
+        yield Finding(NAME.model.use_mup, message, "=false", distributed)
 
 
 @rule(
     "K61",
     "Gradient buckets are given by their size or by their number.",
     "megatron-core asserts it.",
-    broken(f"{NAME.ddp.num_buckets}=4", f"{NAME.ddp.bucket_size}=1000000"),
+    broken(ddp=dict(num_buckets=4, bucket_size=1000000)),
 )
 def buckets_are_given_once(c: Context) -> Iterator[Finding]:
     if None not in (c.config.ddp.num_buckets, c.config.ddp.bucket_size):
         message = "Cannot specify both num_buckets and bucket_size"
-        yield Finding(NAME.ddp.num_buckets, message, f"{NAME.ddp.num_buckets}=null, or {NAME.ddp.bucket_size}=null")
+        yield Finding(NAME.ddp.num_buckets, message, "=null", f"{NAME.ddp.bucket_size}=null")

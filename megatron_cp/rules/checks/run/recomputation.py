@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import default_of, either, typed
+from megatron_cp.rules.proposals import default_of, typed
 
 _METHOD = f"{NAME.model.recompute_method}=uniform {NAME.model.recompute_num_layers}=1"
 WHOLE_LAYERS = f"{NAME.model.recompute_granularity}=full {_METHOD} {NAME.model.recompute_modules}=null"
@@ -33,33 +33,24 @@ _NOT_READ = {
     "compile C++ in the first backward pass (torch's share_storage_ext), for which a GPU's machine must have ninja and "
     "a compiler, and no lock file of an earlier attempt, which would be waited for without a word. Activations are "
     "distributed by the MPU's groups, of whole layers only, and those of a hybrid model cannot be.",
-    broken(f"{NAME.model.recompute_granularity}=full"),
+    broken(model=dict(recompute_granularity="full")),
 )
 def recomputation(c: Context) -> Iterator[Finding]:
     yield from _layers(c)
     yield from _distributed(c)
-    kind = c.config.model.recompute_granularity
+    kind, granularity = c.model.recompute_granularity, NAME.model.recompute_granularity
+    message, others = f"has no effect on {granularity}={kind}", []
+    if kind is None:
+        message = f"has no effect: {granularity} is null, and nothing is recomputed"
+        others = [f"{granularity}=full", f"{granularity}=selective"]
     for field in filter(c.config.value_at, _NOT_READ[kind]):
-        if kind is None:
-            message = f"has no effect: {NAME.model.recompute_granularity} is null, and nothing is recomputed"
-            yield Finding(
-                field,
-                message,
-                either(
-                    default_of(field), *(f"{NAME.model.recompute_granularity}={kind}" for kind in ("full", "selective"))
-                ),
-                "warning",
-            )
-        else:
-            yield Finding(
-                field, f"has no effect on {NAME.model.recompute_granularity}={kind}", default_of(field), "warning"
-            )
+        yield Finding(field, message, default_of(field), *others, severity="warning")
     if kind == "selective":
         yield from _modules(c)
 
 
 def _layers(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     kind, layers = model.recompute_granularity, model.num_layers // c.pp
     if kind == "full" and model.recompute_method is None:
         yield Finding(
@@ -70,21 +61,20 @@ def _layers(c: Context) -> Iterator[Finding]:
     elif kind == "full" and not 1 <= (model.recompute_num_layers or 0) <= max(1, layers):
         yield Finding(
             NAME.model.recompute_num_layers,
-            f"When using recompute_granularity: full recompute_num_layers must be between "
-            "1 and "
+            "When using recompute_granularity: full recompute_num_layers must be between 1 and "
             f"num_layers_per_pipeline_rank: {layers}",
-            f"{NAME.model.recompute_num_layers}=1",
+            "=1",
         )
     if kind == "selective" and model.recompute_num_layers is not None:
         yield Finding(
             NAME.model.recompute_num_layers,
             "When using recompute_granularity: selective recompute_num_layers must be None.",
-            f"{NAME.model.recompute_num_layers}=null",
+            "=null",
         )
 
 
 def _distributed(c: Context) -> Iterator[Finding]:
-    model = c.config.model
+    model = c.model
     if model.recompute_granularity is None or not model.distribute_saved_activations:
         return
     fix = f"{NAME.model.distribute_saved_activations}=false"
@@ -103,14 +93,14 @@ def _distributed(c: Context) -> Iterator[Finding]:
 
 
 def _modules(c: Context) -> Iterator[Finding]:
-    model, field = c.config.model, NAME.model.recompute_modules
+    model, field = c.model, NAME.model.recompute_modules
     on_cpu, parts = c.environment.device == "cpu", model.parts
     allowed = {"core_attn": True, "mlp": not model.add_bias_linear, "layernorm": c.its_layers}
     allowed |= {"moe": "E" in parts, "mla_up_proj": model.multi_latent_attention and not on_cpu}
     for name in model.recompute_modules or []:
         if name == "mlp" and "-" not in parts:
             fix = typed(field, ["moe" if "E" in parts else "core_attn"])
-            yield Finding(field, "mlp has no effect: no layer has one", fix, "warning")
+            yield Finding(field, "mlp has no effect: no layer has one", fix, severity="warning")
         elif name == "mlp" and model.add_bias_linear:
             message = f"mlp with {NAME.model.add_bias_linear}=true is recomputed without end, until no memory is left"
             yield Finding(field, message, WHOLE_LAYERS)
@@ -121,5 +111,5 @@ def _modules(c: Context) -> Iterator[Finding]:
             yield Finding(
                 field,
                 f"Invalid choices for recompute_modules: {name} (layernorm needs Transformer Engine)",
-                typed(field, [n for n in model.recompute_modules or [] if allowed.get(n, False)] or ["core_attn"]),
+                values=[[n for n in model.recompute_modules or [] if allowed.get(n, False)] or ["core_attn"]],
             )

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from megatron_cp.config.names import NAME
-from megatron_cp.config.run_config import default_at, settings
+from megatron_cp.config.run_config import default_at
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import default_of, either, one_of, typed
+from megatron_cp.rules.proposals import EXPERTS_LIKE_THE_REST, default_of, either, typed
 
 _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
@@ -17,29 +17,25 @@ _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale
     "K5",
     "At most one precision is chosen.",
     "None of them means bf16 on GPUs and fp32 on CPUs.",
-    broken(f"{NAME.mixed_precision.fp32}=true", f"{NAME.mixed_precision.bf16}=true"),
+    broken(mixed_precision=dict(fp32=True, bf16=True)),
 )
 def one_precision(c: Context) -> Iterator[Finding]:
     precision = c.config.mixed_precision
     chosen = [name for name in ("fp32", "bf16", "fp16") if getattr(precision, name)]
     if len(chosen) > 1:
         message = f"Only one of {', '.join(chosen)} should be True"
-        yield Finding("mixed_precision", message, one_of("mixed_precision", chosen))
+        yield Finding("mixed_precision", message, values=chosen)
 
 
 @rule(
     "K6",
     "The communication backend fits the device.",
     "NCCL moves GPU memory only.",
-    broken(f"{NAME.dist.distributed_backend}=nccl"),
+    broken(dist=dict(distributed_backend="nccl")),
 )
 def backend_fits_device(c: Context) -> Iterator[Finding]:
     if c.config.dist.distributed_backend == "nccl" and c.environment.device == "cpu":
-        yield Finding(
-            NAME.dist.distributed_backend,
-            "nccl needs GPUs, and there are none",
-            f"{NAME.dist.distributed_backend}=null",
-        )
+        yield Finding(NAME.dist.distributed_backend, "nccl needs GPUs, and there are none", "=null")
 
 
 @rule(
@@ -48,77 +44,69 @@ def backend_fits_device(c: Context) -> Iterator[Finding]:
     "and a GPU.",
     "Asking for it by name must not end in something else; auto takes what is there. Its layers are named in every "
     "recipe of Megatron-Bridge's: without a GPU that is a notice.",
-    broken(f"{NAME.model.attention_backend}=te"),
+    broken(model=dict(attention_backend="te")),
 )
 def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
-    model, on_gpu = c.config.model, c.environment.device == "gpu"
+    model, on_gpu = c.model, c.environment.device == "gpu"
     missing = "Transformer Engine is not installed, or too old" if on_gpu else "there is no GPU"
     if model.attention_backend == "te" and c.backend != "te":
         if model.transformer_impl == "local":
             missing = f"{NAME.model.transformer_impl}=local leaves it out"
-        yield Finding(
-            NAME.model.attention_backend,
-            f"asks for Transformer Engine, but {missing}",
-            f"{NAME.model.attention_backend}=auto",
-        )
+        yield Finding(NAME.model.attention_backend, f"asks for Transformer Engine, but {missing}", "=auto")
     if model.transformer_impl == "transformer_engine" and not c.its_layers:
         message = f"asks for Transformer Engine's layers, but {missing}: megatron-core's own take their place"
-        yield Finding(
-            NAME.model.transformer_impl, message, f"{NAME.model.transformer_impl}=auto", None if on_gpu else "warning"
-        )
+        yield Finding(NAME.model.transformer_impl, message, "=auto", severity=None if on_gpu else "warning")
 
 
 @rule(
     "K13",
     "fp16 looks for one loss scale by overflowing.",
-    f"Those steps are skipped by themselves; {NAME.ddp.check_for_nan_in_grad} would end the run at the first of "
-    "them. Experts "
-    "that are spread over other ranks have an optimizer and a scale of their own in megatron-core, which drifts from "
-    "the one that the loss was scaled by: their gradients are silently a power of two off.",
+    f"Those steps are skipped by themselves; {NAME.ddp.check_for_nan_in_grad} would end the run at the first of them. "
+    "Experts that are spread over other ranks have an optimizer and a scale of their own in megatron-core, which "
+    "drifts from the one that the loss was scaled by: their gradients are silently a power of two off.",
     broken("mixed_precision=fp16_mixed"),
 )
 def fp16_overflows(c: Context) -> Iterator[Finding]:
-    if c.config.mixed_precision.fp16 and c.config.model.num_moe_experts and (c.ep > 1 or c.etp != c.tp):
+    precision = c.config.mixed_precision
+    if precision.fp16 and c.spreads_experts:
         yield Finding(
             NAME.mixed_precision.fp16,
             "experts that are spread over other ranks than the rest would have a loss scale of their own",
-            either(
-                "mixed_precision=bf16_mixed (needs no scale)",
-                f"{NAME.model.expert_model_parallel_size}=1 {NAME.model.expert_tensor_parallel_size}=null",
-            ),
+            "mixed_precision=bf16_mixed (needs no scale)",
+            EXPERTS_LIKE_THE_REST,
         )
-    if c.config.mixed_precision.fp16 and c.config.ddp.check_for_nan_in_grad:
+    if precision.fp16 and c.config.ddp.check_for_nan_in_grad:
         yield Finding(
             NAME.ddp.check_for_nan_in_grad,
             "fp16 overflows until its loss scale fits, and the run would end with: gradients are not finite",
-            f"{NAME.ddp.check_for_nan_in_grad}=false, or mixed_precision=bf16_mixed (needs no scale)",
+            "=false",
+            "mixed_precision=bf16_mixed (needs no scale)",
         )
-    precision = c.config.mixed_precision
     if precision.fp16 and precision.min_loss_scale > precision.initial_loss_scale > 0:
         yield Finding(
             NAME.mixed_precision.initial_loss_scale,
             f"is below {NAME.mixed_precision.min_loss_scale} ({precision.min_loss_scale})",
-            f"{NAME.mixed_precision.initial_loss_scale}={precision.min_loss_scale}",
+            f"={precision.min_loss_scale}",
         )
     for name in () if precision.fp16 else _LOSS_SCALE:
         field = f"mixed_precision.{name}"
         if getattr(precision, name) != default_at(field):
             message = "has no effect: the loss is scaled in fp16 only"
-            yield Finding(field, message, f"{default_of(field)}, or {NAME.mixed_precision.fp16}=true", "warning")
+            yield Finding(
+                field, message, f"{default_of(field)}", f"{NAME.mixed_precision.fp16}=true", severity="warning"
+            )
 
 
 @rule(
     "K16",
     "Probabilities and fractions are between 0 and 1.",
     "A dropout of 10 is a typing error, not a setting. Adam divides by one minus a power of its betas.",
-    broken(f"{NAME.model.hidden_dropout}=10"),
+    broken(model=dict(hidden_dropout=10)),
 )
 def fractions(c: Context) -> Iterator[Finding]:
-    for field, facts in settings().items():
-        value = c.config.value_at(field)
-        if facts.kind == "share" and not facts.allows(value):
-            yield Finding(field, f"must be at least 0 and less than 1, got {value}", _proportion(field, value))
-    share, field = c.config.model.rotary_percent, NAME.model.rotary_percent
+    for field, value, _ in c.out_of_range("share"):
+        yield Finding(field, f"must be at least 0 and less than 1, got {value}", _proportion(field, value))
+    share, field = c.model.rotary_percent, NAME.model.rotary_percent
     if not 0 < share <= 1:
         yield Finding(field, f"must be above 0 and at most 1, got {share}", _proportion(field, share))
 
@@ -135,19 +123,15 @@ def _proportion(field: str, value: float) -> str:
     "hybrid optimizer no variant was found that could be trusted, not even with parameters that pretended to be on a "
     "GPU: with distributed optimizer state it cannot be built in fp32, in bf16 it cannot be resumed, and with the "
     "precision-aware optimizer it trains to other losses.",
-    broken(f"{NAME.optimizer.optimizer_cpu_offload}=true"),
+    broken(optimizer=dict(optimizer_cpu_offload=True)),
 )
 def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
-    asked = {
-        NAME.model.cpu_offloading: c.config.model.cpu_offloading,
-        NAME.optimizer.optimizer_cpu_offload: c.config.optimizer.optimizer_cpu_offload,
-    }
-    for field, value in asked.items():
-        if value:
+    for field in (NAME.model.cpu_offloading, NAME.optimizer.optimizer_cpu_offload):
+        if c.config.value_at(field):
             yield Finding(
                 field,
                 "offloading to host memory is not supported",
-                f"{field}=false ({NAME.model.recompute_granularity}=full, the distributed optimizer, "
+                f"=false ({NAME.model.recompute_granularity}=full, the distributed optimizer, "
                 f"{NAME.model.cross_entropy_chunk_size} and a larger {NAME.model.context_parallel_size} save memory)",
             )
 
@@ -157,13 +141,10 @@ def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
     "Seeds, counts and factors are in the range that has a meaning.",
     "A negative number of batches evaluates none and reports a loss of 0; a negative seed ends in numpy, and what is "
     "made of a large one no longer fits torch's 64 bits.",
-    broken(f"{NAME.dataset.random_seed}=-1"),
+    broken(dataset=dict(random_seed=-1)),
 )
 def numbers_are_in_range(c: Context) -> Iterator[Finding]:
-    for field, facts in settings().items():
-        value, least, most = c.config.value_at(field), facts.least, facts.most
-        if facts.kind == "number" and not facts.allows(value):
-            limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-            positive = typed(field, abs(value)) if least <= abs(value) <= most else ""
-            fix = f"{NAME.validation.eval_iters}=10" if field == NAME.validation.eval_iters else positive
-            yield Finding(field, f"must be {limit}, got {value}", either(fix, default_of(field)))
+    for field, value, facts in c.out_of_range("number"):
+        limit = f"at least {facts.least}" if facts.most == math.inf else f"from {facts.least} to {facts.most}"
+        fix = "=10" if field == NAME.validation.eval_iters else f"={abs(value)}" if facts.allows(abs(value)) else ""
+        yield Finding(field, f"must be {limit}, got {value}", fix, default_of(field))

@@ -74,4 +74,4 @@ def variables_tune(c: Context) -> Iterator[Finding]:
             fix = f"{field}=null (if you need it: export {name}=VALUE in the shell, before you start the launcher)"
             yield Finding(field, message, fix)
         elif "\0" in value:
-            yield Finding(field, "the value of a variable cannot hold the character 0", f"{field}=1")
+            yield Finding(field, "the value of a variable cannot hold the character 0", "=1")
