@@ -42,8 +42,8 @@ The column "decides" says what a checkpoint must agree on when a run resumes fro
 - `optimizer`, `schedule`, `data`: the optimizer's state, the learning rate, the samples.
 - `layout`: how the work is divided. A checkpoint may have any layout.
 
-The column "megatron-core" says where a setting goes. `same`: to the field of the same name. `translated`: to one or more
-other fields. Empty: the setting is this project's own.
+The column "megatron-core" says where a setting goes. `same`: to the field of the same name. `translated`: to one or
+more other fields. Empty: the setting is this project's own.
 """
 
 

@@ -22,7 +22,9 @@ TESTS = Path(__file__).parents[1]
 OTHERS = {
     id: cells.split(" | ")
     for id, cells in re.findall(
-        r"^\| <a id=\"\w+\"></a>([A-K]\d+) \| (.*) \|$", (PATH.parent / "constraints_without_rules.md").read_text(), re.M
+        r"^\| <a id=\"\w+\"></a>([A-K]\d+) \| (.*) \|$",
+        (PATH.parent / "constraints_without_rules.md").read_text(),
+        re.M,
     )
 }
 
