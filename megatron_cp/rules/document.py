@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -69,8 +70,13 @@ def _rule(rule: Rule) -> list[str]:
         f"### {rule.id}\n",
         f"**{rule.title}** {rule.severity.capitalize()}.{silent}\n",
         f"{rule.why}\n",
-        f"```text\n{example_command(rule.example)}\n```\n",
+        f"```text\n{_example(rule)}\n```\n",
     ]
+
+
+def _example(rule: Rule) -> str:
+    """Return the command that breaks the rule, its overrides on a line of their own."""
+    return re.sub(r' (?=(--gpus-per-node|"?[\w.+]+=))', " \\\\\n  ", example_command(rule.example), count=1)
 
 
 def document() -> str:

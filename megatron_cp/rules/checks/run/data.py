@@ -235,8 +235,8 @@ def end_of_document_is_known(c: Context) -> Iterator[Finding]:
 @rule(
     "K54",
     "What is configured of the data is read.",
-    "A data path is not read by mock data, which a run's own config.yaml may name; eod_mask_loss masks the step from "
-    "one document to the next, which only samples cut from a stream of documents have; without eval_iters nothing is "
+    "A data path is not read by mock data, which a run's own config.yaml may name. eod_mask_loss masks the step from "
+    "one document to the next, which only samples cut from a stream of documents have. Without eval_iters nothing is "
     "evaluated.",
     broken(f"{NAME.dataset.kind}=mock", f"{NAME.dataset.data_path}=corpus"),
 )
