@@ -1,4 +1,4 @@
-"""Write docs/settings.md from the declarations in megatron_cp/config: python scripts/write_settings.py"""
+"""Write docs/reference/settings.md from the declarations in megatron_cp/config: python scripts/write_settings.py"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_cp.config.schema import describe, hints
 from megatron_cp.config.setting import Facts, facts_of
 from megatron_cp.rules.document import table
 
-PATH = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+PATH = Path(__file__).resolve().parents[1] / "docs" / "reference" / "settings.md"
 UPSTREAM = {
     "model": MLATransformerConfig,
     "optimizer": OptimizerConfig,
@@ -32,14 +32,18 @@ _HEAD = """\
 
 <!-- Written by `python scripts/write_settings.py`; change megatron_cp/config/model/ and sections/, not this file. -->
 
-Every setting of a run. [recipes.md](recipes.md) says where a value comes from, [constraints.md](constraints.md) which
-values fit each other.
+Every setting of a run. [Write a recipe](../how-to/write_a_recipe.md) says where a value comes from. The
+[rules](rules.md) say which values fit each other.
 
-- "decides": what a checkpoint must agree on when a run goes on from it. `weights`: which there are. `function`: what
-  the model computes with them; another run may begin with these weights. `optimizer`, `schedule`, `data`: the
-  optimizer's state, the learning rate, the samples. `layout`: how the work is divided; a checkpoint may have any.
-- "megatron-core": `same` settings are handed to its configuration under the same name as they are; `translated` ones
-  are put together with others. All others are this project's own.
+The column "decides" says what a checkpoint must agree on when a run resumes from it:
+
+- `weights`: which weights there are.
+- `function`: what the model computes with them. Another run may begin with these weights.
+- `optimizer`, `schedule`, `data`: the optimizer's state, the learning rate, the samples.
+- `layout`: how the work is divided. A checkpoint may have any layout.
+
+The column "megatron-core" says where a setting goes. `same`: to the field of the same name. `translated`: to one or
+more other fields. Empty: the setting is this project's own.
 """
 
 

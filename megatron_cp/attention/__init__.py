@@ -1,4 +1,4 @@
-"""Context-parallel attention. See docs/context_parallel.md.
+"""Context-parallel attention. See docs/explanation/context_parallel.md.
 
 :func:`context_parallel_attention` is the function; :mod:`.core_attention` the megatron-core module over it.
 :mod:`.sharding` and :mod:`.select` are pure and import without torch, so the function is imported when first asked for.

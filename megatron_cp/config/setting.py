@@ -6,8 +6,8 @@ A setting is one field of a dataclass::
 
 Everything else is read from these declarations: the rules of ranges and of settings without effect, what a checkpoint
 must agree on, what a model on one rank sets back, the flags of the commands, what is passed on to megatron-core, and
-docs/settings.md. A field that megatron-core's own configuration has under the same name is passed on as it is, unless
-it is ``translated``.
+the page of settings. A field that megatron-core's own configuration has under the same name is passed on as it is,
+unless it is ``translated``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dynamic context parallelism: a CP size for every packed microbatch. See docs/dynamic_cp.md.
+"""Dynamic context parallelism: a CP size for every packed microbatch. See docs/explanation/dynamic_cp.md.
 
 Pure, and what the rest may import:
 

@@ -1,7 +1,8 @@
-"""Write ``docs/constraints.md`` from the table: ``python -m megatron_cp.rules.document``."""
+"""Write ``docs/reference/rules.md`` from the table: ``python -m megatron_cp.rules.document``."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -16,21 +17,24 @@ from megatron_cp.rules.explain import EXAMPLE_RECIPE, example_command
 
 # Rules that upstream does not check: training runs, and the model is wrong or the setting has no effect.
 SILENT_UPSTREAM = frozenset(["A13", "A19", "B3", "C4", "C9", "E8", "E9", "G2", "H6", "H8", "K21", "K22", "K33", "K36"])
-PATH = Path(__file__).resolve().parents[2] / "docs" / "constraints.md"
+PATH = Path(__file__).resolve().parents[2] / "docs" / "reference" / "rules.md"
 
-_KEYS = textwrap.fill(", ".join(f"`{field.name}`" for field in fields(Environment)), 118)
+_KEYS = textwrap.indent(textwrap.fill(", ".join(f"`{field.name}`" for field in fields(Environment)), 116), "  ")
 _HEAD = f"""\
-# Constraints
+# Rules
 
 <!-- Written by `python -m megatron_cp.rules.document`; change the rules in megatron_cp/rules/, not this file. -->
 
-A run that breaks a rule of severity "error" does not start; warnings are printed, and it goes on. All violations are
-reported at once, errors before warnings, each with the setting, its value and a fix. Fixes are tried before they are
-shown: the overrides of any alternative, typed at the end of the same command, mend the violation and cause no other
-error. Text in parentheses is a note; `PATH`, `PREFIX`, `NAME` and `ID` stand for values of yours.
+A run that breaks a rule of severity "error" does not start. A warning is printed, and the run goes on. All violations
+are reported at once, errors first. Each names the setting, its value and a fix.
 
-`megatron-cp validate --recipe R --world-size N` checks without starting anything, also for a machine you are not on:
-`--environment gpu`, `cpu` or a YAML file with any of
+Fixes are tried before they are shown. Type the overrides of one alternative at the end of the same command: they remove
+the violation and cause no other error. Text in parentheses is a note. `PATH`, `PREFIX`, `NAME` and `ID` stand for your
+own values. Where megatron-core or Megatron-Bridge words the same rule, the message has its wording.
+
+- `megatron-cp validate --recipe R --world-size N` checks a recipe and starts nothing.
+- `megatron-cp train --explain C9` explains one rule.
+- `--environment gpu`, `cpu` or a YAML file checks for another machine. The file may have any of
 {_KEYS}:
 
 ```yaml
@@ -41,13 +45,11 @@ transformer_engine: "2.17.1"   # null: not installed
 variables: {{CUDA_DEVICE_MAX_CONNECTIONS: "1"}}
 ```
 
-`megatron-cp train --explain C9` tells about one rule, and shows such a file where the example has one. Where
-megatron-core or Megatron-Bridge words the same rule, the message has its wording.
+Each example below is a command that breaks the rule. Its recipe, `{EXAMPLE_RECIPE}`, has 4 layers, 8 heads,
+4 key/value heads, and cp 4 as {" 2 x ".join(LEVELS)} 2. `FILE` is such a YAML file; `--explain` shows it.
 
-Each example is an override of `{EXAMPLE_RECIPE}` (4 layers, 8 heads, 4 key/value heads, cp 4 as
-{" 2 x ".join(LEVELS)} 2) that breaks the rule. "Silent" marks what upstream does not notice: training runs, and the
-model is wrong or the setting has no effect. Ids that are missing here are in
-[other_constraints.md](other_constraints.md).
+"Silent upstream" marks what megatron-core does not notice: training runs, and the model is wrong or the setting has no
+effect. Ids that are missing here are in [constraints without rules](constraints_without_rules.md).
 """
 
 
@@ -62,20 +64,28 @@ def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
         yield "| " + " | ".join(_cell(cell) for cell in row) + " |"
 
 
-def _rule_row(rule: Rule) -> list[str]:
-    arguments = example_command(rule.example).partition(EXAMPLE_RECIPE)[2].strip()
-    silent = "silent" if rule.id in SILENT_UPSTREAM else ""
-    return [rule.id, rule.severity, rule.title, rule.why, silent, f"`{arguments}`"]
+def _rule(rule: Rule) -> list[str]:
+    silent = " Silent upstream." if rule.id in SILENT_UPSTREAM else ""
+    return [
+        f"### {rule.id}\n",
+        f"**{rule.title}** {rule.severity.capitalize()}.{silent}\n",
+        f"{rule.why}\n",
+        f"```text\n{_example(rule)}\n```\n",
+    ]
+
+
+def _example(rule: Rule) -> str:
+    """Return the command that breaks the rule, its overrides on a line of their own."""
+    return re.sub(r' (?=(--gpus-per-node|"?[\w.+]+=))', " \\\\\n  ", example_command(rule.example), count=1)
 
 
 def document() -> str:
     """The whole page."""
     lines = [_HEAD]
     for section, title in SECTIONS.items():
-        rules = [RULES[id] for id in sorted(RULES, key=order) if id.startswith(section)]
         lines.append(f"## {section}. {title}\n")
-        lines += table(["id", "severity", "constraint", "why", "upstream", "example"], map(_rule_row, rules))
-        lines.append("")
+        for id in sorted(RULES, key=order):
+            lines += _rule(RULES[id]) if id.startswith(section) else []
     return "\n".join(lines)
 
 

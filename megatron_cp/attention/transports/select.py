@@ -26,7 +26,7 @@ from megatron_cp.attention.modules.te_support import MINIMUM, has
 from megatron_cp.attention.transports.registry import RING, TRANSPORTS, Transport
 
 # A ring hop is hidden when local tokens >= 2 * (kv / h) * FLOP/s / (bytes/s): here H100 attention (600 TFLOP/s) with
-# NVLink 4 (350 GB/s within a node) and NDR InfiniBand (45 GB/s between nodes). See docs/context_parallel.md.
+# NVLink 4 (350 GB/s within a node) and NDR InfiniBand (45 GB/s between nodes).
 _TOKENS_PER_HEAD_RATIO = {"node": 3400, "network": 26700}
 _VERSIONS = (MINIMUM, "999")  # of Transformer Engine: what all of them can do, then what any can
 

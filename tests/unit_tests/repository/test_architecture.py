@@ -185,7 +185,7 @@ def test_what_is_printed_is_made_printable(path: Path) -> None:
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_what_is_printed_names_no_file_of_the_clone(path: Path) -> None:
     """A wheel has none of them. installation.py knows whether there is a clone."""
-    if path.name in ("installation.py", "document.py"):  # the latter is for docs/constraints.md
+    if path.name in ("installation.py", "document.py"):  # the latter is for docs/reference/rules.md
         return
     nodes = list(ast.walk(ast.parse(path.read_text())))
     documented = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}

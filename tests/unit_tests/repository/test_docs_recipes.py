@@ -1,4 +1,4 @@
-"""The examples in docs/recipes.md work as they stand there."""
+"""The examples of the pages about recipes, settings and Python work as they stand there."""
 
 import ast
 import re
@@ -12,12 +12,13 @@ from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import default_at
 from megatron_cp.rules import check
 
-PAGE = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "how-to/write_a_recipe.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    """The fenced blocks of a language; "" for those without one."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+def blocks(language: str, page: str = PAGE) -> list[str]:
+    """Return the fenced blocks of a language; "" for those without one."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
     return [text for name, text in fenced if name == language]
 
 
@@ -57,14 +58,16 @@ def test_the_command_with_everything(folder, capsys):
 
 
 def test_the_hybrid_with_experts(capsys):
-    (command,) = [block for block in blocks("") if "hybrid_layer_pattern" in block]
+    page = (DOCS / "how-to/train_other_models.md").read_text(encoding="utf-8")
+    (command,) = [block for block in blocks("", page) if "hybrid_layer_pattern" in block]
     _, *words = command.replace("\\\n", " ").split()
     assert cli.main([*words, "--dry-run", "--environment", "cpu"]) == 0
     assert "no setting breaks a rule; memory is not checked" in capsys.readouterr().out
 
 
 def test_the_python_example(folder, capsys):
-    (code, _) = blocks("python")  # the other one: training/test_api.py
+    page = (DOCS / "reference/python_api.md").read_text(encoding="utf-8")
+    (code, _) = blocks("python", page)  # the other one: training/test_api.py
     exec(code)
     assert "error" not in capsys.readouterr().out
 
@@ -108,7 +111,8 @@ def defaults_of_their_class(section: str) -> dict[str, str]:
 
 
 def test_the_defaults_that_differ():
-    rows = re.findall(r"^\| (`[a-z_.`, 0-9]+`) \| `([^`]*)`[^|]*\| `([^`]*)` \|", PAGE, flags=re.MULTILINE)
+    page = (DOCS / "reference/bridge_differences.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[a-z_.`, 0-9]+`) \| `([^`]*)`[^|]*\| `([^`]*)` \|", page, flags=re.MULTILINE)
     assert len(rows) == 21
     for settings, here, theirs in rows:
         for setting in re.findall("`([^`]*)`", settings):

@@ -11,7 +11,7 @@ from megatron_cp.rules import check
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
-PAGES = sorted([ROOT / "README.md", ROOT / "3rdparty/README.md", *ROOT.glob("docs/*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "3rdparty/README.md", *ROOT.glob("docs/**/*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -41,7 +41,7 @@ def test_the_gpu_command_keeps_every_rule_and_its_small_version_too() -> None:
 
 
 def test_the_recipe_is_that_of_the_recipes_page() -> None:
-    page = (ROOT / "docs/recipes.md").read_text()
+    page = (ROOT / "docs/how-to/write_a_recipe.md").read_text()
     blocks = [re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)[0] for text in (README, page)]
     assert blocks[0] == blocks[1]
 

@@ -21,7 +21,11 @@ TESTS = Path(__file__).parents[1]
 # Constraint without a rule -> its row of the page: title, what happens, upstream, test.
 OTHERS = {
     id: cells.split(" | ")
-    for id, cells in re.findall(r"^\| ([A-K]\d+) \| (.*) \|$", (PATH.parent / "other_constraints.md").read_text(), re.M)
+    for id, cells in re.findall(
+        r"^\| <a id=\"\w+\"></a>([A-K]\d+) \| (.*) \|$",
+        (PATH.parent / "constraints_without_rules.md").read_text(),
+        re.M,
+    )
 }
 
 # The sections of the reference collection and how many constraints each has.

@@ -23,7 +23,9 @@ def notebook(folder: str) -> tuple[list[str], list[int], str]:
         del os.environ[name]
     os.chdir(folder)
     code = re.findall(
-        r"```python\n(from megatron_cp import ConfigError.*?)```", (ROOT / "docs/recipes.md").read_text(), re.S
+        r"```python\n(from megatron_cp import ConfigError.*?)```",
+        (ROOT / "docs/reference/python_api.md").read_text(),
+        re.S,
     )
     assert len(code) == 1
     code = code[0].replace("overrides = [", f"overrides = [*{SMALL!r}, ")

@@ -21,7 +21,7 @@ from tests.training_runs import tiny_config
 from tests.unit_tests.verify.faults import FAULTS, table
 from tests.unit_tests.verify.faults.registry import BACKWARD, Overrides
 
-DOCUMENTATION = Path(__file__).parents[3] / "docs/verify.md"
+DOCUMENTATION = Path(__file__).parents[3] / "docs/explanation/verify.md"
 # One for each part of the verdict; all others are slow together.
 QUICK = (
     "skipped_hop",

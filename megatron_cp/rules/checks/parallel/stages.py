@@ -14,8 +14,8 @@ _ENDS = (NAME.model.num_layers_in_first_pipeline_stage, NAME.model.num_layers_in
 @rule(
     "A15",
     "The layers divide over the pipeline stages.",
-    "Every stage, and every virtual stage, holds as many layers; the embedding and the loss may count as one each, or "
-    "the first and the last stage have numbers of their own, and those between divide the rest.",
+    "Every stage, and every virtual stage, holds as many layers. The embedding and the loss may count as one each. "
+    "Or the first and the last stage have numbers of their own, and those between divide the rest.",
     broken(model=dict(pipeline_model_parallel_size=3), world_size=12),
 )
 def layers_divide_over_stages(c: Context) -> Iterator[Finding]:

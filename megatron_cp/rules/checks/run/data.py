@@ -199,9 +199,9 @@ def end_of_document_is_known(c: Context) -> Iterator[Finding]:
 @rule(
     "K54",
     "What is configured of the data is read.",
-    "A data path is not read by mock data, which a run's own config.yaml may name; eod_mask_loss masks the step from "
-    "one document to the next, which only samples cut from a stream of documents have; without eval_iters nothing is "
-    "evaluated.",
+    "A data path is not read by mock data, which a run's own config.yaml may name. Only samples cut from a "
+    "stream of documents have the step from one document to the next that eod_mask_loss masks. Without eval_iters "
+    "nothing is evaluated.",
     broken(dataset=dict(kind="mock", data_path="corpus")),
 )
 def data_settings_are_read(c: Context) -> Iterator[Finding]:

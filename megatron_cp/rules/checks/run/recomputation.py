@@ -29,9 +29,10 @@ _NOT_READ = {
     "Activation recomputation is fully described, and can be done.",
     "megatron-core needs a method and a number of layers for 'full', and neither number for 'selective'. With none of "
     "the two it ignores them, silently, and keeps all activations. A recomputed mlp gives its bias parameter back as "
-    "an output of its own, and the backward pass begins again until no memory is left. mla_up_proj and layernorm "
-    "compile C++ in the first backward pass (torch's share_storage_ext), for which a GPU's machine must have ninja and "
-    "a compiler, and no lock file of an earlier attempt, which would be waited for without a word. Activations are "
+    "an output of its own, and the backward pass begins again until no memory is left. Recomputing mla_up_proj or "
+    "layernorm compiles C++ in the first backward pass (torch's share_storage_ext). A GPU's machine must then have "
+    "ninja and a compiler. It must not have the lock file of an earlier attempt: torch waits for it and logs nothing. "
+    "Activations are "
     "distributed by the MPU's groups, of whole layers only, and those of a hybrid model cannot be.",
     broken(model=dict(recompute_granularity="full")),
 )

@@ -61,9 +61,10 @@ def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
 @rule(
     "K13",
     "fp16 looks for one loss scale by overflowing.",
-    f"Those steps are skipped by themselves; {NAME.ddp.check_for_nan_in_grad} would end the run at the first of them. "
-    "Experts that are spread over other ranks have an optimizer and a scale of their own in megatron-core, which "
-    "drifts from the one that the loss was scaled by: their gradients are silently a power of two off.",
+    f"Those steps are skipped by themselves; {NAME.ddp.check_for_nan_in_grad} would end the run at the first of "
+    "them. Experts "
+    "that are spread over other ranks have an optimizer and a scale of their own in megatron-core. That scale drifts "
+    "from the one of the loss: their gradients are silently a power of two off.",
     broken("mixed_precision=fp16_mixed"),
 )
 def fp16_overflows(c: Context) -> Iterator[Finding]:
@@ -119,9 +120,9 @@ def _proportion(field: str, value: float) -> str:
 @rule(
     "K28",
     "Nothing is offloaded to host memory.",
-    "Without a GPU there is no other memory, and offloading activations is Transformer Engine's. Of megatron-core's "
-    "hybrid optimizer no variant was found that could be trusted, not even with parameters that pretended to be on a "
-    "GPU: with distributed optimizer state it cannot be built in fp32, in bf16 it cannot be resumed, and with the "
+    "Without a GPU there is no other memory, and offloading activations is Transformer Engine's. No "
+    "variant of megatron-core's hybrid optimizer can be trusted, not even with parameters that pretend to be on a GPU. "
+    "With distributed optimizer state it cannot be built in fp32, and cannot be resumed in bf16. With the "
     "precision-aware optimizer it trains to other losses.",
     broken(optimizer=dict(optimizer_cpu_offload=True)),
 )

@@ -63,7 +63,7 @@ def may_set(name: str) -> bool:
     "so these are set in the shell that starts the run. Prefixes that a recipe may set: "
     + ", ".join(_PREFIXES)
     + " (but no "
-    "plugin, library, file, folder or address); names: " + ", ".join(sorted(_NAMES)) + ".",
+    "plugin, library, file, folder or address). Names: " + ", ".join(sorted(_NAMES)) + ".",
     broken("env_vars.LD_PRELOAD=/tmp/library.so"),
 )
 def variables_tune(c: Context) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Each transport sends what its formula in docs/context_parallel.md says, and no more."""
+"""Each transport sends what its formula in docs/explanation/context_parallel.md says, and no more."""
 
 import pytest
 import torch
