@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_cp.dynamic_cp import schedule
     from megatron_cp.rules import check
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "ConfigError",
     "DataError",

@@ -243,7 +243,7 @@ def test_a_fault_of_the_data_is_no_failure_while_running(run, started, monkeypat
     ("argv", "expected"),
     [
         ([], "usage: megatron-cp COMMAND"),
-        (["trian"], "did you mean 'train'?"),
+        (["trian"], "did you mean 'train'?"),  # codespell:ignore trian
         (["train"], "no recipe is given. Fix: --recipe NAME"),
         (["train", "--recipe", TINY, "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["train", "--recipe", TINY, "-ms", "many"], "invalid int value"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cp.cli import doctor, main
-from megatron_cp.cli.doctor import Library, Survey
+from megatron_cp.cli.doctor import MEGATRON_CORE, Library, Survey
 from megatron_cp.rules import nvml
 from megatron_cp.rules.environment import PRESETS
 from megatron_cp.rules.nvml import Driver, Gpu
@@ -20,7 +20,9 @@ TINY, HCP = "llama_tiny_pretrain_config", "llama32_1b_pretrain_hcp_config"
 H100 = Gpu("NVIDIA H100 80GB HBM3", 9.0, 80 * 2**30)
 DRIVER = Driver("580.65.06", (13, 0), (H100,) * 8)
 NAMES = ("megatron-core", "torch", "NCCL", "gloo", "transformer-engine", "flash-attn", "apex", "mamba-ssm")
-VERSIONS = dict(zip(NAMES, ("0.19.2", "2.11.0", "2.28.9", "torch's", "2.17.1", "2.8.3", "0.1", "2.3"), strict=True))
+VERSIONS = dict(
+    zip(NAMES, (MEGATRON_CORE, "2.11.0", "2.28.9", "torch's", "2.17.1", "2.8.3", "0.1", "2.3"), strict=True)
+)
 GPU_MACHINE = Survey(
     dataclasses.replace(PRESETS["gpu"], variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     DRIVER,
@@ -74,8 +76,8 @@ def test_experts_are_among_the_fused_kernels(run):
     [
         (machine(transformer_engine=None), 0, "  install Transformer Engine for the fastest"),
         (machine(transformer_engine="2.9.0"), 0, "  update Transformer Engine from 2.9.0 to at least 2.10.0"),
-        (machine(megatron_core=None), 1, "  needed: install megatron-core==0.19.2"),
-        (machine(megatron_core="0.17.0"), 1, "  needed: install megatron-core==0.19.2 in place of 0.17.0"),
+        (machine(megatron_core=None), 1, f"  needed: install megatron-core=={MEGATRON_CORE}"),
+        (machine(megatron_core="0.17.0"), 1, f"  needed: install megatron-core=={MEGATRON_CORE} in place of 0.17.0"),
         (machine(torch=None), 1, "  needed: install torch"),
         (
             dataclasses.replace(GPU_MACHINE, torch_cuda=None),

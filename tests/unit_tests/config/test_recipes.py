@@ -111,10 +111,10 @@ def test_a_choice_that_does_not_exist_names_those_that_do(choice, meant, others,
         ("model.contxt_parallel_size=4", "did you mean 'model.context_parallel_size'?"),
         ("+model.contxt_parallel_size=4", "did you mean 'model.context_parallel_size'?"),
         ("++modl.context_parallel_size=4", "unknown key 'modl'; did you mean 'model'?"),
-        ("modle.num_layers=3", "unknown key 'modle'; did you mean 'model'?"),
-        ("datset.seq_length=256", "unknown key 'datset'; did you mean 'dataset'?"),
+        ("modle.num_layers=3", "unknown key 'modle'; did you mean 'model'?"),  # codespell:ignore modle
+        ("datset.seq_length=256", "unknown key 'datset'; did you mean 'dataset'?"),  # codespell:ignore datset
         ("bridge.hidden_size=3", "unknown key 'bridge.hidden_size'; did you mean 'model.hidden_size'?"),
-        ("paralel=cp4_p2p", "unknown key 'paralel'; did you mean 'parallel'?"),
+        ("paralel=cp4_p2p", "unknown key 'paralel'; did you mean 'parallel'?"),  # codespell:ignore paralel
         ("context_parallel_size=4", "did you mean 'model.context_parallel_size'?"),
         ("train.lr=1", "did you mean 'optimizer.lr'?"),
         ("model.transformer.contxt_parallel_size=4", "did you mean 'model.context_parallel_size'?"),
@@ -302,9 +302,10 @@ def test_a_recipe_of_ones_own(tmp_path):
     path.write_text("defaults: [model: llama_tny]\n")
     text = problem(recipe=path)
     assert "mine.yaml: there is no file model/llama_tny.yaml; did you mean 'llama_tiny'?" in text
-    path.write_text("defaults: [modle: llama_tiny]\n")
+    path.write_text("defaults: [modle: llama_tiny]\n")  # codespell:ignore modle
     text = problem(recipe=path)
-    assert "mine.yaml: there is no config group modle; did you mean 'model'?\n    fix: the groups are model, " in text
+    missing = "there is no config group modle; did you mean 'model'?"  # codespell:ignore modle
+    assert f"mine.yaml: {missing}\n    fix: the groups are model, " in text
     path.write_text("defaults: [llama_tiny_pretrain_confg]\n")
     text = problem(recipe=path)
     assert f"mine.yaml: there is no recipe llama_tiny_pretrain_confg; did you mean '{TINY}'?\n    fix: mega" in text

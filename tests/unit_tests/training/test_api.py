@@ -54,7 +54,7 @@ def test_help_shows_the_names() -> None:
     assert megatron_cp.train is train and set(megatron_cp.__all__) <= set(dir(megatron_cp))
     assert sorted(name for names in megatron_cp._MODULES.values() for name in names) == megatron_cp.__all__
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
-        megatron_cp.trian  # noqa: B018
+        megatron_cp.trian  # noqa: B018  # codespell:ignore trian
 
 
 def test_nothing_heavy_is_imported_for_looking() -> None:

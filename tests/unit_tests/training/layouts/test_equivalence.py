@@ -12,7 +12,7 @@ from tests.unit_tests.training.layouts.cases import LAYOUTS, PP2, SIX_LAYERS, VP
 from tests.unit_tests.training.layouts.test_model_variants import CLASSIC, MOE
 
 STEPS, MORE = 3, 20
-# float32 sums in another order differ by about 1e-7; 20 Adam steps with a changing loss come to 4e-7 (see README.md).
+# float32 sums in another order differ by about 1e-7; 20 Adam steps with a changing loss come to 4e-7.
 TOLERANCE = 2e-6
 
 

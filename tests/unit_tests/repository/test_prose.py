@@ -1,0 +1,95 @@
+"""Pages are readable: short sentences, plain words, and a changelog entry for the version."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import megatron_cp
+from megatron_cp import cli
+from scripts.readability import LONGEST, MEAN, figures, pages, sentences
+
+ROOT = Path(__file__).parents[3]
+# Pages that are still above the limits. A page that reaches them, or that is gone, leaves this list.
+NOT_YET: set[str] = set()
+PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
+# Private words that a command's --help still has.
+HELP_NOT_YET = {"evaluate": ["that of"], "preprocess": ["whatever"], "convert export": ["of which"]}
+PLAIN = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+CONTRIBUTING = PAGES["CONTRIBUTING.md"]
+
+
+def is_readable(text: str) -> bool:
+    _, mean, longest = figures(text)
+    return mean <= MEAN and longest <= LONGEST
+
+
+@pytest.mark.parametrize("name", sorted(set(PAGES) - NOT_YET))
+def test_sentences_are_short(name: str) -> None:
+    assert is_readable(PAGES[name]), f"python scripts/readability.py {name}"
+
+
+def test_the_list_of_long_pages_is_current() -> None:
+    assert {name for name in NOT_YET if name in PAGES and not is_readable(PAGES[name])} == NOT_YET
+
+
+def test_what_counts_as_a_sentence() -> None:
+    text = """\
+---
+title: not a sentence
+---
+# A heading is none
+
+One two three. Four `a b = c` five ([six](page.md))! Seven 1.5 eight:
+
+- nine
+- ten eleven
+
+| a table | is none |
+|---|---|
+| a | b |
+
+    code is none
+
+!!! note
+    Twelve thirteen.
+"""
+    counted = ["One two three", "Four Code five (six", "Seven 1.5 eight:", "nine", "ten eleven", "Twelve thirteen."]
+    assert [each.rstrip(".!)") for each in sentences(text)] == [each.rstrip(".") for each in counted]
+    assert figures(text) == (6, 15 / 6, 4)
+
+
+def private_words() -> list[str]:
+    """The words of the column "Do not write" in CONTRIBUTING's list."""
+    (table,) = re.findall(r"^\| Do not write \|.*\n\|---.*\n((?:\|.*\n)+)", CONTRIBUTING, flags=re.MULTILINE)
+    return [word.strip() for row in table.splitlines() for word in row.split("|")[1].split(",")]
+
+
+def private_words_in(text: str) -> list[str]:
+    return [word for word in private_words() if re.search(rf"\b{word}\b", text, flags=re.IGNORECASE)]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_pages_have_no_private_words(name: str) -> None:
+    text = re.sub(r"^\| Do not write \|.*\n(?:\|.*\n)+", "", PAGES[name], flags=re.MULTILINE)
+    assert private_words_in(re.sub(r"\]\([^)]*\)", "]", text)) == []
+    assert len(private_words()) > 15
+
+
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in cli._MODULES), ["convert", "import"], ["convert", "export"]]
+)
+def test_help_has_no_private_words(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*command, "--help"]) == 0
+    assert set(private_words_in(capsys.readouterr().out)) <= set(HELP_NOT_YET.get(" ".join(command), ()))
+
+
+def test_the_version_is_in_the_changelog() -> None:
+    entries = re.findall(r"^## \[([^]]+)\](?: - (\d{4}-\d\d-\d\d))?$", PAGES["CHANGELOG.md"], flags=re.MULTILINE)
+    names = [name for name, _ in entries]
+    assert names[0] == "Unreleased" and names[1] == megatron_cp.__version__
+    assert all(date for _, date in entries[1:])
+    kinds = set(re.findall(r"^### (.*)$", PAGES["CHANGELOG.md"], flags=re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
