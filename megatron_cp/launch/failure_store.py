@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_cp.common.errors import shown, shown_ranks
-from megatron_cp.launch.store_watch import BoundedStore
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from megatron_cp.launch.store_watch import BoundedStore
 
 _ALARM, _SIGNED, _COLLECTOR, _FOUND = ("alarm", "signed", "collector", "found")
 _PATIENCE = 4.0  # seconds to wait for signatures: ranks look at the alarm every second
