@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,8 +221,7 @@ def _try(libraries: Sequence[Library]) -> dict[str, str]:
 
 def _machine_lines(found: Survey) -> Iterator[str]:
     driver, environment = found.driver, found.environment
-    for gpu in dict.fromkeys(driver.gpus) if driver else ():
-        number = driver.gpus.count(gpu) if driver else 0
+    for gpu, number in Counter(driver.gpus).items() if driver else ():
         yield _line(
             "GPU", f"{number} x {gpu.name}, compute capability {gpu.compute_capability}, {gpu.memory / 2**30:.0f} GiB"
         )

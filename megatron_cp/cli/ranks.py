@@ -7,10 +7,8 @@ nothing. Several machines need more options, which ``python -m megatron_cp.torch
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from megatron_cp.launch import launcher
 from megatron_cp.launch.process import end_when_interrupted
@@ -44,16 +42,6 @@ def to_start(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int |
     if world_size not in (None, args.ranks):
         parser.error(f"-n={args.ranks}: a launcher has started {world_size} ranks already. Fix: leave out -n")
     return args.ranks if world_size is None and args.ranks > 1 else None
-
-
-@contextmanager
-def no_warnings() -> Iterator[None]:
-    """Log no warnings: while the launcher checks what the first rank will check and log again."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def start(command: str, argv: Sequence[str], ranks: int) -> int:

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +43,6 @@ _GOES_WITH: dict[str, tuple[tuple[str, ...], Any]] = {
 }
 
 
-def _between(least: int, most: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number from ``least`` to ``most``."""
-
-    def number(text: str) -> int:
-        if not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text}: must be at least {least} and at most {most:,}")
-        return int(text)
-
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         "megatron-cp schedule",
@@ -70,22 +58,29 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--from-run", metavar="RUN", type=Path, help="a run's folder: what one of its steps really did")
     source.add_argument("--distribution", choices=sorted(DISTRIBUTIONS), help="draw lengths from this distribution")
 
-    def number(option: str, least: int, most: int, text: str) -> None:
-        parser.add_argument(option, type=_between(least, most), help=text)
+    def add(option: str, least: int, most: int, text: str) -> None:
+        """Add an option that is a whole number from ``least`` to ``most``."""
 
-    number("--count", 1, _MOST_SAMPLES, "samples to draw (default: 1024), or to read from the start of the file")
+        def number(given: str) -> int:  # argparse shows the name
+            if not least <= int(given) <= most:
+                raise argparse.ArgumentTypeError(f"{given}: must be at least {least} and at most {most:,}")
+            return int(given)
+
+        parser.add_argument(option, type=number, help=text)
+
+    add("--count", 1, _MOST_SAMPLES, "samples to draw (default: 1024), or to read from the start of the file")
     cut = f"longer samples are cut to this (default: {_LONGEST} of --distribution; those of --lengths are kept)"
-    number("--longest", 1, 2**63 - 1, cut)
-    number("--seed", 0, 2**63 - 1, "of --distribution (default: 0)")
+    add("--longest", 1, 2**63 - 1, cut)
+    add("--seed", 0, 2**63 - 1, "of --distribution (default: 0)")
     parser.add_argument("--iteration", type=int, help="of --from-run (default: the last one)")
-    number("--ranks", 1, MOST_RANKS, "data parallel size times context parallel size")
-    number("--max-seqlen-per-rank", 1, 2**31 - 1, "tokens a rank holds (default: 8192)")
-    number("--min-cp-size", 1, MOST_RANKS, "fewest ranks of a group (default: 1)")
+    add("--ranks", 1, MOST_RANKS, "data parallel size times context parallel size")
+    add("--max-seqlen-per-rank", 1, 2**31 - 1, "tokens a rank holds (default: 8192)")
+    add("--min-cp-size", 1, MOST_RANKS, "fewest ranks of a group (default: 1)")
     meeting = "ranks that finish each microbatch together (expert parallel; default: 1, or the run's)"
-    number("--sync-ranks", 1, MOST_RANKS, meeting)
-    number("--pipeline-size", 1, 1_000, "pipeline stages (default: 1, or the run's)")
-    number("--microbatch-multiple", 1, 1_000, "round the number of microbatches up to this")
-    number("--sequence-parallel-size", 1, 10_000, "tensor parallel size under sequence parallelism")
+    add("--sync-ranks", 1, MOST_RANKS, meeting)
+    add("--pipeline-size", 1, 1_000, "pipeline stages (default: 1, or the run's)")
+    add("--microbatch-multiple", 1, 1_000, "round the number of microbatches up to this")
+    add("--sequence-parallel-size", 1, 10_000, "tensor parallel size under sequence parallelism")
     parser.add_argument(
         "--static-cp-size", type=int, help="CP size to compare with (default: the run's or the smallest that fits)"
     )

@@ -9,7 +9,7 @@ from megatron_cp.api import prepared
 from megatron_cp.cli import ranks, recipes
 from megatron_cp.cli.validate import explain, recipe_parser, report
 from megatron_cp.common.errors import EXIT_OK
-from megatron_cp.common.terminal import say
+from megatron_cp.common.terminal import quiet, say
 from megatron_cp.config.flags import compose, parse
 from megatron_cp.config.recipes import to_yaml
 from megatron_cp.launch import launcher
@@ -52,7 +52,7 @@ def run_or_start(
     launcher.rank()  # refuses a wrong RANK before torch is imported
     number = ranks.to_start(parser, args)
     if number is not None:
-        with ranks.no_warnings():
+        with quiet():  # the first rank checks, and logs, the same again
             checked(compose(parser, args, *further), number, args.gpus_per_node)
         return ranks.start(command, argv, number)
     config = prepared(compose(parser, args, *further), args.gpus_per_node)

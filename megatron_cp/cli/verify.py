@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 from megatron_cp.cli import ranks
 from megatron_cp.common.errors import EXIT_FAILED, EXIT_OK
-from megatron_cp.common.terminal import ArgumentParser
+from megatron_cp.common.terminal import ArgumentParser, quiet
 from megatron_cp.config.flags import add_recipe, compose, parse
 from megatron_cp.launch import launcher
 from megatron_cp.verify.reduce import checked_and_comparable
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     launcher.rank()  # refuses a wrong RANK before torch is imported
     number = ranks.to_start(parser, args)
     world_size = number or launcher.world_size() or 1
-    with nullcontext() if number is None else ranks.no_warnings():
+    with nullcontext() if number is None else quiet():
         layouts = [compose(parser, args, *further) for further in _overrides(parser, args.against)]
         configs = checked_and_comparable(layouts, world_size, args.steps, full=args.full)
     if number is not None:

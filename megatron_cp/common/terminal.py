@@ -11,6 +11,8 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any, NoReturn
 
 # C0 and C1 controls but tab and newline, line separators, marks that change the direction of text, lone surrogates
@@ -51,6 +53,18 @@ class PrintableRecords(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = printable(record.getMessage()), ()
         return True
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Log nothing below an error in the body, for work that is done, and logged, once more elsewhere."""
+    ours = logging.getLogger("megatron_cp")
+    before = ours.level
+    ours.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ours.setLevel(before)
 
 
 class UsageError(SystemExit):

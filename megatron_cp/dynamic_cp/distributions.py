@@ -34,10 +34,6 @@ def _document_histogram() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return bounds[:, 0], bounds[:, 1], counts / counts.sum()
 
 
-def _wikipedia(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
-    return rng.choice(_wikipedia_lengths(), size=n)
-
-
 def _documents(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
     low, high, share = _document_histogram()
     bucket = rng.choice(len(share), size=n, p=share)
@@ -45,13 +41,9 @@ def _documents(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
     return np.exp(rng.uniform(np.log(np.maximum(low[bucket], 1)), np.log(high[bucket] + 1)))
 
 
-def _lognormal(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
+def _lognormal(rng: np.random.Generator, n: int, mean: float) -> np.ndarray:
     sigma = 1.5
-    return rng.lognormal(np.log(longest / 16) - sigma * sigma / 2, sigma, size=n)
-
-
-def _pareto(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
-    return longest / 256 * (1 + rng.pareto(1.1, size=n))
+    return rng.lognormal(np.log(mean) - sigma * sigma / 2, sigma, size=n)
 
 
 def _bimodal(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
@@ -65,25 +57,16 @@ def _chat(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
     return np.where(long, rng.normal(37_000, 8_000, size=n), rng.lognormal(np.log(1024) - 0.5, 1.0, size=n))
 
 
-def _long_instructions(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
-    """Only long samples, log-uniform from 8K up."""
-    return np.exp(rng.uniform(np.log(LEAST_LONGEST["long"]), np.log(longest), size=n))
-
-
-def _mock(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
-    """Lognormal with mean 1024 and sigma 1.5."""
-    return rng.lognormal(np.log(1024) - 1.5 * 1.5 / 2, 1.5, size=n)
-
-
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
-    "wikipedia": _wikipedia,
+    "wikipedia": lambda rng, n, longest: rng.choice(_wikipedia_lengths(), size=n),
     "documents": _documents,
-    "lognormal": _lognormal,
-    "pareto": _pareto,
+    "lognormal": lambda rng, n, longest: _lognormal(rng, n, longest / 16),
+    "pareto": lambda rng, n, longest: longest / 256 * (1 + rng.pareto(1.1, size=n)),
     "bimodal": _bimodal,
     "chat": _chat,
-    "long": _long_instructions,
-    "mock": _mock,
+    # Only long samples, log-uniform from 8K up.
+    "long": lambda rng, n, longest: np.exp(rng.uniform(np.log(LEAST_LONGEST["long"]), np.log(longest), size=n)),
+    "mock": lambda rng, n, longest: _lognormal(rng, n, 1024),
 }
 
 

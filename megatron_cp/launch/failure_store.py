@@ -8,51 +8,18 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_cp.common.errors import shown, shown_ranks
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from megatron_cp.launch.store_watch import BoundedStore
+
 _ALARM, _SIGNED, _COLLECTOR, _FOUND = ("alarm", "signed", "collector", "found")
 _PATIENCE = 4.0  # seconds to wait for signatures: ranks look at the alarm every second
-
-
-class Store(Protocol):
-    """What is used of ``torch.distributed.Store``. Every method raises RuntimeError where the store is gone."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def append(self, key: str, value: str, /) -> None: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-
-
-@dataclass(frozen=True)
-class Roll:
-    """Who answered: what each present rank was doing, what each fallen one said, and who said nothing.
-
-    ``broken``: whether any rank lost a connection, or waited for the whole time limit.
-    """
-
-    present: dict[int, str]
-    fallen: dict[int, str]
-    missing: list[int]
-    broken: bool = False
-
-    def __str__(self) -> str:
-        reasons = [f"rank {rank} had failed: {why}" for rank, why in sorted(self.fallen.items())]
-        parts = [shown(reasons, "; ")] if reasons else []
-        if self.missing:
-            are = "is" if len(self.missing) == 1 else "are"
-            parts.append(f"{shown_ranks(self.missing)} {are} gone (killed, crashed or frozen)")
-        if parts:
-            return "; ".join(parts)
-        by_doing: dict[str, list[int]] = {}
-        for rank, what in sorted(self.present.items()):
-            by_doing.setdefault(what, []).append(rank)
-        fewest_first = sorted(by_doing.items(), key=lambda item: (len(item[1]), item[1]))
-        doing = [f"{shown_ranks(ranks)}: {what}" for what, ranks in fewest_first]
-        return f"every rank still answers ({shown(doing, '; ')})"
 
 
 class Found(NamedTuple):
@@ -70,7 +37,7 @@ class FailureStore:
     ``patience``: seconds that a rank has to sign once the alarm is up.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, patience: float = _PATIENCE) -> None:
+    def __init__(self, store: dist.Store | BoundedStore, rank: int, size: int, patience: float = _PATIENCE) -> None:
         self._store, self._rank, self._size, self._patience = store, rank, size, patience
 
     def alarm(self) -> bool:
@@ -107,15 +74,12 @@ class FailureStore:
         found = Found(*json.loads(self._store.get(_FOUND)))
         return self._found_now() if found.all_well else found  # a rank may have failed since then
 
-    def _found_now(self) -> Found:
-        roll = self._collect()
-        all_well = not roll.missing and not roll.fallen and not roll.broken
-        return Found(str(roll), min(roll.present, default=self._rank), all_well)
-
     def _append(self, kind: str, text: str) -> None:
-        self._store.append(_SIGNED, json.dumps([kind, self._rank, text]) + "\n")
+        # torch's stub lacks append.
+        self._store.append(_SIGNED, json.dumps([kind, self._rank, text]) + "\n")  # type: ignore[union-attr]
 
-    def _collect(self) -> Roll:
+    def _found_now(self) -> Found:
+        """Read what ranks signed, until all have or their time is over."""
         deadline = time.monotonic() + self._patience
         while True:
             signed: dict[str, dict[int, str]] = {"present": {}, "fallen": {}, "broken": {}}
@@ -126,5 +90,27 @@ class FailureStore:
             present = {rank: text for rank, text in signed["present"].items() if rank not in fallen}
             missing = [rank for rank in range(self._size) if rank not in present and rank not in fallen]
             if not missing or time.monotonic() > deadline:
-                return Roll(present, fallen, missing, bool(signed["broken"]))
+                break
             time.sleep(self._patience / 16)
+        all_well = not missing and not fallen and not signed["broken"]
+        return Found(reason(present, fallen, missing), min(present, default=self._rank), all_well)
+
+
+def reason(present: Mapping[int, str], fallen: Mapping[int, str], missing: Sequence[int]) -> str:
+    """Say why a run cannot go on: what each fallen rank reported, and which ranks are missing.
+
+    Where neither explains it, what each present rank was doing.
+    """
+    reasons = [f"rank {rank} had failed: {why}" for rank, why in sorted(fallen.items())]
+    parts = [shown(reasons, "; ")] if reasons else []
+    if missing:
+        parts.append(f"{shown_ranks(missing)} {'is' if len(missing) == 1 else 'are'} gone (killed, crashed or frozen)")
+    if parts:
+        return "; ".join(parts)
+    by_doing: dict[str, list[int]] = {}
+    for rank, what in sorted(present.items()):
+        by_doing.setdefault(what, []).append(rank)
+    fewest_first = sorted(by_doing.items(), key=lambda item: (len(item[1]), item[1]))
+    return (
+        f"every rank still answers ({shown([f'{shown_ranks(ranks)}: {what}' for what, ranks in fewest_first], '; ')})"
+    )

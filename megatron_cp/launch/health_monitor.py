@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from megatron_cp.common.errors import RuntimeFault, first_line
 from megatron_cp.common.limits import reached_limit
 from megatron_cp.launch.exchanges import is_exchange, is_network_error, name_of_exchange
-from megatron_cp.launch.failure_store import FailureStore, Found, Store
+from megatron_cp.launch.failure_store import FailureStore, Found
 from megatron_cp.launch.rendezvous import begun, common_store, is_waited_for
 from megatron_cp.launch.store_watch import (
     GO_ON,
@@ -55,7 +54,7 @@ class HealthMonitor:
         # A connection of its own: over the main thread's this one would wait as long as that, which may be in there for
         # what a lost rank would have written (NCCL's first collective of a group).
         self._store = dist.PrefixStore(_NAME, (store or common_store()).clone())  # type: ignore[attr-defined]
-        self._board = FailureStore(cast(Store, self._store), self._rank, self._size)  # torch's stub lacks append
+        self._board = FailureStore(self._store, self._rank, self._size)
         self._since = time.monotonic()  # this rank is at the same since then
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="roll-call", daemon=True)
@@ -88,7 +87,7 @@ class HealthMonitor:
 
     def _find_out(self, *, broken: bool = False) -> Found:
         """Ask why the run cannot go on. ``broken``: this rank lost a connection."""
-        board = FailureStore(cast(Store, BoundedStore(self._store, _ANSWER)), self._rank, self._size)
+        board = FailureStore(BoundedStore(self._store, _ANSWER), self._rank, self._size)
         try:
             return board.find_out(self.doing(), broken=broken)
         except StoreSilentError as silent:
@@ -147,7 +146,7 @@ def say_for_the_killed(address: str, port: int, rank: int, number: int) -> None:
     def say() -> None:
         store = begun(address, port, rank, how)
         if store is not None:
-            FailureStore(cast(Store, dist.PrefixStore(_NAME, store)), rank, 0).fell(how)
+            FailureStore(dist.PrefixStore(_NAME, store), rank, 0).fell(how)
 
     with suppress(RuntimeError):  # who keeps the store is gone or frozen, too
         within(_ANSWER, say)

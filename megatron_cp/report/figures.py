@@ -147,8 +147,7 @@ def _short(name: str, most: int = 24) -> str:
 def _plain(axes: Any, grid: str = "y") -> None:
     axes.grid(axis=grid, color="#e4e4e4", linewidth=0.7)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

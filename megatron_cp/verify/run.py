@@ -6,8 +6,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rich.console import Console
 from megatron_cp.common.atomic_files import write_text
 from megatron_cp.common.errors import RuntimeFault, failed_alone
 from megatron_cp.common.input_files import read_json
+from megatron_cp.common.terminal import quiet
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.config.single_rank import on_one_rank
@@ -77,7 +78,7 @@ def verify_once(config: RunConfig) -> None:
         logger.info("layout verified before, not verified again: %s (%s, %s)", layout, file, known[key]["time"])
         return
     began = time.monotonic()
-    with _quiet():
+    with quiet():  # the log lines of the small runs would read like the run's own
         result = compare_with_one_rank(reduced, on_one_rank(reduced))
     if not result.equal:
         raise RuntimeFault(
@@ -133,15 +134,3 @@ def _read(file: Path) -> dict[str, Any]:
 def _write(file: Path, known: dict[str, Any]) -> None:
     with writing_into(file.parent):
         write_text(file, json.dumps(known, indent=1) + "\n")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the log lines of the small runs, which would read like the run's own."""
-    ours = logging.getLogger("megatron_cp")
-    before = ours.level
-    ours.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        ours.setLevel(before)

@@ -100,10 +100,9 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
 
     def build() -> list[Stream | None]:
         prefixes = {path: _prefix(path, config, tokenizer) for path in paths}
-        prompts = {path: map_prompt_lengths(prefixes[path]) if config.kind == "jsonl" else None for path in paths}
+        prompts = {path: map_prompt_lengths(prefixes[path]) for path in paths if config.kind == "jsonl"}
         for path, lengths in prompts.items():
-            if lengths is not None:
-                warn_of_plain_prompts(path, prefixes[path], lengths, tokenizer)
+            warn_of_plain_prompts(path, prefixes[path], lengths, tokenizer)
         streams: list[Stream | None] = []
         for name, part, seed, count in zip(SPLITS, parts, seeds, samples, strict=True):
             if part is None:
@@ -116,7 +115,7 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
                         config.seq_length,
                         config.too_long,
                         part=part.share,
-                        prompt_lengths=prompts[path],
+                        prompt_lengths=prompts.get(path),
                         vocab_size=tokenizer.vocab_size,
                         path_to_cache=config.path_to_cache,
                         name=path,

@@ -128,24 +128,19 @@ def _tokenized(
         return
     # Fresh processes: a forked copy of one whose tokenizer already runs threads would stop working.
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (config, dtype)) as pool:
-        pending: deque[tuple[Future, int]] = deque()
+        pending: deque[Future[tuple[list[np.ndarray], int]]] = deque()
         try:
             for texts, num_bytes in _chunks(files, json_key):
-                pending.append((pool.submit(_encode_in_worker, texts), num_bytes))
+                pending.append(pool.submit(_encode_in_worker, texts, num_bytes))
                 if len(pending) >= _CHUNKS_IN_FLIGHT * workers:
-                    yield _first(pending)
+                    yield pending.popleft().result()
             while pending:
-                yield _first(pending)
+                yield pending.popleft().result()
         except BrokenProcessPool as error:
             raise DataError("a tokenizing process was killed (out of memory?); use fewer --workers.") from error
         finally:
-            for future, _ in pending:
+            for future in pending:
                 future.cancel()
-
-
-def _first(pending: deque[tuple[Future, int]]) -> tuple[list[np.ndarray], int]:
-    future, num_bytes = pending.popleft()
-    return future.result(), num_bytes
 
 
 def _chunks(files: Sequence[Path], json_key: str) -> Iterator[tuple[list[str], int]]:
@@ -174,5 +169,5 @@ def _start_worker(config: TokenizerConfig, dtype: type[np.integer]) -> None:
     _worker.update(tokenizer=build_tokenizer(config), dtype=dtype)
 
 
-def _encode_in_worker(texts: Sequence[str]) -> list[np.ndarray]:
-    return _encode(_worker["tokenizer"], texts, _worker["dtype"])
+def _encode_in_worker(texts: Sequence[str], num_bytes: int) -> tuple[list[np.ndarray], int]:
+    return _encode(_worker["tokenizer"], texts, _worker["dtype"]), num_bytes

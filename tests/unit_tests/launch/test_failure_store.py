@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch.distributed as dist
 
-from megatron_cp.launch.failure_store import FailureStore, Roll
+from megatron_cp.launch.failure_store import FailureStore, reason
 
 RANKS = 2000
 
@@ -75,5 +75,5 @@ def test_all_are_there() -> None:
 
 
 def test_many_reasons_are_cut_short() -> None:
-    roll = Roll({0: ""}, dict.fromkeys(range(1, 100), "out of memory"), [])
-    assert str(roll).endswith("rank 8 had failed: out of memory and 91 more")
+    text = reason({0: ""}, dict.fromkeys(range(1, 100), "out of memory"), [])
+    assert text.endswith("rank 8 had failed: out of memory and 91 more")
