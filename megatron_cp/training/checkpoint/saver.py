@@ -67,13 +67,20 @@ _SHAPES_RANKS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Saved:
-    """A checkpoint in its place. Seconds: how long training stood still for it, and from its start to its place."""
+    """A checkpoint, from the start of its save until it is in its place.
 
+    paused: seconds that training stood still for it. taken: seconds from its start to its place.
+    """
+
+    iteration: int
     folder: Path
-    paused: float
-    taken: float
+    partial: Path  # where it is written
+    writer: Writer
+    started: float
+    paused: float = 0.0
+    taken: float = 0.0
 
 
 class CheckpointSaver:
@@ -86,7 +93,7 @@ class CheckpointSaver:
     def __init__(self, run: Run, root: str | Path) -> None:
         self._run = run
         self._root = Path(root)
-        self._pending: _Pending | None = None
+        self._pending: Saved | None = None
         run_on_first_rank(lambda: clean_leftovers(root), "leftovers of interrupted saves could not be cleaned away")
 
     @property
@@ -114,7 +121,7 @@ class CheckpointSaver:
             raise RuntimeFault(f"checkpoint {final} could not be written: {message}", on_all_ranks=True)
         failed = self._failed(final)
         partial = run_on_first_rank(lambda: self._create_partial(final), failed)
-        self._pending = pending = _Pending(iteration, final, partial, Writer(run.groups.dp_cp), started)
+        self._pending = pending = Saved(iteration, final, partial, Writer(), started)
         with self._cleaned_up(partial):
             with raised_on_all_ranks(failed):  # before ranks need each other
                 if not partial.is_dir():
@@ -134,7 +141,7 @@ class CheckpointSaver:
                     state,
                     partial,
                     content_metadata=_CONTENT,
-                    fully_parallel=run.config.checkpoint.fully_parallel_save,
+                    replicas=run.groups.dp_cp if run.config.checkpoint.fully_parallel_save else None,
                     background=run.config.checkpoint.async_save,
                 )
         pending.paused = time.perf_counter() - started
@@ -146,7 +153,7 @@ class CheckpointSaver:
         if pending is None:
             return None
         waited = time.perf_counter()
-        failed = self._failed(pending.final)
+        failed = self._failed(pending.folder)
         with self._cleaned_up(pending.partial):
             with raised_on_all_ranks(failed):
                 written = pending.writer.finish()
@@ -154,7 +161,9 @@ class CheckpointSaver:
             run_on_first_rank(lambda: self._complete(pending, everyone), failed)
         self._pending = None
         now = time.perf_counter()
-        return Saved(pending.final, pending.paused + now - waited, now - pending.started)
+        pending.paused += now - waited
+        pending.taken = now - pending.started
+        return pending
 
     def close(self) -> None:
         """Stop writing: what is not in its place stays a leftover, and the previous checkpoint the latest."""
@@ -166,11 +175,11 @@ class CheckpointSaver:
         check_still_held(self._root)
         return create_partial(final)
 
-    def _complete(self, pending: _Pending, written: list[Any]) -> None:
+    def _complete(self, pending: Saved, written: list[Any]) -> None:
         check_still_held(self._root)
         with completing:  # every rank has written: nobody else is needed for it any more
             pending.writer.write_index(pending.partial, written)
-            put_in_place(pending.partial, pending.final)
+            put_in_place(pending.partial, pending.folder)
         wanted = self._run.config.checkpoint
         try:
             keep_most_recent(self._root, pending.iteration, wanted.most_recent_k, wanted.save_retain_interval)
@@ -192,16 +201,6 @@ class CheckpointSaver:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-
-
-@dataclass
-class _Pending:
-    iteration: int
-    final: Path
-    partial: Path
-    writer: Writer
-    started: float
-    paused: float = 0.0
 
 
 def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool = False) -> dict[str, Any]:
