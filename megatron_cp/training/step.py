@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,31 +75,30 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch], report: Report) ->
         unknown = torch.ones(1, dtype=torch.float64, device=run.device)
         gradients = (unknown, unknown) if scaled else measure_gradients(run)
         losses, norm, suspected, reports = _read_at_once(run, pending, *gradients, report())
-        left_out = StepResult(**vars(losses), report=reports)
         checked = run.config.ddp.check_for_nan_in_grad
         if not math.isfinite(losses.loss) or (checked and suspected and not gradients_are_finite(run)):
             where, damaged = _origin(run, microbatches, randomness)
             _skip_or_stop(run, f"{_not_finite(losses.loss)}; {where}", damaged)
-            return left_out
+            return StepResult(**vars(losses), report=reports)
         if not losses.tokens:
             # A router's losses would be divided by nothing, and momentum alone would move the parameters.
             logger.info("iteration %d: no token has a loss. The step is left out", run.progress.iteration + 1)
-            return left_out
+            return StepResult(**vars(losses), report=reports)
         grad_norm = unscale_gradients(run) if scaled else exact_norm(run, norm)
         if grad_norm is None:
             _stop_if_the_scale_is_stuck(run, microbatches, randomness)
-            return left_out
+            return StepResult(**vars(losses), report=reports)
         if checked and overflows_in_optimizer(run.config.optimizer, grad_norm):
             what = f"the loss is {losses.loss:.6f}, but the gradients' norm is {grad_norm:.3g}"
             _skip_or_stop(
                 run, f"{what}: its square overflows float32 in the optimizer. {NAME.optimizer.clip_grad}=1 clips it"
             )
-            return replace(left_out, grad_norm=grad_norm)
+            return StepResult(**vars(losses), grad_norm=grad_norm, report=reports)
         success = apply_gradients(run.optimizer, grad_norm)
         if success:
             run.skipped_in_a_row = 0
             run.scheduler.step(increment=run.config.train.global_batch_size)
-    return replace(left_out, grad_norm=grad_norm, skipped=not success)
+    return StepResult(**vars(losses), grad_norm=grad_norm, skipped=not success, report=reports)
 
 
 def _forget_gradients(run: Run) -> None:
