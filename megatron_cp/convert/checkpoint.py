@@ -81,8 +81,8 @@ class WholeModel:
             "data": {},
         }
         partial = create_partial(final)
-        writer = Writer(self.groups.dp_cp)
-        writer.start(state, partial, content_metadata={}, fully_parallel=False, background=False)
+        writer = Writer()
+        writer.start(state, partial, content_metadata={}, replicas=None, background=False)
         writer.write_index(partial, [writer.finish()])
         put_in_place(partial, final)
         return final

@@ -6,9 +6,8 @@ a few numbers a step (is anything wrong here, and checksums of the samples) and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
@@ -52,70 +51,45 @@ class BatchChecks:
         """
         mine = self._replicas[self._run.all_ranks.rank()]
         differing = _exchange(self._run, problems, {mine: checksum}, size=max(self._replicas) + 1)
-        if differing:
-            _raise(self._run, self._disagreements(gather_objects(checksum, self._run.all_ranks), differing))
-
-    def _disagreements(self, checksums: Sequence[int], replicas: Iterable[int]) -> list[str]:
-        texts = []
-        for replica in replicas:
-            ranks = [rank for rank, each in enumerate(self._replicas) if each == replica]
-            others = [rank for rank in ranks if checksums[rank] != checksums[ranks[0]]]
-            texts.append(
-                f"data-parallel replica {replica}: ranks {others} read other samples than rank {ranks[0]}, but "
-                f"ranks {ranks} work on the same ones (each on its slice). Check that all nodes read the same data "
-                "files and sample index, and that the sampler depends on the data-parallel rank alone"
-            )
-        return texts
-
-
-class PackChecks:
-    """The checks of one run's packed steps, of ``batch_size`` samples each."""
-
-    def __init__(self, run: Run, batch_size: int) -> None:
-        self._run = run
-        self._size = batch_size
-
-    def agree(self, plan: StepPlan | None, problems: Sequence[Problem]) -> None:
-        """Check this rank's packs and compare what all ranks found; collective over the run's ranks, one exchange.
-
-        All ranks must have made the same schedule of the same lengths, and ranks that read the same sample (those of a
-        group, and of other pipeline stages and tensor-parallel ranks) must have read the same.
-
-        Args:
-            plan: the coming step; None where there is none because of ``problems``.
-
-        Raises:
-            RuntimeFault: on every rank, if any rank has a problem or ranks differ.
-        """
-        problems = [*problems, *(problems_of_packs(plan) if plan else ())]
-        made, read = (plan.checksum, plan.checksums) if plan else (0, {})
-        differing = _exchange(self._run, problems, {**read, self._size: made}, self._size + 1)
-        if self._size in differing:
-            _raise(self._run, self._differing_plans(made))
-        if differing and plan is not None:
-            _raise(self._run, self._differing_samples(plan, differing))
-
-    def _differing_plans(self, made: int) -> list[str]:
-        everyone = gather_objects(made, self._run.all_ranks)
-        others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-        return [
-            f"ranks {others} have other sample lengths, or another schedule of them, than rank 0. Check that all nodes "
-            "read the same data files and run on the same kind of machine"
+        texts = [
+            f"data-parallel replica {replica}: ranks {others} read other samples than rank {ranks[0]}, but "
+            f"ranks {ranks} work on the same ones (each on its slice). Check that all nodes read the same data "
+            "files and sample index, and that the sampler depends on the data-parallel rank alone"
+            for replica, (ranks, others) in differing.items()
         ]
+        _raise_if_any(self._run, texts)
 
-    def _differing_samples(self, plan: StepPlan, sample_ids: Sequence[int]) -> list[str]:
-        mine = {i: plan.checksums[i] for i in sample_ids if i in plan.checksums}
-        everyone = gather_objects(mine, self._run.all_ranks)
-        texts = []
-        for sample_id in sample_ids:
-            read = {rank: theirs[sample_id] for rank, theirs in enumerate(everyone) if sample_id in theirs}
-            first, *_ = read
-            others = [rank for rank, checksum in read.items() if checksum != read[first]]
-            texts.append(
-                f"sample {plan.samples[sample_id]}: ranks {others} read other tokens, labels or loss masks than rank "
-                f"{first}. Check that all nodes read the same data files"
-            )
-        return texts
+
+def agree_on_packs(run: Run, batch_size: int, plan: StepPlan | None, problems: Sequence[Problem]) -> None:
+    """Check this rank's packs and compare what all ranks found; collective over the run's ranks, one exchange.
+
+    All ranks must have made the same schedule of the same lengths, and ranks that read the same sample (those of a
+    group, and of other pipeline stages and tensor-parallel ranks) must have read the same.
+
+    Args:
+        batch_size: samples of a step.
+        plan: the coming step; None where there is none because of ``problems``.
+
+    Raises:
+        RuntimeFault: on every rank, if any rank has a problem or ranks differ.
+    """
+    problems = [*problems, *(problems_of_packs(plan) if plan else ())]
+    made, read = (plan.checksum, plan.checksums) if plan else (0, {})
+    differing = _exchange(run, problems, {**read, batch_size: made}, batch_size + 1)
+    if batch_size in differing:
+        _, others = differing[batch_size]
+        texts = [
+            f"ranks {others} have other sample lengths, or another schedule of them, than rank 0. Check that all "
+            "nodes read the same data files and run on the same kind of machine"
+        ]
+    else:
+        texts = [
+            f"sample {plan.samples[sample_id]}: ranks {others} read other tokens, labels or loss masks than rank "
+            f"{ranks[0]}. Check that all nodes read the same data files"
+            for sample_id, (ranks, others) in differing.items()
+            if plan is not None
+        ]
+    _raise_if_any(run, texts)
 
 
 _NOT_READ = -(1 << 40)  # less than any checksum of 32 bits, and than its negative
@@ -130,8 +104,13 @@ class _Found:
     minus_read: torch.Tensor  # its negative, or _NOT_READ
 
 
-def _exchange(run: Run, problems: Sequence[Problem], checksums: Mapping[int, int], size: int) -> list[int]:
-    """The places, of ``size``, for which ranks have different checksums. Collective.
+def _exchange(
+    run: Run, problems: Sequence[Problem], checksums: Mapping[int, int], size: int
+) -> dict[int, tuple[list[int], list[int]]]:
+    """Compare checksums by place, of ``size`` places. Collective.
+
+    Returns:
+        For each place where checksums differ: the ranks that have one, and the ranks that differ from the first.
 
     Raises:
         RuntimeFault: on every rank, if any rank has a problem.
@@ -142,8 +121,17 @@ def _exchange(run: Run, problems: Sequence[Problem], checksums: Mapping[int, int
     largest = max_of_messages(_Found(len(problems), read, minus_read), run.all_ranks, run.device)
     if largest.problems:
         of_data = any(gather_objects(any(isinstance(problem, DataError) for problem in problems), run.all_ranks))
-        _raise(run, gather_problems(list(map(str, problems)), run.all_ranks), of_data)
-    return ((largest.read != _NOT_READ) & (largest.read != -largest.minus_read)).nonzero().flatten().tolist()
+        _raise_if_any(run, gather_problems(list(map(str, problems)), run.all_ranks), of_data)
+    differing = ((largest.read != _NOT_READ) & (largest.read != -largest.minus_read)).nonzero().flatten().tolist()
+    if not differing:
+        return {}
+    everyone = gather_objects({place: checksums.get(place) for place in differing}, run.all_ranks)
+    found = {}
+    for place in differing:
+        ranks = [rank for rank, theirs in enumerate(everyone) if theirs[place] is not None]
+        others = [rank for rank in ranks if everyone[rank][place] != everyone[ranks[0]][place]]
+        found[place] = ranks, others
+    return found
 
 
 def problems_of_packs(plan: StepPlan) -> list[str]:
@@ -158,7 +146,8 @@ def problems_of_packs(plan: StepPlan) -> list[str]:
     return [str(violation) for violation in found]
 
 
-def _raise(run: Run, texts: Sequence[str], of_data: bool = False) -> NoReturn:
+def _raise_if_any(run: Run, texts: Sequence[str], of_data: bool = False) -> None:
     """On every rank at once."""
-    message = f"the batches of step {run.progress.iteration + 1} cannot be used.\n{shown(texts, '\n')}"
-    raise RuntimeFault(message, on_all_ranks=True, of_data=of_data)
+    if texts:
+        message = f"the batches of step {run.progress.iteration + 1} cannot be used.\n{shown(texts, '\n')}"
+        raise RuntimeFault(message, on_all_ranks=True, of_data=of_data)

@@ -17,7 +17,6 @@ from megatron_cp.common.errors import EXIT_OF_SIGNAL
 from megatron_cp.common.jsonl_log import METRICS, read_lines
 from megatron_cp.data.samples.datasets import Datasets
 from megatron_cp.data.samples.streams import Stream
-from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.parallel.collectives import max_over_ranks
 from megatron_cp.training.batches import Step, Steps
 from megatron_cp.training.checkpoint.saver import CheckpointSaver, Saved
@@ -53,7 +52,6 @@ class TrainResult:
 def train(
     run: Run,
     datasets: Datasets,
-    vocab_size: int,
     folder: Path,
     reporter: Reporter,
     watch: SignalWatch,
@@ -64,90 +62,75 @@ def train(
     ``data_state`` is a checkpoint's: where its data stood.
     """
     assert datasets.train is not None
-    with (
-        closing(open_steps(run, datasets.train, run.progress.consumed_samples, training=True)) as steps,
-        closing(CheckpointSaver(run, folder)) as saver,
-        closing(Profiler(run.config.profiling, folder, torch.distributed.get_rank(), run.phases)) as profiler,
-    ):
-        if data_state is not None:
-            steps.load_state_dict(data_state)
-        return _train(run, steps, datasets, vocab_size, saver, watch, profiler, reporter)
-
-
-def _train(
-    run: Run,
-    steps: Steps,
-    datasets: Datasets,
-    vocab_size: int,
-    saver: CheckpointSaver,
-    watch: SignalWatch,
-    profiler: Profiler,
-    reporter: Reporter,
-) -> TrainResult:
-    config = run.config
-    vocab_rows = padded_vocab_size(config.model, vocab_size)
+    config, progress = run.config, run.progress
     if config.train.manual_gc:
         gc.disable()
     started = time.monotonic()
+    limit = config.train.exit_duration_in_mins
     spikes = SpikeWatch(config.train.loss_spike_factor)
     first_loss = last_loss = None
     exit_code = 0
-    saved_at = run.progress.iteration
-    logged_at = run.progress.iteration
+    saved_at = logged_at = progress.iteration
     evaluated_at = None
-    limit = config.train.exit_duration_in_mins
 
     def report() -> StepReport:
         out_of_time = limit is not None and time.monotonic() - started > 60 * limit
-        seconds = run.phases.read() if reporter.is_due(run.progress.iteration + 1) else {}
+        seconds = run.phases.read() if reporter.is_due(progress.iteration + 1) else {}
         memory = peak_memory_bytes(run.device)
         return StepReport(watch.received, out_of_time, saver.writing, memory, dict.fromkeys(PHASES, 0.0) | seconds)
 
-    run.phases.forget()  # what went before is no step's
-    while run.progress.iteration < config.train.train_iters:
-        with profiler.step(run.progress.iteration):
-            began = time.perf_counter()
-            with run.phases("data"):
-                step = next(steps)
-            scheduled = scheduled_values(run.optimizer, run.core_config.fp16)
-            result = train_step(run, step.microbatches, report)
-            seconds = time.perf_counter() - began  # the loss and the gradient norm have come: the GPU has kept pace
-            _advance(run, step, result)
-        steps.observe()
-        last_loss = result.loss
-        first_loss = last_loss if first_loss is None else first_loss
-        iteration = run.progress.iteration
-        interval = None
-        if reporter.is_due(iteration):
-            interval = result.report.interval(iteration - logged_at)
-            logged_at = iteration
-        spike = spikes.is_spike(result.loss)
-        if spike:
-            logger.info("loss spike at iteration %d: %.6f, usually %.6f", iteration, result.loss, spikes.usual)
-        if reporter.writes:
-            reporter.step(_metrics(run, step, scheduled, result, seconds, vocab_rows, spike), interval)
-        if step.plan is not None:
-            reporter.schedule(iteration, step.plan)
-        if config.train.manual_gc and _due(iteration, config.train.manual_gc_interval):
-            gc.collect()
-        if not result.report.saving:
-            _tell(run, saver.finish(), reporter)
-        if _due(iteration, config.checkpoint.save_interval):
+    with (
+        closing(open_steps(run, datasets.train, progress.consumed_samples, training=True)) as steps,
+        closing(CheckpointSaver(run, folder)) as saver,
+        closing(Profiler(config.profiling, folder, torch.distributed.get_rank(), run.phases)) as profiler,
+    ):
+        if data_state is not None:
+            steps.load_state_dict(data_state)
+        run.phases.forget()  # what went before is no step's
+        while progress.iteration < config.train.train_iters:
+            with profiler.step(progress.iteration):
+                began = time.perf_counter()
+                with run.phases("data"):
+                    step = next(steps)
+                scheduled = scheduled_values(run.optimizer, run.core_config.fp16)
+                result = train_step(run, step.microbatches, report)
+                seconds = time.perf_counter() - began  # the loss and the norm have come: the GPU has kept pace
+                _advance(run, step, result)
+            steps.observe()
+            last_loss = result.loss
+            first_loss = last_loss if first_loss is None else first_loss
+            iteration = progress.iteration
+            interval = None
+            if reporter.is_due(iteration):
+                interval = result.report.interval(iteration - logged_at)
+                logged_at = iteration
+            spike = spikes.is_spike(result.loss)
+            if spike:
+                logger.info("loss spike at iteration %d: %.6f, usually %.6f", iteration, result.loss, spikes.usual)
+            if reporter.writes:
+                reporter.step(_metrics(run, step, scheduled, result, seconds, spike), interval)
+                if step.plan is not None:
+                    reporter.schedule(iteration, step.plan)
+            if config.train.manual_gc and _due(iteration, config.train.manual_gc_interval):
+                gc.collect()
+            if not result.report.saving:
+                _tell(run, saver.finish(), reporter)
+            if _due(iteration, config.checkpoint.save_interval):
+                _save(run, saver, steps, reporter)
+                saved_at = iteration
+            stop = result.report.signal
+            if not stop and _due(iteration, config.validation.eval_interval):  # after the save: it may take longer
+                stop = _evaluate(run, "validation", datasets.valid, reporter, watch)
+                evaluated_at = iteration
+            if stop or result.report.out_of_time or _due(iteration, config.train.exit_interval):
+                exit_code = _exit_code(stop, iteration)
+                break
+        if progress.iteration != saved_at:
             _save(run, saver, steps, reporter)
-            saved_at = iteration
-        stop = result.report.signal
-        if not stop and _due(iteration, config.validation.eval_interval):  # after the save: it may take longer
-            stop = _evaluate(run, "validation", datasets.valid, reporter, watch)
-            evaluated_at = iteration
-        if stop or result.report.out_of_time or _due(iteration, config.train.exit_interval):
-            exit_code = _exit_code(stop, iteration)
-            break
-    if run.progress.iteration != saved_at:
-        _save(run, saver, steps, reporter)
-    _tell(run, saver.finish(), reporter)
-    if not exit_code and run.progress.iteration == config.train.train_iters:
-        exit_code = evaluate_all(run, datasets, reporter, watch, again=evaluated_at != run.progress.iteration)
-    return TrainResult(exit_code, run.progress.iteration, Path(config.checkpoint.save or ""), first_loss, last_loss)
+        _tell(run, saver.finish(), reporter)
+        if not exit_code and progress.iteration == config.train.train_iters:
+            exit_code = evaluate_all(run, datasets, reporter, watch, again=evaluated_at != progress.iteration)
+    return TrainResult(exit_code, progress.iteration, Path(config.checkpoint.save or ""), first_loss, last_loss)
 
 
 def evaluate_all(run: Run, datasets: Datasets, reporter: Reporter, watch: SignalWatch, again: bool = True) -> int:
@@ -177,10 +160,10 @@ def _advance(run: Run, step: Step, result: StepResult) -> None:
 
 
 def _metrics(
-    run: Run, step: Step, scheduled: Scheduled, result: StepResult, seconds: float, vocab_rows: int, spike: bool
+    run: Run, step: Step, scheduled: Scheduled, result: StepResult, seconds: float, spike: bool
 ) -> StepMetrics:
     devices, plan = torch.distributed.get_world_size(), step.plan
-    flops = training_flops(run.config.model, vocab_rows, step.lengths)
+    flops = training_flops(run.config.model, run.vocab_rows, step.lengths)
     packing: dict[str, Any] = {}
     if plan is not None:
         packing = {

@@ -27,6 +27,7 @@ from megatron_cp.models.builder import build_model
 from megatron_cp.models.layer_specs import choose_attention
 from megatron_cp.models.layers.router_losses import RouterLosses
 from megatron_cp.models.transformer_config import transformer_config
+from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.parallel.device import device, seed_everything
 from megatron_cp.parallel.layout import RankLayout, layout_of
 from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
@@ -55,6 +56,7 @@ class Run:
     core_config: TransformerConfig
     groups: ProcessGroupCollection
     model: list[Any]  # DistributedDataParallel chunks, one a virtual pipeline stage
+    vocab_rows: int  # of the output layer, those that pad it among them
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     device: torch.device
@@ -121,7 +123,8 @@ def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | N
     connect_schedule(core_config, model, optimizer, groups)
     # Weights are the same on every rank that may hold a slice; what dropout draws from now on must not be.
     seed_everything(config.rng, groups, per_slice=True)
-    run = Run(config, layout, core_config, groups, model, optimizer, scheduler, device())
+    rows = padded_vocab_size(model_config, vocab_size)
+    run = Run(config, layout, core_config, groups, model, rows, optimizer, scheduler, device())
     run.dynamic_groups = build_dynamic_groups(model_config, distributed, groups, layout, blocks)
     run.router_losses = RouterLosses(core_config, run.device) if core_config.num_moe_experts else None
     return run

@@ -40,8 +40,8 @@ from megatron_cp.training.checkpoint.saver import load_checkpoint
 from megatron_cp.training.consistency import agreed_start, check_all_ranks_agree
 from megatron_cp.training.loop import TrainResult, evaluate_all, train
 from megatron_cp.training.monitor.measuring import held_out_settings, unlike_the_run
-from megatron_cp.training.monitor.metrics import Reporter, WritingReporter, logger, start_logging, wants_live_line
-from megatron_cp.training.monitor.peak import find_peak
+from megatron_cp.training.monitor.metrics import Reporter, logger, start_logging, wants_live_line
+from megatron_cp.training.monitor.peak import Peak, find_peak
 from megatron_cp.training.monitor.sinks import writing_into
 from megatron_cp.training.packed.scheduling import of_every_schedule
 from megatron_cp.training.setup import Run, setup
@@ -166,33 +166,33 @@ def _run(
     if trains:  # else the folder keeps the settings that its iterations were trained with
         _write_config(config, folder)
     _announce(ready, vocab_size)
-    reporter, peak = Reporter(config.logger, config.train.train_iters), None
+    peak: Peak | None = None
+    unlike: dict[str, object] = {}
     if trains:
         given = config.logger.peak_tflops_per_device
         peak = find_peak(given, ready.core_config.params_dtype, ready.device, ready.all_ranks)
         logger.info("MFU: of a %s peak of %.4g TFLOP/s a device (%s)", peak.source, peak.tflops, peak.how)
-    if dist.get_rank() == 0:
-        unlike = {}
-        if start is not None and not trains:
-            samples, _ = config.evaluation_batch
-            held_out = held_out_settings(config.dataset, config.tokenizer, config.validation.eval_iters, samples)
-            unlike = unlike_the_run(held_out, folder, Path(start.root))
-        reporter = WritingReporter(
-            config.logger,
-            config.train.train_iters,
-            folder,
-            ready.progress.iteration,
-            trains=trains,
-            of_every_schedule=of_every_schedule(config.model, ready.layout),
-            run_settings=config.as_written(),
-            unlike=unlike,
-            peak=peak,
-        )
+    elif start is not None and dist.get_rank() == 0:
+        samples, _ = config.evaluation_batch
+        held_out = held_out_settings(config.dataset, config.tokenizer, config.validation.eval_iters, samples)
+        unlike = unlike_the_run(held_out, folder, Path(start.root))
+    reporter = Reporter(
+        config.logger,
+        config.train.train_iters,
+        folder,
+        ready.progress.iteration,
+        writes=dist.get_rank() == 0,
+        trains=trains,
+        of_every_schedule=of_every_schedule(config.model, ready.layout),
+        run_settings=config.as_written(),
+        unlike=unlike,
+        peak=peak,
+    )
     with closing(SignalWatch(config.train.exit_signal_handler)) as watch, closing(reporter):
         if measured:
             outcome = TrainResult(evaluate_all(ready, datasets, reporter, watch), ready.progress.iteration, folder)
         else:
-            outcome = train(ready, datasets, vocab_size, folder, reporter, watch, data_state)
+            outcome = train(ready, datasets, folder, reporter, watch, data_state)
     if dist.get_rank() == 0 and not measured:
         _last_words(ready, folder, outcome, begun_at)
     # Not after an error: ranks that wait in these groups would see them break before they can be told why.

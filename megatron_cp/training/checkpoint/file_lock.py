@@ -16,6 +16,7 @@ import fcntl
 import os
 import struct
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -112,27 +113,18 @@ def lock(descriptor: int) -> str:
     Raises:
         OSError: another process holds a lock (``EACCES`` or ``EAGAIN``), or the file system failed.
     """
-    try:
-        if not _lock_open_file_description(descriptor):
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
-        return error.strerror or str(error)
-    return ""
-
-
-def _lock_open_file_description(descriptor: int) -> bool:
-    """False where the system or the file system has no such locks."""
-    command = getattr(fcntl, "F_OFD_SETLK", None)
-    if command is None or sys.platform != "linux":  # elsewhere struct flock is laid out otherwise
-        return False
     # struct flock: l_type, l_whence, l_start, l_len (0: to the end), l_pid (must be 0)
     whole_file = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    try:
-        fcntl.fcntl(descriptor, command, whole_file)
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
-        return False
-    return True
+    kinds: list[Callable[[], object]] = [lambda: fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)]
+    if sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK"):  # elsewhere struct flock is laid out otherwise
+        kinds.insert(0, lambda: fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole_file))
+    why = ""
+    for take in kinds:
+        try:
+            take()
+            return ""
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            why = error.strerror or str(error)
+    return why

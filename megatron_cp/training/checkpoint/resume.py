@@ -12,17 +12,8 @@ from typing import Any
 from megatron_cp.common.errors import ConfigError
 from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import override
-from megatron_cp.config.run_config import (
-    DatasetConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    SchedulerConfig,
-    TokenizerConfig,
-    TrainConfig,
-    settings_that,
-)
-from megatron_cp.config.setting import DATA, FUNCTION, OPTIMIZER, SCHEDULE, WEIGHTS
+from megatron_cp.config.run_config import ModelConfig, RunConfig, settings_that
+from megatron_cp.config.setting import FUNCTION, OPTIMIZER, SCHEDULE, WEIGHTS
 from megatron_cp.models.hybrid_pattern import layers_of, without_stages
 from megatron_cp.models.vocabulary import padded
 from megatron_cp.rules.remedies import BETWEEN, Fix
@@ -200,9 +191,11 @@ def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune
         return
     if "scheduler" not in common:
         raise ConfigError(f"checkpoint {folder} holds weights only. Fix: {begin_new_run(save, folder)}")
+    now, scheduler = asdict(config), config.scheduler
     if wants_optimizer(config, common):
-        _check_optimizer(asdict(config), common["config"], folder)
-    _check_schedule(config.scheduler, config.train, config.optimizer, common, folder)
+        _check_optimizer(now, common["config"], folder)
+    if not (scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler):
+        _check_schedule(schedule_of(scheduler, config.train, config.optimizer), now, common, folder)
 
 
 def check_format(common: dict[str, Any], folder: Path) -> None:
@@ -214,14 +207,6 @@ def check_format(common: dict[str, Any], folder: Path) -> None:
         raise ConfigError(
             f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}. Fix: upgrade megatron_cp."
         )
-
-
-def other_data(
-    data: DatasetConfig, tokenizer: TokenizerConfig, train: TrainConfig, common: dict[str, Any]
-) -> list[str]:
-    """Which settings make the samples others than they were to be."""
-    now = {"dataset": asdict(data), "tokenizer": asdict(tokenizer), "train": asdict(train)}
-    return said(differences(common["config"], now, settings_that(DATA)))
 
 
 def _check_model(here: ModelConfig, save: str | None, common: dict[str, Any], folder: Path, finetune: bool) -> None:
@@ -315,22 +300,17 @@ def _precision(section: dict[str, Any]) -> str | None:
     return next((name for name in ("fp32", "bf16", "fp16") if section[name]), None)
 
 
-def _check_schedule(
-    scheduler: SchedulerConfig, train: TrainConfig, optimizer: OptimizerConfig, common: dict[str, Any], folder: Path
-) -> None:
+def _check_schedule(schedule: dict[str, Any], now: dict[str, Any], common: dict[str, Any], folder: Path) -> None:
     """What megatron-core asserts when it loads a schedule, and what it forgets to."""
-    if scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler:
-        return
-    saved, now = common["scheduler"], schedule_of(scheduler, train, optimizer)
-    if now["wd_incr_style"] == "constant":
-        del now["wd_incr_steps"]  # over which nothing changes: a longer run is no other one
-    if now["lr_decay_style"] != "WSD":
-        now = {name: value for name, value in now.items() if name not in FORGOTTEN}
-    changed = [name for name, value in now.items() if name in saved and saved[name] != value]
+    saved = common["scheduler"]
+    if schedule["wd_incr_style"] == "constant":
+        del schedule["wd_incr_steps"]  # over which nothing changes: a longer run is no other one
+    if schedule["lr_decay_style"] != "WSD":
+        schedule = {name: value for name, value in schedule.items() if name not in FORGOTTEN}
+    changed = [name for name, value in schedule.items() if name in saved and saved[name] != value]
     if changed:
-        sections = {"scheduler": asdict(scheduler), "train": asdict(train), "optimizer": asdict(optimizer)}
-        different = differences(common["config"], sections, settings_that(SCHEDULE))
-        if common["config"]["scheduler"]["lr_decay_iters"] == scheduler.lr_decay_iters:
+        different = differences(common["config"], now, settings_that(SCHEDULE))
+        if common["config"]["scheduler"]["lr_decay_iters"] == now["scheduler"]["lr_decay_iters"]:
             different.pop(NAME.train.train_iters, None)
         raise ConfigError(
             f"checkpoint {folder} was trained with another learning-rate schedule: "

@@ -20,13 +20,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_cp.common.errors import ConfigError, RuntimeFault
 from megatron_cp.config.names import NAME
+from megatron_cp.config.run_config import settings_that
+from megatron_cp.config.setting import DATA
 from megatron_cp.launch.store_watch import completing
 from megatron_cp.mcore.checkpoint_index import read_index
 from megatron_cp.parallel.collectives import gather_on_first_rank, raised_on_all_ranks, run_on_first_rank
 from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.training.checkpoint.checksums import CHECKSUMS
 from megatron_cp.training.checkpoint.content import FORMAT, check_random_state
-from megatron_cp.training.checkpoint.differences import differences
+from megatron_cp.training.checkpoint.differences import differences, said
 from megatron_cp.training.checkpoint.files import (
     checkpoint_folder,
     clean_leftovers,
@@ -42,7 +44,6 @@ from megatron_cp.training.checkpoint.resume import (
     begin_with,
     begins_further_tokens_anew,
     check_fits,
-    other_data,
     saved_model,
     wants_optimizer,
 )
@@ -66,13 +67,20 @@ _SHAPES_RANKS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Saved:
-    """A checkpoint in its place. Seconds: how long training stood still for it, and from its start to its place."""
+    """A checkpoint, from the start of its save until it is in its place.
 
+    paused: seconds that training stood still for it. taken: seconds from its start to its place.
+    """
+
+    iteration: int
     folder: Path
-    paused: float
-    taken: float
+    partial: Path  # where it is written
+    writer: Writer
+    started: float
+    paused: float = 0.0
+    taken: float = 0.0
 
 
 class CheckpointSaver:
@@ -85,8 +93,7 @@ class CheckpointSaver:
     def __init__(self, run: Run, root: str | Path) -> None:
         self._run = run
         self._root = Path(root)
-        self._background = run.config.checkpoint.async_save
-        self._pending: _Pending | None = None
+        self._pending: Saved | None = None
         run_on_first_rank(lambda: clean_leftovers(root), "leftovers of interrupted saves could not be cleaned away")
 
     @property
@@ -114,7 +121,7 @@ class CheckpointSaver:
             raise RuntimeFault(f"checkpoint {final} could not be written: {message}", on_all_ranks=True)
         failed = self._failed(final)
         partial = run_on_first_rank(lambda: self._create_partial(final), failed)
-        self._pending = pending = _Pending(iteration, final, partial, Writer(run.groups.dp_cp), started)
+        self._pending = pending = Saved(iteration, final, partial, Writer(), started)
         with self._cleaned_up(partial):
             with raised_on_all_ranks(failed):  # before ranks need each other
                 if not partial.is_dir():
@@ -134,11 +141,11 @@ class CheckpointSaver:
                     state,
                     partial,
                     content_metadata=_CONTENT,
-                    fully_parallel=run.config.checkpoint.fully_parallel_save,
-                    background=self._background,
+                    replicas=run.groups.dp_cp if run.config.checkpoint.fully_parallel_save else None,
+                    background=run.config.checkpoint.async_save,
                 )
         pending.paused = time.perf_counter() - started
-        return None if self._background else self.finish()
+        return None if run.config.checkpoint.async_save else self.finish()
 
     def finish(self) -> Saved | None:
         """Wait for what is being written, on all ranks, check it and put it in its place."""
@@ -146,7 +153,7 @@ class CheckpointSaver:
         if pending is None:
             return None
         waited = time.perf_counter()
-        failed = self._failed(pending.final)
+        failed = self._failed(pending.folder)
         with self._cleaned_up(pending.partial):
             with raised_on_all_ranks(failed):
                 written = pending.writer.finish()
@@ -154,7 +161,9 @@ class CheckpointSaver:
             run_on_first_rank(lambda: self._complete(pending, everyone), failed)
         self._pending = None
         now = time.perf_counter()
-        return Saved(pending.final, pending.paused + now - waited, now - pending.started)
+        pending.paused += now - waited
+        pending.taken = now - pending.started
+        return pending
 
     def close(self) -> None:
         """Stop writing: what is not in its place stays a leftover, and the previous checkpoint the latest."""
@@ -166,11 +175,11 @@ class CheckpointSaver:
         check_still_held(self._root)
         return create_partial(final)
 
-    def _complete(self, pending: _Pending, written: list[Any]) -> None:
+    def _complete(self, pending: Saved, written: list[Any]) -> None:
         check_still_held(self._root)
         with completing:  # every rank has written: nobody else is needed for it any more
             pending.writer.write_index(pending.partial, written)
-            put_in_place(pending.partial, pending.final)
+            put_in_place(pending.partial, pending.folder)
         wanted = self._run.config.checkpoint
         try:
             keep_most_recent(self._root, pending.iteration, wanted.most_recent_k, wanted.save_retain_interval)
@@ -192,16 +201,6 @@ class CheckpointSaver:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-
-
-@dataclass
-class _Pending:
-    iteration: int
-    final: Path
-    partial: Path
-    writer: Writer
-    started: float
-    paused: float = 0.0
 
 
 def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool = False) -> dict[str, Any]:
@@ -227,14 +226,14 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
         raise refused
     saved = common["config"]
     with_optimizer = wants_optimizer(config, common) and not finetune
-    here = {"model": asdict(config.model), "dist": asdict(config.dist)}
+    here = asdict(config)
     same_layout = common["world_size"] == dist.get_world_size() and not differences(saved, here, _SHAPES_RANKS)
     with_rng = wanted.load_rng and not finetune and same_layout and saved["checkpoint"]["save_rng"]
     state = _sharded_state(run, is_loading=True, optimizer=with_optimizer, rng=with_rng)
-    chunks = list(zip(_chunk_names(run), run.model, strict=True))
+    chunks = _chunks(run)
     ahead_anew = finetune and begins_further_tokens_anew(saved_model(common), config.model)
     with raised_on_all_ranks(failed):
-        for name, _ in chunks:
+        for name in chunks:
             fit_to_checkpoint(state[name], folder, ahead_anew)
         loaded = dist_checkpointing.load(state, str(folder))
         if with_rng:
@@ -242,7 +241,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     if ahead_anew and config.model.mtp_num_layers:
         logger.info("%s has no layers for multi-token prediction: they begin anew", folder)
     with raised_on_all_ranks(failed):
-        for name, chunk in chunks:
+        for name, chunk in chunks.items():
             own = {
                 key: value
                 for key, value in chunk.module.state_dict().items()
@@ -262,7 +261,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     if finetune:
         return {}
     run.progress = Progress(**{each.name: common["progress"][each.name] for each in fields(Progress)})
-    different = other_data(config.dataset, config.tokenizer, config.train, common)
+    different = said(differences(saved, here, settings_that(DATA)))
     if different and dist.get_rank() == 0:
         logger.warning("the samples that follow are others than they were to be: %s", "; ".join(different))
     return common["data"]
@@ -337,16 +336,14 @@ def _set_learning_rates(run: Run, schedule: dict[str, Any]) -> None:
         group.update(max_lr=schedule["max_lr"], min_lr=schedule["min_lr"])
 
 
-def _chunk_names(run: Run) -> list[str]:
-    return ["model"] if len(run.model) == 1 else [f"model{index}" for index in range(len(run.model))]
+def _chunks(run: Run) -> dict[str, Any]:
+    """The model's chunks by their names in a checkpoint."""
+    return {"model" if len(run.model) == 1 else f"model{index}": chunk for index, chunk in enumerate(run.model)}
 
 
 def _sharded_state(run: Run, is_loading: bool, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
     metadata = _CONTENT | {"dp_cp_group": run.groups.dp_cp}
-    chunks = {
-        name: chunk.module.sharded_state_dict(metadata=metadata)
-        for name, chunk in zip(_chunk_names(run), run.model, strict=True)
-    }
+    chunks = {name: chunk.module.sharded_state_dict(metadata=metadata) for name, chunk in _chunks(run).items()}
     state: dict[str, Any] = dict(chunks)
     if optimizer and (is_loading or run.config.checkpoint.save_optim):
         saved = run.optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)

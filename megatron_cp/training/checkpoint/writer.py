@@ -35,14 +35,9 @@ class Written:
 
 
 class Writer:
-    """One save of this rank: :meth:`start`, then :meth:`finish`, then on rank 0 :meth:`write_index`.
+    """One save of this rank: :meth:`start`, then :meth:`finish`, then on rank 0 :meth:`write_index`."""
 
-    Args:
-        replicas: the ranks that hold copies of each other's parameters and can share the work.
-    """
-
-    def __init__(self, replicas: ProcessGroup) -> None:
-        self._replicas = replicas
+    def __init__(self) -> None:
         self._strategy = _Strategy()
         self._caller = TemporalAsyncCaller()
         self._report: IO[bytes] | None = None
@@ -58,16 +53,19 @@ class Writer:
         folder: Path,
         *,
         content_metadata: dict[str, Any],
-        fully_parallel: bool,
+        replicas: ProcessGroup | None,
         background: bool,
     ) -> None:
         """Plan together and write this rank's files, or have a forked process write them; collective.
 
         On return ``state`` may be changed: a forked process sees memory as it was; what lies on a GPU was copied.
+
+        Args:
+            replicas: ranks that hold copies of each other's parameters and share the work; None: each writes its own.
         """
         strategy: Any = self._strategy
-        if fully_parallel:
-            strategy = FullyParallelSaveStrategyWrapper(strategy, self._replicas)
+        if replicas is not None:
+            strategy = FullyParallelSaveStrategyWrapper(strategy, replicas)
         request = dist_checkpointing.save(
             state,
             str(folder),

@@ -37,51 +37,18 @@ def wants_live_line(choice: str) -> bool:
 
 
 class Reporter:
-    """What a run tells while it runs. This one writes nothing: it is that of every rank but the first.
-
-    writes: whether anybody reads what it is told; what takes work to find out need not be told otherwise.
-    """
-
-    writes = False
-
-    def __init__(self, settings: LoggerConfig, train_iters: int) -> None:
-        self._settings = settings
-        self._total = train_iters
-
-    def is_due(self, iteration: int) -> bool:
-        """Whether this iteration is logged; the same on every rank."""
-        return iteration % self._settings.log_interval == 0 or iteration == self._total
-
-    def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
-        """Record one optimizer step, and what was measured over the last interval where one ends here."""
-
-    def schedule(self, iteration: int, plan: StepPlan) -> None:
-        """Record what a step of packed microbatches ran, in ``schedules.jsonl``."""
-
-    def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
-        """Record the loss on held-out data, and how long it took."""
-
-    def saved(self, iteration: int, seconds: float) -> None:
-        """Show for how long training stood still to save a checkpoint; ``metrics.jsonl`` has it among the phases."""
-
-    def close(self) -> None:
-        """Write no more."""
-
-
-class WritingReporter(Reporter):
-    """The first rank's, which writes.
+    """What a run tells while it runs: the first rank's writes it, the others' nothing.
 
     Args:
         folder: the run's folder.
         start: iterations that are done already.
+        writes: whether anybody reads what it is told; what takes work to find out need not be told otherwise.
         trains: whether steps follow, and what an earlier attempt wrote about later ones is dropped.
         of_every_schedule: what each line of ``schedules.jsonl`` begins with; None for a run that packs nothing.
         run_settings: all settings as they were written, for charts to show.
         unlike: what sets evaluations apart from the run's own; these go to ``metrics.jsonl`` alone.
         peak: what the MFU is a fraction of; without it none is written.
     """
-
-    writes = True
 
     def __init__(
         self,
@@ -90,26 +57,35 @@ class WritingReporter(Reporter):
         folder: Path,
         start: int = 0,
         *,
+        writes: bool = True,
         trains: bool = True,
         of_every_schedule: Mapping[str, int] | None = None,
         run_settings: Mapping[str, object] | None = None,
         unlike: Mapping[str, object] | None = None,
         peak: Peak | None = None,
     ) -> None:
-        super().__init__(settings, train_iters)
+        self.writes = writes
+        self._settings = settings
+        self._total = train_iters
         self._folder = folder
         self._unlike = unlike or {}
         self._peak = peak
         resume_after = start if trains else None
         self._lines = JsonLines(folder / METRICS, resume_after)
-        self._charts = open_charts(settings, folder, resume_after, run_settings or {})
+        self._charts = open_charts(settings, folder, resume_after, run_settings or {}) if writes else []
         self._schedules = None if of_every_schedule is None else JsonLines(folder / SCHEDULES, resume_after)
         self._of_every_schedule = of_every_schedule or {}
-        self._progress = ProgressLine(self._total, start) if wants_live_line(settings.progress) else None
+        live = writes and wants_live_line(settings.progress)
+        self._progress = ProgressLine(self._total, start) if live else None
         self._since_log: list[StepMetrics] = []
         self._ends: deque[float] = deque([time.monotonic()], maxlen=_STEPS_TO_JUDGE_BY + 1)
 
+    def is_due(self, iteration: int) -> bool:
+        """Whether this iteration is logged; the same on every rank."""
+        return iteration % self._settings.log_interval == 0 or iteration == self._total
+
     def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
+        """Record one optimizer step, and what was measured over the last interval where one ends here."""
         values = metrics.values(self._peak)
         if interval is not None:
             values |= {"timers_s": interval.seconds, "peak_memory_bytes": interval.peak_memory_bytes}
@@ -126,10 +102,12 @@ class WritingReporter(Reporter):
             self._since_log = []
 
     def schedule(self, iteration: int, plan: StepPlan) -> None:
+        """Record what a step of packed microbatches ran, in ``schedules.jsonl``."""
         assert self._schedules is not None
         self._write(iteration, record(plan, **self._of_every_schedule), self._schedules)
 
     def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
+        """Record the loss on held-out data, and how long it took."""
         with_what = "".join(f", {setting}={value}" for setting, value in self._unlike.items())
         logger.info("%s loss at iteration %d%s: %.6f", name, iteration, with_what, loss)
         values: dict[str, object] = {f"{name}_loss": loss}
@@ -140,9 +118,11 @@ class WritingReporter(Reporter):
             self._write(iteration, values, self._lines, *self._charts)
 
     def saved(self, iteration: int, seconds: float) -> None:
+        """Show for how long training stood still to save a checkpoint; ``metrics.jsonl`` has it among the phases."""
         self._write(iteration, {"checkpoint_time_s": seconds}, *self._charts)
 
     def close(self) -> None:
+        """Write no more."""
         for each in (self._progress, self._lines, *self._charts, self._schedules):
             if each is not None:
                 with writing_into(self._folder):  # what was left to write
@@ -150,7 +130,7 @@ class WritingReporter(Reporter):
 
     def _write(self, iteration: int, values: Mapping[str, object], *sinks: Sink) -> None:
         with writing_into(self._folder):
-            for sink in sinks:
+            for sink in sinks if self.writes else ():
                 sink.write(iteration, values)
 
 

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.schedules import custom_backward
 from megatron_cp.config.run_config import LoggerConfig
 from megatron_cp.data.samples.datasets import build_datasets
 from megatron_cp.data.text.tokenizers import build_tokenizer
+from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.training.loop import train
 from megatron_cp.training.monitor.metrics import Reporter
 from megatron_cp.training.monitor.phases import Interval
@@ -144,12 +145,14 @@ class Enough(Exception):
 class CountingReporter(Reporter):
     """Takes down how often the host waited since the last iteration was told of; works as the first rank's does."""
 
-    writes = True
-
     def __init__(self, settings: LoggerConfig, train_iters: int) -> None:
-        super().__init__(settings, train_iters)
+        super().__init__(settings, train_iters, Path(), writes=False)
+        self.writes = True
         self.waits: list[dict[str, int]] = []
         self.timers: list[set[str]] = []
+
+    def schedule(self, iteration: int, plan: StepPlan) -> None:
+        """Nothing is written."""
 
     def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
         assert metrics.grad_norm and interval is not None
@@ -173,7 +176,7 @@ def waits_of_the_loop(folder: str, lengths: str | None, overrides: dict[str, Any
     run = setup(config, tokenizer.vocab_size)
     reporter = CountingReporter(config.logger, config.train.train_iters)
     with closing(SignalWatch(False)) as watch, pytest.raises(Enough):
-        train(run, datasets, tokenizer.vocab_size, Path(folder), reporter, watch)
+        train(run, datasets, Path(folder), reporter, watch)
     run.close()
     assert {"data", "forward_backward", "optimizer", "other"} <= reporter.timers[-1]
     return reporter.waits[1:]

@@ -15,15 +15,17 @@ from megatron_cp.common import terminal
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 from megatron_cp.common.interpolation import FromEnvironment, as_written, looked_up
 from megatron_cp.config.recipes import load_recipe, to_yaml
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import RunConfig, settings_that
+from megatron_cp.config.setting import DATA
 from megatron_cp.rules import check
 from megatron_cp.rules.environment import Environment
-from megatron_cp.training.checkpoint.resume import has_written, other_data
+from megatron_cp.training.checkpoint import differences as settings
+from megatron_cp.training.checkpoint.resume import has_written
 from megatron_cp.training.consistency import differences, digest, fingerprint
 
 
 def data_differences(config: RunConfig, common: dict[str, Any]) -> list[str]:
-    return other_data(config.dataset, config.tokenizer, config.train, common)
+    return settings.said(settings.differences(common["config"], asdict(config), settings_that(DATA)))
 
 
 TINY = "llama_tiny_pretrain_config"

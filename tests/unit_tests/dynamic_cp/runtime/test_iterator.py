@@ -51,7 +51,7 @@ def test_the_last_step_makes_none_ahead(num_steps: int | None, asked: int) -> No
 
 @pytest.mark.parametrize(("training", "num_steps"), [(True, 7), (False, 2)])
 def test_a_run_says_how_many_steps_it_takes(monkeypatch: pytest.MonkeyPatch, training: bool, num_steps: int) -> None:
-    for name in ("CostTracker", "PackChecks", "layout_of", "model_cost"):
+    for name in ("CostTracker", "layout_of", "model_cost"):
         monkeypatch.setattr(packed, name, MagicMock())
     opened = MagicMock()
     monkeypatch.setattr(packed, "DynamicBatches", opened)

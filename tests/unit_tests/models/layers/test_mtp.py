@@ -24,7 +24,7 @@ from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training import forward_backward, step
 from megatron_cp.training.checkpoint.saver import load_checkpoint
-from megatron_cp.training.monitor.metrics import WritingReporter
+from megatron_cp.training.monitor.metrics import Reporter
 from megatron_cp.training.monitor.step_metrics import StepMetrics
 from megatron_cp.training.setup import setup
 from tests.ranks import RanksFailed, run_ranks
@@ -439,7 +439,7 @@ def test_a_model_may_begin_with_the_weights_of_one_that_predicts_no_further_toke
 
 def test_each_depth_is_a_metric_of_its_own(tmp_path: Path) -> None:
     metrics = StepMetrics(1, 4, 128, 5.0, 1.0, 1e-3, 0.1, 1.0, 1.0, 1.0, 1.0, 4, False, mtp_losses=(5.5, 6.0))
-    reporter = WritingReporter(LoggerConfig(), 10, tmp_path)
+    reporter = Reporter(LoggerConfig(), 10, tmp_path)
     reporter.step(metrics)
     reporter.close()
     (line,) = read_lines(tmp_path / "metrics.jsonl")

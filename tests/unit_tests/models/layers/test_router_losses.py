@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 
 from megatron_cp.config.run_config import LoggerConfig
-from megatron_cp.training.monitor.metrics import WritingReporter
+from megatron_cp.training.monitor.metrics import Reporter
 from megatron_cp.training.monitor.step_metrics import StepMetrics
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
@@ -96,7 +96,7 @@ def test_nothing_is_reported_that_nobody_asked_for() -> None:
 def test_they_are_metrics_of_their_own(tmp_path: Path) -> None:
     given = {"load_balancing_loss": 1.25, "z_loss": 3.0}
     metrics = StepMetrics(1, 4, 128, 5.0, 1.0, 1e-3, 0.1, 1.0, 1.0, 1.0, 1.0, 4, False, router_losses=given)
-    reporter = WritingReporter(LoggerConfig(), 10, tmp_path)
+    reporter = Reporter(LoggerConfig(), 10, tmp_path)
     reporter.step(metrics)
     reporter.close()
     line = json.loads((tmp_path / "metrics.jsonl").read_text())

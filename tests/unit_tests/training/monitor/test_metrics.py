@@ -18,7 +18,7 @@ import torch
 
 from megatron_cp.common.jsonl_log import keep_lines_until, read_lines
 from megatron_cp.config.run_config import LoggerConfig
-from megatron_cp.training.monitor.metrics import WritingReporter, wants_live_line
+from megatron_cp.training.monitor.metrics import Reporter, wants_live_line
 from megatron_cp.training.monitor.phases import PHASES, Interval, Phases, peak_memory_bytes
 from megatron_cp.training.monitor.step_metrics import StepMetrics
 from megatron_cp.training.monitor.step_report import StepReport, gather_reports, read_reports
@@ -185,7 +185,7 @@ def test_an_interval_is_the_mean_of_the_ranks_and_the_memory_of_the_fullest() ->
 
 def report(folder: Path, start: int = 0, steps: range = range(1, 4), step_too: bool = True, **settings: Any) -> None:
     config = tiny_config(**{f"logger__{name}": value for name, value in settings.items()})
-    reporter = WritingReporter(config.logger, 10, folder, start, trains=start < 10, run_settings=config.as_written())
+    reporter = Reporter(config.logger, 10, folder, start, trains=start < 10, run_settings=config.as_written())
     for iteration in steps if step_too else ():
         reporter.step(step(iteration), INTERVAL if reporter.is_due(iteration) else None)
     reporter.evaluation(steps[-1], "validation", 4.5, 0.1)
@@ -210,7 +210,7 @@ def test_lines_and_tensorboard(tmp_path: Path) -> None:
 
 
 def test_evaluations_unlike_the_runs_are_marked_and_in_no_chart(tmp_path: Path) -> None:
-    reporter = WritingReporter(LoggerConfig(), 3, tmp_path, 3, trains=False, unlike={"dataset.random_seed": 7})
+    reporter = Reporter(LoggerConfig(), 3, tmp_path, 3, trains=False, unlike={"dataset.random_seed": 7})
     reporter.evaluation(3, "validation", 4.5)
     reporter.close()
     (line,) = read_lines(tmp_path / "metrics.jsonl")
@@ -219,7 +219,7 @@ def test_evaluations_unlike_the_runs_are_marked_and_in_no_chart(tmp_path: Path) 
 
 
 def test_a_number_that_is_none_is_null_in_the_lines(tmp_path: Path) -> None:
-    reporter = WritingReporter(LoggerConfig(tensorboard=False), 10, tmp_path)
+    reporter = Reporter(LoggerConfig(tensorboard=False), 10, tmp_path)
     reporter.step(step(1, lm_loss=float("nan"), grad_norm=float("inf")))
     reporter.close()
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -352,7 +352,7 @@ def on_a_terminal(folder: str) -> None:
     sys.stderr = os.fdopen(2, "w")
     metrics.console.cache_clear()  # one that an earlier test of this process made knows no terminal
     assert metrics.wants_live_line("auto")
-    reporter = WritingReporter(LoggerConfig(log_interval=1000, tensorboard=False), 10, Path(folder))
+    reporter = Reporter(LoggerConfig(log_interval=1000, tensorboard=False), 10, Path(folder))
     for iteration in range(1, 6):
         time.sleep(0.05)
         reporter.step(step(iteration, lm_loss=6.0 - iteration))
