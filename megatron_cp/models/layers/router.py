@@ -76,9 +76,3 @@ def padding_in_layers(
     if padding_mask is None or not config.sequence_parallel:
         return padding_mask
     return padding_mask.chunk(groups.tp.size(), dim=1)[groups.tp.rank()]
-
-
-def routers_of(layer: Any) -> list[PackRouter]:
-    """The routers in a transformer layer: one in a mixture of experts, else none."""
-    router = getattr(getattr(layer, "mlp", None), "router", None)
-    return [router] if isinstance(router, PackRouter) else []
