@@ -76,7 +76,7 @@ def continued_pretraining(
     architecture = {field.name: getattr(model, field.name) for field in fields(model)}
     architecture = {name: value for name, value in architecture.items() if value != getattr(usual, name)}
     bytes_each = 16 if dtype == "float32" else 18
-    samples = Group("dataset", {"seq_length": length}, "")
+    samples = Group("dataset", dict(seq_length=length), "")
     groups = (
         Group("model", architecture, "The published model. With other values it is another model."),
         Group(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
@@ -20,7 +21,7 @@ _POSITIONS = ("position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_si
 _TO_LAYERS = ("input_ids", "attention_mask", "packed_seq_params", "padding_mask", *_POSITIONS)
 
 
-class LanguageModelMixin:
+class LanguageModelMixin(LanguageModule):
     """For megatron-core's GPT and hybrid models: the losses of hidden states, and tied weights in a checkpoint."""
 
     cross_entropy_chunk_size: int | None = None  # tokens whose logits may exist at once; None: all of them
@@ -88,7 +89,7 @@ class LanguageModelMixin:
         """Per-token losses [b, s] of logits [s, b, v]. megatron-core's; it lets Transformer Engine's kernel ask in each
         backward pass whether all gradients are 1, and with it the host waits for the device."""
         if not (self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == "te"):
-            return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
+            return super().compute_language_model_loss(labels, logits)
         from megatron.core.extensions.transformer_engine import te_parallel_cross_entropy
 
         # The kernel goes by the stride of the last dimension, which may be anything where there is one row.
