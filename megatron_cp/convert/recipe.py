@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,8 @@ def continued_pretraining(
     architecture = {field.name: getattr(model, field.name) for field in fields(model)}
     architecture = {name: value for name, value in architecture.items() if value != getattr(usual, name)}
     bytes_each = 16 if dtype == "float32" else 18
-    first = (
+    samples = Group("dataset", dict(seq_length=length), "")
+    groups = (
         Group("model", architecture, "The published model. With other values it is another model."),
         Group(
             "model",
@@ -85,8 +86,14 @@ def continued_pretraining(
             f"{parameters * bytes_each / 1e9:.1f} GB ({bytes_each} bytes each: weight, gradient, optimizer), and "
             "activations more. Larger sizes divide it. More ranks than the product of the sizes are replicas.",
         ),
-    )
-    rest = (
+        Group(
+            "dataset",
+            {},
+            f"data_path is missing here: add {NAME.dataset.data_path}=PREFIX. Without it the run trains on MOCK DATA, "
+            "random tokens, which spoils the weights.",
+        ),
+        samples,
+        Group("dataset", {"split": "98,2,0"}, "2% of the documents are held out for validation, none for a test."),
         Group(
             "tokenizer",
             {name: value for name, value in vars(tokenizer).items() if value is not None},
@@ -139,19 +146,9 @@ def continued_pretraining(
         ),
         *_precision(dtype),
     )
-    data = Group("dataset", dict(seq_length=length), "")
-    known = Recipe(title, (*first, data, *rest))
-    dataset = (
-        Group(
-            "dataset",
-            {},
-            f"data_path is missing here: add {NAME.dataset.data_path}=PREFIX. Without it the run trains on MOCK DATA, "
-            "random tokens, which spoils the weights.",
-        ),
-        Group("dataset", data.values, _about_length(known, model.max_position_embeddings or length, length)),
-        Group("dataset", {"split": "98,2,0"}, "2% of the documents are held out for validation, none for a test."),
-    )
-    return Recipe(title, (*first, *dataset, *rest))
+    known = Recipe(title, groups)
+    why = _about_length(known, model.max_position_embeddings or length, length)
+    return Recipe(title, tuple(replace(group, why=why) if group is samples else group for group in groups))
 
 
 def _precision(dtype: str) -> list[Group]:

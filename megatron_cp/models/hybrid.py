@@ -22,12 +22,11 @@ from torch import Tensor
 
 from megatron_cp.models.build import Build
 from megatron_cp.models.hybrid_pattern import with_stages
+from megatron_cp.models.language_model import LanguageModelMixin
 from megatron_cp.models.layer_specs import gpt_layer_spec
-from megatron_cp.models.layers.chunked_loss import LossesInPieces
 from megatron_cp.models.layers.mamba.mixer import ContextParallelMambaMixer, SeededMambaLayer
-from megatron_cp.models.layers.mtp import FurtherTokens, mtp_block_spec
+from megatron_cp.models.layers.mtp import mtp_block_spec
 from megatron_cp.models.layers.router import padding_in_layers
-from megatron_cp.models.layers.tied_weights import TiedWithoutGlobalState
 
 
 class HybridLayers(HybridStack):
@@ -56,7 +55,7 @@ class HybridLayers(HybridStack):
             return super().forward(*args, **kwargs)
 
 
-class HybridLanguageModel(FurtherTokens, LossesInPieces, TiedWithoutGlobalState, HybridModel):
+class HybridLanguageModel(LanguageModelMixin, HybridModel):
     """megatron-core's model, which ends as :class:`megatron_cp.models.language_model.LanguageModel` does."""
 
     post_process: bool
@@ -67,9 +66,6 @@ class HybridLanguageModel(FurtherTokens, LossesInPieces, TiedWithoutGlobalState,
         if hasattr(self, "rotary_pos_emb"):
             # Upstream tells its GPT model only: angles of halves with pairs of neighbours are no rotation.
             self.rotary_pos_emb.rotary_interleaved = config.rotary_interleaved
-
-    def _set_attention_backend(self) -> None:
-        """Nothing, as in :class:`megatron_cp.models.language_model.LanguageModel`."""
 
     def forward(
         self,
@@ -82,7 +78,7 @@ class HybridLanguageModel(FurtherTokens, LossesInPieces, TiedWithoutGlobalState,
         packed_seq_params: PackedSeqParams | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states ``[s, b, h]``; on the last stage see :meth:`FurtherTokens.ending`."""
+        """Hidden states ``[s, b, h]``; on the last stage see :meth:`LanguageModelMixin.ending`."""
         to_layers = {"packed_seq_params": packed_seq_params}
         to_layers["padding_mask"] = padding_in_layers(padding_mask, self.config, self.pg_collection)
         last, predicts = self.post_process, self.mtp_process

@@ -21,6 +21,8 @@ from torch import Tensor
 from megatron_cp.mcore.private_names import initialize_affine_weight_cpu
 
 Draw = Callable[[Tensor], Any]
+# The seed, the weight, how it is drawn, the ranks that share it along which dimension, and the stride of draw_part.
+Matrix = tuple[int, Tensor, Draw, dist.ProcessGroup | None, int, int]
 _LATENT = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
 
 
@@ -74,42 +76,38 @@ def draw_layer(layer: Any, seed: int, name: str) -> None:
     config: TransformerConfig = layer.config
     if not (config.use_cpu_initialization and config.perform_initialization):
         return
+
+    def own_seed(part: str) -> int:
+        return seed_of(seed, f"{name} {part}")
+
+    matrices: list[Matrix] = []
     if config.multi_latent_attention:
-        _draw_latent(layer, seed, name)
+        matrices += _latent_matrices(layer, own_seed)
     if hasattr(layer.mlp, "experts"):
-        _draw_experts(layer, seed, name)
+        matrices += _expert_matrices(layer, own_seed)
+    for part_seed, weight, method, group, dim, stride in matrices:
+        draw_part(weight, part_seed, method, config.params_dtype, group, dim, stride)
 
 
-def _draw_experts(layer: Any, seed: int, name: str) -> None:
+def _expert_matrices(layer: Any, own_seed: Callable[[str], int]) -> Iterator[Matrix]:
     """Each expert from a seed of its own: megatron-core draws the same ones on every expert-parallel rank, and
-    Transformer Engine those of a grouped product on the device."""
-    config, group = layer.config, layer.pg_collection.expt_tp
-    gated = 2 if config.gated_linear_unit else 1
-    for index, (first, second) in zip(layer.mlp.local_expert_indices, _experts(layer.mlp.experts), strict=True):
-        own = seed_of(seed, f"{name} expert {index}")
-        draw_part(first, own, config.init_method, config.params_dtype, group, 0, gated)
-        draw_part(second, seed_of(own, "second"), config.output_layer_init_method, config.params_dtype, group, 1)
-    if layer.mlp.use_shared_expert:
-        _draw_shared_expert(layer, seed, name)
+    Transformer Engine those of a grouped product on the device. So does a shared expert: megatron-core draws it after
+    the experts, of which a rank may have only some."""
+    config, mlp, groups = layer.config, layer.mlp, layer.pg_collection
+    first, second, gated = config.init_method, config.output_layer_init_method, 1 + config.gated_linear_unit
+    for index, (fc1, fc2) in zip(mlp.local_expert_indices, _experts(mlp.experts), strict=True):
+        expert = own_seed(f"expert {index}")
+        yield expert, fc1, first, groups.expt_tp, 0, gated
+        yield seed_of(expert, "second"), fc2, second, groups.expt_tp, 1, 1
+    if mlp.use_shared_expert:
+        shared = mlp.shared_experts
+        yield own_seed("shared expert first"), shared.linear_fc1.weight, first, groups.tp, 0, gated
+        yield own_seed("shared expert second"), shared.linear_fc2.weight, second, groups.tp, 1, 1
+        if shared.gate_weight is not None:
+            yield own_seed("shared expert gate"), shared.gate_weight, first, None, 0, 1
     if config.moe_latent_size is not None:
-        for part, method in (("fc1", config.init_method), ("fc2", config.output_layer_init_method)):
-            weight = getattr(layer.mlp, f"{part}_latent_proj").weight
-            draw_part(weight, seed_of(seed, f"{name} latent {part}"), method, config.params_dtype, None)
-
-
-def _draw_shared_expert(layer: Any, seed: int, name: str) -> None:
-    """From seeds of its own: megatron-core draws it after the experts, of which a rank may have only some."""
-    config, group, shared = layer.config, layer.pg_collection.tp, layer.mlp.shared_experts
-    gated = 2 if config.gated_linear_unit else 1
-    matrices: list[tuple[str, Tensor, Draw, dist.ProcessGroup | None, int, int]] = [
-        ("first", shared.linear_fc1.weight, config.init_method, group, 0, gated),
-        ("second", shared.linear_fc2.weight, config.output_layer_init_method, group, 1, 1),
-    ]
-    if shared.gate_weight is not None:
-        matrices.append(("gate", shared.gate_weight, config.init_method, None, 0, 1))
-    for part, weight, method, ranks, dim, stride in matrices:
-        own = seed_of(seed, f"{name} shared expert {part}")
-        draw_part(weight, own, method, config.params_dtype, ranks, dim, stride)
+        yield own_seed("latent fc1"), mlp.fc1_latent_proj.weight, first, None, 0, 1
+        yield own_seed("latent fc2"), mlp.fc2_latent_proj.weight, second, None, 0, 1
 
 
 def _experts(experts: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -122,22 +120,20 @@ def _experts(experts: Any) -> Iterator[tuple[Tensor, Tensor]]:
         yield getattr(experts.linear_fc1, f"weight{index}"), getattr(experts.linear_fc2, f"weight{index}")
 
 
-def _draw_latent(layer: Any, seed: int, name: str) -> None:
+def _latent_matrices(layer: Any, own_seed: Callable[[str], int]) -> Iterator[Matrix]:
     """The matrices of a layer with latent attention: Transformer Engine draws two of them by itself, from another
     stream, so that all that follow would differ too."""
-    config, group = layer.config, layer.pg_collection.tp
+    config, attention, mlp = layer.config, layer.self_attention, layer.mlp
     first, second = config.init_method, config.output_layer_init_method
-    attention, mlp = layer.self_attention, layer.mlp
-    matrices: list[tuple[str, Any, Draw, int]] = [(part, getattr(attention, part, None), first, 1) for part in _LATENT]
-    matrices += [("linear_proj", attention.linear_proj, second, 1)]
-    if not hasattr(mlp, "experts"):
-        gated = 2 if config.gated_linear_unit else 1
-        matrices += [("linear_fc1", mlp.linear_fc1, first, gated), ("linear_fc2", mlp.linear_fc2, second, 1)]
-    for part, linear, method, stride in matrices:
-        if linear is None:
-            continue
-        own, weight = seed_of(seed, f"{name} {part}"), linear.weight
-        shared = group if getattr(weight, "tensor_model_parallel", False) else None
-        draw_part(weight, own, method, config.params_dtype, shared, weight.partition_dim, stride)
-    if hasattr(mlp, "router"):
-        draw_part(mlp.router.weight, seed_of(seed, f"{name} router"), first, config.params_dtype, None)
+    linears = [(part, getattr(attention, part, None), first, 1) for part in _LATENT]
+    linears += [("linear_proj", attention.linear_proj, second, 1)]
+    if hasattr(mlp, "experts"):
+        yield own_seed("router"), mlp.router.weight, first, None, 0, 1
+    else:
+        gated = 1 + config.gated_linear_unit
+        linears += [("linear_fc1", mlp.linear_fc1, first, gated), ("linear_fc2", mlp.linear_fc2, second, 1)]
+    for part, linear, method, stride in linears:
+        if linear is not None:
+            weight = linear.weight
+            group = layer.pg_collection.tp if getattr(weight, "tensor_model_parallel", False) else None
+            yield own_seed(part), weight, method, group, weight.partition_dim, stride

@@ -110,16 +110,11 @@ def _latent_positions(model: ModelConfig) -> dict[str, Any]:
 
     There ``mscale_all_dim`` also sharpens the scores, by the square of its part of the concentration factor.
     """
-    rotary = {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent, "rope_type": "rope"}
+    rotary = {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
     if model.position_embedding_type != "yarn":
-        return rotary
-    both = model.yarn_mscale is not None and model.yarn_mscale_all_dim is not None
-    return rotary | {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": model.yarn_rotary_scaling_factor,
-        "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
-        "beta_fast": model.yarn_beta_fast,
-        "beta_slow": model.yarn_beta_slow,
-        "mscale": model.yarn_mscale if both else 1.0,
-        "mscale_all_dim": model.yarn_mscale_all_dim if both else 0.0,
-    }
+        return rotary | {"rope_type": "rope"}
+    scales = (model.yarn_mscale, model.yarn_mscale_all_dim)
+    mscale, mscale_all_dim = scales if None not in scales else (1.0, 0.0)
+    same = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    yarn = {name: getattr(model, f"yarn_{name}") for name in same}
+    return rotary | yarn | {"rope_type": "yarn", "mscale": mscale, "mscale_all_dim": mscale_all_dim}

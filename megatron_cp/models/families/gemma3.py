@@ -22,7 +22,7 @@ _LAYERS: dict[str, Any] = dict(
     qk_layernorm=True,
     scale_embeddings=True,
 )
-_READ_BELOW = ("softmax_scale", "rotary_base_local")
+_READ_BELOW = ("softmax_scale", "rotary_base_local", "window_attn_skip_freq")
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from megatron_cp.models.families.common.windows import LayerWindows
 from megatron_cp.models.families.llama import HEADS, PLAIN, SHAPE, WEIGHTS
 from megatron_cp.models.families.mistral import EXPERTS
 
-_PLAIN = {own: value for own, value in PLAIN.items() if own != "activation_func_clamp_value"}
+_READ_BELOW = ("activation_func_clamp_value", "window_attn_skip_freq")
 _SHAPE = replace(
     SHAPE,
     numbers={**SHAPE.numbers, **called(activation_func_clamp_value="swiglu_limit")},
-    needed=_PLAIN
+    needed={own: value for own, value in PLAIN.items() if own not in _READ_BELOW}
     | dict(
         activation_func="quick_gelu",  # x * sigmoid(1.702 x), and so is swiglu_alpha
         glu_linear_offset=1.0,

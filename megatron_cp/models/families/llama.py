@@ -33,21 +33,9 @@ PLAIN: dict[str, Any] = dict(
     no_rope_freq=None,
     use_mup=False,
     moe_apply_probs_on_input=False,
+    window_attn_skip_freq=None,
 )
 ATTENTION_BIAS = Settings(written={"attention_bias": False})
-
-
-@dataclass(frozen=True)
-class Shape(Settings):
-    """Sizes of the model, its norms and initial weights, and whether the output layer is the embedding."""
-
-    def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
-        super().read(values, model, problems)
-        model.share_embeddings_and_output_weights = bool(values["tie_word_embeddings"])
-
-    def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
-        tied = {"tie_word_embeddings": model.share_embeddings_and_output_weights}
-        return super().write(model, problems) | tied
 
 
 @dataclass(frozen=True)
@@ -61,7 +49,8 @@ class Heads(Settings):
         model.kv_channels = model.kv_channels or model.hidden_size // heads
 
 
-SHAPE = Shape(
+# Sizes of the model, its norms and initial weights, and whether the output layer is the embedding.
+SHAPE = Settings(
     counts=called(
         num_layers="num_hidden_layers",
         hidden_size=SAME,
@@ -71,6 +60,7 @@ SHAPE = Shape(
         vocab_size=SAME,
     ),
     numbers=called(layernorm_epsilon="rms_norm_eps", init_method_std="initializer_range"),
+    switches=called(share_embeddings_and_output_weights="tie_word_embeddings"),
     needed=PLAIN,
     given={"hidden_act": ("silu", "swish")},
     written=dict(attention_dropout=0.0),

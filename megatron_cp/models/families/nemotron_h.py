@@ -94,7 +94,6 @@ _LAYERS = HybridLayers(
         add_qkv_bias=False,
         qk_layernorm=False,
         window_size=None,
-        window_attn_skip_freq=None,
         multi_latent_attention=False,
         share_embeddings_and_output_weights=False,
     ),

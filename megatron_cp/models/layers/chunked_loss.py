@@ -20,7 +20,7 @@ from megatron_cp.attention.once_differentiable import differentiable_once
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def chunked_losses(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int) -> Tensor:
+def chunked_losses(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int | None) -> Tensor:
     """``head(hidden, weight, labels)``, but over at most about ``chunk_size`` tokens at once.
 
     Args:
@@ -31,56 +31,18 @@ def chunked_losses(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, c
         weight: the output layer's, [v, h].
         labels: [b, s * parts], where ``parts`` is the number of ranks the sequence is split over (1 without sequence
             parallelism), in the order of the whole sequence.
-        chunk_size: tokens whose logits may exist at once on a rank; at least one position of each row is taken.
+        chunk_size: tokens whose logits may exist at once on a rank, None for all; at least one position of each row is
+            taken.
 
     Returns:
         Losses like ``labels``, differentiable with respect to ``hidden`` and ``weight``.
     """
     rows, positions = hidden.shape[1], hidden.shape[0]
     parts = labels.shape[1] // positions
-    size = max(1, chunk_size // (rows * parts))
+    size = positions if chunk_size is None else max(1, chunk_size // (rows * parts))
     if size >= positions:
         return head(hidden, weight, labels)
     return _ChunkedLosses.apply(hidden, weight, labels.contiguous(), head, size)
-
-
-class LossesInPieces:
-    """For megatron-core's language models: the losses of hidden states, in pieces where so configured."""
-
-    cross_entropy_chunk_size: int | None = None  # tokens whose logits may exist at once; None: all of them
-
-    def output_weight(self: Any) -> Tensor:
-        """The output layer's, or the embedding's where they are tied."""
-        tied = self.share_embeddings_and_output_weights
-        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-
-    def losses_of(self: Any, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Per-token losses [b, s] of hidden states [s, b, h] (under sequence parallelism: of this rank's part)."""
-        if self.cross_entropy_chunk_size is None:
-            return self._losses_at_once(hidden_states, self.output_weight(), labels)
-        return chunked_losses(
-            self._losses_at_once, hidden_states, self.output_weight(), labels, self.cross_entropy_chunk_size
-        )
-
-    def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
-        """Per-token losses [b, s] of logits [s, b, v]. megatron-core's; it lets Transformer Engine's kernel ask in each
-        backward pass whether all gradients are 1, and with it the host waits for the device."""
-        if not (self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == "te"):
-            return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
-        from megatron.core.extensions.transformer_engine import te_parallel_cross_entropy
-
-        # The kernel goes by the stride of the last dimension, which may be anything where there is one row.
-        labels = labels.transpose(0, 1).flatten().view(logits.shape[:2])
-        losses = te_parallel_cross_entropy(logits, labels, self.pg_collection.tp, is_cg_capturable=True)
-        return losses.transpose(0, 1).contiguous()
-
-    def _losses_at_once(self: Any, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return self.compute_language_model_loss(labels, self.logits_of(hidden_states, weight))
-
-    def logits_of(self: Any, hidden_states: Tensor, weight: Tensor) -> Tensor:
-        """Logits [s, b, v of this rank] of hidden states, times ``mup_output_mult`` with ``use_mup``."""
-        logits, _ = self.output_layer(hidden_states, weight=weight)
-        return self._scale_logits(logits)
 
 
 class _ChunkedLosses(torch.autograd.Function):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,25 +53,18 @@ class PredictionLayer(MultiTokenPredictionLayer):
         initialization_seed: int,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection,
-        hybrid_submodules: Any = None,
         **kwargs: Any,
     ) -> None:
-        if hybrid_submodules is not None:
+        seed = seed_of(initialization_seed, f"mtp {layer_number}")
+        if kwargs.get("hybrid_submodules") is not None:
             # Its layers are numbered from 1, as the model's own and those of each other depth.
-            hybrid_submodules = _drawn_from(hybrid_submodules, seed_of(initialization_seed, f"mtp {layer_number}"))
+            kwargs["hybrid_submodules"] = _drawn_from(kwargs["hybrid_submodules"], seed)
         if isinstance(config.cp_comm_type, list):
             # Upstream numbers these layers from 1 and would give them the first layers' transports.
             config = copy.copy(config)
             config.cp_comm_type = config.cp_comm_type[-1]
-        with drawing_from(seed_of(initialization_seed, f"mtp {layer_number}")):
-            super().__init__(
-                config,
-                *args,
-                layer_number=layer_number,
-                pg_collection=pg_collection,
-                hybrid_submodules=hybrid_submodules,
-                **kwargs,
-            )
+        with drawing_from(seed):
+            super().__init__(config, *args, layer_number=layer_number, pg_collection=pg_collection, **kwargs)
         self.pg_collection = pg_collection
         for router in routers_in([self]):
             # Upstream's hybrid stack does not say so. A router's losses are then counted once for each use of a layer
@@ -104,54 +97,11 @@ class PredictionLayer(MultiTokenPredictionLayer):
 
 def _drawn_from(layers: Any, seed: int) -> Any:
     """The specs of a hybrid stack, whose layers draw their initial weights from another seed."""
-    specs = {field.name: getattr(layers, field.name) for field in fields(layers)}
-    seeded = {
-        name: replace(spec, params=spec.params | {"initialization_seed": seed})
-        for name, spec in specs.items()
-        if "initialization_seed" in getattr(spec, "params", ())
-    }
-    return replace(layers, **seeded)
-
-
-class FurtherTokens:
-    """For megatron-core's language models: the losses of hidden states, of further tokens too."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.mtp_process and not self.pre_process and self.share_embeddings_and_output_weights:
-            # The embedding's copy on this stage is the output layer's weight. Upstream also allocates the layer's own,
-            # which nobody uses, reduces or expects in a checkpoint.
-            self.output_layer.weight = None
-
-    def ending(
-        self: Any,
-        hidden_states: Tensor,
-        labels: Tensor | None,
-        loss_mask: Tensor | None,
-        packed_seq_params: PackedSeqParams | None,
-        **to_layers: Any,
-    ) -> Tensor:
-        """What a last stage returns of its hidden states: logits ``[b, s_local, v]``, or with labels per-token losses.
-
-        They are ``[b, s_local]``; with multi-token prediction, while training, ``[1 + depths, b, s_local]``: the main
-        loss without any mask, and each depth's under its own (shifted) ``loss_mask``.
-        """
-        if labels is None:
-            return self.logits_of(hidden_states, self.output_weight()).transpose(0, 1).contiguous()
-        if not (self.mtp_process and self.training):
-            return self.losses_of(hidden_states, labels)
-        states = self.mtp(
-            hidden_states=hidden_states, packed_seq_params=packed_seq_params, embedding=self.embedding, **to_layers
-        )
-        main, *depths = states.chunk(1 + self.config.mtp_num_layers)
-        losses = [self.losses_of(main, labels)]
-        mask = torch.ones_like(labels, dtype=losses[0].dtype) if loss_mask is None else loss_mask
-        for depth in depths:
-            with active_group(self.pg_collection, packed_seq_params):
-                labels = shift_left(labels, self.pg_collection.cp, packed_seq_params)
-                mask = shift_left(mask, self.pg_collection.cp, packed_seq_params)
-            losses.append(self.losses_of(depth, labels) * mask)
-        return torch.stack(losses)
+    seeded = copy.copy(layers)
+    for name, spec in vars(layers).items():
+        if "initialization_seed" in getattr(spec, "params", ()):
+            setattr(seeded, name, replace(spec, params=spec.params | {"initialization_seed": seed}))
+    return seeded
 
 
 def mtp_block_spec(build: Build, model_layer: ModuleSpec | None) -> MultiTokenPredictionBlockSubmodules:

@@ -44,30 +44,15 @@ class PackRouter(TopKRouter):
         super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
 
     def attach_and_log_load_balancing_loss(
-        self,
-        activation: Tensor,
-        aux_loss_coeff: float,
-        aux_loss: Tensor,
-        aux_loss_name: str,
-        reduce_group: dist.ProcessGroup,
-        needs_dp_avg: bool = True,
-        valid_token_count: int | Tensor | None = None,
+        self, activation: Tensor, coefficient: float, loss: Tensor, name: str, group: dist.ProcessGroup, **more: Any
     ) -> Tensor:
         if self.idle:
             return activation
         if self._real_tokens is not None:
-            tokens = self._real_tokens.to(torch.float32)
-            valid_token_count = sum_over_ranks(tokens, reduce_group) / reduce_group.size()
-        get_moe_metrics_tracker().tokens = activation.shape[0] if valid_token_count is None else valid_token_count
-        return super().attach_and_log_load_balancing_loss(
-            activation,
-            aux_loss_coeff,
-            aux_loss,
-            aux_loss_name,
-            reduce_group,
-            needs_dp_avg=needs_dp_avg,
-            valid_token_count=valid_token_count,
-        )
+            more["valid_token_count"] = sum_over_ranks(self._real_tokens.to(torch.float32), group) / group.size()
+        tokens = more.get("valid_token_count")
+        get_moe_metrics_tracker().tokens = activation.shape[0] if tokens is None else tokens
+        return super().attach_and_log_load_balancing_loss(activation, coefficient, loss, name, group, **more)
 
 
 def expert_biases(chunks: Iterable[torch.nn.Module]) -> list[Tensor]:
@@ -91,9 +76,3 @@ def padding_in_layers(
     if padding_mask is None or not config.sequence_parallel:
         return padding_mask
     return padding_mask.chunk(groups.tp.size(), dim=1)[groups.tp.rank()]
-
-
-def routers_of(layer: Any) -> list[PackRouter]:
-    """The routers in a transformer layer: one in a mixture of experts, else none."""
-    router = getattr(getattr(layer, "mlp", None), "router", None)
-    return [router] if isinstance(router, PackRouter) else []

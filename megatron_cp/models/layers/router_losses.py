@@ -7,6 +7,8 @@ counts the tokens that a value is of, so that one sum over all ranks is enough.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_logging import set_moe_metrics_tracker
@@ -46,8 +48,7 @@ class RouterLosses:
         layer_number: int,
         num_layers: int,
         reduce_group: dist.ProcessGroup | None = None,
-        avg_group: dist.ProcessGroup | None = None,
-        needs_dp_avg: bool = True,
+        **averaging: Any,
     ) -> None:
         """Of one layer and microbatch: a part of the loss, of which the ranks of ``reduce_group`` have the others, or
         without it this rank's own. A layer that several depths share records each depth's part of its mean."""

@@ -11,7 +11,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
-from megatron_cp.models.layers.router import routers_of
 
 
 class SeededTransformerLayer(TransformerLayer):
@@ -44,5 +43,6 @@ class SeededTransformerLayer(TransformerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Also when recomputed during the backward pass: the arguments, and so the microbatch's group, are kept.
-        with active_group(self.pg_collection, kwargs.get("packed_seq_params"), *routers_of(self)):
+        routers = [self.mlp.router] if hasattr(self.mlp, "router") else []
+        with active_group(self.pg_collection, kwargs.get("packed_seq_params"), *routers):
             return super().forward(*args, **kwargs)

@@ -71,6 +71,7 @@ class Settings:
         only checked, and ``read`` and ``write`` convert them.
     optional: counts that may be null or absent.
     numbers: numbers above 0, and their names in ModelConfig.
+    switches: true or false, and their names in ModelConfig; null is false.
     needed: settings of ModelConfig that have one value in these models. An import sets them, an export requires them.
     given: settings that have one value in these models. An import requires them where present, an export writes them.
         Of a tuple of equivalent values the first is written.
@@ -81,6 +82,7 @@ class Settings:
     counts: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
+    switches: Mapping[str, str] = field(default_factory=dict)
     needed: Mapping[str, Any] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -106,6 +108,8 @@ class Settings:
         """Set what :class:`ModelConfig` has of these settings; ``values`` passed :meth:`check`."""
         for name, own in self._names().items():
             setattr(model, own, values.get(name))
+        for name, own in self.switches.items():
+            setattr(model, own, bool(values[name]))
         for own, value in self.needed.items():
             setattr(model, own, value)
         for name, value in self.given.items():
@@ -120,7 +124,7 @@ class Settings:
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
         """Return what ``config.json`` says of these settings."""
-        values = {name: getattr(model, own) for name, own in self._names().items()}
+        values = {name: getattr(model, own) for name, own in {**self._names(), **self.switches}.items()}
         given = {name: value[0] if isinstance(value, tuple) else value for name, value in self.given.items()}
         return values | given | dict(self.written)
 

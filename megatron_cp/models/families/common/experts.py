@@ -32,10 +32,8 @@ class Experts(Settings):
         problems.unless(chosen <= (model.num_moe_experts or 0), "num_experts_per_tok", chosen, most)
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
-        balancing, message = (
-            model.moe_router_load_balancing_type,
-            "experts that are chosen by their own scores are needed",
-        )
+        balancing = model.moe_router_load_balancing_type
+        message = "experts that are chosen by their own scores are needed"
         problems.unless(balancing != "sinkhorn", NAME.model.moe_router_load_balancing_type, balancing, message)
         (width,) = (name for name, own in self.counts.items() if own == "moe_ffn_hidden_size")
         return super().write(model, problems) | {width: model.moe_ffn_hidden_size or model.ffn_hidden_size}

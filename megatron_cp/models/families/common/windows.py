@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_cp.config.names import NAME
@@ -12,12 +12,18 @@ from megatron_cp.models.families.common.base import Problems, Settings, is_count
 
 
 @dataclass(frozen=True)
-class _InAllLayers(Settings):
-    needed: Mapping[str, Any] = field(default_factory=lambda: dict(window_attn_skip_freq=None))
+class _Window(Settings):
+    """The width of a window."""
+
+    def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
+        window = model.window_size
+        causal = window is None or (window[0] >= 0 and window[1] == 0)
+        problems.unless(causal, NAME.model.window_size, window, "[n, 0] is needed")
+        return super().write(model, problems) | {"sliding_window": window[0] + 1 if window else None}
 
 
 @dataclass(frozen=True)
-class NoWindow(_InAllLayers):
+class NoWindow(Settings):
     """No window, also where the settings ask for one: Hugging Face's library does not read them."""
 
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
@@ -27,7 +33,7 @@ class NoWindow(_InAllLayers):
 
 
 @dataclass(frozen=True)
-class SlidingWindow(_InAllLayers):
+class SlidingWindow(_Window):
     """A window in all layers, or in none."""
 
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
@@ -35,11 +41,6 @@ class SlidingWindow(_InAllLayers):
         width: Any = values.get("sliding_window")
         problems.unless(width is None or is_count(width), "sliding_window", width, "at least 1, or null, is needed")
         model.window_size = [width - 1, 0] if is_count(width) else None
-
-    def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
-        window = model.window_size
-        check_causal(window, problems)
-        return super().write(model, problems) | {"sliding_window": window[0] + 1 if window else None}
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class SwitchedWindow(SlidingWindow):
 
 
 @dataclass(frozen=True)
-class LayerWindows(Settings):
+class LayerWindows(_Window):
     """A window in the layers that ``layer_types`` lists as ``sliding_attention``; the others see everything."""
 
     def check(self, values: Mapping[str, Any], problems: Problems) -> None:
@@ -98,17 +99,6 @@ class LayerWindows(Settings):
             model.window_attn_skip_freq = next(every, [int(each) for each in sliding])
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
-        window = model.window_size
-        check_causal(window, problems)
-        numbers = range(1, model.num_layers + 1)
-        has_window = [model.layer_has_window(layer) for layer in numbers]
-        return super().write(model, problems) | {
-            "sliding_window": window[0] + 1 if window else None,
-            "layer_types": ["sliding_attention" if each else "full_attention" for each in has_window],
-        }
-
-
-def check_causal(window: list[int] | None, problems: Problems) -> None:
-    """Report a window that a published model cannot have."""
-    causal = window is None or (window[0] >= 0 and window[1] == 0)
-    problems.unless(causal, NAME.model.window_size, window, "[n, 0] is needed")
+        has_window = [model.layer_has_window(layer) for layer in range(1, model.num_layers + 1)]
+        kinds = ["sliding_attention" if each else "full_attention" for each in has_window]
+        return super().write(model, problems) | {"layer_types": kinds}

@@ -91,23 +91,19 @@ def share_of_channels(parameter: Tensor, shape: MambaShape, share: MambaShare) -
 
     The gradients of a rank are zero outside its share; their sum over the ranks is the whole one.
     """
-    features = parameter.movedim(0, -1)
-    units = [shape.heads, shape.groups, shape.groups]
-    features = _narrowed(features, shape.convolved, units, [share.heads, share.groups, share.groups])
+    features = share_of_projections(parameter.movedim(0, -1), shape, share, slice(1, 4))
     return _groups_of_heads(features, share.shape.convolved, slice(1, 3), share).movedim(-1, 0)
 
 
-def share_of_projections(x: Tensor, shape: MambaShape, share: MambaShare) -> Tensor:
-    """A rank's share of the input projection's output [..., z x B C dt]. Differentiable."""
-    units = [shape.heads, shape.heads, shape.groups, shape.groups, shape.heads]
-    ids = [share.heads, share.heads, share.groups, share.groups, share.heads]
-    return _narrowed(x, shape.projected, units, ids)
+def share_of_projections(x: Tensor, shape: MambaShape, share: MambaShare, parts: slice = slice(None)) -> Tensor:
+    """A rank's heads and groups in the input projection's output [..., z x B C dt], or in ``parts`` of its features.
 
-
-def _narrowed(x: Tensor, sizes: list[int], units: list[int], ids: list[range]) -> Tensor:
-    """Of each part of the last dim, which consists of so many heads or groups, those with these ids."""
+    Differentiable.
+    """
+    heads, groups = (shape.heads, share.heads), (shape.groups, share.groups)
     kept = []
-    for part, count, wanted in zip(x.split(sizes, dim=-1), units, ids, strict=True):
+    units = [heads, heads, groups, groups, heads][parts]
+    for part, (count, wanted) in zip(x.split(shape.projected[parts], dim=-1), units, strict=True):
         width = part.shape[-1] // count
         kept.append(part.narrow(-1, wanted.start * width, len(wanted) * width))
     return torch.cat(kept, dim=-1)
