@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.attention.context import CPContext
+from megatron_cp.attention.context import CPContext, GroupOrPair
 from megatron_cp.attention.modules.configured import configured_context, learnable_softmax_offset, transport_of_layer
 from megatron_cp.attention.modules.probe import ProbeInputs
 from megatron_cp.attention.transports.registry import RING
@@ -91,23 +91,52 @@ def with_given_groups(base: Any) -> type:
             if base.cp_stream is None and torch.cuda.is_available():
                 base.cp_stream = torch.cuda.Stream()
             self._softmax_scale = kwargs.get("softmax_scale")
-            self.context = context
+            self._configured_context = self._context = context
             if context.size > 1:
-                self._use_configured_groups()
+                self._apply_context(context)
+
+        @property
+        def context(self) -> CPContext:
+            return self._context
+
+        def set_context_parallel_group(
+            self,
+            group: GroupOrPair | CPContext | None,
+            cp_global_ranks: Sequence[int] | None = None,
+            cp_stream: Any = None,
+            cp_comm_type: str | None = None,
+        ) -> CPContext:
+            """Use ``group`` from now on; None restores the configured ones. Returns the context that was in use.
+
+            The other arguments are Transformer Engine's. Left out they keep what this layer has; in particular the
+            transport stays, where Transformer Engine's own default would make it ``p2p``.
+            """
+            before = self._context
+            if cp_comm_type is not None and cp_comm_type != self.cp_comm_type:
+                raise ValueError(f"layer {self.layer_number} was built for {self.cp_comm_type!r}, got {cp_comm_type!r}")
+            if group is None:
+                context = self._configured_context
+            elif isinstance(group, CPContext):
+                context = group
+            else:
+                context = CPContext.build(self.cp_comm_type, group)
+            self._apply_context(context, cp_global_ranks, cp_stream)
+            return before
 
         def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
             """Attention; a group in ``packed_seq_params`` (dynamic context parallelism) holds for this call only."""
             group = getattr(packed_seq_params, "cp_group", None)
             dynamic = group is not None or getattr(packed_seq_params, "local_cp_size", None) is not None
-            context = self.context
-            if dynamic:
-                context = CPContext.alone() if group is None else CPContext.build(self.cp_comm_type, group)
+            if group is not None:
+                ranks = CPContext.build(self.cp_comm_type, group).heads.size
+            else:
+                ranks = 1 if dynamic else self._context.heads.size
             try:
-                with self._share_of_offset_gradient(context.heads.size):
+                with self._share_of_offset_gradient(ranks):
                     return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
             finally:
                 if dynamic:
-                    self._use_configured_groups()
+                    self._apply_context(self._context)
 
         @contextlib.contextmanager
         def _share_of_offset_gradient(self, ranks: int) -> Iterator[None]:
@@ -148,9 +177,14 @@ def with_given_groups(base: Any) -> type:
             out = self(query, key, value, None, attn_mask_type=AttnMaskType.causal)
             return out.unflatten(-1, (query.shape[2], value.shape[3]))
 
-        def _use_configured_groups(self) -> None:
-            group, ranks = _te_groups(self.context)
-            super().set_context_parallel_group(group, ranks, base.cp_stream, self.cp_comm_type)
+        def _apply_context(self, context: CPContext, ranks: Sequence[int] | None = None, stream: Any = None) -> None:
+            stream = base.cp_stream if stream is None else stream
+            self._context = context
+            if context.size == 1:
+                super().set_context_parallel_group(None, None, stream, self.cp_comm_type)
+                return
+            group, members = _te_groups(context)
+            super().set_context_parallel_group(group, list(ranks or members), stream, self.cp_comm_type)
 
     return GivenGroupsTEAttention
 
@@ -168,10 +202,8 @@ class _ShareOfGradient(torch.autograd.Function):
         return grad / ctx.ranks, None
 
 
-def _te_groups(context: CPContext) -> tuple[Any, list[int] | None]:
+def _te_groups(context: CPContext) -> tuple[Any, list[int]]:
     """What Transformer Engine wants: a group or one for each level, and the global ranks by context-parallel rank."""
-    if context.size == 1:
-        return None, None
     if not context.transport.hierarchical:
         group = context.peers[0].group
         return group, dist.get_process_group_ranks(group)

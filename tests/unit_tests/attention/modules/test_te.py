@@ -112,6 +112,18 @@ def _dynamic() -> dict:
     qkv = [torch.randn(8, 1, 4, 16) for _ in range(3)]
     module(*qkv, None, packed_seq_params=PackedSeqParams(qkv_format="sbhd", cp_group=hcp[0], local_cp_size=2))
     report = {"after a microbatch": module.cp_group is dist.group.WORLD}
+    before = module.set_context_parallel_group(hcp[0])
+    report["set"] = module.cp_group is hcp[0] and module.cp_comm_type == "p2p"
+    report["kept"] = before.size == 4 and module.context.size == 2
+    module.set_context_parallel_group(before)
+    report["restored"] = module.cp_group is dist.group.WORLD
+    module.set_context_parallel_group(hcp[1])
+    module.set_context_parallel_group(None)
+    report["configured"] = module.cp_group is dist.group.WORLD
+    try:
+        module.set_context_parallel_group(hcp[0], None, None, "a2a")
+    except ValueError as error:
+        report["another transport"] = "was built for 'p2p', got 'a2a'" in str(error)
     two_level = build(with_given_groups(CoreAttention), "a2a+p2p", list(hcp))
     try:
         two_level(*qkv, None, packed_seq_params=PackedSeqParams(qkv_format="sbhd", cp_group=hcp[0], local_cp_size=2))
@@ -122,7 +134,22 @@ def _dynamic() -> dict:
 
 def test_a_microbatch_group_does_not_outlive_the_microbatch():
     for report in run_ranks(_dynamic, 4):
-        assert all(report.values()) and len(report) == 2, report
+        assert all(report.values()) and len(report) == 7, report
+
+
+def _set() -> list:
+    """Transports after a group was set as upstream does it (by position, without one), and as we do."""
+    a2a, _ = make_groups(2)
+    upstream, ours = build(CoreAttention, "a2a"), build(with_given_groups(CoreAttention), "a2a")
+    kept = []
+    for module in (upstream, ours):
+        module.set_context_parallel_group(a2a, [0, 1], "stream")
+        kept.append(module.cp_comm_type)
+    return kept
+
+
+def test_setting_a_group_keeps_the_transport():
+    assert run_ranks(_set, 4) == [["p2p", "a2a"]] * 4
 
 
 def test_the_stream_is_there_where_groups_may_change(monkeypatch):
