@@ -59,7 +59,7 @@ class BatchIterator:
         if self._microbatches is None:
             loader = DataLoader(
                 self._dataset,
-                batch_sampler=self._samples_of_microbatches(),
+                batch_sampler=_microbatches(self.consumed_samples, len(self._dataset), *self._sizes),  # type: ignore[arg-type]
                 collate_fn=_stack,
                 # Its own generator: by default a loader draws its workers' seeds from the generator of dropout.
                 generator=torch.Generator(),
@@ -71,14 +71,6 @@ class BatchIterator:
             self._microbatches = iter(loader)
         return self._microbatches
 
-    def _samples_of_microbatches(self) -> Iterator[list[int]]:
-        """Sample indices of this rank's microbatches, up to the last whole global batch."""
-        micro, global_batch, rank, size = self._sizes
-        stop = len(self._dataset) - global_batch + 1  # type: ignore[arg-type]
-        for batch in range(self.consumed_samples, stop, global_batch):
-            for first in range(batch + rank * micro, batch + global_batch, micro * size):
-                yield list(range(first, first + micro))
-
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on exactly where the saved iterator stopped, also under another layout or micro-batch size."""
         self.consumed_samples = int(state["consumed_samples"])
@@ -87,6 +79,16 @@ class BatchIterator:
     def close(self) -> None:
         """End the processes that read."""
         self._microbatches = None
+
+
+def _microbatches(start: int, stop: int, micro: int, global_batch: int, rank: int, size: int) -> Iterator[list[int]]:
+    """Sample indices of a rank's microbatches, from ``start`` to the last whole global batch before ``stop``.
+
+    A function of numbers: one of the iterator's own would keep it, and with it the processes that read.
+    """
+    for batch in range(start, stop - global_batch + 1, global_batch):
+        for first in range(batch + rank * micro, batch + global_batch, micro * size):
+            yield list(range(first, first + micro))
 
 
 def _leave_stopping_to_the_rank(worker: int) -> None:
