@@ -1,7 +1,7 @@
 """Faults of batches, of losses and of multi-token prediction."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -10,6 +10,7 @@ import torch
 
 from megatron_cp.attention.sharding import shard_sequence
 from megatron_cp.dynamic_cp.runtime import iterator
+from megatron_cp.models import language_model
 from megatron_cp.models.layers import chunked_loss, mtp
 from megatron_cp.training import batches, forward_backward
 from tests.unit_tests.training.layouts.cases import CP2, CP4, PP2, SP, TP2, VPP2
@@ -186,19 +187,25 @@ def shifted_within_ranks() -> Patch:
         shifted[..., -1] = 0
         return shifted
 
-    return mock.patch.object(mtp, "shift_left", roll)
+    return _shift_by(roll)
 
 
 @fault("multi-token prediction in packs: shifted from one document into the next", DYNAMIC | MTP, FURTHER)
 def shifted_over_documents() -> Patch:
-    def change(shift: Callable) -> Callable:
-        def joined(values: Any, group: Any, packed: Any = None) -> Any:
-            padded = packed.cu_seqlens_q_padded
-            return shift(values, group, replace(packed, cu_seqlens_q_padded=padded[[0, -1]]))
+    shift = mtp.shift_left
 
-        return joined
+    def joined(values: Any, group: Any, packed: Any = None) -> Any:
+        padded = packed.cu_seqlens_q_padded
+        return shift(values, group, replace(packed, cu_seqlens_q_padded=padded[[0, -1]]))
 
-    return changed(mtp, "shift_left", change)
+    return _shift_by(joined)
+
+
+@contextmanager
+def _shift_by(shift: Callable) -> Iterator[None]:
+    """Tokens are shifted in the layers, labels and masks by the language model."""
+    with mock.patch.object(mtp, "shift_left", shift), mock.patch.object(language_model, "shift_left", shift):
+        yield
 
 
 @fault("multi-token prediction: each rank divides by its own tokens", MTP | CP4, FURTHER)

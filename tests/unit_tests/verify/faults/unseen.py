@@ -35,10 +35,10 @@ def positions_of_packs() -> Patch:
 
 @fault("attention: tiles of more than 256 rows (verify's sequences are shorter)", CP4, NOT_CAUGHT)
 def large_tiles() -> Patch:
-    def change(halve: Callable) -> Callable:
-        return lambda tile, limit: halve(tile, limit) if tile.q_length <= 256 else iter(())
+    def change(split: Callable) -> Callable:
+        return lambda tile, *parts: split(tile, *parts) if tile.q_length <= 256 else iter(())
 
-    return changed(tiles, "_halve_causal", change)
+    return changed(tiles, "_split", change)
 
 
 @fault("fp16: gradients keep the loss scale (verify trains in float32)", CP2, NOT_CAUGHT)
