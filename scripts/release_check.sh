@@ -25,7 +25,9 @@ uv=$(command -v uv || echo .venv/bin/uv)
 [[ -x $python ]] || fail ".venv: not there. Fix: scripts/setup.sh"
 if [[ -f mkdocs.yml ]]; then
     step "documentation"
-    "$python" -m mkdocs build --strict --quiet --site-dir "$work/site" || fail "mkdocs.yml: the documentation has errors"
+    # Not --quiet, which hides warnings from --strict too.
+    "$python" -m mkdocs build --strict --site-dir "$work/site" >"$work/log" 2>&1 ||
+        { cat "$work/log" && fail "mkdocs.yml: the documentation has errors"; }
 fi
 
 step "sdist, and the wheel from it"

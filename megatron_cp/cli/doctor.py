@@ -286,11 +286,11 @@ def main(argv: Sequence[str]) -> int:
         attention, why = attention_of(context)
         backend = config.dist.distributed_backend or ("nccl" if found.environment.device == "gpu" else "gloo")
         say(f"{config.recipe} on {world_size} ranks")
-        if context.its_layers and attention == "our own":
+        if context.te_layers and attention == "our own":
             attention += ", by Transformer Engine's kernels"
         say(_line("attention", f"{attention}: {why[0]}"), *(_line("", reason) for reason in why[1:]), sep="\n")
-        say(_line("layers", "Transformer Engine's" if context.its_layers else "megatron-core's own"))
-        fused = kernels_in_use(config.model, context.its_layers)
+        say(_line("layers", "Transformer Engine's" if context.te_layers else "megatron-core's own"))
+        fused = kernels_in_use(config.model, context.te_layers)
         say(_line("fused kernels", ", ".join(fused) or "none of Transformer Engine's"))
         say(_line("communication", backend), *([_line("", choice)] if choice else []), sep="\n")
         violations = check(config, world_size, None, found.environment)

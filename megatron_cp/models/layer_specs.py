@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp.attention.modules.native import ContextParallelAttention
 from megatron_cp.attention.modules.te import have_transformer_engine, te_attention_class
-from megatron_cp.attention.modules.te_support import choose_backend, has_its_layers
+from megatron_cp.attention.modules.te_support import choose_backend, has_te_layers
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.build import Build, uses_te_layers
 from megatron_cp.models.layers import latent_attention
@@ -38,7 +38,7 @@ from megatron_cp.models.local_rotary import LocalRotaryAttention
 def use_te_layers(model: ModelConfig, fp32: bool) -> bool:
     """Whether the layers around attention are to be Transformer Engine's. Asked once a model; the answer is in
     megatron-core's configuration (:func:`uses_te_layers`)."""
-    return has_its_layers(model, _te_version(), torch.cuda.is_available(), fp32=fp32)
+    return has_te_layers(model, _te_version(), torch.cuda.is_available(), fp32=fp32)
 
 
 def choose_attention(

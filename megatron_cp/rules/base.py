@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_cp.attention.modules.te_support import Gap, has_its_layers
+from megatron_cp.attention.modules.te_support import Gap, has_te_layers
 from megatron_cp.attention.transports.registry import Transport, known_transports
 from megatron_cp.common.errors import Violation
 from megatron_cp.config.names import NAME
@@ -161,10 +161,10 @@ class Context(Case):
         return self._choice[1]
 
     @property
-    def its_layers(self) -> bool:
+    def te_layers(self) -> bool:
         """Whether the layers around attention are Transformer Engine's."""
         environment, fp32 = self.environment, self.config.mixed_precision.fp32
-        return has_its_layers(self.model, environment.transformer_engine, environment.device == "gpu", fp32)
+        return has_te_layers(self.model, environment.transformer_engine, environment.device == "gpu", fp32)
 
     def te_findings(self, rule_id: str) -> Iterator[Finding]:
         """What Transformer Engine lacks under a rule, an error where it is asked for by name, or is slow at."""

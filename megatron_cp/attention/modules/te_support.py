@@ -165,7 +165,7 @@ def _head_gaps(model: ModelConfig, transport: Transport, packed_sizes: Collectio
         yield Gap("D2" if transport.hierarchical else "D1", NAME.model.num_query_groups, message)
 
 
-def has_its_layers(model: ModelConfig, version: str | None, on_gpu: bool, fp32: bool) -> bool:
+def has_te_layers(model: ModelConfig, version: str | None, on_gpu: bool, fp32: bool) -> bool:
     """Whether the layers around attention are Transformer Engine's: wherever it is installed on a GPU, whosever the
     attention is, unless ``model.transformer_impl`` leaves it out.
 

@@ -120,7 +120,7 @@ def _choose_as_for_bf16() -> None:
     def as_for_bf16(choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return choose(*args, **kwargs | {"fp32": False})
 
-    for name in ("choose_backend", "has_its_layers"):
+    for name in ("choose_backend", "has_te_layers"):
         setattr(layer_specs, name, functools.partial(as_for_bf16, getattr(layer_specs, name)))
 
 

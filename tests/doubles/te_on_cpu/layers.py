@@ -231,7 +231,7 @@ def test_dynamic_packs_train_as_ours_do_one_by_one(documents: tuple[str, Losses]
         assert max(worst_difference(losses, alone)) < 2e-6
 
 
-def test_dynamic_packs_on_a_hierarchy_have_its_layers_around_our_attention(documents: tuple[str, Losses]) -> None:
+def test_dynamic_packs_on_a_hierarchy_have_te_layers_around_our_attention(documents: tuple[str, Losses]) -> None:
     lengths, alone = documents
     for losses, calls in run_ranks(in_packs, 4, lengths, DYNAMIC | CP4 | HCP):
         assert not calls["fused_attn_fwd"] and min(calls["fused_rope_forward"], calls["gradients summed"]) > 0

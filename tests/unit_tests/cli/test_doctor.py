@@ -126,9 +126,9 @@ def test_which_attention_and_why(run, found, overrides, attention):
     code, out, err = run(found, "--recipe", TINY, *overrides)
     assert f"  attention          {attention}" in out and code == 0, err
     # Also around our attention, wherever it is installed: but products in float32 are TF32 there.
-    its_layers = found is GPU_MACHINE and not {"mixed_precision=fp32", "model.transformer_impl=local"} & {*overrides}
-    assert f"  layers             {"Transformer Engine's" if its_layers else "megatron-core's own"}\n" in out
-    assert ("  fused kernels      none of Transformer Engine's" in out) == (not its_layers)
+    te_layers = found is GPU_MACHINE and not {"mixed_precision=fp32", "model.transformer_impl=local"} & {*overrides}
+    assert f"  layers             {"Transformer Engine's" if te_layers else "megatron-core's own"}\n" in out
+    assert ("  fused kernels      none of Transformer Engine's" in out) == (not te_layers)
 
 
 def test_what_a_recipe_would_use_is_to_do_and_said_once(run):

@@ -12,17 +12,17 @@ from tests.training_runs import tiny_config
 YARN = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
 
 
-def chosen(its_layers: bool, **model: Any) -> tuple[bool, bool, str | None]:
+def chosen(te_layers: bool, **model: Any) -> tuple[bool, bool, str | None]:
     config = tiny_config(**{f"model__{name}": value for name, value in model.items()})
     return (
-        fuses_rotary_embedding(config.model, its_layers),
-        fuses_gradient_sum(config.model, its_layers),
-        fused_loss(config.model, its_layers),
+        fuses_rotary_embedding(config.model, te_layers),
+        fuses_gradient_sum(config.model, te_layers),
+        fused_loss(config.model, te_layers),
     )
 
 
 @pytest.mark.parametrize(
-    ("model", "with_its_layers", "with_others"),
+    ("model", "with_te_layers", "with_others"),
     [
         ({}, (True, True, "te"), (False, False, None)),
         ({"multi_latent_attention": True}, (False, True, "te"), (False, False, None)),
@@ -52,6 +52,6 @@ def chosen(its_layers: bool, **model: Any) -> tuple[bool, bool, str | None]:
     ],
     ids=str,
 )
-def test_kernels_by_layers(model: dict[str, Any], with_its_layers: tuple, with_others: tuple) -> None:
-    assert chosen(True, **model) == with_its_layers
+def test_kernels_by_layers(model: dict[str, Any], with_te_layers: tuple, with_others: tuple) -> None:
+    assert chosen(True, **model) == with_te_layers
     assert chosen(False, **model) == with_others

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_cp.attention.modules.te_support import choose_backend, has_its_layers
+from megatron_cp.attention.modules.te_support import choose_backend, has_te_layers
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import Environment, check, resolve_auto
 from megatron_cp.rules.environment import PRESETS, installed_version
@@ -191,7 +191,7 @@ class TestTransformerEngine:
         assert ("K8", "error") in self.rules("model.attention_backend=te", environment=Environment(device="gpu"))
         assert ("K8", "error") in self.rules("model.attention_backend=te", "model.transformer_impl=local")
 
-    def test_its_layers_must_be_there_when_asked_for_where_there_is_a_gpu(self):
+    def test_te_layers_must_be_there_when_asked_for_where_there_is_a_gpu(self):
         wanted, old = "model.transformer_impl=transformer_engine", Environment(device="gpu", transformer_engine="2.9.0")
         assert self.rules(wanted) == set()
         assert self.rules(wanted, environment="cpu") == {("K8", "warning")}  # as every recipe of Bridge's says
@@ -210,15 +210,15 @@ class TestTransformerEngine:
             (("mixed_precision=fp32", "model.attention_backend=te", "parallel=none"), True),
         ],
     )
-    def test_its_layers_are_there_whosever_the_attention_is(self, overrides, its):
+    def test_te_layers_are_there_whosever_the_attention_is(self, overrides, its):
         config = load_recipe(EXAMPLE_RECIPE, list(overrides))
         fp32 = config.mixed_precision.fp32
-        assert has_its_layers(config.model, "2.17.1", on_gpu=True, fp32=fp32) is its
+        assert has_te_layers(config.model, "2.17.1", on_gpu=True, fp32=fp32) is its
         for version, on_gpu in (("2.9.0", True), (None, True), ("2.17.1", False)):
-            assert not has_its_layers(config.model, version, on_gpu=on_gpu, fp32=fp32)
+            assert not has_te_layers(config.model, version, on_gpu=on_gpu, fp32=fp32)
         assert choose_backend(config.model, "2.17.1", True, (), fp32)[0] == "native" or its
 
-    def test_what_only_its_layers_have_can_be_had_around_our_attention(self):
+    def test_what_only_te_layers_have_can_be_had_around_our_attention(self):
         experts = ("model.num_moe_experts=4", "model.moe_grouped_gemm=true")
         latent = ("model.multi_latent_attention=true", "model.q_lora_rank=33", "model.tensor_model_parallel_size=2")
         for wanted, rule in ((experts, "K15"), (latent, "K24")):

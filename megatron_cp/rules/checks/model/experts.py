@@ -61,7 +61,7 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
             "=true",
         )
     yield from _expert_biases(model)
-    if model.moe_grouped_gemm and not c.its_layers:
+    if model.moe_grouped_gemm and not c.te_layers:
         yield Finding(NAME.model.moe_grouped_gemm, "grouped matrix products need Transformer Engine", "=null")
 
 

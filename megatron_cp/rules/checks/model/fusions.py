@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp.attention.modules.te_support import MINIMUM, has_its_layers
+from megatron_cp.attention.modules.te_support import MINIMUM, has_te_layers
 from megatron_cp.common.installation import how_to_install
 from megatron_cp.config.names import NAME
 from megatron_cp.models.fusions import fused_loss, rotary_gap
@@ -22,7 +22,7 @@ from megatron_cp.rules.environment import Environment
 def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
     precision = c.config.mixed_precision
     half = precision.bf16 or precision.fp16 or (c.environment.device == "gpu" and not precision.fp32)
-    if fused_loss(c.model, c.its_layers) == "native" and not half:
+    if fused_loss(c.model, c.te_layers) == "native" and not half:
         yield Finding(
             NAME.model.cross_entropy_loss_fusion,
             "the fused cross-entropy rounds gradients to bf16, and this run is in fp32",
@@ -38,7 +38,7 @@ def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
     broken(model=dict(apply_rope_fusion=True)),
 )
 def fused_kernels_are_there(c: Context) -> Iterator[Finding]:
-    model, loss = c.model, fused_loss(c.model, c.its_layers)
+    model, loss = c.model, fused_loss(c.model, c.te_layers)
     kernels = {
         NAME.model.apply_rope_fusion: model.apply_rope_fusion,
         NAME.model.gradient_accumulation_fusion: model.gradient_accumulation_fusion,
@@ -49,7 +49,7 @@ def fused_kernels_are_there(c: Context) -> Iterator[Finding]:
     for field, asked in kernels.items():
         if asked and not there:
             yield Finding(field, f"asks for a kernel of Transformer Engine, and {missing}", "=null")
-    if model.gradient_accumulation_fusion and there and not c.its_layers:
+    if model.gradient_accumulation_fusion and there and not c.te_layers:
         message = "is done by Transformer Engine's layers, and this model's are others"
         yield Finding(NAME.model.gradient_accumulation_fusion, message, "=null")
     gap = rotary_gap(c.model)
@@ -73,7 +73,7 @@ def packages_for_gpus(c: Context) -> Iterator[Finding]:
     environment, fp32 = c.environment, c.config.mixed_precision.fp32
     if environment.device != "gpu":
         return
-    if environment.transformer_engine is None and has_its_layers(c.model, MINIMUM, on_gpu=True, fp32=fp32):
+    if environment.transformer_engine is None and has_te_layers(c.model, MINIMUM, on_gpu=True, fp32=fp32):
         message = "Transformer Engine is not installed: attention is our own, and the layers are megatron-core's"
         yield Finding(NAME.model.transformer_impl, message, how_to_install("gpu"), "=local (silences this warning)")
     packages = {"mamba-ssm": environment.mamba_ssm, "causal-conv1d": environment.causal_conv1d}

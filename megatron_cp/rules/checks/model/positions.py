@@ -87,7 +87,7 @@ def yarn_is_told_what_it_lengthens(c: Context) -> Iterator[Finding]:
 )
 def compressed_vectors_are_divided(c: Context) -> Iterator[Finding]:
     model = c.model
-    if not model.multi_latent_attention or c.its_layers:
+    if not model.multi_latent_attention or c.te_layers:
         return
     if model.q_lora_rank and model.q_lora_rank % c.tp:
         message = f"{NAME.model.tensor_model_parallel_size} ({c.tp}) does not divide {model.q_lora_rank}"

@@ -53,7 +53,7 @@ def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
         if model.transformer_impl == "local":
             missing = f"{NAME.model.transformer_impl}=local leaves it out"
         yield Finding(NAME.model.attention_backend, f"asks for Transformer Engine, but {missing}", "=auto")
-    if model.transformer_impl == "transformer_engine" and not c.its_layers:
+    if model.transformer_impl == "transformer_engine" and not c.te_layers:
         message = f"asks for Transformer Engine's layers, but {missing}: megatron-core's own take their place"
         yield Finding(NAME.model.transformer_impl, message, "=auto", severity=None if on_gpu else "warning")
 
