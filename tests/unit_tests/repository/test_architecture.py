@@ -20,7 +20,9 @@ ORDER = [
     {"api"},
     {"verify", "report", "convert"},
     {"training"},
+    {"planner"},
     {"rules"},
+    {"estimate"},
     {"data"},
     {"models"},
     {"dynamic_cp"},
@@ -41,6 +43,11 @@ PURE = [
     *(f"megatron_cp.config.{path.stem}" for path in sorted((PACKAGE / "config").glob("*.py"))),
     "megatron_cp.rules",
     "megatron_cp.parallel.layout",
+    *(
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for folder in ("estimate", "planner")
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
+    ),
     *(
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         for path in sorted((PACKAGE / "dynamic_cp").rglob("*.py"))

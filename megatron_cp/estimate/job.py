@@ -1,0 +1,81 @@
+"""What the memory and the time of a training step depend on: a model, a batch, a layout and number formats. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.config.sections.distributed import DistributedDataParallelConfig
+from megatron_cp.config.sections.optimization import OptimizerConfig
+from megatron_cp.parallel.layout import RankLayout
+
+# The number format of matrix products; everything else is computed in bf16, or in fp32 where this is fp32.
+Gemm = Literal["fp32", "bf16", "fp8", "mxfp8", "nvfp4"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training step of a finalized configuration on ``layout.world_size`` GPUs.
+
+    vocab_size: rows of the output layer, before padding to tensor parallel ranks.
+    gemm: number format of matrix products.
+    lengths: documents of a typical packed microbatch (tokens), for packed data; None for samples of one length.
+    """
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    ddp: DistributedDataParallelConfig
+    layout: RankLayout
+    micro_batch_size: int
+    global_batch_size: int
+    vocab_size: int
+    gemm: Gemm = "bf16"
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on each data parallel replica, at least 1."""
+        return max(1, self.global_batch_size // (self.micro_batch_size * self.layout.dp))
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens of a microbatch on each context parallel rank."""
+        whole = sum(self.lengths) if self.lengths else self.micro_batch_size * (self.model.seq_length or 0)
+        return -(-whole // self.layout.cp)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Peak bytes of the GPU that needs most, by kind.
+
+    kinds: ``weights``, ``gradients``, ``optimizer``, ``activations: KIND`` for each kind of activation, ``logits``,
+    ``buffers`` (communication and kernels) and ``allocator`` (what the allocator cannot use, and the CUDA context).
+    stage: the pipeline stage of that GPU.
+    """
+
+    kinds: Mapping[str, float]
+    stage: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds of a training step, by kind; the kinds add up to the step.
+
+    kinds: ``matrix products``, ``attention``, ``elementwise`` (norms, activations, router, embedding),
+    ``recomputation``, ``exposed GROUP`` for the exposed communication of each group (tp, cp, ep, dp, pp), ``bubble``,
+    ``optimizer``, ``host``.
+    model_flops: operations of a step as published figures count them, of all GPUs (see training/monitor/flops.py).
+    """
+
+    kinds: Mapping[str, float]
+    model_flops: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.kinds.values())
