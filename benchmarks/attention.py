@@ -40,7 +40,7 @@ from megatron_cp.attention import context_parallel_attention
 from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.kernels.cpu import CpuFlash
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
-from megatron_cp.attention.sharding import Layout, Span, shard_sequence
+from megatron_cp.attention.sharding import Layout, RowSpan, shard_sequence
 from megatron_cp.attention.tiles import Mask
 from megatron_cp.attention.transports import comm
 from megatron_cp.attention.transports.comm import Peers
@@ -185,8 +185,8 @@ def bench_speed(bench: Bench, shapes: list[Shape]) -> None:
 class Contiguous(Layout):
     """Rank r holds the r-th part of the sequence as it is: what zigzag is measured against."""
 
-    def spans(self, rank: int) -> tuple[Span, ...]:
-        return (Span(0, self.rows, rank * self.rows, 0),)
+    def spans(self, rank: int) -> tuple[RowSpan, ...]:
+        return (RowSpan(0, self.rows, rank * self.rows, 0),)
 
 
 def bench_split(bench: Bench, shape: Shape) -> None:
@@ -244,8 +244,8 @@ def slow_network(seconds: float, overlap: bool) -> Iterator[None]:
     """Every hop takes ``seconds`` from its start; without ``overlap`` the rank waits for it before it computes."""
     original = comm.hop
 
-    class Late(comm.Arrival):
-        def __init__(self, arrival: comm.Arrival) -> None:
+    class Late(comm.PendingReceive):
+        def __init__(self, arrival: comm.PendingReceive) -> None:
             self.arrival, self.due = arrival, time.perf_counter() + seconds
 
         def wait(self) -> object:
@@ -253,9 +253,9 @@ def slow_network(seconds: float, overlap: bool) -> Iterator[None]:
             time.sleep(max(0.0, self.due - time.perf_counter()))
             return content
 
-    def hop(*arguments: object) -> comm.Arrival:
+    def hop(*arguments: object) -> comm.PendingReceive:
         late = Late(original(*arguments))
-        return late if overlap else comm.Arrival(late.wait(), [])
+        return late if overlap else comm.PendingReceive(late.wait(), [])
 
     comm.hop = hop
     try:
@@ -321,7 +321,7 @@ def stopwatches() -> Iterator[dict[str, float]]:
         (Gradient, "add_all", "add"),
         (comm, "hop", "exchange"),
         (comm, "exchange", "exchange"),
-        (comm.Arrival, "wait", "exchange"),
+        (comm.PendingReceive, "wait", "exchange"),
     ]
 
     def timed(function: Callable, name: str) -> Callable:

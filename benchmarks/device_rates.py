@@ -28,7 +28,7 @@ from megatron_cp.config.flags import add_overrides
 from megatron_cp.dynamic_cp.calibration import Calibrator, Fit
 from megatron_cp.dynamic_cp.cost import DEVICES, CostModel, Device
 from megatron_cp.parallel.device import stop_distributed
-from megatron_cp.training.monitor.flops import layers_with_parts
+from megatron_cp.training.monitor.flops import numbered_layer_types
 from megatron_cp.training.monitor.metrics import start_logging
 from megatron_cp.training.packed.scheduling import device_name, model_cost
 from megatron_cp.training.step import train_step
@@ -48,7 +48,7 @@ def seconds_a_microbatch(size: int, options: argparse.Namespace) -> tuple[list[f
             few, all_of_them = (seconds_of(partial(train_step, run, part)) for part in (batch[:FEW], batch))
             found.append((all_of_them - few) / (len(batch) - FEW))
     cost = model_cost(run.config.model, run.config.dataset.seq_length)
-    return found[options.warm_up :], cost, len(layers_with_parts(config.model))
+    return found[options.warm_up :], cost, len(numbered_layer_types(config.model))
 
 
 def rates(before: Device, prior: CostModel, fit: Fit, layers: int) -> Device:

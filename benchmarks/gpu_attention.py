@@ -47,7 +47,7 @@ from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Mask
 from megatron_cp.attention.transports import comm
-from megatron_cp.attention.transports.comm import Arrival, Peers
+from megatron_cp.attention.transports.comm import Peers, PendingReceive
 from megatron_cp.attention.transports.ring import ring_attention
 from megatron_cp.parallel.device import device
 
@@ -284,8 +284,10 @@ def main() -> None:
     print("| tokens | heads | dim | way | forward | both | both, over te's (sdpa's, or one by one, without it) |")
     print("|---|---|---|---|---|---|---|")
 
-    def arrived(pair: tuple[Tensor, Tensor], distance: int, peers: Peers, tag: int) -> Arrival[tuple[Tensor, Tensor]]:
-        return Arrival(pair, [])
+    def arrived(
+        pair: tuple[Tensor, Tensor], distance: int, peers: Peers, tag: int
+    ) -> PendingReceive[tuple[Tensor, Tensor]]:
+        return PendingReceive(pair, [])
 
     failed = False
     with mock.patch.object(comm, "hop", arrived):

@@ -54,7 +54,7 @@ _LAYOUTS = {
 }
 
 
-class Parts:
+class NumberedSteps:
     """Says what is being done, and how long each part took."""
 
     def __init__(self, console: Console, total: int) -> None:
@@ -75,7 +75,7 @@ class Parts:
             self.console.print(f"    {result} [dim]({self.seconds[name]:.1f} s)[/]", highlight=False)
 
 
-def prepare_data(folder: Path, parts: Parts, sources: Sequence[Path] | None = None) -> Path:
+def prepare_data(folder: Path, parts: NumberedSteps, sources: Sequence[Path] | None = None) -> Path:
     """The prefix of the .bin/.idx pair, made in ``folder`` unless it is there and current."""
     prefix, stamp = folder / "corpus", folder / "made_from.json"
     with parts.part("corpus", "the Python standard library's own source") as results:
@@ -155,7 +155,7 @@ def _train(overrides: Sequence[str], ranks: int) -> int:
 
 
 def last_screen(
-    console: Console, parts: Parts, save: Path, data: str, vocab_size: int, train_iters: int, ranks: int
+    console: Console, parts: NumberedSteps, save: Path, data: str, vocab_size: int, train_iters: int, ranks: int
 ) -> None:
     """Where everything is, the loss before and after, and what to try next. ``save`` is the run's folder."""
     (run,) = read_runs([save])
@@ -225,7 +225,7 @@ def main(
             f"context parallel {model.context_parallel_size} ({model.cp_comm_type}{levels})",
             soft_wrap=True,
         )
-        parts = Parts(console, total=3)
+        parts = NumberedSteps(console, total=3)
         prepare_data(data, parts, sources)
         with parts.part("training", f"{config.train.train_iters} iterations; Ctrl-C saves and stops"):
             console.print("    starting the processes", style="dim")

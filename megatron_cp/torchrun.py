@@ -54,7 +54,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OF_SIGNAL, EXIT_OK, ConfigError
 from megatron_cp.common.terminal import say
 from megatron_cp.launch import launcher
-from megatron_cp.launch.health_monitor import say_for_the_killed, stopped_before_rendezvous
+from megatron_cp.launch.health_monitor import report_for_killed_ranks, stopped_before_rendezvous
 from megatron_cp.launch.sockets import LOOPBACK, PortError
 from megatron_cp.launch.torch_rendezvous import confine_arguments, confine_stores
 
@@ -115,14 +115,14 @@ class PatientAgent(LocalElasticAgent):
             handler._bootstrap_store_info = None
         super()._rendezvous(worker_group)
 
-    def _say_for_the_killed(self, worker_group: WorkerGroup) -> None:
+    def _report_for_killed_ranks(self, worker_group: WorkerGroup) -> None:
         """To ranks of all nodes, before those of this one are stopped, which takes up to 30 seconds."""
         group: Any = worker_group  # whose attributes are all None to torch's stub
         for rank, worker in zip(self._ranks(), group.workers, strict=False):
             code = rank.poll()
             if code is not None and code < 0 and rank.pid not in self._said_for:
                 self._said_for.add(rank.pid)
-                say_for_the_killed(group.master_addr, group.master_port, worker.global_rank, -code)
+                report_for_killed_ranks(group.master_addr, group.master_port, worker.global_rank, -code)
 
     def _one_is_waited_for(self, worker_group: WorkerGroup) -> bool:
         """Whether a rank stopped before all had met: no signal will end the others, which wait for it."""
@@ -137,7 +137,7 @@ class PatientAgent(LocalElasticAgent):
         return False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._say_for_the_killed(worker_group)
+        self._report_for_killed_ranks(worker_group)
         codes = {rank.poll() for rank in self._ranks()}
         nobody_failed = None in codes and codes <= {None, EXIT_OK, *_STOPPED}
         is_early = nobody_failed and self._one_is_waited_for(worker_group)

@@ -25,14 +25,14 @@ GroupOrPair = dist.ProcessGroup | Sequence[dist.ProcessGroup]
 class CPContext:
     """A transport and its ranks.
 
-    ``heads`` are the ranks that exchange sequence for heads (all-to-all), ``ring`` those among which keys and values
-    travel (ring or all-gather); either is one rank where the transport has no such level. Neighbouring ranks form a
-    ``heads`` group: the rank in the whole, which decides the zigzag shard, is ``ring.rank * heads.size + heads.rank``.
+    ``a2a_peers`` exchange sequence shards for heads (all-to-all). Keys and values travel among ``p2p_peers`` (ring or
+    all-gather). Either has a single rank where the transport has no such level. Neighbouring ranks form a group of
+    ``a2a_peers``, so the zigzag shard is number ``p2p_peers.rank * a2a_peers.size + a2a_peers.rank``.
     """
 
     comm_type: str
-    heads: Peers
-    ring: Peers
+    a2a_peers: Peers
+    p2p_peers: Peers
 
     @property
     def transport(self) -> Transport:
@@ -41,15 +41,15 @@ class CPContext:
     @property
     def peers(self) -> tuple[Peers, ...]:
         """The ranks of each of the transport's levels."""
-        return tuple(self.heads if level == HEADS else self.ring for level in self.transport.levels)
+        return tuple(self.a2a_peers if level == HEADS else self.p2p_peers for level in self.transport.levels)
 
     @property
     def size(self) -> int:
-        return self.heads.size * self.ring.size
+        return self.a2a_peers.size * self.p2p_peers.size
 
     @property
     def rank(self) -> int:
-        return self.ring.rank * self.heads.size + self.heads.rank
+        return self.p2p_peers.rank * self.a2a_peers.size + self.a2a_peers.rank
 
     @classmethod
     def alone(cls, comm_type: str = RING.name) -> CPContext:
@@ -74,7 +74,7 @@ class CPContext:
     def check_agreement(self, facts: dict[str, Any]) -> None:
         """Raise, on all ranks, ValueError if ``facts`` (the same names everywhere) differ between ranks."""
         everyone = [(self.rank, facts)]
-        for peers in (self.heads, self.ring):
+        for peers in (self.a2a_peers, self.p2p_peers):
             if peers.size > 1:
                 everyone = [entry for part in gather_objects(everyone, peers.group) for entry in part]
         (first, expected), *others = sorted(everyone, key=lambda entry: entry[0])

@@ -12,7 +12,7 @@ from torch import Tensor
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
-def differentiable_once(backward: Backward) -> Backward:
+def once_differentiable(backward: Backward) -> Backward:
     """Decorate an autograd function's backward: its gradients are right also where a graph of them is asked for, and
     differentiating them is a RuntimeError.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Span:
+class RowSpan:
     """Rows [row, row + length) of a local buffer, holding consecutive tokens of one sequence from ``position`` on."""
 
     row: int
@@ -79,7 +79,7 @@ class Layout:
         """Rows that the sequences occupy on each rank."""
         return sum(self.padded) // self.size
 
-    def spans(self, rank: int) -> tuple[Span, ...]:
+    def spans(self, rank: int) -> tuple[RowSpan, ...]:
         """The real (unpadded) tokens on ``rank``, in row order; neighbouring chunks come as one span."""
         return _spans(self, rank)
 
@@ -88,7 +88,7 @@ class Layout:
         """Whether it is one sequence without padding."""
         return len(self.lengths) == 1 and self.lengths == self.padded
 
-    def gathered_spans(self) -> tuple[Span, ...]:
+    def gathered_spans(self) -> tuple[RowSpan, ...]:
         """All ranks' tokens put together for all-gather.
 
         Of a dense layout all first chunks by rank and then all second ones, as two gathers leave them without a copy.
@@ -98,12 +98,12 @@ class Layout:
             return self.resized(1).spans(0)
         chunk = self.lengths[0] // (2 * self.size)
         places = [*range(self.size), *reversed(range(self.size, 2 * self.size))]
-        return tuple(Span(index * chunk, chunk, place * chunk, 0) for index, place in enumerate(places))
+        return tuple(RowSpan(index * chunk, chunk, place * chunk, 0) for index, place in enumerate(places))
 
 
 @functools.lru_cache(maxsize=4096)
-def _spans(layout: Layout, rank: int) -> tuple[Span, ...]:
-    spans: list[Span] = []
+def _spans(layout: Layout, rank: int) -> tuple[RowSpan, ...]:
+    spans: list[RowSpan] = []
     row = 0
     for sequence, (length, padded) in enumerate(zip(layout.lengths, layout.padded, strict=True)):
         for start, end in _chunks(padded, rank, layout.size):
@@ -111,9 +111,9 @@ def _spans(layout: Layout, rank: int) -> tuple[Span, ...]:
             if valid > 0:
                 last = spans[-1] if spans else None
                 if last and last.sequence == sequence and last.position + last.length == start:
-                    spans[-1] = Span(last.row, last.length + valid, last.position, sequence)
+                    spans[-1] = RowSpan(last.row, last.length + valid, last.position, sequence)
                 else:
-                    spans.append(Span(row, valid, start, sequence))
+                    spans.append(RowSpan(row, valid, start, sequence))
             row += end - start
     return tuple(spans)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from numbers import Integral
 
-from megatron_cp.attention.sharding import Layout, Span
+from megatron_cp.attention.sharding import Layout, RowSpan
 
 
 class Kind(enum.Enum):
@@ -97,7 +97,7 @@ class TileSize:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class TilePlan:
     """Disjoint tiles, made once for all layers: two plans are the same only if they are one object.
 
     ``packed``: of several sequences' own queries and keys; ``gathered``: with the keys of all ranks.
@@ -112,19 +112,19 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(layout: Layout, q_rank: int, k_rank: int, mask: Mask, size: TileSize) -> Plan:
+def plan(layout: Layout, q_rank: int, k_rank: int, mask: Mask, size: TileSize) -> TilePlan:
     """The tiles between the queries of ``q_rank`` and the keys of ``k_rank``, rows counted in each rank's buffer."""
-    return Plan(tuple(cover(layout.spans(q_rank), layout.spans(k_rank), mask, size)), not layout.is_dense)
+    return TilePlan(tuple(cover(layout.spans(q_rank), layout.spans(k_rank), mask, size)), not layout.is_dense)
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_gathered(layout: Layout, q_rank: int, mask: Mask, size: TileSize) -> Plan:
+def plan_gathered(layout: Layout, q_rank: int, mask: Mask, size: TileSize) -> TilePlan:
     """The tiles between the queries of ``q_rank`` and the keys of all ranks, which lie as ``gathered_spans`` says."""
     tiles = tuple(cover(layout.spans(q_rank), layout.gathered_spans(), mask, size))
-    return Plan(tiles, not layout.is_dense, gathered=True)
+    return TilePlan(tiles, not layout.is_dense, gathered=True)
 
 
-def cover(q_spans: tuple[Span, ...], k_spans: tuple[Span, ...], mask: Mask, size: TileSize) -> list[Tile]:
+def cover(q_spans: tuple[RowSpan, ...], k_spans: tuple[RowSpan, ...], mask: Mask, size: TileSize) -> list[Tile]:
     """Disjoint tiles that hold exactly the allowed pairs of two lists of spans, diagonal tiles last."""
     border = size.half_from or 0
     keys_of = _by_sequence(_divide(k_spans, border))
@@ -144,7 +144,7 @@ def cover(q_spans: tuple[Span, ...], k_spans: tuple[Span, ...], mask: Mask, size
     return [*_join(full), *(tile for tile in tiles if tile.kind is not Kind.FULL)]
 
 
-def _are_the_same(queries: list[Span], keys: list[Span]) -> bool:
+def _are_the_same(queries: list[RowSpan], keys: list[RowSpan]) -> bool:
     """Whether both are the same tokens, in rows that follow each other in the order of positions."""
     return [(span.position, span.length) for span in queries] == [
         (span.position, span.length) for span in keys
@@ -175,14 +175,14 @@ def ring_shifts(layout: Layout, mask: Mask) -> tuple[int, ...]:
     return tuple(d for d in range(n) if d == 0 or any(touches(layout, r, (r - d) % n, mask) for r in range(n)))
 
 
-def _by_sequence(spans: Iterable[Span]) -> dict[int, list[Span]]:
-    grouped: dict[int, list[Span]] = {}
+def _by_sequence(spans: Iterable[RowSpan]) -> dict[int, list[RowSpan]]:
+    grouped: dict[int, list[RowSpan]] = {}
     for span in spans:
         grouped.setdefault(span.sequence, []).append(span)
     return grouped
 
 
-def _divide(spans: Iterable[Span], border: int) -> Iterator[Span]:
+def _divide(spans: Iterable[RowSpan], border: int) -> Iterator[RowSpan]:
     """The spans, those that hold the position ``border`` inside cut there."""
     for span in spans:
         before = border - span.position
@@ -193,7 +193,7 @@ def _divide(spans: Iterable[Span], border: int) -> Iterator[Span]:
             yield span
 
 
-def _region(q_span: Span, k_span: Span, mask: Mask) -> Tile:
+def _region(q_span: RowSpan, k_span: RowSpan, mask: Mask) -> Tile:
     offset = q_span.position - k_span.position
     low = None if mask.left is None else offset - mask.left
     high = None if mask.right is None else offset + mask.right

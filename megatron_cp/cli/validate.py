@@ -65,7 +65,7 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_se
         layout = layout_of(config.model, config.dist, world_size)
         say("\n".join(group_lines(layout)))
         if config.runs_packs:
-            from megatron_cp.dynamic_cp.groups import configured_blocks, group_line
+            from megatron_cp.dynamic_cp.buddy_tree import configured_blocks, group_line
 
             blocks = configured_blocks(config.model, config.dist.eval_context_parallel_size, layout)
             say(group_line(blocks, at_start=config.dist.dynamic_groups_at_start))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from megatron_cp.config.model.attention import Attention
 from megatron_cp.config.model.context_parallel import ContextParallel
 from megatron_cp.config.model.experts import Experts
-from megatron_cp.config.model.further_tokens import FurtherTokens
 from megatron_cp.config.model.latent_attention import LatentAttention
 from megatron_cp.config.model.mamba import Mamba
 from megatron_cp.config.model.memory import Memory
+from megatron_cp.config.model.multi_token_prediction import MultiTokenPrediction
 from megatron_cp.config.model.parallel import Parallel
 from megatron_cp.config.model.positions import Positions
 from megatron_cp.config.model.shape import Shape
@@ -24,7 +24,7 @@ class ModelConfig(
     ContextParallel,
     Parallel,
     Experts,
-    FurtherTokens,
+    MultiTokenPrediction,
     Mamba,
     LatentAttention,
     Attention,
@@ -64,7 +64,7 @@ class ModelConfig(
         return round(length) if self.position_embedding_type == "yarn" and 1 <= length < math.inf else None
 
     @property
-    def layer_parts(self) -> tuple[str, ...]:
+    def layer_types(self) -> tuple[str, ...]:
         """What each layer is made of: attention ``*``, an MLP ``-``, experts ``E``, Mamba ``M``."""
         if self.architecture == "hybrid":
             return tuple((self.hybrid_layer_pattern or "").split("/")[0].replace("|", ""))

@@ -19,8 +19,8 @@ from megatron_cp.config.schema import hints
 from megatron_cp.config.sections.checkpoint import CheckpointConfig
 from megatron_cp.config.sections.data import DatasetConfig, TokenizerConfig
 from megatron_cp.config.sections.distributed import DistributedConfig, DistributedDataParallelConfig
+from megatron_cp.config.sections.logging import LoggerConfig, ProfilingConfig
 from megatron_cp.config.sections.numerics import MixedPrecisionConfig, RNGConfig
-from megatron_cp.config.sections.observing import LoggerConfig, ProfilingConfig
 from megatron_cp.config.sections.optimization import OptimizerConfig, SchedulerConfig
 from megatron_cp.config.sections.training import TrainConfig, ValidationConfig
 from megatron_cp.config.setting import Facts, facts_of

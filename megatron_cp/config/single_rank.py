@@ -8,7 +8,7 @@ from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.setting import LAYOUT, facts_of
 
 
-def on_one_rank(config: RunConfig) -> RunConfig:
+def on_single_rank(config: RunConfig) -> RunConfig:
     """The same model, data and optimizer without any parallelism, by the plainest path there is."""
     config = copy.deepcopy(config)
     defaults, packed = type(config.model)(), config.model.sequence_packing_scheduler is not None

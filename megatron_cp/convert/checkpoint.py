@@ -20,12 +20,12 @@ from megatron_cp.common.errors import ConfigError, RuntimeFault, Violation
 from megatron_cp.common.limits import in_one_line
 from megatron_cp.config.run_config import CheckpointConfig, MixedPrecisionConfig, RunConfig
 from megatron_cp.config.schema import build
-from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.mcore.private_names import keep_expert_bias_in_float32
 from megatron_cp.models.build import Build
 from megatron_cp.models.builder import build_model
 from megatron_cp.models.layer_specs import choose_attention
-from megatron_cp.models.layers.router import PackRouter
+from megatron_cp.models.layers.router import PackedRouter
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.parallel.device import seed_everything, stop_distributed
 from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
@@ -45,7 +45,7 @@ from megatron_cp.training.checkpoint.resume import check_format
 from megatron_cp.training.checkpoint.saver import fit_to_checkpoint
 from megatron_cp.training.checkpoint.verification import checked_common
 from megatron_cp.training.checkpoint.writer import Writer
-from megatron_cp.training.setup import Progress
+from megatron_cp.training.setup import TrainProgress
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -75,7 +75,7 @@ class WholeModel:
             "model": self._sharded(),
             "format": FORMAT,
             "checksums": CHECKSUMS,
-            "progress": asdict(Progress()),
+            "progress": asdict(TrainProgress()),
             "config": self.config.as_written(),
             "world_size": 1,
             "data": {},
@@ -106,7 +106,7 @@ class WholeModel:
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointInfo:
     """A checkpoint: the configuration that wrote it, the embedding's rows (padding included), its weights' dtype."""
 
     folder: Path
@@ -115,7 +115,7 @@ class Found:
     dtype: str
 
 
-def find_checkpoint(root: Path, iteration: int | None) -> Found:
+def find_checkpoint(root: Path, iteration: int | None) -> CheckpointInfo:
     """A run's checkpoint, by default the latest.
 
     Raises:
@@ -142,7 +142,7 @@ def find_checkpoint(root: Path, iteration: int | None) -> Found:
         raise ConfigError(unknown)
     if embedding is None:
         raise RuntimeFault(f"checkpoint {folder} has no {_EMBEDDING}: another program wrote it, or it is damaged")
-    return Found(folder, config, embedding.size[0], str(embedding.properties.dtype).removeprefix("torch."))
+    return CheckpointInfo(folder, config, embedding.size[0], str(embedding.properties.dtype).removeprefix("torch."))
 
 
 def _options(run: Path, iteration: int | None) -> str:
@@ -159,7 +159,7 @@ def check_finite(parameters: Mapping[str, torch.Tensor], before: str, after: str
 
 def undivided(config: RunConfig, dtype: str) -> RunConfig:
     """The configuration of the same model on one rank, finalized; ``dtype`` as torch calls it."""
-    config = on_one_rank(config)
+    config = on_single_rank(config)
     config.model.use_cpu_initialization = True
     config.model.transformer_impl = "local"  # the weights are called as our own layers call them
     config.checkpoint = CheckpointConfig(save_optim=False, save_rng=False)
@@ -184,7 +184,7 @@ def whole_model(config: RunConfig) -> Iterator[WholeModel]:
         (module,) = build_model(build, config.model.vocab_size)
         if core_config.fp16 or core_config.bf16:
             module = Float16Module(core_config, module)
-            for router in (each for each in module.modules() if isinstance(each, PackRouter)):
+            for router in (each for each in module.modules() if isinstance(each, PackedRouter)):
                 keep_expert_bias_in_float32(router)
         yield WholeModel(config, groups, module)
         destroy_process_groups(groups)

@@ -97,7 +97,7 @@ def _published(whole: WholeModel, names: WeightNames) -> dict[str, torch.Tensor]
     tensors: dict[str, torch.Tensor] = {}
     of_experts: dict[str, list[torch.Tensor]] = {}
     for name, parameter in whole.parameters().items():
-        part = names.part_of(name)
+        part = names.mapping_of(name)
         for published, tensor in zip(part.published, part.split(parameter.detach(), whole.config.model), strict=True):
             own = tensor.clone(memory_format=torch.contiguous_format)
             if part.expert is None:

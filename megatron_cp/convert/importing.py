@@ -84,7 +84,7 @@ def _fill(whole: WholeModel, published: PublishedWeights, names: WeightNames) ->
     """Give every parameter its value; returns how many numbers that are."""
     model, parameters = whole.config.model, whole.parameters()
     for name, parameter in parameters.items():
-        part = names.part_of(name)
+        part = names.mapping_of(name)
         parameter.data.copy_(part.join([published.read(tensor, part.expert) for tensor in part.published], model))
     return sum(parameter.numel() for parameter in parameters.values())
 
@@ -96,7 +96,7 @@ def _check_fits(whole: WholeModel, published: PublishedWeights, names: WeightNam
         ConfigError: tensors are missing, of another shape, or have no place; tells all of them.
     """
     model, parameters = whole.config.model, whole.parameters()
-    parts = {name: names.part_of(name) for name in parameters}
+    parts = {name: names.mapping_of(name) for name in parameters}
     expected = {
         name: (() if part.expert is None else (model.num_moe_experts or 0,)) + tuple(tensor.shape)
         for parameter, part in parts.items()

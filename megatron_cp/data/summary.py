@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.samples.contents import Contents, HasSources
-from megatron_cp.data.samples.parts import paths_of
+from megatron_cp.data.samples.split_files import paths_of
 
 if TYPE_CHECKING:
     from megatron_cp.data.samples.datasets import Datasets
@@ -38,7 +38,7 @@ class _Use(NamedTuple):
         return self.total / self.source.samples
 
 
-class Taken(NamedTuple):
+class TokensUsed(NamedTuple):
     """What a run takes of its data: training samples ``first`` to before ``last``, and so many evaluation batches."""
 
     first: int
@@ -53,7 +53,7 @@ class Taken(NamedTuple):
 
 
 def log_data(
-    data: DatasetConfig, tokenizer: TokenizerConfig, datasets: Datasets, end_of_document: int, taken: Taken
+    data: DatasetConfig, tokenizer: TokenizerConfig, datasets: Datasets, end_of_document: int, taken: TokensUsed
 ) -> None:
     """Log the data of a run."""
     mock, uses = _is_mock(data), _uses(datasets, taken)
@@ -124,7 +124,7 @@ def _repeated(uses: Sequence[_Use], size: int) -> Iterator[str]:
     )
 
 
-def _evaluated_again(datasets: Datasets, taken: Taken) -> Iterator[str]:
+def _evaluated_again(datasets: Datasets, taken: TokensUsed) -> Iterator[str]:
     """A warning of a held-out part that is smaller than what one evaluation takes of it."""
     wanted, batch = taken.evaluation_samples, taken.eval_batch_size
     for part, dataset in zip(("validation", "test"), _parts(datasets)[1:], strict=True):
@@ -151,7 +151,7 @@ def _other_tokenizer(tokenizer: TokenizerConfig, uses: Sequence[_Use], end: int)
             )
 
 
-def _uses(datasets: Datasets, run: Taken) -> list[_Use]:
+def _uses(datasets: Datasets, run: TokensUsed) -> list[_Use]:
     """Of the training data; of a run that only evaluates, of the first part that it has."""
     dataset = next((part for part in _parts(datasets) if part is not None), None)
     if dataset is None:

@@ -9,9 +9,9 @@ Pure, and what the rest may import:
 With torch, running one: ``iterator``, ``packing``, ``domain``, ``active_group``.
 """
 
+from megatron_cp.dynamic_cp.buddy_tree import legal_groups
 from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.dynamic_cp.cost import PRESETS, CostModel
-from megatron_cp.dynamic_cp.groups import legal_groups
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
 from megatron_cp.dynamic_cp.scheduler.schedule import schedule
 from megatron_cp.dynamic_cp.types import Group, Schedule, padded_length

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from megatron_cp.launch.store_watch import BoundedStore
 
-_ALARM, _SIGNED, _COLLECTOR, _FOUND = ("alarm", "signed", "collector", "found")
+_ALARM, _SIGNED, _COLLECTOR, _REPORT = ("alarm", "signed", "collector", "found")
 _PATIENCE = 4.0  # seconds to wait for signatures: ranks look at the alarm every second
 
 
-class Found(NamedTuple):
+class FailureReport(NamedTuple):
     """Why the run cannot go on, the lowest rank that lives, which reports it, and whether all ranks are well: each
     answers, none has failed, no connection broke."""
 
@@ -53,7 +53,7 @@ class FailureStore:
         self._append("fallen", why)
         self._store.set(_ALARM, "")
 
-    def find_out(self, doing: str, *, broken: bool = False) -> Found:
+    def find_out(self, doing: str, *, broken: bool = False) -> FailureReport:
         """Ask why the run cannot go on; takes up to a few seconds. ``broken``: this rank lost a connection.
 
         Raises the alarm. The first rank that asks finds out, the others are told.
@@ -64,21 +64,21 @@ class FailureStore:
         self.sign(doing)
         collector = int(self._store.compare_set(_COLLECTOR, "", str(self._rank)))
         if collector == self._rank:
-            self._store.set(_FOUND, json.dumps(self._found_now()))
+            self._store.set(_REPORT, json.dumps(self._found_now()))
         deadline = time.monotonic() + 2 * self._patience
-        while not self._store.check([_FOUND]):
+        while not self._store.check([_REPORT]):
             if time.monotonic() > deadline:
                 why = f"rank {collector}, which asked who is there, is gone before it could tell"
-                return Found(why, self._rank, all_well=False)
+                return FailureReport(why, self._rank, all_well=False)
             time.sleep(self._patience / 8)
-        found = Found(*json.loads(self._store.get(_FOUND)))
+        found = FailureReport(*json.loads(self._store.get(_REPORT)))
         return self._found_now() if found.all_well else found  # a rank may have failed since then
 
     def _append(self, kind: str, text: str) -> None:
         # torch's stub lacks append.
         self._store.append(_SIGNED, json.dumps([kind, self._rank, text]) + "\n")  # type: ignore[union-attr]
 
-    def _found_now(self) -> Found:
+    def _found_now(self) -> FailureReport:
         """Read what ranks signed, until all have or their time is over."""
         deadline = time.monotonic() + self._patience
         while True:
@@ -93,7 +93,7 @@ class FailureStore:
                 break
             time.sleep(self._patience / 16)
         all_well = not missing and not fallen and not signed["broken"]
-        return Found(reason(present, fallen, missing), min(present, default=self._rank), all_well)
+        return FailureReport(reason(present, fallen, missing), min(present, default=self._rank), all_well)
 
 
 def reason(present: Mapping[int, str], fallen: Mapping[int, str], missing: Sequence[int]) -> str:

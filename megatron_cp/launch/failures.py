@@ -23,7 +23,7 @@ def report(error: BaseException, text: str, program: str = "megatron-cp") -> Non
     text = f"{program}: {_its_turn()}{text}"
     if not (_has_torchs_launcher() and _leave_for_launcher(text)):
         say(text, file=sys.stderr, flush=True)
-    tell_other_nodes(error)
+    report_to_other_nodes(error)
 
 
 def report_fault(fault: RuntimeFault) -> None:
@@ -35,7 +35,7 @@ def report_fault(fault: RuntimeFault) -> None:
         say(text, file=sys.stderr, flush=True)
         if _has_torchs_launcher():
             _leave_for_launcher(text)
-    tell_other_nodes(fault)
+    report_to_other_nodes(fault)
 
 
 def report_limit(error: Exception) -> bool:
@@ -44,17 +44,17 @@ def report_limit(error: Exception) -> bool:
     if limit is not None:
         rank = launcher.number("RANK") or 0
         say(f"megatron-cp: rank {rank}, on {socket.gethostname()}: {limit}", file=sys.stderr, flush=True)
-    tell_other_nodes(error if limit is None else RuntimeFault(limit))
+    report_to_other_nodes(error if limit is None else RuntimeFault(limit))
     return limit is not None
 
 
-def tell_other_nodes(error: BaseException) -> None:
+def report_to_other_nodes(error: BaseException) -> None:
     """Their ranks may wait for this one, where only this node lacks something or is set up otherwise."""
     if isinstance(error, Exception) and launcher.can_tell_other_nodes():
         with contextlib.suppress(ImportError, OSError):  # torch itself may be what is broken
-            from megatron_cp.launch.rendezvous import tell_those_who_wait
+            from megatron_cp.launch.rendezvous import publish_failure
 
-            tell_those_who_wait(error)
+            publish_failure(error)
 
 
 def _its_turn() -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_cp.common.errors import RuntimeFault, first_line
 from megatron_cp.common.limits import reached_limit
 from megatron_cp.launch.exchanges import is_exchange, is_network_error, name_of_exchange
-from megatron_cp.launch.failure_store import FailureStore, Found
+from megatron_cp.launch.failure_store import FailureReport, FailureStore
 from megatron_cp.launch.rendezvous import begun, common_store, is_waited_for
 from megatron_cp.launch.store_watch import (
     GO_ON,
@@ -85,15 +85,15 @@ class HealthMonitor:
         text = f"rank {self._rank}, {self.doing()}: waited in vain because {who}. {GO_ON}"
         end_process(text if self._rank == lowest else "", self._closed, 2 * _LOOK)  # launchers end all with the first
 
-    def _find_out(self, *, broken: bool = False) -> Found:
+    def _find_out(self, *, broken: bool = False) -> FailureReport:
         """Ask why the run cannot go on. ``broken``: this rank lost a connection."""
-        board = FailureStore(BoundedStore(self._store, _ANSWER), self._rank, self._size)
+        failures = FailureStore(BoundedStore(self._store, _ANSWER), self._rank, self._size)
         try:
-            return board.find_out(self.doing(), broken=broken)
+            return failures.find_out(self.doing(), broken=broken)
         except StoreSilentError as silent:
-            return Found(silent.why, -1 if silent.on_all_ranks else self._rank, all_well=False)
+            return FailureReport(silent.why, -1 if silent.on_all_ranks else self._rank, all_well=False)
         except RuntimeError:
-            return Found("rank 0 is gone, and with it the store through which the ranks met", self._rank, False)
+            return FailureReport("rank 0 is gone, and with it the store through which the ranks met", self._rank, False)
 
     def _fell(self, why: str) -> None:
         """Leave word that this rank cannot go on."""
@@ -138,7 +138,7 @@ class HealthMonitor:
         return None
 
 
-def say_for_the_killed(address: str, port: int, rank: int, number: int) -> None:
+def report_for_killed_ranks(address: str, port: int, rank: int, number: int) -> None:
     """What a launcher says, in the store that it keeps, for a rank that was killed by a signal: with NCCL the ranks of
     other nodes would wait for it until torch ends them."""
     how = f"it was killed by signal {number} ({signal.strsignal(number)})"

@@ -47,7 +47,7 @@ _SECONDS_TO_ANSWER = 10.0  # beyond a time limit, for a store that has many rank
 _met_in: dist.Store | None = None
 
 
-def meet(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
+def rendezvous(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Wait for all ranks; returns a store for this start alone, this rank and the number of ranks.
 
     ``means`` is what this rank will speak by: backend and device, in words.
@@ -60,13 +60,13 @@ def meet(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
     """
     global _met_in
     seconds = timeout.total_seconds()
-    store, rank, world_size = within(seconds + _SECONDS_TO_ANSWER, lambda: _meet(means, timeout))
+    store, rank, world_size = within(seconds + _SECONDS_TO_ANSWER, lambda: _rendezvous(means, timeout))
     watch(store, seconds)
     _met_in = store
     return store, rank, world_size
 
 
-def _meet(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
+def _rendezvous(means: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
     launchers, rank, world_size = environment_store(timeout)
     ranks = [f"here_{other}" for other in range(world_size)]
     said = f"{socket.gethostname()} {means}"
@@ -155,9 +155,8 @@ def _difference(said: Sequence[str]) -> str:
     )
 
 
-def tell_those_who_wait(reason: Exception) -> None:
-    """Tell ranks of other nodes, which wait in :func:`meet` or soon will, that this one does not come. Nobody waits
-    once all have met: from then on this does nothing."""
+def publish_failure(reason: Exception) -> None:
+    """Publish why this rank cannot join, for ranks of other nodes in :func:`rendezvous`; does nothing after it."""
     if _met_in is not None or not launcher.can_tell_other_nodes():
         return
     code = EXIT_CONFIG if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
@@ -205,7 +204,7 @@ def _leave_word(launchers: dist.Store, rank: int, code: int, what: str) -> None:
 
 
 def _raise_what_was_told(launchers: dist.Store) -> None:
-    """Raises what :func:`tell_those_who_wait` said, as an error of the same kind."""
+    """Raises what :func:`publish_failure` said, as an error of the same kind."""
     if not launcher.can_tell_other_nodes() or not launchers.check([_GONE]):
         return
     code, _, reason = launchers.get(_GONE).decode().partition(" ")

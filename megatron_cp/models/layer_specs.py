@@ -30,7 +30,7 @@ from megatron_cp.models.build import Build, uses_te_layers
 from megatron_cp.models.layers import latent_attention
 from megatron_cp.models.layers.experts import BiasedExpertOutput, LatentMoELayer
 from megatron_cp.models.layers.norms import NormThenAdd, TorchNorm
-from megatron_cp.models.layers.router import PackRouter
+from megatron_cp.models.layers.router import PackedRouter
 from megatron_cp.models.layers.transformer import SeededTransformerLayer
 from megatron_cp.models.local_rotary import LocalRotaryAttention
 
@@ -86,12 +86,12 @@ def with_local_rotary(layer: ModuleSpec, build: Build, experts: bool) -> None:
 
 def with_latent_attention(layer: ModuleSpec, build: Build, experts: bool) -> None:
     if build.model.multi_latent_attention:
-        latent_attention.mend(layer.submodules.self_attention, build.groups.tp)
+        latent_attention.patch(layer.submodules.self_attention, build.groups.tp)
 
 
 def with_packed_routers(layer: ModuleSpec, build: Build, experts: bool) -> None:
     if experts:
-        layer.submodules.mlp.keywords["submodules"].router = PackRouter
+        layer.submodules.mlp.keywords["submodules"].router = PackedRouter
 
 
 def with_biased_experts(layer: ModuleSpec, build: Build, experts: bool) -> None:
@@ -161,7 +161,7 @@ def _saved_names(model: ModelConfig, experts: bool) -> dict[str, str]:
 def gpt_block_spec(build: Build, vp_stage: int | None) -> tuple[TransformerBlockSubmodules, ModuleSpec]:
     """The spec of this rank's (virtual) pipeline stage of a GPT/Llama-like model, and that of the model's last layer,
     which multi-token prediction repeats: a stage that holds the embedding or the loss alone has none."""
-    all_parts, stage = build.model.layer_parts, build.groups.pp.rank()
+    all_parts, stage = build.model.layer_types, build.groups.pp.rank()
     specs = {parts: gpt_layer_spec(build, experts="E" in parts) for parts in set(all_parts)}
     layers = [specs[parts] for parts in all_parts]
     first = get_transformer_layer_offset(build.core_config, vp_stage, stage)

@@ -45,7 +45,7 @@ def transformer_config(
     dtype = params_dtype(precision)
     on_gpu, te_layers = torch.cuda.is_available(), use_te_layers(model, precision.fp32)
     loss = fused_loss(model, te_layers)
-    with_experts = [int("E" in parts) for parts in model.layer_parts]
+    with_experts = [int("E" in parts) for parts in model.layer_types]
     biased_experts = model.add_bias_linear and model.num_moe_experts is not None
     bent = bool(model.glu_linear_offset) or model.activation_func_clamp_value is not None
     parallel, interleaved = model.context_parallel_size > 1, model.virtual_pipeline_model_parallel_size is not None

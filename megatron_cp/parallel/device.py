@@ -20,7 +20,7 @@ from megatron_cp.common.limits import lacks_files
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DistributedConfig, RNGConfig
 from megatron_cp.launch import launcher, slurm
-from megatron_cp.launch.rendezvous import meet
+from megatron_cp.launch.rendezvous import rendezvous
 from megatron_cp.launch.sockets import use_one_interface
 from megatron_cp.launch.store_watch import stop_watching
 from megatron_cp.parallel import staged
@@ -62,7 +62,7 @@ def start_distributed(distributed: DistributedConfig) -> None:
     check_open_files()
     try:
         if "RANK" in os.environ:
-            store, rank, world_size = meet(backend if gpus else f"{backend}, without a GPU,", timeout)
+            store, rank, world_size = rendezvous(backend if gpus else f"{backend}, without a GPU,", timeout)
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)

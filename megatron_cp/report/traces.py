@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from megatron_cp.common.errors import DataError
 from megatron_cp.common.input_files import parse_json, read_bytes
 
-Span = tuple[int, int]  # nanoseconds, whole ones: what begins where another ends is beside it, not within
+Interval = tuple[int, int]  # nanoseconds, whole ones: what begins where another ends is beside it, not within
 
 COMMUNICATION, OTHERS, PYTHON = "communication", "others", "Python, waiting"
 PHASES = (
@@ -58,7 +58,7 @@ class _Event(NamedTuple):
 
     category: str
     name: str
-    span: Span
+    span: Interval
     thread: Any
     correlation: Any
 
@@ -213,7 +213,7 @@ def _kernels(own: Iterable[tuple[str, int]], count: int, on_host: bool) -> list[
     return sorted(found, key=lambda kernel: -kernel.seconds)
 
 
-def _without_called(spans: Sequence[Span]) -> list[int]:
+def _without_called(spans: Sequence[Interval]) -> list[int]:
     """Nanoseconds of each operator of one thread outside of operators that it called; callers come first."""
     own: list[int] = []
     open_ones: list[int] = []
@@ -227,9 +227,9 @@ def _without_called(spans: Sequence[Span]) -> list[int]:
     return [max(0, left) for left in own]
 
 
-def _union(spans: Iterable[Span], begin: int, end: int) -> list[Span]:
+def _union(spans: Iterable[Interval], begin: int, end: int) -> list[Interval]:
     """What the spans cover between begin and end: disjoint, in order."""
-    merged: list[Span] = []
+    merged: list[Interval] = []
     for first, last in sorted(spans):
         first, last = max(first, begin), min(last, end)
         if first >= last:
@@ -241,12 +241,12 @@ def _union(spans: Iterable[Span], begin: int, end: int) -> list[Span]:
     return merged
 
 
-def _gaps(busy: Sequence[Span], begin: int, end: int) -> list[Span]:
+def _gaps(busy: Sequence[Interval], begin: int, end: int) -> list[Interval]:
     borders = [begin, *(border for span in busy for border in span), end]
     return [(a, b) for a, b in zip(borders[::2], borders[1::2], strict=True) if b > a]
 
 
-def _length(spans: Iterable[Span]) -> int:
+def _length(spans: Iterable[Interval]) -> int:
     return sum(end - begin for begin, end in spans)
 
 

@@ -32,7 +32,7 @@ def packed_sizes(model: ModelConfig, distributed: DistributedConfig, world_size:
     of_evaluation = distributed.eval_context_parallel_size
     if model.sequence_packing_scheduler is None and of_evaluation is None:
         return set()
-    from megatron_cp.dynamic_cp.groups import configured_blocks  # needs numpy, which takes a while to import
+    from megatron_cp.dynamic_cp.buddy_tree import configured_blocks  # needs numpy, which takes a while to import
 
     try:
         layout = layout_of(model, distributed, world_size)

@@ -11,7 +11,7 @@ from megatron_cp.rules.base import Finding
 from megatron_cp.rules.proposals import default_of, either
 
 
-def unread(config: RunConfig) -> Iterator[Finding]:
+def unused_settings(config: RunConfig) -> Iterator[Finding]:
     """A warning for each setting of a finalized configuration that was given a value and is read by nothing."""
     for field, facts in settings().items():
         off = next((when for when in facts.when if not when.holds(config)), None)

@@ -39,7 +39,7 @@ class BatchChecks:
         texts = [str(violation) for violation in found]
         return texts + (mask_problems(sliced["loss_mask"]) if "loss_mask" in sliced else [])
 
-    def agree(self, checksum: int, problems: Sequence[Problem]) -> None:
+    def check_on_all_ranks(self, checksum: int, problems: Sequence[Problem]) -> None:
         """Compare what all ranks found; collective over the run's ranks.
 
         Args:
@@ -60,7 +60,7 @@ class BatchChecks:
         _raise_if_any(self._run, texts)
 
 
-def agree_on_packs(run: Run, batch_size: int, plan: StepPlan | None, problems: Sequence[Problem]) -> None:
+def check_same_packs(run: Run, batch_size: int, plan: StepPlan | None, problems: Sequence[Problem]) -> None:
     """Check this rank's packs and compare what all ranks found; collective over the run's ranks, one exchange.
 
     All ranks must have made the same schedule of the same lengths, and ranks that read the same sample (those of a

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from megatron_cp.common.errors import DataError
 from megatron_cp.common.limits import reached_limit, shared_memory_full
 from megatron_cp.common.prefetch import Prefetch
-from megatron_cp.data.batches import Batch, BatchIterator, slice_for_context_parallel
+from megatron_cp.data.batch_iterator import Batch, BatchIterator, slice_for_context_parallel
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.dynamic_cp.runtime.packing import PackedMicrobatch, checksum_of
 from megatron_cp.parallel.transfer import pinned
@@ -105,7 +105,7 @@ class StaticSteps:
         with self._noting(read.problems):
             self._batches.start()  # here, and not in the thread that reads
             read = self._ahead.take(self._read)
-        self._checks.agree(read.checksum, read.problems)
+        self._checks.check_on_all_ranks(read.checksum, read.problems)
         self._consumed += len(self._lengths)
         self._ahead.begin(self._read)
         device = self._run.device

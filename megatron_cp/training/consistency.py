@@ -26,7 +26,7 @@ from megatron_cp.common.interpolation import FromEnvironment
 from megatron_cp.config.names import NAME
 from megatron_cp.parallel.collectives import gather_objects
 from megatron_cp.rules.environment import Environment, installed_version
-from megatron_cp.training.checkpoint.resume import Start
+from megatron_cp.training.checkpoint.resume import ResumePoint
 
 Fingerprint = dict[str, str]
 
@@ -48,7 +48,7 @@ def check_all_ranks_agree(settings: dict[str, Any]) -> None:
     raise RuntimeFault(f"the ranks do not run the same thing, nothing was trained.\n{found}", on_all_ranks=True)
 
 
-def agreed_start(find: Callable[[], Start | None]) -> Start | None:
+def common_resume_point(find: Callable[[], ResumePoint | None]) -> ResumePoint | None:
     """The start that ``find`` finds, the same on every rank; collective. Nodes may see other files under one name.
 
     Raises:

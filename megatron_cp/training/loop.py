@@ -19,7 +19,7 @@ from megatron_cp.data.samples.datasets import Datasets
 from megatron_cp.data.samples.streams import Stream
 from megatron_cp.parallel.collectives import max_over_ranks
 from megatron_cp.training.batches import Step, Steps
-from megatron_cp.training.checkpoint.saver import CheckpointSaver, Saved
+from megatron_cp.training.checkpoint.saver import CheckpointSaver, SaveResult
 from megatron_cp.training.monitor.flops import training_flops
 from megatron_cp.training.monitor.loss_spikes import SpikeWatch
 from megatron_cp.training.monitor.metrics import Reporter, logger
@@ -28,7 +28,7 @@ from megatron_cp.training.monitor.profiling import Profiler
 from megatron_cp.training.monitor.step_metrics import StepMetrics
 from megatron_cp.training.monitor.step_report import StepReport
 from megatron_cp.training.open_steps import open_steps
-from megatron_cp.training.optimizer import Scheduled, scheduled_values
+from megatron_cp.training.optimizer import ScheduledValues, scheduled_values
 from megatron_cp.training.setup import Run
 from megatron_cp.training.signals import SignalWatch
 from megatron_cp.training.step import StepResult, evaluate, train_step
@@ -114,7 +114,7 @@ def train(
             if config.train.manual_gc and _due(iteration, config.train.manual_gc_interval):
                 gc.collect()
             if not result.report.saving:
-                _tell(run, saver.finish(), reporter)
+                _report(run, saver.finish(), reporter)
             if _due(iteration, config.checkpoint.save_interval):
                 _save(run, saver, steps, reporter)
                 saved_at = iteration
@@ -127,7 +127,7 @@ def train(
                 break
         if progress.iteration != saved_at:
             _save(run, saver, steps, reporter)
-        _tell(run, saver.finish(), reporter)
+        _report(run, saver.finish(), reporter)
         if not exit_code and progress.iteration == config.train.train_iters:
             exit_code = evaluate_all(run, datasets, reporter, watch, again=evaluated_at != progress.iteration)
     return TrainResult(exit_code, progress.iteration, Path(config.checkpoint.save or ""), first_loss, last_loss)
@@ -160,7 +160,7 @@ def _advance(run: Run, step: Step, result: StepResult) -> None:
 
 
 def _metrics(
-    run: Run, step: Step, scheduled: Scheduled, result: StepResult, seconds: float, spike: bool
+    run: Run, step: Step, scheduled: ScheduledValues, result: StepResult, seconds: float, spike: bool
 ) -> StepMetrics:
     devices, plan = torch.distributed.get_world_size(), step.plan
     flops = training_flops(run.config.model, run.vocab_rows, step.lengths)
@@ -215,12 +215,12 @@ def _evaluate(run: Run, name: str, dataset: Dataset | Stream | None, reporter: R
 
 def _save(run: Run, saver: CheckpointSaver, steps: Steps, reporter: Reporter) -> None:
     with run.phases("checkpoint"):
-        _tell(run, saver.finish(), reporter)  # one that is still being written in the background
+        _report(run, saver.finish(), reporter)  # one that is still being written in the background
         saved = saver.save({"train": steps.state_dict()})
-    _tell(run, saved, reporter)
+    _report(run, saved, reporter)
 
 
-def _tell(run: Run, saved: Saved | None, reporter: Reporter) -> None:
+def _report(run: Run, saved: SaveResult | None, reporter: Reporter) -> None:
     if saved is None:
         return
     reporter.saved(run.progress.iteration, saved.paused)

@@ -76,7 +76,7 @@ def schedule_of(schedule: SchedulerConfig, train: TrainConfig, optimizer: Optimi
     }
 
 
-class Scheduled(NamedTuple):
+class ScheduledValues(NamedTuple):
     """What the next step trains with, of the values that change from step to step."""
 
     learning_rate: float
@@ -84,8 +84,10 @@ class Scheduled(NamedTuple):
     loss_scale: Any  # 1.0, or in fp16 a tensor [1] on the device
 
 
-def scheduled_values(optimizer: MegatronOptimizer, fp16: bool) -> Scheduled:
+def scheduled_values(optimizer: MegatronOptimizer, fp16: bool) -> ScheduledValues:
     """Read them from the optimizer before a step; afterwards it holds the values of the step after that."""
     groups = optimizer.param_groups
     decay = max(group["weight_decay"] for group in groups)  # biases and norms have none
-    return Scheduled(get_canonical_lr_for_logging(groups) or 0.0, decay, optimizer.get_loss_scale() if fp16 else 1.0)
+    return ScheduledValues(
+        get_canonical_lr_for_logging(groups) or 0.0, decay, optimizer.get_loss_scale() if fp16 else 1.0
+    )

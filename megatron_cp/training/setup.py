@@ -20,7 +20,7 @@ from megatron_cp.attention.modules.probe import probe_attention
 from megatron_cp.config.run_config import DistributedDataParallelConfig as DDPSettings
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.setting import passed_on
-from megatron_cp.dynamic_cp.groups import configured_blocks
+from megatron_cp.dynamic_cp.buddy_tree import configured_blocks
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
 from megatron_cp.models.build import Build
 from megatron_cp.models.builder import build_model
@@ -38,7 +38,7 @@ from megatron_cp.training.packed.groups import build_dynamic_groups
 
 
 @dataclass
-class Progress:
+class TrainProgress:
     """Where training stands; saved with every checkpoint."""
 
     iteration: int = 0
@@ -60,7 +60,7 @@ class Run:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     device: torch.device
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainProgress = field(default_factory=TrainProgress)
     phases: Phases = field(default_factory=Phases)
     skipped_in_a_row: int = 0
     dynamic_groups: DynamicGroups | None = None  # of packed microbatches

@@ -23,9 +23,9 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import settings_of
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.data.samples.datasets import Datasets, build_datasets
-from megatron_cp.data.samples.parts import has_test_part
+from megatron_cp.data.samples.split_files import has_test_part
 from megatron_cp.data.samples.streams import check_files
-from megatron_cp.data.summary import Taken, log_data
+from megatron_cp.data.summary import TokensUsed, log_data
 from megatron_cp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.launch import launcher
 from megatron_cp.launch.health_monitor import HealthMonitor
@@ -34,16 +34,16 @@ from megatron_cp.parallel.collectives import run_on_all_ranks, sum_over_ranks
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import checked
 from megatron_cp.training.checkpoint.files import LATEST, latest_iteration, newer_than_latest
-from megatron_cp.training.checkpoint.resume import Start, begin_with, find_start
+from megatron_cp.training.checkpoint.resume import ResumePoint, begin_with, find_start
 from megatron_cp.training.checkpoint.run_lock import only_run_in
 from megatron_cp.training.checkpoint.saver import load_checkpoint
-from megatron_cp.training.consistency import agreed_start, check_all_ranks_agree
+from megatron_cp.training.consistency import check_all_ranks_agree, common_resume_point
 from megatron_cp.training.loop import TrainResult, evaluate_all, train
 from megatron_cp.training.monitor.measuring import held_out_settings, unlike_the_run
 from megatron_cp.training.monitor.metrics import Reporter, logger, start_logging, wants_live_line
 from megatron_cp.training.monitor.peak import Peak, find_peak
 from megatron_cp.training.monitor.sinks import writing_into
-from megatron_cp.training.packed.scheduling import of_every_schedule
+from megatron_cp.training.packed.scheduling import reported_by_all_schedules
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.signals import SignalWatch, sigterm_waits
 
@@ -88,7 +88,9 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
             if before is not None:
                 roll.doing = lambda: "verification of the layout"
                 before(config)
-            start = agreed_start(partial(find_start, config))  # once more: another run may have come further meanwhile
+            start = common_resume_point(
+                partial(find_start, config)
+            )  # once more: another run may have come further meanwhile
             return _run(config, tokenizer, vocab_size, start, roll)
         except DataError:
             raise  # told to all ranks already, each of which raises it
@@ -138,7 +140,7 @@ def _vocab_size(known: int | None, tokenizer: Tokenizer) -> int:
 
 
 def _run(
-    config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: Start | None, roll: HealthMonitor
+    config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: ResumePoint | None, roll: HealthMonitor
 ) -> TrainResult:
     folder = Path(config.checkpoint.save or "")
     datasets = _datasets(config, tokenizer, start)
@@ -183,7 +185,7 @@ def _run(
         ready.progress.iteration,
         writes=dist.get_rank() == 0,
         trains=trains,
-        of_every_schedule=of_every_schedule(config.model, ready.layout),
+        reported_by_all_schedules=reported_by_all_schedules(config.model, ready.layout),
         run_settings=config.as_written(),
         unlike=unlike,
         peak=peak,
@@ -200,7 +202,7 @@ def _run(
     return outcome
 
 
-def _datasets(config: RunConfig, tokenizer: Tokenizer, start: Start | None) -> Datasets:
+def _datasets(config: RunConfig, tokenizer: Tokenizer, start: ResumePoint | None) -> Datasets:
     train, eval_iters, eval_batch_size = config.train, config.validation.eval_iters, config.evaluation_batch[0]
     eval_samples = eval_iters * eval_batch_size
     test_samples = eval_samples if has_test_part(config.dataset) else 0
@@ -213,7 +215,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, start: Start | None) -> D
 
     def report() -> None:
         if dist.get_rank() == 0:
-            taken = Taken(consumed, last, train.global_batch_size, eval_iters, eval_batch_size)
+            taken = TokensUsed(consumed, last, train.global_batch_size, eval_iters, eval_batch_size)
             log_data(config.dataset, config.tokenizer, datasets, tokenizer.eod, taken)
 
     run_on_all_ranks(report)  # a file that the first rank can no longer read ends all ranks

@@ -116,7 +116,7 @@ def _relative(a: float, b: float) -> float:
     return difference if difference == difference else math.inf
 
 
-def compare_with_one_rank(layout: RunConfig, reference: RunConfig) -> Comparison:
+def compare_with_single_rank(layout: RunConfig, reference: RunConfig) -> Comparison:
     """Run ``reference``, a configuration for one rank, then ``layout`` on all. Collective.
 
     Every rank runs the reference, each by itself, because megatron-core's optimizer is built by all ranks of the world

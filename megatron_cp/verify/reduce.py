@@ -16,7 +16,7 @@ from megatron_cp.common.errors import ConfigError, Violation
 from megatron_cp.common.terminal import say
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig, ModelConfig, RunConfig
-from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.dynamic_cp.distributions import LEAST_LONGEST
 from megatron_cp.launch import launcher
 from megatron_cp.rules import checked
@@ -123,7 +123,7 @@ def _check_same_model(layouts: Sequence[RunConfig]) -> None:
     if len({config.model.sequence_packing_scheduler is None for config in layouts}) > 1:
         message = "one of the two packs its samples and the other does not: they have no samples in common"
         raise ConfigError([Violation("", "error", NAME.model.sequence_packing_scheduler, message)])
-    first, *others = (asdict(on_one_rank(config).model) for config in layouts)
+    first, *others = (asdict(on_single_rank(config).model) for config in layouts)
     different = sorted({name for other in others for name in first if first[name] != other[name]})
     if different:
         raise ConfigError(

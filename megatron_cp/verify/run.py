@@ -21,7 +21,7 @@ from megatron_cp.common.input_files import read_json
 from megatron_cp.common.terminal import quiet
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig, RunConfig
-from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.launch import launcher
 from megatron_cp.mcore.packages import check_mamba_ssm
 from megatron_cp.parallel.collectives import broadcast_object, run_on_first_rank
@@ -30,7 +30,7 @@ from megatron_cp.rules import Environment, checked
 from megatron_cp.training.consistency import check_all_ranks_agree, digest, fingerprint
 from megatron_cp.training.monitor.metrics import start_logging
 from megatron_cp.training.monitor.sinks import writing_into
-from megatron_cp.verify.compare import compare_layouts, compare_with_one_rank
+from megatron_cp.verify.compare import compare_layouts, compare_with_single_rank
 from megatron_cp.verify.reduce import comparable
 from megatron_cp.verify.report import diagnose, show
 
@@ -52,7 +52,7 @@ def verify(configs: Sequence[RunConfig], names: tuple[str, str]) -> bool:
         if len(configs) == 2:
             result = compare_layouts(*configs)
         else:
-            result = compare_with_one_rank(layout, on_one_rank(layout))
+            result = compare_with_single_rank(layout, on_single_rank(layout))
         console = Console(width=None if sys.stdout.isatty() else 120)
         # The other ranks wait: a launcher stops all ranks as soon as one has ended with a failure.
         run_on_first_rank(lambda: show(result, names, console), "the comparison could not be shown")
@@ -79,7 +79,7 @@ def verify_once(config: RunConfig) -> None:
         return
     began = time.monotonic()
     with quiet():  # the log lines of the small runs would read like the run's own
-        result = compare_with_one_rank(reduced, on_one_rank(reduced))
+        result = compare_with_single_rank(reduced, on_single_rank(reduced))
     if not result.equal:
         raise RuntimeFault(
             f"layout={layout}: not the same model as on one rank, nothing was trained: "

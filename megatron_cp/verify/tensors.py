@@ -18,7 +18,7 @@ from megatron_cp.verify.shards import whole_tensors
 FLOOR = 1e-3
 
 
-class Worst(NamedTuple):
+class WorstDifference(NamedTuple):
     """The tensor that differs most."""
 
     difference: float
@@ -37,7 +37,7 @@ class Replicas(NamedTuple):
 class TensorDifferences:
     """How gradients, or changes of weights, differ. Equal on all ranks."""
 
-    worst: Worst | None  # None where nothing was compared
+    worst: WorstDifference | None  # None where nothing was compared
     number: int
     wrong: tuple[str, ...]  # the names of those that differ by more than the tolerance
     ratio: float  # the layout's over the reference's, by least squares
@@ -74,7 +74,7 @@ def compare_tensors(reference: list[ShardedTensor], layout: list[ShardedTensor],
         raise RuntimeFault(f"the reference has no parameter {', '.join(unknown[:4])}", on_all_ranks=True)
     top = max((size for _, size in errors.values()), default=0.0)
     found = [
-        Worst(difference / max(size, FLOOR * top, 1e-30), name, rank)
+        WorstDifference(difference / max(size, FLOOR * top, 1e-30), name, rank)
         for rank, (theirs, _, _) in enumerate(everyone)
         for name, (difference, size) in theirs.items()
     ]

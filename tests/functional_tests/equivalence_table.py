@@ -16,15 +16,15 @@ STEPS = 20
 
 
 def main() -> None:
-    one_rank = run_ranks(train_losses, 1, {}, STEPS)[0]
-    print(f"one rank: loss {one_rank[0][0]:.6f} -> {one_rank[-1][0]:.6f} in {STEPS} iterations, float32\n")
+    single_rank = run_ranks(train_losses, 1, {}, STEPS)[0]
+    print(f"one rank: loss {single_rank[0][0]:.6f} -> {single_rank[-1][0]:.6f} in {STEPS} iterations, float32\n")
     print("| layout | ranks | worst loss, relative | worst gradient norm, relative | decentralized = MPU | seconds |")
     print("|---|---|---|---|---|---|")
     for name, (ranks, overrides) in LAYOUTS.items():
         start = time.perf_counter()
         mpu = run_ranks(train_losses, ranks, overrides, STEPS)[0]
         own = run_ranks(train_losses, ranks, overrides | {"dist__use_decentralized_pg": True}, STEPS)[0]
-        loss, norm = worst_difference(mpu, one_rank)
+        loss, norm = worst_difference(mpu, single_rank)
         same = "bit for bit" if own == mpu else "DIFFERENT"
         print(
             f"| {name} | {ranks} | {loss:.1e} | {norm:.1e} | {same} | {time.perf_counter() - start:.0f} |", flush=True

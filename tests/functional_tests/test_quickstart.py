@@ -37,11 +37,11 @@ def test_the_corpus_is_the_standard_library() -> None:
 
 def test_data_is_made_once(sources: list[Path], tmp_path: Path) -> None:
     console = Console(record=True, width=200, quiet=True)
-    prefix = quickstart.prepare_data(tmp_path, quickstart.Parts(console, 3), sources)
+    prefix = quickstart.prepare_data(tmp_path, quickstart.NumberedSteps(console, 3), sources)
     made = {path: path.stat().st_mtime_ns for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))}
-    quickstart.prepare_data(tmp_path, quickstart.Parts(console, 3), sources)
+    quickstart.prepare_data(tmp_path, quickstart.NumberedSteps(console, 3), sources)
     assert {path: path.stat().st_mtime_ns for path in made} == made
-    quickstart.prepare_data(tmp_path, quickstart.Parts(console, 3), sources[:20])  # another text: made again
+    quickstart.prepare_data(tmp_path, quickstart.NumberedSteps(console, 3), sources[:20])  # another text: made again
     assert Path(f"{prefix}.bin").stat().st_mtime_ns != made[Path(f"{prefix}.bin")]
 
 
@@ -67,7 +67,7 @@ def test_what_the_last_screen_suggests_can_run(tmp_path: Path) -> None:
     config = load_recipe(quickstart.RECIPE, quickstart.overrides_for(tmp_path / "data", run, 0))
     (run / "config.yaml").write_text(to_yaml(config))
     console = Console(record=True, width=100, file=io.StringIO())
-    quickstart.last_screen(console, quickstart.Parts(console, 3), run, "data", 257, config.train.train_iters, 4)
+    quickstart.last_screen(console, quickstart.NumberedSteps(console, 3), run, "data", 257, config.train.train_iters, 4)
     text = console.export_text()
     assert "6.0000 -> 2.5000 first and last of 2 iterations" in text and "2.6000 on files" in text
     (recipe, overrides) = re.search(r"--recipe (\S+) (.*)", text).groups()  # type: ignore[union-attr]

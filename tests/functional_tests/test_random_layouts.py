@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 
-from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.rules import check
-from megatron_cp.verify.compare import compare_with_one_rank
+from megatron_cp.verify.compare import compare_with_single_rank
 from megatron_cp.verify.report import diagnose
 from tests.functional_tests.random_layouts import Overrides, configurations
 from tests.ranks import run_ranks
@@ -15,7 +15,7 @@ from tests.training_runs import tiny_config
 def verdict(overrides: Overrides) -> tuple[bool, str]:
     """Whether the layout trains like one rank (probe, two steps, all gradients), and what differs."""
     config = tiny_config(**overrides, train__train_iters=2, dist__attention_probe=False, scheduler__lr_warmup_iters=0)
-    result = compare_with_one_rank(config, on_one_rank(config))
+    result = compare_with_single_rank(config, on_single_rank(config))
     return result.equal, f"{diagnose(result)} {[row for row in result.rows() if not row.equal]}"
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import RunConfig
-from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.data.samples.datasets import build_datasets
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.rules import RULES, check
 from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.setup import setup
-from megatron_cp.verify.compare import compare_with_one_rank
+from megatron_cp.verify.compare import compare_with_single_rank
 from megatron_cp.verify.reduce import ADAM_EPS
 from megatron_cp.verify.report import diagnose
 from tests.ranks import RanksFailed, run_ranks
@@ -178,7 +178,7 @@ def loaded(overrides: list[str]) -> RunConfig:
 
 def unchecked(overrides: list[str]) -> tuple[bool, str]:
     config = loaded(overrides)
-    result = compare_with_one_rank(config, on_one_rank(config))
+    result = compare_with_single_rank(config, on_single_rank(config))
     return result.equal, " ".join(diagnose(result))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.kernels.launches import Launch
-from megatron_cp.attention.tiles import Plan, TileSize
+from megatron_cp.attention.tiles import TilePlan, TileSize
 
 Result = tuple[Tensor, Tensor]  # output and log-sum-exp
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -26,7 +26,7 @@ class Kernel(ABC):
     def backward_tiles(self, dtype: torch.dtype, call: AttentionCall) -> TileSize:
         return self.forward_tiles(dtype)
 
-    def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]:
+    def launches(self, plan: TilePlan, q: Tensor, v: Tensor) -> Iterable[Launch]:
         return map(Launch.of, plan)
 
     @abstractmethod

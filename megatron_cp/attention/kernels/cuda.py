@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.kernels.base import Gradients, Kernel, Result, equal_head_dims, pad_last
-from megatron_cp.attention.kernels.launches import Launch, Window, together
-from megatron_cp.attention.tiles import Kind, Plan, Tile, TileSize
+from megatron_cp.attention.kernels.launches import Launch, Window, group_launches
+from megatron_cp.attention.tiles import Kind, Tile, TilePlan, TileSize
 
 FLASH_ROOM = 2**29  # numbers, two gigabytes
 
@@ -25,7 +25,7 @@ class CudaFlash(Kernel):
         """As large as they come: it skips what a causal mask or a window hides."""
         return TileSize(causal=0, band=0, half_from=0)
 
-    def launches(self, plan: Plan, q: Tensor, v: Tensor) -> Iterable[Launch]:
+    def launches(self, plan: TilePlan, q: Tensor, v: Tensor) -> Iterable[Launch]:
         """A pack's sequences together, as far as their queries' gradients, summed in float32, have room.
 
         The backward kernel computes where a sequence's sums begin in 32 bits, and would write elsewhere beyond.
@@ -33,7 +33,7 @@ class CudaFlash(Kernel):
         if not plan.packed:
             return super().launches(plan, q, v)
         a_row = q.shape[1] * -(-max(q.shape[-1], v.shape[-1]) // 64) * 64
-        return together(plan, flash_window, q.device, FLASH_ROOM // a_row)
+        return group_launches(plan, flash_window, q.device, FLASH_ROOM // a_row)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> Result:
         dim_v = v.shape[-1]

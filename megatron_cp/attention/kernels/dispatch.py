@@ -20,12 +20,12 @@ from megatron_cp.attention.kernels.cpu import CpuFlash, Matmul
 from megatron_cp.attention.kernels.cuda import CudaFlash, Cudnn, fast_cudnn
 from megatron_cp.attention.kernels.te import TeFused
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, take
-from megatron_cp.attention.tiles import Plan, TileSize
+from megatron_cp.attention.tiles import TilePlan, TileSize
 
 KeyValue = tuple[Tensor, Tensor]
 
 
-def attend(query: Tensor, key_value: KeyValue, plan: Plan, call: AttentionCall, into: OutputAccumulator) -> None:
+def attend(query: Tensor, key_value: KeyValue, plan: TilePlan, call: AttentionCall, into: OutputAccumulator) -> None:
     """Attention of [s, b, h, d] queries over [s', b, h', d] keys and values within ``plan``, merged ``into``."""
     kernel = kernel_for(query, call)
     q, k, v = (_heads_first(x) for x in (query, *key_value))
@@ -43,7 +43,7 @@ def attend_backward(
     key_value: KeyValue,
     out: Tensor,
     lse: Tensor,
-    plan: Plan,
+    plan: TilePlan,
     call: AttentionCall,
     into: tuple[Gradient, Gradient, Gradient],
 ) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_cp.attention.merge import Rows
 from megatron_cp.attention.tables import on_device
-from megatron_cp.attention.tiles import Plan, Tile
+from megatron_cp.attention.tiles import Tile, TilePlan
 
 Window = tuple[int, int]
 
@@ -60,19 +60,23 @@ class Launch:
         return None if self.q_lengths is None else len(self.q_lengths.ends) - 1
 
 
-def together(plan: Plan, window_of: Callable[[Tile], Window], device: torch.device, room: int) -> tuple[Launch, ...]:
+def group_launches(
+    plan: TilePlan, window_of: Callable[[Tile], Window], device: torch.device, room: int
+) -> tuple[Launch, ...]:
     """The plan in as few launches as may be, as :func:`by_launch` has it; made once for all layers."""
     return (_kept_gathered if plan.gathered else _kept)(plan, window_of, device, room)
 
 
 @torch.inference_mode(False)  # what is evaluated first may be trained on later
-def _together(plan: Plan, window_of: Callable[[Tile], Window], device: torch.device, room: int) -> tuple[Launch, ...]:
+def _group_launches(
+    plan: TilePlan, window_of: Callable[[Tile], Window], device: torch.device, room: int
+) -> tuple[Launch, ...]:
     each = by_launch(plan, window_of, room)
     return tuple(Launch.of(tiles[0]) if len(tiles) == 1 else _of_many(tiles, device) for tiles in each)
 
 
-_kept = functools.lru_cache(maxsize=KEPT)(_together)
-_kept_gathered = functools.lru_cache(maxsize=KEPT_GATHERED)(_together)
+_kept = functools.lru_cache(maxsize=KEPT)(_group_launches)
+_kept_gathered = functools.lru_cache(maxsize=KEPT_GATHERED)(_group_launches)
 
 
 def by_launch(tiles: Iterable[Tile], window_of: Callable[[Tile], Window], room: int) -> list[list[Tile]]:

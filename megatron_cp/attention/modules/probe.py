@@ -65,7 +65,7 @@ class ProbedAttention(Protocol):
 
 
 @dataclass
-class _Suspect:
+class _ProbeTarget:
     """A transport with its groups, and the layers that use it."""
 
     module: ProbedAttention
@@ -85,43 +85,43 @@ def probe_attention(model_chunks: Iterable[torch.nn.Module]) -> None:
     """
     if not dist.is_initialized():
         return
-    suspects = _suspects(model_chunks)
-    _agree([problem for suspect in suspects if (problem := _compare_sizes(suspect))])
-    _agree(_compare_groups(suspects))
-    _agree([problem for suspect in suspects if (problem := _try_transport(suspect))])
+    targets = _probe_targets(model_chunks)
+    _compare_settings([problem for target in targets if (problem := _compare_sizes(target))])
+    _compare_settings(_compare_groups(targets))
+    _compare_settings([problem for target in targets if (problem := _try_transport(target))])
 
 
-def _suspects(model_chunks: Iterable[torch.nn.Module]) -> list[_Suspect]:
-    found: dict[str, _Suspect] = {}
+def _probe_targets(model_chunks: Iterable[torch.nn.Module]) -> list[_ProbeTarget]:
+    found: dict[str, _ProbeTarget] = {}
     for chunk in model_chunks:
         modules: Iterable[Any] = chunk.modules()
         for module in modules:
             if hasattr(module, "probe_forward") and module.config.context_parallel_size > 1:
-                layers = found.setdefault(str(module.context), _Suspect(module, [])).layers
+                layers = found.setdefault(str(module.context), _ProbeTarget(module, [])).layers
                 layers.append(module.layer_number)
     return list(found.values())
 
 
-def _compare_sizes(suspect: _Suspect) -> str | None:
-    module, context = suspect.module, suspect.module.context
+def _compare_sizes(target: _ProbeTarget) -> str | None:
+    module, context = target.module, target.module.context
     expected, cp_group = module.config.context_parallel_size, module.pg_collection.cp
     if context.size != expected:
-        return f"{suspect}: attends over {context.size} ranks, but {NAME.model.context_parallel_size} is {expected}"
+        return f"{target}: attends over {context.size} ranks, but {NAME.model.context_parallel_size} is {expected}"
     if cp_group is None or (dist.get_world_size(cp_group), dist.get_rank(cp_group)) != (expected, context.rank):
         ranks = None if cp_group is None else dist.get_process_group_ranks(cp_group)
-        return f"{suspect}: rank {context.rank} of {expected} in it, but sequences are sharded over ranks {ranks}"
+        return f"{target}: rank {context.rank} of {expected} in it, but sequences are sharded over ranks {ranks}"
     return None
 
 
-def _compare_groups(suspects: list[_Suspect]) -> list[str]:
+def _compare_groups(targets: list[_ProbeTarget]) -> list[str]:
     """Whether the members of each group name the same members, in the same order, for the same layers."""
     mine: list[tuple[str, dict[str, list[int]]]] = []
-    for suspect in suspects:
-        context = suspect.module.context
+    for target in targets:
+        context = target.module.context
         levels = zip(context.transport.levels, context.peers, strict=True)
-        groups = {"cp": suspect.module.pg_collection.cp} | {level: peers.group for level, peers in levels}
+        groups = {"cp": target.module.pg_collection.cp} | {level: peers.group for level, peers in levels}
         members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
-        mine.append((f"layers {suspect.layers}, {context.comm_type}", members))
+        mine.append((f"layers {target.layers}, {context.comm_type}", members))
     everyone = gather_objects(mine)
     problems = []
     for index, (what, members) in enumerate(mine):
@@ -130,15 +130,15 @@ def _compare_groups(suspects: list[_Suspect]) -> list[str]:
                 theirs = everyone[rank][index] if index < len(everyone[rank]) else ("nothing", {})
                 if theirs[0] != what or theirs[1].get(name) != ranks:
                     problems.append(
-                        f"{suspects[index]}: its {name} group is {ranks}, but rank {rank} has {theirs[0]}, "
+                        f"{targets[index]}: its {name} group is {ranks}, but rank {rank} has {theirs[0]}, "
                         f"{name} group {theirs[1].get(name)}"
                     )
     return problems
 
 
-def _try_transport(suspect: _Suspect) -> str | None:
+def _try_transport(target: _ProbeTarget) -> str | None:
     """One small forward and backward pass; a sentence when it differs from the one-rank answer."""
-    module = suspect.module
+    module = target.module
     size, rank = module.config.context_parallel_size, dist.get_rank(module.pg_collection.cp)
     inputs = module.probe_inputs()
     generator = torch.Generator().manual_seed(SEED)
@@ -168,13 +168,13 @@ def _try_transport(suspect: _Suspect) -> str | None:
         out = module.probe_forward(mine[0], mine[1], mine[2])
         grads = torch.autograd.grad(out, mine, shard_sequence(dout, 0, rank, size))
     except (ValueError, RuntimeError) as error:
-        return f"{suspect}: {error}"
+        return f"{target}: {error}"
     names = ("output", "query gradient", "key gradient", "value gradient")
     for name, got, want in zip(names, (out, *grads), (expected, *expected_grads), strict=True):
         difference = _largest_error(got, shard_sequence(want, 0, rank, size), want)
         if not difference <= TOLERANCE[inputs.dtype]:
             return (
-                f"{suspect}: the {name} of a sequence sharded over {size} ranks differs from the one-rank answer by "
+                f"{target}: the {name} of a sequence sharded over {size} ranks differs from the one-rank answer by "
                 f"{difference:.1e} of its largest value: the groups do not communicate as they should"
             )
     return None
@@ -184,7 +184,7 @@ def _largest_error(got: Tensor, want: Tensor, scale: Tensor) -> float:
     return ((got.double() - want).abs().max() / scale.abs().max()).item()
 
 
-def _agree(problems: list[str]) -> None:
+def _compare_settings(problems: list[str]) -> None:
     """Raise on all ranks what any of them found."""
     found = gather_problems(problems)
     if found:

@@ -51,7 +51,7 @@ def te_attention_class() -> type:
 def with_given_groups(base: Any) -> type:
     """A subclass of ``base``, megatron-core's ``TEDotProductAttention``, that uses the groups it is handed."""
 
-    class GivenGroupsTEAttention(base):
+    class TEContextParallelAttention(base):
         """See the module's docstring. ``context`` tells the transport and groups in use."""
 
         def __init__(
@@ -128,9 +128,9 @@ def with_given_groups(base: Any) -> type:
             group = getattr(packed_seq_params, "cp_group", None)
             dynamic = group is not None or getattr(packed_seq_params, "local_cp_size", None) is not None
             if group is not None:
-                ranks = CPContext.build(self.cp_comm_type, group).heads.size
+                ranks = CPContext.build(self.cp_comm_type, group).a2a_peers.size
             else:
-                ranks = 1 if dynamic else self._context.heads.size
+                ranks = 1 if dynamic else self._context.a2a_peers.size
             try:
                 with self._share_of_offset_gradient(ranks):
                     return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
@@ -186,7 +186,7 @@ def with_given_groups(base: Any) -> type:
             group, members = _te_groups(context)
             super().set_context_parallel_group(group, list(ranks or members), stream, self.cp_comm_type)
 
-    return GivenGroupsTEAttention
+    return TEContextParallelAttention
 
 
 class _ShareOfGradient(torch.autograd.Function):
@@ -208,8 +208,8 @@ def _te_groups(context: CPContext) -> tuple[Any, list[int]]:
         group = context.peers[0].group
         return group, dist.get_process_group_ranks(group)
     # Neighbours form the a2a groups, so the ring's members are the a2a group's, shifted from group to group.
-    neighbours = dist.get_process_group_ranks(context.heads.group)
-    ring = dist.get_process_group_ranks(context.ring.group)
-    shifts = [rank - ring[context.ring.rank] for rank in ring]
+    neighbours = dist.get_process_group_ranks(context.a2a_peers.group)
+    ring = dist.get_process_group_ranks(context.p2p_peers.group)
+    shifts = [rank - ring[context.p2p_peers.rank] for rank in ring]
     ranks = [neighbour + shift for shift in shifts for neighbour in neighbours]
-    return [context.heads.group, context.ring.group], ranks
+    return [context.a2a_peers.group, context.p2p_peers.group], ranks

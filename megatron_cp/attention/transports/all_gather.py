@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.kernels.dispatch import attend, attend_backward, backward_tiles, forward_tiles
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
-from megatron_cp.attention.once_differentiable import differentiable_once
+from megatron_cp.attention.once_differentiable import once_differentiable
 from megatron_cp.attention.tables import regroup_rows
 from megatron_cp.attention.tiles import plan_gathered
 from megatron_cp.attention.transports import comm
@@ -45,7 +45,7 @@ class _AllGather(torch.autograd.Function):
         return out
 
     @staticmethod
-    @differentiable_once
+    @once_differentiable
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, offset = ctx.saved_tensors
         (dout,), call, peers = douts, ctx.call, ctx.peers

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.heads import HeadSplit
 from megatron_cp.attention.merge import accumulation_dtype
-from megatron_cp.attention.once_differentiable import differentiable_once
+from megatron_cp.attention.once_differentiable import once_differentiable
 from megatron_cp.attention.sharding import Layout, RowRun, regroup_runs
 from megatron_cp.attention.tables import regroup_rows
 from megatron_cp.attention.transports import comm
@@ -99,7 +99,7 @@ class _Exchange:
             return shards
         return [regroup_rows(shard, self.pack, self.peers.size) for shard in shards]
 
-    def _start_spread(self, x: Tensor, share: Share, index: int) -> comm.Arrival[Tensor]:
+    def _start_spread(self, x: Tensor, share: Share, index: int) -> comm.PendingReceive[Tensor]:
         parts = [x[:, :, share(rank)] for rank in range(self.peers.size)]
         mine = parts[self.peers.rank]
         shard = x.new_empty((x.shape[0] * self.peers.size, *mine.shape[1:]))
@@ -115,7 +115,7 @@ class _Exchange:
         arrivals = [self._start_collect(*each, index) for index, each in enumerate(zip(tensors, shares, strict=True))]
         return [self._join(arrival.wait(), share) for arrival, share in zip(arrivals, shares, strict=True)]
 
-    def _start_collect(self, x: Tensor, share: Share, index: int) -> comm.Arrival[list[list[Tensor]]]:
+    def _start_collect(self, x: Tensor, share: Share, index: int) -> comm.PendingReceive[list[list[Tensor]]]:
         if self.pack is not None:
             x = regroup_rows(x, self.pack, self.peers.size, inverse=True)
         outgoing = [[x[run.common] for run in runs] for runs in self.runs]
@@ -155,6 +155,6 @@ class _Exchanged(torch.autograd.Function):
         return tuple(there(tensors, shares))
 
     @staticmethod
-    @differentiable_once
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, None, *ctx.back(grads, ctx.shares)

@@ -1,8 +1,7 @@
 """The exchanges of context parallelism: a ring hop, an all-to-all and a gather.
 
-Every exchange starts at once and returns an :class:`Arrival`. Its ``wait`` may be called once only where gloo is
-concerned (a second wait on a gloo receive blocks for ever), so an Arrival remembers that it has waited; and it keeps
-what is being sent alive until then.
+Every exchange starts at once and returns a :class:`PendingReceive`. gloo blocks forever in a second wait on a receive,
+so ``wait`` waits once and remembers it. A :class:`PendingReceive` keeps the tensors that are being sent until then.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Peers:
         return "one rank" if self.group is None else f"ranks {dist.get_process_group_ranks(self.group)}"
 
 
-class Arrival[T]:
+class PendingReceive[T]:
     """What is on its way, and the tensors that must stay alive and untouched until it has come."""
 
     def __init__(self, content: T, works: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
@@ -56,7 +55,7 @@ class Arrival[T]:
         return self._content
 
 
-def hop(pair: tuple[Tensor, Tensor], distance: int, peers: Peers, tag: int) -> Arrival[tuple[Tensor, Tensor]]:
+def hop(pair: tuple[Tensor, Tensor], distance: int, peers: Peers, tag: int) -> PendingReceive[tuple[Tensor, Tensor]]:
     """Send two tensors to the rank ``distance`` ahead on the ring, and receive two from the rank as far behind."""
     to, source = (peers.rank + distance) % peers.size, (peers.rank - distance) % peers.size
     sent = pair[0].contiguous(), pair[1].contiguous()
@@ -65,12 +64,12 @@ def hop(pair: tuple[Tensor, Tensor], distance: int, peers: Peers, tag: int) -> A
     for index, (outgoing, incoming) in enumerate(zip(sent, arriving, strict=True)):
         operations.append(dist.P2POp(dist.isend, outgoing, group=peers.group, tag=tag + index, group_peer=to))
         operations.append(dist.P2POp(dist.irecv, incoming, group=peers.group, tag=tag + index, group_peer=source))
-    return Arrival(arriving, dist.batch_isend_irecv(operations), keep=sent)
+    return PendingReceive(arriving, dist.batch_isend_irecv(operations), keep=sent)
 
 
 def exchange[T](
     outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], content: T, peers: Peers, index: int
-) -> Arrival[T]:
+) -> PendingReceive[T]:
     """Send one or two tensors ``outgoing[r]`` to each other rank r and fill ``incoming[r]``, parts of ``content``.
 
     An all-to-all whose parts may lie anywhere, so that they need no buffer to be sent from or put into. Exchanges under
@@ -84,10 +83,12 @@ def exchange[T](
             operations.append(dist.P2POp(dist.isend, sent[-1], group=peers.group, tag=tag, group_peer=rank))
         for tag, part in enumerate(incoming[rank], EXCHANGE_TAG + 2 * index):
             operations.append(dist.P2POp(dist.irecv, part, group=peers.group, tag=tag, group_peer=rank))
-    return Arrival(content, dist.batch_isend_irecv(operations), keep=sent)
+    return PendingReceive(content, dist.batch_isend_irecv(operations), keep=sent)
 
 
-def all_gather[T](pieces: Sequence[Tensor], outs: Sequence[Tensor], content: T, peers: Peers, index: int) -> Arrival[T]:
+def all_gather[T](
+    pieces: Sequence[Tensor], outs: Sequence[Tensor], content: T, peers: Peers, index: int
+) -> PendingReceive[T]:
     """One or two tensors ``pieces[i]`` [rows, ...] of every rank, by rank, into ``outs[i]`` [size * rows, ...].
 
     ``content`` and ``index`` as for :func:`exchange`.
@@ -98,7 +99,7 @@ def all_gather[T](pieces: Sequence[Tensor], outs: Sequence[Tensor], content: T, 
             dist.all_gather_into_tensor(out, piece, group=peers.group, async_op=True)
             for out, piece in zip(outs, sent, strict=True)
         ]
-        return Arrival(content, works, keep=sent)
+        return PendingReceive(content, works, keep=sent)
     # gloo's all-gather would put everything together in a buffer of its own and copy it from there.
     slots = [out.unflatten(0, (peers.size, -1)) for out in outs]
     incoming = [[slot[rank] for slot in slots] for rank in range(peers.size)]

@@ -21,12 +21,15 @@ def hierarchical_attention(
     value: Tensor,
     softmax_offset: Tensor | None,
     call: AttentionCall,
-    heads: Peers,
-    ring: Peers,
+    a2a_peers: Peers,
+    p2p_peers: Peers,
 ) -> Tensor:
-    """Attention over all ranks' tokens, [s_local, b, h, d]; differentiable. Query heads must divide by ``heads``."""
+    """Attention over all ranks' tokens, [s_local, b, h, d]; differentiable.
+
+    Query heads must divide by the size of ``a2a_peers``.
+    """
 
     def between_groups(q: Tensor, k: Tensor, v: Tensor, offset: Tensor | None, common: AttentionCall) -> Tensor:
-        return ring_attention(q, k, v, offset, common, ring)
+        return ring_attention(q, k, v, offset, common, p2p_peers)
 
-    return with_heads_exchanged(between_groups, query, key, value, softmax_offset, call, heads)
+    return with_heads_exchanged(between_groups, query, key, value, softmax_offset, call, a2a_peers)

@@ -24,7 +24,7 @@ from megatron_cp.attention.kernels.dispatch import (
     forward_tiles,
 )
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
-from megatron_cp.attention.once_differentiable import differentiable_once
+from megatron_cp.attention.once_differentiable import once_differentiable
 from megatron_cp.attention.tiles import plan, ring_shifts
 from megatron_cp.attention.transports import comm
 from megatron_cp.attention.transports.comm import Peers
@@ -60,7 +60,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @differentiable_once
+    @once_differentiable
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         query, *visitor, out, lse, offset = ctx.saved_tensors
         (dout,), call, peers = douts, ctx.call, ctx.peers

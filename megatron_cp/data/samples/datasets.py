@@ -34,7 +34,7 @@ from megatron_cp.data.formats.indexed import (
 from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.samples.mock import MockDataset
 from megatron_cp.data.samples.order import shuffled
-from megatron_cp.data.samples.parts import Part, parts_of
+from megatron_cp.data.samples.split_files import SplitFiles, files_of_splits
 from megatron_cp.data.samples.streams import KINDS, Stream, build_streams
 from megatron_cp.data.split import ALL_FOR_TRAINING
 from megatron_cp.data.text.tokenizers import Tokenizer
@@ -158,7 +158,7 @@ class _Samples(Dataset):
 
 def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Dataset | None]:
     """Let one rank fill the cache, where nodes share no file system one of each, then load from it everywhere."""
-    parts = run_on_all_ranks(lambda: parts_of(config, samples))
+    parts = run_on_all_ranks(lambda: files_of_splits(config, samples))
     paths = list(dict.fromkeys(path for part in parts if part for path in part.paths))
     if not paths:
         return [None for _ in parts]
@@ -184,7 +184,7 @@ def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequenc
     return build(cache)
 
 
-def _weighed(part: Part, files: dict[str, IndexedFiles]) -> Part:
+def _weighed(part: SplitFiles, files: dict[str, IndexedFiles]) -> SplitFiles:
     """With prefixes for paths, and a weight for each of several files."""
     found = [files[path] for path in part.paths]
     weights = part.weights
@@ -193,13 +193,13 @@ def _weighed(part: Part, files: dict[str, IndexedFiles]) -> Part:
     elif weights is None:
         # In proportion to the tokens. Without weights megatron-core would offer one epoch and no more.
         weights = [float(f.num_tokens) for f in found]
-    return Part([f.prefix for f in found], weights, part.share)
+    return SplitFiles([f.prefix for f in found], weights, part.share)
 
 
 def _build_with_megatron_core(
     config: DatasetConfig,
     tokenizer: Tokenizer,
-    parts: Sequence[Part | None],
+    parts: Sequence[SplitFiles | None],
     samples: Sequence[int],
     cache: Path,
 ) -> list[Dataset | None]:
@@ -229,7 +229,7 @@ def _build_with_megatron_core(
 def _cache_key(
     config: DatasetConfig,
     tokenizer: Tokenizer,
-    parts: Sequence[Part | None],
+    parts: Sequence[SplitFiles | None],
     files: Iterable[IndexedFiles],
     samples: Sequence[int],
 ) -> str:

@@ -21,7 +21,7 @@ from megatron_cp.data.formats.jsonl import map_prompt_lengths, tokenized, warn_o
 from megatron_cp.data.samples.blend import Turns
 from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.samples.order import shuffled_all
-from megatron_cp.data.samples.parts import SPLITS, parts_of, paths_of
+from megatron_cp.data.samples.split_files import SPLITS, files_of_splits, paths_of
 from megatron_cp.data.samples.varlen import DocumentDataset, MockVarlenDataset, Sample
 from megatron_cp.data.text.records import check_records
 from megatron_cp.data.text.tokenizers import Tokenizer
@@ -94,7 +94,7 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
                 for seed, count in zip(seeds, samples, strict=True)
             ]
         )
-    parts = run_on_all_ranks(lambda: parts_of(config, samples))
+    parts = run_on_all_ranks(lambda: files_of_splits(config, samples))
     paths = list(dict.fromkeys(path for part in parts if part for path in part.paths))
     run_once_per_node(lambda: _prepare(paths, config, tokenizer))
 

@@ -15,7 +15,7 @@ from megatron_cp.dynamic_cp.types import Schedule
 
 
 @dataclass(frozen=True)
-class Report:
+class ScheduleReport:
     """One schedule's figures under a cost model.
 
     seconds: simulated step. imbalance: see :func:`imbalance_of_work`; a run writes the same number. useful, overhead,
@@ -92,7 +92,7 @@ def report(
     *,
     sync_ranks: int = 1,
     pipeline_size: int = 1,
-) -> Report:
+) -> ScheduleReport:
     """Simulate a schedule and sum it up."""
     step = simulate(schedule, lengths, cost, sync_ranks=sync_ranks, pipeline_size=pipeline_size)
     groups: Counter[int] = Counter()
@@ -105,7 +105,7 @@ def report(
         busy += (span.stop - span.start) * size
     total = step.seconds * schedule.num_ranks
     useful = cost.ideal_seconds(lengths) / total if total else 1.0
-    return Report(
+    return ScheduleReport(
         title=title,
         step=step,
         seconds=step.seconds,
@@ -120,7 +120,7 @@ def report(
     )
 
 
-def as_text(dynamic: Report, static: Sequence[Report], lengths: np.ndarray, num_ranks: int) -> str:
+def as_text(dynamic: ScheduleReport, static: Sequence[ScheduleReport], lengths: np.ndarray, num_ranks: int) -> str:
     """The summary that ``megatron-cp schedule`` prints."""
     lines = [
         f"{len(lengths)} samples, {int(lengths.sum())} tokens (longest {int(lengths.max())}, "
@@ -142,7 +142,7 @@ def as_text(dynamic: Report, static: Sequence[Report], lengths: np.ndarray, num_
     return "\n".join(lines)
 
 
-def compared(dynamic: Report, static: Report) -> str:
+def compared(dynamic: ScheduleReport, static: ScheduleReport) -> str:
     """How fast one step is beside another, in words that say that both are simulated."""
     ratio = f"{static.seconds / dynamic.seconds:.2f}x"
     if ratio == "1.00x":

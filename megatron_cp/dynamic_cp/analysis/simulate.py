@@ -13,7 +13,7 @@ from megatron_cp.dynamic_cp.types import Group, Schedule
 
 
 @dataclass(frozen=True)
-class Span:
+class BusyTime:
     """One group's microbatch on the clock, in seconds from the start of the step."""
 
     microbatch: int
@@ -33,7 +33,7 @@ class SimulatedStep:
 
     seconds: float
     over_bare_work: float
-    spans: list[Span]
+    spans: list[BusyTime]
 
 
 def _merge(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -78,7 +78,7 @@ def simulate(
     sizes = np.asarray(lengths, dtype=np.int64)
     ideal = cost.ideal_seconds(sizes) / schedule.num_ranks
     free = np.zeros(schedule.num_ranks)
-    spans: list[Span] = []
+    spans: list[BusyTime] = []
     edges, durations = [], []  # per microbatch: where blocks begin, and the seconds of each
     for k, groups in enumerate(schedule.microbatches):
         blocks = _keeping_step(groups, schedule.num_ranks, sync_ranks, alone=pipeline_size > 1)
@@ -88,7 +88,7 @@ def simulate(
             while todo and todo[0].ranks[0] < stop:
                 group = todo.popleft()
                 duration = cost.seconds(sizes[list(group.sample_ids)], group.cp_size)
-                spans.append(Span(k, group, start, start + duration))
+                spans.append(BusyTime(k, group, start, start + duration))
                 last = max(last, duration)
             free[first:stop] = start + last
             lasts.append(last)

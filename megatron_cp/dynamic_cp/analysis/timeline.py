@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_cp.dynamic_cp.analysis.report import Report, compared
+from megatron_cp.dynamic_cp.analysis.report import ScheduleReport, compared
 from megatron_cp.dynamic_cp.cost import CostModel
 
 # From one rank (yellow) by powers of two to 1024 (dark blue): steps that differ in lightness too.
@@ -23,14 +23,14 @@ _TIME = "simulated seconds from the start of the optimizer step"
 _ROOM_FOR_LABEL = 0.2  # of the time axis; the label takes less
 
 
-def _saving(report: Report, reports: Sequence[Report]) -> str:
+def _saving(report: ScheduleReport, reports: Sequence[ScheduleReport]) -> str:
     """The label beside the bars of the last report, where they leave room for it."""
     latest = max(each.seconds for each in reports)
     saved = latest - report.seconds
     return f"{saved:.2f} s less (simulated)" if report is reports[-1] and saved > _ROOM_FOR_LABEL * latest else ""
 
 
-def _caption(report: Report) -> str:
+def _caption(report: ScheduleReport) -> str:
     drawn = max((span.stop for span in report.step.spans), default=0.0)
     waiting = "idle and pipeline bubble, drawn at the end," if report.seconds > 1.001 * drawn else "idle"
     return (
@@ -39,7 +39,9 @@ def _caption(report: Report) -> str:
     )
 
 
-def write_png(path: Path, reports: Sequence[Report], lengths: np.ndarray, cost: CostModel, num_ranks: int) -> None:
+def write_png(
+    path: Path, reports: Sequence[ScheduleReport], lengths: np.ndarray, cost: CostModel, num_ranks: int
+) -> None:
     """Draw ``reports`` (static first, dynamic last) one above the other on one time axis."""
     import matplotlib
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_cp.dynamic_cp.groups import Positions
+from megatron_cp.dynamic_cp.buddy_tree import Positions
 from megatron_cp.dynamic_cp.runtime.packing import BlockGroups
 from megatron_cp.parallel.collectives import sum_over_ranks
 from megatron_cp.parallel.layout import RankLayout

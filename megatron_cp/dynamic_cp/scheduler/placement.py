@@ -24,7 +24,7 @@ from megatron_cp.dynamic_cp.scheduler.problem import Problem
 
 
 @dataclass
-class Plan:
+class GroupPlan:
     """``wide[i, j]``: the jobs of block j of level i, wider than the blocks that keep step. ``shelves[j]``: of such a
     block. ``seconds``: the slowest block's total, the pipeline's bubble included."""
 
@@ -36,14 +36,14 @@ class Plan:
 
 def build(
     problem: Problem, level: np.ndarray, block_level: int, limit: float, pipeline_size: int, fill: bool = False
-) -> Plan:
+) -> GroupPlan:
     """A plan with every sample at its ``level`` or, where it fills a gap, on a wider group.
 
     limit: seconds that a job should not exceed. fill: let wide jobs take what fits their free tokens first.
     """
     tallest = 1.02
     while True:
-        plan = Plan(block_level)
+        plan = GroupPlan(block_level)
         stuck = _build(problem, level, plan, limit, pipeline_size, tallest, fill)
         if not stuck.size:
             return plan
@@ -53,7 +53,7 @@ def build(
 
 
 def _build(
-    problem: Problem, level: np.ndarray, plan: Plan, limit: float, pipeline_size: int, tallest: float, fill: bool
+    problem: Problem, level: np.ndarray, plan: GroupPlan, limit: float, pipeline_size: int, tallest: float, fill: bool
 ) -> np.ndarray:
     """Fill in ``plan``. Returns the short samples longer than ``tallest`` shelves: they want more ranks."""
     tree = problem.tree
@@ -90,7 +90,7 @@ def _build(
     return short[:0]
 
 
-def _place_wide(problem: Problem, plan: Plan, jobs: list[Job]) -> tuple[list[float], list[float]]:
+def _place_wide(problem: Problem, plan: GroupPlan, jobs: list[Job]) -> tuple[list[float], list[float]]:
     """Step 2 for jobs wider than a block. Returns each block's load and its longest job, in seconds."""
     tree = problem.tree
     loads, highest = [0.0], [0.0]
@@ -114,7 +114,7 @@ def _place_wide(problem: Problem, plan: Plan, jobs: list[Job]) -> tuple[list[flo
     return loads, highest
 
 
-def _fill_ranks(problem: Problem, plan: Plan, short: np.ndarray, loads: list[float]) -> None:
+def _fill_ranks(problem: Problem, plan: GroupPlan, short: np.ndarray, loads: list[float]) -> None:
     """Step 3 where nobody keeps step: level the sums, then pack each rank's samples into as few jobs as they need."""
     capacity, tokens = problem.max_tokens, problem.tokens[0].tolist()
     weights = problem.shared_seconds(0, short)
@@ -132,7 +132,7 @@ def _fill_ranks(problem: Problem, plan: Plan, short: np.ndarray, loads: list[flo
 
 def _fill_shelves(
     problem: Problem,
-    plan: Plan,
+    plan: GroupPlan,
     rooms: list[tuple[Shelf, int]],
     short: np.ndarray,
     loads: list[float],

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from megatron_cp.dynamic_cp.buddy_tree import BuddyTree, buddy_tree
 from megatron_cp.dynamic_cp.cost import CostModel, GroupCost
-from megatron_cp.dynamic_cp.groups import BuddyTree, buddy_tree
 from megatron_cp.dynamic_cp.types import padded_length
 
 

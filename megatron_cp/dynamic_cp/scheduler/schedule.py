@@ -9,11 +9,11 @@ from numbers import Integral
 import numpy as np
 
 from megatron_cp.dynamic_cp.analysis.simulate import simulate
+from megatron_cp.dynamic_cp.buddy_tree import BuddyTree, buddy_tree
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
-from megatron_cp.dynamic_cp.groups import BuddyTree, buddy_tree
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
 from megatron_cp.dynamic_cp.scheduler.jobs import Shelf
-from megatron_cp.dynamic_cp.scheduler.placement import Plan, build
+from megatron_cp.dynamic_cp.scheduler.placement import GroupPlan, build
 from megatron_cp.dynamic_cp.scheduler.problem import Problem, make_problem
 from megatron_cp.dynamic_cp.types import Group, Schedule
 
@@ -144,7 +144,7 @@ def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: int) -> int:
     return next(i for i in range(top + 1) if tree.is_regular(i) and tree.size(i) % sync_ranks == 0)
 
 
-def _search(problem: Problem, block_level: int, pipeline_size: int) -> Plan:
+def _search(problem: Problem, block_level: int, pipeline_size: int) -> GroupPlan:
     """The best of the plans for the most promising limits on a microbatch's seconds, as many as the effort allows."""
     budget = max(2, min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks)))
     keeps_step = block_level > 0
@@ -203,7 +203,7 @@ def _ladder(problem: Problem) -> list[float]:
     return limits
 
 
-def _lay_out(problem: Problem, plan: Plan, pipeline_size: int) -> list[list[Group]]:
+def _lay_out(problem: Problem, plan: GroupPlan, pipeline_size: int) -> list[list[Group]]:
     """Give every job its ranks and its microbatch: wide jobs first, each block's shelves after those around it."""
     tree, ids = problem.tree, problem.order.tolist()
     done = [0] * tree.num_ranks  # microbatches of each rank so far

@@ -90,7 +90,7 @@ class DeepseekExperts(GroupedExperts):
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
         values = super().write(model, problems)
-        experts = [int("E" in parts) for parts in model.layer_parts]
+        experts = [int("E" in parts) for parts in model.layer_types]
         dense = len(experts) - sum(experts)
         first = experts == [0] * dense + [1] * sum(experts)
         message = "experts in all layers after the first ones are needed"

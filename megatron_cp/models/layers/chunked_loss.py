@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.attention.once_differentiable import differentiable_once
+from megatron_cp.attention.once_differentiable import once_differentiable
 
 # (hidden states [s, b, h], output weight [v, h], labels [b, s * parts]) -> losses [b, s * parts]; see chunked_losses.
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -60,7 +60,7 @@ class _ChunkedLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @differentiable_once
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
         losses_gradient = gradients[0].contiguous()

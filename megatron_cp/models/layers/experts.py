@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
-class WholeLinear(torch.nn.Module):
+class ReplicatedLinear(torch.nn.Module):
     """A product without a bias, computed whole by each tensor-parallel rank, of its own tokens."""
 
     def __init__(self, inputs: int, outputs: int, config: TransformerConfig, init_method: Any) -> None:
@@ -51,8 +51,8 @@ class LatentMoELayer(MoELayer):
         super().__init__(outside, replace(submodules, experts=experts), *args, **kwargs)
         self.config = config
         hidden, latent = config.hidden_size, config.moe_latent_size
-        self.fc1_latent_proj = WholeLinear(hidden, latent, config, config.init_method)
-        self.fc2_latent_proj = WholeLinear(latent, hidden, config, config.output_layer_init_method)
+        self.fc1_latent_proj = ReplicatedLinear(hidden, latent, config, config.init_method)
+        self.fc2_latent_proj = ReplicatedLinear(latent, hidden, config, config.output_layer_init_method)
 
 
 class BiasedExpertOutput(RowParallelLinear):

@@ -67,7 +67,7 @@ class LatentAttention(MLASelfAttention):
         return scatter_to_sequence_parallel_region(whole, self.tp_group) if self.config.sequence_parallel else whole
 
 
-def mend(attention: ModuleSpec, tensor_parallel: ProcessGroup) -> None:
+def patch(attention: ModuleSpec, tensor_parallel: ProcessGroup) -> None:
     """Change the spec of a model's latent attention, in place."""
     attention.module = LatentAttention
     # The one projection that upstream builds without its group, so that it would ask the global state.

@@ -40,7 +40,7 @@ from megatron_cp.parallel.collectives import gather_tensors
 from megatron_cp.parallel.transfer import send
 
 
-class PredictionLayer(MultiTokenPredictionLayer):
+class MTPLayer(MultiTokenPredictionLayer):
     """One depth, whose weights depend on the seed and its number, and whose tokens follow the padded sequences.
 
     Of a hybrid model it has layers by a pattern of its own.
@@ -111,7 +111,7 @@ def mtp_block_spec(build: Build, model_layer: ModuleSpec | None) -> MultiTokenPr
     layer = get_mtp_layer_spec(model_layer, build.with_te)
     submodules = layer.submodules
     submodules.enorm = submodules.hnorm = submodules.layer_norm = build.norm
-    layer = ModuleSpec(module=PredictionLayer, submodules=submodules, params={"initialization_seed": build.seed})
+    layer = ModuleSpec(module=MTPLayer, submodules=submodules, params={"initialization_seed": build.seed})
     layers = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * layers)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_cp.parallel.collectives import sum_over_ranks
 
 
-class PackRouter(TopKRouter):
+class PackedRouter(TopKRouter):
     """megatron-core's router, whose load-balancing loss weighs a pack by the real tokens of all its ranks.
 
     ``cp_group`` and ``tp_cp_group`` are the microbatch's while ``active_group`` says so. Upstream means to weigh each
@@ -60,9 +60,9 @@ def expert_biases(chunks: Iterable[torch.nn.Module]) -> list[Tensor]:
     return [router.expert_bias for router in routers_in(chunks) if router.expert_bias is not None]
 
 
-def routers_in(parts: Iterable[torch.nn.Module]) -> Iterator[PackRouter]:
+def routers_in(parts: Iterable[torch.nn.Module]) -> Iterator[PackedRouter]:
     """All of these parts of a model."""
-    return (module for part in parts for module in part.modules() if isinstance(module, PackRouter))
+    return (module for part in parts for module in part.modules() if isinstance(module, PackedRouter))
 
 
 def padding_in_layers(

@@ -33,7 +33,7 @@ FORGOTTEN = ("wsd_decay_steps", "lr_wsd_decay_style")
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """The checkpoint that a run begins with.
 
     finetune: with its weights only. consumed_samples: where its data stood; 0 where that does not matter.
@@ -45,7 +45,7 @@ class Start:
     consumed_samples: int = 0
 
 
-def find_start(config: RunConfig) -> Start | None:
+def find_start(config: RunConfig) -> ResumePoint | None:
     """The checkpoint to begin with, ``None`` to start fresh.
 
     A run with ``checkpoint.pretrained_checkpoint``, or with a ``checkpoint.load`` that is another folder than
@@ -90,7 +90,7 @@ def find_start(config: RunConfig) -> Start | None:
         others = saved_iterations(root)
         fix = meant() or (f"{NAME.checkpoint.ckpt_step}={others[-1]}" if others else advice)
         raise ConfigError(f"{option}={root}: there is no {checkpoint_folder(root, iteration).name}. Fix: {fix}")
-    return _checked(Start(root, iteration, finetune), folder, config, weights_only=finetune or measured)
+    return _checked(ResumePoint(root, iteration, finetune), folder, config, weights_only=finetune or measured)
 
 
 def begin_with(config: RunConfig, root: str, iteration: int) -> str:
@@ -107,7 +107,7 @@ def begin_with(config: RunConfig, root: str, iteration: int) -> str:
     return str(Fix(tuple(override(f"checkpoint.{name}", value) for name, value in changed.items())))
 
 
-def _checked(start: Start, folder: Path, config: RunConfig, weights_only: bool) -> Start:
+def _checked(start: ResumePoint, folder: Path, config: RunConfig, weights_only: bool) -> ResumePoint:
     """Add where the data stood. A damaged checkpoint is left to :func:`load_checkpoint`, which says so for all ranks.
 
     Raises:
@@ -123,7 +123,7 @@ def _checked(start: Start, folder: Path, config: RunConfig, weights_only: bool) 
     return start if start.finetune else replace(start, consumed_samples=common["progress"]["consumed_samples"])
 
 
-def _newest_of_its_own(config: RunConfig) -> Start | None:
+def _newest_of_its_own(config: RunConfig) -> ResumePoint | None:
     """The newest checkpoint of the run's folder where this very configuration wrote it, ``None`` where another did.
 
     A damaged one does not say who wrote it. To begin anew over it, or to go on from another, has to be asked for.
@@ -138,10 +138,12 @@ def _newest_of_its_own(config: RunConfig) -> Start | None:
     except Exception:  # of damaged bytes, which can end in any error
         wanted = config.checkpoint
         other = wanted.ckpt_step is not None and wanted.load == root and not wanted.pretrained_checkpoint
-        return None if config.train.skip_train or (other and not wanted.finetune) else Start(root, iteration, False)
+        return (
+            None if config.train.skip_train or (other and not wanted.finetune) else ResumePoint(root, iteration, False)
+        )
     if not has_written(config, common):
         return None
-    return _checked(Start(root, iteration, False), folder, config, weights_only=False)
+    return _checked(ResumePoint(root, iteration, False), folder, config, weights_only=False)
 
 
 def has_written(config: RunConfig, common: dict[str, Any]) -> bool:
@@ -216,11 +218,11 @@ def _check_model(here: ModelConfig, save: str | None, common: dict[str, Any], fo
         model.hybrid_layer_pattern = without_stages(model.hybrid_layer_pattern) or None
         if model.position_embedding_type != "learned_absolute":  # no weights
             model.max_position_embeddings = None
-    if finetune and begins_further_tokens_anew(saved, now):
+    if finetune and mtp_starts_untrained(saved, now):
         for model in (saved, now):
             model.hybrid_layer_pattern = layers_of(model.hybrid_layer_pattern) or None
             model.mtp_num_layers, model.mtp_use_repeated_layer = None, False
-    if saved.num_layers == now.num_layers and saved.layer_parts == now.layer_parts:
+    if saved.num_layers == now.num_layers and saved.layer_types == now.layer_types:
         saved.moe_layer_freq = now.moe_layer_freq  # one number and a list can say the same
     # With YaRN the same weights are turned by other frequencies.
     turned = {saved.position_embedding_type, now.position_embedding_type} == {"rope", "yarn"}
@@ -248,7 +250,7 @@ def saved_model(common: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**_of_today(common["config"])["model"])
 
 
-def begins_further_tokens_anew(saved: ModelConfig, now: ModelConfig) -> bool:
+def mtp_starts_untrained(saved: ModelConfig, now: ModelConfig) -> bool:
     """Whether one of two models predicts further tokens and the other does not: the rest of its weights is the same."""
     return bool(saved.mtp_num_layers) != bool(now.mtp_num_layers)
 

@@ -42,8 +42,8 @@ from megatron_cp.training.checkpoint.optimizer_state import by_number, shaped_as
 from megatron_cp.training.checkpoint.resume import (
     FORGOTTEN,
     begin_with,
-    begins_further_tokens_anew,
     check_fits,
+    mtp_starts_untrained,
     saved_model,
     wants_optimizer,
 )
@@ -52,7 +52,7 @@ from megatron_cp.training.checkpoint.verification import checked_common
 from megatron_cp.training.checkpoint.writer import Writer
 from megatron_cp.training.monitor.metrics import logger
 from megatron_cp.training.monitor.nonfinite import parameters_are_finite
-from megatron_cp.training.setup import Progress, Run
+from megatron_cp.training.setup import Run, TrainProgress
 
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 # Random states are each rank's own: they are restored where ranks have the same places.
@@ -68,7 +68,7 @@ _SHAPES_RANKS = (
 
 
 @dataclass
-class Saved:
+class SaveResult:
     """A checkpoint, from the start of its save until it is in its place.
 
     paused: seconds that training stood still for it. taken: seconds from its start to its place.
@@ -93,7 +93,7 @@ class CheckpointSaver:
     def __init__(self, run: Run, root: str | Path) -> None:
         self._run = run
         self._root = Path(root)
-        self._pending: Saved | None = None
+        self._pending: SaveResult | None = None
         run_on_first_rank(lambda: clean_leftovers(root), "leftovers of interrupted saves could not be cleaned away")
 
     @property
@@ -101,7 +101,7 @@ class CheckpointSaver:
         """Whether this rank still writes in the background."""
         return self._pending is not None and self._pending.writer.writing
 
-    def save(self, data_state: dict[str, Any]) -> Saved | None:
+    def save(self, data_state: dict[str, Any]) -> SaveResult | None:
         """Save everything that resuming needs; in the background it is in its place after :meth:`finish`.
 
         Raises:
@@ -121,7 +121,7 @@ class CheckpointSaver:
             raise RuntimeFault(f"checkpoint {final} could not be written: {message}", on_all_ranks=True)
         failed = self._failed(final)
         partial = run_on_first_rank(lambda: self._create_partial(final), failed)
-        self._pending = pending = Saved(iteration, final, partial, Writer(), started)
+        self._pending = pending = SaveResult(iteration, final, partial, Writer(), started)
         with self._cleaned_up(partial):
             with raised_on_all_ranks(failed):  # before ranks need each other
                 if not partial.is_dir():
@@ -147,7 +147,7 @@ class CheckpointSaver:
         pending.paused = time.perf_counter() - started
         return None if run.config.checkpoint.async_save else self.finish()
 
-    def finish(self) -> Saved | None:
+    def finish(self) -> SaveResult | None:
         """Wait for what is being written, on all ranks, check it and put it in its place."""
         pending = self._pending
         if pending is None:
@@ -175,7 +175,7 @@ class CheckpointSaver:
         check_still_held(self._root)
         return create_partial(final)
 
-    def _complete(self, pending: Saved, written: list[Any]) -> None:
+    def _complete(self, pending: SaveResult, written: list[Any]) -> None:
         check_still_held(self._root)
         with completing:  # every rank has written: nobody else is needed for it any more
             pending.writer.write_index(pending.partial, written)
@@ -231,7 +231,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     with_rng = wanted.load_rng and not finetune and same_layout and saved["checkpoint"]["save_rng"]
     state = _sharded_state(run, is_loading=True, optimizer=with_optimizer, rng=with_rng)
     chunks = _chunks(run)
-    ahead_anew = finetune and begins_further_tokens_anew(saved_model(common), config.model)
+    ahead_anew = finetune and mtp_starts_untrained(saved_model(common), config.model)
     with raised_on_all_ranks(failed):
         for name in chunks:
             fit_to_checkpoint(state[name], folder, ahead_anew)
@@ -260,7 +260,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
             restore_random_state(loaded["rng"])
     if finetune:
         return {}
-    run.progress = Progress(**{each.name: common["progress"][each.name] for each in fields(Progress)})
+    run.progress = TrainProgress(**{each.name: common["progress"][each.name] for each in fields(TrainProgress)})
     different = said(differences(saved, here, settings_that(DATA)))
     if different and dist.get_rank() == 0:
         logger.warning("the samples that follow are others than they were to be: %s", "; ".join(different))

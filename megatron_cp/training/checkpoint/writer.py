@@ -27,7 +27,7 @@ from megatron_cp.training.checkpoint.checksums import FileSum, SummingTransforms
 
 
 @dataclass
-class Written:
+class WriteResult:
     """What a rank has written: torch's ``WriteResult`` of each part, and each file's checksum."""
 
     parts: list[Any] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Writer:
         else:
             _write(self._report, request.preload_fn() if request.preload_fn else None, os.getpid())
 
-    def finish(self) -> Written:
+    def finish(self) -> WriteResult:
         """Wait for this rank's files.
 
         Raises:
@@ -103,7 +103,7 @@ class Writer:
             raise written
         return written
 
-    def write_index(self, folder: Path, written: list[Written]) -> None:
+    def write_index(self, folder: Path, written: list[WriteResult]) -> None:
         """Write what makes the files in ``folder`` a checkpoint, from every rank's results; on rank 0."""
         self._strategy.writer.finish(self._strategy.metadata, [each.parts for each in written])
         save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(folder))
@@ -131,7 +131,7 @@ def _write(report: IO[bytes], buckets: list[Any] | None, parent: int) -> None:
     if os.getpid() != parent:
         # A writer whose rank is gone writes for nobody, and would hold the rank's connections open.
         end_with_parent(parent=parent)
-    outcome: Any = Written()
+    outcome: Any = WriteResult()
     checked = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # torch's own, which nothing compares, costs more than ours
     try:

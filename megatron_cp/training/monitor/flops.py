@@ -31,7 +31,7 @@ def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
     depths = model.mtp_num_layers or 0
     # Each depth of multi-token prediction joins two hidden states, and has a layer and the output layer's product.
     outside = 2 * model.hidden_size * ((1 + depths) * vocab_size + depths * 2 * model.hidden_size)
-    return outside + sum(_PER_TOKEN[part](model) for _, kind in layers_with_parts(model) for part in kind)
+    return outside + sum(_PER_TOKEN[part](model) for _, kind in numbered_layer_types(model) for part in kind)
 
 
 def flops_per_pair(model: ModelConfig) -> int:
@@ -42,15 +42,15 @@ def flops_per_pair(model: ModelConfig) -> int:
 def pairs_of_samples(model: ModelConfig, lengths: Sequence[int]) -> np.ndarray:
     """Pairs of a query and a key that it sees in each document, summed over the layers with attention: int64 [n]."""
     causal, window = model.attention_mask_type == "causal", tuple(model.window_size or (-1, -1))
-    windows = [model.layer_has_window(number) for number, kind in layers_with_parts(model) if "*" in kind]
+    windows = [model.layer_has_window(number) for number, kind in numbered_layer_types(model) if "*" in kind]
     windowed, whole = windows.count(True), windows.count(False)
     tokens = np.asarray(lengths, dtype=np.int64)
     return whole * attended_pairs(tokens, causal) + windowed * attended_pairs(tokens, causal, window)
 
 
-def layers_with_parts(model: ModelConfig) -> list[tuple[int, str]]:
+def numbered_layer_types(model: ModelConfig) -> list[tuple[int, str]]:
     """Number and parts of each layer: attention ``*``, MLP ``-``, experts ``E``, Mamba ``M``."""
-    main = [*enumerate(model.layer_parts, start=1)]
+    main = [*enumerate(model.layer_types, start=1)]
     if model.architecture == "hybrid":  # megatron-core numbers the layers of multi-token prediction from 1 again
         return [
             *main,

@@ -44,7 +44,7 @@ class Reporter:
         start: iterations that are done already.
         writes: whether anybody reads what it is told; what takes work to find out need not be told otherwise.
         trains: whether steps follow, and what an earlier attempt wrote about later ones is dropped.
-        of_every_schedule: what each line of ``schedules.jsonl`` begins with; None for a run that packs nothing.
+        reported_by_all_schedules: what each line of ``schedules.jsonl`` begins with; None for a run that packs nothing.
         run_settings: all settings as they were written, for charts to show.
         unlike: what sets evaluations apart from the run's own; these go to ``metrics.jsonl`` alone.
         peak: what the MFU is a fraction of; without it none is written.
@@ -59,7 +59,7 @@ class Reporter:
         *,
         writes: bool = True,
         trains: bool = True,
-        of_every_schedule: Mapping[str, int] | None = None,
+        reported_by_all_schedules: Mapping[str, int] | None = None,
         run_settings: Mapping[str, object] | None = None,
         unlike: Mapping[str, object] | None = None,
         peak: Peak | None = None,
@@ -73,8 +73,8 @@ class Reporter:
         resume_after = start if trains else None
         self._lines = JsonLines(folder / METRICS, resume_after)
         self._charts = open_charts(settings, folder, resume_after, run_settings or {}) if writes else []
-        self._schedules = None if of_every_schedule is None else JsonLines(folder / SCHEDULES, resume_after)
-        self._of_every_schedule = of_every_schedule or {}
+        self._schedules = None if reported_by_all_schedules is None else JsonLines(folder / SCHEDULES, resume_after)
+        self._of_every_schedule = reported_by_all_schedules or {}
         live = writes and wants_live_line(settings.progress)
         self._progress = ProgressLine(self._total, start) if live else None
         self._since_log: list[StepMetrics] = []

@@ -25,7 +25,7 @@ MAX_SKIPPED_IN_A_ROW = 10  # what goes wrong that often does not pass by itself
 
 
 @dataclass(frozen=True, order=True)
-class Sighting:
+class NonFiniteEvent:
     """Where a number first was not finite. Ordered as the computation is, over all ranks.
 
     backward: whether it was a gradient. stage: of the whole pipeline, from its end in the backward pass.
@@ -90,9 +90,9 @@ def origin(run: Run, repeat: Callable[[], float]) -> tuple[str, bool]:
 
 
 @contextmanager
-def _watched(run: Run) -> Iterator[list[Sighting]]:
+def _watched(run: Run) -> Iterator[list[NonFiniteEvent]]:
     """Hooks on all modules and parameters that note the first numbers which are not finite, forward and backward."""
-    seen: list[Sighting] = []
+    seen: list[NonFiniteEvent] = []
     handles: list[Any] = []
     for index, chunk in enumerate(run.model):
         watch = _ChunkWatch(run, index, seen)
@@ -113,7 +113,7 @@ def _watched(run: Run) -> Iterator[list[Sighting]]:
 class _ChunkWatch:
     """Notes for one model chunk of this rank."""
 
-    def __init__(self, run: Run, chunk: int, seen: list[Sighting]) -> None:
+    def __init__(self, run: Run, chunk: int, seen: list[NonFiniteEvent]) -> None:
         self._seen = seen
         self._rank = run.all_ranks.rank()
         self._stage = chunk * run.groups.pp.size() + run.groups.pp.rank()
@@ -142,7 +142,9 @@ class _ChunkWatch:
         if not bool(torch.isfinite(tensor.detach()).all()):
             stage = -self._stage if backward else self._stage
             kind = "nan" if bool(tensor.detach().isnan().any()) else "inf"
-            self._seen.append(Sighting(backward, microbatch, stage, self._order, self._rank, f"{kind} in the {where}"))
+            self._seen.append(
+                NonFiniteEvent(backward, microbatch, stage, self._order, self._rank, f"{kind} in the {where}")
+            )
 
 
 def _named_parameters(run: Run) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.attention.transports.registry import known_transports
 from megatron_cp.config.run_config import DistributedConfig, ModelConfig
-from megatron_cp.dynamic_cp.groups import Positions, all_to_all_size, group_line
+from megatron_cp.dynamic_cp.buddy_tree import Positions, all_to_all_size, group_line
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
 from megatron_cp.launch import launcher
 from megatron_cp.parallel.layout import RankLayout
@@ -28,7 +28,7 @@ def build_dynamic_groups(
 ) -> DynamicGroups | None:
     """The groups of packed microbatches, ``None`` for a run without packing; collective. Logs them once.
 
-    ``blocks`` are those of :func:`megatron_cp.dynamic_cp.groups.configured_blocks`.
+    ``blocks`` are those of :func:`megatron_cp.dynamic_cp.buddy_tree.configured_blocks`.
     """
     if not blocks:
         return None

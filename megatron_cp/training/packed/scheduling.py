@@ -18,7 +18,7 @@ from megatron_cp.training.monitor.flops import (
     flops_per_pair,
     flops_per_token,
     head_dims,
-    layers_with_parts,
+    numbered_layer_types,
     pairs_of_samples,
 )
 
@@ -55,7 +55,7 @@ def what_keeps_step(model: ModelConfig, layout: RankLayout) -> dict[str, Any]:
     return {"microbatch_multiple": multiple, "sync_ranks": sync_ranks(layout), "pipeline_size": layout.pp}
 
 
-def of_every_schedule(model: ModelConfig, layout: RankLayout) -> dict[str, Any] | None:
+def reported_by_all_schedules(model: ModelConfig, layout: RankLayout) -> dict[str, Any] | None:
     """What each line of ``schedules.jsonl`` says of the run; None where nothing is packed."""
     if model.sequence_packing_scheduler is None:
         return None
@@ -78,7 +78,7 @@ def device_name() -> str:
 def model_cost(model: ModelConfig, longest: int) -> CostModel:
     """The cost model of a model on this machine, before anything was measured; ``longest``: tokens of a sample."""
     device = DEVICES[device_name()]
-    layers = layers_with_parts(model)
+    layers = numbered_layer_types(model)
     attending = sum("*" in parts for _, parts in layers)
     per_token = flops_per_token(model, model.vocab_size or 32768)
     growing, constant = _keys_seen(model, longest, per_token)

@@ -13,7 +13,7 @@ from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches, SampleSource, Scheduler, StepPlan
 from megatron_cp.dynamic_cp.runtime.packing import Sample
 from megatron_cp.parallel.layout import layout_of
-from megatron_cp.training.batch_checks import Problem, agree_on_packs
+from megatron_cp.training.batch_checks import Problem, check_same_packs
 from megatron_cp.training.batches import Step, steps_to_come
 from megatron_cp.training.packed.calibration import CostTracker
 from megatron_cp.training.packed.scheduling import keeps_step, make_schedule, model_cost
@@ -100,7 +100,7 @@ class PackedSteps:
             except (ValueError, IndexError, OSError) as error:
                 problems.append(str(error))
         with self._run.phases("data"):
-            agree_on_packs(self._run, self._size, plan, problems)
+            check_same_packs(self._run, self._size, plan, problems)
             assert plan is not None
             microbatches = self._batches.microbatches(plan)
         self._plan = plan

@@ -150,7 +150,7 @@ def in_packs(lengths: str, overrides: Overrides) -> tuple[Losses, Counter[str]]:
 
 
 @functools.cache
-def on_one_rank(model: str) -> Losses:
+def on_single_rank(model: str) -> Losses:
     """Our own layers'."""
     losses, calls = run_ranks(trained, 1, NATIVE | json.loads(model))[0]
     assert not calls
@@ -173,7 +173,7 @@ def test_layers_train_as_ours_do_on_one_rank(case: str) -> None:
         assert with_fused_loss == (model is not PLAIN_KERNELS)
         with_shared_products = any(calls["te_general_grouped_gemm"] for _, calls in results)  # on a stage with experts
         assert with_shared_products == ("model__num_moe_experts" in model and not model.items() >= ONE_BY_ONE.items())
-        differences = worst_difference(results[0][0], on_one_rank(json.dumps(model)))
+        differences = worst_difference(results[0][0], on_single_rank(json.dumps(model)))
         assert max(differences) < 2e-6, (ranks, differences)
 
 
@@ -199,7 +199,7 @@ def test_layers_train_the_same_around_our_attention(case: str) -> None:
     for losses, calls in run_ranks(trained, size, wanted | model | layout):
         assert not calls["fused_attn_fwd"] and calls["gradients summed"]
         assert bool(calls["fused_rope_forward"]) == rotates(model)
-        assert max(worst_difference(losses, on_one_rank(json.dumps(model)))) < 2e-6
+        assert max(worst_difference(losses, on_single_rank(json.dumps(model)))) < 2e-6
 
 
 def rotates(model: Overrides) -> bool:
@@ -213,7 +213,7 @@ def test_our_layers_take_kernels_that_are_asked_for() -> None:
     asked = {f"model__{name}": value for name, value in wanted.items()}
     for losses, calls in run_ranks(trained, 2, NATIVE | CP2 | asked):
         assert set(calls) == {"fused_rope_forward", "fused_rope_backward", "cross_entropy_forward"}
-        assert max(worst_difference(losses, on_one_rank("{}"))) < 2e-6
+        assert max(worst_difference(losses, on_single_rank("{}"))) < 2e-6
 
 
 @pytest.fixture(scope="module")

@@ -181,14 +181,14 @@ def _bf16(case: Case) -> dict[str, list[tuple[float, float]]]:
     whole = [x.requires_grad_() for x in inputs]
     q, k, v = (x.permute(1, 2, 0, 3) for x in whole)
     sdpa = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=True).permute(2, 0, 1, 3)
-    one_rank = [sdpa.detach(), *torch.autograd.grad(sdpa, whole, dout)]
+    single_rank = [sdpa.detach(), *torch.autograd.grad(sdpa, whole, dout)]
     exact = case.reference()
     ratios = {}
     pair = make_groups(2)
     for comm_type in COMM_TYPES:
         mine = run_sharded(case, pair if comm_type == "a2a+p2p" else dist.group.WORLD, comm_type)
         ratios[comm_type] = []
-        for got, sdpa_answer, truth in zip(mine, one_rank, exact, strict=True):
+        for got, sdpa_answer, truth in zip(mine, single_rank, exact, strict=True):
             shards = [None] * size
             dist.all_gather_object(shards, got.double())
             ours, theirs = unshard_sequence(shards, 0) - truth, sdpa_answer.double() - truth

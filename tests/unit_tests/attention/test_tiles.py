@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.attention.sharding import Layout, Span
+from megatron_cp.attention.sharding import Layout, RowSpan
 from megatron_cp.attention.tiles import Kind, Mask, TileSize, cover, plan, plan_gathered, ring_shifts, touches
 from tests.unit_tests.attention.test_sharding import packs
 
@@ -150,7 +150,7 @@ def test_a_kernel_that_skips_what_is_hidden_gets_diagonals_whole():
     ]
     assert [tiles(plan(layout, rank, rank, causal, TileSize())) for rank in range(2)] == own
     # With other rows between them, its chunks do not make one square.
-    apart = (Span(0, 4, 0, 0), Span(6, 4, 12, 0))
+    apart = (RowSpan(0, 4, 0, 0), RowSpan(6, 4, 12, 0))
     rows = [row for span in apart for row in range(span.row, span.row + span.length)]
     check_cover(cover(apart, apart, causal, TileSize()), {(q, k) for q in rows for k in rows if k <= q})
     # Of all keys up to the queries' last, the diagonal ends in the last corner.

@@ -15,7 +15,7 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import RunConfig, settings
 from megatron_cp.config.schema import build
 from megatron_cp.config.setting import LAYOUT, Facts, equals, facts_of, given, setting
-from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.rules import RULES, Environment
 from megatron_cp.rules.base import Context
@@ -56,7 +56,7 @@ def test_one_line_adds_a_setting_that_is_passed_on(one_more: type[RunConfig]) ->
     context = Context(config, 1, None, Environment.detect())
     for found in (unread(config), RULES["K30"].check(context)):  # that nothing reads it, and its range
         assert [each.field for each in found] == ["model.moe_input_jitter_eps"]
-    assert on_one_rank(config).model.config_logger_dir == ""
+    assert on_single_rank(config).model.config_logger_dir == ""
     build(one_more, {"model": {"config_logger_dir": 3}}, problems)
     assert [each.field for each in problems] == ["model.config_logger_dir"]
 

@@ -13,7 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.samples.datasets import Datasets, build_datasets
-from megatron_cp.data.summary import LINE, Taken, log_data, planned_line
+from megatron_cp.data.summary import LINE, TokensUsed, log_data, planned_line
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from tests.training_runs import tiny_config
 
@@ -46,7 +46,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[..., tuple[str, list[str]
         datasets = build_datasets(config.dataset, tokenizer, wanted, evaluated, tested)
         caplog.clear()
         with caplog.at_level(logging.INFO, "megatron_cp.data.summary"):
-            taken = Taken(first, samples, config.train.global_batch_size, config.validation.eval_iters, 4)
+            taken = TokensUsed(first, samples, config.train.global_batch_size, config.validation.eval_iters, 4)
             log_data(config.dataset, config.tokenizer, datasets, tokenizer.eod, taken)
         lines = [record for record in caplog.records if record.name == "megatron_cp.data.summary"]
         assert [record.getMessage().startswith("data:") for record in lines] == [True] + [False] * (len(lines) - 1)
@@ -249,7 +249,7 @@ def test_the_longest_line(caplog: pytest.LogCaptureFixture) -> None:
 
     config = tiny_config(validation__eval_iters=2, dataset__kind="documents", dataset__data_path="x")
     large: Any = Large()
-    taken = Taken(99999999, 2345678912, 4, 2, 4)
+    taken = TokensUsed(99999999, 2345678912, 4, 2, 4)
     with caplog.at_level(logging.INFO, "megatron_cp.data.summary"):
         log_data(config.dataset, config.tokenizer, Datasets(large, large, large), 1, taken)
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("data:")]

@@ -14,7 +14,7 @@ from megatron_cp.config.run_config import DatasetConfig, RunConfig
 from megatron_cp.data.data_path import parse_blend
 from megatron_cp.data.formats.indexed import check_ids, open_indexed
 from megatron_cp.data.formats.jsonl import _sample, read_lines
-from megatron_cp.data.samples.parts import parts_of
+from megatron_cp.data.samples.split_files import files_of_splits
 from megatron_cp.data.samples.varlen import DocumentDataset
 from megatron_cp.rules.remedies import parse_fix, with_overrides
 
@@ -38,7 +38,7 @@ def read_files(config: RunConfig) -> None:
 
 def read_documents(config: RunConfig) -> None:
     data, evaluated = config.dataset, config.validation.eval_iters
-    for part in filter(None, parts_of(data, [8, evaluated, evaluated])):
+    for part in filter(None, files_of_splits(data, [8, evaluated, evaluated])):
         DocumentDataset(part.paths[0], data.seq_length, data.too_long, part=part.share)
 
 

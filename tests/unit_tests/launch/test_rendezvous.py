@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron_cp import cli
 from megatron_cp.common.errors import DataError, RuntimeFault
 from megatron_cp.config.run_config import DistributedConfig
-from megatron_cp.launch.rendezvous import tell_those_who_wait
+from megatron_cp.launch.rendezvous import publish_failure
 from megatron_cp.parallel.device import start_distributed
 from megatron_cp.training import train  # noqa: F401 - so that no forked rank has to
 from tests.ranks import run_ranks
@@ -133,8 +133,8 @@ def with_one_that_cannot(restarts: str, fail: Callable[[], None]) -> str:
 
 
 def lacks_a_file() -> None:
-    tell_those_who_wait(DataError("corpus.bin: no such file"))
-    tell_those_who_wait(DataError("what comes of it"))
+    publish_failure(DataError("corpus.bin: no such file"))
+    publish_failure(DataError("what comes of it"))
 
 
 def test_a_rank_that_cannot_come_says_why_to_other_nodes(launcher: dist.TCPStore) -> None:
@@ -195,7 +195,7 @@ def test_whatever_ends_a_rank_early_is_told_to_other_nodes(
 def tell_once_met() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     start_distributed(DistributedConfig())
-    tell_those_who_wait(DataError("too late"))
+    publish_failure(DataError("too late"))
     dist.barrier()
 
 

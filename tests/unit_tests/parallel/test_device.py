@@ -56,7 +56,7 @@ def test_a_task_that_sees_its_own_gpu_only_shares_none(
 ) -> None:
     """As Slurm's tasks with --gpus-per-task; torchrun's ranks see all GPUs of their node."""
 
-    def meet(means: str, timeout: object) -> None:
+    def rendezvous(means: str, timeout: object) -> None:
         assert means == "nccl"
         raise StartedError
 
@@ -69,7 +69,7 @@ def test_a_task_that_sees_its_own_gpu_only_shares_none(
     taken = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
-    monkeypatch.setattr(device, "meet", meet)
+    monkeypatch.setattr(device, "rendezvous", rendezvous)
     with pytest.raises(ConfigError if refused else StartedError):
         start_distributed(DistributedConfig())
     assert taken == [0]

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.verify import compare
 from megatron_cp.verify.measure import Measurement
 from megatron_cp.verify.reduce import comparable
@@ -74,14 +74,14 @@ def observe(names: tuple[str, ...], larger: Overrides | None = None) -> dict[str
     for name in names:
         config = tiny_config(**FAULTS[name].layout | (larger or {}))
         (layout,) = comparable([config], 4, 2, full=larger is not None)
-        reference = on_one_rank(layout)
+        reference = on_single_rank(layout)
         if repr(layout) not in rights:
             with planted_in_the_layout(None, references):
-                right = compare.compare_with_one_rank(layout, reference)
+                right = compare.compare_with_single_rank(layout, reference)
             assert right.equal, (name, diagnose(right))
             rights[repr(layout)] = excess_of(right)
         with planted_in_the_layout(name, references):
-            result = compare.compare_with_one_rank(layout, reference)
+            result = compare.compare_with_single_rank(layout, reference)
         seen[name] = Seen(result.equal, " ".join(diagnose(result)), excess_of(result), rights[repr(layout)])
     return seen
 

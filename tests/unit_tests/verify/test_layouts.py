@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from megatron_cp.config.single_rank import on_one_rank
-from megatron_cp.verify.compare import compare_with_one_rank
+from megatron_cp.config.single_rank import on_single_rank
+from megatron_cp.verify.compare import compare_with_single_rank
 from megatron_cp.verify.reduce import comparable
 from megatron_cp.verify.report import diagnose
 from tests.ranks import run_ranks
@@ -30,7 +30,7 @@ MTP = {"model__mtp_num_layers": 2, "model__mtp_loss_scaling_factor": 0.5}
 
 def compare(overrides: dict[str, Any]) -> tuple[bool, list[str], int]:
     (layout,) = comparable([tiny_config(**overrides)], 4, 2)
-    result = compare_with_one_rank(layout, on_one_rank(layout))
+    result = compare_with_single_rank(layout, on_single_rank(layout))
     return result.equal, diagnose(result), result.gradients.number
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.common.errors import ConfigError
 from megatron_cp.config.recipes import list_recipes, load_recipe
-from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.rules import check
 from megatron_cp.verify.reduce import AUX_LOSS, LEARNING_RATE, MTP_LOSS, PACKED_TOKENS, Z_LOSS, comparable
 from tests.functional_tests.random_layouts import configurations
@@ -48,7 +48,7 @@ def test_every_recipe_reduces_to_a_valid_small_layout(name):
     world_size = config.recipe_world_size or config.model.fewest_ranks
     (small,) = comparable([config], world_size, 3)
     assert not errors(small, world_size)
-    assert not errors(on_one_rank(small), 1)
+    assert not errors(on_single_rank(small), 1)
     assert [getattr(small.model, field) for field in KEPT] == [getattr(m, field) for field in KEPT]
     stages = m.pipeline_model_parallel_size * (m.virtual_pipeline_model_parallel_size or 1)
     windows = m.window_attn_skip_freq if isinstance(m.window_attn_skip_freq, int) else 0
@@ -83,7 +83,7 @@ def test_stages_of_unevenly_many_layers_keep_them():
     ]
     (small,) = comparable([load_recipe("llama_tiny_pretrain_config", stages)], 8, 3)
     assert (small.model.num_layers, small.model.num_layers_in_first_pipeline_stage) == (6, 1) and not errors(small, 8)
-    assert not errors(on_one_rank(small), 1)
+    assert not errors(on_single_rank(small), 1)
 
 
 def test_stages_and_microbatches_suffice():
@@ -103,16 +103,16 @@ def test_packed_samples_keep_their_number_of_ranks():
         "model.max_seqlen_per_dp_cp_rank=24", "dataset.seq_length=72",
     ]  # fmt: skip
     (small,) = comparable([load_recipe("llama_tiny_pretrain_config", overrides)], 4, 3)
-    assert not errors(small, 4) and not errors(on_one_rank(small), 1)
+    assert not errors(small, 4) and not errors(on_single_rank(small), 1)
     model, length = small.model, small.dataset.seq_length
     assert small.dataset.kind == "mock_documents" and model.dynamic_context_parallel
     assert 2 * model.max_seqlen_per_dp_cp_rank < length <= 3 * model.max_seqlen_per_dp_cp_rank
-    assert on_one_rank(small).model.max_seqlen_per_dp_cp_rank == length
+    assert on_single_rank(small).model.max_seqlen_per_dp_cp_rank == length
 
 
 def test_the_reference_has_no_fused_or_chunked_loss():
     overrides = ["model.cross_entropy_loss_fusion=true", "mixed_precision=bf16_mixed"]
-    reference = on_one_rank(load_recipe("llama_tiny_pretrain_config", overrides))
+    reference = on_single_rank(load_recipe("llama_tiny_pretrain_config", overrides))
     assert not reference.model.cross_entropy_loss_fusion
 
 
@@ -124,7 +124,7 @@ def test_two_layouts_get_one_model():
     small = comparable([first, second], 24, 3)
     assert small[0].dataset.seq_length == small[1].dataset.seq_length == 48
     assert small[0].train.global_batch_size == small[1].train.global_batch_size
-    assert on_one_rank(small[0]).model == on_one_rank(small[1]).model
+    assert on_single_rank(small[0]).model == on_single_rank(small[1]).model
     assert not errors(small[0], 24) and not errors(small[1], 24)
 
 
@@ -223,7 +223,7 @@ def test_what_trains_is_not_refused(overrides, environment, full):
     config = load_recipe("llama_tiny_pretrain_config", [*ONE_LEVEL, *overrides])
     assert not errors(config, 4, environment)
     (reduced,) = comparable([config], 4, 3, full=full)
-    assert not errors(reduced, 4, environment) and not errors(on_one_rank(reduced), 1, environment)
+    assert not errors(reduced, 4, environment) and not errors(on_single_rank(reduced), 1, environment)
 
 
 def test_what_float32_can_have_stays():
@@ -357,10 +357,10 @@ def accepted_reduced(drawn, pieces, environment, full):
     assume(not latent_and_split and not errors(config, world_size, environment))
     (reduced,) = comparable([config], world_size, 3, full=full)
     assert not errors(reduced, world_size, environment)
-    assert not errors(on_one_rank(reduced), 1, environment)
+    assert not errors(on_single_rank(reduced), 1, environment)
 
 
 def test_the_reference_holds_the_longest_sample_with_its_padding():
     """Of an odd length, too: one token of padding makes it even."""
     config = load_recipe("llama_tiny_dynamic_cp_pretrain_config", [*ONE_LEVEL, "dataset.seq_length=65"])
-    assert on_one_rank(config).model.max_seqlen_per_dp_cp_rank == 66
+    assert on_single_rank(config).model.max_seqlen_per_dp_cp_rank == 66

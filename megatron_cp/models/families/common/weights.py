@@ -29,7 +29,7 @@ How = Literal["same", "stacked", "by group", "paired", "transposed"]
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightMapping:
     """The published tensors of which one of megatron-core's parameters is made, in order, and how.
 
     expert: the expert's number, where a published tensor is of all experts and the parameter is made of its slice.
@@ -79,10 +79,10 @@ class WeightNames:
     def and_in_a_layer(self, further: Mapping[str, tuple[str, ...]]) -> WeightNames:
         return WeightNames(self.layers, self.outside, {**self.in_a_layer, **further})
 
-    def part_of(self, name: str) -> Part:
+    def mapping_of(self, name: str) -> WeightMapping:
         """What makes up the parameter that a whole, undivided model calls ``name``."""
         if name in self.outside:
-            return Part((self.outside[name],), "same")
+            return WeightMapping((self.outside[name],), "same")
         layer = _LAYER.fullmatch(name)
         assert layer, name
         expert = _EXPERT.search(layer[2])
@@ -95,7 +95,7 @@ class WeightNames:
             how = "paired" if "linear_fc1" in name else "transposed"
         numbered = (inner.format(expert[0]) if expert else inner for inner in published)
         names = tuple(f"{self.layers}.{layer[1]}.{inner}" for inner in numbered)
-        return Part(names, how, int(expert[0]) if expert and of_all else None)
+        return WeightMapping(names, how, int(expert[0]) if expert and of_all else None)
 
     def is_spare(self, published: str, model: ModelConfig) -> bool:
         """Whether a published tensor may be left where it is."""

@@ -9,7 +9,7 @@ from megatron_cp.config.run_config import ModelConfig, default_at
 from megatron_cp.models.hybrid_pattern import LETTERS, ahead_of, layers_of, with_stages, without_stages
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import closest, default_of, divisors, nearest_multiples, ones, resized
-from megatron_cp.rules.unused_settings import unread
+from megatron_cp.rules.unused_settings import unused_settings
 
 # megatron-core's latent attention makes its own projections, scale and rotary embedding, without asking for these.
 _NOT_READ_BY_LATENT_ATTENTION = (
@@ -167,7 +167,7 @@ def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
         ),
     ),
 )
-def everything_is_built(c: Context) -> Iterator[Finding]:
+def layer_types_are_supported(c: Context) -> Iterator[Finding]:
     if c.model.architecture == "hybrid":
         for field in filter(c.config.value_at, _NOT_BUILT_IN_HYBRIDS):
             message = "is not built into hybrid models by this version"
@@ -180,7 +180,7 @@ def everything_is_built(c: Context) -> Iterator[Finding]:
             yield Finding(NAME.model.moe_layer_freq, message, "=1")
     if c.model.multi_latent_attention:
         yield from _not_read_by_latent_attention(c)
-    yield from unread(c.config)
+    yield from unused_settings(c.config)
 
 
 def _not_read_by_latent_attention(c: Context) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from megatron_cp.attention.kernels import launches
 from megatron_cp.attention.kernels.cpu import Matmul
 from megatron_cp.attention.kernels.cuda import CudaFlash, flash_window
 from megatron_cp.attention.kernels.dispatch import attend, attend_backward
-from megatron_cp.attention.kernels.launches import SPARE_ROWS, Launch, by_launch, together
+from megatron_cp.attention.kernels.launches import SPARE_ROWS, Launch, by_launch, group_launches
 from megatron_cp.attention.merge import Gradient, OutputAccumulator
 from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Kind, Mask, Tile, TileSize, plan, plan_gathered
@@ -49,7 +49,7 @@ class OneByOne(Matmul):
     """Many sequences in a launch, as a kernel that takes them would compute them."""
 
     def launches(self, plan, q, v):
-        return together(plan, window_of, q.device, ROOM)
+        return group_launches(plan, window_of, q.device, ROOM)
 
     def _each(self, launch):
         left, right = window_of(launch.tile)
@@ -122,9 +122,9 @@ def test_a_stop_is_one_launch_however_many_sequences_there_are():
         layout = Layout(tuple(int(n - rng.integers(0, 3)) for n in padded), padded, 4)
         for rank in range(4):
             for source in range(4):
-                assert len(together(plan(layout, rank, source, CAUSAL, TileSize()), window_of, CPU, ROOM)) == 1
+                assert len(group_launches(plan(layout, rank, source, CAUSAL, TileSize()), window_of, CPU, ROOM)) == 1
             # Of gathered keys, a rank's second chunk sees those of its first; a row alone sees all that it is given.
-            assert len(together(plan_gathered(layout, rank, CAUSAL, TileSize()), window_of, CPU, ROOM)) <= 4
+            assert len(group_launches(plan_gathered(layout, rank, CAUSAL, TileSize()), window_of, CPU, ROOM)) <= 4
 
 
 def test_a_launch_has_room_for_its_gradients():
@@ -145,7 +145,7 @@ def rows_of(launch):
 
 def test_rows_that_follow_each_other_are_not_collected():
     tiles = plan(Layout((8, 24, 16), (8, 24, 16), 1), 0, 0, CAUSAL, TileSize())
-    (launch,) = together(tiles, window_of, CPU, ROOM)
+    (launch,) = group_launches(tiles, window_of, CPU, ROOM)
     assert launch.q_rows == launch.k_rows == slice(0, 48)
     assert launch.q_lengths.ends.tolist() == [0, 8, 32, 48] and launch.q_lengths.longest == 24
 
@@ -157,7 +157,7 @@ def test_layers_share_what_was_sent(monkeypatch):
     for _layer in range(3):
         tiles = plan(layout, 0, 0, CAUSAL, TileSize(half_from=0))
         with torch.inference_mode():
-            (launch,) = together(tiles, window_of, CPU, ROOM)
+            (launch,) = group_launches(tiles, window_of, CPU, ROOM)
     assert len(sent) == 4, "the rows and the ends, of queries and of keys"
     assert not launch.q_rows.is_inference()
 

@@ -67,7 +67,7 @@ def test_layers_that_share_transport_and_groups_are_tried_once():
 def _gather_only_my_own(pieces, outs, content, peers, index):
     for piece, out in zip(pieces, outs, strict=True):
         out.copy_(torch.cat([piece] * peers.size))
-    return comm.Arrival(content, [])
+    return comm.PendingReceive(content, [])
 
 
 def _broken(how: str) -> str:
@@ -86,7 +86,7 @@ def _broken(how: str) -> str:
             a2a, p2p = layers[3].pg_collection.hcp
             layers[3].context = CPContext.build("a2a+p2p", (p2p, a2a))
         case "silent ring":
-            comm.hop = lambda pair, *_: comm.Arrival(pair, [])
+            comm.hop = lambda pair, *_: comm.PendingReceive(pair, [])
         case "silent gather":
             comm.all_gather = _gather_only_my_own
         case "silent gradients":

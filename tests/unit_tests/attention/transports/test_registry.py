@@ -11,12 +11,12 @@ import pytest
 from megatron_cp.attention.modules.probe import ProbeError
 from megatron_cp.attention.transports.registry import HIERARCHICAL, RING, TRANSPORTS, cost_transport
 from megatron_cp.attention.transports.select import select_transport
-from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.rules import Environment, check
 from megatron_cp.training.packed.scheduling import model_cost
 from megatron_cp.training.setup import setup
-from megatron_cp.verify.compare import compare_with_one_rank
+from megatron_cp.verify.compare import compare_with_single_rank
 from megatron_cp.verify.reduce import comparable
 from megatron_cp.verify.report import diagnose
 from tests.doubles import keys_only
@@ -103,7 +103,7 @@ def test_a_training_step_gives_the_numbers_of_one_rank() -> None:
 
 def _verify() -> tuple[bool, list[str]]:
     (layout,) = comparable([tiny_config(**FIFTH)], 2, 1)
-    result = compare_with_one_rank(layout, on_one_rank(layout))
+    result = compare_with_single_rank(layout, on_single_rank(layout))
     return result.equal, diagnose(result)
 
 

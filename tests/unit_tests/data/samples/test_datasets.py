@@ -18,7 +18,7 @@ from megatron_cp.config.run_config import RunConfig, TokenizerConfig
 from megatron_cp.data.data_path import parse_blend
 from megatron_cp.data.samples import datasets
 from megatron_cp.data.samples.datasets import SAMPLE_KEYS, build_datasets
-from megatron_cp.data.samples.parts import has_test_part
+from megatron_cp.data.samples.split_files import has_test_part
 from megatron_cp.data.samples.streams import check_files
 from megatron_cp.data.text.preprocess import preprocess
 from megatron_cp.data.text.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer, build_tokenizer, train_bpe

@@ -19,7 +19,7 @@ HYBRID_CASES: dict[str, Case] = {
 
 
 @functools.cache
-def one_rank() -> Losses:
+def single_rank() -> Losses:
     return run_ranks(train, 1, HYBRID, 128)[0][0]
 
 
@@ -27,7 +27,7 @@ def one_rank() -> Losses:
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in HYBRID_CASES]
 )
 def test_packed_training_equals_one_rank(name: str) -> None:
-    check_case(HYBRID_CASES[name], HYBRID, one_rank())
+    check_case(HYBRID_CASES[name], HYBRID, single_rank())
 
 
 def without_resets() -> Losses:
@@ -42,7 +42,7 @@ def without_resets() -> Losses:
 
 
 def test_a_state_that_is_not_reset_is_noticed() -> None:
-    worst_loss, _ = worst_difference(run_ranks(without_resets, 1)[0], one_rank())
+    worst_loss, _ = worst_difference(run_ranks(without_resets, 1)[0], single_rank())
     assert worst_loss > 1e-4
 
 

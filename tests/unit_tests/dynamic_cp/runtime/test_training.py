@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.data.samples.varlen import MockVarlenDataset
 from megatron_cp.dynamic_cp import CostModel, Schedule, schedule, schedule_fixed_cp
-from megatron_cp.dynamic_cp.groups import all_to_all_size, legal_groups
+from megatron_cp.dynamic_cp.buddy_tree import all_to_all_size, legal_groups
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
 from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches, _check
@@ -75,7 +75,7 @@ def train(
 
 
 @functools.cache
-def one_rank() -> Losses:
+def single_rank() -> Losses:
     return run_ranks(train, 1, {}, 128)[0][0]
 
 
@@ -121,7 +121,7 @@ FAST = ("4 ranks", "4 ranks, decentralized", "tp2 sp", "full recomputation", "se
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_packed_training_equals_one_rank(name: str) -> None:
-    check_case(CASES[name], {}, one_rank())
+    check_case(CASES[name], {}, single_rank())
 
 
 def without_the_switch() -> None:

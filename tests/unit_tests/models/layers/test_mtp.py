@@ -17,7 +17,7 @@ from megatron_cp.common.jsonl_log import read_lines
 from megatron_cp.config.run_config import LoggerConfig
 from megatron_cp.data.samples.varlen import MockVarlenDataset
 from megatron_cp.dynamic_cp import schedule, schedule_fixed_cp
-from megatron_cp.dynamic_cp.groups import legal_groups
+from megatron_cp.dynamic_cp.buddy_tree import legal_groups
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
 from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches
 from megatron_cp.models.language_model import LanguageModel
@@ -55,7 +55,7 @@ def worst_difference(a: Steps, b: Steps) -> float:
 
 
 @functools.cache
-def one_rank(depths: int, *, tied: bool = False) -> Steps:
+def single_rank(depths: int, *, tied: bool = False) -> Steps:
     return run_ranks(train, 1, (MTP1 if depths == 1 else MTP2) | (TIED if tied else {}))[0]
 
 
@@ -103,7 +103,7 @@ def test_training_equals_one_rank(name: str, depths: int, tied: bool) -> None:
         overrides |= {"dataset__seq_length": 36}
     results = run_ranks(train, world_size, overrides)
     assert all(result == results[0] for result in results), "ranks report different losses"
-    reference = one_rank(depths, tied=tied)
+    reference = single_rank(depths, tied=tied)
     if name == "cp3":
         without_cp = {key: value for key, value in overrides.items() if key != "model__context_parallel_size"}
         reference = run_ranks(train, 1, without_cp)[0]
@@ -133,10 +133,10 @@ def test_the_last_stage_may_have_fewer_other_layers_or_none(layers: int, layout:
 
 def test_the_depths_learn_and_matter() -> None:
     """Guards the comparisons: heads that nobody trains, or a loss that nobody adds, would pass them."""
-    assert all(later[2 + k] != earlier[2 + k] for k in (0, 1) for earlier, later in [one_rank(2)[:2]])
+    assert all(later[2 + k] != earlier[2 + k] for k in (0, 1) for earlier, later in [single_rank(2)[:2]])
     small = run_ranks(train, 1, MTP2 | {"model__mtp_loss_scaling_factor": 1e-3})[0]
-    assert small[0][0] == one_rank(2)[0][0], "the first forward pass is the same"
-    assert abs(small[0][1] - one_rank(2)[0][1]) > 1e-2 and small[-1][0] != one_rank(2)[-1][0]
+    assert small[0][0] == single_rank(2)[0][0], "the first forward pass is the same"
+    assert abs(small[0][1] - single_rank(2)[0][1]) > 1e-2 and small[-1][0] != single_rank(2)[-1][0]
 
 
 ONE_LAYER = MTP2 | {"model__mtp_use_repeated_layer": True}
@@ -243,7 +243,7 @@ def upstreams_loss(overrides: dict[str, Any]) -> Steps:
 
 def test_one_rank_equals_megatron_core() -> None:
     theirs = run_ranks(upstreams_loss, 1, MTP2 | {"train__micro_batch_size": 4})[0]
-    assert worst_difference(one_rank(2), theirs) < TOLERANCE
+    assert worst_difference(single_rank(2), theirs) < TOLERANCE
 
 
 # Packed microbatches, each with a context-parallel group of its own.
@@ -375,7 +375,7 @@ def test_resuming_under_another_layout(tmp_path: Path, before: Any, after: Any, 
     model = MTP2 | (TIED if tied else {})
     run_ranks(save_after, before[0], model | before[1], str(tmp_path))
     rest = run_ranks(resume, after[0], model | after[1], str(tmp_path))[0]
-    assert worst_difference(rest, one_rank(2, tied=tied)[2:]) < TOLERANCE
+    assert worst_difference(rest, single_rank(2, tied=tied)[2:]) < TOLERANCE
 
 
 def begin_with(overrides: dict[str, Any], folder: str | None) -> Steps:

@@ -20,7 +20,7 @@ steps = pytest.mark.parametrize("steps", [STEPS, pytest.param(MORE, marks=pytest
 
 
 @functools.cache
-def one_rank(layers: int = 2, steps: int = MORE) -> list[tuple[float, float]]:
+def single_rank(layers: int = 2, steps: int = MORE) -> list[tuple[float, float]]:
     return run_ranks(train_losses, 1, {"model__num_layers": layers}, steps)[0]
 
 
@@ -41,7 +41,7 @@ SLOW = ("cp2 all_gather", "cp2 a2a", "tp2 cp2", "pp2 cp2")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])
 def test_layout_trains_like_one_rank(name: str, steps: int) -> None:
     layers = layers_for(LAYOUTS[name][1]).get("model__num_layers", 4)
-    worst_loss, worst_norm = worst_difference(of_layout(name, False, steps), one_rank(layers, steps))
+    worst_loss, worst_norm = worst_difference(of_layout(name, False, steps), single_rank(layers, steps))
     assert worst_loss < TOLERANCE and worst_norm < TOLERANCE, (worst_loss, worst_norm)
 
 
@@ -86,7 +86,7 @@ def test_decentralized_groups_train_bit_for_bit_like_the_mpu(name: str, steps: i
 
 def test_the_model_learns_and_the_mask_matters() -> None:
     """Guards the comparisons above: a frozen model, or a mask that nobody reads, would pass them."""
-    losses = [loss for loss, _ in one_rank()]
+    losses = [loss for loss, _ in single_rank()]
     frozen = run_ranks(train_losses, 1, layers_for() | {"optimizer__lr": 1e-12, "optimizer__min_lr": 0.0}, MORE)[0]
     assert frozen[0][0] == losses[0] and abs(frozen[-1][0] - losses[-1]) > 1e-2
     unmasked = run_ranks(train_losses, 1, layers_for() | {"dataset__mock_masked_fraction": 0.0}, 1)[0]

@@ -40,7 +40,7 @@ FAST = ("cp4 p2p", "cp4 a2a+p2p [2,2]", "tp2 sp cp2", "pp2 vpp2")
 
 
 @functools.cache
-def one_rank(model: str) -> Losses:
+def single_rank(model: str) -> Losses:
     return run_ranks(train_losses, 1, GEMMA3 | json.loads(model), STEPS)[0]
 
 
@@ -52,5 +52,5 @@ def test_gemma_trains_like_one_rank(name: str) -> None:
     results = run_ranks(train_losses, size, GEMMA3 | model | layout, STEPS)
     assert all(losses == results[0] for losses in results), "ranks report different losses"
     # Both sides compute in float32 and sum in another order: 2e-7 as measured.
-    worst = worst_difference(results[0], one_rank(json.dumps(model)))
+    worst = worst_difference(results[0], single_rank(json.dumps(model)))
     assert max(worst) < 1e-6, worst

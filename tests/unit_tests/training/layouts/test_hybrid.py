@@ -23,7 +23,7 @@ DECENTRALIZED = {"dist__use_decentralized_pg": True}
 
 
 @functools.cache
-def one_rank(model: str = "{}", steps: int = STEPS) -> list[tuple[float, float]]:
+def single_rank(model: str = "{}", steps: int = STEPS) -> list[tuple[float, float]]:
     return run_ranks(train_losses, 1, HYBRID | json.loads(model), steps)[0]
 
 
@@ -31,7 +31,7 @@ def check(world_size: int, layout: dict[str, Any], model: dict[str, Any] | None 
     overrides = HYBRID | (model or {}) | batch_for(world_size, layout) | layout
     results = run_ranks(train_losses, world_size, overrides, STEPS)
     assert all(result == results[0] for result in results), "ranks report different losses"
-    worst_loss, worst_norm = worst_difference(results[0], one_rank(json.dumps(model or {})))
+    worst_loss, worst_norm = worst_difference(results[0], single_rank(json.dumps(model or {})))
     assert worst_loss < 1e-6 and worst_norm < 1e-6, (worst_loss, worst_norm)
 
 
@@ -112,7 +112,7 @@ def test_model_trains_like_one_rank(name: str) -> None:
 def test_bf16_stays_close_to_float32() -> None:
     half = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
     results = run_ranks(train_losses, 4, HYBRID | CP4 | HCP | half, STEPS)[0]
-    worst_loss, _ = worst_difference(results, one_rank())
+    worst_loss, _ = worst_difference(results, single_rank())
     assert worst_loss < 1e-2, worst_loss
 
 
@@ -142,7 +142,7 @@ def test_resuming_under_another_layout(tmp_path: Path, name: str) -> None:
     model = json.dumps(TIED if "tied" in name else FURTHER if "further" in name else {})
     run_ranks(save_after, before_size, HYBRID | before, str(tmp_path), 2)
     rest = run_ranks(resume, after_size, HYBRID | after, str(tmp_path), 2)[0]
-    worst_loss, worst_norm = worst_difference(rest, one_rank(model, 4)[2:])
+    worst_loss, worst_norm = worst_difference(rest, single_rank(model, 4)[2:])
     assert worst_loss < 2e-6 and worst_norm < 2e-6, (worst_loss, worst_norm)
 
 

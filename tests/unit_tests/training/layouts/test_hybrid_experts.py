@@ -35,7 +35,7 @@ def selective(module: str) -> Overrides:
 
 
 @functools.cache
-def one_rank(model: str = "{}", steps: int = STEPS) -> list[tuple[float, float]]:
+def single_rank(model: str = "{}", steps: int = STEPS) -> list[tuple[float, float]]:
     return run_ranks(train_losses, 1, HYBRID_EXPERTS | json.loads(model), steps)[0]
 
 
@@ -43,7 +43,7 @@ def check(world_size: int, layout: Overrides, model: Overrides | None = None) ->
     model = batch_for(world_size, layout) | (model or {})
     results = run_ranks(train_losses, world_size, HYBRID_EXPERTS | model | layout, STEPS)
     assert all(result == results[0] for result in results), "ranks report different losses"
-    worst = worst_difference(results[0], one_rank(json.dumps(model)))
+    worst = worst_difference(results[0], single_rank(json.dumps(model)))
     assert max(worst) < 2e-6, worst
 
 
@@ -111,9 +111,9 @@ def test_model_trains_like_one_rank(name: str) -> None:
 def test_experts_matter_and_are_each_their_own() -> None:
     """Guards the comparisons: layers without effect on the loss, or alike, would be equal under any layout."""
     patterns = ("ME*E", "ME*-", "M-*E", "EM*E")
-    losses = [one_rank(json.dumps({"model__hybrid_layer_pattern": pattern}), 1)[0][0] for pattern in patterns]
+    losses = [single_rank(json.dumps({"model__hybrid_layer_pattern": pattern}), 1)[0][0] for pattern in patterns]
     fewer = {"model__moe_router_topk": 1, "model__moe_shared_expert_intermediate_size": None}
-    losses += [one_rank(json.dumps({name: value}), 1)[0][0] for name, value in fewer.items()]
+    losses += [single_rank(json.dumps({name: value}), 1)[0][0] for name, value in fewer.items()]
     assert all(abs(a - b) > 1e-4 for i, a in enumerate(losses) for b in losses[:i]), losses
 
 
@@ -134,4 +134,4 @@ def test_resuming_under_another_layout(tmp_path: Path, name: str) -> None:
     (before_size, before), (after_size, after) = RESUMED[name]
     run_ranks(save_after, before_size, HYBRID_EXPERTS | LAST | before, str(tmp_path), 2)
     rest = run_ranks(resume, after_size, HYBRID_EXPERTS | LAST | after, str(tmp_path), 2)[0]
-    assert max(worst_difference(rest, one_rank(json.dumps(LAST), 4)[2:])) < 2e-6
+    assert max(worst_difference(rest, single_rank(json.dumps(LAST), 4)[2:])) < 2e-6

@@ -252,7 +252,7 @@ SLOW = (
 
 
 @functools.cache
-def one_rank(model: str) -> Losses:
+def single_rank(model: str) -> Losses:
     return run_ranks(train_losses, 1, json.loads(model), STEPS)[0]
 
 
@@ -261,7 +261,7 @@ def test_feature_trains_like_one_rank(name: str) -> None:
     model, world_size, layout = CASES[name]
     model = layers_for(model, layout) | batch_for(world_size, layout) | model
     parallel = run_ranks(train_losses, world_size, model | layout, STEPS)[0]
-    worst = worst_difference(parallel, one_rank(json.dumps(model)))
+    worst = worst_difference(parallel, single_rank(json.dumps(model)))
     assert max(worst) < 2e-6, worst
 
 
@@ -314,7 +314,7 @@ def test_bf16_stays_close_to_float32() -> None:
     batch = layers_for() | {"train__micro_batch_size": 2}
     for world_size, layout in [(1, {}), (4, CP4 | HCP), (4, TP2 | SP | CP2)]:
         losses = run_ranks(train_losses, world_size, bf16 | batch | layout, STEPS)[0]
-        worst_loss, _ = worst_difference(losses, one_rank(json.dumps(batch)))
+        worst_loss, _ = worst_difference(losses, single_rank(json.dumps(batch)))
         assert 1e-6 < worst_loss < 5e-3, worst_loss
 
 

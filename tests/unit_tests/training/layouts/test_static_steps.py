@@ -52,7 +52,7 @@ class Agreeing:
     def problems_of(self, sliced: Any) -> list[str]:
         return []
 
-    def agree(self, checksum: int, problems: list[Problem]) -> None:
+    def check_on_all_ranks(self, checksum: int, problems: list[Problem]) -> None:
         self.threads.add(threading.current_thread())
         self.told.append(list(map(str, problems)))
         if problems:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_cp.common.errors import RuntimeFault
 from megatron_cp.training.monitor.loss_spikes import SpikeWatch
-from megatron_cp.training.monitor.nonfinite import MAX_SKIPPED_IN_A_ROW, Sighting, _ChunkWatch
+from megatron_cp.training.monitor.nonfinite import MAX_SKIPPED_IN_A_ROW, NonFiniteEvent, _ChunkWatch
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config, train_losses, worst_difference
@@ -172,7 +172,7 @@ def test_what_does_not_come_again_is_said_so() -> None:
 
 def masked_losses(overrides: dict[str, Any], last_unmasked: int) -> list[tuple[float, float]]:
     """Steps on samples whose tokens from ``last_unmasked`` on do not count: before slicing, equal in every layout."""
-    from megatron_cp.data.batches import BatchIterator
+    from megatron_cp.data.batch_iterator import BatchIterator
 
     original = BatchIterator.__next__
 
@@ -229,7 +229,7 @@ def test_a_gradient_that_a_layer_has_added_itself_is_looked_at_in_the_sum(
     run: Any = SimpleNamespace(all_ranks=SimpleNamespace(rank=lambda: 0), groups=SimpleNamespace(pp=None))
     run.groups.pp = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     weight = SimpleNamespace(grad_added_to_main_grad=added, main_grad=torch.full((2,), total))
-    seen: list[Sighting] = []
+    seen: list[NonFiniteEvent] = []
     _ChunkWatch(run, 0, seen).weight("output_layer.weight", weight, torch.full((2,), math.nan))
     assert [sighting.where for sighting in seen] == ["nan in the gradient of output_layer.weight"] * found
 

@@ -14,7 +14,7 @@ from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.types import Group, Schedule
 from megatron_cp.training.packed.calibration import CostTracker
-from megatron_cp.training.setup import Progress
+from megatron_cp.training.setup import TrainProgress
 from tests.ranks import run_ranks
 
 PRIOR = CostModel(per_microbatch=0.1, quadratic=1e-6, linear=1e-4)
@@ -29,7 +29,7 @@ def tracker(iteration: int, prior: CostModel = PRIOR, **model: Any) -> tuple[Cos
     run: Any = SimpleNamespace(
         config=SimpleNamespace(model=settings),
         all_ranks=dist.group.WORLD,
-        progress=Progress(iteration),
+        progress=TrainProgress(iteration),
         dynamic_groups=SimpleNamespace(position=0),
         device=torch.device("cpu"),
         work_clock=None,

@@ -30,7 +30,7 @@ Patch = AbstractContextManager[Any]
 @fault("ring: ranks keep their own keys and values", CP4, PROBE)
 def skipped_hop() -> Patch:
     def hop(pair: Any, distance: int, peers: Any, tag: int) -> Any:
-        return comm.Arrival((pair[0].clone(), pair[1].clone()), [])
+        return comm.PendingReceive((pair[0].clone(), pair[1].clone()), [])
 
     return mock.patch.object(comm, "hop", hop)
 
@@ -40,7 +40,7 @@ def skipped_gradient_hop() -> Patch:
     def change(hop: Callable) -> Callable:
         def without_gradients(pair: Any, distance: int, peers: Any, tag: int) -> Any:
             if tag == comm.GRAD_TAG:
-                return comm.Arrival((pair[0].clone(), pair[1].clone()), [])
+                return comm.PendingReceive((pair[0].clone(), pair[1].clone()), [])
             return hop(pair, distance, peers, tag)
 
         return without_gradients
@@ -80,7 +80,7 @@ def skipped_exchange() -> Patch:
             flat = torch.cat([piece.reshape(-1) for piece in pieces])
             for place, part in zip(places, flat.split([place.numel() for place in places]), strict=True):
                 place.copy_(part.view_as(place))
-        return comm.Arrival(content, [])
+        return comm.PendingReceive(content, [])
 
     return mock.patch.object(comm, "exchange", exchange)
 
@@ -105,7 +105,7 @@ def skipped_all_gather() -> Patch:
     def all_gather(pieces: Any, outs: Any, content: Any, peers: Any, index: int) -> Any:
         for piece, out in zip(pieces, outs, strict=True):
             out.copy_(torch.cat([piece] * peers.size))
-        return comm.Arrival(content, [])
+        return comm.PendingReceive(content, [])
 
     return mock.patch.object(comm, "all_gather", all_gather)
 

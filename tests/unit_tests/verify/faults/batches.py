@@ -229,7 +229,7 @@ def detached_embedding() -> Patch:
 
         return detached
 
-    return changed(mtp.PredictionLayer, "_get_embeddings", change)
+    return changed(mtp.MTPLayer, "_get_embeddings", change)
 
 
 @fault("packs: one rank's documents are another sample's", PACKED | CP2, CHECKS)

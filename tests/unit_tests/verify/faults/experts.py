@@ -9,7 +9,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_cp.dynamic_cp.runtime import iterator
 from megatron_cp.models.layers import router_losses
-from megatron_cp.models.layers.router import PackRouter
+from megatron_cp.models.layers.router import PackedRouter
 from tests.unit_tests.training.layouts.cases import CP2, CP4
 from tests.unit_tests.training.layouts.test_model_variants import BALANCED, BIASED, EP2, SIGMOID
 from tests.unit_tests.verify.faults.registry import BACKWARD, ROUTERS, STEP, WEIGHTS, changed, fault
@@ -25,7 +25,7 @@ def _without_mask(method: Callable) -> Callable:
 
 @fault("routers' z-loss in packs: padding counts", DYNAMIC | SIGMOID, ROUTERS)
 def padding_in_the_z_loss() -> Patch:
-    return changed(PackRouter, "apply_z_loss", _without_mask)
+    return changed(PackedRouter, "apply_z_loss", _without_mask)
 
 
 @fault("routers' balancing loss in packs: weighed by each rank's own tokens", DYNAMIC | BALANCED, ROUTERS)
@@ -37,7 +37,7 @@ def tokens_of_the_rank_in_packs() -> Patch:
 
         return own
 
-    return changed(PackRouter, "attach_and_log_load_balancing_loss", change)
+    return changed(PackedRouter, "attach_and_log_load_balancing_loss", change)
 
 
 @fault("routers' balancing loss in packs: dummy microbatches count", DYNAMIC | BALANCED | EP2, ROUTERS)
@@ -86,4 +86,4 @@ def bias_of_the_rank() -> Patch:
 
 @fault("experts' biases in packs: padding counts", DYNAMIC | BIASED, STEP)
 def padding_moves_biases() -> Patch:
-    return changed(PackRouter, "_apply_expert_bias", _without_mask)
+    return changed(PackedRouter, "_apply_expert_bias", _without_mask)

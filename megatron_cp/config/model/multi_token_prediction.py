@@ -10,7 +10,7 @@ MTP = counted("model.mtp_num_layers", 1)
 
 
 @dataclass
-class FurtherTokens:
+class MultiTokenPrediction:
     mtp_num_layers: int | None = size(None, "further tokens that are predicted; null: none", WEIGHTS)
     mtp_loss_scaling_factor: float = setting(0.1, "weight of their losses, divided among them", least=0, when=MTP)
     mtp_detach_heads: bool = setting(False, "their losses train their own layers alone", when=MTP)

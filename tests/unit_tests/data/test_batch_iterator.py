@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.attention.sharding import unshard_sequence
 from megatron_cp.config.run_config import DatasetConfig
-from megatron_cp.data.batches import BatchIterator, slice_for_context_parallel
+from megatron_cp.data.batch_iterator import BatchIterator, slice_for_context_parallel
 from megatron_cp.data.samples.datasets import SAMPLE_KEYS, MockDataset
 
 

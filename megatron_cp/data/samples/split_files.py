@@ -13,7 +13,7 @@ SPLITS = ("train", "valid", "test")
 _FIELDS = ("data_path", "valid_data_path", "test_data_path")
 
 
-class Part(NamedTuple):
+class SplitFiles(NamedTuple):
     """Files, their weights if they have any, and where in each of them the part begins and ends, as shares."""
 
     paths: list[str]
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     share: tuple[float, float]
 
 
-def parts_of(config: DatasetConfig, samples: Sequence[int]) -> list[Part | None]:
+def files_of_splits(config: DatasetConfig, samples: Sequence[int]) -> list[SplitFiles | None]:
     """The parts for train, valid and test; ``None`` where no samples are asked for.
 
     Each part that is asked for has a share or files, as rule K32 sees to.
@@ -40,7 +40,7 @@ def parts_of(config: DatasetConfig, samples: Sequence[int]) -> list[Part | None]
     else:
         given = [(getattr(config, field), field, (0.0, 1.0)) for field in _FIELDS]
     return [
-        Part(*parse_blend(path, f"dataset.{field}"), share) if count else None
+        SplitFiles(*parse_blend(path, f"dataset.{field}"), share) if count else None
         for (path, field, share), count in zip(given, samples, strict=True)
     ]
 

@@ -171,8 +171,8 @@ def test_experts_sizes_without_experts_are_left_out_where_they_do_not_fit() -> N
 def test_no_rule_refuses_a_size_that_nothing_reads(base: str) -> None:
     """But for the experts' tensor parallel size: its process groups are built for every model."""
     config = load_recipe(EXAMPLE_RECIPE, [*FLAT, *base.split()])
-    unread = {name for name, facts in settings().items() if not all(when.holds(config) for when in facts.when)}
-    sizes = [field for field in sorted(unread) if int in alternatives(kind_of(RunConfig, field))]
+    unused_settings = {name for name, facts in settings().items() if not all(when.holds(config) for when in facts.when)}
+    sizes = [field for field in sorted(unused_settings) if int in alternatives(kind_of(RunConfig, field))]
     assert len(sizes) > 10
     for field in set(sizes) - {"model.expert_tensor_parallel_size"}:
         for value in (3, 7, 33):
