@@ -232,7 +232,7 @@ def connected(at_start: bool) -> list[list[list[int]]]:
     def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         found.append(dist.get_process_group_ranks(group))
 
-    with mock.patch.multiple(dist, get_backend=lambda group: "nccl", all_reduce=all_reduce):
+    with mock.patch.multiple(dist, get_backend=lambda group=None: "nccl", all_reduce=all_reduce):
         size = functools.partial(all_to_all_size, heads=8, ranks_per_node=2)
         groups = DynamicGroups(RankLayout(4), blocks=legal_groups(4), at_start=at_start, a2a_size=size)
         steps = []
