@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_cp.common.errors import DataError
-from megatron_cp.data import batches
+from megatron_cp.data import batch_iterator
 from megatron_cp.data.samples.datasets import MockDataset
 from megatron_cp.dynamic_cp.runtime.packing import checksum_of
 from megatron_cp.training import batches as training_batches
@@ -42,7 +42,7 @@ def restarted_positions() -> None:
 
 
 def another_key() -> None:
-    batches.SAMPLE_KEYS = (*batches.SAMPLE_KEYS, "scores")  # type: ignore[misc]
+    batch_iterator.SAMPLE_KEYS = (*batch_iterator.SAMPLE_KEYS, "scores")  # type: ignore[misc]
     change_samples(lambda index, sample: sample | {"scores": sample["loss_mask"]})
 
 
