@@ -1,6 +1,6 @@
-"""The command line: which command is run, and what a failing one prints and ends with.
+"""The command line: dispatch of commands, error output and exit codes.
 
-Everything but a real run answers without importing torch, in well under a second.
+Every command but a real run answers without importing torch, in well under a second.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from megatron_cp.common.terminal import UsageError, say
 from megatron_cp.launch import failures, launcher, slurm
 from megatron_cp.launch.process import end_with_launcher
 
-# Each command's module and what it does.
+# Command: its module and its one-line help.
 _MODULES = {
-    "quickstart": ("megatron_cp.quickstart", "train a tiny model on text that is there, from nothing"),
+    "quickstart": ("megatron_cp.quickstart", "train a tiny model from scratch on bundled or local text"),
     "train": ("megatron_cp.cli.train", "train a recipe, or show what would run (--dry-run)"),
     "evaluate": ("megatron_cp.cli.evaluate", "measure the loss of a checkpoint on held-out data"),
     "recipes": ("megatron_cp.cli.recipes", "list the recipes"),
     "validate": ("megatron_cp.cli.validate", "check a recipe against every rule"),
     "preprocess": ("megatron_cp.cli.preprocess", "tokenize text into Megatron's .bin/.idx files"),
-    "convert": ("megatron_cp.cli.convert", "weights from Hugging Face's format, and back to it"),
-    "verify": ("megatron_cp.cli.verify", "prove that a layout trains the same model as one rank"),
+    "convert": ("megatron_cp.cli.convert", "convert weights from and to the Hugging Face format"),
+    "verify": ("megatron_cp.cli.verify", "compare a layout's losses and gradients with a single rank"),
     "schedule": ("megatron_cp.cli.schedule", "schedule sequence lengths over ranks and show the balance"),
     "report": ("megatron_cp.cli.report", "show runs side by side: loss, throughput, phases, memory, layout"),
-    "profile": ("megatron_cp.cli.profile", "show where the time of profiled steps went, by kind of kernel"),
-    "doctor": ("megatron_cp.cli.doctor", "what is installed here, and which attention a recipe would use"),
+    "profile": ("megatron_cp.cli.profile", "show where the time of profiled steps went, by kernel kind"),
+    "doctor": ("megatron_cp.cli.doctor", "show installed libraries and the attention that a recipe uses"),
 }
 
 
 def _usage() -> str:
     commands = "\n".join(f"  {name:10} {text}" for name, (_, text) in _MODULES.items())
-    return f"usage: megatron-cp COMMAND ...\n\ncommands:\n{commands}\n\n'megatron-cp COMMAND --help' tells more."
+    return f"usage: megatron-cp COMMAND ...\n\ncommands:\n{commands}\n\nFor options: megatron-cp COMMAND --help"
 
 
 def _dispatch(argv: Sequence[str]) -> int:
@@ -59,7 +59,10 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit codes: 0 done, 1 failed while running, 2 usage or configuration, 129, 130 and 143 stopped."""
+    """Run a command and return its exit code.
+
+    0: done. 1: failed while running. 2: usage, configuration or data. 129, 130, 143: stopped by a signal.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # None where the shell closed it (>&-)
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -67,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         slurm.take_rank()
         code = _dispatch(sys.argv[1:] if argv is None else list(argv))
-        sys.stdout.flush()  # here, where a full disk or a reader that went away can still be answered
+        sys.stdout.flush()  # here, so that a full disk or a closed pipe is still handled
         return code
     except UsageError as error:
         failures.report(error, error.text, error.program)
@@ -92,12 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         lost = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         if isinstance(error, OSError) and error.errno in lost and error.filename is None:
             _drop_output()
-            say(f"megatron-cp: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            say(f"megatron-cp: cannot write the output: {error.strerror}", file=sys.stderr, flush=True)
         elif not failures.report_limit(error):
             raise
         return EXIT_FAILED
 
 
 def _drop_output() -> None:
-    """What is still to be printed goes nowhere: Python would try again as it ends, and trace the same error."""
+    """Send pending output to /dev/null: Python would fail on it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

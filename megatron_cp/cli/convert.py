@@ -1,4 +1,4 @@
-"""``megatron-cp convert``: weights from Hugging Face's format, to begin a run with, and back to it."""
+"""``megatron-cp convert``: convert weights from and to the Hugging Face format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         "megatron-cp convert",
-        description="Weights from Hugging Face's format and back, in one process, in host memory.",
+        description="Convert weights from and to the Hugging Face format, in one process, in host memory.",
         allow_abbrev=False,
     )
     ways = parser.add_subparsers(dest="way", required=True, metavar="import|export")
@@ -29,21 +29,21 @@ def main(argv: Sequence[str]) -> int:
     into.add_argument("--megatron-path", type=Path, required=True, metavar="FOLDER", help="a new folder")
     out = ways.add_parser("export", help="write a Hugging Face model from a checkpoint", allow_abbrev=False)
     out.add_argument("--megatron-path", type=Path, required=True, metavar="FOLDER", help="a run's folder")
-    out.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint (default: the latest)")
+    out.add_argument("--iteration", type=int, metavar="N", help="checkpoint to export (default: the latest)")
     out.add_argument("--hf-path", type=Path, required=True, metavar="FOLDER", help="a new folder")
     for way in (into, out):
-        way.add_argument("--torch-dtype", choices=_DTYPES, help="of the weights (default: unchanged)")
+        way.add_argument("--torch-dtype", choices=_DTYPES, help="data type of the weights (default: unchanged)")
     args = parser.parse_args(argv)
     if (launcher.world_size() or 1) > 1:
-        parser.error("one process converts a whole model: start it without torchrun")
-    os.environ.pop("RANK", None)  # of some launcher's; this process speaks for itself
+        parser.error("conversion runs in a single process. Fix: start it without torchrun")
+    os.environ.pop("RANK", None)  # set by a launcher; this process reports errors itself
     for number in signals_to_stop_at():
         if number != signal.SIGINT:
-            # So that what is half written goes.
+            # Exit normally, so that unfinished files are removed.
             signal.signal(number, lambda number, _: sys.exit(EXIT_OF_SIGNAL[signal.Signals(number)]))
-    # A model need not fit a GPU to be copied; what comes of it is the same.
+    # Conversion needs no GPU memory, and gives the same result without.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # As in a run: that the model classes which everybody uses are deprecated is nothing to act on here.
+    # As in a run: deprecation warnings of model classes need no action by users.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if args.way == "import":
         from megatron_cp.convert.importing import import_model  # torch and megatron-core: ten seconds

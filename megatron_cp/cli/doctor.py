@@ -1,7 +1,7 @@
-"""``megatron-cp doctor``: what is installed here, which attention a recipe would use and why, and what to install.
+"""``megatron-cp doctor``: show what is installed, used and missing.
 
-Reads the driver's and the packages' own records, so it answers in under a second and cannot be made to crash by a
-library that is broken; ``--try`` also imports each one, in a process of its own.
+Reads the records of the driver and the packages, so it answers in under a second and a broken library cannot crash it.
+``--try`` also imports each library, in a separate process.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _SECONDS_TO_IMPORT = 300
 
 @dataclass(frozen=True)
 class Library:
-    """``note``: what it is for or what is odd about it; ``module`` is what ``--try`` imports.
+    """An installed or missing library.
 
-    ``for_gpus``: without a driver it may not be importable, and nothing of ours imports it there.
+    note: its purpose or its problem. module: what ``--try`` imports. for_gpus: may fail to import without a driver,
+    and is not used there.
     """
 
     name: str
@@ -52,8 +53,10 @@ class Library:
 
 @dataclass(frozen=True)
 class Survey:
-    """Everything that was found. ``torch_cuda`` is the CUDA version that torch was built for, None for none;
-    ``to_compile`` is what is missing for what is compiled while a GPU trains."""
+    """What the machine and the environment have.
+
+    torch_cuda: CUDA version of the torch build, or None. to_compile: missing tools for compilation during training.
+    """
 
     environment: Environment
     driver: Driver | None
@@ -67,14 +70,14 @@ class Survey:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to do; ``needed`` if this machine cannot train as it stands."""
+    """An action for the user; ``needed`` if this machine cannot train without it."""
 
     needed: bool
     text: str
 
 
 def survey() -> Survey:
-    """What this machine and this Python environment hold."""
+    """Survey this machine and this Python environment."""
     torch_cuda = _torch_cuda()
     nccl = next((v for n in ("13", "12") if (v := installed_version(f"nvidia-nccl-cu{n}"))), None)
     torch = installed_version("torch")
@@ -83,12 +86,12 @@ def survey() -> Survey:
     libraries = (
         Library("megatron-core", installed_version("megatron-core"), module="megatron.core.parallel_state"),
         Library("torch", torch, f"for CUDA {torch_cuda}" if torch_cuda else "without CUDA" if torch else "", "torch"),
-        Library("NCCL", nccl, "" if nccl else "no package of its own: torch's build may hold it"),
+        Library("NCCL", nccl, "" if nccl else "no separate package; torch's build may include it"),
         Library("gloo", f"torch {torch}'s" if torch else None),
         Library(
             "transformer-engine",
             te,
-            "its part for PyTorch is missing" if te and not te_torch else "",
+            "the package transformer-engine-torch is missing" if te and not te_torch else "",
             "transformer_engine.pytorch",
             for_gpus=True,
         ),
@@ -101,7 +104,7 @@ def survey() -> Survey:
 
 
 def _missing_to_compile() -> Iterator[str]:
-    """As Triton looks for it: it compiles, in C, how each of its kernels is started."""
+    """Name missing compilation tools: Triton compiles kernel launchers in C."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         yield "a C compiler (gcc)"
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
@@ -114,7 +117,7 @@ def _optional(name: str, use: str) -> Library:
 
 
 def _torch_cuda() -> str | None:
-    """From torch's own record: importing torch takes seconds."""
+    """Read the CUDA version of the torch build, without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -127,81 +130,81 @@ def _torch_cuda() -> str | None:
 
 
 def _apex() -> Library:
-    """NVIDIA's apex is installed from source; the package index has another project of that name."""
+    """Tell NVIDIA's apex from another project of the same name."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
-        return Library("apex", None, "NVIDIA's, from source; fused optimizer where Transformer Engine is not, optional")
+        return Library("apex", None, "NVIDIA's, from source; fused optimizer without Transformer Engine, optional")
     version = installed_version("apex") or "of unknown version"
     places = [Path(place) for place in spec.submodule_search_locations or []]
     if any((place / "multi_tensor_apply").is_dir() for place in places):
         return Library("apex", version, "NVIDIA's", "amp_C", for_gpus=True)
-    return Library("apex", version, "NOT NVIDIA's: another project of that name")
+    return Library("apex", version, "NOT NVIDIA's: another project of the same name")
 
 
 def findings(found: Survey, *, of_recipe: bool = False) -> Iterator[Finding]:
-    """What is missing or does not fit together, whatever is to run; rule K57 knows what a recipe would gain from."""
+    """List missing or incompatible software; rule K57 covers a recipe's needs."""
     core, gpus = found["megatron-core"].version, found.environment.device == "gpu"
     pinned = f"megatron-core=={MEGATRON_CORE}"
     if core is None:
         yield Finding(True, f"install {pinned}: {how_to_install_requirement(pinned)}")
     elif parse_version(core) != parse_version(MEGATRON_CORE):
-        yield Finding(True, f"install {pinned} in place of {core}, which is not what we are for")
+        yield Finding(True, f"install {pinned} instead of {core}: only {MEGATRON_CORE} is supported")
     if found["torch"].version is None:
         yield Finding(True, f"install torch: {how_to_install_requirement('torch')}")
     elif gpus and found.torch_cuda is None:
-        yield Finding(True, f"install a torch with CUDA in place of {found['torch'].version}: it cannot see the GPUs")
+        yield Finding(True, f"install torch with CUDA instead of {found['torch'].version}, which cannot use the GPUs")
     elif gpus and found.driver is not None and found.torch_cuda is not None:
         runs, built = found.driver.cuda, parse_version(found.torch_cuda)
         if built[0] > runs[0]:  # within a major version newer CUDA libraries run on older drivers
             text = (
-                f"update the driver: {found.driver.version} runs CUDA {runs[0]}.{runs[1]} at most, and torch "
+                f"update the driver: {found.driver.version} supports CUDA up to {runs[0]}.{runs[1]}, but torch "
                 f"{found['torch'].version} is built for CUDA {found.torch_cuda}"
             )
             yield Finding(True, text)
     if gpus and found.to_compile:
         missing = " and ".join(found.to_compile)
-        yield Finding(True, f"install {missing}: fused functions are compiled in the first step of each machine")
+        yield Finding(True, f"install {missing}: the first step on a machine compiles fused functions")
     if found.driver is not None and found.driver.gpus and not gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         yield Finding(False, f"CUDA_VISIBLE_DEVICES={visible} hides this machine's GPUs; unset it to use them")
     te, extra = found["transformer-engine"], how_to_install("gpu")
     if te.version is not None and te.note:
-        yield Finding(gpus, f"reinstall Transformer Engine, {te.note}: {extra}")
+        yield Finding(gpus, f"reinstall Transformer Engine ({te.note}): {extra}")
     elif gpus and te.version is None and not of_recipe:
         yield Finding(False, f"install Transformer Engine for the fastest attention and layers: {extra}")
     elif gpus and te.version is not None and parse_version(te.version) < parse_version(MINIMUM):
         yield Finding(False, f"update Transformer Engine from {te.version} to at least {MINIMUM}: {extra}")
     if found["apex"].note.startswith("NOT"):
-        yield Finding(False, "uninstall apex: what is installed is another project of that name, and no use here")
+        yield Finding(False, "uninstall apex: this is another project of the same name")
 
 
 def attention_of(c: Context) -> tuple[str, list[str]]:
-    """The attention that a finalized configuration gets in this environment, and why."""
+    """Return the attention that a finalized configuration uses here, and the reasons."""
     model, version = c.config.model, c.environment.transformer_engine
     wanted = model.attention_backend
     if wanted == "native":
-        why = [f"{NAME.model.attention_backend}=native asks for it"]
+        why = [f"{NAME.model.attention_backend}=native selects it"]
     elif model.transformer_impl == "local":
-        why = [f"{NAME.model.transformer_impl}=local does without Transformer Engine"]
+        why = [f"{NAME.model.transformer_impl}=local disables Transformer Engine"]
     elif c.environment.device != "gpu":
-        why = ["there is no GPU, and Transformer Engine's attention needs one"]
+        why = ["no GPU, which Transformer Engine's attention needs"]
     elif version is None:
         why = ["Transformer Engine is not installed"]
-    elif c.gaps:  # named all the same, it is an error of the rules
-        why = [f"{NAME.model.attention_backend}=te asks for it"] if c.backend == "te" else []
+    elif c.gaps:  # selected explicitly, it breaks a rule
+        why = [f"{NAME.model.attention_backend}=te selects it"] if c.backend == "te" else []
         why += [f"Transformer Engine {version}, {gap.field}: {gap.message}" for gap in c.gaps]
     else:
-        why = [f"Transformer Engine {version} computes all that the recipe asks for"]
+        why = [f"Transformer Engine {version} supports this recipe"]
     return "Transformer Engine's" if c.backend == "te" else "our own", why
 
 
 def _try(libraries: Sequence[Library]) -> dict[str, str]:
-    """The error of each installed library that cannot be imported; each in a process of its own, it may well die."""
+    """Import each installed library in its own process; return errors by name."""
     errors = {}
     for library in libraries:
         if library.version is None or library.module is None:
             continue
-        code = f"import megatron_cp, torch, {library.module}"  # ours first: megatron-core without CUDA needs it
+        code = f"import megatron_cp, torch, {library.module}"  # ours first: megatron-core needs it without CUDA
         try:
             done = subprocess.run(
                 [sys.executable, "-c", code],
@@ -211,10 +214,10 @@ def _try(libraries: Sequence[Library]) -> dict[str, str]:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            errors[library.name] = f"no end after {_SECONDS_TO_IMPORT} s"
+            errors[library.name] = f"not imported after {_SECONDS_TO_IMPORT} s"
             continue
         if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:] or [f"it died with {done.returncode}"]
+            last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
             errors[library.name] = last[0]
     return errors
 
@@ -227,7 +230,7 @@ def _machine_lines(found: Survey) -> Iterator[str]:
         )
     if not (driver and driver.gpus):
         yield _line("GPU", "none")
-    text = f"{driver.version}, runs CUDA {driver.cuda[0]}.{driver.cuda[1]} and older" if driver else "none"
+    text = f"{driver.version}, supports CUDA {driver.cuda[0]}.{driver.cuda[1]} and older" if driver else "none"
     yield _line("NVIDIA driver", text)
     yield _line("Python", ".".join(map(str, sys.version_info[:3])))
     for name, value in environment.variables.items():
@@ -241,27 +244,27 @@ def _line(name: str, text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         "megatron-cp doctor",
-        description="Show what is installed here, which attention a recipe would use and why, and what to install. "
-        "Exit code: 0 if this machine can train (the recipe, if one is given), 1 if something that is needed is "
-        "missing or broken, 2 if the recipe is wrong or breaks a rule here.",
+        description="Show installed libraries, the attention that a recipe uses and why, and what to install. "
+        "Exit codes: 0 if this machine can train (the recipe, if given), 1 if something needed is missing or "
+        "broken, 2 if the recipe is invalid or breaks a rule here.",
         allow_abbrev=False,
     )
-    add_recipe(parser, "also say which attention this recipe would use")
+    add_recipe(parser, "also show the attention that this recipe uses")
     add_world_size(parser, "ranks of the recipe")
-    parser.add_argument("--try", dest="trial", action="store_true", help="import every library as well (slow)")
+    parser.add_argument("--try", dest="trial", action="store_true", help="also import every library (slow)")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report; the exit codes are in ``--help``.
+    """Print the report; ``--help`` has the exit codes.
 
     Raises:
-        ConfigError: the recipe cannot be composed, or the launcher's variables are no numbers.
+        ConfigError: the recipe cannot be composed, or a launcher's variable is not a number.
     """
     parser = _parser()
     args = parse(parser, argv)
     if not args.recipe and (args.overrides or given(args) or args.config or args.world_size is not None):
-        parser.error("settings, --config and --world-size need a --recipe")
+        parser.error("settings, --config and --world-size need --recipe NAME")
     config = compose(parser, args) if args.recipe else None
     found = survey()
     left_out = {x.name for x in found.libraries if x.for_gpus and x.version and not found.driver}
@@ -287,7 +290,7 @@ def main(argv: Sequence[str]) -> int:
         backend = config.dist.distributed_backend or ("nccl" if found.environment.device == "gpu" else "gloo")
         say(f"{config.recipe} on {world_size} ranks")
         if context.te_layers and attention == "our own":
-            attention += ", by Transformer Engine's kernels"
+            attention += ", with Transformer Engine's kernels"
         say(_line("attention", f"{attention}: {why[0]}"), *(_line("", reason) for reason in why[1:]), sep="\n")
         say(_line("layers", "Transformer Engine's" if context.te_layers else "megatron-core's own"))
         fused = kernels_in_use(config.model, context.te_layers)

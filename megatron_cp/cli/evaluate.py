@@ -1,4 +1,4 @@
-"""``megatron-cp evaluate``: measure the loss of a checkpoint on held-out data. The weights do not change."""
+"""``megatron-cp evaluate``: measure a checkpoint's loss on held-out data."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ _SWITCH = f"{NAME.train.skip_train}=true"
 def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         "megatron-cp evaluate",
-        description="Measure the loss of a run's latest checkpoint on its validation and test data, and add it to the "
-        f"run's metrics.jsonl. The same as train with {NAME.train.skip_train}=true.",
+        description="Measure the loss of a run's latest checkpoint on its validation and test data, and append it to "
+        f"the run's metrics.jsonl. Same as train with {NAME.train.skip_train}=true.",
         epilog=f"example: megatron-cp evaluate -n 4 runs/mine {NAME.validation.eval_iters}=100",
         allow_abbrev=False,
     )
-    add_recipe(parser, f"a run's folder, or the recipe of the model; its checkpoint is that of {NAME.checkpoint.load}")
+    add_recipe(parser, f"a run's folder, or a recipe; the checkpoint is read from {NAME.checkpoint.load}")
     ranks.add(parser)
     add_gpus_per_node(parser)
     args = parse(parser, argv)
     if args.recipe and os.path.isfile(config := os.path.join(args.recipe, "config.yaml")):
         args.recipe = config
     if not compose(parser, args, _SWITCH).validation.eval_iters:
-        parser.error(
-            f"{NAME.validation.eval_iters}=0: there is nothing to measure. Fix: {NAME.validation.eval_iters}=10"
-        )
+        parser.error(f"{NAME.validation.eval_iters}=0: no batch to measure. Fix: {NAME.validation.eval_iters}=10")
     return run_or_start("evaluate", parser, args, argv, _SWITCH)

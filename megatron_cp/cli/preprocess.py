@@ -37,7 +37,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=list(DEFAULT_SUFFIXES),
         metavar=".EXT",
         help=f"endings of the files of a folder to read (default: {' '.join(DEFAULT_SUFFIXES)}); named files are read "
-        "whatever their ending",
+        "with any ending",
     )
     parser.add_argument("--tokenizer-type", choices=["HuggingFaceTokenizer", "ByteLevelTokenizer", "NullTokenizer"])
     parser.add_argument("--tokenizer-model", metavar="PATH", help="a tokenizer.json, or the folder that holds one")
@@ -47,30 +47,30 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="VOCAB_SIZE",
         help="first train a byte-level BPE tokenizer on the input and write it to the folder --tokenizer-model",
     )
-    parser.add_argument("--vocab-size", type=int, help="of a NullTokenizer, whose text is numbers")
+    parser.add_argument("--vocab-size", type=int, help="vocabulary size of a NullTokenizer, which reads numbers")
     parser.add_argument(
         "--add-bos",
         action=argparse.BooleanOptionalAction,
-        help="begin documents with the BOS token, or do not (default: as the tokenizer's post-processor does)",
+        help="begin documents with the BOS token (default: as the tokenizer's post-processor does)",
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a CPU)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per CPU)")
     options = parser.parse_args(arguments)
     if options.tokenizer_type is None:
         if options.tokenizer_model is None:
-            parser.error("name a tokenizer: --tokenizer-model PATH, or --tokenizer-type ByteLevelTokenizer")
+            parser.error("no tokenizer. Fix: --tokenizer-model PATH, or --tokenizer-type ByteLevelTokenizer")
         options.tokenizer_type = "HuggingFaceTokenizer"
     if options.train_bpe is not None and options.tokenizer_type != "HuggingFaceTokenizer":
-        parser.error("--train-bpe makes a HuggingFaceTokenizer: leave out --tokenizer-type")
+        parser.error("--train-bpe trains a HuggingFaceTokenizer. Fix: leave out --tokenizer-type")
     if options.train_bpe is not None and options.tokenizer_model is None:
-        parser.error("--train-bpe needs --tokenizer-model FOLDER, to write the tokenizer to")
+        parser.error("--train-bpe needs a folder for the tokenizer. Fix: --tokenizer-model FOLDER")
     if options.train_bpe is not None and os.path.exists(options.tokenizer_model):
-        parser.error(f"--train-bpe would overwrite {options.tokenizer_model}: name a new folder, or remove it")
+        parser.error(f"--tokenizer-model={options.tokenizer_model}: exists. Fix: name a new folder")
     return options
 
 
 def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
-    # An exception, so that unfinished files are removed.
+    # Raise SystemExit, so that unfinished files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
     tokenizer = TokenizerConfig(
         options.tokenizer_type, options.tokenizer_model, options.vocab_size, add_bos=options.add_bos
@@ -98,11 +98,11 @@ def main(arguments: Sequence[str]) -> int:
         say("megatron-cp: interrupted; nothing was written.", file=sys.stderr)
         return EXIT_INTERRUPTED
     seconds = time.perf_counter() - start
-    skipped = f" ({summary.empty_documents} empty left out)" if summary.empty_documents else ""
+    skipped = f" ({summary.empty_documents} empty ones skipped)" if summary.empty_documents else ""
     say(
         f"{summary.prefix}.bin, .idx: {summary.documents:,} documents{skipped}, {summary.tokens:,} tokens "
         f"of {summary.text_bytes / 1e6:.1f} MB text in {seconds:.1f} s; a document is: {summary.form}"
     )
     if summary.left_out:
-        say(f"left out of the folders, for their endings: {summary.left_out}")
+        say(f"skipped in folders, by file ending: {summary.left_out}")
     return EXIT_OK

@@ -1,4 +1,4 @@
-"""``megatron-cp profile``: where the time of profiled steps went. Needs the traces alone, no GPU and no torch."""
+"""``megatron-cp profile``: show where the time of profiled steps went."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from megatron_cp.common.terminal import ArgumentParser, say
 from megatron_cp.config.names import NAME
 from megatron_cp.report.traces import COMMUNICATION, PYTHON, Breakdown, read_trace
 
-_NOTHING = "nothing"
+_NOTHING = "idle"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print each trace's tables; returns 0.
+    """Print each trace's tables and return 0.
 
     Raises:
-        DataError: there is no trace, or one cannot be read.
+        DataError: a trace is missing or cannot be read.
     """
     parser = ArgumentParser(
         "megatron-cp profile",
-        description="Show where the time of profiled steps went: kernels by kind, communication that nothing hides, "
-        "and when the device had nothing to do.",
+        description="Show where the time of profiled steps went: kernels by kind, exposed communication, "
+        "and idle time of the device.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "paths", nargs="+", type=Path, metavar="RUN|TRACE", help="a run folder with profiles, or one trace (.json.gz)"
     )
     parser.add_argument(
-        "--kernels", type=int, default=15, metavar="N", help="list the N longest (default: %(default)s)"
+        "--kernels", type=int, default=15, metavar="N", help="list the N longest kernels (default: %(default)s)"
     )
     args = parser.parse_args(argv)
     say("\n\n".join(as_text(read_trace(path), args.kernels) for path in _traces(args.paths)))
@@ -40,12 +40,10 @@ def main(argv: Sequence[str]) -> int:
 def _traces(paths: Sequence[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in paths:
-        if os.path.isdir(path):  # which, unlike Path.is_dir, never raises
+        if os.path.isdir(path):  # unlike Path.is_dir, never raises
             inside = sorted((path / "profile").glob("*.json.gz"))
             if not inside:
-                raise DataError(
-                    f"{path} has no profiles; {NAME.profiling.use_pytorch_profiler}=true has a run write them"
-                )
+                raise DataError(f"{path}: no profiles. Fix: run it with {NAME.profiling.use_pytorch_profiler}=true")
             found |= dict.fromkeys(inside)
         else:
             found[path] = None
@@ -53,21 +51,21 @@ def _traces(paths: Sequence[Path]) -> list[Path]:
 
 
 def as_text(found: Breakdown, longest: int) -> str:
-    """The tables of one trace, for a terminal."""
-    where = f"on {found.device}" if found.device else "on the host, no GPU in it"
+    """Format the tables of a trace for a terminal."""
+    where = f"on {found.device}" if found.device else "on the host, no GPU"
     what = f"{found.iterations} profiled iteration{'s' * (found.iterations > 1)} of {1e3 * found.seconds:.1f} ms"
     lines = [f"{found.name}: {what} {where}"]
     kinds, idle, notes = found.kinds, sum(found.idle.values()), {}
     if found.device:
         kinds[_NOTHING] = idle
-        notes = {COMMUNICATION: f"{100 * found.exposed / found.seconds:.1f} % with nothing beside it"}
+        notes = {COMMUNICATION: f"{100 * found.exposed / found.seconds:.1f} % exposed"}
         notes[_NOTHING] = _by_phase(found)
-    else:  # in an operator of Python's own or in none
+    else:  # Python outside of operators
         kinds[PYTHON] = kinds.pop(PYTHON, 0.0) + idle
     lines += [_line(found, seconds, kind, notes.get(kind, "")) for kind, seconds in kinds.items()]
     if found.device:
         count, waited = found.waits
-        lines.append(f"the host waited for the device {count:g} times an iteration, {1e3 * waited:.1f} ms in all")
+        lines.append(f"host waits for the device: {count:g} an iteration, {1e3 * waited:.1f} ms in total")
     if longest > 0:
         lines.append("longest:")
         lines += [

@@ -1,7 +1,7 @@
-"""``-n N``: start the ranks of a command on this machine.
+"""``-n N``: start a command's ranks on this machine.
 
-The launcher is ``megatron_cp.torchrun``, in this process. It starts the same command once a rank, where ``-n`` changes
-nothing. Several machines need more options, which ``python -m megatron_cp.torchrun`` has.
+The launcher is ``megatron_cp.torchrun``, in this process. Each rank runs the same command and ignores ``-n``. Use
+``python -m megatron_cp.torchrun`` for several machines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_cp.launch.process import end_when_interrupted
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Let a command take ``-n``."""
+    """Add ``-n`` to a parser."""
     parser.add_argument(
         "-n",
         "--nproc-per-node",
@@ -23,16 +23,16 @@ def add(parser: argparse.ArgumentParser) -> None:
         dest="ranks",
         type=int,
         metavar="N",
-        help="ranks to start on this machine, one a device (default: 1). Several machines: python -m "
+        help="ranks to start on this machine, one per device (default: 1). For several machines: python -m "
         "megatron_cp.torchrun ... -m megatron_cp COMMAND",
     )
 
 
 def to_start(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int | None:
-    """The number of ranks to start; None where this process is to do the work, as one of them or alone.
+    """Return the number of ranks to start; None if this process does the work.
 
     Raises:
-        UsageError: the number makes no sense, or another launcher has started another number of ranks.
+        UsageError: the number is below 1, or differs from the number of ranks of the current launcher.
     """
     if args.ranks is None:
         return None
@@ -45,13 +45,13 @@ def to_start(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int |
 
 
 def start(command: str, argv: Sequence[str], ranks: int) -> int:
-    """Run a command on new ranks; returns its exit code.
+    """Run a command on new ranks; return its exit code.
 
     Args:
         argv: the command's arguments.
     """
     end_when_interrupted()  # importing torch takes seconds
-    # As torch's launcher has it, which logs four lines about it.
+    # torch's launcher sets this too, and logs four lines about it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from megatron_cp.torchrun import main
 

@@ -9,7 +9,7 @@ from megatron_cp.common.terminal import ArgumentParser, say
 from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import list_recipes
 
-_DESCRIPTION = f"List the recipes. [mock data]: random tokens until {NAME.dataset.data_path}=PREFIX names real data."
+_DESCRIPTION = f"List the recipes. [mock data]: random tokens unless {NAME.dataset.data_path}=PREFIX names real data."
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""``megatron-cp report``: one or several runs side by side. Needs their folders alone, no GPU and no torch."""
+"""``megatron-cp report``: compare runs by their folders, without a GPU or torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_cp.report.summary import as_text
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table, write what is asked for; returns 0.
+    """Print the table, write the requested files and return 0.
 
     Raises:
-        DataError: a folder is no run's, or a file cannot be written.
+        DataError: a folder is not a run's, or a file cannot be written.
     """
     parser = ArgumentParser(
         "megatron-cp report",
@@ -24,14 +24,14 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=f"a run folder ({NAME.checkpoint.save})")
-    parser.add_argument("--html", metavar="FILE.html", help="write a page that needs no other file")
+    parser.add_argument("--html", metavar="FILE.html", help="write a self-contained page")
     parser.add_argument("--png", metavar="FILE.png", help="write a picture")
     args = parser.parse_args(argv)
     runs = read_runs(list(dict.fromkeys(args.runs)))
     say(as_text(runs))
     try:
         if args.html:
-            from megatron_cp.report.page import write_html  # matplotlib: a second
+            from megatron_cp.report.page import write_html  # importing matplotlib takes a second
 
             write_html(args.html, runs)
             say(f"wrote {args.html}")
@@ -41,5 +41,5 @@ def main(argv: Sequence[str]) -> int:
             write_png(args.png, runs)
             say(f"wrote {args.png}")
     except OSError as error:
-        raise DataError(f"the report could not be written: {error}") from error
+        raise DataError(f"cannot write the report: {error}") from error
     return 0

@@ -1,4 +1,4 @@
-"""``megatron-cp schedule``: schedule sequence lengths, print what to expect, and draw it. Needs no GPU and no torch."""
+"""``megatron-cp schedule``: schedule sequence lengths, without a GPU or torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from megatron_cp.dynamic_cp.scheduler.problem import TooLongError
 from megatron_cp.dynamic_cp.scheduler.schedule import schedule
 from megatron_cp.parallel.layout import MOST_RANKS
 
-# A mistyped number is told at once; with these it takes seconds and minutes.
+# Limits reject a mistyped number at once; these values take seconds to minutes.
 _MOST_SAMPLES = 10_000_000
-_LONGEST = 131072  # that a distribution is drawn to
-# Options that only some sources look at (a run has recorded what the others are told), and what they are by default.
+_LONGEST = 131072  # longest length drawn from a distribution
+# Options that only some sources use (a run has recorded the rest), with their defaults.
 _PLANNED = ("lengths", "distribution")
 _GOES_WITH: dict[str, tuple[tuple[str, ...], Any]] = {
     "iteration": (("from_run",), None),
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="whole numbers in a text file (.txt, .gz, - for stdin), or a Megatron .idx file with its .bin beside it",
     )
-    source.add_argument("--from-run", metavar="RUN", type=Path, help="a run's folder: what one of its steps really did")
+    source.add_argument("--from-run", metavar="RUN", type=Path, help="a run's folder: show one of its recorded steps")
     source.add_argument("--distribution", choices=sorted(DISTRIBUTIONS), help="draw lengths from this distribution")
 
     def add(option: str, least: int, most: int, text: str) -> None:
@@ -69,15 +69,15 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(option, type=number, help=text)
 
     add("--count", 1, _MOST_SAMPLES, "samples to draw (default: 1024), or to read from the start of the file")
-    cut = f"longer samples are cut to this (default: {_LONGEST} of --distribution; those of --lengths are kept)"
+    cut = f"cut longer samples to this length (default: {_LONGEST} for --distribution, no cut for --lengths)"
     add("--longest", 1, 2**63 - 1, cut)
-    add("--seed", 0, 2**63 - 1, "of --distribution (default: 0)")
-    parser.add_argument("--iteration", type=int, help="of --from-run (default: the last one)")
+    add("--seed", 0, 2**63 - 1, "seed of --distribution (default: 0)")
+    parser.add_argument("--iteration", type=int, help="step of --from-run (default: the last one)")
     add("--ranks", 1, MOST_RANKS, "data parallel size times context parallel size")
     add("--max-seqlen-per-rank", 1, 2**31 - 1, "tokens a rank holds (default: 8192)")
     add("--min-cp-size", 1, MOST_RANKS, "fewest ranks of a group (default: 1)")
-    meeting = "ranks that finish each microbatch together (expert parallel; default: 1, or the run's)"
-    add("--sync-ranks", 1, MOST_RANKS, meeting)
+    synchronized = "ranks that finish each microbatch together (expert parallel; default: 1, or the run's)"
+    add("--sync-ranks", 1, MOST_RANKS, synchronized)
     add("--pipeline-size", 1, 1_000, "pipeline stages (default: 1, or the run's)")
     add("--microbatch-multiple", 1, 1_000, "round the number of microbatches up to this")
     add("--sequence-parallel-size", 1, 10_000, "tensor parallel size under sequence parallelism")
@@ -92,22 +92,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _read(source: str) -> np.ndarray:
-    """Lengths from a file. Raises ValueError saying what is wrong with it."""
+    """Read lengths from a file; ValueError if the file is invalid."""
     if source.endswith(".idx"):
         files = open_indexed(source)
         check_lengths(files)
         lengths = sequence_lengths(files).astype(np.int64)
         if lengths.max(initial=0) < 2:
-            raise ValueError(f"{source}: no document has two tokens, so none has anything to predict")
+            raise ValueError(f"{source}: every document has fewer than two tokens, so there is nothing to predict")
         return lengths[lengths >= 2]  # as training does
     index = source.removesuffix(".bin") + ".idx"
     if os.path.isfile(index) and (source.endswith(".bin") or not os.path.exists(source)):
-        raise ValueError(f"{source}: has no lengths; give the file beside it that has them, --lengths {index}")
+        raise ValueError(f"{source}: has no lengths. Fix: --lengths {index}")
     return parse_lengths(sys.stdin.read().removeprefix("\ufeff"), "-") if source == "-" else read_lengths(source)
 
 
 def _complete(args: argparse.Namespace) -> None:
-    """Give options that were left out their defaults. Raises ValueError for one that was given and would be ignored."""
+    """Fill defaults; ValueError for a given option that the source ignores."""
     option = {name: f"--{name.replace('_', '-')}" for name in (*_PLANNED, "from_run", *_GOES_WITH)}
     source = next(name for name in (*_PLANNED, "from_run") if getattr(args, name) is not None)
     for name, (sources, default) in _GOES_WITH.items():
@@ -115,30 +115,30 @@ def _complete(args: argparse.Namespace) -> None:
             setattr(args, name, default)
         elif source not in sources:
             fitting = " or ".join(option[s] for s in sources)
-            raise ValueError(f"{option[name]} goes with {fitting}, and means nothing to {option[source]}")
+            raise ValueError(
+                f"{option[name]}: {option[source]} ignores it. Fix: use it with {fitting}, or leave it out"
+            )
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Before any work. Raises ValueError for a file that cannot be written."""
+    """Check output files before any work; ValueError if one is not writable."""
     for name in ("output", "plot"):
         path = getattr(args, name)
         if path is None:
             continue
         folder, option = path.parent, f"--{name} {path}"
         if str(path) == "-":
-            raise ValueError(f"{option}: give a file's name; standard output has the figures")
+            raise ValueError(f"{option}: is not a file name. Fix: --{name} FILE")
         if os.path.isdir(path):
-            raise ValueError(f"{option}: is a folder; name a file in it")
+            raise ValueError(f"{option}: is a folder. Fix: name a file in it")
         if not os.path.isdir(folder):
-            raise ValueError(
-                f"{option}: there is no folder {folder}; make it (mkdir -p {folder}), or name another file"
-            )
+            raise ValueError(f"{option}: no folder {folder}. Fix: mkdir -p {folder}")
         if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-            raise ValueError(f"{option}: may not be written; name a file elsewhere")
+            raise ValueError(f"{option}: no permission to write. Fix: name a file in another folder")
 
 
 def _lengths(args: argparse.Namespace) -> tuple[np.ndarray, int]:
-    """The lengths to schedule, and how many of the user's own were cut to ``--longest``."""
+    """Return the lengths to schedule, and the number cut to ``--longest``."""
     if args.distribution:
         return sample_lengths(args.distribution, args.count or 1024, args.longest or _LONGEST, args.seed), 0
     lengths = _read(args.lengths)[: args.count]
@@ -148,10 +148,10 @@ def _lengths(args: argparse.Namespace) -> tuple[np.ndarray, int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns 0, or 2 with one message on stderr where the input is wrong.
+    """Run the command; return 0, or 2 with a message on stderr for invalid input.
 
     Raises:
-        SystemExit: an option is unknown or out of its range; argparse has said so, and ends with 2 too.
+        SystemExit: argparse rejected an option, with exit code 2.
     """
     args = _parser().parse_args(argv)
     try:
@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
         _check_files(args)
         return _run(args)
     except BrokenPipeError:
-        raise  # the reader (head, less) went away, which is no error of the input
+        raise  # the reader (head, less) closed the pipe: not an input error
     except TooLongError as error:
         say(f"megatron-cp schedule: {error} (--max-seqlen-per-rank, --ranks, --longest).", file=sys.stderr)
         return EXIT_CONFIG
@@ -169,11 +169,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Schedule lengths, and compare with what packed static CP makes of the same samples."""
+    """Schedule lengths and compare with packed static CP on the same samples."""
     if args.from_run:
         return _show_run(args)
     if args.ranks is None:
-        raise ValueError("--ranks is needed: data parallel size times context parallel size")
+        raise ValueError("--ranks is missing: data parallel size times context parallel size. Fix: --ranks 64")
     (lengths, cut), cost = _lengths(args), PRESETS[args.cost]
     settings = {"microbatch_multiple": args.microbatch_multiple}
     settings |= {"sync_ranks": args.sync_ranks or 1, "pipeline_size": args.pipeline_size or 1}
@@ -189,7 +189,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _show_run(args: argparse.Namespace) -> int:
-    """One step of a run as it was scheduled, and what packed static CP would have made of the same samples."""
+    """Show a recorded step beside packed static CP on the same samples."""
     step = read_step(args.from_run, args.iteration)
     figures = {"iteration": step.iteration, "measured_seconds": step.measured_seconds}
     measured = "" if step.measured_seconds is None else f"; measured, the whole step: {step.measured_seconds:.3f} s"
@@ -200,9 +200,9 @@ def _show_run(args: argparse.Namespace) -> int:
 def _show(
     args: argparse.Namespace, step: RecordedStep, lengths: np.ndarray, title: str, figures: dict[str, Any], last: str
 ) -> int:
-    """Print a step's figures beside those of packed static CP on the same ranks, and write what is asked for.
+    """Print a step's figures beside packed static CP's, and write the requested files.
 
-    ``figures`` are further ones for ``--json``, ``last`` is the last line without it.
+    figures: more figures for ``--json``. last: the last line of the text output.
     """
     found, cost, width = step.schedule, step.cost, step.schedule.sequence_parallel_size
     in_step = {
@@ -214,7 +214,7 @@ def _show(
         raise ValueError(f"--sync-ranks {in_step['sync_ranks']}: {message}")
     static_size = args.static_cp_size
     if static_size is None:
-        # Dynamic groups may be larger than what is configured, and have to be where samples are too long for that.
+        # Dynamic groups may exceed the configured size, and must for longer samples.
         smallest = smallest_cp_size(int(lengths.max()), found.num_ranks, found.max_seqlen_per_rank, width)
         static_size = max(step.context_parallel_size, smallest)
     common: dict[str, Any] = {"cost": cost, "microbatch_multiple": step.microbatch_multiple}

@@ -19,10 +19,14 @@ from megatron_cp.rules import checked
 def main(argv: Sequence[str]) -> int:
     parser = recipe_parser("train", "Train a recipe, on one process or with -n N on N processes of this machine.")
     ranks.add(parser)
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="compose, check and show; start nothing")
+    parser.add_argument(
+        "--dry-run", "--dry_run", action="store_true", help="compose the recipe, check it and print it; start nothing"
+    )
     parser.add_argument("--list-recipes", "--list_recipes", action="store_true", help="list the recipes")
     parser.add_argument("--print-config", "--print_config", action="store_true", help="print the composed YAML")
-    parser.add_argument("--verify", action="store_true", help="first compare the layout with one rank, in small, once")
+    parser.add_argument(
+        "--verify", action="store_true", help="before training, compare a reduced layout with a single rank, once"
+    )
     args = parse(parser, argv)
     if args.list_recipes:
         return recipes.main(())
@@ -36,27 +40,27 @@ def main(argv: Sequence[str]) -> int:
             args.world_size = args.ranks
         return report(parser, args, with_settings=True)
     if args.environment or args.world_size is not None:
-        parser.error("--environment and --world-size are for --dry-run; a run has the ones it is started with")
+        parser.error("--environment and --world-size need --dry-run. Fix: add --dry-run")
     return run_or_start("train", parser, args, argv)
 
 
 def run_or_start(
     command: str, parser: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str], *further: str
 ) -> int:
-    """Train in this process, or start the ranks that do, once the rules hold; returns the exit code.
+    """Check the rules, then train here or start ranks; return the exit code.
 
     Args:
-        command: and its ``argv``, which each rank is given.
+        command: command that each rank runs, with ``argv``.
         further: overrides that the command adds.
     """
-    launcher.rank()  # refuses a wrong RANK before torch is imported
+    launcher.rank()  # rejects an invalid RANK before torch is imported
     number = ranks.to_start(parser, args)
     if number is not None:
-        with quiet():  # the first rank checks, and logs, the same again
+        with quiet():  # the first rank checks and logs the same again
             checked(compose(parser, args, *further), number, args.gpus_per_node)
         return ranks.start(command, argv, number)
     config = prepared(compose(parser, args, *further), args.gpus_per_node)
-    from megatron_cp.training.train import run  # torch and megatron-core: ten seconds
+    from megatron_cp.training.train import run  # importing torch and megatron-core takes ten seconds
 
     if not vars(args).get("verify"):
         return run(config)

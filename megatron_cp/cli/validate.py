@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser for a command that checks a recipe."""
+    """Build the parser of a command that checks a recipe."""
     parser = ArgumentParser(f"megatron-cp {command}", description=description, allow_abbrev=False)
     add_recipe(parser, "what to run")
     add_world_size(parser, "ranks to check for (default: the recipe's recipe_world_size)")
@@ -34,24 +34,24 @@ def recipe_parser(command: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--environment",
         metavar="gpu|cpu|FILE.yaml",
-        help="check for a GPU or CPU machine, or one that a file describes (default: this one)",
+        help="machine to check for: GPU, CPU or a description in a file (default: this machine)",
     )
-    parser.add_argument("--explain", metavar="RULE", help="print a rule, why it exists and an example that breaks it")
+    parser.add_argument("--explain", metavar="RULE", help="print a rule, its reason and an example that breaks it")
     return parser
 
 
 def explain(rule_id: str) -> int:
-    """Print all that is known about a rule; returns the exit code."""
-    from megatron_cp.rules.explain import explain  # all that is known about constraints: only where it is asked for
+    """Print a rule's full description; return the exit code."""
+    from megatron_cp.rules.explain import explain  # imports every rule's texts: only on request
 
     say(explain(rule_id))
     return EXIT_OK
 
 
 def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_settings: bool = False) -> int:
-    """Print what auto settings come to, the process groups and the violations; returns the exit code.
+    """Print auto settings, groups and violations; return the exit code.
 
-    ``with_settings``: all settings first.
+    With ``with_settings``, print all settings first.
     """
     config = compose(parser, args)
     if with_settings:
@@ -61,7 +61,7 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_se
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
     data = planned_line(config.dataset, config.train.train_iters * config.train.global_batch_size)
     say(f"# {config.recipe} on {world_size} ranks\n{data}", *([choice] if choice else []), sep="\n")
-    with contextlib.suppress(ValueError):  # an impossible layout: the violations below say why
+    with contextlib.suppress(ValueError):  # the violations below explain an impossible layout
         layout = layout_of(config.model, config.dist, world_size)
         say("\n".join(group_lines(layout)))
         if config.runs_packs:

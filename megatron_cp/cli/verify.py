@@ -1,4 +1,4 @@
-"""``megatron-cp verify``: does this layout train the same model as one rank?"""
+"""``megatron-cp verify``: compare a layout's results with a single rank's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_cp.verify.reduce import checked_and_comparable
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare, print a table on rank 0, and say so in the exit code: 0 equal, 1 different.
+    """Compare, print a table on rank 0 and return 0 (equal) or 1 (different).
 
     Raises:
         ConfigError: a configuration cannot run.
@@ -24,23 +24,23 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = ArgumentParser(
         "megatron-cp verify",
-        description="Run a layout and one rank on the same weights and tokens, and compare losses and gradients. "
-        "Start it as a training run: megatron-cp verify -n 4 --recipe NAME [key=value ...]",
+        description="Run a layout and a single rank on the same weights and tokens; compare losses and gradients. "
+        "Start it like a training run: megatron-cp verify -n 4 --recipe NAME [key=value ...]",
         allow_abbrev=False,
     )
     add_recipe(parser, "what to verify")
     ranks.add(parser)
-    parser.add_argument("--full", action="store_true", help="keep the model's size instead of reducing it")
+    parser.add_argument("--full", action="store_true", help="use the full model instead of a reduced one")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps to compare (default 3)")
     parser.add_argument(
         "--against",
         metavar='"key=value ..."',
-        help="compare with the same ranks under these further overrides, instead of with one rank",
+        help="compare with the same ranks under these overrides, instead of with a single rank",
     )
     args = parse(parser, argv)
     if args.steps < 1:
         parser.error("--steps must be at least 1")
-    launcher.rank()  # refuses a wrong RANK before torch is imported
+    launcher.rank()  # rejects an invalid RANK before torch is imported
     number = ranks.to_start(parser, args)
     world_size = number or launcher.world_size() or 1
     with nullcontext() if number is None else quiet():
@@ -50,14 +50,14 @@ def main(argv: Sequence[str]) -> int:
         return ranks.start("verify", argv, number)
     names = ("one rank", f"{world_size} ranks") if args.against is None else ("against", "layout")
     launcher.add_variables(configs[-1].env_vars)
-    from megatron_cp.verify.run import verify  # torch and megatron-core take ten seconds: only once all is checked
+    from megatron_cp.verify.run import verify  # importing torch takes ten seconds: after all checks
 
     return EXIT_OK if verify(configs, names) else EXIT_FAILED
 
 
 def _overrides(parser: argparse.ArgumentParser, against: str | None) -> list[list[str]]:
-    """Each layout's further overrides: those of ``--against`` if there are any, and none."""
+    """Return each layout's extra overrides: ``--against``'s, if given, and none."""
     try:
         return [[]] if against is None else [shlex.split(against), []]
-    except ValueError as error:  # a quotation mark without its pair
+    except ValueError as error:  # an unclosed quotation mark
         parser.error(f"--against {against!r}: {error}")

@@ -130,7 +130,7 @@ def test_a_run_says_what_auto_is_and_what_to_mind(run, started, monkeypatch):
 def test_a_described_environment_is_for_looking_only(run, started):
     for flag in (["--environment", "gpu"], ["--world-size", "4"]):
         code, _, err = run("train", "--recipe", TINY, *flag)
-        assert code == 2 and "are for --dry-run" in err and not started
+        assert code == 2 and "need --dry-run" in err and not started
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_a_reader_that_leaves_early_is_no_error():
     [
         (f"validate --recipe {TINY} >&-", 0, ""),
         ("doctor >&-", 0, ""),
-        ("recipes >/dev/full", 1, "megatron-cp: the output cannot be written: No space left on device\n"),
+        ("recipes >/dev/full", 1, "megatron-cp: cannot write the output: No space left on device\n"),
         ("schedule --distribution mock --count 64 --longest 8192 --ranks 8 | true", 0, ""),
     ],
 )

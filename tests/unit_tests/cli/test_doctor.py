@@ -57,9 +57,9 @@ def test_a_complete_gpu_machine(run):
     code, out, _ = run(GPU_MACHINE, "--recipe", HCP)
     assert code == 0
     assert "  GPU                8 x NVIDIA H100 80GB HBM3, compute capability 9.0, 80 GiB\n" in out
-    assert "  NVIDIA driver      580.65.06, runs CUDA 13.0 and older\n" in out
+    assert "  NVIDIA driver      580.65.06, supports CUDA 13.0 and older\n" in out
     assert "  transformer-engine 2.17.1\n" in out
-    assert "  attention          Transformer Engine's: Transformer Engine 2.17.1 computes all" in out
+    assert "  attention          Transformer Engine's: Transformer Engine 2.17.1 supports this" in out
     assert "  fused kernels      rotary embedding, sums of weight gradients, cross-entropy" in out
     assert "  communication      nccl\n" in out and out.endswith("nothing to do\n")
 
@@ -77,17 +77,17 @@ def test_experts_are_among_the_fused_kernels(run):
         (machine(transformer_engine=None), 0, "  install Transformer Engine for the fastest"),
         (machine(transformer_engine="2.9.0"), 0, "  update Transformer Engine from 2.9.0 to at least 2.10.0"),
         (machine(megatron_core=None), 1, f"  needed: install megatron-core=={MEGATRON_CORE}"),
-        (machine(megatron_core="0.17.0"), 1, f"  needed: install megatron-core=={MEGATRON_CORE} in place of 0.17.0"),
+        (machine(megatron_core="0.17.0"), 1, f"  needed: install megatron-core=={MEGATRON_CORE} instead of 0.17.0"),
         (machine(torch=None), 1, "  needed: install torch"),
         (
             dataclasses.replace(GPU_MACHINE, torch_cuda=None),
             1,
-            "  needed: install a torch with CUDA in place of 2.11.0",
+            "  needed: install torch with CUDA instead of 2.11.0",
         ),
         (
             dataclasses.replace(GPU_MACHINE, driver=Driver("550.54", (12, 4), (H100,))),
             1,
-            "  needed: update the driver: 550.54 runs CUDA 12.4 at most, and torch 2.11.0 is built for CUDA 13.0",
+            "  needed: update the driver: 550.54 supports CUDA up to 12.4, but torch 2.11.0 is built for CUDA 13.0",
         ),
         (dataclasses.replace(GPU_MACHINE, torch_cuda="12.8"), 0, "nothing to do"),
         (machine(flash_attn=None, apex=None, mamba_ssm=None, causal_conv1d=None, NCCL=None), 0, "nothing to do"),
@@ -101,25 +101,25 @@ def test_what_to_install(run, found, code, said):
 @pytest.mark.parametrize(
     ("found", "overrides", "attention"),
     [
-        (GPU_MACHINE, [], "Transformer Engine's: Transformer Engine 2.17.1 computes all that the recipe asks for"),
+        (GPU_MACHINE, [], "Transformer Engine's: Transformer Engine 2.17.1 supports this recipe"),
         (
             GPU_MACHINE,
             ["model.attention_backend=native"],
-            "our own, by Transformer Engine's kernels: model.attention_backend=native asks for it",
+            "our own, with Transformer Engine's kernels: model.attention_backend=native selects it",
         ),
         (
             GPU_MACHINE,
             ["model.transformer_impl=local"],
-            "our own: model.transformer_impl=local does without Transformer Engine",
+            "our own: model.transformer_impl=local disables Transformer Engine",
         ),
         (machine(transformer_engine=None), [], "our own: Transformer Engine is not installed"),
         (
             GPU_MACHINE,
             ["model.window_size=[64,0]"],
-            "our own, by Transformer Engine's kernels: Transformer Engine 2.17.1, model.window_size: no sliding window",
+            "our own, with Transformer Engine's kernels: Transformer Engine 2.17.1, model.window_size: no sliding window",
         ),
         (GPU_MACHINE, ["mixed_precision=fp32"], "our own: Transformer Engine 2.17.1, mixed_precision.fp32: "),
-        (dataclasses.replace(GPU_MACHINE, environment=PRESETS["cpu"]), [], "our own: there is no GPU"),
+        (dataclasses.replace(GPU_MACHINE, environment=PRESETS["cpu"]), [], "our own: no GPU"),
     ],
 )
 def test_which_attention_and_why(run, found, overrides, attention):
@@ -147,13 +147,13 @@ def test_a_recipe_that_cannot_run_here_ends_with_two(run):
     code, out, err = run(machine(transformer_engine=None), "--recipe", TINY, "model.attention_backend=te")
     assert code == 2 and "error K8: model.attention_backend=te" in err and "libraries" in out
     code, out, err = run(GPU_MACHINE, "--recipe", TINY, "model.attention_backend=te", "model.window_size=[64,0]")
-    assert code == 2 and "attention          Transformer Engine's: model.attention_backend=te asks for it" in out
+    assert code == 2 and "attention          Transformer Engine's: model.attention_backend=te selects it" in out
     code, _, err = run(GPU_MACHINE, "--recipe", "llama_tinny_pretrain_config")
     assert code == 2 and "did you mean" in err
     code, _, err = run(GPU_MACHINE, "model.num_layers=2")
-    assert code == 2 and "need a --recipe" in err
+    assert code == 2 and "need --recipe NAME" in err
     code, _, err = run(GPU_MACHINE, "-cp", "2")
-    assert code == 2 and "need a --recipe" in err
+    assert code == 2 and "need --recipe NAME" in err
 
 
 def test_the_flags_of_a_run_count(run):
@@ -234,7 +234,7 @@ def test_planted_packages(tmp_path):
     (tmp_path / "flash_attn.py").write_text("import os; os.abort()")
     done = doctor_with(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "apex               0.9.10; NOT NVIDIA's: another project of that name" in done.stdout
+    assert "apex               0.9.10; NOT NVIDIA's: another project of the same name" in done.stdout
     assert "uninstall apex" in done.stdout
     (tmp_path / "apex" / "multi_tensor_apply").mkdir()
     plant(tmp_path, "transformer-engine", "2.17.1")
@@ -246,8 +246,8 @@ def test_planted_packages(tmp_path):
 def test_transformer_engine_without_its_part_for_pytorch(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", {"transformer-engine": "2.17.1"}.get)
     found = doctor.survey()
-    assert found["transformer-engine"].note == "its part for PyTorch is missing"
-    expected = "reinstall Transformer Engine, its part for PyTorch is missing: in the clone: scripts/setup.sh --gpu"
+    assert found["transformer-engine"].note == (note := "the package transformer-engine-torch is missing")
+    expected = f"reinstall Transformer Engine ({note}): in the clone: scripts/setup.sh --gpu"
     assert expected in [finding.text for finding in doctor.findings(found)]
 
 
@@ -273,7 +273,7 @@ def test_libraries_that_cannot_be_imported(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     tried = [Library(name, "1", module=name) for name in ("dies", "fails", "json")] + [Library("absent", None, "", "x")]
     assert doctor._try(tried) == {
-        "dies": "it died with -6",
+        "dies": "exit code -6",
         "fails": "OSError: libcudart.so.13: cannot open shared object file",
     }
 

@@ -146,8 +146,8 @@ def test_lengths_of_a_file_are_cut_where_that_is_asked_for(tmp_path, capsys):
         ("10", ["--static-cp-size", "5"], "cp_size=5"),
         ("10\n99999999999999999999999", [], "lengths.txt:2: a number of 23 digits is no length in tokens"),
         ("9" * 5000, [], "a number of 5000 digits"),
-        ("10", ["--iteration", "3"], "--iteration goes with --from-run"),
-        ("10", ["--seed", "0"], "--seed goes with --distribution"),
+        ("10", ["--iteration", "3"], "Fix: use it with --from-run"),
+        ("10", ["--seed", "0"], "Fix: use it with --distribution"),
     ],
 )
 def test_wrong_input_is_one_line_and_2(tmp_path, capsys, content, options, message):
@@ -210,7 +210,7 @@ def test_what_a_run_is_simulated_with_is_checked(tmp_path, capsys):
 def test_what_a_run_has_recorded_cannot_be_given(tmp_path, capsys, option):
     assert main(["--from-run", str(tmp_path), option, "4"]) == 2
     error = capsys.readouterr().err
-    assert f"{option} goes with" in error and "means nothing to --from-run" in error
+    assert f"{option}: --from-run ignores it. Fix: use it with" in error
 
 
 RUN = {"context_parallel_size": 2, "microbatch_multiple": 4, "sync_ranks": 2, "pipeline_size": 3}
@@ -303,9 +303,9 @@ def test_files_that_cannot_be_written_are_told_before_any_work(tmp_path, capsys,
     monkeypatch.chdir(tmp_path)
     nowhere = tmp_path / "no" / "x"
     for path, message in (
-        (nowhere, f"{option} {nowhere}: there is no folder {nowhere.parent}; make it (mkdir -p"),
-        (tmp_path, f"{option} {tmp_path}: is a folder; name a file in it"),
-        ("-", f"{option} -: give a file's name; standard output has the figures"),
+        (nowhere, f"{option} {nowhere}: no folder {nowhere.parent}. Fix: mkdir -p"),
+        (tmp_path, f"{option} {tmp_path}: is a folder. Fix: name a file in it"),
+        ("-", f"{option} -: is not a file name. Fix: {option} FILE"),
     ):
         assert main([*SMALL, option, str(path)]) == 2
         shown = capsys.readouterr()
@@ -318,7 +318,7 @@ def test_the_other_names_of_an_index_lead_to_it(tmp_path, capsys):
         (tmp_path / name).write_bytes(b"\xff\x80")
     for source in ("text", "text.bin"):
         assert main(["--lengths", str(tmp_path / source), "--ranks", "4"]) == 2
-        assert f"has them, --lengths {tmp_path / 'text.idx'}\n" in capsys.readouterr().err
+        assert f"has no lengths. Fix: --lengths {tmp_path / 'text.idx'}\n" in capsys.readouterr().err
     (tmp_path / "text.idx").unlink()
     assert main(["--lengths", str(tmp_path / "text.bin"), "--ranks", "4"]) == 2
     message = (

@@ -226,4 +226,4 @@ def test_the_page_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["report", str(run_folder(tmp_path / "a")), "--html", str(tmp_path / "no" / "r.html")]) == 2
-    assert "the report could not be written" in capsys.readouterr().err
+    assert "cannot write the report" in capsys.readouterr().err

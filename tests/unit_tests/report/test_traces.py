@@ -173,9 +173,9 @@ def test_the_command_prints_a_run_s_profiles(tmp_path: Path, capsys: pytest.Capt
     assert text.startswith(f"{folder}/rank0_iterations_2-3.json.gz: 2 profiled iterations of 1.0 ms on NVIDIA H200\n")
     assert f"\n\n{folder}/rank1_iterations_2-3.json.gz: " in text
     assert "  30.0 %       0.30 ms  matrix products\n" in text
-    assert "  20.0 %       0.20 ms  communication: 10.0 % with nothing beside it\n" in text
-    assert "  19.5 %       0.20 ms  nothing: data 12.0 %, optimizer 5.0 %, other 2.5 %\n" in text
-    assert "the host waited for the device 1 times an iteration, 0.1 ms in all\n" in text
+    assert "  20.0 %       0.20 ms  communication: 10.0 % exposed\n" in text
+    assert "  19.5 %       0.20 ms  idle: data 12.0 %, optimizer 5.0 %, other 2.5 %\n" in text
+    assert "host waits for the device: 1 an iteration, 0.1 ms in total\n" in text
     assert text.count(f"1 x {GEMM}\n") == 2 and text.count(" x ") == 4
 
 

@@ -164,7 +164,7 @@ def test_command_line(script: SimpleNamespace, mixed: Path, tmp_path: Path, caps
     arguments = ["--output-prefix", str(tmp_path / "x"), "--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]
     assert script.main(["--input", str(mixed), *arguments]) == 0
     captured = capsys.readouterr()
-    assert "4 documents (2 empty left out)" in captured.out
+    assert "4 documents (2 empty ones skipped)" in captured.out
     assert "tokenizing: 100%" in captured.err
     assert script.main(["--input", str(tmp_path / "nowhere"), *arguments]) == 2
     assert capsys.readouterr().err == f"megatron-cp: {tmp_path / 'nowhere'}: no such file or folder.\n"
@@ -180,7 +180,7 @@ def test_a_tokenizer_trained_on_the_input(
     texts = [tokenizer._tokenizer.decode(ids.tolist()) for ids in IndexedDataset(str(tmp_path / "x"))]
     assert texts == ["first", "\u00e9", "second", "third\n"]
     assert script.main(arguments) == 2
-    assert "would overwrite" in capsys.readouterr().err
+    assert "exists. Fix: name a new folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["abc", "-1 2", "1 9", "\u0663", "9" * 5000])
@@ -200,7 +200,7 @@ def test_inputs_that_the_file_system_refuses(
     assert script.main([*arguments, "x" * 300, "--tokenizer-type", "ByteLevelTokenizer"]) == 2
     assert "no such file or folder" in capsys.readouterr().err
     assert script.main([*arguments, str(mixed), "--tokenizer-type", "HuggingFaceTokenizer", "--train-bpe", "300"]) == 2
-    assert "--train-bpe needs --tokenizer-model" in capsys.readouterr().err
+    assert "--train-bpe needs a folder for the tokenizer" in capsys.readouterr().err
 
 
 def test_output_that_cannot_be_written(
