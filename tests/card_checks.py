@@ -97,7 +97,7 @@ def count_parameters(recipe: str) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-_ROW = re.compile(r"^(\S.*?)(?:, step (\d+):?|:)? {2,}(?:.* )?(\S+) +(\d\.\de[+-]\d\d) +\de-\d\d +ok *$")
+_ROW = re.compile(r"^(\S.*?)(?:, step (\d+))?(?::.*?)? {2,}(?:.* )?(\S+) +(\d\.\de[+-]\d\d) +\de-\d\d +ok *$")
 
 
 def verify(arguments: list[str]) -> Measured:
