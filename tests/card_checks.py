@@ -63,7 +63,7 @@ def _run_on_ranks(arguments: list[str]) -> str:
     number, rest = parser.parse_known_args(arguments)
     variables = {"MEGATRON_CP_TEST_NO_INIT": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with mock.patch.dict(os.environ, variables):
-        results = run_ranks(_run, number.n, rest, timeout=600.0)
+        results = run_ranks(_run, number.n, rest, timeout=1500.0)
     for code, out, err in results:
         if code != 0:
             raise AssertionError(f"{shlex.join(arguments)}: exit code {code}\n{out}\n{err}")
