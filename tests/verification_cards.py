@@ -109,7 +109,7 @@ recipe's run folder, and a second run resumes there: `checkpoint.save=FOLDER` na
 
 Losses and gradient norms are compared with a relative tolerance of {TOLERANCE:.0e}. CPUs differ by rounding only: about
 1e-7 in a loss and 1e-6 in a norm, more after a few optimizer steps. The differences between two layouts are rounding
-alone, so they are another machine's to no digit. `verify` judges them by its own tolerances.
+alone, so another machine finds other digits. `verify` judges them by its own tolerances.
 """
 
 
