@@ -91,6 +91,7 @@ def test_what_differs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_commands_work_as_typed(tmp_path: Path) -> None:
     """From the root of the repository, with the environment activated."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
