@@ -59,7 +59,7 @@ def explain(rule_id: str) -> str:
     if name in OTHER_CHECKS:
         return f"{name} (error): {OTHER_CHECKS[name]}"
     if name not in RULES:
-        fix = f"the id that a message begins with, as A2 in 'error A2: {NAME.model.context_parallel_size}=4: ...'"
+        fix = f"the id that a message begins with, as in 'error A2: {NAME.model.context_parallel_size}=4: ...'"
         raise ConfigError([Violation("K35", "error", "--explain", f"no rule '{rule_id}'", fix)])
     rule, said = RULES[name], [str(v) for v in example_violations(name) if v.rule == name]
     lines = [f"{name} ({rule.severity}): {rule.title}", f"why: {rule.why}", f"example: {example_command(rule.example)}"]

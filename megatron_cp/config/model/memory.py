@@ -19,7 +19,7 @@ class Memory:
     recompute_num_layers: int | None = setting(None, "of full: so many layers", LAYOUT)
     recompute_modules: list[str] | None = setting(None, "of selective: what is computed again", LAYOUT)
     distribute_saved_activations: bool = setting(False, "tp ranks divide what full recomputation keeps", LAYOUT)
-    cpu_offloading: bool = setting(False, "of activations; refused, see rule K28")
+    cpu_offloading: bool = setting(False, "of activations; refused by rule K28 (no offloading)")
     apply_rope_fusion: bool | None = setting(
         None,
         "one kernel rotates; null: where the layers are Transformer Engine's and it fits the model",

@@ -67,7 +67,7 @@ class OptimizerConfig:
     lion_beta2: float = share(0.98, "decay of the mean of gradients", when=(MUON, LION))
     clip_grad: float = setting(1.0, "largest norm of all gradients; 0: any", least=0)
     use_distributed_optimizer: bool = setting(True, "data-parallel ranks divide the optimizer's state", OPTIMIZER)
-    optimizer_cpu_offload: bool = setting(False, "refused, see rule K28")
+    optimizer_cpu_offload: bool = setting(False, "refused by rule K28 (no offloading)")
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 import megatron_cp
 from megatron_cp import cli
+from megatron_cp.rules import RULES
+from megatron_cp.rules.explain import OTHER_CHECKS
 from scripts.readability import LONGEST, MEAN, figures, pages, sentences
 
 ROOT = Path(__file__).parents[3]
@@ -17,6 +20,7 @@ NOT_YET: set[str] = set()
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
 # Private words that a command's --help still has.
 HELP_NOT_YET = {"evaluate": ["that of"], "preprocess": ["whatever"], "convert export": ["of which"]}
+RULE_IDS = RULES.keys() | OTHER_CHECKS.keys()
 PLAIN = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 CONTRIBUTING = PAGES["CONTRIBUTING.md"]
 
@@ -84,6 +88,31 @@ def test_pages_have_no_private_words(name: str) -> None:
 def test_help_has_no_private_words(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command, "--help"]) == 0
     assert set(private_words_in(capsys.readouterr().out)) <= set(HELP_NOT_YET.get(" ".join(command), ()))
+
+
+def rules_without_words(text: str) -> list[str]:
+    """Return the codes of rules that stand alone: neither "rule K28 (no offloading)" nor "error K28: SETTING=..."."""
+    with_words = r"\b[Rr]ules? [A-K]\d+ \([^)]|\b(?:error|warning) [A-K]\d+: "
+    codes = re.findall(r"(?<![\w`'\"-])[A-K][1-9]\d?(?![\w`])", re.sub(with_words, "", text))
+    return [code for code in codes if code in RULE_IDS]
+
+
+def texts_of_a_module(source: str) -> str:
+    """Return the strings of a module: messages, helps and rules. Docstrings and a rule's own id are not among them."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return "\n".join(node.value for node in strings if id(node) not in docstrings and node.value not in RULE_IDS)
+
+
+def test_rules_never_stand_without_words() -> None:
+    texts = {path: texts_of_a_module(path.read_text(encoding="utf-8")) for path in ROOT.glob("megatron_cp/**/*.py")}
+    for pattern in ("*.md", "recipes/*.yaml", "configs/**/*.yaml", "megatron_cp/**/*.yaml", "scripts/**/*.*sh"):
+        for path in ROOT.glob(pattern):
+            texts[path] = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = {str(path.relative_to(ROOT)): codes for path, text in texts.items() if (codes := rules_without_words(text))}
+    assert found == {}, "add what the rule is about: rule K28 (no offloading)"
+    assert rules_without_words("see rule K28. As D1; `A6`, rule B3 (lengths), error A2: x=1: no") == ["K28", "D1"]
 
 
 def test_the_version_is_in_the_changelog() -> None:

@@ -137,7 +137,7 @@ def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
     "K22",
     "No sinkhorn routing under context or sequence parallelism.",
     "It balances the experts over the tokens that one rank holds, so that the same model routes differently, silently, "
-    "when a sequence is sliced (the loss differs by a hundredth). Packs have no sinkhorn either: H18.",
+    "when a sequence is sliced (loss: off by a hundredth). Rule H18 (balancing over a pack) refuses it in packs.",
     broken(model=dict(num_moe_experts=4, moe_router_load_balancing_type="sinkhorn", moe_router_topk=1)),
 )
 def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
@@ -155,7 +155,8 @@ def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
     "Experts are not balanced over the global batch by several replicas.",
     "megatron-core divides each replica's share of global_aux_loss by the tokens of all (Megatron-LM issue 3672) and "
     "then averages the shares: the loss is as many times weaker as there are replicas, silently. A factor would not "
-    "mend it: a replica counts its microbatches so far, which more replicas have fewer of. Packs have none: H18.",
+    "mend it: a replica counts its microbatches so far, which more replicas have fewer of. Rule H18 (balancing "
+    "over a pack) refuses it in packs.",
     broken(
         *RING.settings,
         model=dict(

@@ -50,7 +50,7 @@ def heads_divide_by_cp(c: Context) -> Iterator[Finding]:
 @rule(
     "D2",
     f"With {HIERARCHICAL.name}, the {LEVELS[0]} size divides the heads of a tensor-parallel rank.",
-    "As D1; Transformer Engine does not check it and fails in a view.",
+    "The all-to-all gives each rank whole heads. Transformer Engine does not check it and fails in a view.",
     broken(model=dict(num_attention_heads=9, num_query_groups=9, hidden_size=144)),
 )
 def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:

@@ -178,7 +178,8 @@ def batch_divides(c: Context) -> Iterator[Finding]:
 @rule(
     "A7",
     "The evaluation batch divides into micro batches over the data-parallel replicas.",
-    f"As A6, for {NAME.validation.eval_global_batch_size} and eval_micro_batch_size (by default the training ones).",
+    f"Every replica evaluates the same number of micro batches. {NAME.validation.eval_global_batch_size} and "
+    "eval_micro_batch_size are by default the training ones.",
     broken(validation=dict(eval_iters=1, eval_global_batch_size=9)),
 )
 def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
