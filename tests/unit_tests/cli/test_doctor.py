@@ -116,7 +116,7 @@ def test_what_to_install(run, found, code, said):
         (
             GPU_MACHINE,
             ["model.window_size=[64,0]"],
-            "our own, with Transformer Engine's kernels: Transformer Engine 2.17.1, model.window_size: no sliding window",
+            "our own, with Transformer Engine's kernels: Transformer Engine 2.17.1, model.window_size: no sliding",
         ),
         (GPU_MACHINE, ["mixed_precision=fp32"], "our own: Transformer Engine 2.17.1, mixed_precision.fp32: "),
         (dataclasses.replace(GPU_MACHINE, environment=PRESETS["cpu"]), [], "our own: no GPU"),
@@ -246,7 +246,8 @@ def test_planted_packages(tmp_path):
 def test_transformer_engine_without_its_part_for_pytorch(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", {"transformer-engine": "2.17.1"}.get)
     found = doctor.survey()
-    assert found["transformer-engine"].note == (note := "the package transformer-engine-torch is missing")
+    note = "the package transformer-engine-torch is missing"
+    assert found["transformer-engine"].note == note
     expected = f"reinstall Transformer Engine ({note}): in the clone: scripts/setup.sh --gpu"
     assert expected in [finding.text for finding in doctor.findings(found)]
 
