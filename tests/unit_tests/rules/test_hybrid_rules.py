@@ -90,7 +90,7 @@ def test_allowed(overrides: tuple[str, ...]) -> None:
             ["dist.eval_context_parallel_size=4", "model.context_parallel_size=1", "model.mamba_num_heads=2"], "D7",
             "evaluation group has 4 ranks, but 2 heads / tp 1 are enough", "dist.eval_context_parallel_size=2",
         ),
-        (["model.account_for_loss_in_pipeline_split=true"], "K19", "_layer_pattern assigns layers to stages", "(| in the"),
+        (["model.account_for_loss_in_pipeline_split=true"], "K19", "assigns layers to stages", "(| in the"),
         (["model.mamba_head_dim=48"], "D12", "d_inner must be evenly divisible by headdim: 256 by 48", "_dim=32, or"),
         (["model.mamba_state_dim=0"], "D12", "at least 1, got 0", ""),
         (["model.hybrid_layer_pattern=M-M*-M"], "K14", "has 6 letters for 7 layers", "model.num_layers=6"),
