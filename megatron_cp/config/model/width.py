@@ -1,4 +1,4 @@
-"""Maximal update parametrization (muP): learning rates of a narrow model for a wide one"""
+"""Maximal update parametrization (muP): learning rates tuned on a narrow model"""
 
 from __future__ import annotations
 
