@@ -92,7 +92,7 @@ def _same(value: Any, other: Any) -> bool:
     )  # True is not 1, as in the schema
 
 
-_TE = f"{NAME.model.attention_backend}=te (the fastest kernel; env_vars.{{}}=0 disables the other)"
+_TE = f"{NAME.model.attention_backend}=te env_vars.{{}}=0 (disables the other kernel)"
 # megatron-core's values that choose a kernel of Transformer Engine.
 _BACKENDS = {
     "flash": _TE.format("NVTE_FUSED_ATTN"),

@@ -76,7 +76,7 @@ class ModelConfig(
         return tuple("*E" if experts else "*-" for experts in every)
 
     @property
-    def parts(self) -> frozenset[str]:
+    def layer_letters(self) -> frozenset[str]:
         """The letters of all layers, computed without a list of ``num_layers`` entries.
 
         ``num_layers`` may be absurdly large before the rules run.

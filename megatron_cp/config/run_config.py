@@ -155,6 +155,6 @@ def settings() -> dict[str, Facts]:
     return {f"{section}.{name}": facts for section, kind in sections.items() for name, facts in facts_of(kind).items()}
 
 
-def settings_that(decide: str) -> list[str]:
+def settings_affecting(decide: str) -> list[str]:
     """Return the dotted names of settings with an effect such as ``"weights"``."""
     return [name for name, facts in settings().items() if decide in facts.affects]

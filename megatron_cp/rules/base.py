@@ -79,12 +79,12 @@ class Context(Case):
         return self.world_size % (self.tp * self.pp * self.cp) == 0
 
     @cached_property
-    def heads(self) -> int:
+    def local_heads(self) -> int:
         """Query heads on one tensor-parallel rank."""
         return max(1, self.model.num_attention_heads // self.tp)
 
     @cached_property
-    def kv_heads(self) -> int:
+    def local_kv_heads(self) -> int:
         """Key/value heads on one tensor-parallel rank; with fewer than tp, a rank has one."""
         return max(1, self.model.kv_heads // self.tp)
 
@@ -110,7 +110,7 @@ class Context(Case):
         packed = self.packed_sizes if self.backend == "te" else ()  # native attention uses as many ranks as fit
         for transport in self.transports:
             sizes = transport.head_ranks(self.cp, self.levels, packed)
-            worst = max(sizes, key=lambda size: (self.heads % size != 0, size), default=1)
+            worst = max(sizes, key=lambda size: (self.local_heads % size != 0, size), default=1)
             if sizes and (self.cp > 1 or worst > 1):
                 yield transport, worst
 
@@ -120,7 +120,7 @@ class Context(Case):
         return self.model.sequence_packing_scheduler is not None
 
     @cached_property
-    def packs(self) -> bool:
+    def runs_packs(self) -> bool:
         """Whether training runs packs, or evaluation does in separate groups."""
         return self.config.runs_packs
 
@@ -135,7 +135,7 @@ class Context(Case):
         return packed_sizes(self.model, self.config.dist, self.world_size)
 
     @cached_property
-    def widest(self) -> int:
+    def max_cp(self) -> int:
         """The largest number of ranks that share a sample, in training or evaluation."""
         return max(self.cp, self.eval_cp, self.dp * self.cp if self.model.dynamic_context_parallel else 1)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import typed
 from megatron_cp.config.run_config import default_at
-from megatron_cp.rules.remedies import BETWEEN
+from megatron_cp.rules.remedies import ALTERNATIVES
 
 NATIVE = f"{NAME.model.attention_backend}=native"
 EXPERTS_LIKE_THE_REST = f"{NAME.model.expert_model_parallel_size}=1 {NAME.model.expert_tensor_parallel_size}=null"
@@ -49,7 +49,7 @@ def one_of(field: str, values: Iterable[Any]) -> str:
 
 def either(*alternatives: str) -> str:
     """Return the text of a fix with several alternatives; empty ones are dropped."""
-    return BETWEEN.join(filter(None, alternatives))
+    return ALTERNATIVES.join(filter(None, alternatives))
 
 
 def divisors(number: int) -> list[int]:

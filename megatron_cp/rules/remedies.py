@@ -26,7 +26,7 @@ from megatron_cp.config.run_config import RunConfig, settings
 from megatron_cp.config.setting import Facts
 from megatron_cp.rules.environment import Environment
 
-BETWEEN = ", or "
+ALTERNATIVES = ", or "
 _MOST_SHOWN = 3
 _MOST_STEPS = (2, 3)  # extra fixes per alternative; the larger limit if no alternative works with the smaller
 _MOST_PROPOSALS = 12  # alternatives tried per violation
@@ -64,7 +64,7 @@ def setting_of(override: str) -> str:
 
 def parse_fix(text: str) -> list[Fix]:
     """Return the alternatives of a fix."""
-    return [_parse(part) for part in text.split(BETWEEN) if part]
+    return [_parse(part) for part in text.split(ALTERNATIVES) if part]
 
 
 def _parse(text: str) -> Fix:
@@ -163,7 +163,7 @@ def _working(violation: Violation, found: Sequence[Violation], case: Case, check
             if len(working) == _MOST_SHOWN:
                 break
         if working:
-            return BETWEEN.join(working)
+            return ALTERNATIVES.join(working)
     return violation.fix
 
 

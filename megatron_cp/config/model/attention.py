@@ -7,16 +7,16 @@ from typing import Literal
 
 from megatron_cp.config.setting import FUNCTION, LAYOUT, WEIGHTS, equals, positive, setting, share, size
 
-OWN_KEYS = equals("model.multi_latent_attention", False)
+MULTI_HEAD = equals("model.multi_latent_attention", False)
 
 
 @dataclass
 class Attention:
     num_attention_heads: int = size(4, "query heads", WEIGHTS)
     num_query_groups: int | None = size(
-        None, "key/value heads; null: as many as query heads", WEIGHTS, when=OWN_KEYS, translated=True
+        None, "key/value heads; null: as many as query heads", WEIGHTS, when=MULTI_HEAD, translated=True
     )
-    kv_channels: int | None = size(None, "head dim; null: hidden_size / num_attention_heads", WEIGHTS, when=OWN_KEYS)
+    kv_channels: int | None = size(None, "head dim; null: hidden_size / num_attention_heads", WEIGHTS, when=MULTI_HEAD)
     add_qkv_bias: bool = setting(False, "biases in the projections of queries, keys and values", WEIGHTS)
     qk_layernorm: bool = setting(False, "normalize queries and keys, per head", WEIGHTS)
     qk_l2_norm: bool = setting(False, "divide queries and keys by their root mean square, as Llama 4 does", FUNCTION)

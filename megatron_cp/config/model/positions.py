@@ -16,7 +16,7 @@ def _rotates(run: Any) -> bool:
 ROPE = "model.position_embedding_type=rope"
 ROTATES = When(f"{ROPE} or yarn", _rotates, ROPE)
 # Other rules report settings that latent attention and YaRN ignore.
-STRETCHES = When(ROPE, _rotates, ROPE)
+ROPE_ONLY = When(ROPE, _rotates, ROPE)
 SCALES = When(
     "model.rope_scaling=true",
     lambda run: run.model.rope_scaling or run.model.multi_latent_attention,
@@ -50,12 +50,12 @@ class Positions:
     no_rope_freq: int | list[int] | None = setting(
         None, "layers without rotary embedding: every n-th, or a list of 0 and 1, one per layer", FUNCTION, when=ROTATES
     )
-    rope_scaling: bool = setting(False, "scale frequencies as Llama 3.1 does", FUNCTION, when=STRETCHES)
+    rope_scaling: bool = setting(False, "scale frequencies as Llama 3.1 does", FUNCTION, when=ROPE_ONLY)
     rope_scaling_factor: float = positive(
-        8.0, "factor that divides low frequencies", FUNCTION, when=(STRETCHES, SCALES)
+        8.0, "factor that divides low frequencies", FUNCTION, when=(ROPE_ONLY, SCALES)
     )
     seq_len_interpolation_factor: float | None = positive(
-        None, "factor that divides positions", FUNCTION, when=STRETCHES
+        None, "factor that divides positions", FUNCTION, when=ROPE_ONLY
     )
     yarn_rotary_scaling_factor: float | None = setting(
         None, "new length / original length; required by YaRN", FUNCTION, least=1, when=YARN

@@ -17,7 +17,7 @@ DIVIDES = When(
 )
 JSONL = equals("dataset.kind", "jsonl")
 # By packing, not by the kind of data: recipes set mock_lengths for users without documents.
-OWN_LENGTHS = given("model.sequence_packing_scheduler", "dp_balanced")
+PACKED = given("model.sequence_packing_scheduler", "dp_balanced")
 HUGGING_FACE = equals("tokenizer.tokenizer_type", "HuggingFaceTokenizer")
 
 
@@ -52,10 +52,10 @@ class DatasetConfig:
     )
     mock_num_samples: int = setting(10000, "mock data: number of samples", DATA, least=1, when=MOCK)
     too_long: Literal["split", "refuse"] = setting(
-        "split", "documents longer than seq_length: split them, or refuse with an error", DATA, when=OWN_LENGTHS
+        "split", "documents longer than seq_length: split them, or refuse with an error", DATA, when=PACKED
     )
     mock_lengths: str = setting(
-        "lognormal", "mock_documents: name of a distribution, or a file of lengths", DATA, when=OWN_LENGTHS
+        "lognormal", "mock_documents: name of a distribution, or a file of lengths", DATA, when=PACKED
     )
     text_key: str | None = setting("text", "jsonl: key of a text; all tokens are in the loss", DATA, when=JSONL)
     prompt_key: str | None = setting("prompt", "jsonl: key of a prompt, which is not in the loss", DATA, when=JSONL)

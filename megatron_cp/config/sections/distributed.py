@@ -9,7 +9,7 @@ from megatron_cp.config.model.context_parallel import PACKS
 from megatron_cp.config.setting import equals, positive, setting, size
 
 HALF_PRECISION_GRADIENTS = equals("ddp.grad_reduce_in_fp32", False)
-A_YEAR = 365 * 24 * 60  # minutes; longer timeouts raise an OverflowError in torch
+MAX_TIMEOUT_MINUTES = 365 * 24 * 60  # minutes; longer timeouts raise an OverflowError in torch
 
 
 @dataclass
@@ -18,7 +18,7 @@ class DistributedConfig:
     distributed_backend: Literal["nccl", "gloo", "staged"] | None = setting(
         None, "null: nccl on GPUs, gloo on CPUs; staged: gloo through host memory, for ranks that share a GPU; slow"
     )
-    distributed_timeout_minutes: float = positive(10.0, "timeout of a message, in minutes", most=A_YEAR)
+    distributed_timeout_minutes: float = positive(10.0, "timeout of a message, in minutes", most=MAX_TIMEOUT_MINUTES)
     use_tp_pp_dp_mapping: bool = setting(False, "number pipeline stages before data-parallel replicas")
     attention_probe: bool = setting(True, "check each attention group with a known case before training")
     dynamic_groups_at_start: bool = setting(False, "build all groups of packs before training", when=PACKS)

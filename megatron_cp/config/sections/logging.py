@@ -9,7 +9,7 @@ from megatron_cp.config.setting import either, equals, setting
 
 PYTORCH = equals("profiling.use_pytorch_profiler", True)
 PROFILES = either(PYTORCH, equals("profiling.use_nsys_profiler", True))
-MARKS = either(PROFILES, equals("profiling.nvtx_ranges", True))
+PROFILES_OR_NVTX = either(PROFILES, equals("profiling.nvtx_ranges", True))
 
 
 @dataclass
@@ -35,6 +35,6 @@ class ProfilingConfig:
     nvtx_ranges: bool = setting(False, "mark the phases of all steps as NVTX ranges")
     profile_step_start: int = setting(10, "step after which profiling starts", when=PROFILES)
     profile_step_end: int = setting(12, "last profiled step", when=PROFILES)
-    profile_ranks: list[int] = setting([0], "ranks to profile", when=MARKS)
+    profile_ranks: list[int] = setting([0], "ranks to profile", when=PROFILES_OR_NVTX)
     pytorch_profiler_collect_shapes: bool = setting(False, "record tensor shapes", when=PYTORCH)
     pytorch_profiler_collect_callstack: bool = setting(False, "record Python call stacks", when=PYTORCH)

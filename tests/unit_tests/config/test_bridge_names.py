@@ -197,8 +197,8 @@ def test_a_dtype_that_agrees_is_accepted() -> None:
 def test_kernels_of_attention(backend: str) -> None:
     fix = _BACKENDS[backend]
     assert fix in problem(f"model.attention_backend={backend}")
-    setting, _, rest = fix.partition(": ")
-    config = load_recipe(TINY, [setting, *(word for word in rest.split() if word.startswith("env_vars."))])
+    (parsed,) = parse_fix(fix)
+    config = load_recipe(TINY, parsed.overrides)
     assert config.value_at("model.attention_backend") in ("te", "native")
 
 

@@ -12,7 +12,7 @@ from megatron_cp.rules.proposals import closest, default_of, divisors, nearest_m
 from megatron_cp.rules.unused_settings import unused_settings
 
 # megatron-core's latent attention has its own projections, scale and rotary embedding, and ignores these settings.
-_NOT_READ_BY_LATENT_ATTENTION = (
+_UNUSED_BY_LATENT_ATTENTION = (
     NAME.model.softmax_scale,
     NAME.model.rope_scaling,
     NAME.model.rope_scaling_factor,
@@ -24,15 +24,15 @@ _NOT_READ_BY_LATENT_ATTENTION = (
     NAME.model.use_mup,
     NAME.model.rotary_base_local,
 )
-_NOT_READ_BY_LATENT_YARN = (NAME.model.rotary_percent, NAME.model.yarn_correction_range_round_to_int)
-_NOT_BUILT_IN_HYBRIDS = (
+_UNUSED_BY_LATENT_YARN = (NAME.model.rotary_percent, NAME.model.yarn_correction_range_round_to_int)
+_UNSUPPORTED_IN_HYBRIDS = (
     NAME.model.multi_latent_attention,
     NAME.model.rope_scaling,
     NAME.model.use_mup,
     NAME.model.sandwich_norm,
 )
 # Settings that assign layers to the stages of models that are not hybrid.
-_STAGES = (
+_STAGE_SETTINGS = (
     NAME.model.account_for_embedding_in_pipeline_split,
     NAME.model.account_for_loss_in_pipeline_split,
     NAME.model.num_layers_in_first_pipeline_stage,
@@ -108,7 +108,7 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
         message = f"has {len(layers)} letters for {model.num_layers} layers"
         yield Finding(field, message, f"{NAME.model.num_layers}={len(layers)}")
     elif ahead_of(pattern) or model.mtp_num_layers:
-        yield from _patterns_ahead(model)
+        yield from _mtp_patterns(model)
     if model.architecture == "hybrid" and layers and "|" in (pattern or "").split("/")[0]:
         stages = c.pp * max(1, model.virtual_pipeline_model_parallel_size or 1)
         try:
@@ -117,7 +117,7 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
             yield Finding(field, str(error), _pattern(without_stages(pattern)))
 
 
-def _patterns_ahead(model: ModelConfig) -> Iterator[Finding]:
+def _mtp_patterns(model: ModelConfig) -> Iterator[Finding]:
     field, depths = NAME.model.hybrid_layer_pattern, model.mtp_num_layers or 0
     ahead = ahead_of(model.hybrid_layer_pattern)
     own = (model.hybrid_layer_pattern or "").split("/")[0]
@@ -165,29 +165,27 @@ def kv_heads_divide_heads(c: Context) -> Iterator[Finding]:
         ),
     ),
 )
-def layer_types_are_supported(c: Context) -> Iterator[Finding]:
+def settings_are_used(c: Context) -> Iterator[Finding]:
     if c.model.architecture == "hybrid":
-        for field in filter(c.config.value_at, _NOT_BUILT_IN_HYBRIDS):
+        for field in filter(c.config.value_at, _UNSUPPORTED_IN_HYBRIDS):
             message = "not supported in hybrid models"
             yield Finding(field, message, "=false", f"{NAME.model.architecture}=gpt")
-        for field in filter(c.config.value_at, _STAGES):
+        for field in filter(c.config.value_at, _STAGE_SETTINGS):
             message = f"has no effect on a hybrid model: {NAME.model.hybrid_layer_pattern} assigns layers to stages"
             yield Finding(field, message, f"{default_of(field)} (| in the pattern begins a stage)")
         if c.model.moe_layer_freq != 1:
             message = f"has no effect on a hybrid model: E in {NAME.model.hybrid_layer_pattern} is a layer with experts"
             yield Finding(NAME.model.moe_layer_freq, message, "=1")
     if c.model.multi_latent_attention:
-        yield from _not_read_by_latent_attention(c)
+        yield from _unused_by_latent_attention(c)
     yield from unused_settings(c.config)
 
 
-def _not_read_by_latent_attention(c: Context) -> Iterator[Finding]:
+def _unused_by_latent_attention(c: Context) -> Iterator[Finding]:
     kind = c.model.position_embedding_type
-    for field in _NOT_READ_BY_LATENT_ATTENTION + (_NOT_READ_BY_LATENT_YARN if kind == "yarn" else ()):
+    for field in _UNUSED_BY_LATENT_ATTENTION + (_UNUSED_BY_LATENT_YARN if kind == "yarn" else ()):
         if c.config.value_at(field) != default_at(field):
-            which = (
-                "multi-latent attention with YaRN" if field in _NOT_READ_BY_LATENT_YARN else "multi-latent attention"
-            )
+            which = "multi-latent attention with YaRN" if field in _UNUSED_BY_LATENT_YARN else "multi-latent attention"
             yield Finding(field, f"has no effect on {which}", default_of(field))
     if kind not in ("rope", "yarn"):
         message = "has no effect on multi-latent attention, which always uses rotary embeddings"
@@ -203,8 +201,8 @@ def _not_read_by_latent_attention(c: Context) -> Iterator[Finding]:
 def feed_forward_divides(c: Context) -> Iterator[Finding]:
     names = NAME.model
     dense, experts = (names.tensor_model_parallel_size, c.tp), (names.expert_tensor_parallel_size, c.etp)
-    split = [(names.ffn_hidden_size, *dense)] if "-" in c.model.parts else []
-    if "E" in c.model.parts:
+    split = [(names.ffn_hidden_size, *dense)] if "-" in c.model.layer_letters else []
+    if "E" in c.model.layer_letters:
         expert_width = names.ffn_hidden_size if c.model.moe_ffn_hidden_size is None else names.moe_ffn_hidden_size
         split += [(expert_width, *experts), (names.moe_shared_expert_intermediate_size, *dense)]
     for field, ranks, size in split:

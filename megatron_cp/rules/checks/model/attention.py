@@ -102,9 +102,9 @@ def attention_dropout(c: Context) -> Iterator[Finding]:
         environment="gpu",
     ),
 )
-def a_kernel_is_left(c: Context) -> Iterator[Finding]:
+def kernel_is_available(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("E13")
-    if c.backend == "te" and c.widest > 1:
+    if c.backend == "te" and c.max_cp > 1:
         flash = c.environment.flash_attn is not None and c.variable("NVTE_FLASH_ATTN") != "0"
         if c.variable("NVTE_FUSED_ATTN") == "0" and not flash:
             yield Finding(
@@ -144,7 +144,7 @@ def determinism(c: Context) -> Iterator[Finding]:
             "=Ring",
             severity="warning",
         )
-    if c.environment.device == "gpu" and "M" in c.model.parts:
+    if c.environment.device == "gpu" and "M" in c.model.layer_letters:
         for name in ("MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC"):
             if c.variable(name) != "1":
                 yield Finding(

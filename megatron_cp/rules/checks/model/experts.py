@@ -25,7 +25,7 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
             yield Finding(
                 NAME.model.moe_ffn_hidden_size, "moe_ffn_hidden_size is set but num_moe_experts is None", "=null"
             )
-        if "E" in model.parts:
+        if "E" in model.layer_letters:
             message = f"must be set: each E in {NAME.model.hybrid_layer_pattern} is a layer with experts"
             yield Finding(NAME.model.num_moe_experts, message, "=8", _pattern(model, "E", "-", -1))
     if model.num_moe_experts is None or model.num_moe_experts < 1:
@@ -112,7 +112,7 @@ def _pattern(model: ModelConfig, old: str, new: str, times: int) -> str:
 def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
     field, every = NAME.model.moe_layer_freq, model.moe_layer_freq
     if model.architecture == "hybrid":
-        if "E" not in model.parts:
+        if "E" not in model.layer_letters:
             experts = NAME.model.num_moe_experts
             message = f"has no layer with experts (E), but {experts} is {model.num_moe_experts}"
             yield Finding(NAME.model.hybrid_layer_pattern, message, f"{experts}=null", _pattern(model, "-", "E", 1))
@@ -196,7 +196,7 @@ def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
 )
 def experts_over_gloo(c: Context) -> Iterator[Finding]:
     # Ranks of one tensor-parallel group hold equal numbers of tokens; ranks of several groups do not in packs.
-    unequal = c.ep > 1 or (c.packs and c.etp > c.tp)
+    unequal = c.ep > 1 or (c.runs_packs and c.etp > c.tp)
     if c.gloo and c.etp > 1 and unequal and c.model.moe_token_dispatcher_type == "alltoall":
         yield Finding(
             NAME.model.expert_tensor_parallel_size,

@@ -37,7 +37,7 @@ def fused_cross_entropy_precision(c: Context) -> Iterator[Finding]:
     "megatron-core raises a bare RuntimeError or assertion, or silently runs without the kernel.",
     broken(model=dict(apply_rope_fusion=True)),
 )
-def fused_kernels_are_there(c: Context) -> Iterator[Finding]:
+def fused_kernels_are_available(c: Context) -> Iterator[Finding]:
     model, loss = c.model, fused_loss(c.model, c.te_layers)
     kernels = {
         NAME.model.apply_rope_fusion: model.apply_rope_fusion,
@@ -78,7 +78,7 @@ def packages_for_gpus(c: Context) -> Iterator[Finding]:
         yield Finding(NAME.model.transformer_impl, message, how_to_install("gpu"), "=local (silences this warning)")
     packages = {"mamba-ssm": environment.mamba_ssm, "causal-conv1d": environment.causal_conv1d}
     missing = [name for name, version in packages.items() if version is None]
-    if missing and "M" in c.model.parts and not fp32:
+    if missing and "M" in c.model.layer_letters and not fp32:
         names = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'}"
         message = f"{names} not installed: Mamba layers run in plain PyTorch, slower"
         yield Finding(NAME.model.hybrid_layer_pattern, message, how_to_install("mamba"))

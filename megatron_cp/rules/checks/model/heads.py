@@ -20,7 +20,7 @@ _OLD = replace(PRESETS["gpu"], transformer_engine="2.10.0")
 
 def _heads_finding(c: Context, *, hierarchical: bool) -> Iterator[Finding]:
     for transport, size in c.head_splits():
-        if transport.hierarchical == hierarchical and c.heads % size:
+        if transport.hierarchical == hierarchical and c.local_heads % size:
             levels = [f"{HIERARCHICAL.settings[0]} {sizes}" for sizes in reversed(splits(c))]
             fix = either(*levels, *plain_transports(c))
             if not hierarchical and size != c.cp:  # a group of packs: one level in Transformer Engine
@@ -29,8 +29,8 @@ def _heads_finding(c: Context, *, hierarchical: bool) -> Iterator[Finding]:
             yield Finding(
                 field,
                 f"{NAME.model.cp_comm_type}='{transport.name}' requires num_heads % cp_size == 0: "
-                f"{c.model.num_attention_heads} heads / tp {c.tp} = {c.heads} is not divisible by the {size} ranks of "
-                "the all-to-all",
+                f"{c.model.num_attention_heads} heads / tp {c.tp} = {c.local_heads} is not divisible by the {size} "
+                "ranks of the all-to-all",
                 fix,
             )
     yield from c.te_findings("D2" if hierarchical else "D1")
@@ -84,8 +84,8 @@ def even_heads(c: Context) -> Iterator[Finding]:
         for transport, size in c.head_splits():
             yield Finding(
                 NAME.model.num_query_groups,
-                f"{odd} heads per tensor-parallel rank is odd: with {transport.name} over {size} ranks Transformer "
-                "Engine has flash attention only",
+                f"odd numbers of heads per tensor-parallel rank ({odd}): with {transport.name} over {size} ranks "
+                "Transformer Engine has flash attention only",
                 FLAT,
                 NATIVE,
             )
@@ -112,7 +112,7 @@ te_rule(
 )
 def large_head_dim(c: Context) -> Iterator[Finding]:
     dim = c.model.kv_channels or 0
-    if c.backend == "te" and c.widest > 1 and dim > 128 and not c.model.multi_latent_attention:
+    if c.backend == "te" and c.max_cp > 1 and dim > 128 and not c.model.multi_latent_attention:
         yield Finding(
             NAME.model.kv_channels,
             "above 128 Transformer Engine may have flash attention only, or no kernel, on this GPU",
@@ -152,18 +152,18 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
             one_of(NAME.model.context_parallel_size, [d for d in reversed(divisors(c.cp)) if heads % (c.tp * d) == 0]),
             values=nearest_multiples(heads, math.lcm(parts, groups)),
         )
-    elif (dynamic or c.eval_cp > 1) and c.divisible and heads // c.tp < c.widest:
+    elif (dynamic or c.eval_cp > 1) and c.divisible and heads // c.tp < c.max_cp:
         most = heads // c.tp
         fewer = [size for size in reversed(divisors(c.dp * c.cp)) if size <= most]
-        who, instead = f"an evaluation group has {c.widest}", one_of(NAME.dist.eval_context_parallel_size, fewer)
+        who, instead = f"an evaluation group has {c.max_cp}", one_of(NAME.dist.eval_context_parallel_size, fewer)
         if dynamic:
-            who = f"a dynamic group may have dp * cp = {c.widest}"
+            who = f"a dynamic group may have dp * cp = {c.max_cp}"
             instead = f"{NAME.model.dynamic_context_parallel}=false {NAME.model.sequence_packing_scheduler}=dp_balanced"
         yield Finding(
             NAME.model.mamba_num_heads,
             f"{who} ranks, but {heads} heads / tp {c.tp} are enough for {most} ranks only",
             instead,
-            values=[math.lcm(c.widest * c.tp, groups)],
+            values=[math.lcm(c.max_cp * c.tp, groups)],
         )
     local = groups // c.tp
     if groups % c.tp:

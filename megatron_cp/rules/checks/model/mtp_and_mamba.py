@@ -58,7 +58,7 @@ def prediction_is_recomputed(c: Context) -> Iterator[Finding]:
     severity="warning",
 )
 def mamba_is_flat(c: Context) -> Iterator[Finding]:
-    if "M" in c.model.parts and c.widest > 1 and c.hierarchical:
+    if "M" in c.model.layer_letters and c.max_cp > 1 and c.hierarchical:
         yield Finding(
             NAME.model.cp_comm_type,
             f"{c.hierarchical.name} applies to the attention layers; Mamba layers use one flat group",

@@ -93,8 +93,8 @@ def compressed_vectors_are_divided(c: Context) -> Iterator[Finding]:
         yield Finding(NAME.model.q_lora_rank, message, values=nearest_multiples(model.q_lora_rank, c.tp))
     shared = model.qk_pos_emb_head_dim
     if (model.kv_lora_rank + shared) % c.tp:
-        message = f"{NAME.model.tensor_model_parallel_size} ({c.tp}) does not divide {model.kv_lora_rank}, with "
-        message += f"qk_pos_emb_head_dim {model.kv_lora_rank + shared}"
+        message = f"kv_lora_rank + qk_pos_emb_head_dim = {model.kv_lora_rank + shared} is not divisible by "
+        message += f"{NAME.model.tensor_model_parallel_size} ({c.tp})"
         fitting = (model.kv_lora_rank + shared) // c.tp * c.tp - shared
         yield Finding(NAME.model.kv_lora_rank, message, f"={max(fitting, -shared % c.tp or c.tp)}")
 
@@ -118,7 +118,7 @@ def compressed_vectors_are_divided(c: Context) -> Iterator[Finding]:
 def latent_values_in_packs(c: Context) -> Iterator[Finding]:
     model = c.model
     width = model.qk_head_dim + model.qk_pos_emb_head_dim
-    if model.multi_latent_attention and c.packs and model.v_head_dim > width:
+    if model.multi_latent_attention and c.runs_packs and model.v_head_dim > width:
         yield Finding(
             NAME.model.v_head_dim,
             f"packs support at most {NAME.model.qk_head_dim} + {NAME.model.qk_pos_emb_head_dim} = {width}",

@@ -23,13 +23,15 @@ TWO_GROUPS = f"cp_group = [{LEVELS[0]}_cp_group, {LEVELS[1]}_cp_group]"
 
 def splits(c: Context) -> list[str]:
     """Return overrides with two levels > 1 of cp whose all-to-all divides the heads."""
-    fitting = [d for d in divisors(c.cp) if c.heads % d == 0 and (c.backend == "native" or c.kv_heads % d == 0)]
+    fitting = [
+        d for d in divisors(c.cp) if c.local_heads % d == 0 and (c.backend == "native" or c.local_kv_heads % d == 0)
+    ]
     return [typed(_SIZES, [d, c.cp // d]) for d in fitting if 1 < d < c.cp]
 
 
 def plain_transports(c: Context) -> list[str]:
     """Return the overrides of one-level transports that this model can use."""
-    fits = c.heads % c.cp == 0 and (c.backend == "native" or c.kv_heads % c.cp == 0)
+    fits = c.local_heads % c.cp == 0 and (c.backend == "native" or c.local_kv_heads % c.cp == 0)
     return [FLAT, *(" ".join(t.settings) for t in TRANSPORTS.values() if t.cost.by_heads and fits)]
 
 
@@ -65,7 +67,7 @@ def transport_is_known(c: Context) -> Iterator[Finding]:
     "Layers past the end of the list (multi-token prediction) use the last entry.",
     broken(f"{NAME.model.cp_comm_type}=[{RING.name},{ALL_TO_ALL.name}]", f"{_SIZES}=null"),
 )
-def one_transport_a_layer(c: Context) -> Iterator[Finding]:
+def one_transport_per_layer(c: Context) -> Iterator[Finding]:
     kinds, layers = c.model.cp_comm_type, c.model.num_layers
     if isinstance(kinds, list) and len(kinds) != layers:
         yield Finding(

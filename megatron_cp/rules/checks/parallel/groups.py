@@ -21,7 +21,7 @@ _DYNAMIC = (f"{NAME.model.dynamic_context_parallel}=true", f"{NAME.model.max_seq
     "samples as packs on groups of that size.",
     broken(dist=dict(eval_context_parallel_size=3), validation=dict(eval_iters=1)),
 )
-def groups_of_evaluation(c: Context) -> Iterator[Finding]:
+def evaluation_groups(c: Context) -> Iterator[Finding]:
     size, ranks = c.config.dist.eval_context_parallel_size, c.dp * c.cp
     if size is not None and c.divisible and (size < 1 or ranks % size):
         message = (
@@ -48,7 +48,7 @@ def groups_of_evaluation(c: Context) -> Iterator[Finding]:
         model=dict(position_embedding_type="learned_absolute"),
     ),
 )
-def positions_of_evaluation(c: Context) -> Iterator[Finding]:
+def evaluation_positions(c: Context) -> Iterator[Finding]:
     if c.config.dist.eval_context_parallel_size is not None and c.config.dataset.reset_position_ids:
         yield Finding(
             NAME.dataset.reset_position_ids,
@@ -82,7 +82,7 @@ def dynamic_sizes(c: Context) -> Iterator[Finding]:
     broken(*_DYNAMIC, model=dict(attention_backend="te"), environment="gpu"),
 )
 def dynamic_transport(c: Context) -> Iterator[Finding]:
-    if c.backend == "te" and c.packs and c.hierarchical:
+    if c.backend == "te" and c.runs_packs and c.hierarchical:
         yield Finding(
             NAME.model.cp_comm_type,
             f"{c.hierarchical.name} requires {TWO_GROUPS}, but a microbatch has one group",
@@ -172,7 +172,7 @@ def recomputation_keeps_the_group(c: Context) -> Iterator[Finding]:
         )
     ),
 )
-def balance_of_packs(c: Context) -> Iterator[Finding]:
+def router_balance_in_packs(c: Context) -> Iterator[Finding]:
     kind = c.model.moe_router_load_balancing_type
     counts = kind == "sinkhorn" or (kind in ("seq_aux_loss", "global_aux_loss") and c.model.moe_aux_loss_coeff > 0)
     if c.packed and c.model.num_moe_experts and counts:
@@ -191,8 +191,8 @@ def balance_of_packs(c: Context) -> Iterator[Finding]:
         model=dict(sequence_packing_scheduler="dp_balanced", num_moe_experts=4, moe_token_dispatcher_type="allgather")
     ),
 )
-def dispatch_of_packs(c: Context) -> Iterator[Finding]:
-    if c.packs and c.model.moe_token_dispatcher_type == "allgather":  # an error also without experts
+def token_dispatch_in_packs(c: Context) -> Iterator[Finding]:
+    if c.runs_packs and c.model.moe_token_dispatcher_type == "allgather":  # an error also without experts
         yield Finding(
             NAME.model.moe_token_dispatcher_type,
             "Token dispatcher type: allgather does not support variable sequence length, which packs have",
@@ -213,7 +213,7 @@ def latent_positions(c: Context) -> Iterator[Finding]:
     if (c.model.dynamic_context_parallel or c.eval_cp > 1) and c.model.multi_latent_attention and c.cp == 1:
         yield Finding(
             NAME.model.context_parallel_size,
-            "multi-latent attention in groups of other sizes needs all rotary positions, kept from cp 2 on",
+            "must be at least 2 with multi-latent attention and dynamic or evaluation groups",
             "=2",
         )
 

@@ -24,7 +24,7 @@ from megatron_cp.rules.proposals import NATIVE, typed
     ),
 )
 def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
-    if c.backend == "te" and c.packs and c.widest > 1 and c.variable("NVTE_FUSED_ATTN") == "0":
+    if c.backend == "te" and c.runs_packs and c.max_cp > 1 and c.variable("NVTE_FUSED_ATTN") == "0":
         yield Finding(
             "env_vars.NVTE_FUSED_ATTN",
             "packed sequences with padding need Transformer Engine's fused attention",
@@ -55,7 +55,7 @@ te_rule(
     broken(*RING.settings, model=dict(dynamic_context_parallel=True, context_parallel_size=1)),
     severity="warning",
 )
-def dynamic_groups_have_a_use(c: Context) -> Iterator[Finding]:
+def dynamic_groups_are_useful(c: Context) -> Iterator[Finding]:
     model, longest, ranks = c.model, c.config.dataset.seq_length, c.dp * c.cp
     limit, smallest = model.max_seqlen_per_dp_cp_rank, model.min_dynamic_context_parallel_size
     if model.dynamic_context_parallel and c.divisible and limit is not None and ranks > 1 >= smallest:

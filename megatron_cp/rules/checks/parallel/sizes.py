@@ -184,7 +184,7 @@ def batch_divides(c: Context) -> Iterator[Finding]:
 )
 def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
     validation = c.config.validation
-    if c.packs:
+    if c.runs_packs:
         return  # a pack takes any number of samples
     if validation.eval_iters and (validation.eval_global_batch_size or validation.eval_micro_batch_size):
         batch, micro = c.config.evaluation_batch
@@ -245,7 +245,7 @@ def sequence_parallel_needs_tp(c: Context) -> Iterator[Finding]:
 def one_hardware_queue(c: Context) -> Iterator[Finding]:
     before_blackwell = c.environment.device == "gpu" and (c.environment.compute_capability or 0) < 10
     value = c.variable("CUDA_DEVICE_MAX_CONNECTIONS")
-    if before_blackwell and c.tp * c.widest > 1 and value != "1":
+    if before_blackwell and c.tp * c.max_cp > 1 and value != "1":
         yield Finding(
             "env_vars.CUDA_DEVICE_MAX_CONNECTIONS",
             f"is {value or 'not set'}: communication may not overlap with computation",

@@ -124,7 +124,7 @@ def interleaved_microbatches(c: Context) -> Iterator[Finding]:
     if c.packed or not c.divisible:  # packs come in multiples of the group
         return
     yield from _interleaving(c, NAME.train.global_batch_size, train.global_batch_size, train.micro_batch_size)
-    if c.config.validation.eval_iters and not c.packs:
+    if c.config.validation.eval_iters and not c.runs_packs:
         yield from _interleaving(c, NAME.validation.eval_global_batch_size, *c.config.evaluation_batch)
 
 

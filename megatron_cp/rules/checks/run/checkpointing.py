@@ -70,7 +70,7 @@ def resuming_needs_the_optimizer(c: Context) -> Iterator[Finding]:
     "An empty path is the current folder. most_recent_k is -1 (keep all) or at least 1.",
     broken(f"{NAME.checkpoint.save}=''"),
 )
-def checkpoints_have_a_place(c: Context) -> Iterator[Finding]:
+def checkpoint_folders_are_named(c: Context) -> Iterator[Finding]:
     wanted = c.config.checkpoint
     places = {"save": wanted.save, "load": wanted.load, "pretrained_checkpoint": wanted.pretrained_checkpoint}
     for name, place in places.items():

@@ -13,7 +13,7 @@ from megatron_cp.rules.proposals import typed
 
 _SPLIT = f"\"{NAME.dataset.split}='98,1,1'\""
 _ONE_LENGTH = {"documents": "indexed", "jsonl": "indexed", "mock_documents": "mock"}
-_OWN_LENGTHS = {"indexed": "documents", "mock": "mock_documents"}
+_VARYING_LENGTHS = {"indexed": "documents", "mock": "mock_documents"}
 
 
 @rule(
@@ -65,12 +65,12 @@ def kind_fits_packing(c: Context) -> Iterator[Finding]:
             f"{NAME.model.dynamic_context_parallel}=true",
             f"={_ONE_LENGTH[data.kind]}{path} (samples of one length)",
         )
-    if c.packed and data.kind in _OWN_LENGTHS:
+    if c.packed and data.kind in _VARYING_LENGTHS:
         yield Finding(
             NAME.dataset.kind,
             f"samples have one length, but {scheduler}={c.model.sequence_packing_scheduler} packs samples of varying "
             "length",
-            f"={_OWN_LENGTHS[data.kind]}",
+            f"={_VARYING_LENGTHS[data.kind]}",
             f"{scheduler}=null {NAME.model.dynamic_context_parallel}=false",
         )
 
@@ -93,10 +93,10 @@ def mock_lengths_exist(c: Context) -> Iterator[Finding]:
 
     if data.mock_lengths not in DISTRIBUTIONS:
         suggestion = nearest(data.mock_lengths, list(DISTRIBUTIONS))
-        known = f" (one of {', '.join(DISTRIBUTIONS)})"
+        known = f" (one of {', '.join(DISTRIBUTIONS)}, or a path with a / or a dot)"
         yield Finding(
             NAME.dataset.mock_lengths,
-            f"unknown distribution{suggestion or known}; a file of lengths has a / or a dot in its path",
+            f"unknown distribution{suggestion or known}",
             values=nearest_first(data.mock_lengths, DISTRIBUTIONS)[:3],
         )
     least = LEAST_LONGEST.get(data.mock_lengths, 1)
@@ -173,7 +173,7 @@ def split_is_shares(c: Context) -> Iterator[Finding]:
         dataset=dict(data_path="corpus", eod_mask_loss=True),
     ),
 )
-def end_of_document_is_known(c: Context) -> Iterator[Finding]:
+def end_of_document_is_set(c: Context) -> Iterator[Finding]:
     data, tokenizer = c.config.dataset, c.config.tokenizer
     end, size = tokenizer.eod_id, tokenizer.vocab_size
     if tokenizer.tokenizer_type != "NullTokenizer":
@@ -202,7 +202,7 @@ def end_of_document_is_known(c: Context) -> Iterator[Finding]:
     "samples cut from a stream of documents contain. Nothing is evaluated without eval_iters.",
     broken(dataset=dict(kind="mock", data_path="corpus")),
 )
-def data_settings_are_read(c: Context) -> Iterator[Finding]:
+def data_settings_are_used(c: Context) -> Iterator[Finding]:
     data, validation = c.config.dataset, c.config.validation
     iterations, evaluate = NAME.validation.eval_iters, f"{NAME.validation.eval_iters}=10"
     held_out = [name for name in ("valid_data_path", "test_data_path") if getattr(data, name)]

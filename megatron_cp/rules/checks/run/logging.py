@@ -16,7 +16,7 @@ from megatron_cp.rules.base import Context, Finding, broken, rule
     "empty range of steps would silently profile nothing.",
     broken(profiling=dict(use_pytorch_profiler=True, profile_step_start=5, profile_step_end=5)),
 )
-def a_profile_has_steps(c: Context) -> Iterator[Finding]:
+def profile_has_steps(c: Context) -> Iterator[Finding]:
     wanted, iterations = c.config.profiling, c.config.train.train_iters
     if not (wanted.use_pytorch_profiler or wanted.use_nsys_profiler):
         return
@@ -74,7 +74,7 @@ def nsight_needs_a_gpu(c: Context) -> Iterator[Finding]:
     "Checked here, before the first metrics are sent. Without network access, export WANDB_MODE=offline.",
     broken(logger=dict(wandb_project="mine")),
 )
-def weights_and_biases_is_there(c: Context) -> Iterator[Finding]:
+def weights_and_biases_is_installed(c: Context) -> Iterator[Finding]:
     if c.config.logger.wandb_project and c.environment.wandb is None:
         yield Finding(
             NAME.logger.wandb_project,

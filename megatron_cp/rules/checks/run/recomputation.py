@@ -94,7 +94,7 @@ def _distributed(c: Context) -> Iterator[Finding]:
 
 def _modules(c: Context) -> Iterator[Finding]:
     model, field = c.model, NAME.model.recompute_modules
-    on_cpu, parts = c.environment.device == "cpu", model.parts
+    on_cpu, parts = c.environment.device == "cpu", model.layer_letters
     allowed = {"core_attn": True, "mlp": not model.add_bias_linear, "layernorm": c.te_layers}
     allowed |= {"moe": "E" in parts, "mla_up_proj": model.multi_latent_attention and not on_cpu}
     for name in model.recompute_modules or []:

@@ -46,7 +46,7 @@ def backend_fits_device(c: Context) -> Iterator[Finding]:
     "name Transformer Engine's layers, so without a GPU that is a warning only.",
     broken(model=dict(attention_backend="te")),
 )
-def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
+def transformer_engine_is_available(c: Context) -> Iterator[Finding]:
     model, on_gpu = c.model, c.environment.device == "gpu"
     missing = "it is not installed, or too old" if on_gpu else "there is no GPU"
     if model.attention_backend == "te" and c.backend != "te":
