@@ -87,9 +87,8 @@ def _each_of(group: dict[str, Any], meaning: Meaning) -> Iterator[tuple[str, Mea
 
 
 def _same(value: Any, other: Any) -> bool:
-    return bool(value == other) and isinstance(value, bool) == isinstance(
-        other, bool
-    )  # True is not 1, as in the schema
+    # True is not 1, as in the schema.
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 _TE = f"{NAME.model.attention_backend}=te env_vars.{{}}=0 (disables the other kernel)"

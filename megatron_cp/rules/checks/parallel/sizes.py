@@ -91,7 +91,7 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
         more = f"start {ranks} ranks (or a multiple of them)" if ranks <= MOST_RANKS else ""
         field = NAME.model.expert_model_parallel_size
         fix = either(one_of(field, closest(fitting, c.ep)), more)
-        if not c.model.num_moe_experts and c.etp != c.tp:  # their groups are built all the same
+        if not c.model.num_moe_experts and c.etp != c.tp:  # expert groups are built without experts too
             field = NAME.model.expert_tensor_parallel_size
             fix = either(f"{field}=null (there are no experts)", more)
         yield Finding(
