@@ -32,23 +32,23 @@ _HEAD = """\
 
 <!-- Written by `python scripts/write_settings.py`; change megatron_cp/config/model/ and sections/, not this file. -->
 
-Every setting of a run. [Write a recipe](../how-to/write_a_recipe.md) says where a value comes from. The
-[rules](rules.md) say which values fit each other.
+All settings of a run. [Write a recipe](../how-to/write_a_recipe.md) explains how values are merged. The
+[rules](rules.md) list the combinations that are errors.
 
-The column "decides" says what a checkpoint must agree on when a run resumes from it:
+The column "affects" names what a setting changes. To resume from a checkpoint, all except `layout` must match:
 
-- `weights`: which weights there are.
-- `function`: what the model computes with them. Another run may begin with these weights.
+- `weights`: names and shapes of the weights.
+- `function`: the computation. Another run may load the weights as pretrained weights.
 - `optimizer`, `schedule`, `data`: the optimizer's state, the learning rate, the samples.
-- `layout`: how the work is divided. A checkpoint may have any layout.
+- `layout`: parallelism, memory and kernels.
 
-The column "megatron-core" says where a setting goes. `same`: to the field of the same name. `translated`: to one or
-more other fields. Empty: the setting is this project's own.
+The column "megatron-core" names the destination of a setting. `same`: the field of the same name. `translated`: one or
+more other fields. Empty: megatron-core does not have this setting.
 """
 
 
 def document() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [_HEAD]
     for section, kind in hints(RunConfig).items():
         if not is_dataclass(kind):
@@ -57,10 +57,10 @@ def document() -> str:
         for part in reversed(kind.__bases__) if section == "model" else (kind,):
             if section == "model":
                 lines.append(f"### {(inspect.getmodule(part).__doc__ or '').strip()}\n")
-            head = ["setting", "what it is", "value", "default", "decides", "megatron-core"]
+            head = ["setting", "meaning", "value", "default", "affects", "megatron-core"]
             lines += table(head, _rows(section, part))
             lines.append("")
-    lines.append("## env_vars\n\nEnvironment variables of the run, name and text; those of the launcher win.\n")
+    lines.append("## env_vars\n\nEnvironment variables of the run: name and text. Exported variables override them.\n")
     return "\n".join(lines)
 
 
@@ -68,7 +68,7 @@ def _rows(section: str, part: Any) -> Iterator[list[str]]:
     defaults, known = part(), {field.name for field in fields(UPSTREAM[section])} if section in UPSTREAM else set()
     for name, facts in facts_of(part).items():
         where = "" if name not in known else "translated" if facts.translated else "same"
-        read = "".join(f"; read with {_code(when.switch)}" for when in facts.when)
+        read = "".join(f"; needs {_code(when.switch)}" for when in facts.when)
         flags = "".join(f", `{flag}`" for flag in facts.flags)
         default = override(name, getattr(defaults, name)).partition("=")[2]
         value = describe(hints(part)[name]) + _range(facts)

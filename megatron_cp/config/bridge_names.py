@@ -1,8 +1,7 @@
-"""Settings of Megatron-Bridge and megatron-core that are called otherwise here, always so, or not offered. Pure.
+"""Settings of Megatron-Bridge and megatron-core that are no settings here. Pure.
 
-A configuration written for Bridge may keep what asks for nothing, or for what is done anyway: it is left out of the
-run's own configuration. What asks for anything else is an error that says what to write instead. The names are data,
-in ``bridge_names.yaml``.
+A configuration for Bridge may keep settings that are off, or that have the only supported value: they are removed from
+the run's configuration. All others are errors with a fix. The names are data, in ``bridge_names.yaml``.
 """
 
 from __future__ import annotations
@@ -16,31 +15,32 @@ from megatron_cp.common.errors import Violation
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import settings as our_settings
 
-_LEAVE_OUT = "leave it out"
+_REMOVE = "remove it"
 _SWITCHED_OFF: tuple[Any, ...] = (None, False, 0, "", "none", [])
 _PRECISION_OF = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 
 
 class Meaning(NamedTuple):
-    """What a name of Bridge's or megatron-core's means here.
+    """The meaning of an upstream setting.
 
-    ``accepted`` are the values that change nothing; None stands for any. ``setting`` is our setting that says the same.
+    ``accepted`` are the values without effect; None: any. ``setting`` is our equivalent setting.
     """
 
     message: str
     fix: str
     accepted: tuple[Any, ...] | None
     setting: str | None = None
+    renamed: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """Whether the value may be dropped; a mapping may where all that is in it may."""
+        """Return whether a value has no effect; for a mapping, whether all its values do."""
         if isinstance(value, dict):
             return all(self.accepts(inner) for inner in value.values())
         return self.accepted is None or any(_same(value, each) for each in self.accepted)
 
 
 class Names(NamedTuple):
-    """All that is in ``bridge_names.yaml``: by dotted names of settings, and by names of sections."""
+    """Contents of ``bridge_names.yaml``: meanings by setting and by section."""
 
     settings: dict[str, Meaning]
     sections: dict[str, Meaning]
@@ -61,23 +61,23 @@ def _settings(table: dict[str, Any]) -> Iterator[tuple[str, Meaning]]:
         entry = {"setting": entry} if isinstance(entry, str) else entry
         setting = entry["setting"]
         fix = entry.get("type", f"{setting}=VALUE")
-        yield name, Meaning(f"is '{setting}' here", fix, (None, *entry.get("accepted", ())), setting)
+        yield name, Meaning(f"named '{setting}' here", fix, (None, *entry.get("accepted", ())), setting, renamed=True)
     for name, entry in table["always"].items():
         values = entry["values"] if isinstance(entry, dict) else entry
-        fix = entry["type"] if isinstance(entry, dict) else _LEAVE_OUT
+        fix = entry["type"] if isinstance(entry, dict) else _REMOVE
         shown = str(values[0]).lower() if isinstance(values[0], bool) else values[0]
-        yield name, Meaning(f"only {shown} is offered", fix, (None, *values))
-    for group in table["not_offered"]:
+        yield name, Meaning(f"only {shown} is supported", fix, (None, *values))
+    for group in table["not_supported"]:
         yield from _each_of(group, _absent(group))
     fix = "mixed_precision=bf16_mixed, or mixed_precision=fp16_mixed, or mixed_precision=fp32"
-    precision = Meaning("follows from mixed_precision", fix, (None,), "mixed_precision")
+    precision = Meaning("set mixed_precision instead", fix, (None,), "mixed_precision")
     yield from _each_of(table["precision"], precision)
     yield from _each_of(table["without_effect"], Meaning("", "", None))
 
 
 def _absent(group: dict[str, Any]) -> Meaning:
     accepted = (*_SWITCHED_OFF, *group.get("accepted", ()))
-    return Meaning(f"not offered: {group['why']}", group.get("type", _LEAVE_OUT), accepted)
+    return Meaning(f"not supported: {group['why']}", group.get("type", _REMOVE), accepted)
 
 
 def _each_of(group: dict[str, Any], meaning: Meaning) -> Iterator[tuple[str, Meaning]]:
@@ -87,27 +87,24 @@ def _each_of(group: dict[str, Any], meaning: Meaning) -> Iterator[tuple[str, Mea
 
 
 def _same(value: Any, other: Any) -> bool:
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)  # True is no 1, as in the schema
+    # True is not 1, as in the schema.
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
-_TE = (
-    f"{NAME.model.attention_backend}=te: Transformer Engine takes the fastest; env_vars.{{}}=0 takes the other "
-    f"away from it"
-)
-# megatron-core's choices of a kernel of Transformer Engine's.
+_TE = f"{NAME.model.attention_backend}=te env_vars.{{}}=0 (disables the other kernel)"
+# megatron-core's values that choose a kernel of Transformer Engine.
 _BACKENDS = {
     "flash": _TE.format("NVTE_FUSED_ATTN"),
     "fused": _TE.format("NVTE_FLASH_ATTN"),
-    "unfused": f"{NAME.model.attention_backend}=native: Transformer Engine's unfused attention has no context "
-    "parallelism",
-    "local": f"{NAME.model.attention_backend}=native: our own attention; {NAME.model.transformer_impl}=local: none "
-    "of its layers",
+    "unfused": f"{NAME.model.attention_backend}=native (unfused attention has no context parallelism)",
+    "local": f"{NAME.model.attention_backend}=native {NAME.model.transformer_impl}=local (nothing of Transformer "
+    "Engine)",
 }
 
 
 @cache
 def by_bare_name() -> dict[str, tuple[str, Meaning]]:
-    """Dotted name and meaning of each bare name: of the first section that has it."""
+    """Return name without section -> dotted name and meaning, first section first."""
     found: dict[str, tuple[str, Meaning]] = {}
     for name, meaning in names().settings.items():
         found.setdefault(name.partition(".")[2], (name, meaning))
@@ -115,9 +112,9 @@ def by_bare_name() -> dict[str, tuple[str, Meaning]]:
 
 
 def settle(settings: dict[str, Any]) -> list[Violation]:
-    """Take Bridge's names out of a run's settings, nested by sections, in place; returns those that cannot be obeyed.
+    """Remove upstream's names from nested settings in place; return the violations.
 
-    Names that neither Bridge nor this project knows stay where they are.
+    Names that neither upstream nor this project has are kept.
     """
     problems = []
     known, ours = names(), our_settings()
@@ -131,7 +128,7 @@ def settle(settings: dict[str, Any]) -> list[Violation]:
                 problems += _misplaced(path, name, values)
                 continue
             value = values.pop(name)
-            if not (meaning.accepts(value) or _says_the_same(meaning, name, value, settings)):
+            if not (meaning.accepts(value) or _has_our_value(meaning, name, value, settings)):
                 problems.append(Violation("K1", "error", path, meaning.message, meaning.fix, value))
         if not isinstance(settings[section], dict):
             problems += _misplaced(section, section, settings)
@@ -140,21 +137,21 @@ def settle(settings: dict[str, Any]) -> list[Violation]:
             if not isinstance(value, dict) and not whole.accepts(value):
                 problems.append(Violation("K1", "error", section, whole.message, whole.fix, value))
     if settings["train"].get("train_iters", 0) is None and settings["train"].get("train_samples") is not None:
-        del settings["train"]["train_iters"]  # a length in samples takes the place of a recipe's iterations
+        del settings["train"]["train_iters"]  # a length in samples replaces the recipe's iterations
     return problems + _settle_optimizer(settings) + _settle_attention(settings)
 
 
 def _misplaced(path: str, name: str, values: dict[str, Any]) -> list[Violation]:
-    """Take out a name that upstream has in another section; none where it is no name of upstream's."""
+    """Remove an upstream name that is in the wrong section; empty for other names."""
     home, meaning = by_bare_name().get(name, (None, None))
     if meaning is None or name in {path.rpartition(".")[2] for path in our_settings()}:
         return []
-    message = f"is upstream's '{home}': {meaning.message or 'it has no effect here'}"
-    return [Violation("K1", "error", path, message, meaning.fix or _LEAVE_OUT, values.pop(name))]
+    message = f"belongs to '{home}' upstream: {meaning.message or 'it has no effect here'}"
+    return [Violation("K1", "error", path, message, meaning.fix or _REMOVE, values.pop(name))]
 
 
-def _says_the_same(meaning: Meaning, name: str, value: Any, settings: dict[str, Any]) -> bool:
-    """Whether our setting has this value anyway."""
+def _has_our_value(meaning: Meaning, name: str, value: Any, settings: dict[str, Any]) -> bool:
+    """Return whether our setting has the same value."""
     if meaning.setting is None:
         return False
     section, _, ours = meaning.setting.partition(".")
@@ -165,22 +162,22 @@ def _says_the_same(meaning: Meaning, name: str, value: Any, settings: dict[str, 
 
 
 def _settle_optimizer(settings: dict[str, Any]) -> list[Violation]:
-    """Bridge says in two places whether the optimizer is distributed; both must agree there, too."""
+    """Remove Bridge's second setting of the distributed optimizer, if both are equal."""
     name = "use_distributed_optimizer"
-    said, decided = settings["ddp"].pop(name, None), settings["optimizer"].get(name)
-    if said is None or said == decided:
+    given, decided = settings["ddp"].pop(name, None), settings["optimizer"].get(name)
+    if given is None or given == decided:
         return []
-    fix = f"optimizer.{name}={str(said).lower()}"
-    return [Violation("K1", "error", f"ddp.{name}", f"is 'optimizer.{name}' here, which is {decided}", fix, said)]
+    fix = f"optimizer.{name}={str(given).lower()}"
+    return [Violation("K1", "error", f"ddp.{name}", f"named 'optimizer.{name}' here, which is {decided}", fix, given)]
 
 
 def _settle_attention(settings: dict[str, Any]) -> list[Violation]:
     model = settings["model"]
     backend = model.get("attention_backend")
-    if backend is None:  # of megatron-core: Transformer Engine decides
+    if backend is None:  # megatron-core's default: Transformer Engine chooses
         model["attention_backend"] = "auto"
     if not isinstance(backend, str) or backend not in _BACKENDS:
         return []
     model["attention_backend"] = "auto"
-    message = "kernels of Transformer Engine are not chosen one by one"
+    message = "single kernels of Transformer Engine cannot be chosen"
     return [Violation("K2", "error", NAME.model.attention_backend, message, _BACKENDS[backend], backend)]

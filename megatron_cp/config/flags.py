@@ -1,4 +1,4 @@
-"""The arguments of every command that takes a recipe; flags for frequent settings are called as Megatron-Bridge's."""
+"""Arguments of every command with a recipe; frequent settings have Bridge's flags."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from megatron_cp.config.schema import alternatives, kind_of
 
 
 def add_recipe(parser: argparse.ArgumentParser, what: str) -> None:
-    """Let a command take a recipe, by ``--recipe`` or as the first word, and what is laid over it.
+    """Add the arguments for a recipe and for values merged over it.
 
     Args:
-        what: is done with the recipe; for ``--help``.
+        what: the command's use of the recipe, for ``--help``.
     """
     parser.add_argument("--recipe", metavar="NAME|FILE.yaml", help=f"{what}; 'megatron-cp recipes' lists the names")
-    parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merged over the recipe")
+    parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merge over the recipe")
     group = parser.add_argument_group("flags for frequent settings")
     for setting, flags in _flags().items():
         kind = next(kind for kind in alternatives(kind_of(RunConfig, setting)) if kind in (int, float, str))
         names = dict.fromkeys(name for flag in flags for name in (flag, f"{flag[:2]}{flag[2:].replace('_', '-')}"))
         group.add_argument(*names, dest=setting, type=kind, metavar=kind.__name__, help=f"-> {setting}")
-    known = "the recipe where --recipe is not given, and any setting, in Hydra's grammar; wins over all of the above"
+    known = "the recipe without --recipe, and any setting in Hydra's grammar; overrides all of the above"
     add_overrides(parser, known, metavar="[RECIPE] key=value")
 
 
 def add_overrides(parser: argparse.ArgumentParser, what: str, metavar: str = "key=value") -> None:
-    """Let a command take settings as ``args.overrides``; ``what`` is for ``--help``."""
+    """Add ``args.overrides`` for settings; ``what`` is the help text."""
     parser.add_argument("overrides", nargs="*", metavar=metavar, help=what)
 
 
 def add_world_size(parser: argparse.ArgumentParser, what: str) -> None:
-    """Let a command that starts no rank take the number of ranks."""
+    """Add ``--world-size`` to a command that starts no ranks."""
     parser.add_argument("--world-size", "--world_size", type=int, help=what)
 
 
 def add_gpus_per_node(parser: argparse.ArgumentParser) -> None:
-    """Let a command take the number of ranks that share a node."""
-    parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="ranks that share a node")
+    """Add ``--gpus-per-node``."""
+    parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="ranks per node")
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of a command that takes a recipe.
+    """Parse the arguments of a command with a recipe.
 
     Raises:
-        UsageError: wrong arguments; for flags of Megatron-LM and Megatron-Bridge it holds the settings to write.
+        UsageError: wrong arguments. For flags of Megatron-LM and Bridge it names the settings to write.
     """
     args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
@@ -61,23 +61,23 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def compose(parser: argparse.ArgumentParser, args: argparse.Namespace, *further: str) -> RunConfig:
-    """The configuration that parsed arguments and ``further`` overrides describe.
+    """Return the configuration of parsed arguments and ``further`` overrides.
 
     Raises:
-        ConfigError: with all problems found.
-        UsageError: there is no recipe.
+        ConfigError: all problems found.
+        UsageError: no recipe.
     """
     if not args.recipe:
-        parser.error("no recipe is given. Fix: --recipe NAME, of those that 'megatron-cp recipes' lists")
+        parser.error("no recipe is given. Fix: --recipe NAME ('megatron-cp recipes' lists the names)")
     return load_recipe(args.recipe, [*args.overrides, *further], files=args.config, flags=given(args))
 
 
 def _flags() -> dict[str, tuple[str, ...]]:
-    """The settings that have flags, short and long ones, which are Bridge's."""
+    """Return setting -> flags, short and long, as in Bridge."""
     return {setting: facts.flags for setting, facts in settings().items() if facts.flags}
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were given by flags, by their dotted names: ``flags`` of ``load_recipe``."""
+    """Return the settings set by flags: dotted name -> value."""
     values = {setting: getattr(args, setting) for setting in _flags()}
     return {setting: value for setting, value in values.items() if value is not None}

@@ -1,7 +1,7 @@
-"""Flags of Megatron-LM and Megatron-Bridge, answered with the settings to write instead. Pure.
+"""Answer flags of Megatron-LM and Megatron-Bridge with settings to write. Pure.
 
-Most flags follow by rule: a setting's name with dashes (``--num-layers``), and ``--no-NAME`` for a switch. Tables hold
-the others.
+Most flags follow a rule: a setting's name with dashes (``--num-layers``), ``--no-NAME`` for a boolean. Tables list the
+others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_cp.config.recipe_names import commands_to_import
 from megatron_cp.config.run_config import RunConfig, settings
 from megatron_cp.config.schema import alternatives, kind_of, nearest
 
-_CALLED = {
+_RENAMED = {
     "accumulate_allreduce_grads_in_fp32": NAME.ddp.grad_reduce_in_fp32,
     "check_for_nan_in_loss_and_grad": NAME.ddp.check_for_nan_in_grad,
     "data_cache_path": NAME.dataset.path_to_cache,
@@ -37,9 +37,9 @@ _CALLED = {
     "seq_length": NAME.dataset.seq_length,
     "tensorboard_log_interval": NAME.logger.log_interval,
     "train_data_path": NAME.dataset.data_path,
-    "vocab_size": NAME.tokenizer.vocab_size,  # read for a NullTokenizer, as Megatron-LM's
+    "vocab_size": NAME.tokenizer.vocab_size,  # for a NullTokenizer, as in Megatron-LM
 }
-_MEANS = {
+_REPLACED = {
     "bf16": ("mixed_precision=bf16_mixed",),
     "disable_bias_linear": (f"{NAME.model.add_bias_linear}=false",),
     "fp16": ("mixed_precision=fp16_mixed",),
@@ -53,18 +53,18 @@ _MEANS = {
     "use_rope_scaling": (f"{NAME.model.rope_scaling}=true",),
     "use_rotary_position_embeddings": (f"{NAME.model.position_embedding_type}=rope",),
 }
-_LEFT_OUT = {
-    "attention_backend": f"{NAME.model.attention_backend}=auto takes the fastest kernel that is installed",
-    "fp8_format": "there is no FP8 training",
-    "group_query_attention": f"{NAME.model.num_query_groups} decides",
-    "merge_file": f"{NAME.tokenizer.tokenizer_model} names the folder that holds it",
-    "no_create_attention_mask_in_dataloader": "attention knows its mask",
-    "no_masked_softmax_fusion": "attention is fused or in tiles",
+_REMOVED = {
+    "attention_backend": f"{NAME.model.attention_backend}=auto uses the fastest installed kernel",
+    "fp8_format": "FP8 training is not supported",
+    "group_query_attention": f"set {NAME.model.num_query_groups}",
+    "merge_file": f"set {NAME.tokenizer.tokenizer_model} to the folder of the file",
+    "no_create_attention_mask_in_dataloader": "no mask tensor is ever created",
+    "no_masked_softmax_fusion": "attention is fused or tiled",
     "use_dist_ckpt": "checkpoints are always distributed",
-    "use_flash_attn": f"{NAME.model.attention_backend}=auto takes the fastest kernel that is installed",
-    "use_mcore_models": "models are always megatron-core's",
+    "use_flash_attn": f"{NAME.model.attention_backend}=auto uses the fastest installed kernel",
+    "use_mcore_models": "all models are megatron-core's",
 }
-_WITH_VALUE = ("attention_backend", "fp8_format", "merge_file")  # of those that are left out
+_WITH_VALUE = ("attention_backend", "fp8_format", "merge_file")  # removed flags that take a value
 _MODELS = ("hf_path", "hf_model_id", "hf_model", "hf_model_path")
 _PLAIN = re.compile(r"[A-Za-z_./][\w./@+-]*")
 _NUMBER = re.compile(r"-?[\d.]+(e-?\d+)?")
@@ -73,7 +73,7 @@ _WORDS = ("true", "false", "null", "nan", "inf", "on", "off", "yes", "no")
 
 @dataclass
 class _Flag:
-    """A flag as it was given."""
+    """A flag as typed."""
 
     text: str
     values: list[str] = field(default_factory=list)
@@ -87,11 +87,11 @@ class _Flag:
 
 
 def answer(program: str, argv: Sequence[str], unknown: Sequence[str]) -> str:
-    """Say what to write instead of the flags that a command does not know, and the whole command to type.
+    """Return the settings to write instead of unknown flags, and the command to type.
 
     Args:
         argv: all arguments.
-        unknown: those that are none of the command's flags.
+        unknown: arguments that the command does not have.
     """
     flags, others = _split(argv, set(unknown))
     answers = [(flag, *_answer(flag)) for flag in flags]
@@ -102,11 +102,11 @@ def answer(program: str, argv: Sequence[str], unknown: Sequence[str]) -> str:
         )
     width = max(len(str(flag)) for flag, *_ in answers)
     lines = [
-        f"  {flag!s:{width}}  {_shell(settings) or note or f'no setting is called so{_nearest(flag)}'}"
+        f"  {flag!s:{width}}  {_shell(settings) or note or f'no setting has this name{_nearest(flag)}'}"
         for flag, settings, note in answers
     ]
     typed = [*program.split(), *others, *(each for _, settings, _ in answers for each in settings)]
-    begin = "these are flags of Megatron-LM or Megatron-Bridge; here a setting is written key=value."
+    begin = "these are flags of Megatron-LM or Megatron-Bridge; write settings as key=value."
     return "\n".join([begin, *lines, f"Fix: {_shell(typed)}"])
 
 
@@ -115,13 +115,13 @@ def _nearest(flag: _Flag) -> str:
 
 
 def _shell(words: Sequence[str]) -> str:
-    """Words as a shell takes them, in double quotation marks where it takes those."""
+    """Return words quoted for a shell, in double quotation marks if possible."""
     double = re.compile(r"""[^"$`\\!]*'[^"$`\\!]*""")
     return " ".join(f'"{word}"' if double.fullmatch(word) else shlex.quote(word) for word in words)
 
 
 def _split(argv: Sequence[str], unknown: set[str]) -> tuple[list[_Flag], list[str]]:
-    """The unknown flags with their values, and all other arguments."""
+    """Split arguments into unknown flags with their values, and all others."""
     flags: list[_Flag] = []
     others: list[str] = []
     takes = 0.0
@@ -141,40 +141,40 @@ def _split(argv: Sequence[str], unknown: set[str]) -> tuple[list[_Flag], list[st
 
 
 def _answer(flag: _Flag) -> tuple[tuple[str, ...], str]:
-    """The settings to write instead of a flag, or else what there is to say of it."""
+    """Return the settings that replace a flag, or a note."""
     name, path = flag.name, _setting(flag.name)
     if name in _MODELS:
         return (), f"first {commands_to_import(flag.values[0] if flag.values else 'OWNER/MODEL')}"
-    if name in _MEANS:
-        return _MEANS[name], ""
-    if name in _LEFT_OUT:
-        return (), f"leave it out: {_LEFT_OUT[name]}"
+    if name in _REPLACED:
+        return _REPLACED[name], ""
+    if name in _REMOVED:
+        return (), f"remove it: {_REMOVED[name]}"
     if path:
         is_off = name.startswith("no_") and name not in _settings()
         return (f"{path}={'false' if is_off else _written(path, flag.values)}",), ""
-    if known := _upstreams(name.removeprefix("no_")):
-        return (), f"{known.fix}: {known.message}" if known.message else "leave it out: nothing here reads it"
+    if known := _upstream_meaning(name.removeprefix("no_")):
+        return (), f"{known.fix}: {known.message}" if known.message else "remove it: it has no effect"
     return (), ""
 
 
 @cache
 def _settings() -> dict[str, str]:
-    """Dotted names of settings by what their flags are called."""
+    """Return flag name -> dotted name of the setting."""
     found: dict[str, str] = {}
     for path in settings():
         found.setdefault(path.partition(".")[2], path)
-    return found | _CALLED
+    return found | _RENAMED
 
 
-def _upstreams(name: str) -> Meaning | None:
-    """What a setting of Bridge's or megatron-core's, by its bare name, means here."""
+def _upstream_meaning(name: str) -> Meaning | None:
+    """Return the meaning of an upstream setting, by its name without section."""
     return by_bare_name().get(name, (name, None))[1]
 
 
 def _setting(name: str) -> str | None:
-    """The setting that a flag stands for, also where ``no_`` switches it off."""
-    path, known = _settings().get(name), _upstreams(name)
-    if path is None and known and known.message.startswith("is '"):
+    """Return the setting of a flag, also of a ``no_`` flag."""
+    path, known = _settings().get(name), _upstream_meaning(name)
+    if path is None and known and known.renamed:
         return known.setting
     if path is None and name.startswith("no_"):
         path = _settings().get(name.removeprefix("no_"))
@@ -187,8 +187,8 @@ def _kinds(path: str) -> list[Any]:
 
 
 def _values_of(name: str) -> float:
-    """The most values that a flag takes."""
-    if name in _MEANS or (name in _LEFT_OUT and name not in _WITH_VALUE):
+    """Return the largest number of values that a flag takes."""
+    if name in _REPLACED or (name in _REMOVED and name not in _WITH_VALUE):
         return 0
     path = _setting(name)
     if path is None:
@@ -197,7 +197,7 @@ def _values_of(name: str) -> float:
 
 
 def _written(path: str, values: Sequence[str]) -> str:
-    """Values of a flag as an override has them."""
+    """Return a flag's values as written in an override."""
     kinds = _kinds(path)
     if not values:
         return "true" if bool in kinds else "VALUE"
@@ -208,7 +208,7 @@ def _written(path: str, values: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text as Hydra takes it: in quotation marks where it would be read as something else."""
+    """Return text for Hydra, quoted if Hydra would read it as another type."""
     if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
         return text
     return "'" + text.replace("'", r"\'") + "'"

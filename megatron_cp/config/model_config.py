@@ -1,4 +1,4 @@
-"""The model: one class of settings a concern, and what follows from several of them."""
+"""The model's settings, one base class per topic, and values derived from them."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class ModelConfig(
     Width,
     Shape,
 ):
-    """Architecture, parallel layout, and choices of memory and precision.
+    """Architecture, parallel layout, memory and precision of the model.
 
-    Fields are in the order of the bases from the last to the first, which is how dataclasses inherit.
+    Fields are in the order of the bases from last to first, as dataclasses inherit.
     """
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads that attention meets: latent attention makes keys and values for every head."""
+        """Key/value heads of attention; latent attention has as many as query heads."""
         groups = None if self.multi_latent_attention else self.num_query_groups
         return groups or self.num_attention_heads
 
     @property
     def has_local_rotary(self) -> bool:
-        """Whether layers with a window have a rotary base of their own."""
+        """Whether layers with a window have a separate rotary base."""
         return self.rotary_base_local is not None and self.position_embedding_type == "rope"
 
     def layer_has_window(self, layer_number: int) -> bool:
-        """Whether a layer (1-based) attends through ``window_size``; the others see everything."""
+        """Return whether a layer (1-based) uses ``window_size``."""
         every = self.window_attn_skip_freq
         if self.window_size is None or every is None:
             return self.window_size is not None
@@ -59,13 +59,13 @@ class ModelConfig(
 
     @property
     def yarn_length(self) -> int | None:
-        """Positions under YaRN, scaling factor * original length, rounded; None without YaRN or without the two."""
+        """Positions with YaRN: scaling factor * original length, rounded; None if unset."""
         length = (self.yarn_rotary_scaling_factor or 0) * (self.yarn_original_max_position_embeddings or 0)
         return round(length) if self.position_embedding_type == "yarn" and 1 <= length < math.inf else None
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """What each layer is made of: attention ``*``, an MLP ``-``, experts ``E``, Mamba ``M``."""
+        """Parts of each layer: ``*`` attention, ``-`` MLP, ``E`` experts, ``M`` Mamba."""
         if self.architecture == "hybrid":
             return tuple((self.hybrid_layer_pattern or "").split("/")[0].replace("|", ""))
         if self.num_moe_experts is None:
@@ -76,8 +76,11 @@ class ModelConfig(
         return tuple("*E" if experts else "*-" for experts in every)
 
     @property
-    def parts(self) -> frozenset[str]:
-        """The letters of all layers, without a list of layers, of which there may be absurdly many."""
+    def layer_letters(self) -> frozenset[str]:
+        """The letters of all layers, computed without a list of ``num_layers`` entries.
+
+        ``num_layers`` may be absurdly large before the rules run.
+        """
         if self.architecture == "hybrid":
             return frozenset(self.hybrid_layer_pattern or "") - set("|/")
         if self.num_moe_experts is None:
@@ -88,16 +91,16 @@ class ModelConfig(
 
     @property
     def fewest_ranks(self) -> int:
-        """Ranks of one model replica, tp * pp * cp: the layout needs these or a multiple. At least 1."""
+        """Ranks of one model replica: tp * pp * cp, at least 1."""
         return max(1, self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Number of model replicas that see different samples."""
+        """Return the number of data-parallel replicas."""
         return world_size // self.fewest_ranks
 
     @property
     def tokens_per_rank(self) -> int:
-        """What a rank holds of the longest sample on context_parallel_size ranks, padded: one fits, in any case."""
+        """Tokens per rank of the longest sample on cp ranks, padded."""
         width = max(1, self.tensor_model_parallel_size) if self.sequence_parallel else 1
         unit = 2 * max(1, self.context_parallel_size) * width
         return -(-max(1, self.seq_length or 1) // unit) * 2 * width

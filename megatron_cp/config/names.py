@@ -1,6 +1,6 @@
-"""The names of settings, for messages and fixes: ``NAME.model.num_layers`` is the text ``model.num_layers``. Pure.
+"""Names of settings for messages: ``NAME.model.num_layers`` is the text. Pure.
 
-Written so, a name that no setting has is an error, and every use of a setting is found by its name.
+An unknown setting is an AttributeError, and a search for a name finds every use.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from megatron_cp.config.run_config import settings
 
 
 def _sections() -> Any:
-    """Every section's settings, by name."""
+    """Return a namespace of sections, each with the dotted names of its settings."""
     names: dict[str, dict[str, str]] = defaultdict(dict)
     for path in settings():
         section, _, name = path.partition(".")
         names[section][name] = path
-    return SimpleNamespace(**{section: SimpleNamespace(**of_it) for section, of_it in names.items()})
+    return SimpleNamespace(**{section: SimpleNamespace(**settings) for section, settings in names.items()})
 
 
 NAME = _sections()

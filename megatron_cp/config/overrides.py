@@ -1,4 +1,4 @@
-"""How a setting is named and given a value where a user types it. Pure."""
+"""Overrides as text: how a setting and its value are typed. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import re
 from typing import Any
 
-SPECIAL = re.compile(r"""[][*?|;&<>(){}$'" \\!]""")  # what a shell or Hydra reads otherwise than it stands
+SPECIAL = re.compile(r"""[][*?|;&<>(){}$'" \\!]""")  # special characters of a shell or Hydra
 
 
 def override(setting: str, value: Any) -> str:
-    """The word that gives a setting a value, as Hydra parses it; :func:`quoted` quotes it for a shell."""
+    """Return the override of a setting in Hydra's grammar, without shell quotes."""
     if isinstance(value, str):
-        # Hydra takes text with a comma for several values.
+        # Hydra reads unquoted text with a comma as a sweep.
         return f"{setting}='{value}'" if SPECIAL.search(value) or "," in value else f"{setting}={value}"
     if isinstance(value, list):
         return f"{setting}=[{','.join(map(str, value))}]"
@@ -20,12 +20,12 @@ def override(setting: str, value: Any) -> str:
 
 
 def quoted(word: str) -> str:
-    """A word as it is typed in a shell."""
+    """Return a word quoted for a shell if necessary."""
     return f'"{word}"' if SPECIAL.search(word) else word
 
 
 def typed(setting: str, value: Any) -> str:
-    """The override that gives a setting a value, as it is typed: ``"model.window_size=[64,0]"``.
+    """Return the override of a setting as typed: ``"model.window_size=[64,0]"``.
 
     Text with a comma is quoted twice, for the shell and for Hydra.
     """

@@ -1,4 +1,4 @@
-"""What is given where a recipe is expected and is none: a published model, a run's folder, a misspelled name. Pure."""
+"""Errors for names that are not recipes: models, run folders, misspellings. Pure."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def not_a_recipe(text: str, names: Sequence[str]) -> tuple[str, str]:
-    """What is wrong with a recipe's name or file that is not there, and what to type instead.
+    """Return the message and the fix for a recipe that does not exist.
 
     Args:
-        names: of the recipes that come with the package.
+        names: recipes of the package.
     """
     if os.path.isfile(config := os.path.join(text, "config.yaml")):
-        return f"{text} is the folder of a run", f"its configuration is a recipe: --recipe {config}"
+        return f"{text} is a run folder, not a recipe", f"--recipe {config} (the run's configuration)"
     if is_model(text):
-        return f"{text} is a model of Hugging Face's, not a recipe", commands_to_import(text)
+        return f"{text} is a Hugging Face model, not a recipe", commands_to_import(text)
     if os.path.isdir(text):
-        return f"{text} is a folder, not a recipe file", "name a YAML file in it"
+        return f"{text} is a folder, not a recipe file", "name a YAML file in the folder"
     if text.endswith((".yaml", ".yml")) or "/" in text:
-        return f"recipe file not found: {text}", "check the path, and that you may enter its folders"
-    fix = "megatron-cp recipes lists them all; a file of your own is given by its path, ending in .yaml"
+        return f"recipe file not found: {text}", "check the path and the permissions of its folders"
+    fix = "megatron-cp recipes (lists all names), or --recipe PATH.yaml for your own file"
     return f"unknown recipe '{text}'{nearest(text, list(names))}", fix
 
 
 def is_model(text: str) -> bool:
-    """Whether a text names a model of Hugging Face's hub, or a folder with one, and no path that was mistyped."""
+    """Return whether a text names a Hugging Face model or a folder with one."""
     if os.path.isdir(text):
         return os.path.isfile(os.path.join(text, "config.json"))
     is_path = text.endswith((".yaml", ".yml")) or os.path.isdir(text.partition("/")[0])
@@ -39,7 +39,7 @@ def is_model(text: str) -> bool:
 
 
 def commands_to_import(model: str) -> str:
-    """The commands that bring a model in, and where its recipe is then."""
+    """Return the commands that import a model, and the path of the new recipe."""
     name = os.path.basename(os.path.normpath(model))
     folder = model if os.path.isdir(model) else f"models/{name}"
     imported = shlex.join(["megatron-cp", "convert", "import", "--hf-model", folder, "--megatron-path", f"runs/{name}"])

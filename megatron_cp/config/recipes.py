@@ -1,9 +1,8 @@
-"""Compose a recipe: Hydra's YAML and overrides in, a typed and finalized :class:`RunConfig` out.
+"""Compose a recipe: Hydra YAML and overrides in, a :class:`RunConfig` out.
 
-A recipe is one YAML file; its Hydra defaults list picks files from the config groups in ``configs/`` and may name
-another recipe to start from. Values come, later ones winning, from the dataclasses' defaults, the recipe, ``--config``
-files, command-line flags, and ``key=value`` overrides in Hydra's grammar. Every unknown key and every wrong type is an
-error that names the nearest valid one, wherever it was written.
+A recipe is one YAML file. A Hydra defaults list in it picks files from the config groups in ``configs/`` and may name
+another recipe as the base. Later values win, in this order: defaults of the dataclasses, recipe, ``--config`` files,
+command-line flags, ``key=value`` overrides. Unknown keys and wrong types are errors that name the nearest valid key.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from megatron_cp.launch import launcher
 
 logger = logging.getLogger(__name__)
 
-# Bridge's names for mixed_precision; the underscore and the dash are both in use there.
+# Bridge's names for mixed_precision, with dashes replaced by underscores.
 _PRECISIONS = {
     "fp32": "fp32",
     "32": "fp32",
@@ -62,21 +61,21 @@ _PRECISIONS = {
 
 
 def _library(kind: str) -> Path:
-    """The folder of the recipes or config groups that come with the package: in a clone, or in an installation."""
+    """Return the folder of the package's recipes or config groups."""
     if (root := clone()) is not None:
         return root / kind
-    beside = Path(__file__).resolve().parents[2]  # with pip install --target
-    shared = [root / "share" / "megatron_cp" / kind for root in (beside, Path(sys.prefix))]
+    target = Path(__file__).resolve().parents[2]  # pip install --target
+    shared = [root / "share" / "megatron_cp" / kind for root in (target, Path(sys.prefix))]
     return next(filter(Path.is_dir, shared), shared[-1])
 
 
 def _groups() -> list[str]:
-    """The config groups, of whose files a recipe is put together."""
+    """Return the names of the config groups."""
     return sorted(path.name for path in _library("configs").iterdir() if path.is_dir())
 
 
 def list_recipes() -> dict[str, str]:
-    """Name and one-line description (the first comment line) of every recipe that comes with the package."""
+    """Return name -> description (first comment line) of the package's recipes."""
     found = {}
     for path in sorted(_library("recipes").glob("*.yaml")):
         with path.open(encoding="utf-8") as file:
@@ -92,17 +91,19 @@ def load_recipe(
     files: Sequence[str | Path] = (),
     flags: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Compose a recipe into a finalized configuration. Checks names and types; rules are checked by megatron_cp.rules.
+    """Compose a recipe into a finalized configuration.
+
+    Checks names and types; :mod:`megatron_cp.rules` checks the rules.
 
     Args:
-        name_or_path: name of a recipe that comes with the package, or a YAML file.
-        overrides: Hydra overrides such as ``model.context_parallel_size=4``, or a single one; ``group=choice`` picks
-            another file of a config group that the recipe uses.
+        name_or_path: a recipe of the package, or a YAML file.
+        overrides: Hydra overrides such as ``model.context_parallel_size=4``, or a single one. ``group=choice`` picks
+            another file of a config group of the recipe.
         files: YAML files merged over the recipe, in order.
-        flags: dotted names and values merged over the files.
+        flags: dotted names and values, merged over the files.
 
     Raises:
-        ConfigError: with all problems found.
+        ConfigError: all problems found.
     """
     choices, values = _split_overrides([overrides] if isinstance(overrides, str) else overrides)
     with reads_recorded() as variables:
@@ -116,10 +117,10 @@ def load_recipe(
 
 
 def from_settings(settings: dict[str, Any], problems: list[Violation] | None = None) -> RunConfig:
-    """The finalized configuration of plain settings by section.
+    """Return the finalized configuration of plain settings, nested by section.
 
     Raises:
-        ConfigError: with ``problems`` that are known already, unknown settings and wrong types.
+        ConfigError: the given ``problems``, unknown settings and wrong types.
     """
     problems = problems or []
     config: RunConfig = build(RunConfig, settings, problems)
@@ -129,15 +130,18 @@ def from_settings(settings: dict[str, Any], problems: list[Violation] | None = N
 
 
 def _resolve(layers: list[dict[str, Any]], name: str, variables: list[str]) -> dict[str, Any]:
-    """Merge layers over the defaults and resolve interpolations; ``variables``: see :func:`reads_recorded`."""
+    """Merge layers over the defaults and resolve interpolations.
+
+    ``variables``: see :func:`reads_recorded`.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    last: dict[str, Any] = {}  # the last value that any layer gives a setting, by dotted names
+    last: dict[str, Any] = {}  # dotted name -> value of the last layer that sets it
     for layer in layers:
         last |= _flat(layer)
     problems = [
-        Violation("K2", "error", path, "??? stands for a value that is still to be given", f"{path}=VALUE")
+        Violation("K2", "error", path, "??? is a placeholder, and a value is required", f"{path}=VALUE")
         for path, value in last.items()
         if value == "???"
     ]
@@ -145,54 +149,52 @@ def _resolve(layers: list[dict[str, Any]], name: str, variables: list[str]) -> d
         raise ConfigError(problems)
     if (number := chained(last)) > MOST_CHAINED:
         message = f"{number} interpolations refer to interpolated values, more than {MOST_CHAINED}"
-        raise _problem("K3", "--recipe", message, "write the values themselves instead of ${section.setting}")
+        raise _problem("K3", "--recipe", message, "write the values instead of ${section.setting}")
     try:
         merged = OmegaConf.merge(asdict(RunConfig(recipe=name)), *layers)
         plain: dict[str, Any] = resolved(merged, variables, by_value=("model",))
     except OmegaConfBaseException as error:
         raise _unresolved(error) from error
     except ValueError as error:
-        message = "an environment variable gives one value, not a list or a mapping of texts"
+        message = "an environment variable is one value, not a list or a mapping"
         raise _problem("K3", str(error), message, f"{error}=[${{oc.env:FIRST}},${{oc.env:SECOND}}]") from error
     if isinstance(plain["recipe"], FromEnvironment):
-        message = "names the run folder, and cannot come from an environment variable"
-        raise _problem("K3", "recipe", message, f"{NAME.checkpoint.save}=${{oc.env:NAME}} names another folder")
+        message = "the recipe's name cannot come from an environment variable"
+        raise _problem("K3", "recipe", message, f"{NAME.checkpoint.save}=${{oc.env:NAME}} (sets the run folder)")
     return plain
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Overrides of settings (not of config groups) as nested plain values.
+    """Return overrides of settings (not config groups) as nested plain values.
 
     Raises:
-        ConfigError: they cannot be parsed.
+        ConfigError: overrides that cannot be parsed.
     """
     return _nest(_split_overrides(overrides)[1])
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole configuration as YAML; a recipe by itself."""
+    """Return the whole configuration as YAML: a recipe without a defaults list."""
     import yaml
 
     return yaml.safe_dump(settings_of(config), sort_keys=False, width=120)
 
 
-_FOLLOWING = ["expert_tensor_parallel_size", "max_seqlen_per_dp_cp_rank"]
+_DERIVED = ["expert_tensor_parallel_size", "max_seqlen_per_dp_cp_rank"]
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """The whole configuration as plain values, of which a recipe can be made.
+    """Return the whole configuration as plain values for a new recipe.
 
-    Environment variables stay as the recipe refers to them.
-
-    A folder to load from that follows from the folder to save to is left to follow: the recipe may be given another. So
-    are what follows from a layout and from the sequence length.
+    Interpolations of environment variables are kept. Values derived from the save folder, the layout or the sequence
+    length are written as null, since the new recipe may change those.
     """
     settings = asdict(config)
     if config.checkpoint.load == config.checkpoint.save:
         settings["checkpoint"]["load"] = None
-    # Learned positions are weights, and YaRN's part of the scaling.
+    # Learned positions are weights; YaRN's length is part of the scaling.
     is_free = config.model.position_embedding_type in ("rope", "none")
-    for name in _FOLLOWING + ["max_position_embeddings"] * is_free:
+    for name in _DERIVED + ["max_position_embeddings"] * is_free:
         without = copy.deepcopy(config)
         setattr(without.model, name, None)
         if getattr(without.finalize().model, name) == getattr(config.model, name):
@@ -209,11 +211,11 @@ def _one_line(error: Exception) -> str:
 
 
 def _unresolved(error: Any) -> ConfigError:
-    """OmegaConf's complaint about a value that refers to something else, without its notes about types."""
+    """Convert OmegaConf's interpolation error, without its notes on types."""
     why = str(error).partition("\n")[0]
-    if "GrammarParseError" in why and "oc.decode" in str(error):  # its text holds parts of the variable's value
-        why = "an environment variable's value is neither a number, a switch nor a list of them"
-    fix = "write ${section.setting} for another setting's value, ${oc.env:NAME} for an environment variable's"
+    if "GrammarParseError" in why and "oc.decode" in str(error):  # the text contains parts of the variable's value
+        why = "an environment variable's value is not a number, a boolean or a list of these"
+    fix = "write ${section.setting} for a setting's value, ${oc.env:NAME} for an environment variable's"
     if variable := re.search(r"Environment variable '(.*)' not found", why):
         name = variable.group(1)
         why = f"the environment variable {name} is not set"
@@ -224,7 +226,7 @@ def _unresolved(error: Any) -> ConfigError:
 
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]:
-    """Parsed overrides: choices of a config group (for Hydra's composition) and settings with their values."""
+    """Parse overrides into choices of config groups and settings with values."""
     if not overrides:
         return [], []
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -240,7 +242,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
         try:
             parsed = OverridesParser.create().parse_override(text)
         except (HydraException, ValueError, RecursionError) as error:  # also a number of thousands of digits
-            fix = f"quote a value that holds special characters: {text.partition('=')[0]}='...'"
+            fix = f"quote values with special characters: {text.partition('=')[0]}='...'"
             problems.append(Violation("K3", "error", text, f"cannot parse: {_one_line(error)}", fix))
             continue
         key, value = parsed.key_or_group, None
@@ -249,7 +251,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
         if parsed.is_delete():
             problems.append(Violation("K3", "error", text, "settings cannot be deleted", fix))
         elif parsed.is_sweep_override():
-            fix = _instead_of_a_sweep(key, text.partition("=")[2])
+            fix = _sweep_fix(key, text.partition("=")[2])
             problems.append(Violation("K3", "error", text, "several values for one setting", fix))
         elif (value := parsed.value()) is None and key != "mixed_precision" and (is_section or key in groups):
             problems.append(Violation("K2", "error", text, "a whole section cannot be null", fix))
@@ -257,7 +259,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
             choices.append(f"{key}={value}")
         elif key in groups and (isinstance(value, list) or not is_section):
             files = sorted(path.stem for path in _library(f"configs/{key}").glob("*.yaml"))
-            message = f"'{key}' is a config group, of which a recipe takes one file: expected a name"
+            message = f"'{key}' is a config group: expected one file name"
             problems.append(Violation("K2", "error", text, message, f"{key} is one of {', '.join(files)}"))
         elif isinstance(value, str) and key not in hints(RunConfig) and "." not in key and nearest(key, groups):
             problems.append(Violation("K1", "error", key, f"unknown key '{key}'{nearest(key, groups)}"))
@@ -268,8 +270,8 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[st
     return choices, values
 
 
-def _instead_of_a_sweep(key: str, values: str) -> str:
-    """What to write instead of ``key=1,2`` or ``key=choice(1,2)``, for which Hydra alone would start several runs."""
+def _sweep_fix(key: str, values: str) -> str:
+    """Return the fix for ``key=1,2`` or ``key=choice(1,2)``: sweeps in Hydra."""
     takes = alternatives(kind_of(RunConfig, key.replace("model.transformer.", "model.")))
     fixes = [f"for a list write {key}=[{values}]"] * (list in takes)
     fixes += [f"for a text write {key}=\"'{values}'\""] * (str in takes and "'" not in values)
@@ -279,15 +281,15 @@ def _instead_of_a_sweep(key: str, values: str) -> str:
 
 
 def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, Any], str]:
-    """The recipe as Hydra composes it, and its name."""
+    """Return the recipe as Hydra composes it, and its name."""
     text = str(name_or_path)
     is_file = text.endswith((".yaml", ".yml")) or "/" in text
     path = Path(text) if is_file else _library("recipes") / f"{text}.yaml"
-    if not os.path.isfile(path):  # unlike Path.is_file, False also where the name is too long or a folder is closed
+    if not os.path.isfile(path):  # Path.is_file raises for long names and closed folders
         raise _problem("K4", "--recipe", *not_a_recipe(text, list(list_recipes())))
     if path.suffix != ".yaml":
         fix = f"rename it to {path.with_suffix('.yaml').name}"
-        raise _problem("K4", "--recipe", f"{text}: Hydra composes only files whose names end in .yaml", fix)
+        raise _problem("K4", "--recipe", f"{text}: the file name must end in .yaml", fix)
 
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException, MissingConfigException
@@ -299,7 +301,7 @@ def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, An
     try:
         with bounded_hydra(), initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
             used = _groups_of(path.name, search) if choices else set()
-            # Hydra replaces the file of a group; where the recipe has none, '+' lays the file over the recipe.
+            # Hydra replaces the group's file; if the recipe has none, '+' merges the file over the recipe.
             known = [choice if choice.partition("=")[0] in used else f"+{choice}" for choice in choices]
             composed = compose(path.name, overrides=[search, *known])
         plain: Any = OmegaConf.to_container(composed, resolve=False)
@@ -307,17 +309,17 @@ def _compose(name_or_path: str | Path, choices: list[str]) -> tuple[dict[str, An
         raise _missing(error, path, choices) from error
     except TooLargeError as error:
         raise _problem("K4", "--recipe", f"cannot compose {path}: {error.what}", error.fix) from error
-    # Hydra raises these, without a type of its own, for a defaults list that is none or that holds something else.
+    # Hydra raises these for a wrong defaults list.
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, AssertionError) as error:
         is_key = isinstance(error, AssertionError)
-        why = "its defaults list holds a key that is no text" if is_key else _one_line(error)
-        fix = "a defaults list is written 'defaults: [RECIPE, GROUP: FILE, _self_]'" if "default" in why else ""
+        why = "a key in the defaults list is not text" if is_key else _one_line(error)
+        fix = "write 'defaults: [RECIPE, GROUP: FILE, _self_]'" if "default" in why else ""
         raise _problem("K4", "--recipe", f"cannot compose {path}: {why}", fix) from error
     return plain, path.stem
 
 
 def _groups_of(recipe: str, search: str) -> set[str]:
-    """The config groups that a recipe, or one that it starts from, picks a file of, where Hydra is initialized."""
+    """Return the config groups of a recipe and its bases. Needs an initialized Hydra."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
 
@@ -326,7 +328,7 @@ def _groups_of(recipe: str, search: str) -> set[str]:
 
 
 def _missing(error: Any, recipe: Path, choices: list[str]) -> ConfigError:
-    """Hydra's complaint about a file that an override or the recipe names, without its search path."""
+    """Convert Hydra's error on a missing file, without its search path."""
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     options = nearest_first(name, error.options or [])
     choice = f"{group}={name}"
@@ -338,7 +340,7 @@ def _missing(error: Any, recipe: Path, choices: list[str]) -> ConfigError:
         fix = f"the groups are {', '.join(_groups())}"
     else:
         message = f"there is no recipe {name}{nearest(name, list(list_recipes()))}"
-        fix = "megatron-cp recipes lists them; one of your own must be in the folder of the recipe that names it"
+        fix = "megatron-cp recipes (lists all names); your own file must be in the folder of the recipe that names it"
     if choice in choices:
         return _problem("K4", choice, message, fix)
     return _problem("K4", "--recipe", f"cannot compose {recipe}: {message}", fix)
@@ -352,7 +354,7 @@ def _load_yaml(path: Path) -> dict[str, Any]:
     try:
         loaded: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(bounded_text(path))), resolve=False)
     except FileNotFoundError as error:
-        fix = f"check the path{'' if path.is_absolute() else f', which begins in {Path.cwd()}'}"
+        fix = f"check the path{'' if path.is_absolute() else f', which is relative to {Path.cwd()}'}"
         raise _problem("K4", "--config", f"file not found: {path}", fix) from error
     except TooLargeError as error:
         raise _problem("K4", "--config", f"cannot read {path}: it {error.what}", error.fix) from error
@@ -364,11 +366,11 @@ def _load_yaml(path: Path) -> dict[str, Any]:
 
 
 def _nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Dotted names and values as nested mappings; a later one wins over an earlier."""
+    """Nest values by dotted names; later values win."""
     nested: dict[str, Any] = {}
     for key, value in items:
         if key == "mixed_precision" and not isinstance(value, dict):
-            # Beside settings of that section, which a name must neither take away nor be taken away by.
+            # Keep other settings of the section.
             nested[key] = {**nested.get(key, {}), **_precision(value)}
             continue
         *parents, leaf = key.replace("model.transformer.", "model.").split(".")
@@ -382,7 +384,7 @@ def _nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _flat(layer: dict[str, Any]) -> dict[str, Any]:
-    """The values of a layer by their dotted names."""
+    """Return dotted name -> value of a layer."""
     flat, sections = {}, [("", layer)]
     while sections:
         prefix, section = sections.pop()
@@ -395,21 +397,20 @@ def _flat(layer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _normalize(layer: dict[str, Any]) -> dict[str, Any]:
-    """One layer of settings in our own terms: Bridge's nested model, precision names, the two sequence lengths."""
+    """Normalize a layer: Bridge's nested model, precision names, sequence length."""
     layer = {key: dict(value) if isinstance(value, dict) else value for key, value in layer.items()}
     if "mixed_precision" in layer and not isinstance(layer["mixed_precision"], dict):
         layer["mixed_precision"] = _precision(layer["mixed_precision"])
     for key in [k for k in layer if k in section_names(RunConfig) and not isinstance(layer[k], dict)]:
-        if layer.pop(key) is not None:  # an empty section is no mistake
+        if layer.pop(key) is not None:  # an empty section is valid
             raise _problem("K2", key, "expected a mapping of settings")
     model, dataset = layer.get("model", {}), layer.get("dataset", {})
     if isinstance(model.get("transformer"), dict):
         for key, value in model.pop("transformer").items():
             if model.setdefault(key, value) != value:
                 message = f"set to {model[key]!r}, and by model.transformer.{key} to {value!r}"
-                raise _problem("K2", f"model.{key}", message)
-    # One sequence length serves the model and the data: a layer that gives one of them gives both, and the model's is
-    # left to follow the data's.
+                raise _problem("K2", f"model.{key}", message, f"remove model.transformer.{key} or model.{key}")
+    # The model and the data share one sequence length: a layer that sets one of them sets both.
     model_length, data_length = model.get("seq_length"), dataset.get("seq_length")
     if model_length is None and isinstance(data_length, int):
         layer["model"] = {**model, "seq_length": None}
@@ -422,6 +423,6 @@ def _precision(name: Any) -> dict[str, bool]:
     chosen = _PRECISIONS.get(str(name).replace("-", "_")) if name is not None else None
     if name is not None and chosen is None:
         suggestion = nearest(str(name), list(_PRECISIONS))
-        fix = "one of bf16_mixed, fp16_mixed, fp32, or null to let the device decide"
+        fix = "mixed_precision=bf16_mixed, or fp16_mixed, fp32, or null (chosen by the device)"
         raise _problem("K2", "mixed_precision", f"unknown mixed precision '{name}'{suggestion}", fix)
     return {kind: kind == chosen for kind in ("fp32", "bf16", "fp16")}

@@ -1,10 +1,10 @@
-"""A run's typed configuration: sections and settings by the names that Megatron-Bridge's users know.
+"""The typed configuration of a run, with Megatron-Bridge's sections and names.
 
-``model.*`` are megatron-core's names plus the model's own. Defaults and all else that is known of a setting stand where
-it is declared, in ``config/model/`` and ``config/sections/``. Nothing here imports torch or megatron, so that composing
-and checking a configuration takes milliseconds.
+``model.*`` has megatron-core's names plus this project's own. Defaults and metadata of a setting are in its
+declaration, in ``config/model/`` and ``config/sections/``. Nothing here imports torch or megatron, so composing and
+checking takes milliseconds.
 
-``None`` means "decided from the rest" (see :meth:`RunConfig.finalize`).
+``None`` means "derived from other settings" (see :meth:`RunConfig.finalize`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron_cp.config.sections.optimization import OptimizerConfig, SchedulerC
 from megatron_cp.config.sections.training import TrainConfig, ValidationConfig
 from megatron_cp.config.setting import Facts, facts_of
 
-# What is counted in iterations or in samples: NAME_iters and NAME_samples.
+# Lengths in iterations or samples: NAME_iters and NAME_samples.
 TRAINING_LENGTHS, SCHEDULE_LENGTHS = ("train",), ("lr_warmup", "lr_decay", "lr_wsd_decay")
 
 
 @dataclass
 class RunConfig:
-    """Everything that defines a run."""
+    """All settings of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -49,10 +49,13 @@ class RunConfig:
     mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
     env_vars: dict[str, str] = field(default_factory=dict)
     recipe: str = "unnamed"  # set by the recipe loader; names the default run folder
-    recipe_world_size: int | None = None  # ranks that the recipe is for; a run may use any that its layout divides
+    recipe_world_size: int | None = None  # ranks of the recipe's layout; a run may use other numbers
 
     def finalize(self) -> RunConfig:
-        """Fill every value that the others decide, in place; returns self. Idempotent; checks nothing."""
+        """Fill in place every value derived from other settings; return self.
+
+        Idempotent. Checks nothing.
+        """
         given = asdict(self)
         model, data = self.model, self.dataset
         if model.seq_length is None:
@@ -80,31 +83,31 @@ class RunConfig:
             self.checkpoint.save = f"runs/{self.recipe}"
         if self.checkpoint.load is None:
             self.checkpoint.load = self.checkpoint.save
-        self.__dict__.setdefault("_given", (given, asdict(self)))  # no field: no setting, and not compared
+        self.__dict__.setdefault("_given", (given, asdict(self)))  # not a field: excluded from settings and from ==
         return self
 
     def as_written(self) -> dict[str, Any]:
-        """All settings as they may be written: what environment variables gave as the recipe refers to it."""
+        """Return all settings with interpolations of environment variables kept."""
         return as_written(asdict(self))
 
     def given(self) -> dict[str, Any]:
-        """The settings as plain values before :meth:`finalize` filled what the others decide.
+        """Return the settings as plain values before :meth:`finalize` filled any.
 
-        All of them where the configuration was changed since, or never finalized.
+        Returns the current values if the configuration was changed since, or never finalized.
         """
         given, filled = self.__dict__.get("_given", (None, None))
         now = asdict(self)
         return given if given is not None and filled == now else now
 
     def value_at(self, path: str) -> Any:
-        """A setting by its dotted name; None where there is no such setting."""
+        """Return a setting by its dotted name; None if there is no such setting."""
         value: Any = self
         for name in path.split("."):
             value = getattr(value, name, None)
         return value
 
     def _count_in_iterations(self) -> None:
-        """Turn lengths in samples into iterations. What is given in both stays, and rule K56 refuses it."""
+        """Convert lengths in samples to iterations; rule K56 reports those given in both."""
         batch = self.train.global_batch_size
         section: TrainConfig | SchedulerConfig
         for section, names in ((self.train, TRAINING_LENGTHS), (self.scheduler, SCHEDULE_LENGTHS)):
@@ -118,12 +121,12 @@ class RunConfig:
 
     @property
     def runs_packs(self) -> bool:
-        """Whether anything runs packs, evaluation in groups of its own among them."""
+        """Whether training runs packs, or evaluation does in separate groups."""
         return self.model.sequence_packing_scheduler is not None or self.dist.eval_context_parallel_size is not None
 
     @property
     def evaluation_batch(self) -> tuple[int, int]:
-        """Samples of evaluation's global and micro batches: training's where it has none of its own."""
+        """Global and micro batch size of evaluation; training's by default."""
         own, train = self.validation, self.train
         batch, micro = own.eval_global_batch_size, own.eval_micro_batch_size
         return batch or train.global_batch_size, micro or train.micro_batch_size
@@ -141,17 +144,17 @@ def _kind_of_data(
 
 
 def default_at(path: str) -> Any:
-    """The default of a setting, by its dotted name."""
+    """Return the default of a setting, by its dotted name."""
     return RunConfig().value_at(path)
 
 
 @cache
 def settings() -> dict[str, Facts]:
-    """All settings of a run by their dotted names, in the order in which they are printed."""
+    """Return dotted name -> metadata of all settings, in the order of printing."""
     sections = {name: kind for name, kind in hints(RunConfig).items() if is_dataclass(kind)}
     return {f"{section}.{name}": facts for section, kind in sections.items() for name, facts in facts_of(kind).items()}
 
 
-def settings_that(decide: str) -> list[str]:
-    """The settings that decide something, by their dotted names."""
+def settings_affecting(decide: str) -> list[str]:
+    """Return the dotted names of settings with an effect such as ``"weights"``."""
     return [name for name, facts in settings().items() if decide in facts.affects]

@@ -1,4 +1,4 @@
-"""Build typed dataclasses from plain mappings, reporting every unknown key and wrong type at once."""
+"""Build typed dataclasses from mappings; report unknown keys and wrong types."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron_cp.config.setting import facts_of
 
 
 class _Mismatch(Exception):
-    """A value does not have the expected type; the argument describes the expectation."""
+    """A value of a wrong type; the argument describes the expected type."""
 
 
 @cache
 def hints(cls: type) -> dict[str, Any]:
-    """The resolved type of every field of a dataclass."""
+    """Return field name -> resolved type of a dataclass."""
     resolved = get_type_hints(cls)
     return {f.name: resolved[f.name] for f in dataclasses.fields(cls)}
 
 
 def field_paths(cls: type, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all settings below a dataclass."""
+    """Yield the dotted names of all settings below a dataclass."""
     for name, kind in hints(cls).items():
         if dataclasses.is_dataclass(kind):
             yield from field_paths(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ def field_paths(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def kind_of(cls: type, path: str) -> Any:
-    """The type of the setting with a dotted name; None where there is no such setting."""
+    """Return the type of a setting by its dotted name; None if there is none."""
     kind: Any = cls
     for name in path.split("."):
         if get_origin(kind) is dict:
@@ -48,17 +48,17 @@ def kind_of(cls: type, path: str) -> Any:
 
 
 def section_names(cls: type) -> list[str]:
-    """The fields of a dataclass that are dataclasses themselves."""
+    """Return the fields of a dataclass that are dataclasses."""
     return [name for name, kind in hints(cls).items() if dataclasses.is_dataclass(kind)]
 
 
 def nearest_first(name: str, candidates: Iterable[str]) -> list[str]:
-    """All candidates, those that look most like ``name`` first."""
+    """Return all candidates, most similar to ``name`` first."""
     return sorted(candidates, key=lambda c: -difflib.SequenceMatcher(None, name, c).ratio())
 
 
 def nearest(name: str, candidates: list[str]) -> str:
-    """``"; did you mean 'x'?"`` for the candidate closest to ``name``, or nothing when none is close."""
+    """Return ``"; did you mean 'x'?"`` for a similar candidate, else an empty text."""
     leaf = name.rpartition(".")[2]
     same_leaf = [c for c in candidates if c.rpartition(".")[2] == leaf and c != name]
     longer = [c for c in candidates if c.startswith(name)]
@@ -67,7 +67,7 @@ def nearest(name: str, candidates: list[str]) -> str:
 
 
 def describe(kind: Any) -> str:
-    """A type as a user reads it: "int", "list of int or null", "one of 'gpt', 'hybrid'"."""
+    """Return a type as text: "int", "list of int or null", "one of 'gpt', 'hybrid'"."""
     origin, args = get_origin(kind), get_args(kind)
     if kind is type(None):
         return "null"
@@ -86,7 +86,7 @@ def describe(kind: Any) -> str:
 
 
 def _choices(kind: Any) -> Iterator[str]:
-    """The texts that a Literal, also inside a union, allows."""
+    """Yield the texts that a Literal allows, also inside a union."""
     for arg in get_args(kind):
         if isinstance(arg, str):
             yield arg
@@ -95,17 +95,17 @@ def _choices(kind: Any) -> Iterator[str]:
 
 
 def alternatives(kind: Any) -> list[Any]:
-    """The types that a value may have, without their arguments: ``[int, list]`` for ``int | list[int]``."""
+    """Return the types without arguments: ``[int, list]`` of ``int | list[int]``."""
     if get_origin(kind) in (Union, types.UnionType):
         return [found for option in get_args(kind) for found in alternatives(option)]
     return [get_origin(kind) or kind]
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """``value`` as ``kind``: an int may become a float and a scalar a dict's string, nothing else changes.
+    """Convert ``value`` to ``kind``: int to float, scalar to a dict's text, else none.
 
     Raises:
-        _Mismatch: it does not fit.
+        _Mismatch: the value does not have the type.
     """
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -118,17 +118,17 @@ def convert(value: Any, kind: Any) -> Any:
                 continue
     elif origin is Literal:
         if value in [choice for choice in args if isinstance(value, type(choice))]:
-            return args[args.index(value)]  # the choice itself, which is no FromEnvironment
+            return args[args.index(value)]  # the choice itself, not a FromEnvironment
     elif origin is list:
         if isinstance(value, list | tuple):
-            with suppress(_Mismatch):  # the whole list's expectation is the one to tell
+            with suppress(_Mismatch):  # report the expected type of the whole list
                 return [convert(v, args[0]) for v in value]
     elif origin is dict:
         if isinstance(value, dict):
-            given = {str(k): v for k, v in value.items() if v is not None}  # null takes an entry of a recipe out
+            given = {str(k): v for k, v in value.items() if v is not None}  # null removes an entry of the recipe
             return {k: convert(str(v) if type(v) in (bool, int, float) else v, args[1]) for k, v in given.items()}
     elif kind is float:
-        # Neither nan nor inf, which every comparison would let pass or explain with another setting.
+        # Exclude nan and inf: comparisons in the rules would accept or misreport them.
         if type(value) in (int, float) and abs(value) <= sys.float_info.max:
             return float(value)
     elif (type(value) is kind and (kind is not int or _fits_64_bits(value))) or (
@@ -143,7 +143,7 @@ def _fits_64_bits(value: int) -> bool:
 
 
 def _bad_number(value: Any) -> str:
-    """The first number of a value or a list that no setting takes, and why; else nothing."""
+    """Return why a number, or one in a list, is invalid for every setting; else empty."""
     for number in value if isinstance(value, list) else [value]:
         if type(number) is int and not _fits_64_bits(number):
             return f"; {str(number)[:20]}... does not fit 64 bits"
@@ -165,7 +165,7 @@ _WORDS: dict[Any, str] = {
 
 
 def remedy(path: str, value: Any, kind: Any) -> str:
-    """How to give a setting the value that was surely meant, or else what it takes."""
+    """Return the fix for a wrong type: the likely value, or the valid types."""
     for guess in _guesses(value):
         try:
             convert(guess, kind)
@@ -176,11 +176,11 @@ def remedy(path: str, value: Any, kind: Any) -> str:
         return f"{path}={str(guess).lower().replace(' ', '')}"
     words = _WORDS | {Literal: f"one of {', '.join(_choices(kind))}"}
     takes = [words[found] for found in words if found in alternatives(kind)]
-    return f"give {path} {' or '.join(takes)}{', or leave it out' if value is None else ''}" if takes else ""
+    return f"set {path} to {' or '.join(takes)}{', or remove it' if value is None else ''}" if takes else ""
 
 
 def _guesses(value: Any) -> Iterator[Any]:
-    """What may have been meant by a value of a wrong type."""
+    """Yield likely intended values for a value of a wrong type."""
     if type(value) is float and value.is_integer() and abs(value) < 2**53:
         yield int(value)
     if type(value) is int and value in (0, 1):
@@ -194,7 +194,7 @@ def _guesses(value: Any) -> Iterator[Any]:
 
 
 def _unknown(path: str, value: Any, root: type) -> str:
-    """What to say of a key that nothing is called: a section is compared with sections, then with what is in it."""
+    """Return the message for an unknown key; sections are compared first."""
     is_section = isinstance(value, dict) and bool(value)
     candidates = section_names(root) if is_section and "." not in path else list(field_paths(root))
     suggestion = nearest(path, candidates)
@@ -207,7 +207,10 @@ def _unknown(path: str, value: Any, root: type) -> str:
 def build(
     cls: type, mapping: dict[str, Any], problems: list[Violation], root: type | None = None, prefix: str = ""
 ) -> Any:
-    """An instance of the dataclass ``cls``; what is wrong is appended to ``problems`` and left at its default."""
+    """Return an instance of a dataclass; append violations to ``problems``.
+
+    Settings with violations keep their defaults.
+    """
     root = root or cls
     values: dict[str, Any] = {}
     for key, value in mapping.items():

@@ -1,4 +1,4 @@
-"""A configuration without any parallelism, of the same model. Pure."""
+"""A configuration of the same model without parallelism. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_cp.config.setting import LAYOUT, facts_of
 
 
 def on_single_rank(config: RunConfig) -> RunConfig:
-    """The same model, data and optimizer without any parallelism, by the plainest path there is."""
+    """Return the same model, data and optimizer without parallelism or optimizations."""
     config = copy.deepcopy(config)
     defaults, packed = type(config.model)(), config.model.sequence_packing_scheduler is not None
     for name, facts in facts_of(type(config.model)).items():

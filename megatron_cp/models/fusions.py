@@ -41,7 +41,7 @@ def fuses_gradient_sum(model: ModelConfig, te_layers: bool) -> bool:
 def groups_experts(model: ModelConfig, te_layers: bool) -> bool:
     """Whether the experts of a rank share a product, instead of one each."""
     wanted = model.moe_grouped_gemm
-    return "E" in model.parts and (te_layers if wanted is None else wanted)
+    return "E" in model.layer_letters and (te_layers if wanted is None else wanted)
 
 
 def fused_loss(model: ModelConfig, te_layers: bool) -> Literal["native", "te"] | None:

@@ -133,7 +133,7 @@ def hybrid_stack_spec(build: Build) -> ModuleSpec:
             module=SeededMambaLayer, submodules=_mamba_submodules(build), params={"initialization_seed": build.seed}
         ),
     }
-    if "E" in build.model.parts:
+    if "E" in build.model.layer_letters:
         layers["moe_layer"] = _without_attention(gpt_layer_spec(build, experts=True))
     if build.model.mtp_num_layers:
         layers["mtp_block_spec"] = mtp_block_spec(build, None)

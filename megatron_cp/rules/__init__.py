@@ -1,6 +1,6 @@
-"""Every constraint on a run, as data: what it asks, why, how to see it broken, and how to mend it.
+"""All constraints on a run, as data: condition, reason, example and fix.
 
-Pure Python: checking a layout of a thousand ranks takes milliseconds, and nothing here imports torch.
+Pure Python without torch: checking a layout of a thousand ranks takes milliseconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from megatron_cp.common.errors import ConfigError, Violation
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.schema import build
-from megatron_cp.rules import checks  # noqa: F401 - enters all rules into the table
+from megatron_cp.rules import checks  # noqa: F401 - registers all rules
 from megatron_cp.rules.base import RULES, Context, Example, Rule, order
 from megatron_cp.rules.checks.parallel.sizes import oversized
 from megatron_cp.rules.environment import Environment
@@ -26,16 +26,16 @@ def check(
     gpus_per_node: int | None = None,
     environment: Environment | str | None = None,
 ) -> list[Violation]:
-    """Every rule that a configuration breaks, errors first; empty if it can run.
+    """Return every violation of a configuration, errors first; empty if it can run.
 
     Args:
         config: a finalized configuration.
         world_size: number of ranks.
-        gpus_per_node: ranks that share a node; by default as the environment knows.
-        environment: where it is to run: what is really there (None), "gpu", "cpu", a YAML file, or an Environment.
+        gpus_per_node: ranks per node; default: from the environment.
+        environment: where the run will start: this machine (None), "gpu", "cpu", a YAML file, or an Environment.
 
     Raises:
-        ValueError: world_size or gpus_per_node is no integer.
+        ValueError: world_size or gpus_per_node is not an integer.
         ConfigError: the environment cannot be read.
     """
     for name, number in (("world_size", world_size), ("gpus_per_node", gpus_per_node or 1)):
@@ -45,15 +45,15 @@ def check(
     build(RunConfig, asdict(config), problems)
     if gpus_per_node is not None and gpus_per_node < 1:
         message = f"must be an integer of at least 1, got {gpus_per_node}"
-        problems.append(Violation("A1", "error", "--gpus-per-node", message, "leave it out where nodes do not matter"))
-    if problems:  # the checks calculate with these values
+        problems.append(Violation("A1", "error", "--gpus-per-node", message, "leave out --gpus-per-node"))
+    if problems:  # the checks cannot calculate with these values
         return problems
     case = Case(config, world_size, gpus_per_node, Environment.of(environment))
     return keep_working_fixes(_violations(case), case, _violations)
 
 
 def _violations(case: Case) -> list[Violation]:
-    """What the rules say about a case whose values have the right types."""
+    """Return the violations of a case whose values have the right types."""
     if oversized(case):
         return list(RULES["A1"].violations(Context(**vars(case))))
     config, _ = resolve_auto(**vars(case))
@@ -63,7 +63,11 @@ def _violations(case: Case) -> list[Violation]:
 
 
 def checked(config: RunConfig, world_size: int, gpus_per_node: int | None = None) -> RunConfig:
-    """The configuration for this machine, its ``auto`` settings resolved. Raises as :func:`check_or_raise` does."""
+    """Return the configuration for this machine with ``auto`` resolved.
+
+    Raises:
+        ConfigError: as :func:`check_or_raise`.
+    """
     environment = Environment.detect()
     config, _ = resolve_auto(config, world_size, gpus_per_node, environment)
     check_or_raise(config, world_size, gpus_per_node, environment)
@@ -76,11 +80,11 @@ def check_or_raise(
     gpus_per_node: int | None = None,
     environment: Environment | str | None = None,
 ) -> list[Violation]:
-    """The warnings of :func:`check`.
+    """Return the warnings of :func:`check`.
 
     Raises:
-        ValueError: as there.
-        ConfigError: with every violation, when one of them is an error; or as there.
+        ValueError: as :func:`check`.
+        ConfigError: all violations, if at least one is an error; or as :func:`check`.
     """
     violations = check(config, world_size, gpus_per_node, environment)
     if any(violation.severity == "error" for violation in violations):

@@ -1,4 +1,4 @@
-"""What a rule is, and what its check can ask."""
+"""Rules, the table of rules, and the context that checks read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from megatron_cp.rules.resolve import backend_in, packed_sizes
 
 @dataclass(frozen=True)
 class Example:
-    """Overrides of ``llama_tiny_pretrain_config`` (four layers, eight heads, four KV heads, cp 4) that break a rule."""
+    """Overrides of ``llama_tiny_pretrain_config`` that break a rule.
+
+    The recipe has four layers, eight heads, four KV heads and cp 4.
+    """
 
     overrides: tuple[str, ...]
     world_size: int = 4
@@ -32,9 +35,9 @@ class Example:
 
 @dataclass(frozen=True)
 class Context(Case):
-    """A configuration and the place it is to run, with the numbers that checks ask for.
+    """A configuration, the place it runs in, and derived numbers for checks.
 
-    Sizes below one, which rule A1 reports, read as one, so that every other check can calculate.
+    Sizes below 1 (rule A1 reports them) are read as 1, so that all other checks can calculate.
     """
 
     @property
@@ -67,47 +70,47 @@ class Context(Case):
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether experts lie on other ranks than the rest of the model."""
+        """Whether experts are on other ranks than the rest of the model."""
         return bool(self.model.num_moe_experts) and (self.ep > 1 or self.etp != self.tp)
 
     @property
     def divisible(self) -> bool:
-        """Whether the world divides at all (rule A2): what is left over means nothing otherwise."""
+        """Whether tp * pp * cp divides the world size (rule A2); dp is meaningless if not."""
         return self.world_size % (self.tp * self.pp * self.cp) == 0
 
     @cached_property
-    def heads(self) -> int:
+    def local_heads(self) -> int:
         """Query heads on one tensor-parallel rank."""
         return max(1, self.model.num_attention_heads // self.tp)
 
     @cached_property
-    def kv_heads(self) -> int:
-        """Key/value heads on one tensor-parallel rank; with fewer than tp each rank holds a copy of one."""
+    def local_kv_heads(self) -> int:
+        """Key/value heads on one tensor-parallel rank; with fewer than tp, a rank has one."""
         return max(1, self.model.kv_heads // self.tp)
 
     @cached_property
     def transports(self) -> tuple[Transport, ...]:
-        """The known transports in use, each once, in the order of the layers."""
+        """Known transports in use, each once, in the order of the layers."""
         return known_transports(self.model.transports)
 
     @cached_property
     def hierarchical(self) -> Transport | None:
-        """The transport of two levels in use."""
+        """The two-level transport in use, if any."""
         return next((transport for transport in self.transports if transport.hierarchical), None)
 
     @cached_property
     def levels(self) -> tuple[int, int] | None:
-        """Hierarchical sizes where they are well-formed, as rules C5 to C7 ask."""
+        """Hierarchical sizes if they are valid by rules C5 to C7."""
         sizes = self.model.hierarchical_context_parallel_sizes
         well_formed = sizes is not None and len(sizes) == 2 and min(sizes) >= 1 and math.prod(sizes) == self.cp
         return (sizes[0], sizes[1]) if well_formed and sizes is not None else None
 
     def head_splits(self) -> Iterator[tuple[Transport, int]]:
-        """Transport and number of ranks over which it splits the heads."""
-        packed = self.packed_sizes if self.backend == "te" else ()  # ours takes as many of a pack's ranks as fit
+        """Yield each transport with the number of ranks that share the heads."""
+        packed = self.packed_sizes if self.backend == "te" else ()  # native attention uses as many ranks as fit
         for transport in self.transports:
             sizes = transport.head_ranks(self.cp, self.levels, packed)
-            worst = max(sizes, key=lambda size: (self.heads % size != 0, size), default=1)
+            worst = max(sizes, key=lambda size: (self.local_heads % size != 0, size), default=1)
             if sizes and (self.cp > 1 or worst > 1):
                 yield transport, worst
 
@@ -117,33 +120,33 @@ class Context(Case):
         return self.model.sequence_packing_scheduler is not None
 
     @cached_property
-    def packs(self) -> bool:
-        """Whether anything runs packs, evaluation in groups of its own among them."""
+    def runs_packs(self) -> bool:
+        """Whether training runs packs, or evaluation does in separate groups."""
         return self.config.runs_packs
 
     @cached_property
     def eval_cp(self) -> int:
-        """Context parallel size of evaluation; 1 where it is training's."""
+        """Context parallel size of separate evaluation groups; 1 without them."""
         return self.config.dist.eval_context_parallel_size or 1
 
     @cached_property
     def packed_sizes(self) -> set[int]:
-        """Ranks of the groups that packs may use."""
+        """Sizes of the groups that packs may use, in ranks."""
         return packed_sizes(self.model, self.config.dist, self.world_size)
 
     @cached_property
-    def widest(self) -> int:
-        """The most ranks that may share a sample, in training or in evaluation."""
+    def max_cp(self) -> int:
+        """The largest number of ranks that share a sample, in training or evaluation."""
         return max(self.cp, self.eval_cp, self.dp * self.cp if self.model.dynamic_context_parallel else 1)
 
     @cached_property
     def gloo(self) -> bool:
-        """Whether gloo carries the messages, by itself or staged."""
+        """Whether gloo carries messages, directly or staged."""
         return self.config.dist.distributed_backend in ("gloo", "staged") or self.environment.device == "cpu"
 
     @cached_property
     def node_size(self) -> int | None:
-        """Ranks that share a node: as given, else as the environment knows."""
+        """Ranks per node: given, or from the environment on GPUs."""
         return self.gpus_per_node or (self.environment.gpus_per_node if self.environment.device == "gpu" else None)
 
     @cached_property
@@ -152,12 +155,12 @@ class Context(Case):
 
     @property
     def backend(self) -> str:
-        """Whose attention runs: "te" or "native"."""
+        """The attention in use: "te" or "native"."""
         return self._choice[0]
 
     @property
     def gaps(self) -> list[Gap]:
-        """What speaks against Transformer Engine's attention."""
+        """Reasons against Transformer Engine's attention."""
         return self._choice[1]
 
     @property
@@ -167,20 +170,23 @@ class Context(Case):
         return has_te_layers(self.model, environment.transformer_engine, environment.device == "gpu", fp32)
 
     def te_findings(self, rule_id: str) -> Iterator[Finding]:
-        """What Transformer Engine lacks under a rule, an error where it is asked for by name, or is slow at."""
+        """Yield the gaps of Transformer Engine under one rule.
+
+        A gap is an error if attention_backend=te was set, and a warning if it is only slow or native attention runs.
+        """
         chosen = self.backend == "te"
         for gap in self.gaps:
             if gap.rule == rule_id:
-                message = f"Transformer Engine: {gap.message}{'' if chosen else '; our own attention is used instead'}"
+                message = f"Transformer Engine: {gap.message}{'' if chosen else '; native attention is used instead'}"
                 fix = NATIVE if chosen else f"{NATIVE} (silences this warning)"
                 yield Finding(gap.field, message, fix, severity="error" if chosen and not gap.slow else "warning")
 
     def variable(self, name: str) -> str | None:
-        """An environment variable as the run will see it: what is exported wins over ``env_vars``."""
+        """Return an environment variable of the run; exports override ``env_vars``."""
         return self.environment.variables.get(name, self.config.env_vars.get(name))
 
     def set_variable(self, name: str, value: str) -> str:
-        """How to give an environment variable a value: in the configuration, unless it is exported."""
+        """Return the fix that sets a variable: an override, or an export if exported."""
         exported = name in self.environment.variables
         return f"export {name}={value} (wins over env_vars)" if exported else f"env_vars.{name}={value}"
 
@@ -190,7 +196,7 @@ Check = Callable[[Context], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One constraint on a configuration and the place it is to run."""
+    """A constraint on a configuration and the place it runs in."""
 
     id: str
     title: str
@@ -207,7 +213,7 @@ class Rule:
 
 RULES: dict[str, Rule] = {}
 SECTIONS = {
-    "A": "The world and how the parallel sizes divide it",
+    "A": "World size and parallel sizes",
     "B": "Sequence lengths and slicing",
     "C": "The transport of context-parallel attention",
     "D": "Heads and head dims",
@@ -216,29 +222,29 @@ SECTIONS = {
     "G": "Loss and gradients",
     "H": "Process groups and dynamic context parallelism",
     "I": "Models and schedules",
-    "K": "Settings that must fit each other and the machine",
+    "K": "Combinations of settings, and requirements on the machine",
 }
 
 
 def rule(id: str, title: str, why: str, example: Example, *, severity: Severity = "error") -> Callable[[Check], Check]:
-    """Enter a check into the table under its id."""
+    """Register a check as a rule."""
 
-    def enter(check: Check) -> Check:
+    def register(check: Check) -> Check:
         if id in RULES:
             raise ValueError(f"rule {id} is defined twice")
         RULES[id] = Rule(id, title, why, check, example, severity)
         return check
 
-    return enter
+    return register
 
 
 def te_rule(id: str, title: str, why: str, example: Example) -> None:
-    """Enter a rule into the table that repeats what :mod:`te_support` says of Transformer Engine."""
+    """Register a rule whose findings come from :mod:`te_support`."""
     rule(id, title, why, example)(lambda context: context.te_findings(id))
 
 
 def order(rule_id: str) -> tuple[str, int]:
-    """Sorts ids by section and number."""
+    """Return the sort key of a rule id: section, number."""
     return rule_id[0], int(rule_id[1:])
 
 
@@ -249,7 +255,10 @@ def broken(
     gpus_per_node: int | None = None,
     **sections: dict[str, Any],
 ) -> Example:
-    """An :class:`Example` of overrides, as text or as sections of settings: ``model=dict(num_layers=3)``."""
+    """Return an :class:`Example` from override texts or sections of settings.
+
+    A section is a dictionary: ``model=dict(num_layers=3)``.
+    """
     settings = [
         override(getattr(getattr(NAME, section), name), value)
         for section, values in sections.items()

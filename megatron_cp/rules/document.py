@@ -1,4 +1,4 @@
-"""Write ``docs/reference/rules.md`` from the table: ``python -m megatron_cp.rules.document``."""
+"""Write ``docs/reference/rules.md``: ``python -m megatron_cp.rules.document``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_cp.rules.base import SECTIONS, order
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.explain import EXAMPLE_RECIPE, example_command
 
-# Rules that upstream does not check: training runs, and the model is wrong or the setting has no effect.
+# Rules without a check upstream: training runs, but the model is wrong or the setting has no effect.
 SILENT_UPSTREAM = frozenset(["A13", "A19", "B3", "C4", "C9", "E8", "E9", "G2", "H6", "H8", "K21", "K22", "K33", "K36"])
 PATH = Path(__file__).resolve().parents[2] / "docs" / "reference" / "rules.md"
 
@@ -25,14 +25,14 @@ _HEAD = f"""\
 
 <!-- Written by `python -m megatron_cp.rules.document`; change the rules in megatron_cp/rules/, not this file. -->
 
-A run that breaks a rule of severity "error" does not start. A warning is printed, and the run goes on. All violations
-are reported at once, errors first. Each names the setting, its value and a fix.
+A run with an error does not start. A warning is printed, and the run continues. All violations are reported at once,
+errors first. Each names the setting, its value and a fix.
 
 Fixes are tried before they are shown. Type the overrides of one alternative at the end of the same command: they remove
 the violation and cause no other error. Text in parentheses is a note. `PATH`, `PREFIX`, `NAME` and `ID` stand for your
-own values. Where megatron-core or Megatron-Bridge words the same rule, the message has its wording.
+own values. If megatron-core or Megatron-Bridge has a message for the same rule, that message is used.
 
-- `megatron-cp validate --recipe R --world-size N` checks a recipe and starts nothing.
+- `megatron-cp validate --recipe R --world-size N` checks a recipe without starting a run.
 - `megatron-cp train --explain C9` explains one rule.
 - `--environment gpu`, `cpu` or a YAML file checks for another machine. The file may have any of
 {_KEYS}:
@@ -48,8 +48,8 @@ variables: {{CUDA_DEVICE_MAX_CONNECTIONS: "1"}}
 Each example below is a command that breaks the rule. Its recipe, `{EXAMPLE_RECIPE}`, has 4 layers, 8 heads,
 4 key/value heads, and cp 4 as {" 2 x ".join(LEVELS)} 2. `FILE` is such a YAML file; `--explain` shows it.
 
-"Silent upstream" marks what megatron-core does not notice: training runs, and the model is wrong or the setting has no
-effect. Ids that are missing here are in [constraints without rules](constraints_without_rules.md).
+"Silent upstream" marks rules that megatron-core does not check: training runs, but the model is wrong or the setting
+has no effect. Missing ids are in [constraints without rules](constraints_without_rules.md).
 """
 
 
@@ -75,12 +75,12 @@ def _rule(rule: Rule) -> list[str]:
 
 
 def _example(rule: Rule) -> str:
-    """Return the command that breaks the rule, its overrides on a line of their own."""
+    """Return the command that breaks the rule, with its overrides on a separate line."""
     return re.sub(r' (?=(--gpus-per-node|"?[\w.+]+=))', " \\\\\n  ", example_command(rule.example), count=1)
 
 
 def document() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [_HEAD]
     for section, title in SECTIONS.items():
         lines.append(f"## {section}. {title}\n")

@@ -1,4 +1,4 @@
-"""What a run finds around it: device, library versions, node shape, environment variables. Never imports torch."""
+"""The environment of a run: device, libraries, node and variables, without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_cp.config.schema import build
 from megatron_cp.launch import launcher
 from megatron_cp.rules.nvml import read_driver
 
-# The variables that change what our libraries do; they are compared over ranks and shown in reports.
+# Variables that change the behavior of libraries; compared over ranks and shown in reports.
 VARIABLE_PREFIXES = (
     "NVTE_",
     "NCCL_",
@@ -29,7 +29,7 @@ VARIABLE_PREFIXES = (
 
 @dataclass
 class Environment:
-    """The surroundings that rules ask about; versions are None where a library is absent."""
+    """The environment that rules read; a version is None if the library is absent."""
 
     device: Literal["gpu", "cpu"] = "cpu"
     gpus_per_node: int | None = None
@@ -44,11 +44,14 @@ class Environment:
 
     @classmethod
     def detect(cls) -> Environment:
-        """This process's own surroundings: torch's view of the GPUs where torch is loaded, else the driver's."""
+        """Return this process's environment.
+
+        GPUs come from torch if torch is loaded, else from the driver.
+        """
         gpus, capability = _gpus()
         return cls(
             device="gpu" if gpus else "cpu",
-            gpus_per_node=max(gpus, launcher.local_world_size() or 1) if gpus else None,  # a rank may see only its own
+            gpus_per_node=max(gpus, launcher.local_world_size() or 1) if gpus else None,  # a rank may see only one GPU
             compute_capability=capability,
             transformer_engine=installed_version("transformer-engine"),
             flash_attn=installed_version("flash-attn"),
@@ -61,19 +64,22 @@ class Environment:
 
     @classmethod
     def of(cls, environment: Environment | str | None) -> Environment:
-        """What a caller means: an environment, the name or file of one, or (None) the one that is really there."""
+        """Return an environment: given, by name or file, or (None) this machine's."""
         if isinstance(environment, Environment):
             return environment
         return cls.detect() if environment is None else cls.describe(environment)
 
     @classmethod
     def describe(cls, text: str) -> Environment:
-        """An environment by name (``gpu``: eight H100 a node, all packages; ``cpu``) or from a file."""
+        """Return an environment by name or from a YAML file.
+
+        ``gpu``: eight H100 per node, all packages. ``cpu``: no GPU.
+        """
         if text in PRESETS:
             return PRESETS[text]
         path = Path(text)
-        if not os.path.isfile(path):  # which, unlike Path.is_file, never raises
-            raise _error("K35", f"'{text}' is neither one of {', '.join(PRESETS)} nor a file that can be reached")
+        if not os.path.isfile(path):  # unlike Path.is_file, never raises
+            raise _error("K35", f"'{text}' is not {' or '.join(PRESETS)}, and not a readable file")
         from yaml import YAMLError
 
         try:
@@ -114,7 +120,7 @@ def _error(rule: str, message: str, fix: str = "") -> ConfigError:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The installed version of a distribution, None if there is none."""
+    """Return the installed version of a distribution; None if not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -122,16 +128,16 @@ def installed_version(distribution: str) -> str | None:
 
 
 def _gpus() -> tuple[int, float | None]:
-    """Number of visible NVIDIA GPUs and the first one's compute capability."""
+    """Return the number of visible NVIDIA GPUs and the first one's compute capability."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and not cuda.is_available():
-        return 0, None  # built without CUDA, or not given a GPU
+        return 0, None  # built without CUDA, or no GPU is visible
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return 0, None
-    driver = read_driver()  # torch would start CUDA to tell the capability, and a later fork would trip over that
+    driver = read_driver()  # torch would start CUDA to read the capability, which breaks later forks
     if driver is None and cuda is not None:
-        return cuda.device_count(), None  # CUDA without the driver's own library, as in some containers
+        return cuda.device_count(), None  # CUDA without the driver's library, as in some containers
     if driver is None or not driver.gpus:
         return 0, None
     number = len(driver.gpus)

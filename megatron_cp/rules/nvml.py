@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says about this machine's GPUs. Creates no CUDA context, and nothing here can crash a run."""
+"""GPUs of this machine as the NVIDIA driver reports them, without a CUDA context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver's version, the newest CUDA version that it can run, and all GPUs, whether visible to CUDA or not."""
+    """The driver: version, newest CUDA version it supports, all GPUs, visible or not."""
 
     version: str
     cuda: tuple[int, int]
@@ -30,7 +30,7 @@ class _Memory(ctypes.Structure):
 
 
 def read_driver() -> Driver | None:
-    """None where there is no driver, or one that does not answer."""
+    """Return the driver; None without a driver or without an answer."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         if library.nvmlInit_v2() != _SUCCESS:

@@ -1,12 +1,12 @@
-"""Fixes that work when they are typed: parse the text of a fix, apply it, and keep the ones that no rule refuses.
+"""Fixes that work when typed: parse a fix, apply it, keep what no rule rejects.
 
-A fix is text. Alternatives are separated by ``, or ``; each is one of
+A fix is text. Alternatives are separated by ``, or ``. Each is one of:
 
-- overrides as a shell takes them: ``model.cp_comm_type=a2a "model.window_size=[64,0]"``;
-- ``export NAME=VALUE`` or ``start N ranks``, and ``with`` before overrides that must go with it;
-- anything else, which is done by hand (install a package) and cannot be tried.
+- overrides as a shell reads them: ``model.cp_comm_type=a2a "model.window_size=[64,0]"``;
+- ``export NAME=VALUE`` or ``start N ranks``, optionally with ``with`` and overrides;
+- any other text: a manual step, such as installing a package, which is not tried.
 
-A note in parentheses may follow an alternative. PATH, PREFIX, NAME and ID stand for values that the user must give.
+A note in parentheses may follow an alternative. PATH, PREFIX, NAME and ID are placeholders for the user's values.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from megatron_cp.config.run_config import RunConfig, settings
 from megatron_cp.config.setting import Facts
 from megatron_cp.rules.environment import Environment
 
-BETWEEN = ", or "
+ALTERNATIVES = ", or "
 _MOST_SHOWN = 3
-_MOST_STEPS = (2, 3)  # further fixes that an alternative may need: few, or more where no alternative works
-_MOST_PROPOSALS = 12  # alternatives of one violation that are tried
+_MOST_STEPS = (2, 3)  # extra fixes per alternative; the larger limit if no alternative works with the smaller
+_MOST_PROPOSALS = 12  # alternatives tried per violation
 _OVERRIDE = re.compile(r"(mixed_precision|[a-z_]+(\.\w+)+)=.*", re.DOTALL)
 _PLACEHOLDER = re.compile(r"=(PATH|PREFIX|NAME|ID)$")
 
 
 @dataclass(frozen=True)
 class Fix:
-    """One alternative of a fix. ``by_hand`` is its text where it is none of the kinds that can be tried."""
+    """One alternative of a fix. ``by_hand`` is the text of a manual step."""
 
     overrides: tuple[str, ...] = ()
     exports: dict[str, str] = field(default_factory=dict)
@@ -58,12 +58,13 @@ class Fix:
 
 
 def setting_of(override: str) -> str:
+    """Return the setting of an override."""
     return override.partition("=")[0]
 
 
 def parse_fix(text: str) -> list[Fix]:
-    """The alternatives of a fix's text."""
-    return [_parse(part) for part in text.split(BETWEEN) if part]
+    """Return the alternatives of a fix."""
+    return [_parse(part) for part in text.split(ALTERNATIVES) if part]
 
 
 def _parse(text: str) -> Fix:
@@ -79,7 +80,7 @@ def _parse(text: str) -> Fix:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """Overrides as a shell hands them on; none where the text is something else."""
+    """Return overrides as a shell splits them; empty for other text."""
     try:
         words = shlex.split(text)
     except ValueError:  # an apostrophe in a sentence
@@ -89,7 +90,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration and where it runs: what the rules are asked about."""
+    """A configuration and the place it runs in: the input of the rules."""
 
     config: RunConfig
     world_size: int
@@ -97,14 +98,14 @@ class Case:
     environment: Environment
 
     def out_of_range(self, kind: str) -> Iterator[tuple[str, Any, Facts]]:
-        """The settings of a kind whose values are not in their range, with the values and what is known of them."""
+        """Yield settings of a kind with values out of range: name, value, facts."""
         for name, facts in settings().items():
             value = self.config.value_at(name)
             if facts.kind == kind and not facts.allows(value):
                 yield name, value, facts
 
     def after(self, fix: Fix) -> Case:
-        """The same case once the fix was typed.
+        """Return this case with a fix applied.
 
         Raises:
             ConfigError: the overrides do not compose.
@@ -118,62 +119,62 @@ class Case:
         )
 
 
-Ask = Callable[[Case], list[Violation]]
+CheckCase = Callable[[Case], list[Violation]]
 
 
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """A finalized configuration as its recipe gives it with these overrides behind its own.
+    """Return a finalized configuration with overrides added to the recipe's own.
 
     Raises:
-        ConfigError: the overrides cannot be parsed, or name no setting, or have wrong types.
+        ConfigError: overrides that cannot be parsed, unknown settings, or wrong types.
     """
-    settings = _laid_over(copy.deepcopy(config.given()), parse_overrides(overrides))
+    settings = _merged(copy.deepcopy(config.given()), parse_overrides(overrides))
     return from_settings(settings, bridge_names.settle(settings))
 
 
-def _laid_over(settings: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
-    both = {key: _laid_over(settings[key], value) for key, value in layer.items() if isinstance(value, dict)}
+def _merged(settings: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(settings[key], value) for key, value in layer.items() if isinstance(value, dict)}
     return settings | layer | both
 
 
-def keep_working_fixes(found: Sequence[Violation], case: Case, ask: Ask) -> list[Violation]:
-    """The violations with the alternatives of their fixes that work, in the form that is typed.
+def keep_working_fixes(found: Sequence[Violation], case: Case, check: CheckCase) -> list[Violation]:
+    """Return the violations with only the alternatives that work, as typed text.
 
-    An alternative works when the violation is gone and no error has come in its place. Where one has, its own fix is
-    added, up to a few times. Where no alternative works, the text stays as the rule wrote it.
+    An alternative works if it removes the violation and causes no other error. If it causes one, the fix of that error
+    is added, up to a few times. If no alternative works, the rule's text is kept.
 
     Args:
         found: violations as the rules write them.
-        case: what they were found in.
-        ask: the violations of another case, as the rules write them.
+        case: the case that has these violations.
+        check: returns the violations of another case, as the rules write them.
     """
-    return [replace(violation, fix=_working(violation, found, case, ask)) for violation in found]
+    return [replace(violation, fix=_working(violation, found, case, check)) for violation in found]
 
 
-def _working(violation: Violation, found: Sequence[Violation], case: Case, ask: Ask) -> str:
+def _working(violation: Violation, found: Sequence[Violation], case: Case, check: CheckCase) -> str:
     others = {_key(each) for each in found if each.severity == "error"} - {_key(violation)}
     proposals = parse_fix(violation.fix)[:_MOST_PROPOSALS]
     for steps in _MOST_STEPS:
         working: list[str] = []
         for proposal in proposals:
-            fix = _complete(proposal, violation, others, case, ask, steps)
+            fix = _complete(proposal, violation, others, case, check, steps)
             if fix is not None and str(fix) not in working:
                 working.append(str(fix))
             if len(working) == _MOST_SHOWN:
                 break
         if working:
-            return BETWEEN.join(working)
+            return ALTERNATIVES.join(working)
     return violation.fix
 
 
 def _complete(
-    fix: Fix, violation: Violation, others: set[tuple[str, str]], case: Case, ask: Ask, steps: int
+    fix: Fix, violation: Violation, others: set[tuple[str, str]], case: Case, check: CheckCase, steps: int
 ) -> Fix | None:
-    """The fix, with the settings that must change with it; None where it does not work."""
+    """Return the fix with settings that must change as well; None if it does not work."""
     if not fix.can_be_tried:
         return fix
     try:
-        left = ask(case.after(fix))
+        left = check(case.after(fix))
     except ConfigError:
         return None
     again = [each for each in left if _key(each) == _key(violation)]
@@ -186,7 +187,7 @@ def _complete(
         if more.overrides and more.can_be_tried:
             kept = tuple(word for word in fix.overrides if setting_of(word) not in map(setting_of, more.overrides))
             joined = replace(fix, overrides=kept + more.overrides)
-            if completed := _complete(joined, violation, others, case, ask, steps - 1):
+            if completed := _complete(joined, violation, others, case, check, steps - 1):
                 return completed
     return None
 

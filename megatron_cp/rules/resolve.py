@@ -1,4 +1,4 @@
-"""What ``auto`` settings and a world size that nobody gave come to, so that all who ask get the same answer."""
+"""Resolve ``auto`` settings and an unspecified world size, in one place."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from megatron_cp.rules.environment import Environment
 
 
 def ranks_to_check(config: RunConfig, asked: int | None) -> int:
-    """Ranks to check for: as asked, else as launched, else as the recipe says, else as few as its layout needs.
+    """Return the world size to check.
+
+    In this order: as asked, as launched, from the recipe, the fewest ranks of the layout.
 
     Raises:
-        ConfigError: the launcher's variable is no number.
+        ConfigError: the launcher's variable is not a number.
     """
     if asked is not None:
         return asked
@@ -28,23 +30,29 @@ def ranks_to_check(config: RunConfig, asked: int | None) -> int:
 
 
 def packed_sizes(model: ModelConfig, distributed: DistributedConfig, world_size: int) -> set[int]:
-    """Ranks of the groups that packs may use; none where nothing is packed, or where the layout cannot be."""
-    of_evaluation = distributed.eval_context_parallel_size
-    if model.sequence_packing_scheduler is None and of_evaluation is None:
+    """Return the sizes of the groups that packs may use.
+
+    Empty without packing, or if the layout is impossible.
+    """
+    eval_size = distributed.eval_context_parallel_size
+    if model.sequence_packing_scheduler is None and eval_size is None:
         return set()
-    from megatron_cp.dynamic_cp.buddy_tree import configured_blocks  # needs numpy, which takes a while to import
+    from megatron_cp.dynamic_cp.buddy_tree import configured_blocks  # imports numpy, which is slow
 
     try:
         layout = layout_of(model, distributed, world_size)
-        return {len(block) for block in configured_blocks(model, of_evaluation, layout)}
-    except ValueError:  # the rules say why
+        return {len(block) for block in configured_blocks(model, eval_size, layout)}
+    except ValueError:  # the rules report it
         return set()
 
 
 def backend_in(
     environment: Environment, model: ModelConfig, packed: Collection[int], fp32: bool
 ) -> tuple[str, list[Gap]]:
-    """What :func:`choose_backend` comes to in an environment; ``packed`` are its ``packed_sizes``."""
+    """Return the result of :func:`choose_backend` in an environment.
+
+    ``packed`` are the environment's ``packed_sizes``.
+    """
     on_gpu, flash = environment.device == "gpu", environment.flash_attn is not None
     return choose_backend(model, environment.transformer_engine, on_gpu, packed, fp32, flash)
 
@@ -52,11 +60,11 @@ def backend_in(
 def resolve_auto(
     config: RunConfig, world_size: int, gpus_per_node: int | None, environment: Environment
 ) -> tuple[RunConfig, str | None]:
-    """The configuration with ``cp_comm_type=auto`` replaced by a transport, and what was chosen and why.
+    """Replace ``cp_comm_type=auto`` by a transport; also return the choice and reason.
 
-    The same configuration and None where nothing is ``auto`` or nothing can be chosen (the rules then say what is
-    wrong). Sizes that are given mean two levels of just those; whether they can be is the rules' matter, too. Otherwise
-    a node has ``gpus_per_node`` ranks; by default what the launcher or the environment says, else all ranks.
+    Returns the same configuration and None if nothing is ``auto`` or nothing can be chosen (the rules then report an
+    error). Given hierarchical sizes are kept, and the rules check them. Otherwise a node has ``gpus_per_node`` ranks;
+    by default the launcher's or the environment's number, else all ranks.
     """
     model = config.model
     if "auto" not in model.transports:
@@ -65,7 +73,7 @@ def resolve_auto(
     sizes: list[int] | None
     if given and model.context_parallel_size > 1:
         transport, sizes = HIERARCHICAL.name, given
-        reason = f"these are its {NAME.model.hierarchical_context_parallel_sizes}"
+        reason = f"{NAME.model.hierarchical_context_parallel_sizes} is set"
     else:
         try:
             transport, sizes, reason = _selected(config, world_size, gpus_per_node, environment)
@@ -83,7 +91,7 @@ def resolve_auto(
 def _selected(
     config: RunConfig, world_size: int, gpus_per_node: int | None, environment: Environment
 ) -> tuple[str, list[int] | None, str]:
-    """What :func:`select_transport` returns, and raises, for this configuration."""
+    """Return (and raise) what :func:`select_transport` does for this configuration."""
     model = config.model
     node = gpus_per_node or environment.gpus_per_node or launcher.local_world_size() or world_size
     by_heads = dataclasses.replace(
@@ -107,5 +115,5 @@ def _selected(
 
 
 def replaced(kinds: str | list[str], right: str, wrong: str = "auto") -> str | list[str]:
-    """``cp_comm_type`` with one transport in place of another."""
+    """Return ``cp_comm_type`` with one transport replaced by another."""
     return right if isinstance(kinds, str) else [right if kind == wrong else kind for kind in kinds]

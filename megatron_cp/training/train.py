@@ -72,7 +72,7 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
     vocab_size = _vocab_size(config.model.vocab_size, tokenizer)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))  # for its checkpoints to tell
     check_files(config.dataset, tokenizer, config.tokenizer)
-    if "M" in config.model.parts:
+    if "M" in config.model.layer_letters:
         check_mamba_ssm()
     find_start(config)
     check_save_folder(config.checkpoint.save)

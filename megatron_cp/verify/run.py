@@ -44,7 +44,7 @@ def verify(configs: Sequence[RunConfig], names: tuple[str, str]) -> bool:
     """Compare two layouts, or one with one rank; show what is found on rank 0. Returns whether they are equal."""
     layout, rank = configs[-1], launcher.rank()
     start_logging(rank, live=False)
-    if "M" in layout.model.parts:
+    if "M" in layout.model.layer_letters:
         check_mamba_ssm()
     start_distributed(layout.dist)
     try:

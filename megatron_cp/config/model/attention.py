@@ -1,4 +1,4 @@
-"""Attention: heads, masks and softmax."""
+"""Attention: heads, masks and softmax"""
 
 from __future__ import annotations
 
@@ -7,38 +7,39 @@ from typing import Literal
 
 from megatron_cp.config.setting import FUNCTION, LAYOUT, WEIGHTS, equals, positive, setting, share, size
 
-OWN_KEYS = equals("model.multi_latent_attention", False)
+MULTI_HEAD = equals("model.multi_latent_attention", False)
 
 
 @dataclass
 class Attention:
     num_attention_heads: int = size(4, "query heads", WEIGHTS)
     num_query_groups: int | None = size(
-        None, "key and value heads; null: as many as query heads", WEIGHTS, when=OWN_KEYS, translated=True
+        None, "key/value heads; null: as many as query heads", WEIGHTS, when=MULTI_HEAD, translated=True
     )
-    kv_channels: int | None = size(
-        None, "dimensions of a head; null: hidden_size / num_attention_heads", WEIGHTS, when=OWN_KEYS
-    )
-    add_qkv_bias: bool = setting(False, "the projections to queries, keys and values have biases", WEIGHTS)
-    qk_layernorm: bool = setting(False, "queries and keys are normalized, a head at a time", WEIGHTS)
-    qk_l2_norm: bool = setting(False, "queries and keys are divided by their root mean square, as Llama 4's", FUNCTION)
+    kv_channels: int | None = size(None, "head dim; null: hidden_size / num_attention_heads", WEIGHTS, when=MULTI_HEAD)
+    add_qkv_bias: bool = setting(False, "biases in the projections of queries, keys and values", WEIGHTS)
+    qk_layernorm: bool = setting(False, "normalize queries and keys, per head", WEIGHTS)
+    qk_l2_norm: bool = setting(False, "divide queries and keys by their root mean square, as Llama 4 does", FUNCTION)
     attention_output_gate: bool = setting(
-        False, "attention's output is multiplied with the sigmoid of one more projection", WEIGHTS
+        False, "multiply the attention output by the sigmoid of another projection", WEIGHTS
     )
-    attention_dropout: float = share(0.0, "dropout of attention's weights")
+    attention_dropout: float = share(0.0, "dropout of attention weights")
     attention_mask_type: Literal["causal", "no_mask"] = setting(
-        "causal", "causal, or no_mask: every token sees all", FUNCTION
+        "causal", "causal, or no_mask: full attention", FUNCTION
     )
-    softmax_scale: float | None = positive(None, "of the scores; null: 1 / sqrt(dimensions of a head)", FUNCTION)
+    softmax_scale: float | None = positive(None, "scale of attention scores; null: 1 / sqrt(head dim)", FUNCTION)
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = setting(
-        "vanilla", "vanilla, or with a sink: exp(0) in the sum, or a learned number a head", WEIGHTS
+        "vanilla", "vanilla, or with a sink: off-by-one adds exp(0) to the sum, learnable one number per head", WEIGHTS
     )
     window_size: list[int] | None = setting(
-        None, "[left, right]: keys that a query sees beside its own; -1: all of that side", FUNCTION, translated=True
+        None, "[left, right]: keys that a query sees on each side; -1: no limit", FUNCTION, translated=True
     )
     window_attn_skip_freq: int | list[int] | None = setting(
-        None, "layers with a window: all but every n-th, or a list of 0 and 1, one a layer", FUNCTION
+        None, "layers with a window: all but every n-th, or a list of 0 and 1, one per layer", FUNCTION
     )
     attention_backend: Literal["auto", "te", "native"] = setting(
-        "auto", "whose attention runs: Transformer Engine's, or our own", LAYOUT, translated=True
+        "auto",
+        "te: Transformer Engine's attention; native: this project's; auto: the best available",
+        LAYOUT,
+        translated=True,
     )

@@ -1,4 +1,4 @@
-"""Multi-head latent attention."""
+"""Multi-latent attention"""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ LATENT = equals("model.multi_latent_attention", True)
 
 @dataclass
 class LatentAttention:
-    multi_latent_attention: bool = setting(False, "keys and values are made from one latent vector a token", WEIGHTS)
-    q_lora_rank: int | None = size(None, "dimensions of the queries' latent; null: none", WEIGHTS, when=LATENT)
-    kv_lora_rank: int = size(32, "dimensions of the keys' and values' latent", WEIGHTS, when=LATENT)
-    qk_head_dim: int = size(128, "dimensions of a query or key that are not rotated", WEIGHTS, when=LATENT)
-    qk_pos_emb_head_dim: int = size(64, "dimensions of a query or key that are rotated", WEIGHTS, when=LATENT)
+    multi_latent_attention: bool = setting(False, "compute keys and values from one latent vector per token", WEIGHTS)
+    q_lora_rank: int | None = size(None, "dimensions of the queries' latent; null: no latent", WEIGHTS, when=LATENT)
+    kv_lora_rank: int = size(32, "dimensions of the latent of keys and values", WEIGHTS, when=LATENT)
+    qk_head_dim: int = size(128, "dimensions of a query or key without rotary embedding", WEIGHTS, when=LATENT)
+    qk_pos_emb_head_dim: int = size(64, "dimensions of a query or key with rotary embedding", WEIGHTS, when=LATENT)
     v_head_dim: int = size(128, "dimensions of a value", WEIGHTS, when=LATENT)

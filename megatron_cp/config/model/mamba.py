@@ -1,4 +1,4 @@
-"""Mamba-2 layers."""
+"""Mamba-2 layers"""
 
 from __future__ import annotations
 

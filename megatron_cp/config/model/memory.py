@@ -1,4 +1,4 @@
-"""Recomputation and fused kernels."""
+"""Recomputation and fused kernels"""
 
 from __future__ import annotations
 
@@ -11,42 +11,44 @@ from megatron_cp.config.setting import LAYOUT, setting, size
 @dataclass
 class Memory:
     recompute_granularity: Literal["full", "selective"] | None = setting(
-        None, "full: whole layers are computed again backward; selective: recompute_modules of them", LAYOUT
+        None, "full: recompute whole layers in the backward pass; selective: only recompute_modules", LAYOUT
     )
     recompute_method: Literal["uniform", "block"] | None = setting(
-        None, "of full: every so many layers, or the first so many", LAYOUT
+        None, "with full: checkpoint every n layers (uniform) or recompute the first n (block)", LAYOUT
     )
-    recompute_num_layers: int | None = setting(None, "of full: so many layers", LAYOUT)
-    recompute_modules: list[str] | None = setting(None, "of selective: what is computed again", LAYOUT)
-    distribute_saved_activations: bool = setting(False, "tp ranks divide what full recomputation keeps", LAYOUT)
-    cpu_offloading: bool = setting(False, "of activations; refused by rule K28 (no offloading)")
+    recompute_num_layers: int | None = setting(None, "with full: the number n of layers", LAYOUT)
+    recompute_modules: list[str] | None = setting(None, "with selective: modules to recompute", LAYOUT)
+    distribute_saved_activations: bool = setting(
+        False, "divide the activations that full recomputation saves over tp ranks", LAYOUT
+    )
+    cpu_offloading: bool = setting(False, "offload activations to host memory; refused by rule K28 (no offloading)")
     apply_rope_fusion: bool | None = setting(
         None,
-        "one kernel rotates; null: where the layers are Transformer Engine's and it fits the model",
+        "fused rotary embedding; null: with Transformer Engine's layers, if the kernel fits the model",
         LAYOUT,
         translated=True,
     )
     gradient_accumulation_fusion: bool | None = setting(
         None,
-        "the matrix product itself accumulates weight gradients; null: with Transformer Engine's layers, where it fits",
+        "accumulate weight gradients in the matrix product; null: with Transformer Engine's layers, if possible",
         LAYOUT,
         translated=True,
     )
     cross_entropy_loss_fusion: bool | None = setting(
         None,
-        "one kernel computes the loss; null: where the layers are Transformer Engine's and the kernel fits the model",
+        "fused cross-entropy; null: with Transformer Engine's layers, if the kernel fits the model",
         LAYOUT,
         translated=True,
     )
     cross_entropy_fusion_impl: Literal["native", "te"] | None = setting(
         None,
-        "whose fused loss: Transformer Engine's (te) or megatron-core's (native); null: chosen with the kernel",
+        "kernel: te (Transformer Engine) or native (megatron-core); null: automatic",
         LAYOUT,
         translated=True,
     )
     cross_entropy_chunk_size: int | None = size(
-        None, "tokens whose logits exist at once on a rank; null: all of them", LAYOUT
+        None, "tokens per rank whose logits exist at one time; null: all", LAYOUT
     )
-    mlp_chunks_for_training: int = size(1, "pieces of a sequence that an MLP computes one after the other", LAYOUT)
-    calculate_per_token_loss: bool = setting(True, "the loss is a sum, divided once by all tokens that count")
-    deterministic_mode: bool = setting(False, "kernels whose results are the same each time", LAYOUT)
+    mlp_chunks_for_training: int = size(1, "chunks of the sequence that an MLP computes one by one", LAYOUT)
+    calculate_per_token_loss: bool = setting(True, "sum the loss and divide once by the number of unmasked tokens")
+    deterministic_mode: bool = setting(False, "use deterministic kernels", LAYOUT)

@@ -1,4 +1,4 @@
-"""Tensor, pipeline, expert and sequence parallelism."""
+"""Tensor, pipeline, expert and sequence parallelism"""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Parallel:
         1, "tp: ranks that share each layer", LAYOUT, flags="-tp --tensor_model_parallel_size"
     )
     pipeline_model_parallel_size: int = size(
-        1, "pp: stages of layers", LAYOUT, flags="-pp --pipeline_model_parallel_size"
+        1, "pp: pipeline stages", LAYOUT, flags="-pp --pipeline_model_parallel_size"
     )
     virtual_pipeline_model_parallel_size: int | None = size(
-        None, "vpp: parts of the model on each stage", LAYOUT, flags="-vp --virtual_pipeline_model_parallel_size"
+        None, "vpp: virtual stages per pipeline stage", LAYOUT, flags="-vp --virtual_pipeline_model_parallel_size"
     )
     expert_model_parallel_size: int = size(
         1, "ep: ranks that divide the experts", LAYOUT, flags="-ep --expert_model_parallel_size"
@@ -31,15 +31,15 @@ class Parallel:
         when=EXPERTS,
         flags="-etp --expert_tensor_parallel_size",
     )
-    sequence_parallel: bool = setting(False, "tp ranks divide the sequence outside attention and MLP", LAYOUT)
+    sequence_parallel: bool = setting(False, "divide the sequence over tp ranks outside attention and MLP", LAYOUT)
     account_for_embedding_in_pipeline_split: bool = setting(
-        False, "the embedding counts as a layer where stages divide them", LAYOUT
+        False, "count the embedding as a layer when layers are divided over stages", LAYOUT
     )
     account_for_loss_in_pipeline_split: bool = setting(
-        False, "the loss counts as a layer where stages divide them", LAYOUT
+        False, "count the loss as a layer when layers are divided over stages", LAYOUT
     )
     num_layers_in_first_pipeline_stage: int | None = size(
-        None, "layers of the first stage; those between divide what is left", LAYOUT
+        None, "layers of the first stage; the middle stages divide the rest", LAYOUT
     )
     num_layers_in_last_pipeline_stage: int | None = size(None, "layers of the last stage", LAYOUT)
     microbatch_group_size_per_vp_stage: int | None = setting(
@@ -47,7 +47,7 @@ class Parallel:
     )
     overlap_p2p_comm: bool | None = setting(
         None,
-        "stages compute while messages pass; null: where there are virtual stages",
+        "overlap messages between stages with compute; null: with virtual stages",
         LAYOUT,
         when=VIRTUAL,
         translated=True,

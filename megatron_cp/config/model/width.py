@@ -1,4 +1,4 @@
-"""Maximal update parametrization (muP): learning rates that were found for a narrow model hold for a wide one."""
+"""Maximal update parametrization (muP): learning rates tuned on a narrow model"""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ MUP = equals("model.use_mup", True)
 
 @dataclass
 class Width:
-    use_mup: bool = setting(False, "initial weights, learning rates, scores and logits follow the width", FUNCTION)
+    use_mup: bool = setting(False, "scale initial weights, learning rates, scores and logits by the width", FUNCTION)
     mup_base_hidden_size: int | None = size(
-        None, "width that the learning rate was found for; null: hidden_size", FUNCTION, when=MUP
+        None, "width for which the learning rate was tuned; null: hidden_size", FUNCTION, when=MUP
     )
-    mup_embedding_mult: float = setting(1.0, "the embedding is multiplied with it", FUNCTION, when=MUP)
-    mup_output_mult: float = setting(
-        1.0, "logits are multiplied with it; 1: mup_base_hidden_size / hidden_size", FUNCTION, when=MUP
-    )
+    mup_embedding_mult: float = setting(1.0, "factor on the embedding", FUNCTION, when=MUP)
+    mup_output_mult: float = setting(1.0, "factor on logits; 1: mup_base_hidden_size / hidden_size", FUNCTION, when=MUP)
     mup_base_head_dim: float | None = positive(
-        None, "dimensions of a head of the narrow model: scores keep its scale", FUNCTION, when=MUP
+        None, "head dim of the narrow model; keeps its scale of attention scores", FUNCTION, when=MUP
     )
     mup_attn_scale_power: float = setting(
-        1.0, "scores are divided by this power of a head's dimensions; 0.5 is usual without muP", FUNCTION, when=MUP
+        1.0, "attention scores are divided by head dim to this power; 0.5 is usual without muP", FUNCTION, when=MUP
     )

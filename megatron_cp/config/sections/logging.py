@@ -1,4 +1,4 @@
-"""What a run shows of itself."""
+"""Logging, metrics and profiling."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from megatron_cp.config.setting import either, equals, setting
 
 PYTORCH = equals("profiling.use_pytorch_profiler", True)
 PROFILES = either(PYTORCH, equals("profiling.use_nsys_profiler", True))
-MARKS = either(PROFILES, equals("profiling.nvtx_ranges", True))
+PROFILES_OR_NVTX = either(PROFILES, equals("profiling.nvtx_ranges", True))
 
 
 @dataclass
 class LoggerConfig:
     log_interval: int = setting(1, "steps between log lines")
     peak_tflops_per_device: float | None = setting(
-        None, "TFLOP/s that the MFU is a fraction of; null: measured with products when the run starts", least=1e-9
+        None, "peak TFLOP/s per device for the MFU; null: measured by matrix products at the start", least=1e-9
     )
-    tensorboard: bool = setting(True, "write TensorBoard's files")
-    tensorboard_dir: str | None = setting(None, "null: tensorboard/ of the run folder")
-    wandb_project: str | None = setting(None, "write to this project of Weights & Biases; null: do not")
-    wandb_exp_name: str | None = setting(None, "name of the run there")
-    wandb_entity: str | None = setting(None, "whose project it is")
+    tensorboard: bool = setting(True, "write TensorBoard files")
+    tensorboard_dir: str | None = setting(None, "folder of TensorBoard files; null: tensorboard/ in the run folder")
+    wandb_project: str | None = setting(None, "Weights & Biases project; null: off")
+    wandb_exp_name: str | None = setting(None, "name of the run in Weights & Biases")
+    wandb_entity: str | None = setting(None, "owner of the project")
     progress: Literal["auto", "rich", "plain", "none"] = setting(
-        "auto", "a moving line (auto: on a terminal) and log lines, log lines alone, or neither"
+        "auto", "progress line and log lines (auto: on a terminal), log lines only, or neither"
     )
 
 
 @dataclass
 class ProfilingConfig:
-    use_pytorch_profiler: bool = setting(False, "write a trace file a rank, in profile/ of the run folder")
+    use_pytorch_profiler: bool = setting(False, "write one trace file per rank to profile/ in the run folder")
     use_nsys_profiler: bool = setting(False, "for nsys profile --capture-range=cudaProfilerApi; with NVTX ranges")
-    nvtx_ranges: bool = setting(False, "a step's phases as NVTX ranges, in all steps")
-    profile_step_start: int = setting(10, "steps before the profile", when=PROFILES)
-    profile_step_end: int = setting(12, "the last profiled step", when=PROFILES)
-    profile_ranks: list[int] = setting([0], "ranks that are profiled", when=MARKS)
-    pytorch_profiler_collect_shapes: bool = setting(False, "with the shapes of tensors", when=PYTORCH)
-    pytorch_profiler_collect_callstack: bool = setting(False, "with Python's call stacks", when=PYTORCH)
+    nvtx_ranges: bool = setting(False, "mark the phases of all steps as NVTX ranges")
+    profile_step_start: int = setting(10, "step after which profiling starts", when=PROFILES)
+    profile_step_end: int = setting(12, "last profiled step", when=PROFILES)
+    profile_ranks: list[int] = setting([0], "ranks to profile", when=PROFILES_OR_NVTX)
+    pytorch_profiler_collect_shapes: bool = setting(False, "record tensor shapes", when=PYTORCH)
+    pytorch_profiler_collect_callstack: bool = setting(False, "record Python call stacks", when=PYTORCH)

@@ -1,4 +1,4 @@
-"""All rules, a concern a file. Importing this package enters them into the table."""
+"""All rules, one file per topic. Importing this package registers them."""
 
 # ruff: noqa: F401
 

@@ -12,11 +12,11 @@ from typing import Any
 from megatron_cp.common.errors import ConfigError
 from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import override
-from megatron_cp.config.run_config import ModelConfig, RunConfig, settings_that
+from megatron_cp.config.run_config import ModelConfig, RunConfig, settings_affecting
 from megatron_cp.config.setting import FUNCTION, OPTIMIZER, SCHEDULE, WEIGHTS
 from megatron_cp.models.hybrid_pattern import layers_of, without_stages
 from megatron_cp.models.vocabulary import padded
-from megatron_cp.rules.remedies import BETWEEN, Fix
+from megatron_cp.rules.remedies import ALTERNATIVES, Fix
 from megatron_cp.training.checkpoint.content import FORMAT, read_common
 from megatron_cp.training.checkpoint.differences import begin_new_run, checkpoint_of, differences, overrides, said
 from megatron_cp.training.checkpoint.files import (
@@ -227,8 +227,8 @@ def _check_model(here: ModelConfig, save: str | None, common: dict[str, Any], fo
     # With YaRN the same weights are turned by other frequencies.
     turned = {saved.position_embedding_type, now.position_embedding_type} == {"rope", "yarn"}
     positions = [NAME.model.position_embedding_type] if turned else []
-    weights = [name for name in settings_that(WEIGHTS) if name not in positions]
-    function = [*positions, *settings_that(FUNCTION)]
+    weights = [name for name in settings_affecting(WEIGHTS) if name not in positions]
+    function = [*positions, *settings_affecting(FUNCTION)]
     saved.vocab_size = saved.vocab_size or now.vocab_size  # None: the tokenizer's, before it was recorded
     other_weights, other_function = (
         differences({"model": asdict(saved)}, {"model": asdict(now)}, names)
@@ -238,7 +238,7 @@ def _check_model(here: ModelConfig, save: str | None, common: dict[str, Any], fo
     different = other_weights | other_function
     if different or padding:
         fix = str(Fix((*overrides(different), *rows)))
-        begin = f"{BETWEEN}{begin_new_run(save, folder)} (a new run with its weights)"
+        begin = f"{ALTERNATIVES}{begin_new_run(save, folder)} (a new run with its weights)"
         raise ConfigError(
             f"checkpoint {folder} is of another model: {'; '.join(said(different) + padding)}. "
             f"Fix: {fix} (the checkpoint's values){'' if other_weights or padding else begin}"
@@ -281,7 +281,7 @@ def _check_optimizer(now: dict[str, Any], saved: dict[str, Any], folder: Path) -
             f"Fix: {NAME.checkpoint.load_optim}=false (a fresh optimizer), or {NAME.checkpoint.finetune}=true "
             "(a new run with its weights)"
         )
-    different = differences(saved, now, settings_that(OPTIMIZER))
+    different = differences(saved, now, settings_affecting(OPTIMIZER))
     optimizer, momenta = now["optimizer"], [bool(each["optimizer"]["sgd_momentum"]) for each in (saved, now)]
     if optimizer["optimizer"] == "sgd" and momenta[0] != momenta[1]:
         # With one there is a state, without one there is none; another one goes on with it.
@@ -311,7 +311,7 @@ def _check_schedule(schedule: dict[str, Any], now: dict[str, Any], common: dict[
         schedule = {name: value for name, value in schedule.items() if name not in FORGOTTEN}
     changed = [name for name, value in schedule.items() if name in saved and saved[name] != value]
     if changed:
-        different = differences(common["config"], now, settings_that(SCHEDULE))
+        different = differences(common["config"], now, settings_affecting(SCHEDULE))
         if common["config"]["scheduler"]["lr_decay_iters"] == now["scheduler"]["lr_decay_iters"]:
             different.pop(NAME.train.train_iters, None)
         raise ConfigError(

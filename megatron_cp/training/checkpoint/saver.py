@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_cp.common.errors import ConfigError, RuntimeFault
 from megatron_cp.config.names import NAME
-from megatron_cp.config.run_config import settings_that
+from megatron_cp.config.run_config import settings_affecting
 from megatron_cp.config.setting import DATA
 from megatron_cp.launch.store_watch import completing
 from megatron_cp.mcore.checkpoint_index import read_index
@@ -261,7 +261,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     if finetune:
         return {}
     run.progress = TrainProgress(**{each.name: common["progress"][each.name] for each in fields(TrainProgress)})
-    different = said(differences(saved, here, settings_that(DATA)))
+    different = said(differences(saved, here, settings_affecting(DATA)))
     if different and dist.get_rank() == 0:
         logger.warning("the samples that follow are others than they were to be: %s", "; ".join(different))
     return common["data"]

@@ -250,9 +250,9 @@ def test_a_fault_of_the_data_is_no_failure_while_running(run, started, monkeypat
         (["train", "--recipe", "llama_tiny"], "did you mean"),
         (
             ["validate", "--recipe", TINY, "--environment", "nowhere.yaml"],
-            "K35: --environment: 'nowhere.yaml' is neither one of cpu, gpu nor a file",
+            "K35: --environment: 'nowhere.yaml' is not cpu or gpu, and not a readable file",
         ),
-        (["validate", "--recipe", TINY, "--environment", "x" * 300], "xxx' is neither one of cpu, gpu nor a file"),
+        (["validate", "--recipe", TINY, "--environment", "x" * 300], "xxx' is not cpu or gpu, and not a readable file"),
         (["validate", "--recipe", TINY, "--gpus-per-node", "0"], "--gpus-per-node: must be an integer of at least 1"),
         (["train", "--recipe", TINY, "--gpus-per-node", "-3"], "--gpus-per-node: must be an integer of at least 1"),
         (["train", "--recipe", TINY, "--lr", "inf"], "optimizer.lr: expected finite number, got inf"),

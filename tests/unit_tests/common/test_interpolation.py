@@ -15,7 +15,7 @@ from megatron_cp.common import terminal
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 from megatron_cp.common.interpolation import FromEnvironment, as_written, looked_up
 from megatron_cp.config.recipes import load_recipe, to_yaml
-from megatron_cp.config.run_config import RunConfig, settings_that
+from megatron_cp.config.run_config import RunConfig, settings_affecting
 from megatron_cp.config.setting import DATA
 from megatron_cp.rules import check
 from megatron_cp.rules.environment import Environment
@@ -25,7 +25,7 @@ from megatron_cp.training.consistency import differences, digest, fingerprint
 
 
 def data_differences(config: RunConfig, common: dict[str, Any]) -> list[str]:
-    return settings.said(settings.differences(common["config"], asdict(config), settings_that(DATA)))
+    return settings.said(settings.differences(common["config"], asdict(config), settings_affecting(DATA)))
 
 
 TINY = "llama_tiny_pretrain_config"

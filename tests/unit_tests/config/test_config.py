@@ -73,7 +73,7 @@ def test_evaluation_has_the_batches_of_training_where_it_has_none_of_its_own():
     ids=lambda model: f"{model.hybrid_layer_pattern} {model.num_layers} {model.num_moe_experts} {model.moe_layer_freq}",
 )
 def test_the_parts_that_layers_have(model: ModelConfig) -> None:
-    assert model.parts == frozenset("".join(model.layer_types))
+    assert model.layer_letters == frozenset("".join(model.layer_types))
 
 
 @pytest.mark.timeout(20)

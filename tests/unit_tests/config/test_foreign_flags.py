@@ -66,16 +66,16 @@ def test_flags_that_are_ours_stay_and_others_are_left_out(capsys: pytest.Capture
         capsys, "--micro-batch-size", "2", "--use-flash-attn", "--tp-comm-overlap", "--moe-router-topkk", "2"
     )
     assert text.splitlines()[-1] == f"Fix: megatron-cp train {TINY} --micro-batch-size 2"
-    assert "--use-flash-attn      leave it out: model.attention_backend=auto" in text
-    assert "--tp-comm-overlap     leave it out: not offered: tensor-parallel messages" in text
-    assert "--moe-router-topkk 2  no setting is called so; did you mean 'moe_router_topk'?" in text
+    assert "--use-flash-attn      remove it: model.attention_backend=auto" in text
+    assert "--tp-comm-overlap     remove it: not supported: overlap of tensor-parallel messages" in text
+    assert "--moe-router-topkk 2  no setting has this name; did you mean 'moe_router_topk'?" in text
 
 
 def test_every_setting_has_its_flag() -> None:
     settings = foreign_flags._settings()
     names = {path.rpartition(".")[2] for path in field_paths(RunConfig) if "." in path}
     assert names <= settings.keys() and set(settings.values()) <= set(field_paths(RunConfig))
-    for means in foreign_flags._MEANS.values():
+    for means in foreign_flags._REPLACED.values():
         load_recipe(TINY, means)
 
 
@@ -96,7 +96,7 @@ def test_a_published_model_is_brought_in_by_two_commands(
         "models/Llama-3.2-1B --megatron-path runs/Llama-3.2-1B; then --recipe runs/Llama-3.2-1B/recipe.yaml"
     )
     assert cli.main(["train", "--recipe", model]) == 2
-    assert f"{model} is a model of Hugging Face's, not a recipe\n    fix: {commands}\n" in capsys.readouterr().err
+    assert f"{model} is a Hugging Face model, not a recipe\n    fix: {commands}\n" in capsys.readouterr().err
     assert cli.main(["train", TINY, "--hf_path", model]) == 2
     assert f"--hf_path {model}  first {commands}\n" in capsys.readouterr().err
     (tmp_path / "models").mkdir()

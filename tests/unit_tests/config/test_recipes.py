@@ -31,7 +31,7 @@ def test_every_recipe_composes_and_has_a_description(name):
     description, mock = list_recipes()[name], config.dataset.kind in ("mock", "mock_documents")
     assert description and description.endswith(" [mock data]") == mock
     comments = (Path(__file__).parents[3] / "recipes" / f"{name}.yaml").read_text().partition("defaults:")[0]
-    assert ("# MOCK DATA (random tokens) until dataset.data_path=PREFIX" in comments) == mock
+    assert ("# MOCK DATA (random tokens). For real data set dataset.data_path=PREFIX" in comments) == mock
     assert load_recipe(name, ["dataset.data_path=PREFIX"]).dataset.kind in ("indexed", "documents")
 
 
@@ -150,7 +150,7 @@ def test_a_choice_that_does_not_exist_names_those_that_do(choice, meant, others,
         ("~model", "fix: set the value you want: model.name=value"),
         ("~parallel", "settings cannot be deleted"),
         ("model=null", "a whole section cannot be null"),
-        ("parallel=[cp4_p2p,none]", "'parallel' is a config group, of which a recipe takes one file: expected a name"),
+        ("parallel=[cp4_p2p,none]", "'parallel' is a config group: expected one file name"),
         ("+parallel=[cp4_p2p,none]", "fix: parallel is one of cp4_a2a, "),
         ("model=[llama_tiny,llama32_1b]", "fix: model is one of deepseek_v2_lite, "),
         ("parallel=4", "error K2: parallel=4: 'parallel' is a config group"),
@@ -160,7 +160,7 @@ def test_a_choice_that_does_not_exist_names_those_that_do(choice, meant, others,
         (
             "dataset.seq_length=${model.seq_lenth}",
             "error K3: dataset.seq_length: cannot resolve the configuration: there is no setting model.seq_lenth; did "
-            "you mean 'model.seq_length'?\n    fix: write ${section.setting} for another setting's value",
+            "you mean 'model.seq_length'?\n    fix: write ${section.setting} for a setting's value",
         ),
         (
             "checkpoint.save=${oc.env:NO_SUCH_PLACE}",
@@ -203,27 +203,27 @@ def test_several_values_are_a_list_a_text_or_several_runs(override, fix):
     ("override", "fix"),
     [
         ("train.train_iters=1e2", "train.train_iters=100"),
-        ("train.train_iters=1.5", "give train.train_iters a whole number"),
-        ("train.train_iters=many", "give train.train_iters a whole number"),
-        ("model.num_layers=null", "give model.num_layers a whole number, or leave it out"),
-        ("optimizer.lr=null", "give optimizer.lr a number, or leave it out"),
-        ("optimizer.optimizer=adagrad", "give optimizer.optimizer one of adam, sgd, muon, lion"),
-        ("model.recompute_granularity=3", "give model.recompute_granularity one of full, selective or null"),
+        ("train.train_iters=1.5", "set train.train_iters to a whole number"),
+        ("train.train_iters=many", "set train.train_iters to a whole number"),
+        ("model.num_layers=null", "set model.num_layers to a whole number, or remove it"),
+        ("optimizer.lr=null", "set optimizer.lr to a number, or remove it"),
+        ("optimizer.optimizer=adagrad", "set optimizer.optimizer to one of adam, sgd, muon, lion"),
+        ("model.recompute_granularity=3", "set model.recompute_granularity to one of full, selective or null"),
         ("model.sequence_parallel=1", "model.sequence_parallel=true"),
-        ("model.sequence_parallel=2", "give model.sequence_parallel true or false"),
+        ("model.sequence_parallel=2", "set model.sequence_parallel to true or false"),
         ("dataset.split=[90,5,5]", "dataset.split=\"'90,5,5'\""),
         ("checkpoint.save=3", "checkpoint.save=\"'3'\""),
         ("model.hierarchical_context_parallel_sizes=4", "model.hierarchical_context_parallel_sizes=[4]"),
         (
             "model.hierarchical_context_parallel_sizes=[4.5]",
-            "give model.hierarchical_context_parallel_sizes a list, [VALUE, VALUE] or null",
+            "set model.hierarchical_context_parallel_sizes to a list, [VALUE, VALUE] or null",
         ),
     ],
 )
 def test_a_value_of_a_wrong_type_comes_with_one_that_fits(override, fix):
     text = problem(override)
     assert f"error K2: {override.partition('=')[0]}: expected " in text and f"\n    fix: {fix}" in text
-    if not fix.startswith("give"):  # as a shell hands it on
+    if not fix.startswith("set"):  # as a shell hands it on
         load_recipe(TINY, [fix.replace('"', "")])
 
 
@@ -243,13 +243,13 @@ def test_the_folder_of_a_run_has_a_recipe_in_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Path("runs/a")
     run.mkdir(parents=True)
-    assert "runs/a is a folder, not a recipe file\n    fix: name a YAML file in it" in problem(recipe="runs/a")
+    assert "runs/a is a folder, not a recipe file\n    fix: name a YAML file in the folder" in problem(recipe="runs/a")
     (run / "config.yaml").write_text(to_yaml(load_recipe(TINY)))
     for name in ("runs/a", "runs/a/"):
         text = problem(recipe=name)
-        assert f"{name} is the folder of a run\n    fix: its configuration is a recipe: --recipe runs/a/config" in text
+        assert f"{name} is a run folder, not a recipe\n    fix: --recipe runs/a/config.yaml" in text
     monkeypatch.chdir("runs")
-    assert "fix: its configuration is a recipe: --recipe a/config.yaml" in problem(recipe="a")
+    assert "fix: --recipe a/config.yaml" in problem(recipe="a")
 
 
 def test_config_error_is_a_value_error_and_carries_the_violations():
@@ -290,7 +290,7 @@ def test_a_wrong_yaml_file_is_explained(tmp_path, text, expected):
     path.write_text(text)
     assert expected in problem(files=[path])
     assert "missing.yaml\n    fix: check the path" in problem(files=[tmp_path / "missing.yaml"])
-    assert f"fix: check the path, which begins in {Path.cwd()}" in problem(files=["no/missing.yaml"])
+    assert f"fix: check the path, which is relative to {Path.cwd()}" in problem(files=["no/missing.yaml"])
 
 
 def test_a_recipe_of_ones_own(tmp_path):
@@ -321,7 +321,7 @@ def test_a_recipe_of_ones_own(tmp_path):
         ("defaults: [{a: b, c: d}]", "Too many keys in default item"),
         ("defaults: [5]", "Unsupported type in defaults"),
         ("defaults: [[a]]", "Unsupported type in defaults"),
-        ("defaults: [{5: a}]", "defaults list holds a key that is no text"),
+        ("defaults: [{5: a}]", "key in the defaults list is not text"),
         ("defaults: [mine, _self_]", "names itself in its defaults list"),
         (f"model: {'[' * 3000}{']' * 3000}", "mine.yaml is nested deeper than 32 levels"),
         (f"model: {{num_layers: {'9' * 5000}}}", "cannot compose"),

@@ -366,5 +366,5 @@ class TestEnvironment:
         config = load_recipe(EXAMPLE_RECIPE, ["env_vars.CUDA_DEVICE_MAX_CONNECTIONS=1"])
         environment = dataclasses.replace(PRESETS["gpu"], variables={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
         (found,) = check(config, 4, environment=environment)
-        assert found.rule == "A12" and found.message.startswith("is 8;")
+        assert found.rule == "A12" and found.message.startswith("is 8:")
         assert found.fix == "export CUDA_DEVICE_MAX_CONNECTIONS=1 (wins over env_vars)"

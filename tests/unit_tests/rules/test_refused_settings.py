@@ -240,7 +240,7 @@ def test_a_warmup_that_is_cut_short_is_said():
     config = load_recipe(EXAMPLE_RECIPE, ["train.train_iters=5", "scheduler.lr_warmup_iters=100"])
     (found,) = check(config, 4, environment="cpu")
     assert (found.rule, found.severity, found.value) == ("I9", "warning", 100)
-    assert "rises for 4 of them" in found.message
+    assert "the warmup ends after 4" in found.message
     for remedy in ("scheduler.lr_warmup_iters=4", "scheduler.lr_decay_iters=101"):
         assert remedy in found.fix
         more = ["train.train_iters=5", "scheduler.lr_warmup_iters=100", remedy]

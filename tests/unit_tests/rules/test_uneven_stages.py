@@ -60,10 +60,10 @@ def test_it_is_what_megatron_core_can_build(stages: int, virtual: int | None) ->
     ("overrides", "message", "fix"),
     [
         (f"{FIRST}=1 pipeline_model_parallel_size=1", "needs pipeline stages", f"model.{FIRST}=null"),
-        (f"{FIRST}=1 {LAST}=1", "two stages of 1 and 1 layers are not 4", f"model.{FIRST}=3"),
+        (f"{FIRST}=1 {LAST}=1", "two stages of 1 and 1 layers do not add up to 4", f"model.{FIRST}=3"),
         (f"{LAST}=4", "num_layers=4 leaves 0 for the 1 other pipeline stages", "model.num_layers=5"),
         (f"{FIRST}=3 virtual_pipeline_model_parallel_size=2", "must be divisible by virtual", f"model.{FIRST}=2"),
-        (f"{FIRST}=2 {LAST}=2 virtual_pipeline_model_parallel_size=2", "one of the two", f"model.{FIRST}=null"),
+        (f"{FIRST}=2 {LAST}=2 virtual_pipeline_model_parallel_size=2", "one stage only", f"model.{FIRST}=null"),
         (
             f"{FIRST}=1 account_for_loss_in_pipeline_split=true",
             "cannot be set at the same time with",

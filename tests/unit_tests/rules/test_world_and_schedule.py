@@ -58,7 +58,7 @@ def test_a_run_that_is_longer_than_its_schedule(schedule: list[str], left: int |
         assert not said
     else:
         [(severity, message, fix)] = said
-        assert severity == "warning" and f"the last {left} of 300 iterations" in message and "lr_decay_iters=300" in fix
+        assert severity == "warning" and f"ends {left} iterations before" in message and "lr_decay_iters=300" in fix
 
 
 def test_dynamic_groups_that_stay_alone_are_said_and_the_fix_widens_them():
@@ -67,7 +67,7 @@ def test_dynamic_groups_that_stay_alone_are_said_and_the_fix_widens_them():
              "model.hierarchical_context_parallel_sizes=null", "train.micro_batch_size=1",
              "dataset.seq_length=4096"]  # fmt: skip
     (said,) = check(load_recipe("llama_tiny_pretrain_config", alone), 4, environment="cpu")
-    assert said.rule == "H23" and said.severity == "warning" and "no gain over packs of static" in said.message
+    assert said.rule == "H23" and said.severity == "warning" and "no gain over static packing" in said.message
     sizes = []
     for more in ((), parse_fix(said.fix)[0].overrides):
         config = load_recipe("llama_tiny_pretrain_config", [*alone, *more])

@@ -1,4 +1,4 @@
-"""E. Masks, windows, dropout, softmax and determinism of attention."""
+"""E rules: masks, windows, dropout, softmax and determinism of attention."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron_cp.rules.proposals import NATIVE
 
 te_rule(
     "E1",
-    "A sliding window with Transformer Engine needs a transport that has it there.",
-    "Its ring does not skip what is outside the window and refuses; its gather computes something else, silently, if "
-    f"the mask is not causal. Causal: {first_versions('window')}; not causal: {first_versions('full_window')} (in "
-    f"packs {first_versions('full_window_in_packs')}). Our attention has windows on every transport.",
+    "A sliding window with Transformer Engine needs a transport that supports windows there.",
+    "Transformer Engine's ring rejects windows. Its gather silently computes another result if the mask is not "
+    f"causal. Causal: {first_versions('window')}; not causal: {first_versions('full_window')} (in packs "
+    f"{first_versions('full_window_in_packs')}). The native attention supports windows on every transport.",
     broken(model=dict(attention_backend="te", window_size=[64, 0]), environment="gpu"),
 )
 
 
 te_rule(
     "E2",
-    "No attention dropout together with a sliding window under context parallelism.",
-    "Transformer Engine has no kernel for the two together, and our attention has no attention dropout.",
+    "Attention dropout and a sliding window exclude each other under context parallelism.",
+    "Transformer Engine has no kernel for both, and the native attention has no attention dropout.",
     broken(
         *ALL_TO_ALL.settings,
         model=dict(attention_backend="te", window_size=[64, 0], attention_dropout=0.1),
@@ -35,24 +35,24 @@ te_rule(
 te_rule(
     "E4",
     f"A softmax offset ({NAME.model.softmax_type}) with Transformer Engine needs {ALL_TO_ALL.name}.",
-    "Its other transports merge partial results without it. In packs it is there since 2.12, on one rank too. Our "
-    "attention has it on every transport.",
+    "Its other transports merge partial results without the offset. In packs Transformer Engine supports it since "
+    "2.12, also on one rank. The native attention supports it on every transport.",
     broken(model=dict(attention_backend="te", softmax_type="learnable"), environment="gpu"),
 )
 
 
 @rule(
     "E8",
-    "No attention mask is made from the data.",
-    "Attention under context parallelism is causal or full; a mask that a dataset makes at document borders is ignored "
-    "silently upstream, and would be a [s, s] tensor. Packing keeps documents apart without one.",
+    "Attention masks are not built from the data.",
+    "Attention under context parallelism is causal or full. Upstream silently ignores a mask that a dataset builds "
+    "at document boundaries, and the mask would be a [s, s] tensor. Packing separates documents without a mask.",
     broken(dataset=dict(reset_attention_mask=True)),
 )
 def no_mask_from_data(c: Context) -> Iterator[Finding]:
     if c.config.dataset.reset_attention_mask:
         yield Finding(
             NAME.dataset.reset_attention_mask,
-            "the mask would be ignored: attention sees over document borders as before",
+            "the mask has no effect: attention crosses document boundaries",
             "=false",
             f"=false {NAME.model.sequence_packing_scheduler}=dp_balanced (separates documents)",
         )
@@ -60,10 +60,9 @@ def no_mask_from_data(c: Context) -> Iterator[Finding]:
 
 @rule(
     "E9",
-    "Positions are restarted at document borders for learned embeddings only.",
-    "megatron-core's rotary embedding, which shows attention distances only, counts from the start of the sequence "
-    "whatever position_ids say, silently. Without position embeddings nothing reads them but multi-token prediction, "
-    "which counts its targets by them.",
+    "Positions restart at document boundaries for learned embeddings only.",
+    "megatron-core's rotary embedding silently ignores position_ids and counts from the start of the sequence. "
+    "Without position embeddings only multi-token prediction reads position_ids, to count targets.",
     broken(dataset=dict(reset_position_ids=True)),
 )
 def no_restarted_positions(c: Context) -> Iterator[Finding]:
@@ -71,7 +70,7 @@ def no_restarted_positions(c: Context) -> Iterator[Finding]:
     if c.config.dataset.reset_position_ids and kind != "learned_absolute":
         yield Finding(
             NAME.dataset.reset_position_ids,
-            f"position_ids would be ignored with {NAME.model.position_embedding_type}={kind}",
+            f"position_ids have no effect with {NAME.model.position_embedding_type}={kind}",
             "=false",
         )
 
@@ -79,22 +78,23 @@ def no_restarted_positions(c: Context) -> Iterator[Finding]:
 @rule(
     "E11",
     "Attention dropout needs Transformer Engine's attention.",
-    f"Our attention is exact and has none; {NAME.model.hidden_dropout} works everywhere.",
+    f"The native attention is exact and has no dropout; {NAME.model.hidden_dropout} works everywhere.",
     broken(model=dict(attention_dropout=0.1)),
 )
 def attention_dropout(c: Context) -> Iterator[Finding]:
     if c.model.attention_dropout and c.backend == "native":
         yield Finding(
             NAME.model.attention_dropout,
-            f"{NAME.model.attention_dropout} is not supported by our attention, which this run uses",
-            f"=0 ({NAME.model.hidden_dropout} still regularizes)",
+            "the native attention, which this run uses, does not support attention dropout",
+            f"=0 ({NAME.model.hidden_dropout} works)",
         )
 
 
 @rule(
     "E13",
-    "Transformer Engine has a kernel left: flash or fused attention, in bf16 or fp16.",
-    "Its unfused attention has no context parallelism; NVTE_FUSED_ATTN=0 without flash attention leaves nothing.",
+    "Transformer Engine needs flash or fused attention, in bf16 or fp16.",
+    "Transformer Engine's unfused attention has no context parallelism. NVTE_FUSED_ATTN=0 without flash attention "
+    "leaves no kernel.",
     broken(
         "env_vars.NVTE_FUSED_ATTN=0",
         "env_vars.NVTE_FLASH_ATTN=0",
@@ -102,15 +102,15 @@ def attention_dropout(c: Context) -> Iterator[Finding]:
         environment="gpu",
     ),
 )
-def a_kernel_is_left(c: Context) -> Iterator[Finding]:
+def kernel_is_available(c: Context) -> Iterator[Finding]:
     yield from c.te_findings("E13")
-    if c.backend == "te" and c.widest > 1:
+    if c.backend == "te" and c.max_cp > 1:
         flash = c.environment.flash_attn is not None and c.variable("NVTE_FLASH_ATTN") != "0"
         if c.variable("NVTE_FUSED_ATTN") == "0" and not flash:
             yield Finding(
                 "env_vars.NVTE_FUSED_ATTN",
-                "No dot product attention backend is available: fused attention is off by NVTE_FUSED_ATTN=0, and flash "
-                "attention is off or not installed",
+                "No dot product attention backend is available: fused attention is off, and flash attention is off or "
+                "not installed",
                 c.set_variable("NVTE_FUSED_ATTN", "1"),
                 NATIVE,
             )
@@ -118,9 +118,9 @@ def a_kernel_is_left(c: Context) -> Iterator[Finding]:
 
 @rule(
     "E15",
-    "Determinism asked for is determinism given.",
-    "Transformer Engine reads NVTE_ALLOW_NONDETERMINISTIC_ALGO, NCCL chooses algorithms by itself, the fused "
-    "cross-entropy is not deterministic, and mamba-ssm's gradients are added up in any order.",
+    f"{NAME.model.deterministic_mode} needs deterministic kernels and reductions.",
+    "Transformer Engine reads NVTE_ALLOW_NONDETERMINISTIC_ALGO, and NCCL chooses algorithms by itself. The fused "
+    "cross-entropy is not deterministic. By default mamba-ssm sums gradients in any order.",
     broken("mixed_precision=bf16_mixed", model=dict(deterministic_mode=True, cross_entropy_loss_fusion=True)),
 )
 def determinism(c: Context) -> Iterator[Finding]:
@@ -140,16 +140,16 @@ def determinism(c: Context) -> Iterator[Finding]:
     if c.environment.device == "gpu" and c.world_size > 1 and not c.variable("NCCL_ALGO"):
         yield Finding(
             "env_vars.NCCL_ALGO",
-            "is not set: NCCL may choose another reduction order on the next run",
+            "not set: NCCL may choose another reduction order in the next run",
             "=Ring",
             severity="warning",
         )
-    if c.environment.device == "gpu" and "M" in c.model.parts:
+    if c.environment.device == "gpu" and "M" in c.model.layer_letters:
         for name in ("MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC"):
             if c.variable(name) != "1":
                 yield Finding(
                     f"env_vars.{name}",
-                    "is not 1: mamba-ssm, where installed, adds gradients up in any order",
+                    "not 1: mamba-ssm, if installed, sums gradients in any order",
                     c.set_variable(name, "1"),
                     severity="warning",
                 )
@@ -157,8 +157,8 @@ def determinism(c: Context) -> Iterator[Finding]:
 
 @rule(
     "E16",
-    "Deterministic packed attention on Hopper needs a large workspace, for Transformer Engine.",
-    "cuDNN's deterministic backward pass for thd keeps partial gradients of all tiles.",
+    "Deterministic packed attention on Hopper needs a large workspace in Transformer Engine.",
+    "cuDNN's deterministic backward pass for thd keeps the partial gradients of all tiles.",
     broken(
         *RING.settings,
         "env_vars.NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
@@ -172,6 +172,6 @@ def deterministic_packing(c: Context) -> Iterator[Finding]:
     if c.backend == "te" and c.model.deterministic_mode and c.packed and hopper:
         yield Finding(
             NAME.model.deterministic_mode,
-            "the deterministic backward pass of packed attention may run out of memory on Hopper",
+            "on Hopper the deterministic backward pass of packed attention may run out of memory",
             NATIVE,
         )

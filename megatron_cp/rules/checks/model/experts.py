@@ -1,4 +1,4 @@
-"""Mixture of experts: complete, routed over whole sequences, balanced alike, and within what gloo can gather."""
+"""Rules on mixtures of experts: completeness, routing, balancing, gloo's limits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_cp.rules.proposals import closest, divisors, ones, resized
 
 @rule(
     "K15",
-    "A mixture of experts is complete.",
-    f"The router chooses {NAME.model.moe_router_topk} of {NAME.model.num_moe_experts}; megatron-core asks for "
-    "sequence parallelism under tp.",
+    "The settings of a mixture of experts are complete.",
+    f"The router chooses {NAME.model.moe_router_topk} of {NAME.model.num_moe_experts} experts. With tp > 1 "
+    "megatron-core requires sequence parallelism.",
     broken(model=dict(num_moe_experts=2, moe_router_topk=4)),
 )
 def experts_are_complete(c: Context) -> Iterator[Finding]:
@@ -25,11 +25,11 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
             yield Finding(
                 NAME.model.moe_ffn_hidden_size, "moe_ffn_hidden_size is set but num_moe_experts is None", "=null"
             )
-        if "E" in model.parts:
-            message = f"is null, and the E in {NAME.model.hybrid_layer_pattern} are layers with experts"
+        if "E" in model.layer_letters:
+            message = f"must be set: each E in {NAME.model.hybrid_layer_pattern} is a layer with experts"
             yield Finding(NAME.model.num_moe_experts, message, "=8", _pattern(model, "E", "-", -1))
     if model.num_moe_experts is None or model.num_moe_experts < 1:
-        return  # of the latter rule A1 has said so
+        return  # rule A1 reports sizes below 1
     yield from _expert_layers(model)
     experts, topk = model.num_moe_experts, model.moe_router_topk
     if not 1 <= topk <= experts:
@@ -41,8 +41,8 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
     if topk == 1 and softmax and not model.moe_router_pre_softmax:
         yield Finding(
             NAME.model.moe_router_pre_softmax,
-            f"a softmax over the one expert that {NAME.model.moe_router_topk}=1 chooses is always 1, and the router "
-            "learns nothing",
+            f"with {NAME.model.moe_router_topk}=1 a softmax over the chosen expert is always 1, and the router does "
+            "not learn",
             "=true",
         )
     if model.moe_router_enable_expert_bias and (sinkhorn or softmax):
@@ -57,7 +57,7 @@ def experts_are_complete(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.model.sequence_parallel,
             "performance may degrade if MoE and tensor parallelism are enabled without also enabling sequence "
-            "parallelism: megatron-core refuses to train so",
+            "parallelism: an error in megatron-core",
             "=true",
         )
     yield from _expert_biases(model)
@@ -75,7 +75,7 @@ def _expert_biases(model: ModelConfig) -> Iterator[Finding]:
     if model.moe_shared_expert_intermediate_size is not None:
         yield Finding(field, "bias is not supported in the shared experts", "=false")
     if model.moe_latent_size is not None:
-        message = f"biases of experts in fewer dimensions ({NAME.model.moe_latent_size}) are not supported"
+        message = f"bias is not supported in experts with {NAME.model.moe_latent_size}"
         yield Finding(field, message, "=false")
 
 
@@ -83,7 +83,7 @@ def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
     field, experts = NAME.model.moe_router_group_topk, model.num_moe_experts or 0
     groups, chosen, topk = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
     if chosen is None or chosen < 1 or (groups is not None and groups < 1):
-        return  # not asked for, or rule A1 has said so
+        return  # not set, or rule A1 reports it
     if groups is None:
         message = "When using group limited routing, moe_router_num_groups must be specified."
         yield Finding(field, message, "=null", f"{NAME.model.moe_router_num_groups}={experts}")
@@ -94,17 +94,17 @@ def _expert_groups(model: ModelConfig) -> Iterator[Finding]:
             values=closest(divisors(experts), groups),
         )
     elif not chosen <= min(groups, topk):
-        message = f"{chosen} groups cannot be chosen of {groups} for {topk} experts of a token"
+        message = f"must be at most {min(groups, topk)}, for {groups} groups and {topk} experts per token"
         yield Finding(field, message, f"={min(groups, topk)}")
     elif topk > chosen * (experts // groups):
-        # megatron-core would choose experts of other groups, or fail.
-        available = f"the {chosen * (experts // groups)} experts of {chosen} groups"
-        message = f"{available} are fewer than {NAME.model.moe_router_topk} ({topk})"
+        # megatron-core chooses experts of other groups, or fails.
+        available = f"{chosen} groups have {chosen * (experts // groups)} experts"
+        message = f"{available}, fewer than {NAME.model.moe_router_topk} ({topk})"
         yield Finding(field, message, f"={-(-topk * groups // experts)}")
 
 
 def _pattern(model: ModelConfig, old: str, new: str, times: int) -> str:
-    """The hybrid model's pattern with other letters; empty where it has none of the old."""
+    """Return the hybrid pattern with letters replaced; empty without ``old``."""
     pattern = model.hybrid_layer_pattern or ""
     return f'"{NAME.model.hybrid_layer_pattern}={pattern.replace(old, new, times)}"' if old in pattern else ""
 
@@ -112,13 +112,13 @@ def _pattern(model: ModelConfig, old: str, new: str, times: int) -> str:
 def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
     field, every = NAME.model.moe_layer_freq, model.moe_layer_freq
     if model.architecture == "hybrid":
-        if "E" not in model.parts:
+        if "E" not in model.layer_letters:
             experts = NAME.model.num_moe_experts
-            message = f"has no layer with experts (E), of which {experts}={model.num_moe_experts} is the number"
+            message = f"has no layer with experts (E), but {experts} is {model.num_moe_experts}"
             yield Finding(NAME.model.hybrid_layer_pattern, message, f"{experts}=null", _pattern(model, "-", "E", 1))
     elif isinstance(every, int):
         if every < 1:
-            message = f"puts experts into one layer of n, n at least 1, got {every}"
+            message = f"every n-th layer has experts: n must be at least 1, got {every}"
             yield Finding(field, message, "=1 (experts in all layers)")
     elif len(every) != model.num_layers:
         yield Finding(
@@ -127,7 +127,7 @@ def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
             values=[resized(every, model.num_layers) if every else 1, 1],
         )
     elif not set(every) <= {0, 1}:
-        message = f"says 1 for a layer with experts and 0 for one without, got {every}"
+        message = f"entries must be 1 (layer with experts) or 0 (without), got {every}"
         yield Finding(field, message, values=[ones(every)])
     elif not any(every):
         yield Finding(field, "leaves no layer with experts", "=1", f"{NAME.model.num_moe_experts}=null")
@@ -136,8 +136,8 @@ def _expert_layers(model: ModelConfig) -> Iterator[Finding]:
 @rule(
     "K22",
     "No sinkhorn routing under context or sequence parallelism.",
-    "It balances the experts over the tokens that one rank holds, so that the same model routes differently, silently, "
-    "when a sequence is sliced (loss: off by a hundredth). Rule H18 (balancing over a pack) refuses it in packs.",
+    "Sinkhorn balances experts over the tokens of one rank. A sliced sequence is therefore silently routed in "
+    "another way, and the loss differs by about 0.01. Rule H18 (balancing over a pack) excludes sinkhorn for packs.",
     broken(model=dict(num_moe_experts=4, moe_router_load_balancing_type="sinkhorn", moe_router_topk=1)),
 )
 def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
@@ -145,18 +145,17 @@ def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
     if c.model.num_moe_experts and c.model.moe_router_load_balancing_type == "sinkhorn" and sliced:
         yield Finding(
             NAME.model.moe_router_load_balancing_type,
-            "sinkhorn balances over the tokens of one rank, a slice of the sequence",
+            "sinkhorn balances experts over one rank's slice of the sequence, which changes the routing",
             values=["aux_loss", "none"],
         )
 
 
 @rule(
     "K33",
-    "Experts are not balanced over the global batch by several replicas.",
-    "megatron-core divides each replica's share of global_aux_loss by the tokens of all (Megatron-LM issue 3672) and "
-    "then averages the shares: the loss is as many times weaker as there are replicas, silently. A factor would not "
-    "mend it: a replica counts its microbatches so far, which more replicas have fewer of. Rule H18 (balancing "
-    "over a pack) refuses it in packs.",
+    "global_aux_loss needs a single data-parallel replica.",
+    "megatron-core divides each replica's share of global_aux_loss by the tokens of all replicas (Megatron-LM issue "
+    "3672), then averages the shares. With N replicas the loss is silently N times too weak. A constant factor "
+    "cannot correct this: each replica averages over its own microbatches so far. Rule H18 (balancing over a pack) excludes it for packs.",
     broken(
         *RING.settings,
         model=dict(
@@ -173,16 +172,16 @@ def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
     if c.divisible and c.dp > 1 and c.model.num_moe_experts and is_global and not c.packed:
         yield Finding(
             NAME.model.moe_router_load_balancing_type,
-            f"global_aux_loss is 1/{c.dp} as strong on {c.dp} data-parallel replicas as on one",
+            f"with {c.dp} data-parallel replicas global_aux_loss is {c.dp} times too weak",
             values=["aux_loss", "seq_aux_loss"],
         )
 
 
 @rule(
     "K29",
-    "Over gloo, experts are split or spread over ranks, not both.",
-    "The ranks that split an expert gather the tokens that other ranks sent to each, unequal numbers of them, and gloo "
-    "gathers equal numbers only. The allgather dispatcher gathers before tokens are chosen, all of them.",
+    "With gloo, experts are split by tensor parallelism or spread by expert parallelism, not both.",
+    "Ranks that split an expert gather the tokens of other ranks, in unequal numbers. gloo gathers equal numbers "
+    "only. The allgather dispatcher is not affected: it gathers all tokens before it chooses.",
     broken(
         *RING.settings,
         model=dict(
@@ -196,11 +195,11 @@ def one_replica_balances_the_global_batch(c: Context) -> Iterator[Finding]:
     ),
 )
 def experts_over_gloo(c: Context) -> Iterator[Finding]:
-    # Ranks of one tensor-parallel group hold equally many tokens; those of several, not where they run packs.
-    unequal = c.ep > 1 or (c.packs and c.etp > c.tp)
+    # Ranks of one tensor-parallel group hold equal numbers of tokens; ranks of several groups do not in packs.
+    unequal = c.ep > 1 or (c.runs_packs and c.etp > c.tp)
     if c.gloo and c.etp > 1 and unequal and c.model.moe_token_dispatcher_type == "alltoall":
         yield Finding(
             NAME.model.expert_tensor_parallel_size,
-            f"etp {c.etp} with ep {c.ep} and tp {c.tp} gathers unequal numbers of tokens, which gloo cannot",
+            f"etp {c.etp} with ep {c.ep} and tp {c.tp} gathers unequal numbers of tokens, which gloo does not support",
             "=1",
         )

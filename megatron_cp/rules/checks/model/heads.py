@@ -1,4 +1,4 @@
-"""D. Heads and head dims: what an all-to-all can hand out."""
+"""D rules: how an all-to-all divides heads, and head dims that kernels support."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _OLD = replace(PRESETS["gpu"], transformer_engine="2.10.0")
 
 def _heads_finding(c: Context, *, hierarchical: bool) -> Iterator[Finding]:
     for transport, size in c.head_splits():
-        if transport.hierarchical == hierarchical and c.heads % size:
+        if transport.hierarchical == hierarchical and c.local_heads % size:
             levels = [f"{HIERARCHICAL.settings[0]} {sizes}" for sizes in reversed(splits(c))]
             fix = either(*levels, *plain_transports(c))
-            if not hierarchical and size != c.cp:  # a group of packs, which have one level in Transformer Engine
+            if not hierarchical and size != c.cp:  # a group of packs: one level in Transformer Engine
                 fix = either(FLAT, NATIVE)
             field = NAME.model.hierarchical_context_parallel_sizes if hierarchical else NAME.model.cp_comm_type
             yield Finding(
                 field,
                 f"{NAME.model.cp_comm_type}='{transport.name}' requires num_heads % cp_size == 0: "
-                f"{c.model.num_attention_heads} heads / tp {c.tp} = {c.heads} is not divisible by {size}, the "
-                "all-to-all's ranks",
+                f"{c.model.num_attention_heads} heads / tp {c.tp} = {c.local_heads} is not divisible by the {size} "
+                "ranks of the all-to-all",
                 fix,
             )
     yield from c.te_findings("D2" if hierarchical else "D1")
@@ -39,8 +39,8 @@ def _heads_finding(c: Context, *, hierarchical: bool) -> Iterator[Finding]:
 @rule(
     "D1",
     f"With {ALL_TO_ALL.name}, cp divides the heads of a tensor-parallel rank.",
-    "The all-to-all gives each rank whole heads. Transformer Engine asks the same of key/value heads; our attention "
-    "gives several ranks the same one.",
+    "The all-to-all gives each rank whole heads. Transformer Engine requires the same of key/value heads; the "
+    "native attention gives one key/value head to several ranks.",
     broken(*ALL_TO_ALL.settings, model=dict(num_attention_heads=6, num_query_groups=6, hidden_size=96)),
 )
 def heads_divide_by_cp(c: Context) -> Iterator[Finding]:
@@ -59,9 +59,9 @@ def heads_divide_by_a2a(c: Context) -> Iterator[Finding]:
 
 @rule(
     "D3",
-    "With an all-to-all, each rank's heads and key/value heads are even in number, for Transformer Engine.",
-    "From 2.15 on its fused (cuDNN) attention is disabled otherwise, also where the all-to-all's level has one rank; "
-    "only flash attention is left, if it is installed.",
+    "With an all-to-all, Transformer Engine needs an even number of heads and key/value heads per rank.",
+    "Otherwise Transformer Engine disables its fused (cuDNN) attention from 2.15 on, also where the all-to-all "
+    "level has one rank. Only flash attention remains, if installed.",
     broken(
         model=dict(
             num_attention_heads=9,
@@ -84,8 +84,8 @@ def even_heads(c: Context) -> Iterator[Finding]:
         for transport, size in c.head_splits():
             yield Finding(
                 NAME.model.num_query_groups,
-                f"{odd} heads on a tensor-parallel rank is odd; with {transport.name} over {size} ranks Transformer "
-                "Engine can use flash attention only",
+                f"odd numbers of heads per tensor-parallel rank ({odd}): with {transport.name} over {size} ranks "
+                "Transformer Engine has flash attention only",
                 FLAT,
                 NATIVE,
             )
@@ -94,7 +94,7 @@ def even_heads(c: Context) -> Iterator[Finding]:
 te_rule(
     "D4",
     "With an all-to-all, Transformer Engine needs at least as many key/value heads as tp ranks.",
-    "Fewer are already shared between tensor-parallel ranks and cannot be handed out further.",
+    "Fewer heads are already shared between tensor-parallel ranks and cannot be divided further.",
     broken(
         model=dict(attention_backend="te", num_query_groups=2, tensor_model_parallel_size=4),
         world_size=16,
@@ -105,35 +105,35 @@ te_rule(
 
 @rule(
     "D5",
-    "A head dim above 128 leaves few kernels under context parallelism, for Transformer Engine.",
-    "The fused backward pass for head dim 256 exists on Blackwell without an all-to-all only.",
+    "A head dim above 128 has few Transformer Engine kernels under context parallelism.",
+    "The fused backward pass for head dim 256 exists on Blackwell only, and without an all-to-all.",
     broken(model=dict(kv_channels=256), environment="gpu"),
     severity="warning",
 )
 def large_head_dim(c: Context) -> Iterator[Finding]:
     dim = c.model.kv_channels or 0
-    if c.backend == "te" and c.widest > 1 and dim > 128 and not c.model.multi_latent_attention:
+    if c.backend == "te" and c.max_cp > 1 and dim > 128 and not c.model.multi_latent_attention:
         yield Finding(
             NAME.model.kv_channels,
-            f"head dim {dim}: Transformer Engine may have flash attention only, or nothing, on this GPU",
+            "above 128 Transformer Engine may have flash attention only, or no kernel, on this GPU",
             f"{NATIVE} (silences this warning)",
         )
 
 
 te_rule(
     "D6",
-    "Multi-latent attention under context parallelism needs a Transformer Engine that has it.",
-    f"Its queries and values have different head dims: {first_versions('different_head_dims')}.",
+    "Multi-latent attention under context parallelism needs a recent Transformer Engine.",
+    f"Queries and values of multi-latent attention have different head dims: {first_versions('different_head_dims')}.",
     broken(*ALL_TO_ALL.settings, model=dict(attention_backend="te", multi_latent_attention=True), environment=_OLD),
 )
 
 
 @rule(
     "D7",
-    "Mamba's heads and groups divide over tp * cp.",
-    "Its mixer exchanges sequence for heads over the whole context-parallel group, whatever "
-    f"{NAME.model.cp_comm_type} says. Dynamic "
-    "groups and evaluation's own share the heads as evenly as they can, so there it is enough that each rank gets one.",
+    "tp * cp divides Mamba's heads and groups.",
+    "A Mamba mixer exchanges sequence for heads over the whole context-parallel group, for every "
+    f"{NAME.model.cp_comm_type}. Dynamic groups and evaluation's own groups divide heads as evenly as possible; each "
+    "rank needs at least one.",
     broken(
         model=dict(architecture="hybrid", hybrid_layer_pattern="M*M*", mamba_num_heads=6, mamba_num_groups=2),
     ),
@@ -152,22 +152,22 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
             one_of(NAME.model.context_parallel_size, [d for d in reversed(divisors(c.cp)) if heads % (c.tp * d) == 0]),
             values=nearest_multiples(heads, math.lcm(parts, groups)),
         )
-    elif (dynamic or c.eval_cp > 1) and c.divisible and heads // c.tp < c.widest:
+    elif (dynamic or c.eval_cp > 1) and c.divisible and heads // c.tp < c.max_cp:
         most = heads // c.tp
         fewer = [size for size in reversed(divisors(c.dp * c.cp)) if size <= most]
-        who, instead = f"evaluation's groups have {c.widest}", one_of(NAME.dist.eval_context_parallel_size, fewer)
+        who, instead = f"an evaluation group has {c.max_cp}", one_of(NAME.dist.eval_context_parallel_size, fewer)
         if dynamic:
-            who = f"a dynamic group may have all dp * cp = {c.widest}"
+            who = f"a dynamic group may have dp * cp = {c.max_cp}"
             instead = f"{NAME.model.dynamic_context_parallel}=false {NAME.model.sequence_packing_scheduler}=dp_balanced"
         yield Finding(
             NAME.model.mamba_num_heads,
-            f"{who} ranks, and {heads} heads / tp {c.tp} = {most} can be shared by no more than {most}",
+            f"{who} ranks, but {heads} heads / tp {c.tp} are enough for {most} ranks only",
             instead,
-            values=[math.lcm(c.widest * c.tp, groups)],
+            values=[math.lcm(c.max_cp * c.tp, groups)],
         )
     local = groups // c.tp
     if groups % c.tp:
-        message = f"{groups} groups do not divide over tp {c.tp}"
+        message = f"{groups} groups are not divisible by tp {c.tp}"
     elif heads % groups:
         message = f"nheads must be evenly divisible by ngroups: {heads} by {groups}"
     elif local < cp and cp % local:
@@ -185,8 +185,8 @@ def mamba_heads_divide(c: Context) -> Iterator[Finding]:
 
 @rule(
     "D12",
-    "A Mamba layer's sizes are at least 1, and its heads are as wide as it says.",
-    f"Without {NAME.model.mamba_num_heads} a layer is twice as wide as the model, in heads of mamba_head_dim.",
+    "Sizes of a Mamba layer are at least 1, and heads divide its width.",
+    f"Without {NAME.model.mamba_num_heads} the inner width is twice the hidden size, in heads of mamba_head_dim.",
     broken(
         *RING.settings,
         model=dict(
@@ -219,8 +219,8 @@ def mamba_sizes(c: Context) -> Iterator[Finding]:
 
 te_rule(
     "D13",
-    "Head dims are multiples of 8, for Transformer Engine.",
-    "Its flash and fused attention take no others; what is left on one rank has no context parallelism and no packs. "
-    "Our attention fills them up.",
+    "With Transformer Engine, head dims are multiples of 8.",
+    "Its flash and fused attention support no others; the remaining kernel has no context parallelism and no packs. "
+    "The native attention pads head dims.",
     broken(model=dict(attention_backend="te", kv_channels=20, position_embedding_type="none"), environment="gpu"),
 )

@@ -1,4 +1,4 @@
-"""K, of what a layer may do besides: its settings fit the kind of layer."""
+"""K rules on layer variants: positions, MLP and norms."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from megatron_cp.rules.proposals import ones, resized
 
 @rule(
     "K62",
-    f"{NAME.model.no_rope_freq} is a period, or has an entry for each layer.",
-    "megatron-core looks each layer up in the list, those of multi-token prediction from the first entry on.",
+    f"{NAME.model.no_rope_freq} is a period, or has one entry per layer.",
+    "megatron-core looks up each layer in the list; layers of multi-token prediction start at the first entry again.",
     broken(model=dict(no_rope_freq=[0, 1])),
 )
 def layers_without_positions(c: Context) -> Iterator[Finding]:
     model, every, field = c.model, c.model.no_rope_freq, NAME.model.no_rope_freq
     if isinstance(every, int) and not 1 <= every <= model.num_layers:
-        message = f"leaves the rotary embedding out of every n-th layer, n from 1 to {model.num_layers}, got {every}"
+        message = f"every n-th layer has no rotary embedding: n must be from 1 to {model.num_layers}, got {every}"
         yield Finding(field, message, "=null")
     elif isinstance(every, list) and (len(every) != model.num_layers or not set(every) <= {0, 1}):
-        message = f"has a 1 for each layer without rotary embedding and a 0 for each other, of {model.num_layers} "
-        yield Finding(field, f"{message}layers; got {every}", values=[resized(ones(every) or [0], model.num_layers)])
+        message = f"must have {model.num_layers} entries: 1 for a layer without rotary embedding, else 0; got {every}"
+        yield Finding(field, message, values=[resized(ones(every) or [0], model.num_layers)])
 
 
 @rule(
     "K63",
     "Settings of the MLP fit its activation and its experts.",
-    "megatron-core clamps for quick_gelu alone where kernels are fused. A router balances the tokens that it sees at "
-    "once, so that pieces would change its loss. An expert's output is not linear in its input: one weight on the "
-    "input is the router's for one expert only.",
+    "megatron-core clamps only quick_gelu where kernels are fused. A router balances all tokens of a call, so "
+    "chunks would change its loss. An expert is not linear in its input, so probabilities on the input need one "
+    "expert per token.",
     broken(model=dict(activation_func_clamp_value=7.0)),
 )
 def mlp_variants(c: Context) -> Iterator[Finding]:
@@ -43,10 +43,10 @@ def mlp_variants(c: Context) -> Iterator[Finding]:
         )
         yield Finding(NAME.model.activation_func_clamp_value, "is for gated quick_gelu only", fix)
     if model.mlp_chunks_for_training > 1 and model.num_moe_experts is not None:
-        message = "divides what a router sees at once, whose loss would be another"
+        message = "chunks change the router's auxiliary loss, so models with experts need 1"
         yield Finding(NAME.model.mlp_chunks_for_training, message, "=1")
     if model.moe_apply_probs_on_input and model.num_moe_experts is not None and model.moe_router_topk != 1:
-        message = f"needs one expert a token, and {NAME.model.moe_router_topk} is {model.moe_router_topk}"
+        message = f"needs one expert per token, but {NAME.model.moe_router_topk} is {model.moe_router_topk}"
         fix = (
             f"{NAME.model.moe_apply_probs_on_input}=false, or {NAME.model.moe_router_topk}=1 "
             f"{NAME.model.moe_router_pre_softmax}=true"
@@ -57,10 +57,10 @@ def mlp_variants(c: Context) -> Iterator[Finding]:
 @rule(
     "K64",
     "Queries and keys have one norm.",
-    f"megatron-core takes {NAME.model.qk_l2_norm} and leaves {NAME.model.qk_layernorm} out, silently.",
+    f"With {NAME.model.qk_l2_norm} megatron-core silently ignores {NAME.model.qk_layernorm}.",
     broken(model=dict(qk_l2_norm=True, qk_layernorm=True)),
 )
 def one_norm_of_queries(c: Context) -> Iterator[Finding]:
     if c.model.qk_l2_norm and c.model.qk_layernorm:
         fix = f"{NAME.model.qk_l2_norm}=false, or {NAME.model.qk_layernorm}=false"
-        yield Finding(NAME.model.qk_l2_norm, f"takes the place of {NAME.model.qk_layernorm}", fix)
+        yield Finding(NAME.model.qk_l2_norm, f"cannot be combined with {NAME.model.qk_layernorm}", fix)

@@ -1,4 +1,4 @@
-"""G. The loss, gradients and their reduction."""
+"""G rules: the loss, gradients and their reduction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_cp.rules.base import Context, Finding, broken, rule
 @rule(
     "G1",
     "Per-token loss and averaging in the collective exclude each other.",
-    "Per-token loss divides the summed gradients by the number of tokens of all ranks, once, at the end.",
+    "Per-token loss divides the summed gradients once, at the end, by the number of tokens on all ranks.",
     broken(ddp=dict(average_in_collective=True)),
 )
 def no_average_in_collective(c: Context) -> Iterator[Finding]:
@@ -24,14 +24,14 @@ def no_average_in_collective(c: Context) -> Iterator[Finding]:
 @rule(
     "G2",
     "The loss is per token under context parallelism.",
-    "Averaged per rank, slices with few unmasked tokens weigh as much as full ones: a biased loss and gradient, and "
-    "NaN where a slice has none. Upstream allows it for pretraining.",
+    "An average per rank gives slices with few unmasked tokens the weight of full ones. Loss and gradient are "
+    "biased, and NaN where a slice has no unmasked token. Upstream allows this for pretraining.",
     broken(model=dict(calculate_per_token_loss=False)),
 )
 def per_token_loss(c: Context) -> Iterator[Finding]:
     if (c.cp > 1 or c.packed) and not c.model.calculate_per_token_loss:
         yield Finding(
             NAME.model.calculate_per_token_loss,
-            "false averages each context-parallel rank's slice by its own number of tokens: a biased loss",
+            "each context-parallel rank averages over its own tokens, which biases the loss",
             "=true",
         )

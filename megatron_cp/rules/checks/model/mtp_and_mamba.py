@@ -1,4 +1,4 @@
-"""I. Multi-token prediction and Mamba."""
+"""I rules on multi-token prediction and Mamba."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_cp.rules.checks.parallel.context_parallel import FLAT
 @rule(
     "I2",
     "Multi-token prediction is causal.",
-    "It predicts further tokens from what came before; with full attention they are in sight.",
+    "Multi-token prediction predicts tokens further ahead; full attention would see them.",
     broken(model=dict(mtp_num_layers=1, attention_mask_type="no_mask")),
 )
 def prediction_is_causal(c: Context) -> Iterator[Finding]:
@@ -28,9 +28,9 @@ def prediction_is_causal(c: Context) -> Iterator[Finding]:
 
 @rule(
     "I14",
-    "The layers of multi-token prediction are recomputed one by one.",
-    "megatron-core asserts it for the uniform method, without a message for users, and leaves them out of the block "
-    "method. Those of hybrid models are recomputed as the model's own.",
+    "Layers of multi-token prediction are recomputed one at a time.",
+    "megatron-core asserts this for the uniform method, without a message for users, and ignores these layers in "
+    "the block method. In hybrid models they are recomputed like the model's own layers.",
     broken(
         model=dict(mtp_num_layers=1, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
     ),
@@ -46,19 +46,19 @@ def prediction_is_recomputed(c: Context) -> Iterator[Finding]:
             "=1",
         )
     elif model.recompute_method == "block":
-        message = "recompute_method=block is not supported for MTP: the activations of its layers are kept"
+        message = "recompute_method=block is not supported for MTP: activations of the MTP layers are kept"
         yield Finding(NAME.model.recompute_method, message, "=uniform", severity="warning")
 
 
 @rule(
     "I3",
-    "Mamba layers gain nothing from hierarchical context parallelism.",
-    "Their all-to-all runs over the whole context-parallel group; only the attention layers use the levels.",
+    "Mamba layers do not use hierarchical context parallelism.",
+    "Their all-to-all runs over the whole context-parallel group; only attention layers use the levels.",
     broken(model=dict(architecture="hybrid", hybrid_layer_pattern="M*M*", mamba_num_groups=4)),
     severity="warning",
 )
 def mamba_is_flat(c: Context) -> Iterator[Finding]:
-    if "M" in c.model.parts and c.widest > 1 and c.hierarchical:
+    if "M" in c.model.layer_letters and c.max_cp > 1 and c.hierarchical:
         yield Finding(
             NAME.model.cp_comm_type,
             f"{c.hierarchical.name} applies to the attention layers; Mamba layers use one flat group",

@@ -1,4 +1,4 @@
-"""C. The transport of context-parallel attention and its hierarchical sizes."""
+"""C rules: the transport of context-parallel attention and its hierarchical sizes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ TWO_GROUPS = f"cp_group = [{LEVELS[0]}_cp_group, {LEVELS[1]}_cp_group]"
 
 
 def splits(c: Context) -> list[str]:
-    """Two levels for cp, neither of size 1, whose all-to-all divides the heads (rule D2)."""
-    fitting = [d for d in divisors(c.cp) if c.heads % d == 0 and (c.backend == "native" or c.kv_heads % d == 0)]
+    """Return overrides with two levels > 1 of cp whose all-to-all divides the heads."""
+    fitting = [
+        d for d in divisors(c.cp) if c.local_heads % d == 0 and (c.backend == "native" or c.local_kv_heads % d == 0)
+    ]
     return [typed(_SIZES, [d, c.cp // d]) for d in fitting if 1 < d < c.cp]
 
 
 def plain_transports(c: Context) -> list[str]:
-    """Transports of one level."""
-    fits = c.heads % c.cp == 0 and (c.backend == "native" or c.kv_heads % c.cp == 0)
+    """Return the overrides of one-level transports that this model can use."""
+    fits = c.local_heads % c.cp == 0 and (c.backend == "native" or c.local_kv_heads % c.cp == 0)
     return [FLAT, *(" ".join(t.settings) for t in TRANSPORTS.values() if t.cost.by_heads and fits)]
 
 
@@ -40,15 +42,15 @@ def _wrong_levels(c: Context, message: str) -> Finding:
 @rule(
     "C1",
     f"{NAME.model.cp_comm_type} is {', '.join(TRANSPORTS)} or auto.",
-    "Transformer Engine finds out in the first forward pass.",
+    "Transformer Engine reports an unknown transport only in the first forward pass.",
     broken(f"{NAME.model.cp_comm_type}={RING.other_names[0]}", f"{_SIZES}=null"),
 )
 def transport_is_known(c: Context) -> Iterator[Finding]:
     kinds, valid = c.model.cp_comm_type, (*TRANSPORTS, "auto")
     names = {other: transport.name for transport in TRANSPORTS.values() for other in transport.other_names}
     for kind in c.model.transports:
-        if kind == "auto":  # where one can be chosen, it was before the rules are asked
-            yield Finding(NAME.model.cp_comm_type, "auto finds no transport for these heads", *plain_transports(c))
+        if kind == "auto":  # a possible choice was made before the rules run
+            yield Finding(NAME.model.cp_comm_type, "auto found no transport for these heads", *plain_transports(c))
         elif kind not in valid:
             other = names.get(kind.lower().replace("-", "_"))
             suggestion = f"; did you mean '{other}'?" if other else nearest(kind, list(valid))
@@ -61,11 +63,11 @@ def transport_is_known(c: Context) -> Iterator[Finding]:
 
 @rule(
     "C3",
-    f"A {NAME.model.cp_comm_type} list has one entry a layer.",
-    "Layers past the list (those of multi-token prediction) use the last entry.",
+    f"A {NAME.model.cp_comm_type} list has one entry per layer.",
+    "Layers past the end of the list (multi-token prediction) use the last entry.",
     broken(f"{NAME.model.cp_comm_type}=[{RING.name},{ALL_TO_ALL.name}]", f"{_SIZES}=null"),
 )
-def one_transport_a_layer(c: Context) -> Iterator[Finding]:
+def one_transport_per_layer(c: Context) -> Iterator[Finding]:
     kinds, layers = c.model.cp_comm_type, c.model.num_layers
     if isinstance(kinds, list) and len(kinds) != layers:
         yield Finding(
@@ -79,7 +81,8 @@ def one_transport_a_layer(c: Context) -> Iterator[Finding]:
 @rule(
     "C4",
     f"{HIERARCHICAL.name} needs hierarchical_context_parallel_sizes.",
-    "Without the two levels Transformer Engine's attention gets no group at all and silently attends to its own slice.",
+    "Without the two levels Transformer Engine's attention gets no process group and silently attends to the local "
+    "slice only.",
     broken(model=dict(hierarchical_context_parallel_sizes=None)),
 )
 def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
@@ -91,7 +94,7 @@ def hierarchy_needs_sizes(c: Context) -> Iterator[Finding]:
 @rule(
     "C5",
     "The hierarchical sizes multiply to cp.",
-    "megatron-core asserts it without a message, after half of the groups are built.",
+    "megatron-core asserts this without a message, after it has built half of the groups.",
     broken(model=dict(hierarchical_context_parallel_sizes=[2, 4])),
 )
 def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
@@ -107,7 +110,7 @@ def sizes_multiply_to_cp(c: Context) -> Iterator[Finding]:
 @rule(
     "C6",
     "There are two hierarchical levels: all-to-all, then ring.",
-    "megatron-core builds groups for any number of levels, attention takes exactly two.",
+    "megatron-core builds groups for any number of levels; attention supports exactly two.",
     broken(model=dict(context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 2, 2]), world_size=8),
 )
 def two_levels(c: Context) -> Iterator[Finding]:
@@ -119,7 +122,7 @@ def two_levels(c: Context) -> Iterator[Finding]:
 @rule(
     "C7",
     "Hierarchical sizes are at least 1.",
-    "Negative pairs multiply to the right number and fail in an index transformation.",
+    "Pairs of negative sizes multiply to cp and fail later, in an index computation.",
     broken(model=dict(hierarchical_context_parallel_sizes=[-2, -2])),
 )
 def levels_are_positive(c: Context) -> Iterator[Finding]:
@@ -131,7 +134,7 @@ def levels_are_positive(c: Context) -> Iterator[Finding]:
 @rule(
     "C8",
     "No hierarchical level has size 1.",
-    "It does nothing: it works and is the same as the plain transport of the other level.",
+    "A level of size 1 works but has no effect: the other level's plain transport is the same.",
     broken(model=dict(hierarchical_context_parallel_sizes=[1, 4])),
     severity="warning",
 )
@@ -145,8 +148,8 @@ def level_of_one(c: Context) -> Iterator[Finding]:
 
 @rule(
     "C9",
-    "Hierarchical sizes are used by some layer.",
-    "Upstream ignores the sizes silently when no layer uses two levels: the run is not what its configuration says.",
+    "Hierarchical sizes are used by at least one layer.",
+    "Upstream silently ignores the sizes when no layer uses two levels.",
     broken(RING.settings[0]),
 )
 def sizes_are_used(c: Context) -> Iterator[Finding]:
@@ -154,7 +157,7 @@ def sizes_are_used(c: Context) -> Iterator[Finding]:
     if c.cp > 1 and sizes and c.hierarchical is None and "auto" not in c.model.transports:
         yield Finding(
             _SIZES,
-            f"is set but no layer uses {HIERARCHICAL.name} ({NAME.model.cp_comm_type}={c.model.cp_comm_type})",
+            f"no layer uses {HIERARCHICAL.name} ({NAME.model.cp_comm_type}={c.model.cp_comm_type})",
             "=null",
             HIERARCHICAL.settings[0],
         )
@@ -162,21 +165,20 @@ def sizes_are_used(c: Context) -> Iterator[Finding]:
 
 @rule(
     "C15",
-    "Settings of context parallelism are for more than one context-parallel rank.",
-    "They have no effect otherwise. A recipe written for several ranks may be run on one to compare; the transport is "
-    "then ignored.",
+    "Settings of context parallelism need more than one context-parallel rank.",
+    "With one rank they have no effect. A recipe for several ranks may be run on one rank to compare.",
     broken(model=dict(context_parallel_size=1), train=dict(micro_batch_size=4)),
     severity="warning",
 )
 def settings_without_cp(c: Context) -> Iterator[Finding]:
-    elsewhere = c.model.dynamic_context_parallel or c.eval_cp > 1
-    if c.cp == 1 and not elsewhere and c.model.hierarchical_context_parallel_sizes:
-        yield Finding(_SIZES, f"is ignored because {NAME.model.context_parallel_size} is 1", FLAT)
+    used = c.model.dynamic_context_parallel or c.eval_cp > 1
+    if c.cp == 1 and not used and c.model.hierarchical_context_parallel_sizes:
+        yield Finding(_SIZES, f"has no effect: {NAME.model.context_parallel_size} is 1", FLAT)
 
 
 te_rule(
     "C16",
     "Transformer Engine is new enough.",
-    f"Context parallelism: {first_versions('context_parallelism')}; what we use of its attention since 2.10.",
+    f"Context parallelism: {first_versions('context_parallelism')}; the attention features used here: since 2.10.",
     broken(model=dict(attention_backend="te"), environment=replace(PRESETS["gpu"], transformer_engine="1.11.0")),
 )

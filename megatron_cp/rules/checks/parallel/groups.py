@@ -1,4 +1,4 @@
-"""H. Process groups and dynamic context parallelism."""
+"""H rules: process groups and dynamic context parallelism."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _DYNAMIC = (f"{NAME.model.dynamic_context_parallel}=true", f"{NAME.model.max_seq
 @rule(
     "H6",
     "Evaluation's context parallel size divides the dp * cp ranks.",
-    "Upstream's setting changes batch sizes alone: without a script of one's own the model goes on in training's "
-    "groups. Ours runs the samples of evaluation as packs on groups of that size.",
+    "Upstream's setting changes batch sizes only; the model still uses training's groups. Here evaluation runs its "
+    "samples as packs on groups of that size.",
     broken(dist=dict(eval_context_parallel_size=3), validation=dict(eval_iters=1)),
 )
-def groups_of_evaluation(c: Context) -> Iterator[Finding]:
+def evaluation_groups(c: Context) -> Iterator[Finding]:
     size, ranks = c.config.dist.eval_context_parallel_size, c.dp * c.cp
     if size is not None and c.divisible and (size < 1 or ranks % size):
         message = (
@@ -40,19 +40,19 @@ def groups_of_evaluation(c: Context) -> Iterator[Finding]:
 
 @rule(
     "H21",
-    "Evaluation in groups of its own counts positions from the start of each sample.",
-    "Its samples are run as packs, which have no positions that start again within a sample.",
+    "Evaluation in separate groups counts positions from the start of each sample.",
+    "Evaluation runs samples as packs, where positions do not restart within a sample.",
     broken(
         dist=dict(eval_context_parallel_size=1),
         dataset=dict(reset_position_ids=True),
         model=dict(position_embedding_type="learned_absolute"),
     ),
 )
-def positions_of_evaluation(c: Context) -> Iterator[Finding]:
+def evaluation_positions(c: Context) -> Iterator[Finding]:
     if c.config.dist.eval_context_parallel_size is not None and c.config.dataset.reset_position_ids:
         yield Finding(
             NAME.dataset.reset_position_ids,
-            "has no effect on evaluation in groups of its own, and would have one on training",
+            f"has no effect on evaluation with {NAME.dist.eval_context_parallel_size}, but would change training",
             "=false",
             f"{NAME.dist.eval_context_parallel_size}=null",
         )
@@ -60,7 +60,7 @@ def positions_of_evaluation(c: Context) -> Iterator[Finding]:
 
 @rule(
     "H8",
-    "A dynamic context-parallel group has between the smallest size allowed and all dp * cp ranks.",
+    "The smallest dynamic context-parallel group has at most dp * cp ranks.",
     "Upstream builds groups of powers of two only and does not check the limits.",
     broken(*_DYNAMIC, model=dict(min_dynamic_context_parallel_size=8)),
 )
@@ -69,7 +69,7 @@ def dynamic_sizes(c: Context) -> Iterator[Finding]:
     if c.divisible and c.model.dynamic_context_parallel and smallest > ranks:
         yield Finding(
             NAME.model.min_dynamic_context_parallel_size,
-            f"{smallest} is more than the dp * cp = {c.dp} * {c.cp} = {ranks} ranks there are",
+            f"must be at most dp * cp = {c.dp} * {c.cp} = {ranks} ranks",
             f"={ranks}",
         )
 
@@ -77,15 +77,15 @@ def dynamic_sizes(c: Context) -> Iterator[Finding]:
 @rule(
     "H10",
     "Packed microbatches with Transformer Engine use a one-level transport.",
-    "The group that a microbatch switches on is one process group; Transformer Engine wants one for each level. Our "
-    "attention takes both levels of a microbatch's group.",
+    "A microbatch uses one process group, but hierarchical attention in Transformer Engine needs one per level. The "
+    "native attention builds both levels for each microbatch.",
     broken(*_DYNAMIC, model=dict(attention_backend="te"), environment="gpu"),
 )
 def dynamic_transport(c: Context) -> Iterator[Finding]:
-    if c.backend == "te" and c.packs and c.hierarchical:
+    if c.backend == "te" and c.runs_packs and c.hierarchical:
         yield Finding(
             NAME.model.cp_comm_type,
-            f"{c.hierarchical.name} requires {TWO_GROUPS}, and a microbatch's group is one",
+            f"{c.hierarchical.name} requires {TWO_GROUPS}, but a microbatch has one group",
             RING.settings[0],
             NATIVE,
         )
@@ -94,7 +94,7 @@ def dynamic_transport(c: Context) -> Iterator[Finding]:
 @rule(
     "H14",
     "The longest sequence fits into all ranks together.",
-    f"A sample is spread over at most dp * cp ranks of {NAME.model.max_seqlen_per_dp_cp_rank} tokens each.",
+    f"A sample is spread over at most dp * cp ranks, with {NAME.model.max_seqlen_per_dp_cp_rank} tokens each.",
     broken(model=dict(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=32)),
 )
 def longest_sequence_fits(c: Context) -> Iterator[Finding]:
@@ -106,8 +106,7 @@ def longest_sequence_fits(c: Context) -> Iterator[Finding]:
     if c.divisible and c.packed and limit is not None and limit < needed:
         yield Finding(
             NAME.model.max_seqlen_per_dp_cp_rank,
-            f"{limit} tokens on each of {ranks} ranks are fewer than the sequence length {length}, which takes "
-            f"{needed} on each",
+            f"sequence length {length} needs {needed} tokens on each of {ranks} ranks",
             f"={needed}",
             f"{NAME.dataset.seq_length}={max(limit // unit, 1) * unit * ranks}" if limit >= unit else "",
         )
@@ -115,8 +114,8 @@ def longest_sequence_fits(c: Context) -> Iterator[Finding]:
 
 @rule(
     "H15",
-    f"{NAME.model.dynamic_context_parallel} and the default_dynamic_cp scheduler come together.",
-    "The one chooses group sizes, the other is what chooses them; dp_balanced packs for a fixed size.",
+    f"{NAME.model.dynamic_context_parallel} and the default_dynamic_cp scheduler need each other.",
+    "The setting enables dynamic group sizes, and the scheduler chooses them; dp_balanced packs for a fixed size.",
     broken(model=dict(sequence_packing_scheduler="default_dynamic_cp")),
 )
 def scheduler_fits(c: Context) -> Iterator[Finding]:
@@ -133,9 +132,9 @@ def scheduler_fits(c: Context) -> Iterator[Finding]:
 
 @rule(
     "H17",
-    "What is recomputed alone needs no group of its microbatch.",
-    "mla_up_proj and moe run again during the backward pass outside their layer, where the microbatch's group is no "
-    "longer switched on. Whole layers (full) and core_attn keep it.",
+    "Selectively recomputed modules do not need the microbatch's group.",
+    "mla_up_proj and moe run again during the backward pass, outside their layer. The microbatch's process group is "
+    "no longer active there. Whole layers (full) and core_attn keep the group.",
     broken(
         model=dict(
             sequence_packing_scheduler="dp_balanced",
@@ -161,9 +160,9 @@ def recomputation_keeps_the_group(c: Context) -> Iterator[Finding]:
 
 @rule(
     "H18",
-    "Experts are balanced over a pack by the plain auxiliary loss.",
-    "A pack is no sequence (seq_aux_loss), ranks run different numbers of packs (global_aux_loss), and sinkhorn would "
-    "count padding.",
+    "For packs, experts are balanced by the plain auxiliary loss.",
+    "A pack is not one sequence (seq_aux_loss), ranks run different numbers of packs (global_aux_loss), and "
+    "sinkhorn would count padding.",
     broken(
         model=dict(
             sequence_packing_scheduler="dp_balanced",
@@ -173,7 +172,7 @@ def recomputation_keeps_the_group(c: Context) -> Iterator[Finding]:
         )
     ),
 )
-def balance_of_packs(c: Context) -> Iterator[Finding]:
+def router_balance_in_packs(c: Context) -> Iterator[Finding]:
     kind = c.model.moe_router_load_balancing_type
     counts = kind == "sinkhorn" or (kind in ("seq_aux_loss", "global_aux_loss") and c.model.moe_aux_loss_coeff > 0)
     if c.packed and c.model.num_moe_experts and counts:
@@ -186,14 +185,14 @@ def balance_of_packs(c: Context) -> Iterator[Finding]:
 
 @rule(
     "H22",
-    "Packs go to their experts by all-to-all.",
-    "Packs have lengths of their own, on each rank another, and the allgather dispatcher gathers equal ones.",
+    "Packs are dispatched to experts by all-to-all.",
+    "Packs have different lengths on each rank, and the allgather dispatcher gathers equal lengths only.",
     broken(
         model=dict(sequence_packing_scheduler="dp_balanced", num_moe_experts=4, moe_token_dispatcher_type="allgather")
     ),
 )
-def dispatch_of_packs(c: Context) -> Iterator[Finding]:
-    if c.packs and c.model.moe_token_dispatcher_type == "allgather":  # also refused where there are no experts
+def token_dispatch_in_packs(c: Context) -> Iterator[Finding]:
+    if c.runs_packs and c.model.moe_token_dispatcher_type == "allgather":  # an error also without experts
         yield Finding(
             NAME.model.moe_token_dispatcher_type,
             "Token dispatcher type: allgather does not support variable sequence length, which packs have",
@@ -203,9 +202,9 @@ def dispatch_of_packs(c: Context) -> Iterator[Finding]:
 
 @rule(
     "H19",
-    f"Groups of other sizes for multi-latent attention start from {NAME.model.context_parallel_size} of 2.",
-    "With a configured size of 1 megatron-core cuts its rotary embeddings to the tokens of one rank, which are fewer "
-    "than the positions of a sample that several ranks share.",
+    f"Dynamic or evaluation groups with multi-latent attention need {NAME.model.context_parallel_size} of at least 2.",
+    "With a configured size of 1 megatron-core cuts rotary embeddings to the tokens of one rank. A sample on "
+    "several ranks needs more positions.",
     broken(
         *RING.settings, model=dict(dynamic_context_parallel=True, multi_latent_attention=True, context_parallel_size=1)
     ),
@@ -214,7 +213,7 @@ def latent_positions(c: Context) -> Iterator[Finding]:
     if (c.model.dynamic_context_parallel or c.eval_cp > 1) and c.model.multi_latent_attention and c.cp == 1:
         yield Finding(
             NAME.model.context_parallel_size,
-            "with multi-latent attention, groups of other sizes need all rotary positions, which are kept from 2 on",
+            "must be at least 2 with multi-latent attention and dynamic or evaluation groups",
             "=2",
         )
 
@@ -222,7 +221,7 @@ def latent_positions(c: Context) -> Iterator[Finding]:
 @rule(
     "H20",
     f"With packing, {NAME.train.micro_batch_size} is 1.",
-    "It has no effect then: a microbatch is one pack of as many samples as the scheduler says.",
+    "A micro batch is one pack, and the scheduler chooses its samples.",
     broken(model=dict(sequence_packing_scheduler="dp_balanced"), train=dict(micro_batch_size=2)),
     severity="warning",
 )
@@ -232,5 +231,5 @@ def packs_have_no_micro_batch_size(c: Context) -> Iterator[Finding]:
         yield Finding(
             NAME.train.micro_batch_size,
             f"{size} has no effect with {NAME.model.sequence_packing_scheduler}={c.model.sequence_packing_scheduler}",
-            f"=1 ({NAME.model.max_seqlen_per_dp_cp_rank} is the limit of a microbatch)",
+            f"=1 ({NAME.model.max_seqlen_per_dp_cp_rank} limits a microbatch)",
         )

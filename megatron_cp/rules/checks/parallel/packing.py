@@ -1,4 +1,4 @@
-"""F. Packed sequences, and H23 of their groups. What only a batch can tell is in :mod:`megatron_cp.rules.batch`."""
+"""F rules on packed sequences, and H23. :mod:`megatron_cp.rules.batch` has more."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from megatron_cp.rules.proposals import NATIVE, typed
 
 @rule(
     "F3",
-    "Padding between packed sequences needs fused attention, for Transformer Engine.",
-    "Under context parallelism every sequence is padded to a multiple of 2 * cp; flash attention 2 cannot skip that.",
+    "In Transformer Engine, padding between packed sequences needs fused attention.",
+    "Under context parallelism every sequence is padded to a multiple of 2 * cp. Flash attention 2 cannot skip the "
+    "padding.",
     broken(
         *RING.settings,
         "env_vars.NVTE_FUSED_ATTN=0",
@@ -23,10 +24,10 @@ from megatron_cp.rules.proposals import NATIVE, typed
     ),
 )
 def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
-    if c.backend == "te" and c.packs and c.widest > 1 and c.variable("NVTE_FUSED_ATTN") == "0":
+    if c.backend == "te" and c.runs_packs and c.max_cp > 1 and c.variable("NVTE_FUSED_ATTN") == "0":
         yield Finding(
             "env_vars.NVTE_FUSED_ATTN",
-            "is 0, and packed sequences with padding between them need Transformer Engine's fused attention",
+            "packed sequences with padding need Transformer Engine's fused attention",
             c.set_variable("NVTE_FUSED_ATTN", "1"),
             NATIVE,
         )
@@ -34,9 +35,10 @@ def padding_needs_fused_attention(c: Context) -> Iterator[Finding]:
 
 te_rule(
     "F5",
-    "Packed sequences need a Transformer Engine that has them on the transport.",
-    f"It has them: {first_versions('packs')}. Our attention has them on every transport. Before 2.18 an all-to-all of "
-    "them makes the host wait for the GPU, for each sequence: slow, a warning where it is asked for.",
+    "Packed sequences need a Transformer Engine that supports packs on the transport.",
+    f"Supported: {first_versions('packs')}. The native attention supports packs on every transport. Before 2.18 the "
+    "host waits for the GPU at each sequence in an all-to-all of packs. This is slow, and gives a warning with "
+    "attention_backend=te.",
     broken(
         *ALL_GATHER.settings,
         model=dict(attention_backend="te", sequence_packing_scheduler="dp_balanced"),
@@ -47,13 +49,13 @@ te_rule(
 
 @rule(
     "H23",
-    "Dynamic context parallelism has samples that one rank does not hold.",
-    "Groups are of one rank as long as samples fit there, but for few samples that balance so. The default limit is "
-    f"that of {NAME.model.context_parallel_size} ranks: with one of them, the longest sample.",
+    "Dynamic context parallelism needs samples that do not fit on one rank.",
+    "A group has one rank while samples fit on one, except where a few samples balance better on more. The default "
+    f"limit is the tokens of {NAME.model.context_parallel_size} ranks; with 1, the longest sample.",
     broken(*RING.settings, model=dict(dynamic_context_parallel=True, context_parallel_size=1)),
     severity="warning",
 )
-def dynamic_groups_have_a_use(c: Context) -> Iterator[Finding]:
+def dynamic_groups_are_useful(c: Context) -> Iterator[Finding]:
     model, longest, ranks = c.model, c.config.dataset.seq_length, c.dp * c.cp
     limit, smallest = model.max_seqlen_per_dp_cp_rank, model.min_dynamic_context_parallel_size
     if model.dynamic_context_parallel and c.divisible and limit is not None and ranks > 1 >= smallest:
@@ -63,8 +65,8 @@ def dynamic_groups_have_a_use(c: Context) -> Iterator[Finding]:
             field = NAME.model.max_seqlen_per_dp_cp_rank
             yield Finding(
                 field,
-                f"a rank holds {limit} tokens, and the longest sample has {longest}: nearly all groups will be of one "
-                "rank, with no gain over packs of static context parallelism",
-                f"{typed(field, shared)} (tokens that the memory of one rank allows)",
+                f"the longest sample has {longest} tokens and fits on one rank: dynamic groups of several ranks will "
+                "be rare, with no gain over static packing",
+                f"{typed(field, shared)} (choose the tokens that one rank's memory allows)",
                 f"{NAME.model.dynamic_context_parallel}=false {NAME.model.sequence_packing_scheduler}=dp_balanced",
             )

@@ -1,4 +1,4 @@
-"""B. Sequence lengths and how they are sliced."""
+"""B rules: sequence lengths and how sequences are sliced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_cp.rules.proposals import nearest_multiples
 @rule(
     "B1",
     "2 * cp divides the sequence length.",
-    "Each rank takes two of 2 * cp chunks, one from the front and one from the back, so that causal work is balanced. "
+    "Each rank takes two of 2 * cp chunks, one from the front and one from the back, to balance causal work. "
     "megatron-core alone fails late, in a view.",
     broken(dataset=dict(seq_length=250)),
 )
@@ -32,7 +32,7 @@ def sequence_divides_by_cp(c: Context) -> Iterator[Finding]:
 @rule(
     "B2",
     "With sequence parallelism, cp * tp divides the sequence length.",
-    "Each context-parallel slice is split once more over the tensor-parallel ranks.",
+    "Each context-parallel slice is split again over the tensor-parallel ranks.",
     broken(
         *RING.settings,
         model=dict(sequence_parallel=True, tensor_model_parallel_size=4, context_parallel_size=2),
@@ -52,7 +52,7 @@ def sequence_divides_by_tp(c: Context) -> Iterator[Finding]:
 
 
 def _multiple(c: Context) -> int:
-    """What the sequence length must be a multiple of."""
+    """Return the number that must divide the sequence length."""
     parts = [1]
     if c.cp > 1:
         parts.append(2 * c.cp)
@@ -63,11 +63,11 @@ def _multiple(c: Context) -> int:
 
 @rule(
     "B3",
-    "The model and the data agree on the sequence length.",
-    "Bridge's command line silently replaces the model's by the data's. Giving one of them is enough.",
+    "The model and the data have the same sequence length.",
+    "Bridge's command line silently replaces the model's length by the data's. Setting one of them is enough.",
     broken(model=dict(seq_length=512), dataset=dict(seq_length=256)),
 )
-def sequence_lengths_agree(c: Context) -> Iterator[Finding]:
+def sequence_lengths_match(c: Context) -> Iterator[Finding]:
     model, data = c.model.seq_length, c.config.dataset.seq_length
     if model is not None and model != data:
         yield Finding(
@@ -81,8 +81,8 @@ def sequence_lengths_agree(c: Context) -> Iterator[Finding]:
 
 @rule(
     "B4",
-    "The sequence fits the positions that the model knows.",
-    "Learned positions end in an index error; rotary positions go on but were never trained there.",
+    "The sequence fits the model's positions.",
+    "Learned positions end in an index error. Rotary positions continue past the length on which they were trained.",
     broken(
         dataset=dict(seq_length=512),
         model=dict(max_position_embeddings=256, position_embedding_type="learned_absolute"),
@@ -105,8 +105,8 @@ def sequence_fits_positions(c: Context) -> Iterator[Finding]:
 @rule(
     "B13",
     f"With YaRN, {NAME.model.max_position_embeddings} is the scaling factor times the original length.",
-    "Training does not read it. An exported model declares it, and some versions of transformers (4.51 is one) divide "
-    "it by the original length to get the scaling factor: with another ratio they would compute another model.",
+    "Training does not read it, but an exported model declares it. Some versions of transformers (such as 4.51) "
+    "divide it by the original length to get the scaling factor. Another ratio gives another model there.",
     broken(
         model=dict(
             position_embedding_type="yarn",
@@ -124,7 +124,7 @@ def yarn_declares_its_length(c: Context) -> Iterator[Finding]:
         return
     fix = f"{NAME.model.max_position_embeddings}={length}"
     if not math.isclose(factor * original, length):
-        message = f"times the original {original} positions is {factor * original:g}, which no model can declare"
+        message = f"times the original {original} positions is {factor * original:g}, not a whole number"
         whole = f"{NAME.model.yarn_rotary_scaling_factor}={length / original}"
         yield Finding(NAME.model.yarn_rotary_scaling_factor, message, f"{whole} {fix}")
     elif c.model.max_position_embeddings != length:

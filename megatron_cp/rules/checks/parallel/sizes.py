@@ -1,4 +1,4 @@
-"""A. The world and how the parallel sizes divide it."""
+"""A rules: the world size and how parallel sizes divide it."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from megatron_cp.rules.checks.parallel.context_parallel import FLAT
 from megatron_cp.rules.proposals import closest, divisors, either, nearest_multiples, one_of
 from megatron_cp.rules.remedies import Case
 
-_USUAL = {NAME.model.kv_channels: 64}  # where 1 is possible and of no use
+_USUAL = {NAME.model.kv_channels: 64}  # where 1 is valid but useless
 
 
-def _proper(field: str) -> str:
-    """Sizes that are surely possible."""
+def _valid_sizes(field: str) -> str:
+    """Return overrides of a setting with sizes that are valid in any run."""
     default = default_at(field)
     return one_of(field, [default, *(size for size in (1, _USUAL.get(field)) if size not in (None, default))])
 
 
 def oversized(case: Case) -> list[Finding]:
-    """The sizes that are surely mistyped, and with which the checks themselves would take for ever."""
+    """Return findings for sizes so large that the other checks would not finish."""
     found = []
     if case.world_size > MOST_RANKS:
         message = f"must be at most {MOST_RANKS}, got {case.world_size}"
         found.append(Finding("world size", message, f"start {case.config.model.fewest_ranks} ranks"))
     for field, value, facts in case.out_of_range("size"):
         if value > facts.most:
-            found.append(Finding(field, f"must be at most {facts.most}, got {value}", _proper(field)))
+            found.append(Finding(field, f"must be at most {facts.most}, got {value}", _valid_sizes(field)))
     return found
 
 
 @rule(
     "A1",
-    "Sizes and counts are at least 1, and no larger than anything that exists.",
-    "Upstream a context parallel size of 0 ends in a ZeroDivisionError deep in the set-up of the process groups. "
-    "With a number far too large the checks would count to it.",
+    "Sizes and counts are at least 1 and below a generous limit.",
+    "Upstream a context parallel size of 0 raises ZeroDivisionError deep in process group setup. The checks "
+    "themselves would not finish with huge numbers.",
     broken(train=dict(train_iters=0)),
 )
 def sizes_are_positive(c: Context) -> Iterator[Finding]:
     for field, value, facts in c.out_of_range("size"):
         if value < facts.least:
-            yield Finding(field, f"must be an integer of at least 1, got {value}", _proper(field))
+            yield Finding(field, f"must be an integer of at least 1, got {value}", _valid_sizes(field))
     if c.world_size < 1:
         message = f"must be an integer of at least 1, got {c.world_size}"
         yield Finding("world size", message, f"start {c.model.fewest_ranks} ranks")
@@ -56,7 +56,7 @@ def sizes_are_positive(c: Context) -> Iterator[Finding]:
 @rule(
     "A2",
     "tp * pp * cp divides the world size.",
-    "The ranks are a grid with these sides; what is left over is the data-parallel size.",
+    "The ranks form a grid with these sides; the quotient is the data-parallel size.",
     broken(model=dict(pipeline_model_parallel_size=2), world_size=4),
 )
 def world_is_divisible(c: Context) -> Iterator[Finding]:
@@ -80,7 +80,7 @@ def world_is_divisible(c: Context) -> Iterator[Finding]:
 @rule(
     "A3",
     "etp * ep * pp divides the world size.",
-    "Experts see the same ranks as another grid, whose sides must divide them too.",
+    "Expert layers divide the same ranks into a second grid.",
     broken(model=dict(num_moe_experts=6, expert_model_parallel_size=3)),
 )
 def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
@@ -91,7 +91,7 @@ def world_is_divisible_for_experts(c: Context) -> Iterator[Finding]:
         more = f"start {ranks} ranks (or a multiple of them)" if ranks <= MOST_RANKS else ""
         field = NAME.model.expert_model_parallel_size
         fix = either(one_of(field, closest(fitting, c.ep)), more)
-        if not c.model.num_moe_experts and c.etp != c.tp:  # their groups are built all the same
+        if not c.model.num_moe_experts and c.etp != c.tp:  # expert groups are built without experts too
             field = NAME.model.expert_tensor_parallel_size
             fix = either(f"{field}=null (there are no experts)", more)
         yield Finding(
@@ -125,8 +125,8 @@ def heads_divide_by_tp(c: Context) -> Iterator[Finding]:
 @rule(
     "A5",
     "tp divides the key/value heads, or the other way round.",
-    "A rank holds whole key/value heads, or shares one with its neighbours, of which each computes an equal part of "
-    "its dimensions.",
+    "A rank holds whole key/value heads or shares one with its neighbours. Each neighbour then computes an equal "
+    "part of the head's dimensions.",
     broken(model=dict(num_attention_heads=12, num_query_groups=3, tensor_model_parallel_size=2), world_size=8),
 )
 def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
@@ -143,7 +143,7 @@ def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
         step = math.lcm(2, c.tp // math.gcd(2 * groups, c.tp))  # even, for rotary embeddings
         yield Finding(
             NAME.model.kv_channels,
-            f"{groups} key and value heads of {dim} dimensions cannot be shared equally by the ranks of "
+            f"{groups} key/value heads of {dim} dimensions cannot be divided equally over "
             f"{NAME.model.tensor_model_parallel_size} ({c.tp})",
             values=nearest_multiples(dim, step),
         )
@@ -152,7 +152,7 @@ def kv_heads_divide_by_tp(c: Context) -> Iterator[Finding]:
 def _batch_finding(c: Context, field: str, message: str, global_batch: int, micro_batch: int) -> Iterator[Finding]:
     multiple = max(1, micro_batch) * c.dp
     if global_batch < 1:
-        return  # rule A1 has said so
+        return  # rule A1 reports it
     if c.divisible and not c.packed and (global_batch % multiple or global_batch < multiple):
         yield Finding(
             field,
@@ -164,7 +164,7 @@ def _batch_finding(c: Context, field: str, message: str, global_batch: int, micr
 @rule(
     "A6",
     "The global batch divides into micro batches over the data-parallel replicas.",
-    "Every replica takes the same number of micro batches; context parallelism reduces the number of replicas.",
+    "Every replica runs the same number of micro batches. Context parallelism reduces the number of replicas.",
     broken(train=dict(global_batch_size=12, micro_batch_size=8)),
 )
 def batch_divides(c: Context) -> Iterator[Finding]:
@@ -184,7 +184,7 @@ def batch_divides(c: Context) -> Iterator[Finding]:
 )
 def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
     validation = c.config.validation
-    if c.packs:
+    if c.runs_packs:
         return  # a pack takes any number of samples
     if validation.eval_iters and (validation.eval_global_batch_size or validation.eval_micro_batch_size):
         batch, micro = c.config.evaluation_batch
@@ -199,15 +199,15 @@ def evaluation_batch_divides(c: Context) -> Iterator[Finding]:
     "A8",
     f"With {NAME.dist.use_tp_pp_dp_mapping} and pipeline stages, dense and expert layers have equal data-parallel "
     "sizes.",
-    "In that order the stages of both grids must be the same ranks; megatron-core's MPU asserts it after some groups "
-    "were already built. Our decentralized groups do not need it for dense models.",
+    "In that rank order the stages of both grids must have the same ranks. megatron-core's MPU asserts this after "
+    "it has built some groups. Decentralized groups do not need it for dense models.",
     broken(
         *RING.settings,
         dist=dict(use_tp_pp_dp_mapping=True),
         model=dict(pipeline_model_parallel_size=2, context_parallel_size=2),
     ),
 )
-def stages_agree_in_the_other_order(c: Context) -> Iterator[Finding]:
+def stages_match_in_tp_pp_dp_order(c: Context) -> Iterator[Finding]:
     free = c.config.dist.use_decentralized_pg and not c.model.num_moe_experts
     if c.config.dist.use_tp_pp_dp_mapping and c.pp > 1 and c.tp * c.cp != c.etp * c.ep and not free:
         yield Finding(
@@ -237,18 +237,18 @@ def sequence_parallel_needs_tp(c: Context) -> Iterator[Finding]:
 
 @rule(
     "A12",
-    "CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor or context parallelism before Blackwell.",
-    "With more hardware queues a communication kernel may be scheduled after the computation that it should overlap.",
+    "CUDA_DEVICE_MAX_CONNECTIONS is 1 for tensor or context parallelism before Blackwell.",
+    "With more hardware queues a communication kernel may start after the computation that it should overlap.",
     broken(environment="gpu"),
     severity="warning",
 )
 def one_hardware_queue(c: Context) -> Iterator[Finding]:
     before_blackwell = c.environment.device == "gpu" and (c.environment.compute_capability or 0) < 10
     value = c.variable("CUDA_DEVICE_MAX_CONNECTIONS")
-    if before_blackwell and c.tp * c.widest > 1 and value != "1":
+    if before_blackwell and c.tp * c.max_cp > 1 and value != "1":
         yield Finding(
             "env_vars.CUDA_DEVICE_MAX_CONNECTIONS",
-            f"is {value or 'not set'}; communication may not overlap with computation",
+            f"is {value or 'not set'}: communication may not overlap with computation",
             c.set_variable("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
         )
 
@@ -256,8 +256,8 @@ def one_hardware_queue(c: Context) -> Iterator[Finding]:
 @rule(
     "A13",
     "The ranks of an all-to-all level share a node.",
-    f"The all-to-all of {HIERARCHICAL.name} is exposed and moves every head; across nodes it runs at the network's "
-    "speed, which is what the hierarchy is meant to avoid.",
+    f"The all-to-all of {HIERARCHICAL.name} is exposed and moves every head. Across nodes it runs at network speed, "
+    "which the hierarchy should avoid.",
     broken(model=dict(tensor_model_parallel_size=4, num_query_groups=8), world_size=16, gpus_per_node=4),
     severity="warning",
 )
@@ -266,7 +266,7 @@ def all_to_all_stays_inside_nodes(c: Context) -> Iterator[Finding]:
         return
     try:
         groups = layout_of(c.model, c.config.dist, c.world_size).hierarchical_groups()[0]
-    except ValueError:  # an impossible layout is another rule's matter
+    except ValueError:  # other rules report impossible layouts
         return
     node = c.node_size
     spans = [len({rank // node for rank in group}) for group in groups]
@@ -304,8 +304,8 @@ def experts_divide(c: Context) -> Iterator[Finding]:
 
 @rule(
     "A19",
-    "A vocabulary is padded to the same rows under every tensor parallel size.",
-    "Rows that pad it take part in the softmax: with more of them it is another model, with other losses.",
+    "The vocabulary is padded to the same size under every tensor parallel size.",
+    "Padding rows take part in the softmax. With another number of rows it is another model, with other losses.",
     broken("parallel=none", model=dict(make_vocab_size_divisible_by=1, tensor_model_parallel_size=2), world_size=2),
 )
 def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
@@ -314,14 +314,14 @@ def vocabulary_is_padded_alike(c: Context) -> Iterator[Finding]:
         return
     fitting = math.lcm(unit, c.tp)
     if size is None:
-        rows = f"to a multiple of {fitting} here and of {unit} on one rank, which may be another number of rows"
+        rows = f"to a multiple of {fitting} here and of {unit} on one rank, which may differ"
     elif padded(size, unit, c.tp) != padded(size, unit, 1):
         rows = f"to {padded(size, unit, c.tp)} rows here and to {padded(size, unit, 1)} on one rank"
     else:
         return
     yield Finding(
         NAME.model.make_vocab_size_divisible_by,
-        f"is no multiple of tp {c.tp}: the vocabulary is padded {rows}",
-        f"={fitting} (the same model under this tp and all that divide it)",
+        f"not a multiple of tp {c.tp}: the vocabulary is padded {rows}",
+        f"={fitting} (the same model under this tp and its divisors)",
         severity=None if size else "warning",
     )

@@ -1,4 +1,4 @@
-"""A. Layers and micro batches on the pipeline stages."""
+"""A rules on pipeline stages: layers and micro batches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _ENDS = (NAME.model.num_layers_in_first_pipeline_stage, NAME.model.num_layers_in
 @rule(
     "A15",
     "The layers divide over the pipeline stages.",
-    "Every stage, and every virtual stage, holds as many layers. The embedding and the loss may count as one each. "
-    "Or the first and the last stage have numbers of their own, and those between divide the rest.",
+    "Every stage, and every virtual stage, has the same number of layers. The embedding and the loss may count as "
+    "one layer each. Alternatively the first and last stage have their own numbers, and the others divide the rest.",
     broken(model=dict(pipeline_model_parallel_size=3), world_size=12),
 )
 def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
@@ -23,14 +23,14 @@ def layers_divide_over_stages(c: Context) -> Iterator[Finding]:
     ends = {field: c.config.value_at(field) for field in _ENDS if c.config.value_at(field) is not None}
     counted = model.account_for_embedding_in_pipeline_split + model.account_for_loss_in_pipeline_split
     if model.architecture == "hybrid":
-        counted = 0  # its pattern has layers only (and K19 refuses the settings)
+        counted = 0  # the pattern has layers only; rule K19 reports the settings
     elif ends:
         yield from _uneven_stages(c, ends, bool(counted))
         return
     layers = model.num_layers + counted
     virtual = max(1, model.virtual_pipeline_model_parallel_size or 1) if c.pp > 1 else 1
     stages = c.pp * virtual
-    if layers % stages and "|" not in (model.hybrid_layer_pattern or ""):  # there the pattern says what lies where
+    if layers % stages and "|" not in (model.hybrid_layer_pattern or ""):  # | assigns layers to stages
         valid = sorted({n for n in (layers // stages * stages, (layers // stages + 1) * stages) if n})
         yield Finding(
             NAME.model.num_layers,
@@ -47,12 +47,12 @@ def _fewer_stages(c: Context, layers: int, virtual: int) -> list[int]:
 
 
 def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[Finding]:
-    """``ends`` are the layers of the first stage, the last one or both, by the names of their settings."""
+    """Check uneven stages. ``ends``: setting -> layers of the first and last stage."""
     field, layers = next(iter(ends)), c.model.num_layers
     between, left = c.pp - len(ends), layers - sum(ends.values())
     virtual = max(1, c.model.virtual_pipeline_model_parallel_size or 1)
     if min(ends.values()) < 1:
-        return  # rule A1 has said so
+        return  # rule A1 reports it
     if c.pp == 1:
         yield Finding(field, "needs pipeline stages", "=null", f"{NAME.model.pipeline_model_parallel_size}=2")
     elif counted:
@@ -60,11 +60,12 @@ def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[
         message = f"cannot be set at the same time with {' or '.join(flags)}"
         yield Finding(field, message, "=null", f"{' '.join(f'{flag}=false' for flag in flags)}")
     elif not between and virtual > 1:
-        # megatron-core divides by the number of stages between, to number the layers.
-        yield Finding(field, "with two interleaved stages one of the two numbers says both", "=null")
+        # megatron-core divides by the number of middle stages to number the layers.
+        yield Finding(field, "with two interleaved stages set the layers of one stage only", "=null")
     elif not between and left:
         valid = f"{field}={layers - (sum(ends.values()) - ends[field])}"
-        yield Finding(field, f"two stages of {' and '.join(map(str, ends.values()))} layers are not {layers}", valid)
+        sizes = " and ".join(map(str, ends.values()))
+        yield Finding(field, f"two stages of {sizes} layers do not add up to {layers}", valid)
     elif any(number % virtual for number in ends.values()):
         field = next(name for name, number in ends.items() if number % virtual)
         message = f"must be divisible by virtual_pipeline_model_parallel_size={virtual}"
@@ -75,7 +76,7 @@ def _uneven_stages(c: Context, ends: dict[str, int], counted: bool) -> Iterator[
         yield Finding(
             NAME.model.num_layers,
             f"num_layers={layers} leaves {left} for the {between} other pipeline stages"
-            + (f" of {virtual} virtual ones each" if virtual > 1 else ""),
+            + (f" with {virtual} virtual stages each" if virtual > 1 else ""),
             values=[rest + number for number in valid_rests],
         )
 
@@ -98,9 +99,9 @@ def interleaving_needs_stages(c: Context) -> Iterator[Finding]:
 
 @rule(
     "A17",
-    "With virtual stages the number of micro batches is a multiple of the group that a stage works through.",
+    "With virtual stages the number of micro batches is a multiple of the micro batch group.",
     "The interleaved schedule sends micro batches through the stages in groups of "
-    f"{NAME.model.microbatch_group_size_per_vp_stage} (by default pp).",
+    f"{NAME.model.microbatch_group_size_per_vp_stage} (default: pp).",
     broken(
         model=dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
         train=dict(global_batch_size=3, micro_batch_size=1),
@@ -123,7 +124,7 @@ def interleaved_microbatches(c: Context) -> Iterator[Finding]:
     if c.packed or not c.divisible:  # packs come in multiples of the group
         return
     yield from _interleaving(c, NAME.train.global_batch_size, train.global_batch_size, train.micro_batch_size)
-    if c.config.validation.eval_iters and not c.packs:
+    if c.config.validation.eval_iters and not c.runs_packs:
         yield from _interleaving(c, NAME.validation.eval_global_batch_size, *c.config.evaluation_batch)
 
 

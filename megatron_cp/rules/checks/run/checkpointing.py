@@ -1,4 +1,4 @@
-"""K. Checkpoints, exits and numbers that go wrong."""
+"""K rules on checkpoints and on intervals."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_cp.rules.proposals import default_of
 
 @rule(
     "K50",
-    "Checkpoints to keep for ever are among those that are saved.",
-    "save_retain_interval keeps its multiples; a checkpoint is written at multiples of save_interval. megatron-core "
-    "asks for the same.",
+    "Checkpoints to keep are among the checkpoints that are saved.",
+    "save_retain_interval keeps its multiples; save_interval writes checkpoints at its multiples. megatron-core "
+    "requires the same.",
     broken(checkpoint=dict(save_interval=20, save_retain_interval=50)),
 )
 def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
@@ -23,13 +23,13 @@ def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
     if every is None:
         yield Finding(
             NAME.checkpoint.save_retain_interval,
-            f"keeps multiples of {kept}, but {NAME.checkpoint.save_interval} is not set: only the end is saved",
+            f"{NAME.checkpoint.save_interval} is not set: only the last iteration is saved",
             f"{NAME.checkpoint.save_interval}={kept}",
         )
     elif every > 0 and kept % every:
         yield Finding(
             NAME.checkpoint.save_retain_interval,
-            f"keeps multiples of {kept}, which {NAME.checkpoint.save_interval}={every} does not divide",
+            f"must be a multiple of {NAME.checkpoint.save_interval}={every}",
             f"={max(1, kept // every) * every}",
         )
 
@@ -37,7 +37,7 @@ def retained_checkpoints_are_saved(c: Context) -> Iterator[Finding]:
 @rule(
     "K51",
     "Intervals, times, thresholds and scales are above zero.",
-    "Zero would mean always or never, depending on who reads it; null means never, or the usual scale.",
+    "Zero is ambiguous: always or never. null means never, or the default scale.",
     broken(checkpoint=dict(save_interval=0)),
 )
 def intervals_are_positive(c: Context) -> Iterator[Finding]:
@@ -48,8 +48,8 @@ def intervals_are_positive(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K52",
-    "A run that is saved without its optimizer cannot be resumed with it.",
-    "Adam's moments are gone; a run that was stopped and started again with load_optim would end at once.",
+    "A run saved without its optimizer cannot be resumed with it.",
+    "Adam's moments are lost. With load_optim a resumed run would stop with an error.",
     broken(checkpoint=dict(save_optim=False, save_interval=10)),
     severity="warning",
 )
@@ -58,19 +58,19 @@ def resuming_needs_the_optimizer(c: Context) -> Iterator[Finding]:
     if not wanted.save_optim and wanted.load_optim and wanted.save_interval is not None:
         yield Finding(
             NAME.checkpoint.save_optim,
-            "checkpoints without the optimizer's state end an attempt to go on from them",
+            f"resuming will fail: checkpoints have no optimizer state, but {NAME.checkpoint.load_optim} is true",
             "=true",
-            f"{NAME.checkpoint.load_optim}=false (goes on with a fresh optimizer)",
+            f"{NAME.checkpoint.load_optim}=false (resumes with a fresh optimizer)",
         )
 
 
 @rule(
     "K53",
-    "Checkpoints have a folder, and a number of them is kept.",
-    "An empty path is the current folder; only -1 (all of them) or at least one checkpoint can be kept.",
+    "Checkpoint folders have names, and at least one checkpoint is kept.",
+    "An empty path is the current folder. most_recent_k is -1 (keep all) or at least 1.",
     broken(f"{NAME.checkpoint.save}=''"),
 )
-def checkpoints_have_a_place(c: Context) -> Iterator[Finding]:
+def checkpoint_folders_are_named(c: Context) -> Iterator[Finding]:
     wanted = c.config.checkpoint
     places = {"save": wanted.save, "load": wanted.load, "pretrained_checkpoint": wanted.pretrained_checkpoint}
     for name, place in places.items():
@@ -79,6 +79,6 @@ def checkpoints_have_a_place(c: Context) -> Iterator[Finding]:
     if wanted.most_recent_k != -1 and wanted.most_recent_k < 1:
         yield Finding(
             NAME.checkpoint.most_recent_k,
-            f"must be -1, which keeps all, or at least 1, got {wanted.most_recent_k}",
+            f"must be -1 (keep all) or at least 1, got {wanted.most_recent_k}",
             "=-1",
         )

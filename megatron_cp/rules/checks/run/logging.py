@@ -1,4 +1,4 @@
-"""K. Profiles, metrics and where they go."""
+"""K rules on profiling, metrics and logging."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_cp.rules.base import Context, Finding, broken, rule
 
 @rule(
     "K40",
-    "A profile has steps and ranks, and one tool.",
-    "Bridge asks for the same: PyTorch's profiler and Nsight Systems cannot listen to one GPU at the same time; an "
-    "empty range would profile nothing without a word.",
+    "A profile has steps, ranks and one tool.",
+    "Bridge requires the same: PyTorch's profiler and Nsight Systems cannot profile one GPU at the same time. An "
+    "empty range of steps would silently profile nothing.",
     broken(profiling=dict(use_pytorch_profiler=True, profile_step_start=5, profile_step_end=5)),
 )
-def a_profile_has_steps(c: Context) -> Iterator[Finding]:
+def profile_has_steps(c: Context) -> Iterator[Finding]:
     wanted, iterations = c.config.profiling, c.config.train.train_iters
     if not (wanted.use_pytorch_profiler or wanted.use_nsys_profiler):
         return
@@ -32,14 +32,13 @@ def a_profile_has_steps(c: Context) -> Iterator[Finding]:
     elif end <= start:
         yield Finding(
             NAME.profiling.profile_step_end,
-            f"profile_step_end ({end}) must be > profile_step_start ({start}): the iterations after {start} up to "
-            f"{end} are profiled",
+            f"profile_step_end ({end}) must be > profile_step_start ({start})",
             f"={start + 2}",
         )
     elif start >= iterations:
         yield Finding(
             NAME.profiling.profile_step_start,
-            f"the run ends after {iterations} iterations, before its profile begins",
+            f"the run ends after {iterations} iterations, before the profile starts",
             f"={max(0, iterations - 2)} {NAME.profiling.profile_step_end}={iterations}",
             severity="warning",
         )
@@ -47,9 +46,7 @@ def a_profile_has_steps(c: Context) -> Iterator[Finding]:
     if missing or not wanted.profile_ranks:
         yield Finding(
             NAME.profiling.profile_ranks,
-            f"names ranks that this run of {c.world_size} ranks does not have: {missing}"
-            if missing
-            else "names no rank",
+            f"this run of {c.world_size} ranks does not have the ranks {missing}" if missing else "must name a rank",
             "=[0]",
         )
 
@@ -57,7 +54,7 @@ def a_profile_has_steps(c: Context) -> Iterator[Finding]:
 @rule(
     "K41",
     "Nsight Systems and NVTX ranges need a GPU.",
-    "They mark what NVIDIA's tools see of the CUDA runtime, which is not there without one.",
+    "They record the CUDA runtime.",
     broken(profiling=dict(use_nsys_profiler=True)),
 )
 def nsight_needs_a_gpu(c: Context) -> Iterator[Finding]:
@@ -65,7 +62,7 @@ def nsight_needs_a_gpu(c: Context) -> Iterator[Finding]:
         if getattr(c.config.profiling, name) and c.environment.device == "cpu":
             yield Finding(
                 f"profiling.{name}",
-                "needs a GPU, and there is none",
+                "needs a GPU, but there is none",
                 "=false",
                 f"=false {NAME.profiling.use_pytorch_profiler}=true",
             )
@@ -73,16 +70,15 @@ def nsight_needs_a_gpu(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K42",
-    "Weights & Biases is installed where it is asked for.",
-    "Found out here, not when the first numbers are to be sent. Whoever may not reach the network sets "
-    "WANDB_MODE=offline.",
+    "Weights & Biases is installed where it is used.",
+    "Checked here, before the first metrics are sent. Without network access, export WANDB_MODE=offline.",
     broken(logger=dict(wandb_project="mine")),
 )
-def weights_and_biases_is_there(c: Context) -> Iterator[Finding]:
+def weights_and_biases_is_installed(c: Context) -> Iterator[Finding]:
     if c.config.logger.wandb_project and c.environment.wandb is None:
         yield Finding(
             NAME.logger.wandb_project,
-            "asks for Weights & Biases, which is not installed",
+            "needs Weights & Biases, which is not installed",
             how_to_install("wandb"),
             "=null",
         )
@@ -92,8 +88,8 @@ def weights_and_biases_is_there(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K43",
-    "Something is logged now and then.",
-    "The interval divides the iteration's number; 0 would end the first step with a ZeroDivisionError.",
+    "The log interval is at least 1.",
+    "An interval of 0 would end the first step with a ZeroDivisionError.",
     broken(logger=dict(log_interval=0)),
 )
 def log_interval(c: Context) -> Iterator[Finding]:

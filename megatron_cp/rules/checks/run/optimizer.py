@@ -1,4 +1,4 @@
-"""I and K, of the optimizer: its kind, and the schedule of its learning rate and weight decay."""
+"""I and K rules on the optimizer and its schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_cp.rules.proposals import EXPERTS_LIKE_THE_REST, default_of
 @rule(
     "I9",
     "The learning rate's schedule is consistent.",
-    "megatron-core's scheduler asserts these, mostly without a message.",
+    "megatron-core's scheduler asserts these conditions, mostly without a message.",
     broken(scheduler=dict(lr_decay_iters=10, lr_warmup_iters=10)),
 )
 def schedule_is_consistent(c: Context) -> Iterator[Finding]:
@@ -29,7 +29,7 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
             "=null",
         )
     if decay is not None and decay < 1:
-        if c.config.train.train_iters >= 1:  # else it follows from that, and rule A1 has said so
+        if c.config.train.train_iters >= 1:  # rule A1 reports train_iters, the default of this setting
             yield Finding(
                 NAME.scheduler.lr_decay_iters,
                 f"must be at least 1, got {decay}",
@@ -48,21 +48,20 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     elif fraction is None and warmup < schedule.lr_warmup_iters:
         yield Finding(
             NAME.scheduler.lr_warmup_iters,
-            f"the run has {decay} iterations: the learning rate rises for {warmup} of them",
+            f"the run has {decay} iterations: the warmup ends after {warmup}",
             f"={warmup} (silences this warning)",
-            f"{NAME.scheduler.lr_decay_iters}={schedule.lr_warmup_iters + 1} (where the run begins a longer schedule)",
+            f"{NAME.scheduler.lr_decay_iters}={schedule.lr_warmup_iters + 1} (starts a longer schedule)",
             severity="warning",
         )
     left = c.config.train.train_iters - (decay or 0)
-    # Some iterations more are how many end a run; most of one is seldom meant: a run's own config.yaml, made longer.
+    # A short tail at min_lr is common; a long one is seldom intended (a run's config.yaml with more iterations).
     if decay is not None and decay >= 1 and schedule.lr_decay_style != "constant" and left > 0.1 * (decay + left):
         yield Finding(
             NAME.scheduler.lr_decay_iters,
-            f"the last {left} of {decay + left} iterations are behind the schedule: the learning rate stays at "
-            f"{NAME.optimizer.min_lr}={optimizer.min_lr:g} there",
+            f"the schedule ends {left} iterations before the run: they use {NAME.optimizer.min_lr}="
+            f"{optimizer.min_lr:g}",
             f"={decay + left}",
-            f"={decay + left} {NAME.scheduler.override_opt_param_scheduler}=true (where the run has begun with the "
-            "other)",
+            f"={decay + left} {NAME.scheduler.override_opt_param_scheduler}=true (when resuming)",
             severity="warning",
         )
     if optimizer.lr < 0:
@@ -77,12 +76,12 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     if schedule.lr_decay_style == "WSD" and decay is not None and 0 <= warmup < decay:
         last, most = schedule.lr_wsd_decay_iters, decay - warmup
         if last is None:
-            message = "must be set for lr_decay_style=WSD"
+            message = "must be set with lr_decay_style=WSD"
             yield Finding(NAME.scheduler.lr_wsd_decay_iters, message, f"={max(1, most // 10)}")
         elif not 1 <= last <= most:
             yield Finding(
                 NAME.scheduler.lr_wsd_decay_iters,
-                f"must be from 1 to the {most} iterations between the warmup ({warmup}) and the end of the schedule "
+                f"must be from 1 to {most}, the iterations between warmup ({warmup}) and the end of the schedule "
                 f"({decay}), got {last}",
                 f"={1 if last < 1 else most}",
                 f"{NAME.scheduler.lr_decay_iters}={warmup + last}" if last >= 1 else "",
@@ -94,12 +93,12 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
         yield Finding(name, "weight decay must be at least 0", "=0.0")
     elif end < start:
         yield Finding(
-            NAME.scheduler.end_weight_decay, f"weight decay must not fall: it goes from {start} to {end}", f"={start}"
+            NAME.scheduler.end_weight_decay, f"weight decay must not decrease: from {start} to {end}", f"={start}"
         )
     elif end > start and schedule.weight_decay_incr_style == "constant":
         yield Finding(
             NAME.scheduler.weight_decay_incr_style,
-            f"weight decay goes from {start} to {end}, which is not constant",
+            f"weight decay changes from {start} to {end}, which is not constant",
             "=linear",
             f"{NAME.scheduler.start_weight_decay}={end}",
         )
@@ -115,7 +114,8 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
 @rule(
     "K56",
     "A length is given in iterations or in samples, not in both.",
-    "Samples become iterations, of whole global batches, where those are not given; one of two would be ignored.",
+    "Samples are converted into iterations of whole global batches where iterations are not given. With both, "
+    "samples would be ignored.",
     broken(scheduler=dict(lr_decay_iters=50, lr_decay_samples=400)),
 )
 def one_length(c: Context) -> Iterator[Finding]:
@@ -130,8 +130,8 @@ def one_length(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K9",
-    "The distributed optimizer is Adam's.",
-    "megatron-core's distributed optimizer cannot save another one's state.",
+    "The distributed optimizer needs Adam.",
+    "megatron-core's distributed optimizer cannot save the state of other optimizers.",
     broken(optimizer=dict(optimizer="sgd")),
 )
 def distributed_adam(c: Context) -> Iterator[Finding]:
@@ -163,9 +163,10 @@ def overlap_is_possible(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K60",
-    "Muon and its like find their package, a precision and a way to divide matrices.",
-    "They come from the package emerging-optimizers. megatron-core leaves fp16 out. Blockwise, each tensor-parallel "
-    "rank makes its own part of a matrix orthogonal, so that results differ from single rank.",
+    "Muon and related optimizers need their package, bf16 or fp32, and a whole-matrix mode.",
+    "The optimizers are in the package emerging-optimizers. megatron-core does not support them in fp16. In "
+    "blockwise mode each tensor-parallel rank orthogonalizes its own part of a matrix, so results differ from "
+    "single rank.",
     broken(optimizer=dict(optimizer="muon", use_distributed_optimizer=False)),
 )
 def emerging_optimizers(c: Context) -> Iterator[Finding]:
@@ -173,27 +174,27 @@ def emerging_optimizers(c: Context) -> Iterator[Finding]:
     if kind in ("adam", "sgd"):
         return
     if c.environment.emerging_optimizers is None:
-        message = f"{kind} is in the package emerging-optimizers, which is not installed"
+        message = f"{kind} needs the package emerging-optimizers, which is not installed"
         yield Finding(field, message, "in the clone: uv pip install emerging-optimizers", "=adam")
     if c.config.mixed_precision.fp16:
         yield Finding(field, f"{kind} does not support fp16", "mixed_precision=bf16_mixed", "=adam")
     if c.spreads_experts:
-        message = f"{kind}'s state of experts that are spread over other ranks than the rest fits no other layout"
+        message = f"with expert parallelism, {kind}'s state cannot be resumed under another layout"
         yield Finding(field, message, EXPERTS_LIKE_THE_REST, "=adam")
     if kind == "muon" and optimizer.muon_tp_mode == "blockwise" and max(c.tp, c.etp) > 1:
-        message = "makes each tensor-parallel rank's part of a matrix orthogonal, and results differ from single rank"
+        message = "each tensor-parallel rank orthogonalizes its part of a matrix: results differ from single rank"
         yield Finding(NAME.optimizer.muon_tp_mode, message, "=duplicated", "=distributed")
 
 
 @rule(
     "K65",
-    "Learning rates of some parameters' own go with the distributed optimizer.",
-    "A checkpoint that the plain optimizer wrote on pipeline stages with and without such parameters fits no other "
-    "layout. With muP, Muon's does.",
+    "Separate learning rates need the distributed optimizer.",
+    "Some pipeline stages have no such parameters. Checkpoints of the plain optimizer then cannot be resumed under "
+    "another layout. With muP, Muon's can.",
     broken(optimizer=dict(decoupled_lr=0.001, use_distributed_optimizer=False)),
 )
-def rates_of_their_own(c: Context) -> Iterator[Finding]:
-    optimizer, message = c.config.optimizer, "needs the distributed optimizer to be resumed under another layout"
+def separate_learning_rates(c: Context) -> Iterator[Finding]:
+    optimizer, message = c.config.optimizer, "needs the distributed optimizer to resume under another layout"
     distributed = f"{NAME.optimizer.optimizer}=adam {NAME.optimizer.use_distributed_optimizer}=true"
     if optimizer.use_distributed_optimizer:
         return
@@ -206,8 +207,8 @@ def rates_of_their_own(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K61",
-    "Gradient buckets are given by their size or by their number.",
-    "megatron-core asserts it.",
+    "Gradient buckets have a size or a number, not both.",
+    "megatron-core asserts this.",
     broken(ddp=dict(num_buckets=4, bucket_size=1000000)),
 )
 def buckets_are_given_once(c: Context) -> Iterator[Finding]:

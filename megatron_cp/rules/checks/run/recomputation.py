@@ -1,4 +1,4 @@
-"""K, of recomputation: activations that the backward pass makes again instead of finding them kept."""
+"""K rules on recomputation of activations in the backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SETTINGS = (
     NAME.model.recompute_modules,
     NAME.model.distribute_saved_activations,
 )
-# By model.recompute_granularity, what it does not look at. A number of layers is refused for selective.
+# model.recompute_granularity -> settings that it ignores. A number of layers is an error for selective.
 _NOT_READ = {
     None: _SETTINGS,
     "full": (NAME.model.recompute_modules,),
@@ -26,23 +26,22 @@ _NOT_READ = {
 
 @rule(
     "K7",
-    "Activation recomputation is fully described, and can be done.",
-    "megatron-core needs a method and a number of layers for 'full', and neither number for 'selective'. With none of "
-    "the two it ignores them, silently, and keeps all activations. A recomputed mlp gives its bias parameter back as "
-    "an output of its own, and the backward pass begins again until no memory is left. Recomputing mla_up_proj or "
-    "layernorm compiles C++ in the first backward pass (torch's share_storage_ext). A GPU's machine must then have "
-    "ninja and a compiler. It must not have the lock file of an earlier attempt: torch waits for it and logs nothing. "
-    "Activations are "
-    "distributed by the MPU's groups, of whole layers only, and those of a hybrid model cannot be.",
+    "The settings of activation recomputation are complete and supported.",
+    "megatron-core needs a method and a number of layers for 'full', and neither for 'selective'. Without a "
+    "granularity it silently ignores both and keeps all activations. A recomputed mlp returns its bias parameter as "
+    "an output, and the backward pass repeats until memory runs out. Recomputing mla_up_proj or layernorm compiles "
+    "C++ in the first backward pass (torch's share_storage_ext). A GPU machine then needs ninja and a compiler. A "
+    "lock file of an earlier attempt makes torch wait without a message. Saved activations are distributed over the "
+    "MPU's groups, for whole layers only and not in hybrid models.",
     broken(model=dict(recompute_granularity="full")),
 )
 def recomputation(c: Context) -> Iterator[Finding]:
     yield from _layers(c)
     yield from _distributed(c)
     kind, granularity = c.model.recompute_granularity, NAME.model.recompute_granularity
-    message, others = f"has no effect on {granularity}={kind}", []
+    message, others = f"has no effect with {granularity}={kind}", []
     if kind is None:
-        message = f"has no effect: {granularity} is null, and nothing is recomputed"
+        message = f"has no effect: {granularity} is null"
         others = [f"{granularity}=full", f"{granularity}=selective"]
     for field in filter(c.config.value_at, _NOT_READ[kind]):
         yield Finding(field, message, default_of(field), *others, severity="warning")
@@ -82,11 +81,11 @@ def _distributed(c: Context) -> Iterator[Finding]:
     if model.sequence_parallel or c.tp == 1:
         message = "distribute_saved_activations must be false when sequence parallel is enabled, and needs tp > 1"
     elif model.recompute_granularity == "selective":
-        message = f"distributes nothing of {NAME.model.recompute_granularity}=selective: whole layers (full) only"
+        message = f"needs {NAME.model.recompute_granularity}=full"
     elif model.architecture == "hybrid":
-        message = "cannot be done for hybrid models, whose first layer is given a view of the embeddings"
+        message = "not supported in hybrid models: the input of the first layer is a view of the embeddings"
     elif c.config.dist.use_decentralized_pg:
-        message = f"distributes by the MPU's groups, which are not there with {NAME.dist.use_decentralized_pg}=true"
+        message = f"needs the MPU's groups, which {NAME.dist.use_decentralized_pg}=true does not build"
         fix += f", or {NAME.dist.use_decentralized_pg}=false"
     else:
         return
@@ -95,18 +94,18 @@ def _distributed(c: Context) -> Iterator[Finding]:
 
 def _modules(c: Context) -> Iterator[Finding]:
     model, field = c.model, NAME.model.recompute_modules
-    on_cpu, parts = c.environment.device == "cpu", model.parts
+    on_cpu, parts = c.environment.device == "cpu", model.layer_letters
     allowed = {"core_attn": True, "mlp": not model.add_bias_linear, "layernorm": c.te_layers}
     allowed |= {"moe": "E" in parts, "mla_up_proj": model.multi_latent_attention and not on_cpu}
     for name in model.recompute_modules or []:
         if name == "mlp" and "-" not in parts:
             fix = typed(field, ["moe" if "E" in parts else "core_attn"])
-            yield Finding(field, "mlp has no effect: no layer has one", fix, severity="warning")
+            yield Finding(field, "mlp has no effect: no layer has an MLP", fix, severity="warning")
         elif name == "mlp" and model.add_bias_linear:
-            message = f"mlp with {NAME.model.add_bias_linear}=true is recomputed without end, until no memory is left"
+            message = f"mlp with {NAME.model.add_bias_linear}=true is recomputed until memory runs out"
             yield Finding(field, message, WHOLE_LAYERS)
         elif name == "mla_up_proj" and model.multi_latent_attention and on_cpu:
-            message = "mla_up_proj compiles C++ during the first backward pass, which is for GPUs only"
+            message = "recomputing mla_up_proj needs a GPU"
             yield Finding(field, message, WHOLE_LAYERS)
         elif not allowed.get(name, False):
             yield Finding(

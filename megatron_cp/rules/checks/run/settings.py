@@ -1,4 +1,4 @@
-"""K. Precision, devices, memory and the range of numbers: settings that fit each other and the machine."""
+"""K rules on precision, devices, memory and numeric ranges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale
 @rule(
     "K5",
     "At most one precision is chosen.",
-    "None of them means bf16 on GPUs and fp32 on CPUs.",
+    "If none is chosen: bf16 on GPUs, fp32 on CPUs.",
     broken(mixed_precision=dict(fp32=True, bf16=True)),
 )
 def one_precision(c: Context) -> Iterator[Finding]:
@@ -35,36 +35,36 @@ def one_precision(c: Context) -> Iterator[Finding]:
 )
 def backend_fits_device(c: Context) -> Iterator[Finding]:
     if c.config.dist.distributed_backend == "nccl" and c.environment.device == "cpu":
-        yield Finding(NAME.dist.distributed_backend, "nccl needs GPUs, and there are none", "=null")
+        yield Finding(NAME.dist.distributed_backend, "nccl needs GPUs, but there are none", "=null")
 
 
 @rule(
     "K8",
-    f"{NAME.model.attention_backend}=te and {NAME.model.transformer_impl}=transformer_engine find Transformer Engine "
+    f"{NAME.model.attention_backend}=te and {NAME.model.transformer_impl}=transformer_engine need Transformer Engine "
     "and a GPU.",
-    "Asking for it by name must not end in something else; auto takes what is there. Its layers are named in every "
-    "recipe of Megatron-Bridge's: without a GPU that is a notice.",
+    "An explicit choice is never replaced silently; auto uses what is available. All recipes of Megatron-Bridge "
+    "name Transformer Engine's layers, so without a GPU that is a warning only.",
     broken(model=dict(attention_backend="te")),
 )
-def transformer_engine_is_there(c: Context) -> Iterator[Finding]:
+def transformer_engine_is_available(c: Context) -> Iterator[Finding]:
     model, on_gpu = c.model, c.environment.device == "gpu"
-    missing = "Transformer Engine is not installed, or too old" if on_gpu else "there is no GPU"
+    missing = "it is not installed, or too old" if on_gpu else "there is no GPU"
     if model.attention_backend == "te" and c.backend != "te":
         if model.transformer_impl == "local":
-            missing = f"{NAME.model.transformer_impl}=local leaves it out"
-        yield Finding(NAME.model.attention_backend, f"asks for Transformer Engine, but {missing}", "=auto")
+            missing = f"{NAME.model.transformer_impl}=local excludes it"
+        yield Finding(NAME.model.attention_backend, f"needs Transformer Engine, but {missing}", "=auto")
     if model.transformer_impl == "transformer_engine" and not c.te_layers:
-        message = f"asks for Transformer Engine's layers, but {missing}: megatron-core's own take their place"
+        message = f"needs Transformer Engine, but {missing}"
+        message += "" if on_gpu else ": megatron-core's layers are used"
         yield Finding(NAME.model.transformer_impl, message, "=auto", severity=None if on_gpu else "warning")
 
 
 @rule(
     "K13",
-    "fp16 looks for one loss scale by overflowing.",
-    f"Those steps are skipped by themselves; {NAME.ddp.check_for_nan_in_grad} would end the run at the first of "
-    "them. Experts "
-    "that are spread over other ranks have an optimizer and a scale of their own in megatron-core. That scale drifts "
-    "from the one of the loss: their gradients are silently a power of two off.",
+    "fp16 finds its loss scale by overflowing.",
+    f"Overflowing steps are skipped, but {NAME.ddp.check_for_nan_in_grad} would end the run at the first one. "
+    "Experts on other ranks than the rest of the model have their own optimizer and loss scale in megatron-core. "
+    "That scale drifts from the loss's scale, and their gradients are silently wrong by a power of two.",
     broken("mixed_precision=fp16_mixed"),
 )
 def fp16_overflows(c: Context) -> Iterator[Finding]:
@@ -72,27 +72,27 @@ def fp16_overflows(c: Context) -> Iterator[Finding]:
     if precision.fp16 and c.spreads_experts:
         yield Finding(
             NAME.mixed_precision.fp16,
-            "experts that are spread over other ranks than the rest would have a loss scale of their own",
+            "experts on other ranks than the rest of the model would have a separate loss scale",
             "mixed_precision=bf16_mixed (needs no scale)",
             EXPERTS_LIKE_THE_REST,
         )
     if precision.fp16 and c.config.ddp.check_for_nan_in_grad:
         yield Finding(
             NAME.ddp.check_for_nan_in_grad,
-            "fp16 overflows until its loss scale fits, and the run would end with: gradients are not finite",
+            "fp16 overflows while it finds its loss scale, and this check would end the run",
             "=false",
             "mixed_precision=bf16_mixed (needs no scale)",
         )
     if precision.fp16 and precision.min_loss_scale > precision.initial_loss_scale > 0:
         yield Finding(
             NAME.mixed_precision.initial_loss_scale,
-            f"is below {NAME.mixed_precision.min_loss_scale} ({precision.min_loss_scale})",
+            f"must be at least {NAME.mixed_precision.min_loss_scale} ({precision.min_loss_scale})",
             f"={precision.min_loss_scale}",
         )
     for name in () if precision.fp16 else _LOSS_SCALE:
         field = f"mixed_precision.{name}"
         if getattr(precision, name) != default_at(field):
-            message = "has no effect: the loss is scaled in fp16 only"
+            message = "has no effect: only fp16 scales the loss"
             yield Finding(
                 field, message, f"{default_of(field)}", f"{NAME.mixed_precision.fp16}=true", severity="warning"
             )
@@ -101,7 +101,7 @@ def fp16_overflows(c: Context) -> Iterator[Finding]:
 @rule(
     "K16",
     "Probabilities and fractions are between 0 and 1.",
-    "A dropout of 10 is a typing error, not a setting. Adam divides by one minus a power of its betas.",
+    "A dropout of 10 is a typing error. Adam divides by one minus a power of its betas.",
     broken(model=dict(hidden_dropout=10)),
 )
 def fractions(c: Context) -> Iterator[Finding]:
@@ -113,17 +113,16 @@ def fractions(c: Context) -> Iterator[Finding]:
 
 
 def _proportion(field: str, value: float) -> str:
-    """A percentage as a fraction, where it is one; else the default."""
+    """Return the override for a percentage as a fraction; otherwise the default."""
     return either(typed(field, value / 100) if 1 < value < 100 else "", default_of(field))
 
 
 @rule(
     "K28",
-    "Nothing is offloaded to host memory.",
-    "Without a GPU there is no other memory, and offloading activations is Transformer Engine's. No "
-    "variant of megatron-core's hybrid optimizer can be trusted, not even with parameters that pretend to be on a GPU. "
-    "With distributed optimizer state it cannot be built in fp32, and cannot be resumed in bf16. With the "
-    "precision-aware optimizer it trains to other losses.",
+    "Offloading to host memory is not supported.",
+    "Without a GPU there is no other memory, and offloading of activations belongs to Transformer Engine. "
+    "megatron-core's hybrid optimizer is unreliable in every variant tested. With distributed optimizer state it "
+    "cannot be built in fp32 and cannot be resumed in bf16. With the precision-aware optimizer losses differ.",
     broken(optimizer=dict(optimizer_cpu_offload=True)),
 )
 def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
@@ -139,9 +138,9 @@ def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K30",
-    "Seeds, counts and factors are in the range that has a meaning.",
-    "A negative number of batches evaluates none and reports a loss of 0; a negative seed ends in numpy, and what is "
-    "made of a large one no longer fits torch's 64 bits.",
+    "Seeds, counts and factors are in their valid range.",
+    "A negative number of batches evaluates nothing and reports a loss of 0. numpy rejects a negative seed, and a "
+    "large seed overflows torch's 64 bits.",
     broken(dataset=dict(random_seed=-1)),
 )
 def numbers_are_in_range(c: Context) -> Iterator[Finding]:

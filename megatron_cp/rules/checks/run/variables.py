@@ -1,4 +1,4 @@
-"""K. Environment variables that a recipe sets."""
+"""K rule on environment variables that a recipe sets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_cp.rules.base import Context, Finding, broken, rule
 
-# What tunes a library. Everything else is refused: no list of harmful variables is ever complete.
+# Variables that tune a library. All others are errors, since no list of harmful variables is complete.
 _PREFIXES = (
     "CAUSAL_CONV1D_",
     "CUBLAS_",
@@ -42,36 +42,37 @@ _NAMES = frozenset(
         "WANDB_MODE",
     ]
 )
-# Words in the names of those that name a library to load, a file to read or write, or an address: NCCL_NET_PLUGIN,
+# Words in variables that name a library to load, a file to read or write, or an address: NCCL_NET_PLUGIN,
 # NCCL_CONF_FILE, NCCL_COMM_ID, OMP_TOOL_LIBRARIES, NVTE_CUDA_INCLUDE_DIR, CUDNN_LOGDEST_DBG.
-_NAMES_SOMETHING = frozenset(
+_RESOURCE_WORDS = frozenset(
     ["COMMAND", "COMM", "DIR", "FILE", "LIB", "LIBRARIES", "LIBRARY", "LOGDEST", "PATH", "PLUGIN", "TOOL"]
 )
 
 
 def may_set(name: str) -> bool:
-    """Whether a recipe may set the environment variable."""
+    """Return whether a recipe may set this environment variable."""
     tunes = name.startswith(_PREFIXES) and re.fullmatch("[A-Z0-9_]+", name)
-    return name in _NAMES or (bool(tunes) and _NAMES_SOMETHING.isdisjoint(name.split("_")))
+    return name in _NAMES or (bool(tunes) and _RESOURCE_WORDS.isdisjoint(name.split("_")))
 
 
 @rule(
     "K59",
-    "env_vars holds variables that tune libraries, and no others.",
-    "LD_PRELOAD, PYTHONPATH, PATH, NCCL_NET_PLUGIN and their like choose what code runs, HTTPS_PROXY, HF_ENDPOINT and "
-    "MASTER_ADDR where data go, NCCL_DEBUG_FILE which file is overwritten. A recipe may come from somebody else, "
-    "so these are set in the shell that starts the run. Prefixes that a recipe may set: "
+    "env_vars holds only variables that tune libraries.",
+    "Others choose the code that runs (LD_PRELOAD, PYTHONPATH, PATH, NCCL_NET_PLUGIN), the addresses that receive data "
+    "(HTTPS_PROXY, HF_ENDPOINT, MASTER_ADDR) or a file to overwrite (NCCL_DEBUG_FILE). A recipe may come from another "
+    "person, so export those in the shell. Prefixes that a recipe may set: "
     + ", ".join(_PREFIXES)
-    + " (but no "
-    "plugin, library, file, folder or address). Names: " + ", ".join(sorted(_NAMES)) + ".",
+    + " (but no plugin, library, file, folder or address). Names: "
+    + ", ".join(sorted(_NAMES))
+    + ".",
     broken("env_vars.LD_PRELOAD=/tmp/library.so"),
 )
 def variables_tune(c: Context) -> Iterator[Finding]:
     for name, value in c.config.env_vars.items():
         field = f"env_vars.{name}"
         if not may_set(name):
-            message = "not a variable that tunes a library: it may choose what code runs, or where data go"
+            message = "a recipe may set only variables that tune a library"
             fix = f"{field}=null (if you need it: export {name}=VALUE in the shell, before you start the launcher)"
             yield Finding(field, message, fix)
         elif "\0" in value:
-            yield Finding(field, "the value of a variable cannot hold the character 0", "=1")
+            yield Finding(field, "a variable's value cannot contain a NUL character", "=1")
