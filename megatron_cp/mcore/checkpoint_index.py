@@ -61,12 +61,12 @@ def read_index(folder: Path) -> Metadata:
     except UnusableCheckpoint:
         raise
     except Exception as error:  # bytes that are no pickle can end in any error
-        raise UnusableCheckpoint(f"{path} is not an index: {type(error).__name__}: {error}") from error
+        raise UnusableCheckpoint(f"{path} is not a checkpoint index: {type(error).__name__}: {error}") from error
     finally:
         altered = _restore(before)
     problem = f"it alters the class {altered}" if altered else _problem_of(index)
     if problem:
-        raise UnusableCheckpoint(f"{path} is not an index: {problem}")
+        raise UnusableCheckpoint(f"{path} is not a checkpoint index: {problem}")
     return index
 
 
@@ -104,15 +104,15 @@ def _problem_of(index: Any) -> str:
         return f"it holds {type(index).__name__}"
     entries, places = (getattr(index, name, None) for name in ("state_dict_metadata", "storage_data"))
     if not isinstance(entries, dict) or not isinstance(places, dict):
-        return "it has no tables of tensors and of places"
+        return "the tables of tensors and storage places are missing"
     for name, entry in entries.items():
         if not isinstance(name, str) or not (isinstance(entry, BytesStorageMetadata) or _is_tensor(entry)):
-            return f"its entry {str(name)[:80]!r} is neither a tensor nor an object"
+            return f"entry {str(name)[:80]!r} is neither a tensor nor an object"
     for key, place in places.items():
         if not isinstance(key, MetadataIndex) or not isinstance(getattr(key, "fqn", None), str):
-            return "its table of places has a key that is none"
+            return "the table of storage places has an invalid key"
         if not _is_place(place):
-            return f"the place of {key.fqn[:80]!r} is not a range of one of the folder's files"
+            return f"the place of {key.fqn[:80]!r} is not a range of a file in the folder"
     return ""
 
 
@@ -150,4 +150,4 @@ def _is_place(place: Any) -> bool:
 
 def refusal(where: str | Path, names: list[str]) -> str:
     shown = ", ".join(name[:80] for name in names[:4])
-    return f"{where} names {shown}, which no checkpoint of megatron_cp does: it was refused, and nothing of it was run"
+    return f"{where} refers to {shown}, which checkpoints of megatron_cp never use: refused, no code was run"

@@ -88,7 +88,7 @@ def load_object(content: IO[bytes], name: str) -> Any:
         others = _others_in(content)
         if others:
             raise UnusableCheckpoint(refusal(name, others)) from error
-        raise UnusableCheckpoint(f"{name} is damaged, or of other than plain values and tensors") from error
+        raise UnusableCheckpoint(f"{name} is damaged, or holds more than plain values and tensors") from error
 
 
 @contextmanager

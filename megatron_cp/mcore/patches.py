@@ -205,7 +205,7 @@ def _rows_of_pack(cu_seqlens: torch.Tensor, count: int, rank: int, size: int) ->
     if cut is not None and kept is not None and kept[0] == cut:
         return kept[1]
     starts = cu_seqlens.long() // size  # of each sequence here
-    torch._assert_async(starts[-1] == count, f"a pack's rank of {size} has {count} tokens, which is not its share")
+    torch._assert_async(starts[-1] == count, f"this rank has {count} tokens of a packed batch, not 1/{size} of it")
     tokens = torch.arange(count, device=cu_seqlens.device)
     sequence = torch.searchsorted(starts[1:], tokens, right=True)
     offset = tokens - starts[sequence]

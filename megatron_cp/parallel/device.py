@@ -55,9 +55,8 @@ def start_distributed(distributed: DistributedConfig) -> None:
         staged.register()
         if os.environ.get("RANK", "0") == "0":
             logger.warning(
-                f"{NAME.dist.distributed_backend}=staged carries GPU tensors through host memory and gloo: for "
-                "correctness "
-                "and debugging, not for speed"
+                f"{NAME.dist.distributed_backend}=staged: GPU tensors travel through host memory and gloo, slowly. Set "
+                f"{NAME.dist.distributed_backend}=nccl to silence this warning"
             )
     check_open_files()
     try:
@@ -70,8 +69,8 @@ def start_distributed(distributed: DistributedConfig) -> None:
         raise
     except (ValueError, RuntimeError) as error:
         raise RuntimeFault(
-            f"torch.distributed could not start with {NAME.dist.distributed_backend}={backend!r}: {error}. "
-            "Start the run with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)."
+            f"{NAME.dist.distributed_backend}={backend}: torch.distributed could not start: {error}. "
+            "Fix: start the run with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         ) from error
 
 
@@ -92,8 +91,8 @@ def _take_gpu(gpu: int) -> None:
         host = socket.gethostname()
         raise RuntimeFault(
             f"rank {launcher.rank()}, on {host}: GPU {gpu} of {torch.cuda.device_count()} cannot be used: "
-            f"{first_line(error)}. nvidia-smi there tells more; the node can be left out (Slurm: "
-            f"sbatch --exclude={host})"
+            f"{first_line(error)}. Fix: check the GPU with nvidia-smi on {host}, or exclude the node (Slurm: sbatch "
+            f"--exclude={host})"
         ) from error
 
 
@@ -102,8 +101,8 @@ def check_gpus(backend: str, ranks: int, gpus: int) -> None:
     if backend == "nccl" and ranks > gpus:
         message = f"{ranks} ranks on a node with {gpus} GPU{'s' * (gpus != 1)}: NCCL refuses two ranks on one GPU"
         fix = (
-            "start one rank a GPU (if a node should have more, nvidia-smi there tells which are missing), or set "
-            f"{NAME.dist.distributed_backend}=staged, which lets ranks share one, slowly"
+            "start one rank per GPU (nvidia-smi lists the GPUs of a node), or set "
+            f"{NAME.dist.distributed_backend}=staged (slow: ranks share GPUs)"
         )
         raise ConfigError([Violation("", "error", NAME.dist.distributed_backend, message, fix, backend)])
 

@@ -105,6 +105,6 @@ class PipelineCommunicator(P2PCommunicator):
 
     def _out_of_order(self, what: str) -> RuntimeFault:
         return RuntimeFault(
-            f"pipeline rank {self.pp_group.rank()} {what}: megatron-core's schedule is not in the order of its own "
-            "table. Please report this with the layout and the number of microbatches"
+            f"pipeline rank {self.pp_group.rank()} {what}: megatron-core's schedule does not follow its table. "
+            "Fix: report this with the layout and the number of microbatches"
         )

@@ -136,7 +136,7 @@ def _check_against_layout(groups: ProcessGroupCollection, layout: RankLayout) ->
         if want != got:
             raise RuntimeFault(
                 f"rank {rank}: process group {family} holds ranks {got}, but the layout "
-                f"(tp={layout.tp}, cp={layout.cp}, pp={layout.pp}, dp={layout.dp}) asks for {want}"
+                f"(tp={layout.tp}, cp={layout.cp}, pp={layout.pp}, dp={layout.dp}) needs ranks {want}"
             )
 
 

@@ -171,7 +171,7 @@ class StagedGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         if len({tensor.shape for tensor in inputs[0]}) > 1:
-            raise ValueError("reduce_scatter of parts of different shapes: all ranks' parts must have one shape")
+            raise ValueError("reduce_scatter: the inputs have different shapes, but all must have the same shape")
         return self._reduce_scatter_base(outputs[0], torch.stack(list(inputs[0])), opts)
 
     # What only moves.

@@ -119,8 +119,8 @@ def _read(folder: Path, name: str) -> LoggedRun:
     metrics = folder / METRICS
     if not os.path.isfile(metrics):
         inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
-        hint = f"; the run folders in it are {', '.join(inside[:8])}" if inside else ""
-        raise DataError(f"{folder} is no run folder: it has no {METRICS}{hint}")
+        hint = f"; run folders in it: {', '.join(inside[:8])}" if inside else ""
+        raise DataError(f"{folder} is not a run folder: {METRICS} is missing{hint}")
     steps: dict[int, Mapping[str, Any]] = {}
     events: list[Mapping[str, Any]] = []
     measured: list[Mapping[str, Any]] = []
@@ -133,7 +133,7 @@ def _read(folder: Path, name: str) -> LoggedRun:
             (measured if line.get("measured_with") else events).append(line)
     if not steps:
         raise DataError(
-            f"{metrics} holds no complete line of a step: the run ended before its first one, or just began"
+            f"{metrics} has no complete training step: the run ended before the first step, or has just started"
         )
     return LoggedRun(folder, name, _config(folder), [steps[i] for i in sorted(steps)], events, measured)
 

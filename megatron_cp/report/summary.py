@@ -114,7 +114,7 @@ _ROWS = {
     "MFU of a measured peak (median)": _number("mfu_of_measured_peak", "{:.3f}"),
     "step alone, ms (median)": _number("step_time_s", "{:.1f}", 1e3),
     "iteration with evaluations and checkpoints, ms (mean)": _whole_iteration,
-    "of which": _phases,
+    "time by phase": _phases,
     "peak memory a rank, GB": _number("peak_memory_bytes", "{:.2f}", 1e-9, max),
     "padding (median)": _number("padding_fraction", "{:.2%}"),
     "imbalance (median)": _number("imbalance", "{:.3f}"),

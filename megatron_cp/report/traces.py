@@ -124,14 +124,16 @@ def read_trace(path: Path) -> Breakdown:
         raise DataError(f"{path}: cannot be read as a trace of PyTorch's profiler: {error}") from error
     listed = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(listed, list):
-        raise DataError(f"{path}: is no trace of PyTorch's profiler: it has no list traceEvents")
+        raise DataError(f"{path}: not a trace of PyTorch's profiler: the list traceEvents is missing")
     try:
         events = [_event(each) for each in listed if isinstance(each, dict) and each.get("ph") == "X" and "ts" in each]
     except ValueError as error:
         raise DataError(f"{path}: is damaged: {error}. Fix: profile the run again") from error
     iterations = [each for each in events if each.category == "user_annotation" and _ITERATION.match(each.name)]
     if not iterations:
-        raise DataError(f"{path}: no iteration is in this trace; profile steps of training, see profiling.*")
+        raise DataError(
+            f"{path}: no iteration is in this trace. Fix: profiling.use_pytorch_profiler=true (profiles training steps)"
+        )
     device = _device(content) if any(each.category in _DEVICE for each in events) else None
     return _breakdown(str(path), device, events, iterations)
 

@@ -52,9 +52,9 @@ class BatchChecks:
         mine = self._replicas[self._run.all_ranks.rank()]
         differing = _exchange(self._run, problems, {mine: checksum}, size=max(self._replicas) + 1)
         texts = [
-            f"data-parallel replica {replica}: ranks {others} read other samples than rank {ranks[0]}, but "
-            f"ranks {ranks} work on the same ones (each on its slice). Check that all nodes read the same data "
-            "files and sample index, and that the sampler depends on the data-parallel rank alone"
+            f"data-parallel replica {replica}: ranks {others} and rank {ranks[0]} read different samples, but ranks "
+            f"{ranks} must read the same. Fix: give all nodes the same data files and sample index, and sample by "
+            "data-parallel rank only"
             for replica, (ranks, others) in differing.items()
         ]
         _raise_if_any(self._run, texts)
@@ -79,13 +79,13 @@ def check_same_packs(run: Run, batch_size: int, plan: StepPlan | None, problems:
     if batch_size in differing:
         _, others = differing[batch_size]
         texts = [
-            f"ranks {others} have other sample lengths, or another schedule of them, than rank 0. Check that all "
-            "nodes read the same data files and run on the same kind of machine"
+            f"ranks {others} and rank 0 have different sample lengths or schedules. Fix: give all nodes the same "
+            "data files, and use nodes of one kind"
         ]
     else:
         texts = [
-            f"sample {plan.samples[sample_id]}: ranks {others} read other tokens, labels or loss masks than rank "
-            f"{ranks[0]}. Check that all nodes read the same data files"
+            f"sample {plan.samples[sample_id]}: ranks {others} and rank {ranks[0]} read different tokens, labels or "
+            "loss masks. Fix: give all nodes the same data files"
             for sample_id, (ranks, others) in differing.items()
             if plan is not None
         ]

@@ -45,7 +45,9 @@ def check_all_ranks_agree(settings: dict[str, Any]) -> None:
     if len(set(gather_objects(digest(mine)))) == 1:
         return
     found = format_violations(differences(gather_objects(mine)))
-    raise RuntimeFault(f"the ranks do not run the same thing, nothing was trained.\n{found}", on_all_ranks=True)
+    raise RuntimeFault(
+        f"ranks differ in configuration, code or environment; training not started.\n{found}", on_all_ranks=True
+    )
 
 
 def common_resume_point(find: Callable[[], ResumePoint | None]) -> ResumePoint | None:
@@ -64,8 +66,8 @@ def common_resume_point(find: Callable[[], ResumePoint | None]) -> ResumePoint |
     everyone = gather_objects(found)
     if len(set(everyone)) > 1:
         raise RuntimeFault(
-            f"the ranks would not begin with the same checkpoint, nothing was trained: {_who_has_what(everyone)}. All "
-            f"nodes must see the same files in {NAME.checkpoint.save} and {NAME.checkpoint.load}",
+            f"ranks found different checkpoints to resume from; training not started: {_who_has_what(everyone)}. "
+            f"Fix: set {NAME.checkpoint.save} and {NAME.checkpoint.load} to folders that all nodes share",
             on_all_ranks=True,
         )
     if error is not None:

@@ -106,7 +106,9 @@ def train(
                 logged_at = iteration
             spike = spikes.is_spike(result.loss)
             if spike:
-                logger.info("loss spike at iteration %d: %.6f, usually %.6f", iteration, result.loss, spikes.usual)
+                logger.info(
+                    "loss spike at iteration %d: %.6f (recent median %.6f)", iteration, result.loss, spikes.usual
+                )
             if reporter.writes:
                 reporter.step(_metrics(run, step, scheduled, result, seconds, spike), interval)
                 if step.plan is not None:
@@ -225,7 +227,7 @@ def _report(run: Run, saved: SaveResult | None, reporter: Reporter) -> None:
         return
     reporter.saved(run.progress.iteration, saved.paused)
     logger.info(
-        "saved checkpoint %s (training paused %.2f s, in its place after %.2f s)",
+        "saved checkpoint %s (training paused %.2f s, complete after %.2f s)",
         saved.folder,
         saved.paused,
         saved.taken,

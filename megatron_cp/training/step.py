@@ -36,6 +36,7 @@ from megatron_cp.training.monitor.step_report import StepReport, gather_reports,
 from megatron_cp.training.setup import Run
 
 Report = Callable[[], StepReport]
+_OLDER_CHECKPOINT = f"{NAME.checkpoint.ckpt_step}=ITERATION (an older checkpoint)"
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,15 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch], report: Report) ->
             return StepResult(**vars(losses), report=reports)
         if not losses.tokens:
             # A router's losses would be divided by nothing, and momentum alone would move the parameters.
-            logger.info("iteration %d: no token has a loss. The step is left out", run.progress.iteration + 1)
+            logger.info("iteration %d: no token has a loss; step skipped", run.progress.iteration + 1)
             return StepResult(**vars(losses), report=reports)
         grad_norm = unscale_gradients(run) if scaled else exact_norm(run, norm)
         if grad_norm is None:
             _stop_if_the_scale_is_stuck(run, microbatches, randomness)
             return StepResult(**vars(losses), report=reports)
         if checked and overflows_in_optimizer(run.config.optimizer, grad_norm):
-            what = f"the loss is {losses.loss:.6f}, but the gradients' norm is {grad_norm:.3g}"
-            _skip_or_stop(
-                run, f"{what}: its square overflows float32 in the optimizer. {NAME.optimizer.clip_grad}=1 clips it"
-            )
+            what = f"the loss is {losses.loss:.6f}, but the gradient norm is {grad_norm:.3g}"
+            _skip_or_stop(run, f"{what}: the squared norm overflows float32", fix=f"{NAME.optimizer.clip_grad}=1, or ")
             return StepResult(**vars(losses), grad_norm=grad_norm, report=reports)
         success = apply_gradients(run.optimizer, grad_norm)
         if success:
@@ -135,7 +134,7 @@ def _not_finite(loss: float) -> str:
     return f"the loss is {loss}" if not math.isfinite(loss) else f"the loss is {loss:.6f}, but gradients are not finite"
 
 
-def _skip_or_stop(run: Run, what: str, damaged: bool = False) -> None:
+def _skip_or_stop(run: Run, what: str, damaged: bool = False, fix: str = "") -> None:
     """Say ``what`` is wrong with a step's numbers; return if the step may be left out.
 
     Raises:
@@ -144,13 +143,13 @@ def _skip_or_stop(run: Run, what: str, damaged: bool = False) -> None:
     what = f"iteration {run.progress.iteration + 1}: {what}"
     run.skipped_in_a_row += 1
     if run.config.train.on_nonfinite == "stop" or damaged or run.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        hint = f"{NAME.checkpoint.ckpt_step} goes back to an older checkpoint"
         if run.config.train.on_nonfinite == "stop" and not damaged:
-            hint = f"{NAME.train.on_nonfinite}=skip leaves such a step out; " + hint
+            fix += f"{NAME.train.on_nonfinite}=skip (skips such steps), or "
         elif not damaged:
-            hint = f"{run.skipped_in_a_row} steps in a row were left out; " + hint
-        raise RuntimeFault(f"{what}. The parameters were not changed. {hint}.", on_all_ranks=True)
-    logger.info("%s. The step is left out", what)
+            what += f"; {run.skipped_in_a_row} steps in a row were skipped"
+        fix += _OLDER_CHECKPOINT
+        raise RuntimeFault(f"{what}. The parameters were not changed. Fix: {fix}", on_all_ranks=True)
+    logger.info("%s; step skipped", what)
 
 
 def _stop_if_the_scale_is_stuck(run: Run, microbatches: Sequence[Microbatch], randomness: dict[str, Any]) -> None:
@@ -167,13 +166,13 @@ def _stop_if_the_scale_is_stuck(run: Run, microbatches: Sequence[Microbatch], ra
     if run.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
         return
     where, _ = _origin(run, microbatches, randomness)
-    which, hint = "the lowest", f"Lower {NAME.mixed_precision.min_loss_scale}, or train with mixed_precision=bf16_mixed"
+    setting, other = NAME.mixed_precision.min_loss_scale, "mixed_precision=bf16_mixed"
     if precision.loss_scale is not None:
-        which, hint = "a constant one", f"Lower {NAME.mixed_precision.loss_scale}, or leave it null to search for one"
+        setting, other = NAME.mixed_precision.loss_scale, f"{NAME.mixed_precision.loss_scale}=null (searches for one)"
     raise RuntimeFault(
-        f"iteration {run.progress.iteration + 1}: gradients overflow at the loss scale {scale:g}, {which}, and "
-        f"{run.skipped_in_a_row} steps in a row were left out; {where}. The parameters were not changed. {hint}; "
-        f"{NAME.checkpoint.ckpt_step} goes back to an older checkpoint.",
+        f"iteration {run.progress.iteration + 1}: gradients overflow at the loss scale {setting}={scale:g}, and "
+        f"{run.skipped_in_a_row} steps in a row were skipped; {where}. The parameters were not changed. "
+        f"Fix: {setting}={scale / 2:g}, or {other}, or {_OLDER_CHECKPOINT}",
         on_all_ranks=True,
     )
 

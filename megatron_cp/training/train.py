@@ -122,7 +122,7 @@ def check_save_folder(save: str | None) -> None:
         if pipes := [path for path in special_files(folder) if path.is_fifo()]:
             raise OSError(errno.EINVAL, f"{pipes[0]} is a pipe")
     except OSError as error:
-        message, fix = f"cannot be a folder to write into: {error.strerror}", f"{NAME.checkpoint.save}=runs/another"
+        message, fix = f"cannot be used as the run folder: {error.strerror}", f"{NAME.checkpoint.save}=runs/another"
         raise ConfigError([Violation("", "error", NAME.checkpoint.save, message, fix, save)]) from error
 
 
@@ -133,7 +133,7 @@ def _vocab_size(known: int | None, tokenizer: Tokenizer) -> int:
         ConfigError: the tokenizer has more, which only its files could tell (rule K11 compares what is configured).
     """
     if known is not None and known < tokenizer.vocab_size:
-        message = f"the tokenizer's {tokenizer.vocab_size} tokens do not fit a vocabulary of {known}"
+        message = f"the tokenizer has {tokenizer.vocab_size} tokens, more than the vocabulary of {known}"
         fix = f"{NAME.model.vocab_size}={tokenizer.vocab_size}, or {NAME.model.vocab_size}=null"
         raise ConfigError([Violation("K11", "error", NAME.model.vocab_size, message, fix, known)])
     return known or tokenizer.vocab_size
@@ -152,17 +152,20 @@ def _run(
         data_state = load_checkpoint(ready, start.root, start.iteration, weights_only).get("train")
         if measured:
             ready.progress.iteration = start.iteration
-        how = "measuring" if measured else "begun with the weights of" if start.finetune else "resumed from"
+        how = "evaluating" if measured else "started with the weights of" if start.finetune else "resumed from"
         logger.info("%s iteration %d of %s", how, start.iteration, start.root)
         asked = config.checkpoint.ckpt_step
         if asked is not None and asked != start.iteration:
-            logger.info(f"{NAME.checkpoint.ckpt_step}=%d is where this run began, and it has come further since", asked)
+            logger.info(f"{NAME.checkpoint.ckpt_step}=%d: this run started there and has newer checkpoints", asked)
         elif measured and asked is not None and (newest := latest_iteration(start.root)) not in (asked, None):
-            logger.info(f"{NAME.checkpoint.ckpt_step}=%d names it; the newest one is of iteration %d", asked, newest)
+            logger.info(
+                f"{NAME.checkpoint.ckpt_step}=%d: selected; the newest checkpoint is of iteration %d", asked, newest
+            )
         newer = newer_than_latest(start.root)
         if asked is None and newer is not None and start.iteration == latest_iteration(start.root):
             way = begin_with(config, start.root, newer)
-            logger.warning("%s/%s names iteration %d; %d is newer: %s", start.root, LATEST, start.iteration, newer, way)
+            message = "%s/%s names iteration %d, but iteration %d is newer. To use it: %s"
+            logger.warning(message, start.root, LATEST, start.iteration, newer, way)
     begun_at = ready.progress.iteration
     trains = not measured and ready.progress.iteration < config.train.train_iters
     if trains:  # else the folder keeps the settings that its iterations were trained with
@@ -173,7 +176,7 @@ def _run(
     if trains:
         given = config.logger.peak_tflops_per_device
         peak = find_peak(given, ready.core_config.params_dtype, ready.device, ready.all_ranks)
-        logger.info("MFU: of a %s peak of %.4g TFLOP/s a device (%s)", peak.source, peak.tflops, peak.how)
+        logger.info("MFU: relative to a %s peak of %.4g TFLOP/s per device (%s)", peak.source, peak.tflops, peak.how)
     elif start is not None and dist.get_rank() == 0:
         samples, _ = config.evaluation_batch
         held_out = held_out_settings(config.dataset, config.tokenizer, config.validation.eval_iters, samples)

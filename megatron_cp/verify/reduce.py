@@ -100,8 +100,8 @@ def checked_and_comparable(
     configs = [checked(config, world_size) for config in comparable(layouts, world_size, steps, full=full)]
     if launcher.rank() == 0 and layouts[-1].model.moe_aux_loss_coeff and not configs[-1].model.moe_aux_loss_coeff:
         say(
-            f"note: compared without the router's auxiliary loss ({NAME.model.moe_aux_loss_coeff}=0): a pack's depends "
-            "on the samples that share it, and the two layouts pack differently",
+            f"note: compared without the router auxiliary loss ({NAME.model.moe_aux_loss_coeff}=0): it depends on "
+            "which samples share a pack, and the two layouts pack differently",
             file=sys.stderr,
         )
     return configs
@@ -121,14 +121,14 @@ def _raise_weights(model: ModelConfig) -> None:
 
 def _check_same_model(layouts: Sequence[RunConfig]) -> None:
     if len({config.model.sequence_packing_scheduler is None for config in layouts}) > 1:
-        message = "one of the two packs its samples and the other does not: they have no samples in common"
+        message = "one layout packs samples and the other does not; they cannot be compared"
         raise ConfigError([Violation("", "error", NAME.model.sequence_packing_scheduler, message)])
     first, *others = (asdict(on_single_rank(config).model) for config in layouts)
     different = sorted({name for other in others for name in first if first[name] != other[name]})
     if different:
         raise ConfigError(
             [
-                Violation("", "error", f"model.{name}", "differs between the two: they are different models")
+                Violation("", "error", f"model.{name}", "differs between the two layouts, which must train one model")
                 for name in different
             ]
         )

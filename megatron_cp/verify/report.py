@@ -27,10 +27,10 @@ def show(result: Comparison, names: tuple[str, str], console: Console) -> None:
         table.add_row(name, *row.values, difference, tolerance, verdict)
     console.print(table)
     console.print(
-        f"{result.gradients.number} parameters compared; {result.seconds[0]:.1f} s and {result.seconds[1]:.1f} s; "
-        "differences are relative"
+        f"{result.gradients.number} parameters compared; runs took {result.seconds[0]:.1f} s and "
+        f"{result.seconds[1]:.1f} s; differences are relative"
     )
-    console.print("[bold green]EQUAL[/]: the same model is trained" if result.equal else "[bold red]DIFFERENT[/]")
+    console.print("[bold green]EQUAL[/]: results match the reference" if result.equal else "[bold red]DIFFERENT[/]")
     for line in diagnose(result):
         console.print(f"  {printable(line)}", markup=False)
 
@@ -72,34 +72,34 @@ def _of_forward_pass(result: Comparison, wrong: Sequence[str]) -> list[str]:
     """``wrong``: the names of what differs in the first step."""
     if "tokens" in wrong:
         return [
-            f"{result.layout[0].tokens} tokens took part in the first loss and not {result.reference[0].tokens}: look "
-            "at how batches are dealt to ranks and sliced, and at the reduction of the loss"
+            f"the first loss covers {result.layout[0].tokens} tokens instead of {result.reference[0].tokens}. Check "
+            "how batches are distributed and sliced, and how the loss is reduced"
         ]
     if TOKEN_LOSSES in wrong:
         main = result.tokens[0]
         return [
-            f"the first forward pass differs already, in {main.wrong} of {main.number} tokens' losses: look at "
-            "attention's communication"
-            + (" (the probe found nothing wrong with it)" if result.probe is None else "")
-            + ", at positions (RoPE), at how batches are sliced, and at the output layer and its loss (in pieces with "
+            f"the first forward pass differs in {main.wrong} of {main.number} token losses. Check attention "
+            "communication"
+            + (" (the attention probe passed)" if result.probe is None else "")
+            + ", positions (RoPE), batch slicing, and the output layer with the loss (in chunks of "
             f"{NAME.model.cross_entropy_chunk_size})"
         ]
     if "loss" in wrong:
         return [
-            "each token's loss agrees and the reported loss does not: look at how losses are masked, summed over ranks "
-            "and normalized"
+            "token losses match, but the reported loss differs. Check how losses are masked, summed over ranks and "
+            "normalized"
         ]
     found = []
     depths = [name.removeprefix(f"{TOKEN_LOSSES}, ") for name in wrong if name.startswith(TOKEN_LOSSES)]
     if of_mtp := [name for name in wrong if name.startswith("MTP")] or depths:
         found.append(
-            f"the main loss agrees and multi-token prediction's does not ({', '.join(of_mtp)}): look at how its "
-            "tokens, labels and masks are shifted between ranks, at its layers, and at its number of tokens"
+            f"the main loss matches, but multi-token prediction differs ({', '.join(of_mtp)}). Check how MTP tokens, "
+            "labels and masks are shifted between ranks, the MTP layers, and the MTP token counts"
         )
     if routers := [name for name in wrong if name in result.reference[0].router_losses]:
         found.append(
-            f"the losses of tokens agree and routers' do not ({', '.join(routers)}): look at which tokens routers "
-            "count (padding), and over which ranks"
+            f"token losses match, but router losses differ ({', '.join(routers)}). Check which tokens routers count "
+            "(padding), and over which ranks"
         )
     return found
 
@@ -109,32 +109,29 @@ def _of_backward_pass(result: Comparison, wrong: Sequence[str]) -> list[str]:
     if not found.difference <= GRADIENT_TOLERANCE:
         off = abs(found.ratio - 1)
         if off > GRADIENT_TOLERANCE and found.residual < min(1e-3, off / 10):  # the factor explains the difference
-            return [f"all gradients are {found.ratio:.4g} times the reference's: look at how they are scaled"]
+            return [f"all gradients are {found.ratio:.4g} times the reference gradients. Check the gradient scaling"]
         which = f"{len(found.wrong)} of {found.number} gradients (most: {_worst(found)})"
         if found.wrong and all(".router." in name for name in found.wrong):
-            return [
-                f"all losses agree and {which} do not, routers' only: look at how routers' losses are weighed "
-                "and scaled"
-            ]
+            return [f"all losses match, but {which} differ, all of routers. Check the weights of router losses"]
         return [
-            f"the forward pass agrees, each token's loss and every other, and {which} do not: look at the backward "
-            "pass of what these parameters feed, and at what reduces their gradients"
+            f"all losses of the forward pass match, but {which} differ. Check the backward pass of the layers after "
+            "these parameters, and the reduction of their gradients"
         ]
     if NORM in wrong:
-        return ["the gradients agree and their norm does not: look at its reduction over ranks"]
+        return ["gradients match, but the gradient norm differs. Check the reduction of the norm over ranks"]
     return []
 
 
 def _of_optimizer(result: Comparison) -> list[str]:
     difference, expected, rate = result.rates
     if difference > RATE_TOLERANCE:
-        return [f"a learning rate is {rate} and not {expected}: look at the optimizer's schedule"]
+        return [f"a learning rate is {rate} instead of {expected}. Check the learning-rate schedule"]
     if result.updates.replicas is not None:
         return [_of_copies("weights after the last step", result.updates.replicas, result.ranks)]
     which = f"{len(result.updates.wrong)} of {result.updates.number} weights (most: {_worst(result.updates)})"
     return [
-        f"the first step's losses and gradients agree and {which} do not change as they should: look at the optimizer "
-        "(clipping, its groups of parameters, its state), and at what gathers the weights for the next forward pass"
+        f"losses and gradients of the first step match, but {which} change differently. Check the optimizer (clipping, "
+        "parameter groups, state), and the gathering of weights for the next forward pass"
     ]
 
 
@@ -149,5 +146,5 @@ def _of_copies(what: str, copies: Replicas, ranks: RankLayout) -> str:
     over = " and ".join(name for key, name in names.items() if ours[key] != theirs[key])
     where = f"copies of a parameter have different {what} ({copies.name} on ranks {a} and {b})"
     if what == "gradients":
-        return f"{where}: they are not reduced over all {over} ranks"
-    return f"{where}: {over} ranks do not step alike, or do not gather each other's part"
+        return f"{where}: gradients are not reduced over all {over} ranks"
+    return f"{where}: {over} ranks take different optimizer steps, or do not gather all shards"

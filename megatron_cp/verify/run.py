@@ -82,16 +82,16 @@ def verify_once(config: RunConfig) -> None:
         result = compare_with_single_rank(reduced, on_single_rank(reduced))
     if not result.equal:
         raise RuntimeFault(
-            f"layout={layout}: not the same model as on one rank, nothing was trained: "
-            f"{'; '.join(diagnose(result))}. Fix: type 'verify' in place of 'train --verify' to see all that differs, "
-            f"and choose another layout or {NAME.model.cp_comm_type}.",
+            f"layout={layout}: results differ from a single rank; training not started: "
+            f"{'; '.join(diagnose(result))}. Fix: replace 'train --verify' by 'verify' to see all differences, or "
+            f"choose another layout or {NAME.model.cp_comm_type}",
             on_all_ranks=True,
         )
     if dist.get_rank() == 0:
         _write(file, known | {key: {"layout": layout, "time": time.strftime("%Y-%m-%d %H:%M:%S")}})
     logger.info(
-        "layout verified in %.1f s, the same model as on one rank: %s; %d parameters, %d steps, reduced size; "
-        "remembered in %s",
+        "layout verified in %.1f s, results match a single rank: %s; %d parameters, %d steps, reduced size; "
+        "recorded in %s",
         time.monotonic() - began,
         layout,
         result.gradients.number,

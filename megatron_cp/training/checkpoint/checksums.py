@@ -113,7 +113,7 @@ def read_checksums(folder: Path) -> Checksums | None:
         raise UnusableCheckpoint(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    raise UnusableCheckpoint(f"{path} is damaged: it is not what was written")
+    raise UnusableCheckpoint(f"{path} is damaged: the stored checksum does not match the contents")
 
 
 def changed_files(folder: Path, sums: Checksums, rank: int = 0, ranks: int = 1) -> list[str]:
@@ -124,7 +124,7 @@ def changed_files(folder: Path, sums: Checksums, rank: int = 0, ranks: int = 1) 
         problems = readers.map(lambda name: _problem_of(folder / name, sums.files[name]), names)
         found = [f"{folder / name} {problem}" for name, problem in zip(names, problems, strict=True) if problem]
     if rank == 0 and COMMON_FILE not in sums.files and (folder / COMMON_FILE).exists():
-        found.append(f"{folder / COMMON_FILE} is none of the checkpoint's files, and would be read instead of one")
+        found.append(f"{folder / COMMON_FILE} does not belong to this checkpoint; delete it")
     return found
 
 
@@ -132,8 +132,8 @@ def _problem_of(path: Path, expected: FileSum) -> str:
     try:
         size = path.stat().st_size
         if size != expected.bytes:
-            return f"has {size} bytes where {expected.bytes} were written"
-        return "" if sum_of(path) == expected else "has other bytes than were written (its checksum differs)"
+            return f"has {size} bytes, expected {expected.bytes}"
+        return "" if sum_of(path) == expected else "is corrupted (checksum mismatch)"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -166,9 +166,9 @@ def read_common_bytes(folder: Path, sums: Checksums | None) -> bytes:
         if key.fqn == _COMMON:
             content = _bytes_at(folder, place)
             if sums is not None and xxh3_128(content).hexdigest() != sums.common:
-                raise UnusableCheckpoint(f"{folder / place.relative_path} has other bytes than were written")
+                raise UnusableCheckpoint(f"{folder / place.relative_path} is corrupted (checksum mismatch)")
             return content
-    raise UnusableCheckpoint(f"{folder / INDEX} names no {_COMMON}: another program wrote this checkpoint")
+    raise UnusableCheckpoint(f"{folder / INDEX} has no entry {_COMMON}: another program wrote this checkpoint")
 
 
 def _bytes_at(folder: Path, place: Any) -> bytes:

@@ -71,13 +71,13 @@ def _or_none(value: _Value) -> _Value:
     return _Value(f"{value.says} or null", lambda found: found is None or value.accepts(found))
 
 
-_COUNT = _Value("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < 2**62)
-_WHOLE = _Value("a whole number", lambda value: type(value) is int and abs(value) < 2**62)
-_AT_LEAST_ONE = _Value("a whole number from 1 on", lambda value: type(value) is int and 1 <= value < 2**31)
+_COUNT = _Value("an integer of at least 0", lambda value: type(value) is int and 0 <= value < 2**62)
+_WHOLE = _Value("an integer", lambda value: type(value) is int and abs(value) < 2**62)
+_AT_LEAST_ONE = _Value("an integer of at least 1", lambda value: type(value) is int and 1 <= value < 2**31)
 _NUMBER = _Value("a finite number", is_number)
-_TEXT = _Value("a text", lambda value: isinstance(value, str))
+_TEXT = _Value("a string", lambda value: isinstance(value, str))
 _BOOL = _Value("true or false", lambda value: isinstance(value, bool))
-_STEP = _Value("a number from 0 on", _is_step)
+_STEP = _Value("a number of at least 0", _is_step)
 _COST = _Value("a cost model", _is_cost)
 _BYTES = _Value("a tensor of bytes", lambda value: isinstance(value, Tensor) and value.dtype.itemsize == 1)
 _TENSOR = _Value("a tensor", lambda value: isinstance(value, Tensor))
@@ -143,7 +143,7 @@ def read_common(folder: Path, verify: bool = True) -> dict[str, Any]:
         common = load_object(io.BytesIO(content), f"{folder}: common_state")
         common = common[0] if isinstance(common, list) and len(common) == 1 else common
     if not isinstance(common, dict):
-        raise UnusableCheckpoint(f"{folder}: common_state is {shown(common)}, not a mapping")
+        raise UnusableCheckpoint(f"{folder}: common_state is {shown(common)}, expected a mapping")
     version = common.get("format")
     if version is None or (type(version) is int and version > FORMAT):
         return common  # of another program or a newer version, which check_format says
@@ -153,7 +153,7 @@ def read_common(folder: Path, verify: bool = True) -> dict[str, Any]:
         _optimizer_problems(common.get("optimizer")),
     )
     if problem := next(problems, ""):
-        raise UnusableCheckpoint(f"its entry {problem}")
+        raise UnusableCheckpoint(f"entry {problem}")
     if verify and sums is None and "checksums" in common:
         raise UnusableCheckpoint(f"{folder / CHECKSUMS} is missing")
     return common | {"config": with_defaults(common["config"])}
@@ -170,15 +170,15 @@ def _problems(value: Any, expected: Any, path: str) -> Iterator[str]:
     name = path.rstrip(".") or "common_state"
     if isinstance(expected, _Value):
         if not expected.accepts(value):
-            yield f"{name} is {shown(value)}, not {expected.says}"
+            yield f"{name} is {shown(value)}, expected {expected.says}"
     elif isinstance(expected, list):
         if not isinstance(value, list | tuple):
-            yield f"{name} is {shown(value)}, not a list"
+            yield f"{name} is {shown(value)}, expected a list"
             return
         for index, each in enumerate(value):
             yield from _problems(each, expected[0], f"{path}{index}.")
     elif not isinstance(value, dict):
-        yield f"{name} is {shown(value)}, not a mapping"
+        yield f"{name} is {shown(value)}, expected a mapping"
     else:
         for key, inner in expected.items():
             wanted = key.removesuffix("?")

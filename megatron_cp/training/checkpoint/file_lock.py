@@ -59,7 +59,7 @@ class FileLock:
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
-        raise OSError(errno.ESTALE, "other processes keep replacing this file", str(self._path))
+        raise OSError(errno.ESTALE, "other processes repeatedly replaced this file", str(self._path))
 
     @property
     def in_place(self) -> bool:

@@ -48,7 +48,7 @@ def latest_iteration(root: str | Path) -> int | None:
         content, why = b"", f" ({error.strerror})"
     if not re.fullmatch(rb"[0-9]{1,18}\r?\n?", content):
         others = saved_iterations(root)
-        fix = f"echo {others[-1]} > {path}" if others else f"give another {NAME.checkpoint.load}"
+        fix = f"echo {others[-1]} > {path}" if others else f"{NAME.checkpoint.load}=FOLDER (another run folder)"
         raise ConfigError(f"{path} does not hold an iteration number{why or f': {content[:40]!r}'}. Fix: {fix}")
     return int(content)
 
@@ -89,7 +89,7 @@ def what_is_meant(root: str | Path, typed: Callable[[Path, int | None], str]) ->
     if others:
         return f"{typed(run, others[-1])} (the newest checkpoint of {run})"
     runs = sorted(inside.name for inside in path.glob("*") if saved_iterations(inside)) if os.path.isdir(path) else []
-    return f"{typed(path / runs[0], None)} (of the runs in {path}: {shown(runs, ', ')})" if runs else ""
+    return f"{typed(path / runs[0], None)} (run folders in {path}: {shown(runs, ', ')})" if runs else ""
 
 
 def create_partial(final: Path) -> Path:
@@ -118,7 +118,7 @@ def damage(folder: str | Path) -> list[str]:
         if not path.exists():
             problems.append(f"{path} is missing")
         elif path.stat().st_size < size:
-            problems.append(f"{path} has {path.stat().st_size} bytes where {size} were written")
+            problems.append(f"{path} has {path.stat().st_size} bytes, expected {size}")
     return problems
 
 
@@ -139,7 +139,7 @@ def put_in_place(partial: Path, final: Path) -> None:
     """
     problems = damage(partial)
     if problems:
-        raise OSError(f"what was written is not what should be there: {'; '.join(problems[:4])}")
+        raise OSError(f"the written files are incomplete: {'; '.join(problems[:4])}")
     for path in partial.iterdir():
         to_disk(path)
     to_disk(partial)

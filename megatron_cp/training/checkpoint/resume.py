@@ -71,7 +71,7 @@ def find_start(config: RunConfig) -> ResumePoint | None:
         root = root if latest_iteration(wanted.save) is None else wanted.save
     measured = config.train.skip_train
     if measured:
-        advice = f"{NAME.checkpoint.load}=PATH ({NAME.train.skip_train}=true measures a checkpoint)"
+        advice = f"{NAME.checkpoint.load}=PATH ({NAME.train.skip_train}=true evaluates a checkpoint)"
     # The step to begin with is one of the other folder's checkpoints, where there is another.
     has_begun = not finetune and (bool(wanted.pretrained_checkpoint) or root != wanted.load)
     step = None if has_begun else wanted.ckpt_step
@@ -204,10 +204,13 @@ def check_format(common: dict[str, Any], folder: Path) -> None:
     """Raises ConfigError where a checkpoint is of another program, or of a newer version of this one."""
     version = common.get("format")
     if version is None:
-        raise ConfigError(f"checkpoint {folder} was written by another program. Fix: name one of megatron_cp's.")
+        raise ConfigError(
+            f"checkpoint {folder} was written by another program. "
+            f"Fix: {NAME.checkpoint.load}=FOLDER (a run folder of megatron_cp)"
+        )
     if version > FORMAT:
         raise ConfigError(
-            f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}. Fix: upgrade megatron_cp."
+            f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}. Fix: upgrade megatron_cp"
         )
 
 
@@ -240,7 +243,7 @@ def _check_model(here: ModelConfig, save: str | None, common: dict[str, Any], fo
         fix = str(Fix((*overrides(different), *rows)))
         begin = f"{BETWEEN}{begin_new_run(save, folder)} (a new run with its weights)"
         raise ConfigError(
-            f"checkpoint {folder} is of another model: {'; '.join(said(different) + padding)}. "
+            f"checkpoint {folder} is of a different model: {'; '.join(said(different) + padding)}. "
             f"Fix: {fix} (the checkpoint's values){'' if other_weights or padding else begin}"
         )
 
@@ -271,13 +274,13 @@ def _other_padding(saved: ModelConfig, now: ModelConfig) -> tuple[list[str], lis
     words = [override(NAME.model.make_vocab_size_divisible_by, there)]
     if there % now.tensor_model_parallel_size:
         words.append(override(NAME.model.tensor_model_parallel_size, saved.tensor_model_parallel_size))
-    return [f"its vocabulary is padded to {there} rows and here to {here}"], words
+    return [f"the vocabulary is padded to {here} rows here and {there} in the checkpoint"], words
 
 
 def _check_optimizer(now: dict[str, Any], saved: dict[str, Any], folder: Path) -> None:
     if not saved["checkpoint"]["save_optim"]:
         raise ConfigError(
-            f"checkpoint {folder} holds no optimizer state: it was written with {NAME.checkpoint.save_optim}=false. "
+            f"checkpoint {folder} holds no optimizer state (saved with {NAME.checkpoint.save_optim}=false). "
             f"Fix: {NAME.checkpoint.load_optim}=false (a fresh optimizer), or {NAME.checkpoint.finetune}=true "
             "(a new run with its weights)"
         )
@@ -292,7 +295,7 @@ def _check_optimizer(now: dict[str, Any], saved: dict[str, Any], folder: Path) -
         different["mixed_precision"] = (here, there)
     if different:
         raise ConfigError(
-            f"checkpoint {folder} has another optimizer's state: {'; '.join(said(different))}. Fix: "
+            f"checkpoint {folder} has the state of a different optimizer: {'; '.join(said(different))}. Fix: "
             f"{Fix(overrides(different))} (the checkpoint's), or {NAME.checkpoint.load_optim}=false (a fresh optimizer)"
         )
 
@@ -315,8 +318,8 @@ def _check_schedule(schedule: dict[str, Any], now: dict[str, Any], common: dict[
         if common["config"]["scheduler"]["lr_decay_iters"] == now["scheduler"]["lr_decay_iters"]:
             different.pop(NAME.train.train_iters, None)
         raise ConfigError(
-            f"checkpoint {folder} was trained with another learning-rate schedule: "
-            f"{'; '.join(said(different) or changed)}. Without {NAME.scheduler.lr_decay_iters} and lr_warmup_iters it "
-            f"follows {NAME.train.train_iters}. Fix: {NAME.scheduler.override_opt_param_scheduler}=true "
+            f"checkpoint {folder} was trained with a different learning-rate schedule: "
+            f"{'; '.join(said(different) or changed)}. Unless {NAME.scheduler.lr_decay_iters} is set, the schedule "
+            f"depends on {NAME.train.train_iters}. Fix: {NAME.scheduler.override_opt_param_scheduler}=true "
             f"(the new schedule), or {NAME.scheduler.use_checkpoint_opt_param_scheduler}=true (the checkpoint's)"
         )

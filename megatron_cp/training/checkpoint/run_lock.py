@@ -66,8 +66,8 @@ def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
         if without:
             where = shown(list(dict.fromkeys(filter(None, hosts))), ", ")
             raise RuntimeFault(
-                f"{folder} is another folder, or none, for {shown_ranks(without)} ({where}) than for rank 0 ({owner}), "
-                f"nothing was trained. Give a {NAME.checkpoint.save} that all nodes share.",
+                f"{NAME.checkpoint.save}={folder}: {shown_ranks(without)} ({where}) cannot see the folder of rank 0 "
+                f"({owner}); training not started. Fix: set {NAME.checkpoint.save} to a folder that all nodes share",
                 on_all_ranks=True,
             )
         yield
@@ -93,13 +93,13 @@ def check_still_held(folder: Path) -> None:
     holder = lock.take()
     if holder is not None:
         raise OSError(
-            f"{NAME.checkpoint.save}={folder}: the folder was deleted or moved while this run trained, and another "
+            f"{NAME.checkpoint.save}={folder}: the folder was deleted or moved during training, and another "
             f"run writes there now ({_named(holder)}). Fix: set {NAME.checkpoint.save}={folder}-2"
         )
     _sign(lock)
     logger.warning(
-        f"warning: {NAME.checkpoint.save}=%s: the folder or its %s was deleted or moved while this run trained. "
-        "The run goes on and saves there again. What was in the folder before is not restored",
+        f"warning: {NAME.checkpoint.save}=%s: the folder or the file %s was deleted or moved during training. "
+        "The run continues and saves there again, but earlier files are not restored",
         folder,
         LOCK,
     )
@@ -116,22 +116,22 @@ def _take(lock: FileLock, folder: Path, patience: float) -> None:
             )
         if not waited:
             logger.info(
-                "another run writes into %s (%s). Waiting %.0f s for it to end", folder, _named(holder), patience
+                "another run writes into %s (%s). Waiting %.0f s for that run to end", folder, _named(holder), patience
             )
         waited = True
         time.sleep(_POLL)
     if lock.unsupported:
         logger.warning(
-            f"warning: {NAME.checkpoint.save}=%s: the file system supports no locks (%s), so nothing keeps a second "
-            f"run out of this folder: start only one. To silence this warning, set {NAME.checkpoint.save} to a folder "
-            "on a file system with locks (Lustre: mounted with -o flock)",
+            f"warning: {NAME.checkpoint.save}=%s: the file system supports no locks (%s), so a second run could write "
+            f"into this folder. To silence this warning, set {NAME.checkpoint.save} to a folder on a file system with "
+            "locks (Lustre: mounted with -o flock)",
             folder,
             lock.unsupported,
         )
 
 
 def _named(holder: str) -> str:
-    return holder or "its process is unknown"
+    return holder or "unknown process"
 
 
 def _sign(lock: FileLock) -> str:

@@ -94,7 +94,9 @@ class CheckpointSaver:
         self._run = run
         self._root = Path(root)
         self._pending: SaveResult | None = None
-        run_on_first_rank(lambda: clean_leftovers(root), "leftovers of interrupted saves could not be cleaned away")
+        run_on_first_rank(
+            lambda: clean_leftovers(root), "partial checkpoints of interrupted saves could not be deleted"
+        )
 
     @property
     def writing(self) -> bool:
@@ -117,7 +119,7 @@ class CheckpointSaver:
         run, iteration = self._run, self._run.progress.iteration
         final = checkpoint_folder(self._root, iteration)
         if not parameters_are_finite(run):
-            message = "parameters are not finite; the previous checkpoint stays the latest"
+            message = "parameters are not finite; the previous checkpoint is kept"
             raise RuntimeFault(f"checkpoint {final} could not be written: {message}", on_all_ranks=True)
         failed = self._failed(final)
         partial = run_on_first_rank(lambda: self._create_partial(final), failed)
@@ -126,7 +128,7 @@ class CheckpointSaver:
             with raised_on_all_ranks(failed):  # before ranks need each other
                 if not partial.is_dir():
                     raise FileNotFoundError(
-                        f"{partial}, which rank 0 made, is not here: all nodes must share the folder"
+                        f"{partial} of rank 0 is missing on this node: all nodes must share the folder"
                     )
             with raised_on_all_ranks(failed):
                 state = _sharded_state(run, is_loading=False) | {
@@ -188,7 +190,7 @@ class CheckpointSaver:
 
     def _failed(self, final: Path) -> str:
         latest = latest_iteration(self._root)
-        valid = "there is none before it" if latest is None else f"that of iteration {latest} stays the latest"
+        valid = "there is no earlier one" if latest is None else f"the latest is still iteration {latest}"
         return f"checkpoint {final} could not be written; {valid}"
 
     @contextlib.contextmanager
@@ -239,7 +241,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
         if with_rng:
             check_random_state(loaded["rng"], f"{folder}: rng")
     if ahead_anew and config.model.mtp_num_layers:
-        logger.info("%s has no layers for multi-token prediction: they begin anew", folder)
+        logger.info("%s has no multi-token-prediction layers; they start from random weights", folder)
     with raised_on_all_ranks(failed):
         for name, chunk in chunks.items():
             own = {
@@ -253,7 +255,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
         else:
             run.optimizer.reload_model_params()
             if not finetune:
-                logger.info(f"the optimizer begins anew ({NAME.checkpoint.load_optim}=false)")
+                logger.info(f"optimizer state not loaded ({NAME.checkpoint.load_optim}=false)")
         if not finetune:
             _load_scheduler(run, common)
         if with_rng:
@@ -263,7 +265,9 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     run.progress = TrainProgress(**{each.name: common["progress"][each.name] for each in fields(TrainProgress)})
     different = said(differences(saved, here, settings_that(DATA)))
     if different and dist.get_rank() == 0:
-        logger.warning("the samples that follow are others than they were to be: %s", "; ".join(different))
+        logger.warning(
+            "data settings changed; the sample order will differ from the first run's: %s", "; ".join(different)
+        )
     return common["data"]
 
 
@@ -292,9 +296,8 @@ def fit_to_checkpoint(state: dict[str, Any], folder: Path, ahead_anew: bool = Fa
             lacking.append(entry.key)
     if lacking:
         raise LookupError(
-            f"it lacks {len(lacking)} of the model's tensors ({', '.join(sorted(set(lacking))[:3])}, ...): an earlier "
-            "version of megatron_cp may have written it, which called the norms of experts' and latent attention's "
-            "layers otherwise"
+            f"{len(lacking)} of the model's tensors are missing ({', '.join(sorted(set(lacking))[:3])}, ...); earlier "
+            "versions of megatron_cp named the norms of expert and latent-attention layers differently"
         )
 
 

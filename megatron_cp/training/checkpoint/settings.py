@@ -27,13 +27,13 @@ def problems_of_settings(config: dict[str, Any]) -> Iterator[str]:
                 yield f"config.{section} is {shown(value)}, expected {describe(kind)}"
             continue
         if not isinstance(value, dict):
-            yield f"config.{section} is {shown(value)}, not a mapping"
+            yield f"config.{section} is {shown(value)}, expected a mapping"
             continue
         for name, of in hints(kind).items():  # type: ignore[arg-type]
             if name in value and not _fits(value[name], of):
                 yield f"config.{section}.{name} is {shown(value[name])}, expected {describe(of)}"
             elif facts_of(kind)[name].kind == "size" and not facts_of(kind)[name].allows(value.get(name)):
-                yield f"config.{section}.{name} is {shown(value[name])}, not a whole number from 1 on"
+                yield f"config.{section}.{name} is {shown(value[name])}, expected an integer of at least 1"
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -66,4 +66,4 @@ def shown(value: Any) -> str:
     try:
         return reprlib.repr(value)
     except ValueError:  # an integer of more digits than Python writes
-        return "a number of very many digits"
+        return "an integer with too many digits to show"

@@ -97,7 +97,7 @@ class Writer:
             try:
                 written = pickle.load(report)
             except (EOFError, pickle.UnpicklingError) as error:
-                raise OSError(f"the process that writes in the background ended early (exit code {code})") from error
+                raise OSError(f"the background writer exited early (exit code {code})") from error
         self._report = None
         if isinstance(written, BaseException):
             raise written

@@ -192,4 +192,4 @@ def _log_thread_failure(failed: threading.ExceptHookArgs) -> None:
     """In one line, where Python prints a traceback."""
     name = failed.thread.name if failed.thread else "unknown"
     what = in_one_line(failed.exc_value or failed.exc_type())
-    logger.error("thread %s failed, everything else goes on: %s", name, what)
+    logger.error("thread %s failed, the run continues: %s", name, what)

@@ -72,21 +72,24 @@ def origin(run: Run, repeat: Callable[[], float]) -> tuple[str, bool]:
     Returns:
         What to tell a person, and whether the parameters themselves are damaged.
     """
-    rank = run.all_ranks.rank()
     bad = [name for name, values in _named_parameters(run) if not bool(torch.isfinite(values.detach()).all())]
     with _watched(run) as seen:
         loss = repeat()
     everyone = gather_objects((min(seen, default=None), bad[:3]), run.all_ranks)
     damaged = [f"{name} on rank {other}" for other, (_, names) in enumerate(everyone) for name in names]
     if damaged:
-        return f"the parameters themselves are not finite: {shown(damaged, ', ', most=4)}", True
+        return f"the parameters are not finite: {shown(damaged, ', ', most=4)}", True
     sightings = sorted(sighting for sighting, _ in everyone if sighting is not None)
     if sightings:
         others = [str(sighting.rank) for sighting in sightings[1:9]]
-        spread = f" (from there to ranks {', '.join(others)})" if others else ""
+        spread = f" (spread to ranks {', '.join(others)})" if others else ""
         return f"first on {sightings[0]}{spread}", False
-    again = "finite" if math.isfinite(loss) and gradients_are_finite(run) else "not finite, but no module's output was"
-    return f"a second pass over the same microbatches on rank {rank} and all others was {again}", False
+    again = (
+        "finite"
+        if math.isfinite(loss) and gradients_are_finite(run)
+        else "not finite, but every module output was finite"
+    )
+    return f"a second pass over the same microbatches was {again}", False
 
 
 @contextmanager

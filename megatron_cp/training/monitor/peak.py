@@ -29,7 +29,7 @@ class Peak:
         """Where the number comes from, and how to get another one."""
         if self.source == "given":
             return NAME.logger.peak_tflops_per_device
-        return f"by matrix products at the start; {NAME.logger.peak_tflops_per_device}=X gives one"
+        return f"matrix products at the start; override: {NAME.logger.peak_tflops_per_device}=X"
 
     @property
     def name(self) -> str:

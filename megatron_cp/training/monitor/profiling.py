@@ -77,7 +77,7 @@ class Profiler:
         except (OSError, RuntimeError) as error:
             logger.warning("the profile %s could not be written: %s", path, error)
         else:
-            logger.info("wrote the profile %s; megatron-cp profile sums it up, ui.perfetto.dev shows it", path)
+            logger.info("wrote the profile %s; view it with 'megatron-cp profile' or ui.perfetto.dev", path)
 
     def _start(self, first: int) -> None:
         self._first = first

@@ -36,8 +36,8 @@ def writing_into(folder: Path) -> Iterator[None]:
     except OSError as error:
         why = reached_limit(error) or error.strerror or error
         raise RuntimeFault(
-            f"the run folder {folder} cannot be written: {why}. Mend that (a full disk: make room) "
-            "and start the run again to go on from the last checkpoint."
+            f"the run folder {folder} cannot be written: {why}. Fix: free disk space or correct the permissions, then "
+            "start the run again (resumes from the last checkpoint)"
         ) from error
 
 
@@ -166,8 +166,7 @@ def open_charts(
 
 def _warn_without_wandb(error: Exception) -> None:
     logger.warning(
-        "Weights & Biases is off, everything else goes on: %s (%s). Without a network set WANDB_MODE=offline, "
-        "and later 'wandb sync' what it wrote.",
+        "Weights & Biases is off, training continues: %s (%s). Set WANDB_MODE=offline to log without a network",
         error,
         type(error).__name__,
     )

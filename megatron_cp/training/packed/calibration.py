@@ -12,6 +12,7 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
+from megatron_cp.config.names import NAME
 from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
@@ -90,8 +91,8 @@ class CostTracker:
             fit = calibrator.fit()
             found = fit.cost
             logger.info(
-                "cost model calibrated: predictions of a rank's step time are off by %.0f%% (before: %.0f%%), median "
-                "of %d observations; this machine takes %.2g times as long as assumed",
+                "cost model calibrated: median error of a rank's step time %.0f%% (before: %.0f%%), %d observations; "
+                "steps take %.2g times the assumed time",
                 100 * fit.residual,
                 100 * fit.prior_residual,
                 fit.observations,
@@ -99,10 +100,9 @@ class CostTracker:
             )
             if fit.residual > POOR_FIT or fit.at_bound:
                 logger.warning(
-                    "the calibrated cost model may be poor, and schedules slower than need be: predictions are off by "
-                    "%.0f%%; coefficients at the bound of %g times from what the model's shape gives: %s",
+                    "cost model: poor fit, schedules may be slow (median error %.0f%%, coefficients at limit: %s). "
+                    f"Set {NAME.model.dynamic_context_parallel_calibration_iters}=0 to silence this warning",
                     100 * fit.residual,
-                    calibrator.bound,
                     ", ".join(fit.at_bound) or "none",
                 )
         self.cost = broadcast_object(found, self._run.all_ranks)

@@ -310,7 +310,7 @@ def test_a_run_goes_on_without_weights_and_biases(
     stand_in.init = refuse  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     report(tmp_path, wandb_project="mine", tensorboard=False)
-    assert "Weights & Biases is off, everything else goes on: no route to host" in caplog.text
+    assert "Weights & Biases is off, training continues: no route to host" in caplog.text
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 4
 
 
@@ -325,7 +325,7 @@ def test_a_run_goes_on_without_weights_and_biases_that_fail_later(
     stand_in.init = lambda **arguments: Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     report(tmp_path, wandb_project="mine", tensorboard=False)
-    assert caplog.text.count("Weights & Biases is off, everything else goes on: [Errno 28] No space left") == 1
+    assert caplog.text.count("Weights & Biases is off, training continues: [Errno 28] No space left") == 1
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 4
 
 
