@@ -1,4 +1,4 @@
-"""One training run from a checked configuration: the way down, and the last screen."""
+"""One training run from a checked configuration, from setup to the final log line."""
 
 from __future__ import annotations
 
@@ -49,28 +49,26 @@ from megatron_cp.training.signals import SignalWatch, sigterm_waits
 
 
 def run(config: RunConfig, before: Callable[[RunConfig], None] | None = None) -> int:
-    """Train as configured, see :func:`run_training`; returns the process's exit code."""
+    """Train as configured (:func:`run_training`) and return the exit code."""
     return run_training(config, before).exit_code
 
 
 def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None = None) -> TrainResult:
-    """Train as configured.
-
-    ``before`` is called on every rank when torch.distributed runs and no process group of the run exists yet.
+    """Train as configured; ``before`` runs on every rank before the run has groups.
 
     Raises:
-        ConfigError, DataError: a file that the run needs is missing or unusable; every rank raises the same.
-        RuntimeFault: the run cannot go on; the message says where and what to do.
+        ConfigError, DataError: a required file is missing or unusable. Raised on every rank.
+        RuntimeFault: training failed. The message names the place and the fix.
     """
     rank, world_size = launcher.rank(), launcher.world_size() or 1
-    # The command line has checked already, without importing torch; whoever calls this from Python has not.
+    # Python callers have not checked the configuration yet; the command line has.
     config = checked(config, world_size)
     start_logging(rank, wants_live_line(config.logger.progress))
     launcher.add_variables(config.env_vars)
-    # What needs no other rank is read first: a missing file ends the run before any process group exists.
+    # Read local files first, so that a missing file ends the run before process groups exist.
     tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = _vocab_size(config.model.vocab_size, tokenizer)
-    config = replace(config, model=replace(config.model, vocab_size=vocab_size))  # for its checkpoints to tell
+    config = replace(config, model=replace(config.model, vocab_size=vocab_size))  # recorded in checkpoints
     check_files(config.dataset, tokenizer, config.tokenizer)
     if "M" in config.model.parts:
         check_mamba_ssm()
@@ -81,19 +79,17 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
     with ExitStack() as leaving:
         try:
             check_all_ranks_agree(asdict(config))
-            # A measured run has no folder of its own: another may train in it meanwhile.
+            # An evaluation writes no checkpoints, so a training run may use the folder at the same time.
             if config.checkpoint.save and not config.train.skip_train:
                 seconds = config.dist.distributed_timeout_minutes * 60
                 leaving.enter_context(only_run_in(Path(config.checkpoint.save), seconds))
             if before is not None:
                 roll.doing = lambda: "verification of the layout"
                 before(config)
-            start = common_resume_point(
-                partial(find_start, config)
-            )  # once more: another run may have come further meanwhile
+            start = common_resume_point(partial(find_start, config))  # again, now under the lock
             return _run(config, tokenizer, vocab_size, start, roll)
         except DataError:
-            raise  # told to all ranks already, each of which raises it
+            raise  # already raised on all ranks
         except BaseException as error:
             leaving.enter_context(sigterm_waits(config.train.exit_signal_handler))
             alone = failed_alone(error)
@@ -107,10 +103,10 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
 
 
 def check_save_folder(save: str | None) -> None:
-    """Make the folder that the run will write into.
+    """Create the run folder.
 
     Raises:
-        ConfigError: it cannot be made or written, or holds a pipe, which would wait for its reader.
+        ConfigError: the folder cannot be created or written, or holds a pipe (opening one would block).
     """
     if not save:
         return
@@ -127,10 +123,10 @@ def check_save_folder(save: str | None) -> None:
 
 
 def _vocab_size(known: int | None, tokenizer: Tokenizer) -> int:
-    """Tokens that the model knows: as configured (``known``), else those of the tokenizer.
+    """Return the configured vocabulary size ``known``, else the tokenizer's.
 
     Raises:
-        ConfigError: the tokenizer has more, which only its files could tell (rule K11 compares what is configured).
+        ConfigError: the tokenizer has more tokens (rule K11 does not read the tokenizer's files).
     """
     if known is not None and known < tokenizer.vocab_size:
         message = f"the tokenizer has {tokenizer.vocab_size} tokens, more than the vocabulary of {known}"
@@ -168,7 +164,7 @@ def _run(
             logger.warning(message, start.root, LATEST, start.iteration, newer, way)
     begun_at = ready.progress.iteration
     trains = not measured and ready.progress.iteration < config.train.train_iters
-    if trains:  # else the folder keeps the settings that its iterations were trained with
+    if trains:  # otherwise config.yaml keeps the settings of the trained iterations
         _write_config(config, folder)
     _announce(ready, vocab_size)
     peak: Peak | None = None
@@ -200,7 +196,7 @@ def _run(
             outcome = train(ready, datasets, folder, reporter, watch, data_state)
     if dist.get_rank() == 0 and not measured:
         _last_words(ready, folder, outcome, begun_at)
-    # Not after an error: ranks that wait in these groups would see them break before they can be told why.
+    # Skipped after an error: other ranks may still use these groups until they receive the report.
     ready.close()
     return outcome
 
@@ -221,14 +217,14 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, start: ResumePoint | None
             taken = TokensUsed(consumed, last, train.global_batch_size, eval_iters, eval_batch_size)
             log_data(config.dataset, config.tokenizer, datasets, tokenizer.eod, taken)
 
-    run_on_all_ranks(report)  # a file that the first rank can no longer read ends all ranks
+    run_on_all_ranks(report)  # a read error on rank 0 ends all ranks
     return datasets
 
 
 def _write_config(config: RunConfig, folder: Path) -> None:
     if dist.get_rank() == 0:
         settings = settings_of(config)
-        # As used: a longer run from this file has the same schedule, which its own length no longer cuts.
+        # Record the warmup in use, so that a longer run from this file keeps the same schedule.
         if config.scheduler.lr_warmup_fraction is None:
             settings["scheduler"]["lr_warmup_iters"] = config.scheduler.warmup_iters(config.train.train_iters)
         with writing_into(folder):
@@ -256,7 +252,7 @@ def _announce(ready: Run, vocab_size: int) -> None:
 
 
 def count_parameters(ready: Run) -> int:
-    """Of the whole model, each once: not what ranks hold copies of, and all ranks' experts. Collective."""
+    """Count each parameter of the whole model once, over all ranks. Collective."""
     groups = ready.groups
     counts = torch.zeros(2, dtype=torch.int64, device=ready.device)
     for parameter in (parameter for chunk in ready.model for parameter in chunk.parameters()):

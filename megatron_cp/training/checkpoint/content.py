@@ -1,6 +1,6 @@
-"""What a checkpoint holds beside tensors: its shape is declared here, and compared before anything is used.
+"""Declared shape of a checkpoint's non-tensor state, checked before use.
 
-A value of another type or out of range would end later, in an error about something else, or train on wrongly.
+A value of another type or out of range would otherwise fail later with a misleading error, or train wrongly.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatron_cp.mcore.checkpoint_reader import COMMON_FILE, load_common_file, l
 from megatron_cp.training.checkpoint.checksums import CHECKSUMS, read_checksums, read_common_bytes
 from megatron_cp.training.checkpoint.settings import is_number, problems_of_settings, shown, with_defaults
 
-# The layout of what a checkpoint holds besides tensors; a newer one cannot be read.
+# Format of a checkpoint's non-tensor state; newer formats cannot be read.
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A value that fulfils a condition, and how to say so."""
+    """A condition on a value, and its description."""
 
     says: str
     accepts: Callable[[Any], bool]
@@ -47,7 +47,7 @@ def _is_cost(value: Any) -> bool:
 
 
 def _are_times(value: Any) -> bool:
-    """``[([([length, ...], ranks), ...], seconds), ...]``, each of one rank in one step."""
+    """Accept ``[([([length, ...], ranks), ...], seconds), ...]``, per rank and step."""
     try:
         return isinstance(value, list) and all(
             is_number(seconds)
@@ -59,7 +59,10 @@ def _are_times(value: Any) -> bool:
 
 
 def _is_numpy_state(value: Any) -> bool:
-    """A position out of range would be read from outside of the array."""
+    """Accept the state of numpy's MT19937.
+
+    numpy would read a position out of range from outside of the array.
+    """
     if not isinstance(value, tuple) or len(value) != 5:
         return False
     name, keys, position, has_gauss, _ = value
@@ -82,7 +85,7 @@ _COST = _Value("a cost model", _is_cost)
 _BYTES = _Value("a tensor of bytes", lambda value: isinstance(value, Tensor) and value.dtype.itemsize == 1)
 _TENSOR = _Value("a tensor", lambda value: isinstance(value, Tensor))
 
-# A mapping has these keys (``?``: or lacks them; ``*``: any) and may have others; a list or tuple has any number of the
+# A mapping has these keys (``?``: optional; ``*``: any key) and may have others. A list or tuple has any number of the
 # one entry.
 _GROUP = {
     **dict.fromkeys(("wd_mult?", "lr_mult?", "max_lr?", "min_lr?", "start_wd?", "end_wd?"), _or_none(_NUMBER)),
@@ -126,17 +129,17 @@ _RANDOM = {
 
 
 def read_common(folder: Path, verify: bool = True) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors, with the ``config`` that wrote it (defaults where it says nothing).
+    """Read a checkpoint's non-tensor state, with the ``config`` completed by defaults.
 
     Args:
-        verify: compare what is read with its checksum, where the checkpoint has checksums.
+        verify: compare with the checksum, if the checkpoint has checksums.
 
     Raises:
-        UnusableCheckpoint: it is damaged, names code, or an entry is not what it should be.
-        OSError: it cannot be read.
+        UnusableCheckpoint: the state is damaged, refers to code, or has an invalid entry.
+        OSError: a file cannot be read.
     """
     sums = read_checksums(folder) if verify else None
-    if (folder / COMMON_FILE).exists():  # which megatron-core prefers
+    if (folder / COMMON_FILE).exists():  # megatron-core prefers this file
         common = load_common_file(folder)
     else:
         content = read_common_bytes(folder, sums)
@@ -146,7 +149,7 @@ def read_common(folder: Path, verify: bool = True) -> dict[str, Any]:
         raise UnusableCheckpoint(f"{folder}: common_state is {shown(common)}, expected a mapping")
     version = common.get("format")
     if version is None or (type(version) is int and version > FORMAT):
-        return common  # of another program or a newer version, which check_format says
+        return common  # check_format reports other programs and newer versions
     problems = chain(
         _problems(common, {"format": _AT_LEAST_ONE} | _CONTENT, ""),
         problems_of_settings(common.get("config", {})),
@@ -160,13 +163,13 @@ def read_common(folder: Path, verify: bool = True) -> dict[str, Any]:
 
 
 def check_random_state(state: Any, name: str) -> None:
-    """Raises UnusableCheckpoint where a checkpoint's random state is none."""
+    """Raise UnusableCheckpoint if a checkpoint's random state is invalid."""
     if problem := next(_problems(state, _RANDOM, f"{name}."), ""):
         raise UnusableCheckpoint(problem)
 
 
 def _problems(value: Any, expected: Any, path: str) -> Iterator[str]:
-    """What is not as expected, in words. As deep as what is expected, however deep the value is."""
+    """Describe all deviations from ``expected``, no deeper than ``expected``."""
     name = path.rstrip(".") or "common_state"
     if isinstance(expected, _Value):
         if not expected.accepts(value):
@@ -192,7 +195,7 @@ def _problems(value: Any, expected: Any, path: str) -> Iterator[str]:
 
 
 def _optimizer_problems(state: Any) -> Iterator[str]:
-    """One optimizer's state, or those of several by their numbers; each torch's own or one around that."""
+    """Check the state of one optimizer, or of several by number."""
     if not state:
         return
     several = {f"optimizer.{index}.": each for index, each in state.items()} if 0 in state else {"optimizer.": state}

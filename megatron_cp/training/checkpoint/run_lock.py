@@ -1,8 +1,8 @@
-"""One run at a time writes into a folder, which all its nodes see: another run would take its unfinished checkpoints
-for leftovers, and a node with a folder of its own could not save its part.
+"""Let one run at a time write into a run folder that all nodes share.
 
-Rank 0 locks a file in the folder (see ``file_lock``). The lock ends with the process, however that ends. What rank 0
-writes into the file all ranks must find there.
+Another run would take this run's partial checkpoints for leftovers. A node with a separate folder could not save its
+shards. Rank 0 locks a file in the folder (see ``file_lock``) and writes its identity there; all ranks must read the
+same text. The lock ends with the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_cp.training.monitor.metrics import logger
 from megatron_cp.training.monitor.sinks import writing_into
 
 LOCK = ".lock"
-PATIENCE = 120.0  # seconds: a file server takes that long to forget a machine that died
+PATIENCE = 120.0  # seconds: time for a file server to drop a dead machine's locks
 SIGHT = 10.0  # seconds: a network file system may show a new file late
 _POLL = 0.5
 
@@ -36,14 +36,14 @@ _locks: dict[Path, FileLock] = {}
 
 @contextmanager
 def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
-    """Hold the folder; collective. Another run that holds it has a while to end first.
+    """Hold the folder's lock; wait a while for another run to end. Collective.
 
     Args:
-        longest_wait: seconds that a rank waits for another before it gives up.
+        longest_wait: seconds after which waiting ranks time out.
 
     Raises:
-        RuntimeFault: on every rank: another run still writes there, or nothing can be written there, or not all ranks
-            see the same folder.
+        RuntimeFault: on every rank, if another run keeps the lock, the folder is not writable, or ranks see different
+            folders.
     """
     lock, problem, owner = None, "", ""
     try:
@@ -59,7 +59,7 @@ def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
         problem, owner = broadcast_object((problem, owner))
         if problem:
             raise RuntimeFault(problem, on_all_ranks=True)
-        # Rank 0 does not open its file a second time, which would drop a record lock.
+        # Rank 0 must not open its file again, which would drop a record lock.
         sees_it = lock is not None or _is_of(folder, owner, min(SIGHT, longest_wait / 2))
         hosts = gather_objects("" if sees_it else socket.gethostname())
         without = [rank for rank, host in enumerate(hosts) if host]
@@ -78,12 +78,12 @@ def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
 
 
 def check_still_held(folder: Path) -> None:
-    """Check, before something is saved, that this process's lock on ``folder`` still keeps others out; on rank 0.
+    """Check before a save that the lock on ``folder`` still works; on rank 0.
 
-    Somebody may have deleted or moved the folder or the file in it. Then the lock is taken anew.
+    If the folder or the lock file was deleted or moved, the lock is taken again.
 
     Raises:
-        OSError: another run has taken the folder meanwhile.
+        OSError: another run has taken the folder.
     """
     lock = _locks.get(folder)
     if lock is None or lock.in_place:
@@ -106,7 +106,7 @@ def check_still_held(folder: Path) -> None:
 
 
 def _take(lock: FileLock, folder: Path, patience: float) -> None:
-    """Take the lock. Raises RuntimeFault after ``patience`` seconds, which says who holds it."""
+    """Take the lock; raise RuntimeFault with the holder after ``patience`` seconds."""
     began, waited = time.monotonic(), False
     while (holder := lock.take()) is not None:
         if time.monotonic() - began >= patience:
@@ -135,14 +135,14 @@ def _named(holder: str) -> str:
 
 
 def _sign(lock: FileLock) -> str:
-    """Write which process holds the folder to where other nodes see it; returns that text."""
+    """Write this process's identity into the lock file and return it."""
     owner = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
     lock.write(owner)
     return owner
 
 
 def _is_of(folder: Path, owner: str, patience: float) -> bool:
-    """Whether the folder that this rank sees is, within ``patience`` seconds, the one that ``owner`` signed."""
+    """Return whether the lock holds ``owner`` within ``patience`` seconds."""
     until = time.monotonic() + patience
     while True:
         with suppress(OSError, ValueError):

@@ -1,7 +1,6 @@
-"""Checkpoints: megatron-core's ``torch_dist`` format, complete or absent, written now or in the background.
+"""Save and load checkpoints in megatron-core's ``torch_dist`` format.
 
-Nothing in a checkpoint depends on the layout that wrote it but the random states, which are restored where the layout
-is the same. What the files go through is in ``checkpoint_files``.
+A checkpoint is complete or absent. Only random states depend on the layout; they are restored in the same layout.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from megatron_cp.training.monitor.nonfinite import parameters_are_finite
 from megatron_cp.training.setup import Run, TrainProgress
 
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-# Random states are each rank's own: they are restored where ranks have the same places.
+# Settings that place ranks; each rank restores its random state only if these are equal.
 _SHAPES_RANKS = (
     NAME.dist.use_tp_pp_dp_mapping,
     NAME.model.tensor_model_parallel_size,
@@ -69,14 +68,14 @@ _SHAPES_RANKS = (
 
 @dataclass
 class SaveResult:
-    """A checkpoint, from the start of its save until it is in its place.
+    """A checkpoint, from the start of the save until it is complete.
 
-    paused: seconds that training stood still for it. taken: seconds from its start to its place.
+    paused: seconds that training paused. taken: seconds from start to completion.
     """
 
     iteration: int
     folder: Path
-    partial: Path  # where it is written
+    partial: Path  # the folder it is written into
     writer: Writer
     started: float
     paused: float = 0.0
@@ -84,9 +83,9 @@ class SaveResult:
 
 
 class CheckpointSaver:
-    """Saves a run's checkpoints below ``root``; with ``checkpoint.async_save`` a process of each rank's writes them.
+    """Saves a run's checkpoints below ``root``, one at a time.
 
-    One checkpoint at a time: the next save waits for the one before. Every method but :attr:`writing` and
+    With ``checkpoint.async_save`` a forked process of each rank writes. Every method but :attr:`writing` and
     :meth:`close` is collective.
     """
 
@@ -104,16 +103,16 @@ class CheckpointSaver:
         return self._pending is not None and self._pending.writer.writing
 
     def save(self, data_state: dict[str, Any]) -> SaveResult | None:
-        """Save everything that resuming needs; in the background it is in its place after :meth:`finish`.
+        """Save everything that resuming needs; async saves complete in :meth:`finish`.
 
         Raises:
-            RuntimeFault: on every rank, where any rank could not write. The previous checkpoint stays the latest.
+            RuntimeFault: on every rank, if any rank could not write. The previous checkpoint stays the latest.
         """
         self.finish()
         started = time.perf_counter()
         if self._run.model[0].ddp_config.overlap_param_gather:
-            # The optimizer leaves each rank with its own shards of the new weights; the next forward pass, or this,
-            # gathers the others'.
+            # Each rank has only its own shards of the new weights until the next forward pass gathers them; gather them
+            # now.
             for chunk in self._run.model:
                 chunk.start_param_sync(force_sync=True)
         run, iteration = self._run, self._run.progress.iteration
@@ -125,7 +124,7 @@ class CheckpointSaver:
         partial = run_on_first_rank(lambda: self._create_partial(final), failed)
         self._pending = pending = SaveResult(iteration, final, partial, Writer(), started)
         with self._cleaned_up(partial):
-            with raised_on_all_ranks(failed):  # before ranks need each other
+            with raised_on_all_ranks(failed):  # before the next collective
                 if not partial.is_dir():
                     raise FileNotFoundError(
                         f"{partial} of rank 0 is missing on this node: all nodes must share the folder"
@@ -150,7 +149,7 @@ class CheckpointSaver:
         return None if run.config.checkpoint.async_save else self.finish()
 
     def finish(self) -> SaveResult | None:
-        """Wait for what is being written, on all ranks, check it and put it in its place."""
+        """Wait for the pending save on all ranks, check it and move it into place."""
         pending = self._pending
         if pending is None:
             return None
@@ -168,7 +167,7 @@ class CheckpointSaver:
         return pending
 
     def close(self) -> None:
-        """Stop writing: what is not in its place stays a leftover, and the previous checkpoint the latest."""
+        """Stop a pending save; the previous checkpoint stays the latest."""
         if self._pending is not None:
             self._pending.writer.close()
             self._pending = None
@@ -179,13 +178,13 @@ class CheckpointSaver:
 
     def _complete(self, pending: SaveResult, written: list[Any]) -> None:
         check_still_held(self._root)
-        with completing:  # every rank has written: nobody else is needed for it any more
+        with completing:  # all ranks have written; no other rank is needed to complete
             pending.writer.write_index(pending.partial, written)
             put_in_place(pending.partial, pending.folder)
         wanted = self._run.config.checkpoint
         try:
             keep_most_recent(self._root, pending.iteration, wanted.most_recent_k, wanted.save_retain_interval)
-        except OSError as error:  # the new one is safe all the same
+        except OSError as error:  # the new checkpoint is complete
             logger.warning("an old checkpoint could not be deleted: %s", error)
 
     def _failed(self, final: Path) -> str:
@@ -195,7 +194,7 @@ class CheckpointSaver:
 
     @contextlib.contextmanager
     def _cleaned_up(self, partial: Path) -> Any:
-        """After a failure that all ranks know of, nobody writes any more and the space is free again."""
+        """After a failure on any rank, stop writing and delete the partial folder."""
         try:
             yield
         except RuntimeFault:
@@ -206,19 +205,17 @@ class CheckpointSaver:
 
 
 def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool = False) -> dict[str, Any]:
-    """Load checkpoint ``iteration`` below ``root`` into the run; returns the data state. Collective.
-
-    ``finetune``: its weights only, to begin a new run with.
+    """Load a checkpoint (``finetune``: weights only); return the data state. Collective.
 
     Raises:
         RuntimeFault: the checkpoint is missing or unreadable.
-        ConfigError: it does not fit; see :func:`megatron_cp.training.checkpoint.resume.check_fits`.
+        ConfigError: the checkpoint does not fit; see :func:`megatron_cp.training.checkpoint.resume.check_fits`.
     """
     folder = existing_folder(root, iteration) or checkpoint_folder(root, iteration)
     config, wanted = run.config, run.config.checkpoint
     common = checked_common(folder, iteration, wanted.verify_checksums, partial(begin_with, config))
     failed = f"checkpoint {folder} could not be loaded"
-    refused: ConfigError | None = None  # the same on every rank
+    refused: ConfigError | None = None  # equal on every rank
     with raised_on_all_ranks(failed):
         try:
             check_fits(config, common, folder, finetune)
@@ -272,23 +269,23 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
 
 
 def _is_ahead(name: str) -> bool:
-    """Whether a parameter is of the layers for multi-token prediction."""
+    """Return whether a parameter is of the MTP layers."""
     return "mtp" in name.split(".")
 
 
 def fit_to_checkpoint(state: dict[str, Any], folder: Path, ahead_anew: bool = False) -> None:
-    """Take out of a model's state what is not to be loaded: the modules' extra states.
+    """Remove entries that must not be loaded: extra states of modules.
 
-    Transformer Engine's modules have such a state, of float8 quantization, which nothing here uses. It is a pickle,
-    which would be read without any restriction. With ``ahead_anew`` the layers for multi-token prediction begin anew.
+    Transformer Engine's float8 extra state is unused, and is a pickle that would be read unrestricted. With
+    ``ahead_anew`` the MTP layers are removed too, and keep their initial weights.
 
     Raises:
-        LookupError: it lacks weights.
+        LookupError: the checkpoint lacks weights.
     """
     saved = read_index(folder).state_dict_metadata
     lacking = []
     for name, entry in list(state.items()):
-        # Named with a number behind it where one module computes several experts.
+        # The key ends with a number if one module computes several experts.
         is_extra = isinstance(entry, ShardedObject) and entry.key.endswith("_extra_state")
         if (ahead_anew and _is_ahead(name)) or is_extra:
             del state[name]
@@ -302,10 +299,10 @@ def fit_to_checkpoint(state: dict[str, Any], folder: Path, ahead_anew: bool = Fa
 
 
 def _load_optimizer(run: Run, state: Any, common: dict[str, Any]) -> None:
-    """An optimizer's tensors and counts; what is configured stays as configured.
+    """Load an optimizer's tensors and counts; keep the configured settings.
 
-    megatron-core finds the saved group of some parameters by its learning rates too, and torch takes all settings from
-    there: a new learning rate would end the run, and new betas do nothing.
+    megatron-core matches saved groups by learning rate too, and torch overwrites all settings. New learning rates would
+    end the run, and new betas would have no effect.
     """
     configured = [
         {name: value for name, value in group.items() if name not in ("params", "step")}
@@ -318,20 +315,20 @@ def _load_optimizer(run: Run, state: Any, common: dict[str, Any]) -> None:
 
 
 def _parameter_groups(run: Run) -> list[list[dict[str, Any]]]:
-    """Of each of the run's optimizers."""
+    """Return the parameter groups of each optimizer of the run."""
     return [optimizer.param_groups for optimizer in run.optimizer.chained_optimizers]
 
 
 def _load_scheduler(run: Run, common: dict[str, Any]) -> None:
     state = dict(common["scheduler"])
     if run.scheduler.wd_incr_style == "constant":
-        state["wd_incr_steps"] = run.scheduler.wd_incr_steps  # over which nothing changes: a longer run is no other one
+        state["wd_incr_steps"] = run.scheduler.wd_incr_steps  # no effect if constant
     if run.config.scheduler.use_checkpoint_opt_param_scheduler:
-        _set_learning_rates(run, state)  # which go before the schedule's own
+        _set_learning_rates(run, state)  # they override the schedule's own
         for name in FORGOTTEN:
             setattr(run.scheduler, name, state.get(name, getattr(run.scheduler, name)))
     run.scheduler.load_state_dict(state)
-    run.scheduler.step(increment=0)  # it sets the weight decay before it has loaded what that follows
+    run.scheduler.step(increment=0)  # recompute: loading sets the weight decay from the old state
 
 
 def _set_learning_rates(run: Run, schedule: dict[str, Any]) -> None:
@@ -340,7 +337,7 @@ def _set_learning_rates(run: Run, schedule: dict[str, Any]) -> None:
 
 
 def _chunks(run: Run) -> dict[str, Any]:
-    """The model's chunks by their names in a checkpoint."""
+    """Return the model's chunks by their names in a checkpoint."""
     return {"model" if len(run.model) == 1 else f"model{index}": chunk for index, chunk in enumerate(run.model)}
 
 
@@ -355,6 +352,6 @@ def _sharded_state(run: Run, is_loading: bool, optimizer: bool = True, rng: bool
     if not is_loading:
         state["scheduler"] = run.scheduler.state_dict() | {name: getattr(run.scheduler, name) for name in FORGOTTEN}
     if rng and (is_loading or run.config.checkpoint.save_rng):
-        # One object a rank: context-parallel ranks draw their dropout from streams of their own.
+        # One object per rank: context-parallel ranks have separate dropout streams.
         state["rng"] = ShardedObject("rng", random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
     return state

@@ -1,4 +1,4 @@
-"""The configuration that wrote a checkpoint: whether its values have their settings' types."""
+"""Type checks of the configuration saved in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_number(value: Any) -> bool:
 
 
 def problems_of_settings(config: dict[str, Any]) -> Iterator[str]:
-    """Settings of a wrong type, or that are divided by and below 1, in words."""
+    """Describe settings of a wrong type, and sizes below 1."""
     for section, kind in hints(RunConfig).items():
         value = config.get(section, {})
         if not is_dataclass(kind):
@@ -37,7 +37,7 @@ def problems_of_settings(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value has a setting's type; a choice of today need not have been one of then."""
+    """Return whether a value has a setting's type; saved choices may be outdated."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(_fits(value, each) for each in args)
@@ -53,7 +53,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the defaults of settings that the program which wrote it did not have."""
+    """Add default values of settings that the saving version did not have."""
     filled = {
         name: default | config.get(name, {}) if isinstance(default, dict) else config.get(name, default)
         for name, default in asdict(RunConfig()).items()
@@ -62,8 +62,8 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, however long or deep it is."""
+    """Return a short representation of any value."""
     try:
         return reprlib.repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python formats
         return "an integer with too many digits to show"

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is as it was written, the same answer on every rank, and which other one to go on from."""
+"""Verify a checkpoint's files on all ranks, and find a complete one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron_cp.training.monitor.metrics import logger
 
 
 def checked_common(folder: Path, iteration: int, verify: bool, begin_with: Callable[[str, int], str]) -> dict[str, Any]:
-    """Compare a checkpoint's bytes with their checksums; returns what it holds beside tensors. Collective.
+    """Verify a checkpoint's checksums and return the non-tensor state. Collective.
 
     Args:
-        begin_with: what to type to begin with another iteration's checkpoint of a folder.
+        begin_with: formats the settings to type for another iteration of a folder.
 
     Raises:
-        RuntimeFault: on every rank, where any rank finds it damaged. Says which other checkpoint is complete.
+        RuntimeFault: on every rank, if any rank finds damage. Names another complete checkpoint.
     """
     problems = problems_of(folder, verify)
     if problems:
@@ -41,7 +41,10 @@ def checked_common(folder: Path, iteration: int, verify: bool, begin_with: Calla
 
 
 def problems_of(folder: Path, verify: bool) -> list[str]:
-    """What is wrong with a checkpoint's files, the same on every rank; each file is read by one of them. Collective."""
+    """List what is wrong with a checkpoint's files, equal on every rank. Collective.
+
+    Each file is read by one rank.
+    """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = []
     try:
@@ -51,13 +54,13 @@ def problems_of(folder: Path, verify: bool) -> list[str]:
         read_common(folder, verify)
         if rank == 0:
             mine += damage(folder)
-    except (Exception, CheckpointException) as error:  # also of a rank alone, whose others would wait
+    except (Exception, CheckpointException) as error:  # any error, because the other ranks are in a collective
         mine.append(in_one_line(error))
     return list(dict.fromkeys(problem for theirs in gather_objects(mine) for problem in theirs))
 
 
 def complete_beside(root: Path, iteration: int, verify: bool) -> int | None:
-    """The newest complete checkpoint before another one, else the newest after it, if there is one. Collective."""
+    """Return the newest complete checkpoint before ``iteration``, or after. Collective."""
     saved = [each for each in saved_iterations(root) if each != iteration]
     for each in sorted(saved, key=lambda each: (each > iteration, -each)):
         folder = existing_folder(root, each)

@@ -1,8 +1,7 @@
-"""NaN and infinity in the loss or the gradients: seen before the optimizer is, and traced to where they began.
+"""Detect NaN and infinity before the optimizer step, and find the origin.
 
-A step whose numbers are not finite is run a second time on the same microbatches and random numbers, with a hook on
-every module. What all ranks saw first is compared: the first in the order of computation is the origin, the rest caught
-it from there.
+A step with non-finite numbers runs again on the same microbatches and random numbers, with a hook on every module. The
+first event of all ranks in computation order is the origin; later events follow from it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from megatron_cp.common.errors import shown
 from megatron_cp.parallel.collectives import gather_objects, max_over_ranks
 from megatron_cp.training.setup import Run
 
-MAX_SKIPPED_IN_A_ROW = 10  # what goes wrong that often does not pass by itself
+MAX_SKIPPED_IN_A_ROW = 10  # more failures in a row are no coincidence
 
 
 @dataclass(frozen=True, order=True)
 class NonFiniteEvent:
-    """Where a number first was not finite. Ordered as the computation is, over all ranks.
+    """The first non-finite number of a rank, ordered as computed over all ranks.
 
-    backward: whether it was a gradient. stage: of the whole pipeline, from its end in the backward pass.
+    backward: whether it is a gradient. stage: of the whole pipeline, counted from the end in the backward pass.
     """
 
     backward: bool
@@ -43,18 +42,18 @@ class NonFiniteEvent:
 
 
 def gradients_are_finite(run: Run) -> bool:
-    """Whether every rank's gradients are; collective, the same answer on every rank."""
+    """Return whether all ranks' gradients are finite. Collective."""
     buffers = (buffer for chunk in run.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
     return _are_finite(run, (buffer.grad_data for buffer in buffers))
 
 
 def parameters_are_finite(run: Run) -> bool:
-    """Whether every rank's parameters are; collective, the same answer on every rank."""
+    """Return whether all ranks' parameters are finite. Collective."""
     return _are_finite(run, (parameter.detach() for _, parameter in _named_parameters(run)))
 
 
 def _are_finite(run: Run, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether these of every rank are; the host waits for the device once."""
+    """Return whether the tensors of all ranks are finite; one device wait."""
     bad = torch.zeros((), dtype=torch.int32, device=run.device)
     for tensor in tensors:
         if tensor.numel():
@@ -64,13 +63,13 @@ def _are_finite(run: Run, tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def origin(run: Run, repeat: Callable[[], float]) -> tuple[str, bool]:
-    """Run the step again and say where it goes wrong; collective, the same answer on every rank.
+    """Run the step again and locate the first non-finite number. Collective.
 
     Args:
         repeat: forward and backward on the same microbatches and random numbers; returns the loss.
 
     Returns:
-        What to tell a person, and whether the parameters themselves are damaged.
+        A description, and whether the parameters are damaged; equal on every rank.
     """
     bad = [name for name, values in _named_parameters(run) if not bool(torch.isfinite(values.detach()).all())]
     with _watched(run) as seen:
@@ -94,7 +93,7 @@ def origin(run: Run, repeat: Callable[[], float]) -> tuple[str, bool]:
 
 @contextmanager
 def _watched(run: Run) -> Iterator[list[NonFiniteEvent]]:
-    """Hooks on all modules and parameters that note the first numbers which are not finite, forward and backward."""
+    """Record non-finite numbers with hooks on all modules and parameters."""
     seen: list[NonFiniteEvent] = []
     handles: list[Any] = []
     for index, chunk in enumerate(run.model):
@@ -114,7 +113,7 @@ def _watched(run: Run) -> Iterator[list[NonFiniteEvent]]:
 
 
 class _ChunkWatch:
-    """Notes for one model chunk of this rank."""
+    """Records the events of one model chunk of this rank."""
 
     def __init__(self, run: Run, chunk: int, seen: list[NonFiniteEvent]) -> None:
         self._seen = seen
@@ -134,9 +133,9 @@ class _ChunkWatch:
                 tensor.register_hook(partial(self._note, True, self._microbatch, f"gradient of the {where}"))
 
     def weight(self, name: str, parameter: Any, gradient: torch.Tensor) -> None:
-        # Where a layer has added it to the sum itself, what comes is a placeholder, whose memory nobody has written.
+        # If a layer has added the gradient to main_grad itself, the gradient here is an uninitialized placeholder.
         added = getattr(parameter, "grad_added_to_main_grad", False)
-        # One microbatch's gradients follow its own forward pass, but for pipelines: there a module's hook knows better.
+        # Right without a pipeline; with a pipeline the module hooks have the right microbatch.
         where = f"gradient of {name}"
         self._note(True, self._microbatch, where, parameter.main_grad if added else gradient)
 
@@ -156,7 +155,7 @@ def _named_parameters(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _innermost(chunk: Any) -> nn.Module:
-    """The model below its wrappers, whose names a person knows."""
+    """Return the model without wrappers, whose module names users know."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

@@ -1,9 +1,8 @@
-"""The cost model fitted to this run's own step times, and the same on every rank.
+"""Fit the cost model to this run's step times, equally on every rank.
 
-During the first iterations each rank's working time is gathered by all; at the end of them rank 0 fits the model and
-all ranks take over its numbers. From then on the model stays as it is, and it is saved with every checkpoint, so that
-a resumed run makes the same schedules as one that was never stopped. In another layout, or with another model to start
-from, the saved numbers mean nothing: such a run measures anew.
+During the first iterations all ranks' working times are gathered. Rank 0 then fits the model and broadcasts the result,
+which stays fixed. The model is saved with every checkpoint, so a resumed run makes the same schedules. In another
+layout, or with another prior model, the saved numbers are invalid, and the run calibrates again.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from megatron_cp.training.setup import Run
 
 logger = logging.getLogger(__name__)
 
-WARM_UP = 2  # first iterations of a process, which allocate, compile and connect
-POOR_FIT = 0.3  # median relative error above which schedules are likely to be lopsided
+WARM_UP = 2  # first iterations of a process: allocate, compile, connect
+POOR_FIT = 0.3  # median relative error above which schedules may be unbalanced
 
 
 class CostTracker:
     """The cost model in use. Collective over the run's ranks.
 
-    Only where ranks run independently does a rank's time tell what its own microbatches cost: without pipeline stages
-    and shared experts. Otherwise the model derived from the shape stays.
+    Step times measure a rank's own microbatches only where ranks run independently: without pipeline stages and shared
+    experts. Otherwise the model derived from the shape stays in use.
     """
 
     def __init__(self, run: Run, prior: CostModel, active: bool) -> None:
@@ -42,7 +41,7 @@ class CostTracker:
         self._first = run.progress.iteration
         iterations = model.dynamic_context_parallel_calibration_iters if active and not keeps_step(model) else 0
         self._wanted = max(1, iterations - WARM_UP) if iterations else 0
-        # What the numbers of a fitted model hold for.
+        # A fitted model holds only for these sizes and this prior.
         self._of = {
             "ranks": run.all_ranks.size(),
             "tp": model.tensor_model_parallel_size,
@@ -58,7 +57,7 @@ class CostTracker:
             run.work_clock = WorkClock()
 
     def observe(self, plan: StepPlan) -> bool:
-        """Take in the last step's time; whether :attr:`cost` has changed."""
+        """Record the time of the last step; return whether :attr:`cost` has changed."""
         clock = self._run.work_clock
         if clock is None or self._run.progress.iteration <= self._first + WARM_UP:
             return False
@@ -109,7 +108,7 @@ class CostTracker:
         self._observed.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save, in plain types."""
+        """Return the state to save, in plain types."""
         return {
             "of": self._of,
             "cost": asdict(self.cost),
@@ -118,7 +117,11 @@ class CostTracker:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> bool:
-        """Take over a saved model, and what was measured for one; False, and nothing changes, where it does not fit."""
+        """Take over a saved model and its measurements.
+
+        Returns:
+            False, with nothing changed, if the saved model does not fit this run.
+        """
         if state is None or state.get("of") != self._of:
             return False
         self.cost = CostModel(**state["cost"])

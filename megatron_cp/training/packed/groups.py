@@ -1,4 +1,4 @@
-"""The process groups of packed microbatches, as configured."""
+"""Process groups of packed microbatches, as configured."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def build_dynamic_groups(
     layout: RankLayout,
     blocks: Sequence[Positions],
 ) -> DynamicGroups | None:
-    """The groups of packed microbatches, ``None`` for a run without packing; collective. Logs them once.
+    """Build and log the groups of packed microbatches, if packed. Collective.
 
-    ``blocks`` are those of :func:`megatron_cp.dynamic_cp.buddy_tree.configured_blocks`.
+    ``blocks`` come from :func:`megatron_cp.dynamic_cp.buddy_tree.configured_blocks`.
     """
     if not blocks:
         return None
@@ -55,7 +55,10 @@ def build_dynamic_groups(
 
 
 def neighbours_in_a_node(model: ModelConfig) -> int:
-    """Neighbouring ranks of a domain that exchange heads: the configured all-to-all size, else those of a node."""
+    """Return how many neighbouring ranks of a domain exchange heads.
+
+    The configured all-to-all size, or the ranks of a node.
+    """
     if model.hierarchical_context_parallel_sizes:
         return model.hierarchical_context_parallel_sizes[0]
     node = launcher.local_world_size() or torch.cuda.device_count() or 8

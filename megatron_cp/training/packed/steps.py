@@ -1,4 +1,4 @@
-"""Steps of packed microbatches: the scheduler, the process groups and the checks of a run put together."""
+"""Steps of packed microbatches: scheduler, process groups and checks combined."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron_cp.training.setup import Run
 
 
 class OneLength:
-    """A data set of samples of one length as a source of samples to pack."""
+    """A dataset of fixed-length samples as a source of samples to pack."""
 
     def __init__(self, dataset: Any, length: int) -> None:
         self._dataset, self._length = dataset, length
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens of samples."""
+        """Return the tokens of each sample."""
         return np.full(len(indices), self._length)
 
     def __getitem__(self, index: int) -> Sample:
@@ -35,7 +35,7 @@ class OneLength:
 
 
 def of_evaluation(training: ModelConfig, size: int | None, micro_batch_size: int) -> ModelConfig:
-    """The settings that evaluation is scheduled by: training's, but for a context parallel ``size`` of its own."""
+    """Return evaluation's model settings, with a context parallel ``size`` of its own."""
     if size is None:
         return training
     model = replace(
@@ -50,10 +50,10 @@ def of_evaluation(training: ModelConfig, size: int | None, micro_batch_size: int
 
 
 class PackedSteps:
-    """Steps of packed microbatches; the next one is scheduled and read while the current one runs.
+    """Steps of packed microbatches; the next step is prefetched.
 
     Raises:
-        RuntimeFault: on every rank, where the samples or the schedule of any rank cannot be used.
+        RuntimeFault: on every rank, if the samples or the schedule of any rank are invalid.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PackedSteps:
         training: bool,
         scheduler: Scheduler | None = None,
     ) -> None:
-        """``scheduler``: makes the schedules; as configured by default."""
+        """Use ``scheduler`` to make schedules; the configured one by default."""
         config, model, layout = run.config, run.config.model, run.layout
         size = config.train.global_batch_size
         if not training:
@@ -114,7 +114,10 @@ class PackedSteps:
         return self._batches.state_dict() | {"calibration": self._costs.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where the saved ones stopped; in another layout or transport with a cost model of its own."""
+        """Continue exactly after the saved steps.
+
+        Another layout or transport starts with a new cost model.
+        """
         if self._costs.load_state_dict(state.get("calibration")):
             self._batches.load_state_dict(state)
         else:
