@@ -1,4 +1,4 @@
-"""What a comparison says to a person."""
+"""Text output of a comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_cp.verify.tensors import Replicas, TensorDifferences
 
 
 def show(result: Comparison, names: tuple[str, str], console: Console) -> None:
-    """The table, the verdict and, if it is a bad one, where to look."""
+    """Print the table, the verdict and, if results differ, where to look."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", *names, "difference", "tolerance", "verdict"):
         table.add_column(column, justify="left" if column in ("", "verdict") else "right", overflow="fold")
@@ -36,7 +36,7 @@ def show(result: Comparison, names: tuple[str, str], console: Console) -> None:
 
 
 def _shown(result: Comparison) -> list[Row]:
-    """All of the first step, and of later ones the last loss and what differs."""
+    """Select rows of the first step, the last loss, and all differing rows."""
     last = len(result.reference)
     return [
         row
@@ -46,7 +46,7 @@ def _shown(result: Comparison) -> list[Row]:
 
 
 def diagnose(result: Comparison) -> list[str]:
-    """Where to look, from what differs and what does not."""
+    """Suggest where to look, from what differs and what matches."""
     if result.equal:
         return []
     said = []
@@ -69,7 +69,7 @@ def diagnose(result: Comparison) -> list[str]:
 
 
 def _of_forward_pass(result: Comparison, wrong: Sequence[str]) -> list[str]:
-    """``wrong``: the names of what differs in the first step."""
+    """Diagnose the forward pass from ``wrong``, the differing first-step rows."""
     if "tokens" in wrong:
         return [
             f"the first loss covers {result.layout[0].tokens} tokens instead of {result.reference[0].tokens}. Check "
@@ -108,7 +108,7 @@ def _of_backward_pass(result: Comparison, wrong: Sequence[str]) -> list[str]:
     found = result.gradients
     if not found.difference <= GRADIENT_TOLERANCE:
         off = abs(found.ratio - 1)
-        if off > GRADIENT_TOLERANCE and found.residual < min(1e-3, off / 10):  # the factor explains the difference
+        if off > GRADIENT_TOLERANCE and found.residual < min(1e-3, off / 10):  # one factor explains the difference
             return [f"all gradients are {found.ratio:.4g} times the reference gradients. Check the gradient scaling"]
         which = f"{len(found.wrong)} of {found.number} gradients (most: {_worst(found)})"
         if found.wrong and all(".router." in name for name in found.wrong):

@@ -205,9 +205,9 @@ class CheckpointSaver:
 
 
 def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool = False) -> dict[str, Any]:
-    """Load a checkpoint (``finetune``: weights only); return the data state. Collective.
+    """Load a checkpoint (weights only to ``finetune``); return the data state.
 
-    Raises:
+    Raises, on every rank:
         RuntimeFault: the checkpoint is missing or unreadable.
         ConfigError: the checkpoint does not fit; see :func:`megatron_cp.training.checkpoint.resume.check_fits`.
     """

@@ -60,7 +60,7 @@ def problems_of(folder: Path, verify: bool) -> list[str]:
 
 
 def complete_beside(root: Path, iteration: int, verify: bool) -> int | None:
-    """Return the newest complete checkpoint before ``iteration``, or after. Collective."""
+    """Return the newest complete checkpoint before ``iteration``, else after it."""
     saved = [each for each in saved_iterations(root) if each != iteration]
     for each in sorted(saved, key=lambda each: (each > iteration, -each)):
         folder = existing_folder(root, each)

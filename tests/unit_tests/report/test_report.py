@@ -175,8 +175,8 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
     [
         (lambda p: None, "there is no run folder"),
         (lambda p: p.mkdir(), "is not a run folder: metrics.jsonl is missing"),
-        (lambda p: run_folder(p / "inner"), "the run folders in it are inner"),
-        (lambda p: (p.mkdir(), (p / "metrics.jsonl").write_text('{"iteration": 1, "lm')), "no complete line of a step"),
+        (lambda p: run_folder(p / "inner"), "run folders in it: inner"),
+        (lambda p: (p.mkdir(), (p / "metrics.jsonl").write_text('{"iteration": 1, "lm')), "no complete training step"),
     ],
 )
 def test_what_is_no_run_is_said(tmp_path: Path, prepare: Any, message: str, capsys: pytest.CaptureFixture) -> None:

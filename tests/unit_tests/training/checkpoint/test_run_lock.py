@@ -136,7 +136,7 @@ def test_a_lock_that_cannot_be_written_says_so(cli: Any, tmp_path: Path) -> None
     assert (
         code == 1
         and text.count("cannot be written") == 1
-        and f"the run folder {tmp_path / 'run'} cannot be written: Is a directory. Mend" in text
+        and f"the run folder {tmp_path / 'run'} cannot be written: Is a directory. Fix:" in text
     ), text
 
 
