@@ -85,7 +85,7 @@ def load_object(content: IO[bytes], name: str) -> Any:
         with _only(_OF_OBJECTS):
             return torch.load(content, weights_only=True)
     except Exception as error:  # invalid content can raise any error
-        others = _others_in(content)
+        others = _disallowed_in(content)
         if others:
             raise UnusableCheckpoint(refusal(name, others)) from error
         raise UnusableCheckpoint(f"{name} is damaged, or holds more than plain values and tensors") from error
@@ -104,7 +104,7 @@ def _only(allowed: dict[str, Any]) -> Iterator[None]:
         torch.serialization.add_safe_globals(before)
 
 
-def _others_in(content: IO[bytes]) -> list[str]:
+def _disallowed_in(content: IO[bytes]) -> list[str]:
     """List functions and classes that an object refers to and that are not allowed."""
     try:
         content.seek(0)

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 _UNSET = [name for name, value in vars(parallel_state).items() if name.isupper() and value is None]
 
 
-def forget_parallel_state() -> list[dist.ProcessGroup] | None:
+def reset_parallel_state() -> list[dist.ProcessGroup] | None:
     """Reset the MPU's state; return the process groups it had, None without a state.
 
     The groups stay. megatron-core's ``destroy_model_parallel`` (0.19.2) leaves hierarchical, hybrid and other groups

@@ -20,7 +20,7 @@ from megatron_cp.mcore.packages import check_transformer_engine
 _TARGET = "megatron.core"
 
 
-def _quieten() -> None:
+def _silence() -> None:
     """Silence messages about optional libraries and deprecations on every rank."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     # torch's checkpoint functions, as megatron-core calls them.
@@ -46,7 +46,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _execute(upstream: Callable[[ModuleType], None], module: ModuleType) -> None:
     """Run ``megatron.core``'s code with preparations before and after."""
-    _quieten()
+    _silence()
     from megatron_cp.mcore import cpu, patches
 
     cpu.before_import()

@@ -60,8 +60,8 @@ def broadcast_object[T](value: T, group: ProcessGroup | None = None) -> T:
 
 def gather_problems(problems: Sequence[str], group: ProcessGroup | None = None) -> list[str]:
     """Return ``rank 3: problem`` for each problem of each rank, equal on all ranks."""
-    everyone = gather_objects(list(problems), group)
-    return [f"rank {rank}: {problem}" for rank, theirs in enumerate(everyone) for problem in theirs]
+    gathered = gather_objects(list(problems), group)
+    return [f"rank {rank}: {problem}" for rank, listed in enumerate(gathered) for problem in listed]
 
 
 def gather_tensors(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -127,12 +127,12 @@ def raised_on_all_ranks(what: str) -> Iterator[None]:
     Raises:
         RuntimeFault: ``what``, which ranks failed, and why.
     """
-    mine = []
+    own = []
     try:
         yield
     except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
-        mine = [in_one_line(error)]
-    failures = gather_problems(mine)
+        own = [in_one_line(error)]
+    failures = gather_problems(own)
     if failures:
         raise RuntimeFault(f"{what}. {'; '.join(failures[:4])}", on_all_ranks=True)
 
@@ -182,7 +182,7 @@ def run_once_per_node[T](work: Callable[[], T]) -> T:
     return values[0]
 
 
-def _outcomes[T](work: Callable[[], T], mine: bool) -> list[T]:
+def _outcomes[T](work: Callable[[], T], own: bool) -> list[T]:
     """Return ``work()`` of each rank with ``mine``, on every rank.
 
     Other ranks receive a report every few seconds; one long collective would time out.
@@ -191,7 +191,7 @@ def _outcomes[T](work: Callable[[], T], mine: bool) -> list[T]:
         DataError: on every rank, if ``work`` fails on one.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
-        future = pool.submit(_attempt, work) if mine else None
+        future = pool.submit(_attempt, work) if own else None
         while True:
             reports = [report for report in gather_objects(_report(future)) if report is not None]
             if all(done for done, _, _ in reports):

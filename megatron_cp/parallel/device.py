@@ -27,8 +27,8 @@ from megatron_cp.parallel import staged
 
 logger = logging.getLogger(__name__)
 
-_FILES_OF_A_RANK = 16  # files of torch.distributed before groups exist
-_CONNECTIONS_OF_A_RANK = 3  # store connections: torch, health monitor, store watch
+_FILES_PER_RANK = 16  # files of torch.distributed before groups exist
+_CONNECTIONS_PER_RANK = 3  # store connections: torch, health monitor, store watch
 
 
 def device() -> torch.device:
@@ -42,7 +42,7 @@ def start_distributed(distributed: DistributedConfig) -> None:
     """Start torch.distributed from the launcher's environment, unless it runs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus:
-        _take_gpu((launcher.local_rank() or 0) % gpus)
+        _select_gpu((launcher.local_rank() or 0) % gpus)
     if dist.is_initialized():
         return
     use_one_interface()
@@ -77,12 +77,12 @@ def start_distributed(distributed: DistributedConfig) -> None:
 def check_open_files() -> None:
     """Raise RuntimeFault if the rendezvous would exceed the limit of open files."""
     keeps_store = launcher.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    needed = _FILES_OF_A_RANK + (_CONNECTIONS_OF_A_RANK * (launcher.world_size() or 1) if keeps_store else 0)
+    needed = _FILES_PER_RANK + (_CONNECTIONS_PER_RANK * (launcher.world_size() or 1) if keeps_store else 0)
     if (limit := lacks_files(needed)) is not None:
         raise RuntimeFault(f"rank {launcher.rank()}, on {socket.gethostname()}: {limit}")
 
 
-def _take_gpu(gpu: int) -> None:
+def _select_gpu(gpu: int) -> None:
     """Select this rank's GPU; report a broken or taken one without a traceback."""
     try:
         torch.cuda.set_device(gpu)

@@ -38,17 +38,17 @@ class PipelineCommunicator(P2PCommunicator):
             self._in_order(shapes, wraps_around) for wraps_around in (first, last, last, first)
         )
         # By direction: pending work and sent tensor.
-        self._on_its_way: dict[str, tuple[Any, torch.Tensor | None]] = {}
+        self._pending_sends: dict[str, tuple[Any, torch.Tensor | None]] = {}
 
     def _in_order(self, shapes: Sequence[Shape], wraps_around: bool) -> Iterator[Shape]:
         """Return shapes in schedule order.
 
         Around the pipeline's end only virtual stages pass tensors on.
         """
-        chunks, together = self.virtual_pipeline_model_parallel_size or 1, len(shapes)
+        chunks, group_size = self.virtual_pipeline_model_parallel_size or 1, len(shapes)
         if chunks > 1:
-            together = self.config.microbatch_group_size_per_vp_stage
-        table = get_schedule_table(len(shapes), chunks, together)
+            group_size = self.config.microbatch_group_size_per_vp_stage
+        table = get_schedule_table(len(shapes), chunks, group_size)
         return iter([shapes[number] for number, chunk in table if not (wraps_around and chunk == chunks - 1)])
 
     def _communicate(
@@ -70,16 +70,16 @@ class PipelineCommunicator(P2PCommunicator):
         )
         if wait_on_reqs:  # for example in the last call of a schedule
             for direction in sent:
-                self._let_go(direction)
+                self._wait_for_send(direction)
         else:
             for direction in sent.keys() & works.keys():
-                self._let_go(direction)
-                self._on_its_way[direction] = works.pop(direction), sent[direction]
+                self._wait_for_send(direction)
+                self._pending_sends[direction] = works.pop(direction), sent[direction]
         return from_prev, from_next, works
 
-    def _let_go(self, direction: str) -> None:
-        if direction in self._on_its_way:
-            work, _ = self._on_its_way.pop(direction)
+    def _wait_for_send(self, direction: str) -> None:
+        if direction in self._pending_sends:
+            work, _ = self._pending_sends.pop(direction)
             work.wait()
 
     def _communicate_shapes(

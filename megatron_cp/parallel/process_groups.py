@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.common.errors import RuntimeFault
 from megatron_cp.config.run_config import DistributedConfig, ModelConfig
-from megatron_cp.mcore.global_state import forget_parallel_state, set_without_groups
+from megatron_cp.mcore.global_state import reset_parallel_state, set_without_groups
 from megatron_cp.parallel.layout import FAMILIES, RankLayout, RankLists, group_lines, layout_of
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def _decentralized(layout: RankLayout, timeout_minutes: float) -> ProcessGroupCo
     return ProcessGroupCollection(**fields)
 
 
-def build_lone_groups(timeout_minutes: float) -> ProcessGroupCollection:
+def build_single_rank_groups(timeout_minutes: float) -> ProcessGroupCollection:
     """Build groups of size one for a run on the calling rank alone. Not collective.
 
     They are separate from the MPU's global state, which must not be in use meanwhile.
@@ -111,7 +111,7 @@ def destroy_process_groups(groups: ProcessGroupCollection | None = None) -> None
     megatron-core's ``destroy_model_parallel`` destroys no group. With gloo each group would keep three threads, one of
     which wakes a hundred times a second, until the process ends.
     """
-    of_mpu = forget_parallel_state()
+    of_mpu = reset_parallel_state()
     if groups is None or not dist.is_initialized():
         return
     built = [group for value in vars(groups).values() for group in (value if isinstance(value, list) else [value])]

@@ -173,7 +173,7 @@ def _breakdown(name: str, device: str | None, events: Sequence[_Event], iteratio
         operators = [each for each in events if each.category == "cpu_op" and each.thread == thread]
         # Callers before called operators, which may begin at the same time.
         timed = sorted((e for e in operators if begin <= e.span[0] < end), key=lambda e: (e.span[0], -e.span[1]))
-        own = _without_called([each.span for each in timed])
+        own = _self_times([each.span for each in timed])
     busy = _union((each.span for each in timed), begin, end)
     others = _union((each.span for each in timed if kind_of(each.name) != COMMUNICATION), begin, end)
     calls = {each.correlation: each.span for each in events if each.category in _RUNTIME}
@@ -209,16 +209,16 @@ def _kernels(own: Iterable[tuple[str, int]], count: int, on_host: bool) -> list[
     return sorted(found, key=lambda kernel: -kernel.seconds)
 
 
-def _without_called(spans: Sequence[Interval]) -> list[int]:
+def _self_times(spans: Sequence[Interval]) -> list[int]:
     """Return nanoseconds of one thread's operators, without called ones."""
     own: list[int] = []
-    open_ones: list[int] = []
+    callers: list[int] = []
     for index, (begin, end) in enumerate(spans):
-        while open_ones and spans[open_ones[-1]][1] <= begin:
-            open_ones.pop()
-        if open_ones:
-            own[open_ones[-1]] -= end - begin
-        open_ones.append(index)
+        while callers and spans[callers[-1]][1] <= begin:
+            callers.pop()
+        if callers:
+            own[callers[-1]] -= end - begin
+        callers.append(index)
         own.append(end - begin)
     return [max(0, left) for left in own]
 

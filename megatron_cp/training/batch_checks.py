@@ -49,8 +49,8 @@ class BatchChecks:
         Raises:
             RuntimeFault: on every rank, if any rank has a problem or ranks of a replica read different samples.
         """
-        mine = self._replicas[self._run.all_ranks.rank()]
-        differing = _exchange(self._run, problems, {mine: checksum}, size=max(self._replicas) + 1)
+        own = self._replicas[self._run.all_ranks.rank()]
+        differing = _exchange(self._run, problems, {own: checksum}, size=max(self._replicas) + 1)
         texts = [
             f"data-parallel replica {replica}: ranks {others} and rank {ranks[0]} read different samples, but ranks "
             f"{ranks} must read the same. Fix: give all nodes the same data files and sample index, and sample by "
@@ -96,7 +96,7 @@ _NOT_READ = -(1 << 40)  # below any 32-bit checksum and its negative
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Findings:
     """Findings of one rank.
 
     Ranks exchange the maximum of each number; the maximum of negated checksums gives their minimum.
@@ -121,18 +121,18 @@ def _exchange(
     read, minus_read = torch.full((2, size), _NOT_READ, dtype=torch.int64)
     for place, checksum in checksums.items():
         read[place], minus_read[place] = checksum, -checksum
-    largest = max_of_messages(_Found(len(problems), read, minus_read), run.all_ranks, run.device)
+    largest = max_of_messages(_Findings(len(problems), read, minus_read), run.all_ranks, run.device)
     if largest.problems:
         of_data = any(gather_objects(any(isinstance(problem, DataError) for problem in problems), run.all_ranks))
         _raise_if_any(run, gather_problems(list(map(str, problems)), run.all_ranks), of_data)
     differing = ((largest.read != _NOT_READ) & (largest.read != -largest.minus_read)).nonzero().flatten().tolist()
     if not differing:
         return {}
-    everyone = gather_objects({place: checksums.get(place) for place in differing}, run.all_ranks)
+    gathered = gather_objects({place: checksums.get(place) for place in differing}, run.all_ranks)
     found = {}
     for place in differing:
-        ranks = [rank for rank, theirs in enumerate(everyone) if theirs[place] is not None]
-        others = [rank for rank in ranks if everyone[rank][place] != everyone[ranks[0]][place]]
+        ranks = [rank for rank, sent in enumerate(gathered) if sent[place] is not None]
+        others = [rank for rank in ranks if gathered[rank][place] != gathered[ranks[0]][place]]
         found[place] = ranks, others
     return found
 

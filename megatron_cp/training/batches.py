@@ -96,7 +96,7 @@ class StaticSteps:
         )
         self._checks = BatchChecks(run)
         self._lengths = [config.model.seq_length or 0] * size
-        self._ahead: Prefetch[_Read] = Prefetch(count=steps_to_come(run, training), name="batches")
+        self._prefetch: Prefetch[_Read] = Prefetch(count=steps_to_come(run, training), name="batches")
 
     def __next__(self) -> Step:
         """Return all microbatches at once.
@@ -104,12 +104,12 @@ class StaticSteps:
         Problems can be reported to all ranks only before any rank waits for another in the pipeline.
         """
         read = _Read()
-        with self._noting(read.problems):
+        with self._collecting_errors(read.problems):
             self._batches.start()  # on the main thread, not the prefetch thread
-            read = self._ahead.take(self._read)
+            read = self._prefetch.take(self._read)
         self._checks.check_on_all_ranks(read.checksum, read.problems)
         self._consumed += len(self._lengths)
-        self._ahead.begin(self._read)
+        self._prefetch.begin(self._read)
         device = self._run.device
         return Step(
             [{key: value.to(device, non_blocking=True) for key, value in batch.items()} for batch in read.microbatches],
@@ -120,17 +120,17 @@ class StaticSteps:
     def _read(self) -> _Read:
         """Read the next step, in the background."""
         cp, read = self._run.groups.cp, _Read()
-        with self._noting(read.problems):
+        with self._collecting_errors(read.problems):
             for _ in range(self._batches.num_microbatches):
                 whole = next(self._batches)
                 read.checksum = checksum_of(whole, read.checksum)
-                mine = slice_for_context_parallel(whole, cp.rank(), cp.size())
-                read.problems += self._checks.problems_of(mine)
-                read.microbatches.append({key: pinned(value, self._run.device) for key, value in mine.items()})
+                own = slice_for_context_parallel(whole, cp.rank(), cp.size())
+                read.problems += self._checks.problems_of(own)
+                read.microbatches.append({key: pinned(value, self._run.device) for key, value in own.items()})
         return read
 
     @contextmanager
-    def _noting(self, problems: list[Problem]) -> Iterator[None]:
+    def _collecting_errors(self, problems: list[Problem]) -> Iterator[None]:
         """Collect errors of the data, to report to all ranks; raise all other errors."""
         try:
             yield
@@ -152,16 +152,16 @@ class StaticSteps:
         """Do nothing: static steps have no cost model."""
 
     def state_dict(self) -> dict[str, Any]:
-        self._ahead.settle()  # a forked checkpoint writer must not copy a running thread
+        self._prefetch.settle()  # a forked checkpoint writer must not copy a running thread
         return {"consumed_samples": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._ahead.forget()
+        self._prefetch.forget()
         self._batches.load_state_dict(state)
         self._consumed = self._batches.consumed_samples
 
     def close(self) -> None:
-        self._ahead.close()
+        self._prefetch.close()
         self._batches.close()
 
 

@@ -35,16 +35,16 @@ _OF_THE_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEB
 _LIBRARIES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "numpy")
 
 
-def check_all_ranks_agree(settings: dict[str, Any]) -> None:
+def check_consistency(settings: dict[str, Any]) -> None:
     """Compare settings, code and environment of all ranks. Collective, one exchange.
 
     Raises:
         RuntimeFault: on every rank, with the differing fields and the ranks of each value.
     """
-    mine = fingerprint(settings, Environment.detect())
-    if len(set(gather_objects(digest(mine)))) == 1:
+    own = fingerprint(settings, Environment.detect())
+    if len(set(gather_objects(digest(own)))) == 1:
         return
-    found = format_violations(differences(gather_objects(mine)))
+    found = format_violations(differences(gather_objects(own)))
     raise RuntimeFault(
         f"ranks differ in configuration, code or environment; training not started.\n{found}", on_all_ranks=True
     )
@@ -65,10 +65,10 @@ def common_resume_point(find: Callable[[], ResumePoint | None]) -> ResumePoint |
         found = f"iteration {start.iteration} of {start.root}" if start else "no checkpoint"
     except ConfigError as refused:
         error, found = refused, first_line(refused)
-    everyone = gather_objects(found)
-    if len(set(everyone)) > 1:
+    gathered = gather_objects(found)
+    if len(set(gathered)) > 1:
         raise RuntimeFault(
-            f"ranks found different checkpoints to resume from; training not started: {_who_has_what(everyone)}. "
+            f"ranks found different checkpoints to resume from; training not started: {_ranks_per_value(gathered)}. "
             f"Fix: set {NAME.checkpoint.save} and {NAME.checkpoint.load} to folders that all nodes share",
             on_all_ranks=True,
         )
@@ -107,11 +107,11 @@ def differences(fingerprints: Sequence[Mapping[str, str]]) -> list[Violation]:
         values = [entries.get(name, "not set") for entries in fingerprints]
         if len(set(values)) > 1:
             fix = "start all ranks with the same command, code, libraries and variables"
-            found.append(Violation("K20", "error", name, f"differs between ranks: {_who_has_what(values)}", fix))
+            found.append(Violation("K20", "error", name, f"differs between ranks: {_ranks_per_value(values)}", fix))
     return found
 
 
-def _who_has_what(values: Sequence[str]) -> str:
+def _ranks_per_value(values: Sequence[str]) -> str:
     """Return each distinct value of ``values[rank]`` with its ranks."""
     return "; ".join(f"{value} on {shown_ranks(ranks)}" for value, ranks in ranks_by_value(values).items())
 

@@ -66,7 +66,7 @@ def forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only:
     with run.phases("data"):
         depth_tokens = [] if forward_only else _depth_tokens(run, microbatches)
     schedule = get_forward_backward_func(pp_size=model.pipeline_model_parallel_size, vp_size=stages)
-    shapes = [_passed_on(run, each) for each in microbatches]
+    shapes = [_stage_shape(run, each) for each in microbatches]
     if run.router_losses is not None:
         run.router_losses.begin()
     timed = run.work_clock(run.core_config) if run.work_clock and not forward_only else nullcontext()
@@ -87,7 +87,7 @@ def forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only:
         return _reduce_losses(run, reports, depth_tokens, None if forward_only else run.router_losses)
 
 
-def _passed_on(run: Run, microbatch: Microbatch) -> tuple[int, int, int]:
+def _stage_shape(run: Run, microbatch: Microbatch) -> tuple[int, int, int]:
     """Return the shape [sequence, batch, hidden] that pipeline stages pass on."""
     rows, tokens = _values_of(microbatch)["tokens"].shape
     parts = run.groups.tp.size() if run.core_config.sequence_parallel else 1
@@ -133,13 +133,13 @@ def loss_function(loss_mask: Tensor, mtp_weights: tuple[float, ...], losses: Ten
     losses: per token, [b, s_local]; with ``mtp_weights`` [1 + depths, b, s_local]. The sum of each MTP depth is added
     to the total, times the weight of the depth.
     """
-    main, ahead = (losses[0], losses[1:]) if mtp_weights else (losses, losses[:0])
+    main, mtp = (losses[0], losses[1:]) if mtp_weights else (losses, losses[:0])
     loss_mask = loss_mask.reshape(-1).float()
     total = (main.float().reshape(-1) * loss_mask).sum()
     tokens = loss_mask.sum()
-    of_depths = ahead.float().flatten(1).sum(dim=1)
-    sums = LossSums(total.detach().double(), tokens.double(), of_depths.detach().double())
-    for weight, depth_sum in zip(mtp_weights, of_depths, strict=True):
+    depth_sums = mtp.float().flatten(1).sum(dim=1)
+    sums = LossSums(total.detach().double(), tokens.double(), depth_sums.detach().double())
+    for weight, depth_sum in zip(mtp_weights, depth_sums, strict=True):
         total = total + weight * depth_sum
     return total, tokens.to(torch.int), sums
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_cp.dynamic_cp.runtime.iterator import Scheduler
 from megatron_cp.training.batches import StaticSteps, Steps
-from megatron_cp.training.packed.steps import OneLength, PackedSteps
+from megatron_cp.training.packed.steps import FixedLengthSource, PackedSteps
 from megatron_cp.training.setup import Run
 
 
@@ -22,5 +22,5 @@ def open_steps(
     in_other_groups = not training and run.config.dist.eval_context_parallel_size is not None
     if not packed and not in_other_groups:
         return StaticSteps(run, dataset, consumed_samples, training)
-    source = dataset if packed else OneLength(dataset, run.config.dataset.seq_length)
+    source = dataset if packed else FixedLengthSource(dataset, run.config.dataset.seq_length)
     return PackedSteps(run, source, consumed_samples, training, scheduler)

@@ -25,9 +25,9 @@ class SignalWatch(ExitStack):
         super().__init__()
         self.received = 0
         self._at = 0.0
-        self.enter_context(handled(signals_to_stop_at() if enabled else (), self._remember))
+        self.enter_context(handled(signals_to_stop_at() if enabled else (), self._store_signal))
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _store_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             drop_lost_output()
         if not self.received:
@@ -36,7 +36,7 @@ class SignalWatch(ExitStack):
             raise KeyboardInterrupt
 
 
-def sigterm_waits(enabled: bool) -> AbstractContextManager[None]:
+def ignore_sigterm(enabled: bool) -> AbstractContextManager[None]:
     """Ignore SIGTERM and SIGHUP while this rank reports its error.
 
     Launchers send them to the remaining ranks as soon as one rank has failed.

@@ -68,7 +68,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], report: Report = St
 
 def _train_step(run: Run, microbatches: Sequence[Microbatch], report: Report) -> StepResult:
     with run.phases("optimizer"):
-        _forget_gradients(run)
+        _zero_gradients(run)
     randomness = random_state()
     pending = forward_backward(run, microbatches, forward_only=False)
     with run.phases("optimizer"):
@@ -77,7 +77,7 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch], report: Report) ->
         scaled = run.core_config.fp16
         unknown = torch.ones(1, dtype=torch.float64, device=run.device)
         gradients = (unknown, unknown) if scaled else measure_gradients(run)
-        losses, norm, suspected, reports = _read_at_once(run, pending, *gradients, report())
+        losses, norm, suspected, reports = _read_results(run, pending, *gradients, report())
         checked = run.config.ddp.check_for_nan_in_grad
         if not math.isfinite(losses.loss) or (checked and suspected and not gradients_are_finite(run)):
             where, damaged = _origin(run, microbatches, randomness)
@@ -102,13 +102,13 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch], report: Report) ->
     return StepResult(**vars(losses), grad_norm=grad_norm, skipped=not success, report=reports)
 
 
-def _forget_gradients(run: Run) -> None:
+def _zero_gradients(run: Run) -> None:
     for chunk in run.model:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
 
 
-def _read_at_once(
+def _read_results(
     run: Run, losses: PendingLosses, norm: torch.Tensor, suspected: torch.Tensor, report: StepReport
 ) -> tuple[StepLosses, float, bool, StepReport]:
     """Read losses, gradient norm, non-finite flag and all ranks' reports. Collective.
@@ -126,7 +126,7 @@ def _origin(run: Run, microbatches: Sequence[Microbatch], randomness: dict[str, 
 
     def repeat() -> float:
         restore_random_state(randomness)
-        _forget_gradients(run)
+        _zero_gradients(run)
         return forward_backward(run, microbatches, forward_only=False).read().loss
 
     return origin(run, repeat)

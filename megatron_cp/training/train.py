@@ -34,18 +34,18 @@ from megatron_cp.parallel.collectives import run_on_all_ranks, sum_over_ranks
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import checked
 from megatron_cp.training.checkpoint.files import LATEST, latest_iteration, newer_than_latest
-from megatron_cp.training.checkpoint.resume import ResumePoint, begin_with, find_start
-from megatron_cp.training.checkpoint.run_lock import only_run_in
+from megatron_cp.training.checkpoint.resume import ResumePoint, find_resume_point, resume_fix
+from megatron_cp.training.checkpoint.run_lock import lock_run_folder
 from megatron_cp.training.checkpoint.saver import load_checkpoint
-from megatron_cp.training.consistency import check_all_ranks_agree, common_resume_point
+from megatron_cp.training.consistency import check_consistency, common_resume_point
 from megatron_cp.training.loop import TrainResult, evaluate_all, train
-from megatron_cp.training.monitor.measuring import held_out_settings, unlike_the_run
-from megatron_cp.training.monitor.metrics import Reporter, logger, start_logging, wants_live_line
+from megatron_cp.training.monitor.measuring import differences_from_run, held_out_settings
+from megatron_cp.training.monitor.metrics import Reporter, logger, shows_progress_line, start_logging
 from megatron_cp.training.monitor.peak import Peak, find_peak
 from megatron_cp.training.monitor.sinks import writing_into
-from megatron_cp.training.packed.scheduling import reported_by_all_schedules
+from megatron_cp.training.packed.scheduling import schedule_fields
 from megatron_cp.training.setup import Run, setup
-from megatron_cp.training.signals import SignalWatch, sigterm_waits
+from megatron_cp.training.signals import SignalWatch, ignore_sigterm
 
 
 def run(config: RunConfig, before: Callable[[RunConfig], None] | None = None) -> int:
@@ -63,7 +63,7 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
     rank, world_size = launcher.rank(), launcher.world_size() or 1
     # Python callers have not checked the configuration yet; the command line has.
     config = checked(config, world_size)
-    start_logging(rank, wants_live_line(config.logger.progress))
+    start_logging(rank, shows_progress_line(config.logger.progress))
     launcher.add_variables(config.env_vars)
     # Read local files first, so that a missing file ends the run before process groups exist.
     tokenizer = build_tokenizer(config.tokenizer)
@@ -72,33 +72,33 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
     check_files(config.dataset, tokenizer, config.tokenizer)
     if "M" in config.model.parts:
         check_mamba_ssm()
-    find_start(config)
+    find_resume_point(config)
     check_save_folder(config.checkpoint.save)
     start_distributed(config.dist)
-    roll, alone = HealthMonitor(timeout=60 * config.dist.distributed_timeout_minutes), False
-    with ExitStack() as leaving:
+    health, alone = HealthMonitor(timeout=60 * config.dist.distributed_timeout_minutes), False
+    with ExitStack() as stack:
         try:
-            check_all_ranks_agree(asdict(config))
+            check_consistency(asdict(config))
             # An evaluation writes no checkpoints, so a training run may use the folder at the same time.
             if config.checkpoint.save and not config.train.skip_train:
                 seconds = config.dist.distributed_timeout_minutes * 60
-                leaving.enter_context(only_run_in(Path(config.checkpoint.save), seconds))
+                stack.enter_context(lock_run_folder(Path(config.checkpoint.save), seconds))
             if before is not None:
-                roll.doing = lambda: "verification of the layout"
+                health.doing = lambda: "verification of the layout"
                 before(config)
-            start = common_resume_point(partial(find_start, config))  # again, now under the lock
-            return _run(config, tokenizer, vocab_size, start, roll)
+            start = common_resume_point(partial(find_resume_point, config))  # again, now under the lock
+            return _run(config, tokenizer, vocab_size, start, health)
         except DataError:
             raise  # already raised on all ranks
         except BaseException as error:
-            leaving.enter_context(sigterm_waits(config.train.exit_signal_handler))
+            stack.enter_context(ignore_sigterm(config.train.exit_signal_handler))
             alone = failed_alone(error)
-            fault = roll.explain(error)
+            fault = health.explain(error)
             if fault is None:
                 raise
             raise fault from error
         finally:
-            roll.close()
+            health.close()
             stop_distributed(alone=alone)
 
 
@@ -136,12 +136,12 @@ def _vocab_size(known: int | None, tokenizer: Tokenizer) -> int:
 
 
 def _run(
-    config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: ResumePoint | None, roll: HealthMonitor
+    config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: ResumePoint | None, health: HealthMonitor
 ) -> TrainResult:
     folder = Path(config.checkpoint.save or "")
     datasets = _datasets(config, tokenizer, start)
     ready = setup(config, vocab_size)
-    roll.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"
+    health.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"
     data_state, measured = None, config.train.skip_train
     if start is not None:
         weights_only = start.finetune or measured
@@ -150,23 +150,23 @@ def _run(
             ready.progress.iteration = start.iteration
         how = "evaluating" if measured else "started with the weights of" if start.finetune else "resumed from"
         logger.info("%s iteration %d of %s", how, start.iteration, start.root)
-        asked = config.checkpoint.ckpt_step
-        if asked is not None and asked != start.iteration:
-            logger.info(f"{NAME.checkpoint.ckpt_step}=%d: this run started there and has newer checkpoints", asked)
-        elif measured and asked is not None and (newest := latest_iteration(start.root)) not in (asked, None):
+        requested = config.checkpoint.ckpt_step
+        if requested is not None and requested != start.iteration:
+            logger.info(f"{NAME.checkpoint.ckpt_step}=%d: this run started there and has newer checkpoints", requested)
+        elif measured and requested is not None and (newest := latest_iteration(start.root)) not in (requested, None):
             logger.info(
-                f"{NAME.checkpoint.ckpt_step}=%d: selected; the newest checkpoint is of iteration %d", asked, newest
+                f"{NAME.checkpoint.ckpt_step}=%d: selected; the newest checkpoint is of iteration %d", requested, newest
             )
         newer = newer_than_latest(start.root)
-        if asked is None and newer is not None and start.iteration == latest_iteration(start.root):
-            way = begin_with(config, start.root, newer)
+        if requested is None and newer is not None and start.iteration == latest_iteration(start.root):
+            way = resume_fix(config, start.root, newer)
             message = "%s/%s names iteration %d, but iteration %d is newer. To use it: %s"
             logger.warning(message, start.root, LATEST, start.iteration, newer, way)
     begun_at = ready.progress.iteration
     trains = not measured and ready.progress.iteration < config.train.train_iters
     if trains:  # otherwise config.yaml keeps the settings of the trained iterations
         _write_config(config, folder)
-    _announce(ready, vocab_size)
+    _log_model(ready, vocab_size)
     peak: Peak | None = None
     unlike: dict[str, object] = {}
     if trains:
@@ -176,7 +176,7 @@ def _run(
     elif start is not None and dist.get_rank() == 0:
         samples, _ = config.evaluation_batch
         held_out = held_out_settings(config.dataset, config.tokenizer, config.validation.eval_iters, samples)
-        unlike = unlike_the_run(held_out, folder, Path(start.root))
+        unlike = differences_from_run(held_out, folder, Path(start.root))
     reporter = Reporter(
         config.logger,
         config.train.train_iters,
@@ -184,7 +184,7 @@ def _run(
         ready.progress.iteration,
         writes=dist.get_rank() == 0,
         trains=trains,
-        reported_by_all_schedules=reported_by_all_schedules(config.model, ready.layout),
+        schedule_fields=schedule_fields(config.model, ready.layout),
         run_settings=config.as_written(),
         unlike=unlike,
         peak=peak,
@@ -195,7 +195,7 @@ def _run(
         else:
             outcome = train(ready, datasets, folder, reporter, watch, data_state)
     if dist.get_rank() == 0 and not measured:
-        _last_words(ready, folder, outcome, begun_at)
+        _log_result(ready, folder, outcome, begun_at)
     # Skipped after an error: other ranks may still use these groups until they receive the report.
     ready.close()
     return outcome
@@ -231,7 +231,7 @@ def _write_config(config: RunConfig, folder: Path) -> None:
             write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
 
 
-def _announce(ready: Run, vocab_size: int) -> None:
+def _log_model(ready: Run, vocab_size: int) -> None:
     parameters = count_parameters(ready)
     model = ready.config.model
     logger.info(
@@ -265,7 +265,7 @@ def count_parameters(ready: Run) -> int:
     return int(sum_over_ranks(dense, groups.mp) + sum_over_ranks(experts, groups.tp_ep_pp))
 
 
-def _last_words(ready: Run, folder: Path, outcome: TrainResult, begun_at: int) -> None:
+def _log_result(ready: Run, folder: Path, outcome: TrainResult, begun_at: int) -> None:
     if outcome.last_loss is None:
         logger.info("nothing to do: already at iteration %d", ready.progress.iteration)
         return

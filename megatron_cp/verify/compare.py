@@ -14,9 +14,9 @@ from megatron_cp.common.errors import RuntimeFault
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.parallel.collectives import broadcast_object, gather_objects
 from megatron_cp.parallel.layout import RankLayout, layout_of
-from megatron_cp.parallel.process_groups import build_lone_groups
+from megatron_cp.parallel.process_groups import build_single_rank_groups
 from megatron_cp.training.step import StepResult
-from megatron_cp.verify.measure import Measurement, measure, same_packs, with_dummies
+from megatron_cp.verify.measure import Measurement, add_dummies, measure, same_packs
 from megatron_cp.verify.tensors import TensorDifferences, compare_tensors
 
 # Float32 rounding, relative to the reference: other summation orders change the loss by about 1e-7 and the norm by
@@ -81,9 +81,9 @@ class Comparison:
             name = TOKEN_LOSSES if depth == 0 else f"{TOKEN_LOSSES}, MTP depth {depth}"
             values = "", f"{losses.wrong} of {losses.number} wrong"
             rows.append(Row(name, 1, values, losses.difference, LOSS_TOLERANCE))
-        for step, (ours, theirs) in enumerate(zip(self.reference, self.layout, strict=True), 1):
-            found = _numbers_of(theirs)
-            for name, number in _numbers_of(ours).items():
+        for step, (expected_step, measured) in enumerate(zip(self.reference, self.layout, strict=True), 1):
+            found = _numbers_of(measured)
+            for name, number in _numbers_of(expected_step).items():
                 tolerance = NORM_TOLERANCE if name == NORM else LOSS_TOLERANCE
                 shown = f"{number:.7f}", f"{found[name]:.7f}"
                 rows.append(Row(name, step, shown, _relative(number, found[name]), tolerance))
@@ -126,7 +126,7 @@ def compare_with_single_rank(layout: RunConfig, reference: RunConfig) -> Compari
         RuntimeFault: the layout failed on this rank alone.
     """
     started = time.monotonic()
-    alone = build_lone_groups(reference.dist.distributed_timeout_minutes)
+    alone = build_single_rank_groups(reference.dist.distributed_timeout_minutes)
     ranks = layout_of(layout.model, layout.dist, dist.get_world_size())
     found = measure(reference, alone, scheduler=same_packs(layout.model, ranks, layout.dataset.seq_length))
     found.steps, found.rates, found.token_losses = broadcast_object((found.steps, found.rates, found.token_losses))
@@ -139,8 +139,8 @@ def compare_layouts(first: RunConfig, second: RunConfig) -> Comparison:
     """Run two layouts of one model in sequence on all ranks. Collective."""
     started = time.monotonic()
     ranks, others = (layout_of(each.model, each.dist, dist.get_world_size()) for each in (first, second))
-    found = measure(first, scheduler=with_dummies(first.model, ranks))
-    found.token_losses = next(theirs for theirs in gather_objects(found.token_losses) if theirs.numel())
+    found = measure(first, scheduler=add_dummies(first.model, ranks))
+    found.token_losses = next(measured for measured in gather_objects(found.token_losses) if measured.numel())
     return _compare(found, second, others, time.monotonic() - started)
 
 
@@ -148,7 +148,7 @@ def _compare(reference: Measurement, layout: RunConfig, ranks: RankLayout, secon
     started = time.monotonic()
     result, fault = Measurement(), None
     try:
-        result = measure(layout, weights=reference.weights, scheduler=with_dummies(layout.model, ranks))
+        result = measure(layout, weights=reference.weights, scheduler=add_dummies(layout.model, ranks))
     except RuntimeFault as error:
         if not error.on_all_ranks:
             raise
@@ -171,8 +171,8 @@ def _largest_difference(reference: list[StepResult], steps: list[StepResult]) ->
     """Return the largest difference of a rank's reports from the reference."""
     found = [
         _relative(a, b)
-        for ours, theirs in zip(reference, steps, strict=False)
-        for a, b in zip(_numbers_of(ours).values(), _numbers_of(theirs).values(), strict=True)
+        for expected_step, measured in zip(reference, steps, strict=False)
+        for a, b in zip(_numbers_of(expected_step).values(), _numbers_of(measured).values(), strict=True)
     ]
     return max(found, default=0.0)
 
@@ -183,8 +183,8 @@ def _compare_tokens(reference: torch.Tensor, layout: torch.Tensor) -> list[Token
     errors = ((layout - reference).abs() / scale).nan_to_num(nan=math.inf) if layout.numel() else torch.zeros(1, 1)
     mine = [(row.max().item(), int((row > LOSS_TOLERANCE).sum())) for row in errors]
     numbers = [int((row != 0).sum()) for row in reference]
-    everyone = [theirs for theirs in gather_objects(mine) if len(theirs) == len(numbers)]
-    worst = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)] or [(0.0, 0)] * len(numbers)
+    gathered = [measured for measured in gather_objects(mine) if len(measured) == len(numbers)]
+    worst = [max(of_ranks) for of_ranks in zip(*gathered, strict=True)] or [(0.0, 0)] * len(numbers)
     return [TokenLosses(difference, wrong, number) for (difference, wrong), number in zip(worst, numbers, strict=True)]
 
 
@@ -194,8 +194,8 @@ def _compare_rates(reference: list[tuple[float, ...]], layout: Sequence[tuple[fl
     Each rate is compared with the nearest one of the reference in the same step.
     """
     worst = (0.0, f"{reference[0][-1]:.3g} to {reference[-1][-1]:.3g}", "the same")
-    for rank, theirs in enumerate(gather_objects(list(layout))):
-        for step, (expected, rates) in enumerate(zip(reference, theirs, strict=False), 1):
+    for rank, measured in enumerate(gather_objects(list(layout))):
+        for step, (expected, rates) in enumerate(zip(reference, measured, strict=False), 1):
             for rate in rates:
                 nearest = min(expected, key=lambda each: abs(each - rate))
                 found = _relative(nearest, rate), f"{nearest:.6g}", f"{rate:.6g}, step {step}, rank {rank}"

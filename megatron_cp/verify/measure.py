@@ -22,10 +22,10 @@ from megatron_cp.dynamic_cp.types import Group, Schedule
 from megatron_cp.parallel.collectives import sum_over_ranks
 from megatron_cp.parallel.layout import RankLayout
 from megatron_cp.training.open_steps import open_steps
-from megatron_cp.training.packed.scheduling import keeps_step, make_schedule, model_cost, what_keeps_step
+from megatron_cp.training.packed.scheduling import is_lockstep, lockstep_sizes, make_schedule, model_cost
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import StepResult, train_step
-from megatron_cp.verify.shards import copy_of, gather_gradients, load_parameters, parameter_parts
+from megatron_cp.verify.shards import copy_shards, gather_gradients, load_parameters, parameter_shards
 
 
 @dataclass
@@ -68,7 +68,7 @@ def measure(
         result = Measurement(probe=_probe(run) if groups is None else None)
         if weights is not None:
             load_parameters(run, weights)
-        before = copy_of(parameter_parts(run, lambda parameter: parameter))
+        before = copy_shards(parameter_shards(run, lambda parameter: parameter))
         result.weights = before if weights is None else []
         _keep_first_gradients(run, result)
         with closing(open_steps(run, dataset, 0, training=True, scheduler=scheduler)) as steps:
@@ -99,14 +99,14 @@ def same_packs(model: ModelConfig, layout: RankLayout, longest: int) -> Schedule
     return schedule
 
 
-def with_dummies(model: ModelConfig, layout: RankLayout) -> Scheduler | None:
+def add_dummies(model: ModelConfig, layout: RankLayout) -> Scheduler | None:
     """Return the configured scheduler plus dummy microbatches for lockstep ranks.
 
     Small steps may have no dummies otherwise. None: use the configured scheduler.
     """
-    if model.sequence_packing_scheduler is None or not keeps_step(model):
+    if model.sequence_packing_scheduler is None or not is_lockstep(model):
         return None
-    empty: list[list[Group]] = [[] for _ in range(what_keeps_step(model, layout)["microbatch_multiple"])]
+    empty: list[list[Group]] = [[] for _ in range(lockstep_sizes(model, layout)["microbatch_multiple"])]
 
     def schedule(lengths: Any, cost: CostModel) -> Schedule:
         made = make_schedule(model, layout, lengths, cost)
@@ -131,7 +131,7 @@ def _keep_first_gradients(run: Run, result: Measurement) -> None:
         finalize(*args, **kwargs)
         if not result.gradients:
             gather_gradients(run)
-            result.gradients = copy_of(parameter_parts(run, _gradient))
+            result.gradients = copy_shards(parameter_shards(run, _gradient))
 
     run.core_config.finalize_model_grads_func = finalize_and_keep
 
@@ -154,8 +154,8 @@ def _losses_kept(run: Run, vocab_size: int, result: Measurement, *, wanted: bool
 
     def add(module: Any, args: Any, kwargs: dict[str, Any], losses: torch.Tensor) -> None:
         labels = kwargs["labels"].flatten()
-        main, *further = losses.detach().double() if depths else [losses.detach().double()]
-        for row, values in zip(sums, (main * kwargs["loss_mask"], *further), strict=True):
+        main, *mtp = losses.detach().double() if depths else [losses.detach().double()]
+        for row, values in zip(sums, (main * kwargs["loss_mask"], *mtp), strict=True):
             row.index_add_(0, labels, values.flatten())
 
     hook = run.model[-1].register_forward_hook(add, with_kwargs=True)
@@ -170,5 +170,5 @@ def _changes(run: Run, before: list[ShardedTensor]) -> list[ShardedTensor]:
     for chunk in run.model:
         if chunk.ddp_config.overlap_param_gather:  # otherwise the next forward pass gathers the weights
             chunk.start_param_sync(force_sync=True)
-    after = copy_of(parameter_parts(run, lambda parameter: parameter))
+    after = copy_shards(parameter_shards(run, lambda parameter: parameter))
     return [replace(new, data=new.data - old.data) for new, old in zip(after, before, strict=True)]

@@ -20,11 +20,11 @@ from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.dynamic_cp.distributions import LEAST_LONGEST
 from megatron_cp.launch import launcher
 from megatron_cp.rules import checked
-from megatron_cp.verify.sizes import of_every_kind, shrink, shrink_thresholds
+from megatron_cp.verify.sizes import row_of_all_types, shrink, shrink_thresholds
 
 VOCAB, TOKENS = 255, 32
 # Packed samples have lognormal lengths, on average a sixteenth of the longest.
-PACKED_TOKENS, PACKED_SAMPLES_A_RANK = 256, 4
+PACKED_TOKENS, PACKED_SAMPLES_PER_RANK = 256, 4
 # Adam's first updates are signs of gradients. With the default 1e-8, gradients of pure rounding noise take full steps
 # in either direction, and correct layouts drift apart by 1e-4 per step. This epsilon suppresses them.
 ADAM_EPS = 1e-3
@@ -176,8 +176,8 @@ def _num_layers(models: Sequence[ModelConfig]) -> int:
         return model.num_layers
     if isinstance(experts := model.moe_layer_freq, list):
         # Experts in all but some leading layers, on one stage: one layer of each kind is enough.
-        only_first_lack_them = 0 < sum(experts) < len(experts) and sorted(experts) == experts
-        if not only_first_lack_them or any(_stages(each) > 1 for each in models):
+        only_leading_are_dense = 0 < sum(experts) < len(experts) and sorted(experts) == experts
+        if not only_leading_are_dense or any(_stages(each) > 1 for each in models):
             return model.num_layers
     least = max(2, (model.window_attn_skip_freq or 0) if not isinstance(model.window_attn_skip_freq, list) else 0)
 
@@ -186,7 +186,7 @@ def _num_layers(models: Sequence[ModelConfig]) -> int:
         return counted % _stages(m) == 0 and counted >= _stages(m)
 
     for layers in range(min(least, model.num_layers), model.num_layers):
-        if all(fits(layers, each) for each in models) and of_every_kind(_pattern(model), layers) is not None:
+        if all(fits(layers, each) for each in models) and row_of_all_types(_pattern(model), layers) is not None:
             return layers
     return model.num_layers
 
@@ -217,7 +217,7 @@ def _seq_length(models: Sequence[ModelConfig]) -> int:
 def _global_batch(m: ModelConfig, micro_batch_size: int, world_size: int) -> int:
     """Return two microbatches per rank, or two pipeline rounds; more if packed."""
     if m.sequence_packing_scheduler is not None:
-        return PACKED_SAMPLES_A_RANK * max(1, m.data_parallel_size(world_size)) * m.context_parallel_size
+        return PACKED_SAMPLES_PER_RANK * max(1, m.data_parallel_size(world_size)) * m.context_parallel_size
     count = 2 * m.pipeline_model_parallel_size if m.pipeline_model_parallel_size > 1 else 2
     if m.virtual_pipeline_model_parallel_size:
         count = 2 * max(m.pipeline_model_parallel_size, m.microbatch_group_size_per_vp_stage or 0)

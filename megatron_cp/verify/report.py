@@ -49,26 +49,26 @@ def diagnose(result: Comparison) -> list[str]:
     """Suggest where to look, from what differs and what matches."""
     if result.equal:
         return []
-    said = []
+    lines = []
     if result.fault is not None:
-        said.append(f"the layout did not run: {result.fault}")
+        lines.append(f"the layout did not run: {result.fault}")
     if result.probe is not None:
-        said.append(result.probe)
+        lines.append(result.probe)
     if result.fault is not None:
-        return said
+        return lines
     wrong = [row.name for row in result.rows() if row.step == 1 and not row.equal]
-    forward = _of_forward_pass(result, wrong)
-    said += forward
+    forward = _diagnose_forward(result, wrong)
+    lines += forward
     if result.gradients.replicas is not None:
-        said.append(_of_copies("gradients", result.gradients.replicas, result.ranks))
+        lines.append(_describe_replicas("gradients", result.gradients.replicas, result.ranks))
     elif not forward:
-        said += _of_backward_pass(result, wrong)
-    if not said:
-        said += _of_optimizer(result)
-    return said
+        lines += _diagnose_backward(result, wrong)
+    if not lines:
+        lines += _diagnose_optimizer(result)
+    return lines
 
 
-def _of_forward_pass(result: Comparison, wrong: Sequence[str]) -> list[str]:
+def _diagnose_forward(result: Comparison, wrong: Sequence[str]) -> list[str]:
     """Diagnose the forward pass from ``wrong``, the differing first-step rows."""
     if "tokens" in wrong:
         return [
@@ -104,7 +104,7 @@ def _of_forward_pass(result: Comparison, wrong: Sequence[str]) -> list[str]:
     return found
 
 
-def _of_backward_pass(result: Comparison, wrong: Sequence[str]) -> list[str]:
+def _diagnose_backward(result: Comparison, wrong: Sequence[str]) -> list[str]:
     found = result.gradients
     if not found.difference <= GRADIENT_TOLERANCE:
         off = abs(found.ratio - 1)
@@ -122,12 +122,12 @@ def _of_backward_pass(result: Comparison, wrong: Sequence[str]) -> list[str]:
     return []
 
 
-def _of_optimizer(result: Comparison) -> list[str]:
+def _diagnose_optimizer(result: Comparison) -> list[str]:
     difference, expected, rate = result.rates
     if difference > RATE_TOLERANCE:
         return [f"a learning rate is {rate} instead of {expected}. Check the learning-rate schedule"]
     if result.updates.replicas is not None:
-        return [_of_copies("weights after the last step", result.updates.replicas, result.ranks)]
+        return [_describe_replicas("weights after the last step", result.updates.replicas, result.ranks)]
     which = f"{len(result.updates.wrong)} of {result.updates.number} weights (most: {_worst(result.updates)})"
     return [
         f"losses and gradients of the first step match, but {which} change differently. Check the optimizer (clipping, "
@@ -139,11 +139,11 @@ def _worst(found: TensorDifferences) -> str:
     return "none" if found.worst is None else found.worst.name
 
 
-def _of_copies(what: str, copies: Replicas, ranks: RankLayout) -> str:
+def _describe_replicas(what: str, copies: Replicas, ranks: RankLayout) -> str:
     a, b = copies.ranks
-    ours, theirs = ranks.coordinates(a), ranks.coordinates(b)
+    first, second = ranks.coordinates(a), ranks.coordinates(b)
     names = {"tp": "tensor-parallel", "pp": "pipeline", "cp": "context-parallel", "dp": "data-parallel"}
-    over = " and ".join(name for key, name in names.items() if ours[key] != theirs[key])
+    over = " and ".join(name for key, name in names.items() if first[key] != second[key])
     where = f"copies of a parameter have different {what} ({copies.name} on ranks {a} and {b})"
     if what == "gradients":
         return f"{where}: gradients are not reduced over all {over} ranks"

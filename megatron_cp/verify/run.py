@@ -27,7 +27,7 @@ from megatron_cp.mcore.packages import check_mamba_ssm
 from megatron_cp.parallel.collectives import broadcast_object, run_on_first_rank
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import Environment, checked
-from megatron_cp.training.consistency import check_all_ranks_agree, digest, fingerprint
+from megatron_cp.training.consistency import check_consistency, digest, fingerprint
 from megatron_cp.training.monitor.metrics import start_logging
 from megatron_cp.training.monitor.sinks import writing_into
 from megatron_cp.verify.compare import compare_layouts, compare_with_single_rank
@@ -48,7 +48,7 @@ def verify(configs: Sequence[RunConfig], names: tuple[str, str]) -> bool:
         check_mamba_ssm()
     start_distributed(layout.dist)
     try:
-        check_all_ranks_agree(asdict(layout))
+        check_consistency(asdict(layout))
         if len(configs) == 2:
             result = compare_layouts(*configs)
         else:

@@ -17,7 +17,7 @@ from megatron_cp.parallel.collectives import gather_objects, gather_tensors, sum
 from megatron_cp.training.setup import Run
 
 
-def parameter_parts(run: Run, of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[ShardedTensor]:
+def parameter_shards(run: Run, of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[ShardedTensor]:
     """Yield this rank's shard of every saved tensor, with (a view of) ``of(tensor)``.
 
     Includes expert biases; skips tensors for which ``of`` returns None.
@@ -33,7 +33,7 @@ def parameter_parts(run: Run, of: Callable[[torch.Tensor], torch.Tensor | None])
                 yield replace(entry, data=values, dtype=values.dtype)
 
 
-def copy_of(parts: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+def copy_shards(parts: Iterable[ShardedTensor]) -> list[ShardedTensor]:
     """Copy shards to float32 host memory."""
     return [
         replace(part, data=part.data.detach().to("cpu", torch.float32, copy=True), dtype=torch.float32)
@@ -52,8 +52,8 @@ def gather_gradients(run: Run) -> None:
             if group.size() == 1:
                 continue
             for bucket in buffer.buckets:
-                mine = bucket.grad_data.chunk(group.size())[group.rank()]
-                bucket.grad_data.copy_(gather_tensors(mine, group).flatten())
+                own = bucket.grad_data.chunk(group.size())[group.rank()]
+                bucket.grad_data.copy_(gather_tensors(own, group).flatten())
 
 
 def whole_tensors(parts: Iterable[ShardedTensor], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -61,14 +61,14 @@ def whole_tensors(parts: Iterable[ShardedTensor], device: torch.device) -> Itera
 
     Collective; a rank without shards passes an empty list. Replicas of a shard count once.
     """
-    mine: dict[str, list[ShardedTensor]] = defaultdict(list)
+    own: dict[str, list[ShardedTensor]] = defaultdict(list)
     for part in parts:
-        mine[part.key].append(part)
-    everyone = gather_objects({key: held[0].global_shape for key, held in mine.items()})
-    shapes = {key: shape for shapes in everyone for key, shape in shapes.items()}
+        own[part.key].append(part)
+    gathered = gather_objects({key: held[0].global_shape for key, held in own.items()})
+    shapes = {key: shape for shapes in gathered for key, shape in shapes.items()}
     for key in sorted(shapes):
         whole = torch.zeros(shapes[key], dtype=torch.float32, device=device)
-        for part in mine.get(key, []):
+        for part in own.get(key, []):
             if is_main_replica(part.replica_id):
                 whole[part.global_slice()] += part.data.to(device)
         yield key, sum_over_ranks(whole)
@@ -77,7 +77,7 @@ def whole_tensors(parts: Iterable[ShardedTensor], device: torch.device) -> Itera
 def load_parameters(run: Run, weights: Iterable[ShardedTensor]) -> None:
     """Load weights given as shards of any layout into the run. Collective."""
     places: dict[str, list[ShardedTensor]] = defaultdict(list)
-    for part in parameter_parts(run, lambda parameter: parameter.detach()):
+    for part in parameter_shards(run, lambda parameter: parameter.detach()):
         places[part.key].append(part)
     for key, whole in whole_tensors(weights, run.device):
         for part in places.get(key, []):

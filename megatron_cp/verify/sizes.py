@@ -38,7 +38,7 @@ def shrink_thresholds(
         model.cross_entropy_chunk_size = max(1, -(-positions // PIECES)) * rows * parts
 
 
-def of_every_kind(pattern: str, layers: int) -> str | None:
+def row_of_all_types(pattern: str, layers: int) -> str | None:
     """Return the first ``layers`` consecutive hybrid layers that include every type.
 
     Returns "" for other models, None if there is no such row.
@@ -52,7 +52,7 @@ def shrink(model: ModelConfig, tp: int, num_layers: int) -> None:
     """Shrink widths and layers, in place, to sizes that ``tp`` divides."""
     if model.architecture == "hybrid":
         if num_layers < model.num_layers:
-            row = of_every_kind(model.hybrid_layer_pattern or "", num_layers) or ""
+            row = row_of_all_types(model.hybrid_layer_pattern or "", num_layers) or ""
             model.hybrid_layer_pattern = "/".join([row, *ahead_of(model.hybrid_layer_pattern)])
         model.mamba_num_heads = MambaShape.of(model).heads
         model.mamba_head_dim = model.mamba_state_dim = 8

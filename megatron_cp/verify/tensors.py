@@ -55,31 +55,31 @@ def compare_tensors(reference: list[ShardedTensor], layout: list[ShardedTensor],
     Raises:
         RuntimeFault: on every rank, if the layout has a tensor that the reference lacks.
     """
-    mine: dict[str, list[ShardedTensor]] = {}
+    shards: dict[str, list[ShardedTensor]] = {}
     for part in layout:
-        mine.setdefault(part.key, []).append(part)
+        shards.setdefault(part.key, []).append(part)
     errors: dict[str, tuple[float, float]] = {}  # name -> largest absolute difference here, largest reference value
     products = torch.zeros(3, dtype=torch.float64)  # layout * reference, reference * reference, layout * layout
     for key, whole in whole_tensors(reference, device()):
         largest = 0.0
-        for part in mine.pop(key, []):
+        for part in shards.pop(key, []):
             values, expected = part.data.double(), whole[part.global_slice()].cpu().double()
             difference = (values - expected).abs().max().item() if values.numel() else 0.0
             largest = max(largest, difference if difference == difference else float("inf"))
             products += torch.stack([(values * expected).sum(), (expected * expected).sum(), (values * values).sum()])
         errors[key] = (largest, whole.abs().max().item())
-    everyone = gather_objects((errors, sorted(mine), products))
-    unknown = sorted({key for _, keys, _ in everyone for key in keys})
+    gathered = gather_objects((errors, sorted(shards), products))
+    unknown = sorted({key for _, keys, _ in gathered for key in keys})
     if unknown and layout:
         raise RuntimeFault(f"the reference has no parameter {', '.join(unknown[:4])}", on_all_ranks=True)
     top = max((size for _, size in errors.values()), default=0.0)
     found = [
         WorstDifference(difference / max(size, FLOOR * top, 1e-30), name, rank)
-        for rank, (theirs, _, _) in enumerate(everyone)
-        for name, (difference, size) in theirs.items()
+        for rank, (sent, _, _) in enumerate(gathered)
+        for name, (difference, size) in sent.items()
     ]
     wrong = tuple(sorted({name for difference, name, _ in found if difference > tolerance}))
-    dot, square, own = (torch.stack([p for *_, p in everyone]).sum(0) + 1e-300).tolist()
+    dot, square, own = (torch.stack([p for *_, p in gathered]).sum(0) + 1e-300).tolist()
     ratio = dot / square
     residual = max(0.0, own - dot * ratio) ** 0.5 / own**0.5
     return TensorDifferences(max(found, default=None), len(errors), wrong, ratio, residual, _differing_replicas(layout))
@@ -92,8 +92,8 @@ def _differing_replicas(parts: list[ShardedTensor]) -> Replicas | None:
         for part in parts
     }
     first: dict[Any, tuple[int, int]] = {}
-    for rank, theirs in enumerate(gather_objects(sums)):
-        for place, checksum in theirs.items():
+    for rank, sent in enumerate(gather_objects(sums)):
+        for place, checksum in sent.items():
             before, expected = first.setdefault(place, (rank, checksum))
             if checksum != expected:
                 return Replicas(place[0], (before, rank))

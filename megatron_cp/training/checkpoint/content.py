@@ -29,7 +29,7 @@ FORMAT = 1
 class _Value:
     """A condition on a value, and its description."""
 
-    says: str
+    description: str
     accepts: Callable[[Any], bool]
 
 
@@ -71,7 +71,7 @@ def _is_numpy_state(value: Any) -> bool:
 
 
 def _or_none(value: _Value) -> _Value:
-    return _Value(f"{value.says} or null", lambda found: found is None or value.accepts(found))
+    return _Value(f"{value.description} or null", lambda found: found is None or value.accepts(found))
 
 
 _COUNT = _Value("an integer of at least 0", lambda value: type(value) is int and 0 <= value < 2**62)
@@ -173,7 +173,7 @@ def _problems(value: Any, expected: Any, path: str) -> Iterator[str]:
     name = path.rstrip(".") or "common_state"
     if isinstance(expected, _Value):
         if not expected.accepts(value):
-            yield f"{name} is {shown(value)}, expected {expected.says}"
+            yield f"{name} is {shown(value)}, expected {expected.description}"
     elif isinstance(expected, list):
         if not isinstance(value, list | tuple):
             yield f"{name} is {shown(value)}, expected a list"

@@ -28,7 +28,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any], names: Sequence[str]
     return found
 
 
-def said(different: dict[str, tuple[Any, Any]]) -> list[str]:
+def describe(different: dict[str, tuple[Any, Any]]) -> list[str]:
     """Describe each difference."""
     return [f"{name} is {here!r} here and {there!r} in the checkpoint" for name, (here, there) in different.items()]
 
@@ -38,13 +38,13 @@ def overrides(different: dict[str, tuple[Any, Any]]) -> tuple[str, ...]:
     return tuple(override(name, there) for name, (_, there) in different.items())
 
 
-def checkpoint_of(setting: str, run: Path, iteration: int | None) -> str:
+def checkpoint_fix(setting: str, run: Path, iteration: int | None) -> str:
     """Return what to type for a run's checkpoint, the latest one by default."""
     step = () if iteration is None else (override(NAME.checkpoint.ckpt_step, iteration),)
     return str(Fix((override(setting, str(run)), *step)))
 
 
-def begin_new_run(save: str | None, folder: Path) -> str:
+def new_run_fix(save: str | None, folder: Path) -> str:
     """Return what to type for a new run with a checkpoint's weights in a new folder.
 
     ``save`` is the run's folder.

@@ -77,7 +77,7 @@ def saved_iterations(root: str | Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def what_is_meant(root: str | Path, typed: Callable[[Path, int | None], str]) -> str:
+def suggest_folder(root: str | Path, typed: Callable[[Path, int | None], str]) -> str:
     """Suggest what to type instead of a folder without checkpoints.
 
     For a checkpoint's folder its run folder, for a folder of runs the first run; else "". ``typed`` formats a run

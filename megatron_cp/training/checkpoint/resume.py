@@ -18,13 +18,13 @@ from megatron_cp.models.hybrid_pattern import layers_of, without_stages
 from megatron_cp.models.vocabulary import padded
 from megatron_cp.rules.remedies import BETWEEN, Fix
 from megatron_cp.training.checkpoint.content import FORMAT, read_common
-from megatron_cp.training.checkpoint.differences import begin_new_run, checkpoint_of, differences, overrides, said
+from megatron_cp.training.checkpoint.differences import checkpoint_fix, describe, differences, new_run_fix, overrides
 from megatron_cp.training.checkpoint.files import (
     checkpoint_folder,
     existing_folder,
     latest_iteration,
     saved_iterations,
-    what_is_meant,
+    suggest_folder,
 )
 from megatron_cp.training.optimizer import schedule_of
 
@@ -45,7 +45,7 @@ class ResumePoint:
     consumed_samples: int = 0
 
 
-def find_start(config: RunConfig) -> ResumePoint | None:
+def find_resume_point(config: RunConfig) -> ResumePoint | None:
     """Return the checkpoint to start from, ``None`` to start fresh.
 
     With ``checkpoint.pretrained_checkpoint``, or a ``checkpoint.load`` other than ``checkpoint.save``, a run starts
@@ -55,7 +55,7 @@ def find_start(config: RunConfig) -> ResumePoint | None:
     Raises:
         ConfigError: a requested checkpoint is missing or does not fit.
     """
-    begun = _newest_of_its_own(config)
+    begun = _newest_own(config)
     if begun is not None:
         return begun
     wanted = config.checkpoint
@@ -78,28 +78,28 @@ def find_start(config: RunConfig) -> ResumePoint | None:
     iteration = latest_iteration(root) if step is None and root else step
     option = NAME.checkpoint.pretrained_checkpoint if root == wanted.pretrained_checkpoint else NAME.checkpoint.load
 
-    def meant() -> str:
-        return what_is_meant(root, lambda run, step: checkpoint_of(option, run, step)) if root else ""
+    def suggest() -> str:
+        return suggest_folder(root, lambda run, step: checkpoint_fix(option, run, step)) if root else ""
 
     if iteration is None:
         if finetune or measured or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:
-            raise ConfigError(f"{option}={root}: there is no checkpoint (no iter_* folder). Fix: {meant() or advice}")
+            raise ConfigError(f"{option}={root}: there is no checkpoint (no iter_* folder). Fix: {suggest() or advice}")
         return None
     folder = existing_folder(root, iteration)
     if folder is None:
         others = saved_iterations(root)
-        fix = meant() or (f"{NAME.checkpoint.ckpt_step}={others[-1]}" if others else advice)
+        fix = suggest() or (f"{NAME.checkpoint.ckpt_step}={others[-1]}" if others else advice)
         raise ConfigError(f"{option}={root}: there is no {checkpoint_folder(root, iteration).name}. Fix: {fix}")
     return _checked(ResumePoint(root, iteration, finetune), folder, config, weights_only=finetune or measured)
 
 
-def begin_with(config: RunConfig, root: str, iteration: int) -> str:
+def resume_fix(config: RunConfig, root: str, iteration: int) -> str:
     """Return the settings to type to start this run from another checkpoint."""
     away: dict[str, Any] = {"load": root, "pretrained_checkpoint": None, "finetune": False}
     for names in ([], ["load"], ["load", "pretrained_checkpoint"], list(away)):
         changed = {name: away[name] for name in names} | {"ckpt_step": iteration}
         try:
-            start = find_start(replace(config, checkpoint=replace(config.checkpoint, **changed)))
+            start = find_resume_point(replace(config, checkpoint=replace(config.checkpoint, **changed)))
         except ConfigError:
             continue
         if start is not None and Path(start.root) == Path(root) and start.iteration == iteration:
@@ -122,7 +122,7 @@ def _checked(start: ResumePoint, folder: Path, config: RunConfig, weights_only: 
     return start if start.finetune else replace(start, consumed_samples=common["progress"]["consumed_samples"])
 
 
-def _newest_of_its_own(config: RunConfig) -> ResumePoint | None:
+def _newest_own(config: RunConfig) -> ResumePoint | None:
     """Return the newest checkpoint that this configuration wrote, or None.
 
     A damaged checkpoint counts as own, unless the user asked to start anew or from another one.
@@ -140,38 +140,38 @@ def _newest_of_its_own(config: RunConfig) -> ResumePoint | None:
         return (
             None if config.train.skip_train or (other and not wanted.finetune) else ResumePoint(root, iteration, False)
         )
-    if not has_written(config, common):
+    if not is_own_checkpoint(config, common):
         return None
     return _checked(ResumePoint(root, iteration, False), folder, config, weights_only=False)
 
 
-def has_written(config: RunConfig, common: dict[str, Any]) -> bool:
+def is_own_checkpoint(config: RunConfig, common: dict[str, Any]) -> bool:
     """Return whether this configuration, up to defaults, wrote the checkpoint."""
     saved = common.get("config")
     if not isinstance(saved, dict):
         return False
-    known = _of_today(saved)
+    known = _with_current_settings(saved)
     known["checkpoint"]["verify_checksums"] = config.checkpoint.verify_checksums  # no effect on training
     return known in (config.as_written(), asdict(config))
 
 
-def _of_today(saved: dict[str, Any]) -> dict[str, Any]:
-    of_default = RunConfig()
-    known = asdict(of_default)
+def _with_current_settings(saved: dict[str, Any]) -> dict[str, Any]:
+    default = RunConfig()
+    known = asdict(default)
     for name, value in saved.items():
-        if isinstance(value, dict) and is_dataclass(getattr(of_default, name, None)):
+        if isinstance(value, dict) and is_dataclass(getattr(default, name, None)):
             known[name] |= {setting: each for setting, each in value.items() if setting in known[name]}
         elif name in known:
             known[name] = value
     return known
 
 
-def wants_optimizer(config: RunConfig, common: dict[str, Any]) -> bool:
+def loads_optimizer(config: RunConfig, common: dict[str, Any]) -> bool:
     """Return whether a resuming run loads the optimizer state.
 
     ``checkpoint.load_optim=false`` applies to the first start; later starts load the run's own optimizer.
     """
-    own = has_written(config, common) and config.checkpoint.save_optim
+    own = is_own_checkpoint(config, common) and config.checkpoint.save_optim
     return config.checkpoint.load_optim or own
 
 
@@ -187,9 +187,9 @@ def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune
     if finetune:
         return
     if "scheduler" not in common:
-        raise ConfigError(f"checkpoint {folder} holds weights only. Fix: {begin_new_run(save, folder)}")
+        raise ConfigError(f"checkpoint {folder} holds weights only. Fix: {new_run_fix(save, folder)}")
     now, scheduler = asdict(config), config.scheduler
-    if wants_optimizer(config, common):
+    if loads_optimizer(config, common):
         _check_optimizer(now, common["config"], folder)
     if not (scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler):
         _check_schedule(schedule_of(scheduler, config.train, config.optimizer), now, common, folder)
@@ -216,7 +216,7 @@ def _check_model(here: ModelConfig, save: str | None, common: dict[str, Any], fo
         model.hybrid_layer_pattern = without_stages(model.hybrid_layer_pattern) or None
         if model.position_embedding_type != "learned_absolute":  # has no weights
             model.max_position_embeddings = None
-    if finetune and mtp_starts_untrained(saved, now):
+    if finetune and mtp_differs(saved, now):
         for model in (saved, now):
             model.hybrid_layer_pattern = layers_of(model.hybrid_layer_pattern) or None
             model.mtp_num_layers, model.mtp_use_repeated_layer = None, False
@@ -236,19 +236,19 @@ def _check_model(here: ModelConfig, save: str | None, common: dict[str, Any], fo
     different = other_weights | other_function
     if different or padding:
         fix = str(Fix((*overrides(different), *rows)))
-        begin = f"{BETWEEN}{begin_new_run(save, folder)} (a new run with its weights)"
+        begin = f"{BETWEEN}{new_run_fix(save, folder)} (a new run with its weights)"
         raise ConfigError(
-            f"checkpoint {folder} is of a different model: {'; '.join(said(different) + padding)}. "
+            f"checkpoint {folder} is of a different model: {'; '.join(describe(different) + padding)}. "
             f"Fix: {fix} (the checkpoint's values){'' if other_weights or padding else begin}"
         )
 
 
 def saved_model(common: dict[str, Any]) -> ModelConfig:
     """Return a checkpoint's model, in the settings of this version."""
-    return ModelConfig(**_of_today(common["config"])["model"])
+    return ModelConfig(**_with_current_settings(common["config"])["model"])
 
 
-def mtp_starts_untrained(saved: ModelConfig, now: ModelConfig) -> bool:
+def mtp_differs(saved: ModelConfig, now: ModelConfig) -> bool:
     """Return whether only one of two models has MTP layers."""
     return bool(saved.mtp_num_layers) != bool(now.mtp_num_layers)
 
@@ -290,7 +290,7 @@ def _check_optimizer(now: dict[str, Any], saved: dict[str, Any], folder: Path) -
         different["mixed_precision"] = (here, there)
     if different:
         raise ConfigError(
-            f"checkpoint {folder} has the state of a different optimizer: {'; '.join(said(different))}. Fix: "
+            f"checkpoint {folder} has the state of a different optimizer: {'; '.join(describe(different))}. Fix: "
             f"{Fix(overrides(different))} (the checkpoint's), or {NAME.checkpoint.load_optim}=false (a fresh optimizer)"
         )
 
@@ -314,7 +314,7 @@ def _check_schedule(schedule: dict[str, Any], now: dict[str, Any], common: dict[
             different.pop(NAME.train.train_iters, None)
         raise ConfigError(
             f"checkpoint {folder} was trained with a different learning-rate schedule: "
-            f"{'; '.join(said(different) or changed)}. Unless {NAME.scheduler.lr_decay_iters} is set, the schedule "
+            f"{'; '.join(describe(different) or changed)}. Unless {NAME.scheduler.lr_decay_iters} is set, the schedule "
             f"depends on {NAME.train.train_iters}. Fix: {NAME.scheduler.override_opt_param_scheduler}=true "
             f"(the new schedule), or {NAME.scheduler.use_checkpoint_opt_param_scheduler}=true (the checkpoint's)"
         )

@@ -27,7 +27,7 @@ from megatron_cp.training.monitor.sinks import writing_into
 
 LOCK = ".lock"
 PATIENCE = 120.0  # seconds: time for a file server to drop a dead machine's locks
-SIGHT = 10.0  # seconds: a network file system may show a new file late
+VISIBILITY_TIMEOUT = 10.0  # seconds: a network file system may show a new file late
 _POLL = 0.5
 
 _locks: dict[Path, FileLock] = {}
@@ -35,7 +35,7 @@ _locks: dict[Path, FileLock] = {}
 
 
 @contextmanager
-def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
+def lock_run_folder(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
     """Hold the folder's lock; wait a while for another run to end. Collective.
 
     Args:
@@ -60,7 +60,7 @@ def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
         if problem:
             raise RuntimeFault(problem, on_all_ranks=True)
         # Rank 0 must not open its file again, which would drop a record lock.
-        sees_it = lock is not None or _is_of(folder, owner, min(SIGHT, longest_wait / 2))
+        sees_it = lock is not None or _is_signed_by(folder, owner, min(VISIBILITY_TIMEOUT, longest_wait / 2))
         hosts = gather_objects("" if sees_it else socket.gethostname())
         without = [rank for rank, host in enumerate(hosts) if host]
         if without:
@@ -94,7 +94,7 @@ def check_still_held(folder: Path) -> None:
     if holder is not None:
         raise OSError(
             f"{NAME.checkpoint.save}={folder}: the folder was deleted or moved during training, and another "
-            f"run writes there now ({_named(holder)}). Fix: set {NAME.checkpoint.save}={folder}-2"
+            f"run writes there now ({_describe_holder(holder)}). Fix: set {NAME.checkpoint.save}={folder}-2"
         )
     _sign(lock)
     logger.warning(
@@ -111,12 +111,15 @@ def _take(lock: FileLock, folder: Path, patience: float) -> None:
     while (holder := lock.take()) is not None:
         if time.monotonic() - began >= patience:
             raise RuntimeFault(
-                f"{NAME.checkpoint.save}={folder}: another run writes into this folder ({_named(holder)}). "
+                f"{NAME.checkpoint.save}={folder}: another run writes into this folder ({_describe_holder(holder)}). "
                 f"Fix: wait until that run has ended, or set {NAME.checkpoint.save}={folder}-2"
             )
         if not waited:
             logger.info(
-                "another run writes into %s (%s). Waiting %.0f s for that run to end", folder, _named(holder), patience
+                "another run writes into %s (%s). Waiting %.0f s for that run to end",
+                folder,
+                _describe_holder(holder),
+                patience,
             )
         waited = True
         time.sleep(_POLL)
@@ -130,7 +133,7 @@ def _take(lock: FileLock, folder: Path, patience: float) -> None:
         )
 
 
-def _named(holder: str) -> str:
+def _describe_holder(holder: str) -> str:
     return holder or "unknown process"
 
 
@@ -141,7 +144,7 @@ def _sign(lock: FileLock) -> str:
     return owner
 
 
-def _is_of(folder: Path, owner: str, patience: float) -> bool:
+def _is_signed_by(folder: Path, owner: str, patience: float) -> bool:
     """Return whether the lock holds ``owner`` within ``patience`` seconds."""
     until = time.monotonic() + patience
     while True:

@@ -27,7 +27,7 @@ from megatron_cp.parallel.collectives import gather_on_first_rank, raised_on_all
 from megatron_cp.parallel.device import random_state, restore_random_state
 from megatron_cp.training.checkpoint.checksums import CHECKSUMS
 from megatron_cp.training.checkpoint.content import FORMAT, check_random_state
-from megatron_cp.training.checkpoint.differences import differences, said
+from megatron_cp.training.checkpoint.differences import describe, differences
 from megatron_cp.training.checkpoint.files import (
     checkpoint_folder,
     clean_leftovers,
@@ -37,17 +37,17 @@ from megatron_cp.training.checkpoint.files import (
     latest_iteration,
     put_in_place,
 )
-from megatron_cp.training.checkpoint.optimizer_state import by_number, shaped_as_now, with_common_steps
+from megatron_cp.training.checkpoint.optimizer_state import fill_step_counts, index_groups, to_current_layout
 from megatron_cp.training.checkpoint.resume import (
     FORGOTTEN,
-    begin_with,
     check_fits,
-    mtp_starts_untrained,
+    loads_optimizer,
+    mtp_differs,
+    resume_fix,
     saved_model,
-    wants_optimizer,
 )
 from megatron_cp.training.checkpoint.run_lock import check_still_held
-from megatron_cp.training.checkpoint.verification import checked_common
+from megatron_cp.training.checkpoint.verification import verified_common
 from megatron_cp.training.checkpoint.writer import Writer
 from megatron_cp.training.monitor.metrics import logger
 from megatron_cp.training.monitor.nonfinite import parameters_are_finite
@@ -55,7 +55,7 @@ from megatron_cp.training.setup import Run, TrainProgress
 
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 # Settings that place ranks; each rank restores its random state only if these are equal.
-_SHAPES_RANKS = (
+_LAYOUT_SETTINGS = (
     NAME.dist.use_tp_pp_dp_mapping,
     NAME.model.tensor_model_parallel_size,
     NAME.model.pipeline_model_parallel_size,
@@ -158,8 +158,8 @@ class CheckpointSaver:
         with self._cleaned_up(pending.partial):
             with raised_on_all_ranks(failed):
                 written = pending.writer.finish()
-            everyone = gather_on_first_rank(written)
-            run_on_first_rank(lambda: self._complete(pending, everyone), failed)
+            gathered = gather_on_first_rank(written)
+            run_on_first_rank(lambda: self._complete(pending, gathered), failed)
         self._pending = None
         now = time.perf_counter()
         pending.paused += now - waited
@@ -213,7 +213,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     """
     folder = existing_folder(root, iteration) or checkpoint_folder(root, iteration)
     config, wanted = run.config, run.config.checkpoint
-    common = checked_common(folder, iteration, wanted.verify_checksums, partial(begin_with, config))
+    common = verified_common(folder, iteration, wanted.verify_checksums, partial(resume_fix, config))
     failed = f"checkpoint {folder} could not be loaded"
     refused: ConfigError | None = None  # equal on every rank
     with raised_on_all_ranks(failed):
@@ -224,27 +224,27 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     if refused is not None:
         raise refused
     saved = common["config"]
-    with_optimizer = wants_optimizer(config, common) and not finetune
+    with_optimizer = loads_optimizer(config, common) and not finetune
     here = asdict(config)
-    same_layout = common["world_size"] == dist.get_world_size() and not differences(saved, here, _SHAPES_RANKS)
+    same_layout = common["world_size"] == dist.get_world_size() and not differences(saved, here, _LAYOUT_SETTINGS)
     with_rng = wanted.load_rng and not finetune and same_layout and saved["checkpoint"]["save_rng"]
     state = _sharded_state(run, is_loading=True, optimizer=with_optimizer, rng=with_rng)
     chunks = _chunks(run)
-    ahead_anew = finetune and mtp_starts_untrained(saved_model(common), config.model)
+    reset_mtp = finetune and mtp_differs(saved_model(common), config.model)
     with raised_on_all_ranks(failed):
         for name in chunks:
-            fit_to_checkpoint(state[name], folder, ahead_anew)
+            drop_extra_states(state[name], folder, reset_mtp)
         loaded = dist_checkpointing.load(state, str(folder))
         if with_rng:
             check_random_state(loaded["rng"], f"{folder}: rng")
-    if ahead_anew and config.model.mtp_num_layers:
+    if reset_mtp and config.model.mtp_num_layers:
         logger.info("%s has no multi-token-prediction layers; they start from random weights", folder)
     with raised_on_all_ranks(failed):
         for name, chunk in chunks.items():
             own = {
                 key: value
                 for key, value in chunk.module.state_dict().items()
-                if key.endswith("_extra_state") or (ahead_anew and _is_ahead(key))
+                if key.endswith("_extra_state") or (reset_mtp and _is_mtp(key))
             }
             chunk.module.load_state_dict(own | loaded[name])
         if with_optimizer:
@@ -260,7 +260,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     if finetune:
         return {}
     run.progress = TrainProgress(**{each.name: common["progress"][each.name] for each in fields(TrainProgress)})
-    different = said(differences(saved, here, settings_that(DATA)))
+    different = describe(differences(saved, here, settings_that(DATA)))
     if different and dist.get_rank() == 0:
         logger.warning(
             "data settings changed; the sample order will differ from the first run's: %s", "; ".join(different)
@@ -268,16 +268,16 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     return common["data"]
 
 
-def _is_ahead(name: str) -> bool:
+def _is_mtp(name: str) -> bool:
     """Return whether a parameter is of the MTP layers."""
     return "mtp" in name.split(".")
 
 
-def fit_to_checkpoint(state: dict[str, Any], folder: Path, ahead_anew: bool = False) -> None:
+def drop_extra_states(state: dict[str, Any], folder: Path, reset_mtp: bool = False) -> None:
     """Remove entries that must not be loaded: extra states of modules.
 
     Transformer Engine's float8 extra state is unused, and is a pickle that would be read unrestricted. With
-    ``ahead_anew`` the MTP layers are removed too, and keep their initial weights.
+    ``reset_mtp`` the MTP layers are removed too, and keep their initial weights.
 
     Raises:
         LookupError: the checkpoint lacks weights.
@@ -287,7 +287,7 @@ def fit_to_checkpoint(state: dict[str, Any], folder: Path, ahead_anew: bool = Fa
     for name, entry in list(state.items()):
         # The key ends with a number if one module computes several experts.
         is_extra = isinstance(entry, ShardedObject) and entry.key.endswith("_extra_state")
-        if (ahead_anew and _is_ahead(name)) or is_extra:
+        if (reset_mtp and _is_mtp(name)) or is_extra:
             del state[name]
         elif isinstance(entry, ShardedTensor) and entry.key not in saved:
             lacking.append(entry.key)
@@ -309,7 +309,7 @@ def _load_optimizer(run: Run, state: Any, common: dict[str, Any]) -> None:
         for group in run.optimizer.param_groups
     ]
     _set_learning_rates(run, common["scheduler"])
-    run.optimizer.load_state_dict(shaped_as_now(state, common["optimizer"], _parameter_groups(run)))
+    run.optimizer.load_state_dict(to_current_layout(state, common["optimizer"], _parameter_groups(run)))
     for group, settings in zip(run.optimizer.param_groups, configured, strict=True):
         group.update(settings)
 
@@ -348,7 +348,7 @@ def _sharded_state(run: Run, is_loading: bool, optimizer: bool = True, rng: bool
     if optimizer and (is_loading or run.config.checkpoint.save_optim):
         saved = run.optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
         groups = _parameter_groups(run)
-        state["optimizer"] = by_number(saved if is_loading else with_common_steps(saved, groups), groups)
+        state["optimizer"] = index_groups(saved if is_loading else fill_step_counts(saved, groups), groups)
     if not is_loading:
         state["scheduler"] = run.scheduler.state_dict() | {name: getattr(run.scheduler, name) for name in FORGOTTEN}
     if rng and (is_loading or run.config.checkpoint.save_rng):

@@ -18,11 +18,13 @@ from megatron_cp.training.checkpoint.files import damage, existing_folder, saved
 from megatron_cp.training.monitor.metrics import logger
 
 
-def checked_common(folder: Path, iteration: int, verify: bool, begin_with: Callable[[str, int], str]) -> dict[str, Any]:
+def verified_common(
+    folder: Path, iteration: int, verify: bool, resume_fix: Callable[[str, int], str]
+) -> dict[str, Any]:
     """Verify a checkpoint's checksums and return the non-tensor state. Collective.
 
     Args:
-        begin_with: formats the settings to type for another iteration of a folder.
+        resume_fix: formats the settings to type for another iteration of a folder.
 
     Raises:
         RuntimeFault: on every rank, if any rank finds damage. Names another complete checkpoint.
@@ -30,10 +32,10 @@ def checked_common(folder: Path, iteration: int, verify: bool, begin_with: Calla
     problems = problems_of(folder, verify)
     if problems:
         found = f"checkpoint {folder} cannot be read: {'; '.join(problems[:4])}"
-        root, other = folder.parent, complete_beside(folder.parent, iteration, verify)
+        root, other = folder.parent, find_complete(folder.parent, iteration, verify)
         if other is None:
             raise RuntimeFault(f"{found}. {root} has no other complete checkpoint", on_all_ranks=True)
-        fix = begin_with(str(root), other)
+        fix = resume_fix(str(root), other)
         raise RuntimeFault(f"{found}. Iteration {other} is complete. Fix: {fix}", on_all_ranks=True)
     if verify and read_checksums(folder) is None:
         logger.info("%s has no checksums (an earlier version wrote it): only sizes were compared", folder)
@@ -46,20 +48,20 @@ def problems_of(folder: Path, verify: bool) -> list[str]:
     Each file is read by one rank.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine = []
+    own = []
     try:
         sums = read_checksums(folder) if verify else None
         if sums is not None:
-            mine += changed_files(folder, sums, rank, ranks)
+            own += changed_files(folder, sums, rank, ranks)
         read_common(folder, verify)
         if rank == 0:
-            mine += damage(folder)
+            own += damage(folder)
     except (Exception, CheckpointException) as error:  # any error, because the other ranks are in a collective
-        mine.append(in_one_line(error))
-    return list(dict.fromkeys(problem for theirs in gather_objects(mine) for problem in theirs))
+        own.append(in_one_line(error))
+    return list(dict.fromkeys(problem for found_there in gather_objects(own) for problem in found_there))
 
 
-def complete_beside(root: Path, iteration: int, verify: bool) -> int | None:
+def find_complete(root: Path, iteration: int, verify: bool) -> int | None:
     """Return the newest complete checkpoint before ``iteration``, else after it."""
     saved = [each for each in saved_iterations(root) if each != iteration]
     for each in sorted(saved, key=lambda each: (each > iteration, -each)):

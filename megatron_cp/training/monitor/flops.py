@@ -103,10 +103,10 @@ def _expert_flops(model: ModelConfig) -> int:
     matrices, latent = 3 if model.gated_linear_unit else 2, model.moe_latent_size or 0
     shared = model.moe_shared_expert_intermediate_size or 0
     scores = (model.num_moe_experts or 0) + (shared > 0 and model.moe_shared_expert_gate)
-    met = model.moe_router_topk * (model.moe_ffn_hidden_size or _ffn(model))
+    routed = model.moe_router_topk * (model.moe_ffn_hidden_size or _ffn(model))
     # Projections into the latent dimension and back.
     outside = 2 * model.hidden_size * (matrices * shared + scores + 2 * latent)
-    return outside + 2 * (latent or model.hidden_size) * matrices * met
+    return outside + 2 * (latent or model.hidden_size) * matrices * routed
 
 
 def _ffn(model: ModelConfig) -> int:
@@ -130,12 +130,12 @@ def attended_pairs(lengths: np.ndarray, causal: bool, window: tuple[int, ...] = 
     ``window`` is (left, right), -1 for no limit.
     """
 
-    def on_a_side(limit: int) -> np.ndarray:
+    def one_side(limit: int) -> np.ndarray:
         reach = lengths - 1 if limit < 0 else np.minimum(limit, lengths - 1)
         return lengths * reach - reach * (reach + 1) // 2
 
     left, right = window
-    return lengths + on_a_side(left) + on_a_side(0 if causal else right)
+    return lengths + one_side(left) + one_side(0 if causal else right)
 
 
 _PER_TOKEN = {"*": _projection_flops, "-": _mlp_flops, "E": _expert_flops, "M": _mamba_flops}

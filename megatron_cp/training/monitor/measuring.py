@@ -11,10 +11,10 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 
-_NOT_READ = ("path_to_cache", "num_workers")  # data settings without effect on the loss
+_WITHOUT_EFFECT = ("path_to_cache", "num_workers")  # data settings without effect on the loss
 
 
-def unlike_the_run(measured: dict[str, Any], folder: Path, checkpoint: Path) -> dict[str, Any]:
+def differences_from_run(measured: dict[str, Any], folder: Path, checkpoint: Path) -> dict[str, Any]:
     """Return data settings and checkpoint in which an evaluation differs from the run.
 
     Args:
@@ -43,5 +43,5 @@ def held_out_settings(data: DatasetConfig, tokenizer: TokenizerConfig, eval_iter
         f"{section}.{name}": value
         for section, values in sections.items()
         for name, value in values.items()
-        if name not in _NOT_READ
+        if name not in _WITHOUT_EFFECT
     } | {NAME.validation.eval_iters: eval_iters, NAME.validation.eval_global_batch_size: samples}

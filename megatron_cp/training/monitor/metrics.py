@@ -31,7 +31,7 @@ logger = logging.getLogger("megatron_cp")
 _STEPS_TO_JUDGE_BY = 100  # steps that the time left is estimated from
 
 
-def wants_live_line(choice: str) -> bool:
+def shows_progress_line(choice: str) -> bool:
     """Return whether rank 0 draws a progress line (``logger.progress``, terminal)."""
     return choice == "rich" or (choice == "auto" and sys.stderr.isatty())
 
@@ -44,7 +44,7 @@ class Reporter:
         start: iterations that are done already.
         writes: whether this rank writes; callers may skip the work for reports otherwise.
         trains: whether training follows; lines of later steps from an earlier attempt are then dropped.
-        reported_by_all_schedules: fields of every line of ``schedules.jsonl``; None for a run without packing.
+        schedule_fields: fields of every line of ``schedules.jsonl``; None for a run without packing.
         run_settings: all settings as written, for charts.
         unlike: settings in which evaluations differ from the run's; these evaluations go to ``metrics.jsonl`` only.
         peak: the reference of the MFU; without it no MFU is written.
@@ -59,7 +59,7 @@ class Reporter:
         *,
         writes: bool = True,
         trains: bool = True,
-        reported_by_all_schedules: Mapping[str, int] | None = None,
+        schedule_fields: Mapping[str, int] | None = None,
         run_settings: Mapping[str, object] | None = None,
         unlike: Mapping[str, object] | None = None,
         peak: Peak | None = None,
@@ -73,9 +73,9 @@ class Reporter:
         resume_after = start if trains else None
         self._lines = JsonLines(folder / METRICS, resume_after)
         self._charts = open_charts(settings, folder, resume_after, run_settings or {}) if writes else []
-        self._schedules = None if reported_by_all_schedules is None else JsonLines(folder / SCHEDULES, resume_after)
-        self._of_every_schedule = reported_by_all_schedules or {}
-        live = writes and wants_live_line(settings.progress)
+        self._schedules = None if schedule_fields is None else JsonLines(folder / SCHEDULES, resume_after)
+        self._schedule_fields = schedule_fields or {}
+        live = writes and shows_progress_line(settings.progress)
         self._progress = ProgressLine(self._total, start) if live else None
         self._since_log: list[StepMetrics] = []
         self._ends: deque[float] = deque([time.monotonic()], maxlen=_STEPS_TO_JUDGE_BY + 1)
@@ -104,7 +104,7 @@ class Reporter:
     def schedule(self, iteration: int, plan: StepPlan) -> None:
         """Record the schedule of a packed step in ``schedules.jsonl``."""
         assert self._schedules is not None
-        self._write(iteration, record(plan, **self._of_every_schedule), self._schedules)
+        self._write(iteration, record(plan, **self._schedule_fields), self._schedules)
 
     def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
         """Record a held-out loss and the evaluation time."""

@@ -74,15 +74,15 @@ def origin(run: Run, repeat: Callable[[], float]) -> tuple[str, bool]:
     bad = [name for name, values in _named_parameters(run) if not bool(torch.isfinite(values.detach()).all())]
     with _watched(run) as seen:
         loss = repeat()
-    everyone = gather_objects((min(seen, default=None), bad[:3]), run.all_ranks)
-    damaged = [f"{name} on rank {other}" for other, (_, names) in enumerate(everyone) for name in names]
+    gathered = gather_objects((min(seen, default=None), bad[:3]), run.all_ranks)
+    damaged = [f"{name} on rank {other}" for other, (_, names) in enumerate(gathered) for name in names]
     if damaged:
         return f"the parameters are not finite: {shown(damaged, ', ', most=4)}", True
-    sightings = sorted(sighting for sighting, _ in everyone if sighting is not None)
-    if sightings:
-        others = [str(sighting.rank) for sighting in sightings[1:9]]
+    events = sorted(event for event, _ in gathered if event is not None)
+    if events:
+        others = [str(event.rank) for event in events[1:9]]
         spread = f" (spread to ranks {', '.join(others)})" if others else ""
-        return f"first on {sightings[0]}{spread}", False
+        return f"first on {events[0]}{spread}", False
     again = (
         "finite"
         if math.isfinite(loss) and gradients_are_finite(run)
@@ -128,18 +128,18 @@ class _ChunkWatch:
     def module_done(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         where = f"output of {name or 'the model'} ({type(module).__name__})"
         for tensor in _tensors(outputs):
-            self._note(False, self._microbatch, where, tensor)
+            self._record(False, self._microbatch, where, tensor)
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._note, True, self._microbatch, f"gradient of the {where}"))
+                tensor.register_hook(partial(self._record, True, self._microbatch, f"gradient of the {where}"))
 
     def weight(self, name: str, parameter: Any, gradient: torch.Tensor) -> None:
         # If a layer has added the gradient to main_grad itself, the gradient here is an uninitialized placeholder.
         added = getattr(parameter, "grad_added_to_main_grad", False)
         # Right without a pipeline; with a pipeline the module hooks have the right microbatch.
         where = f"gradient of {name}"
-        self._note(True, self._microbatch, where, parameter.main_grad if added else gradient)
+        self._record(True, self._microbatch, where, parameter.main_grad if added else gradient)
 
-    def _note(self, backward: bool, microbatch: int, where: str, tensor: torch.Tensor) -> None:
+    def _record(self, backward: bool, microbatch: int, where: str, tensor: torch.Tensor) -> None:
         self._order += 1
         if not bool(torch.isfinite(tensor.detach()).all()):
             stage = -self._stage if backward else self._stage

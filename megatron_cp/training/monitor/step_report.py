@@ -43,11 +43,11 @@ def gather_reports(report: StepReport, suspected: Tensor, group: ProcessGroup) -
     Returns:
         Maximum and mean of each number, on the device, for :func:`read_reports`.
     """
-    everyone = gather_tensors(torch.cat([suspected, send(pack(report), suspected.device)]), group)
-    return torch.stack([everyone.amax(0), everyone.mean(0)])
+    per_rank = gather_tensors(torch.cat([suspected, send(pack(report), suspected.device)]), group)
+    return torch.stack([per_rank.amax(0), per_rank.mean(0)])
 
 
-def read_reports(gathered: Tensor, mine: StepReport) -> tuple[bool, StepReport]:
+def read_reports(gathered: Tensor, own: StepReport) -> tuple[bool, StepReport]:
     """Read a host copy of the result of :func:`gather_reports`.
 
     ``mine``: this rank's report.
@@ -56,5 +56,5 @@ def read_reports(gathered: Tensor, mine: StepReport) -> tuple[bool, StepReport]:
         Whether any rank suspects its gradients, and the report over all ranks.
     """
     suspected, numbers = gathered.split([1, gathered.shape[1] - 1], dim=1)
-    largest, mean = (unpack(row, mine) for row in numbers)
+    largest, mean = (unpack(row, own) for row in numbers)
     return bool(suspected.any()), replace(largest, seconds=mean.seconds)

@@ -17,7 +17,7 @@ from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.parallel.collectives import broadcast_object, gather_objects
 from megatron_cp.training.monitor.work_clock import WorkClock
-from megatron_cp.training.packed.scheduling import keeps_step
+from megatron_cp.training.packed.scheduling import is_lockstep
 from megatron_cp.training.setup import Run
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ class CostTracker:
         self._prior = prior
         self.cost = prior
         self._first = run.progress.iteration
-        iterations = model.dynamic_context_parallel_calibration_iters if active and not keeps_step(model) else 0
-        self._wanted = max(1, iterations - WARM_UP) if iterations else 0
+        iterations = model.dynamic_context_parallel_calibration_iters if active and not is_lockstep(model) else 0
+        self._needed = max(1, iterations - WARM_UP) if iterations else 0
         # A fitted model holds only for these sizes and this prior.
-        self._of = {
+        self._valid_for = {
             "ranks": run.all_ranks.size(),
             "tp": model.tensor_model_parallel_size,
             "pp": model.pipeline_model_parallel_size,
@@ -53,7 +53,7 @@ class CostTracker:
         }
         self._measured = 0  # iterations
         self._observed: list[tuple[list[tuple[list[int], int]], float]] = []
-        if self._wanted:
+        if self._needed:
             run.work_clock = WorkClock()
 
     def observe(self, plan: StepPlan) -> bool:
@@ -63,8 +63,8 @@ class CostTracker:
             return False
         assert self._run.dynamic_groups is not None
         times: dict[int, float] = {}
-        mine = self._run.dynamic_groups.position, clock.seconds
-        for position, measured in gather_objects(mine, self._run.all_ranks):
+        own = self._run.dynamic_groups.position, clock.seconds
+        for position, measured in gather_objects(own, self._run.all_ranks):
             times[position] = max(times.get(position, 0.0), measured)
         for position, measured in sorted(times.items()):
             work = [
@@ -75,7 +75,7 @@ class CostTracker:
             if work:
                 self._observed.append((work, measured))
         self._measured += 1
-        if self._measured < self._wanted:
+        if self._measured < self._needed:
             return False
         self._run.work_clock = None
         self._fit()
@@ -110,7 +110,7 @@ class CostTracker:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save, in plain types."""
         return {
-            "of": self._of,
+            "of": self._valid_for,
             "cost": asdict(self.cost),
             "measured": self._measured,
             "observed": list(self._observed),
@@ -122,10 +122,10 @@ class CostTracker:
         Returns:
             False, with nothing changed, if the saved model does not fit this run.
         """
-        if state is None or state.get("of") != self._of:
+        if state is None or state.get("of") != self._valid_for:
             return False
         self.cost = CostModel(**state["cost"])
         self._measured, self._observed = state["measured"], list(state["observed"])
-        if self._measured >= self._wanted:
+        if self._measured >= self._needed:
             self._run.work_clock = None
         return True

@@ -42,7 +42,7 @@ def build_dynamic_groups(
         a2a_size=partial(
             all_to_all_size,
             heads=max(1, model.num_attention_heads // tp),
-            ranks_per_node=neighbours_in_a_node(model) if any(t.hierarchical for t in transports) else domain,
+            ranks_per_node=head_exchange_ranks(model) if any(t.hierarchical for t in transports) else domain,
         )
         if any(t.exchanges_heads for t in transports)
         else None,
@@ -54,7 +54,7 @@ def build_dynamic_groups(
     return found
 
 
-def neighbours_in_a_node(model: ModelConfig) -> int:
+def head_exchange_ranks(model: ModelConfig) -> int:
     """Return how many neighbouring ranks of a domain exchange heads.
 
     The configured all-to-all size, or the ranks of a node.

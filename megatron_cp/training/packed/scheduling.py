@@ -23,7 +23,7 @@ from megatron_cp.training.monitor.flops import (
 )
 
 
-def keeps_step(model: ModelConfig) -> bool:
+def is_lockstep(model: ModelConfig) -> bool:
     """Return whether all ranks must run equally many microbatches.
 
     Pipeline stages and shared experts communicate in each microbatch.
@@ -45,16 +45,16 @@ def make_schedule(model: ModelConfig, layout: RankLayout, lengths: Sequence[int]
         ValueError: no schedule is possible.
     """
     assert model.max_seqlen_per_dp_cp_rank is not None
-    in_step, num_ranks, most = what_keeps_step(model, layout), layout.dp * layout.cp, model.max_seqlen_per_dp_cp_rank
+    lockstep, num_ranks, most = lockstep_sizes(model, layout), layout.dp * layout.cp, model.max_seqlen_per_dp_cp_rank
     common: dict[str, Any] = {"cost": cost, "sequence_parallel_size": sequence_parallel_size(model)}
     if model.dynamic_context_parallel:
-        least = model.min_dynamic_context_parallel_size
-        return schedule(lengths, num_ranks, most, min_cp_size=least, **in_step, **common)
-    common["microbatch_multiple"] = in_step["microbatch_multiple"]
+        minimum = model.min_dynamic_context_parallel_size
+        return schedule(lengths, num_ranks, most, min_cp_size=minimum, **lockstep, **common)
+    common["microbatch_multiple"] = lockstep["microbatch_multiple"]
     return schedule_fixed_cp(lengths, num_ranks, most, cp_size=layout.cp, **common)
 
 
-def what_keeps_step(model: ModelConfig, layout: RankLayout) -> dict[str, Any]:
+def lockstep_sizes(model: ModelConfig, layout: RankLayout) -> dict[str, Any]:
     """Return ``microbatch_multiple``, ``sync_ranks`` and ``pipeline_size`` of a run."""
     multiple = 1
     if model.virtual_pipeline_model_parallel_size is not None:
@@ -62,18 +62,18 @@ def what_keeps_step(model: ModelConfig, layout: RankLayout) -> dict[str, Any]:
     return {"microbatch_multiple": multiple, "sync_ranks": sync_ranks(layout), "pipeline_size": layout.pp}
 
 
-def reported_by_all_schedules(model: ModelConfig, layout: RankLayout) -> dict[str, Any] | None:
+def schedule_fields(model: ModelConfig, layout: RankLayout) -> dict[str, Any] | None:
     """Return the run's fields of each ``schedules.jsonl`` line; None if not packed."""
     if model.sequence_packing_scheduler is None:
         return None
-    return dict(context_parallel_size=model.context_parallel_size, **what_keeps_step(model, layout))
+    return dict(context_parallel_size=model.context_parallel_size, **lockstep_sizes(model, layout))
 
 
 def sync_ranks(layout: RankLayout) -> int:
     """Return how many neighbouring ranks share experts, and so every microbatch."""
     domain = layout.dp * layout.cp
-    together = -(-layout.ep * layout.etp // layout.tp)
-    return together if domain % together == 0 else domain
+    sharing = -(-layout.ep * layout.etp // layout.tp)
+    return sharing if domain % sharing == 0 else domain
 
 
 def device_name() -> str:

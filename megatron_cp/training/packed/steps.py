@@ -16,11 +16,11 @@ from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training.batch_checks import Problem, check_same_packs
 from megatron_cp.training.batches import Step, steps_to_come
 from megatron_cp.training.packed.calibration import CostTracker
-from megatron_cp.training.packed.scheduling import keeps_step, make_schedule, model_cost
+from megatron_cp.training.packed.scheduling import is_lockstep, make_schedule, model_cost
 from megatron_cp.training.setup import Run
 
 
-class OneLength:
+class FixedLengthSource:
     """A dataset of fixed-length samples as a source of samples to pack."""
 
     def __init__(self, dataset: Any, length: int) -> None:
@@ -34,7 +34,7 @@ class OneLength:
         return self._dataset[index]
 
 
-def of_evaluation(training: ModelConfig, size: int | None, micro_batch_size: int) -> ModelConfig:
+def evaluation_model(training: ModelConfig, size: int | None, micro_batch_size: int) -> ModelConfig:
     """Return evaluation's model settings, with a context parallel ``size`` of its own."""
     if size is None:
         return training
@@ -45,8 +45,8 @@ def of_evaluation(training: ModelConfig, size: int | None, micro_batch_size: int
         dynamic_context_parallel=False,
         sequence_packing_scheduler="dp_balanced",
     )
-    least = training.max_seqlen_per_dp_cp_rank or micro_batch_size * model.tokens_per_rank
-    return replace(model, max_seqlen_per_dp_cp_rank=max(least, model.tokens_per_rank))
+    minimum = training.max_seqlen_per_dp_cp_rank or micro_batch_size * model.tokens_per_rank
+    return replace(model, max_seqlen_per_dp_cp_rank=max(minimum, model.tokens_per_rank))
 
 
 class PackedSteps:
@@ -69,7 +69,7 @@ class PackedSteps:
         size = config.train.global_batch_size
         if not training:
             size, micro_batch_size = config.evaluation_batch
-            model = of_evaluation(model, config.dist.eval_context_parallel_size, micro_batch_size)
+            model = evaluation_model(model, config.dist.eval_context_parallel_size, micro_batch_size)
             layout = layout_of(model, config.dist, run.all_ranks.size())
         assert run.dynamic_groups is not None
         self._run = run
@@ -81,7 +81,7 @@ class PackedSteps:
             size,
             scheduler or partial(make_schedule, model, layout),
             run.dynamic_groups,
-            keep_step=keeps_step(model),
+            keep_step=is_lockstep(model),
             device=run.device,
             consumed_samples=consumed_samples,
             cost=self._costs.cost,

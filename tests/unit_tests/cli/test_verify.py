@@ -114,6 +114,6 @@ def test_groups_are_stopped_as_the_error_allows(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr("megatron_cp.verify.run.start_logging", lambda rank, live: None)
     monkeypatch.setattr("megatron_cp.verify.run.start_distributed", lambda config: None)
-    monkeypatch.setattr("megatron_cp.verify.run.check_all_ranks_agree", fail)
+    monkeypatch.setattr("megatron_cp.verify.run.check_consistency", fail)
     monkeypatch.setattr("megatron_cp.verify.run.stop_distributed", lambda **given: alone.append(given["alone"]))
     assert main(RECIPE) == 1 and alone == [not on_all_ranks]

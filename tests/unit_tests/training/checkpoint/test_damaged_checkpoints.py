@@ -13,7 +13,7 @@ from megatron_cp.common.errors import ConfigError, UnusableCheckpoint
 from megatron_cp.training.checkpoint import writer as checkpoint_writer
 from megatron_cp.training.checkpoint.checksums import CHECKSUMS, read_checksums, sum_of
 from megatron_cp.training.checkpoint.files import LATEST, existing_folder, latest_iteration, newer_than_latest
-from megatron_cp.training.checkpoint.resume import begin_with, find_start
+from megatron_cp.training.checkpoint.resume import find_resume_point, resume_fix
 from megatron_cp.training.checkpoint.verification import problems_of
 from megatron_cp.training.step import train_step
 from tests.crafted_checkpoints import as_written_before_checksums, flip, flip_back
@@ -169,9 +169,9 @@ def test_what_to_type_begins_with_the_other_checkpoint(root: Path, settings: dic
     with (root / "iter_0000011/.metadata").open("r+b") as file:
         file.write(b"damage")
     config = config_of(root, **changed)
-    begun = find_start(config)
+    begun = find_resume_point(config)
     assert begun is not None and (begun.root, begun.iteration) == (str(root), 11)
-    assert begin_with(config, str(root), 10) == advice.format(root=root) + "checkpoint.ckpt_step=10"
+    assert resume_fix(config, str(root), 10) == advice.format(root=root) + "checkpoint.ckpt_step=10"
 
 
 def test_a_run_says_which_file_is_damaged_and_goes_on_as_it_says(cli: Any, tmp_path: Path) -> None:

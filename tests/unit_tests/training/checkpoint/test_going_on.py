@@ -12,7 +12,7 @@ from megatron_cp.common.errors import ConfigError
 from megatron_cp.common.jsonl_log import read_lines
 from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.report.runs import read_runs
-from megatron_cp.training.checkpoint.resume import find_start, has_written
+from megatron_cp.training.checkpoint.resume import find_resume_point, is_own_checkpoint
 from tests.training_runs import tiny_config
 
 SCHEDULE = ["scheduler.lr_decay_iters=10", "scheduler.lr_warmup_iters=1"]
@@ -74,24 +74,24 @@ def test_a_folder_near_the_checkpoints_leads_to_them(tmp_path: Path, setting: st
     ):
         config = tiny_config(**{f"checkpoint__{setting}": str(given), "checkpoint__ckpt_step": step})
         with pytest.raises(ConfigError, match=re.escape(message)):
-            find_start(config)
+            find_resume_point(config)
 
 
 def test_settings_that_came_later_count_as_they_are_by_default() -> None:
     """Else a run that began as it says would begin once more after an update of the program."""
     config = RunConfig(model=ModelConfig(num_layers=3), env_vars={"A": "1"})
     saved = asdict(config)
-    assert has_written(config, {"config": saved})
+    assert is_own_checkpoint(config, {"config": saved})
     del saved["model"]["overlap_p2p_comm"], saved["profiling"]
     saved["model"]["a_setting_that_is_gone"] = saved["a_section_that_is_gone"] = {"x": 1}
-    assert has_written(config, {"config": saved})
+    assert is_own_checkpoint(config, {"config": saved})
     for changed in (
         RunConfig(model=ModelConfig(num_layers=3, overlap_p2p_comm=False), env_vars={"A": "1"}),
         RunConfig(model=ModelConfig(num_layers=4), env_vars={"A": "1"}),
         RunConfig(model=ModelConfig(num_layers=3), env_vars={"B": "1"}),
     ):
-        assert not has_written(changed, {"config": saved})
-    assert not has_written(config, {})
+        assert not is_own_checkpoint(changed, {"config": saved})
+    assert not is_own_checkpoint(config, {})
 
 
 def test_a_look_at_checkpoints_changes_nothing(cli: Any, tmp_path: Path) -> None:

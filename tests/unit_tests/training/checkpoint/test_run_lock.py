@@ -220,7 +220,7 @@ def after_second_step(work: Callable[[], object]) -> None:
 
 def elsewhere() -> None:
     """Rank 1 is on a node that has a folder of its own under the same name."""
-    run_lock.SIGHT = 0.2
+    run_lock.VISIBILITY_TIMEOUT = 0.2
     if os.environ["RANK"] == "1":
         Path("elsewhere").mkdir()
         os.chdir("elsewhere")
