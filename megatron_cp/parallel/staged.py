@@ -90,7 +90,7 @@ class StagedWork(Work):
         self._works, self._kept = list(works), kept
         self._arriving, self._divide_by = list(arriving), divide_by
         self._received = [tensor for _, tensor in arriving]
-        # The caller's earlier work on receive memory must finish before ``wait`` returns.
+        # ``wait`` copies only after the caller's earlier work on the receive memory.
         self._posted = [
             torch.cuda.current_stream(device).record_event()
             for device in {tensor.device for tensor in self._received if tensor.is_cuda}
