@@ -176,9 +176,7 @@ def run_once_per_node[T](work: Callable[[], T]) -> T:
     values = _outcomes(work, rank == 0)
     values += _outcomes(work, rank != 0 and launcher.local_rank() == 0)
     if any(value != values[0] for value in values):
-        raise DataError(
-            f"nodes have different data: one finds {values[0]}, another does not. Fix: copy the data to all nodes again"
-        )
+        raise DataError(f"nodes have different data: only some find {values[0]}. Fix: copy the data to all nodes again")
     return values[0]
 
 

@@ -45,9 +45,8 @@ def check_consistency(settings: dict[str, Any]) -> None:
     if len(set(gather_objects(digest(own)))) == 1:
         return
     found = format_violations(differences(gather_objects(own)))
-    raise RuntimeFault(
-        f"ranks differ in configuration, code or environment; training not started.\n{found}", on_all_ranks=True
-    )
+    what = "ranks differ in settings, code or environment; training not started"
+    raise RuntimeFault(f"{what}.\n{found}", on_all_ranks=True)
 
 
 def common_resume_point(find: Callable[[], ResumePoint | None]) -> ResumePoint | None:

@@ -106,9 +106,7 @@ def train(
                 logged_at = iteration
             spike = spikes.is_spike(result.loss)
             if spike:
-                logger.info(
-                    "loss spike at iteration %d: %.6f (recent median %.6f)", iteration, result.loss, spikes.usual
-                )
+                logger.info("loss spike at iteration %d: %.6f, median %.6f", iteration, result.loss, spikes.usual)
             if reporter.writes:
                 reporter.step(_metrics(run, step, scheduled, result, seconds, spike), interval)
                 if step.plan is not None:

@@ -57,9 +57,7 @@ def fill_step_counts(state: dict[Any, Any], groups: list[list[dict[str, Any]]]) 
     return state
 
 
-def to_current_layout(
-    loaded: dict[Any, Any], saved: dict[Any, Any], groups: list[list[dict[str, Any]]]
-) -> dict[Any, Any]:
+def to_layout(loaded: dict[Any, Any], saved: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> dict[Any, Any]:
     """Convert a loaded state of :func:`index_groups` for these optimizers.
 
     Args:

@@ -94,7 +94,7 @@ def check_still_held(folder: Path) -> None:
     if holder is not None:
         raise OSError(
             f"{NAME.checkpoint.save}={folder}: the folder was deleted or moved during training, and another "
-            f"run writes there now ({_describe_holder(holder)}). Fix: set {NAME.checkpoint.save}={folder}-2"
+            f"run writes there now ({_holder(holder)}). Fix: set {NAME.checkpoint.save}={folder}-2"
         )
     _sign(lock)
     logger.warning(
@@ -111,16 +111,12 @@ def _take(lock: FileLock, folder: Path, patience: float) -> None:
     while (holder := lock.take()) is not None:
         if time.monotonic() - began >= patience:
             raise RuntimeFault(
-                f"{NAME.checkpoint.save}={folder}: another run writes into this folder ({_describe_holder(holder)}). "
+                f"{NAME.checkpoint.save}={folder}: another run writes into this folder ({_holder(holder)}). "
                 f"Fix: wait until that run has ended, or set {NAME.checkpoint.save}={folder}-2"
             )
         if not waited:
-            logger.info(
-                "another run writes into %s (%s). Waiting %.0f s for that run to end",
-                folder,
-                _describe_holder(holder),
-                patience,
-            )
+            message = "another run writes into %s (%s). Waiting %.0f s for that run to end"
+            logger.info(message, folder, _holder(holder), patience)
         waited = True
         time.sleep(_POLL)
     if lock.unsupported:
@@ -133,7 +129,7 @@ def _take(lock: FileLock, folder: Path, patience: float) -> None:
         )
 
 
-def _describe_holder(holder: str) -> str:
+def _holder(holder: str) -> str:
     return holder or "unknown process"
 
 

@@ -37,7 +37,7 @@ from megatron_cp.training.checkpoint.files import (
     latest_iteration,
     put_in_place,
 )
-from megatron_cp.training.checkpoint.optimizer_state import fill_step_counts, index_groups, to_current_layout
+from megatron_cp.training.checkpoint.optimizer_state import fill_step_counts, index_groups, to_layout
 from megatron_cp.training.checkpoint.resume import (
     FORGOTTEN,
     check_fits,
@@ -262,9 +262,7 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
     run.progress = TrainProgress(**{each.name: common["progress"][each.name] for each in fields(TrainProgress)})
     different = describe(differences(saved, here, settings_that(DATA)))
     if different and dist.get_rank() == 0:
-        logger.warning(
-            "data settings changed; the sample order will differ from the first run's: %s", "; ".join(different)
-        )
+        logger.warning("data settings changed; the sample order differs from the first run's: %s", "; ".join(different))
     return common["data"]
 
 
@@ -309,7 +307,7 @@ def _load_optimizer(run: Run, state: Any, common: dict[str, Any]) -> None:
         for group in run.optimizer.param_groups
     ]
     _set_learning_rates(run, common["scheduler"])
-    run.optimizer.load_state_dict(to_current_layout(state, common["optimizer"], _parameter_groups(run)))
+    run.optimizer.load_state_dict(to_layout(state, common["optimizer"], _parameter_groups(run)))
     for group, settings in zip(run.optimizer.param_groups, configured, strict=True):
         group.update(settings)
 

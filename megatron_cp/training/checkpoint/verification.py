@@ -18,13 +18,11 @@ from megatron_cp.training.checkpoint.files import damage, existing_folder, saved
 from megatron_cp.training.monitor.metrics import logger
 
 
-def verified_common(
-    folder: Path, iteration: int, verify: bool, resume_fix: Callable[[str, int], str]
-) -> dict[str, Any]:
+def verified_common(folder: Path, iteration: int, verify: bool, fix_for: Callable[[str, int], str]) -> dict[str, Any]:
     """Verify a checkpoint's checksums and return the non-tensor state. Collective.
 
     Args:
-        resume_fix: formats the settings to type for another iteration of a folder.
+        fix_for: formats the settings to type for another iteration of a folder.
 
     Raises:
         RuntimeFault: on every rank, if any rank finds damage. Names another complete checkpoint.
@@ -35,7 +33,7 @@ def verified_common(
         root, other = folder.parent, find_complete(folder.parent, iteration, verify)
         if other is None:
             raise RuntimeFault(f"{found}. {root} has no other complete checkpoint", on_all_ranks=True)
-        fix = resume_fix(str(root), other)
+        fix = fix_for(str(root), other)
         raise RuntimeFault(f"{found}. Iteration {other} is complete. Fix: {fix}", on_all_ranks=True)
     if verify and read_checksums(folder) is None:
         logger.info("%s has no checksums (an earlier version wrote it): only sizes were compared", folder)

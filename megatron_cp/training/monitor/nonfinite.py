@@ -83,11 +83,7 @@ def origin(run: Run, repeat: Callable[[], float]) -> tuple[str, bool]:
         others = [str(event.rank) for event in events[1:9]]
         spread = f" (spread to ranks {', '.join(others)})" if others else ""
         return f"first on {events[0]}{spread}", False
-    again = (
-        "finite"
-        if math.isfinite(loss) and gradients_are_finite(run)
-        else "not finite, but every module output was finite"
-    )
+    again = "finite" if math.isfinite(loss) and gradients_are_finite(run) else "not finite, unlike all module outputs"
     return f"a second pass over the same microbatches was {again}", False
 
 

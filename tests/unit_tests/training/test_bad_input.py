@@ -161,7 +161,7 @@ def test_another_schedule_ends_with_two_and_names_both_ways_on(cli: Any) -> None
     code, text = cli(
         "train.train_iters=6", "scheduler.use_checkpoint_opt_param_scheduler=true", "dataset.random_seed=9"
     )
-    assert code == 0 and text.count("the sample order will differ") == 1, text
+    assert code == 0 and text.count("the sample order differs") == 1, text
     assert "dataset.random_seed is 9 here and" in text
 
 

@@ -63,9 +63,7 @@ def test_a_fingerprint_is_cheap() -> None:
 
 def test_another_setting_on_one_rank(cli: Any, monkeypatch: Any) -> None:
     code, text = cli(before=other_arguments)
-    assert code == 1 and text.count("ranks differ in configuration, code or environment; training not started") == 1, (
-        text
-    )
+    assert code == 1 and text.count("ranks differ in settings, code or environment; training not started") == 1, text
     assert "variable NVTE_FLASH_ATTN=" not in text and "rng.seed" not in text
     assert "error K20: variable NVTE_FUSED_ATTN: differs between ranks: not set on rank 0; 0 on rank 1" in text, text
 
