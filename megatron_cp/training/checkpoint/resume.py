@@ -117,7 +117,7 @@ def _checked(start: ResumePoint, folder: Path, config: RunConfig, weights_only: 
         check_fits(config, common, folder, weights_only)
     except ConfigError:
         raise
-    except Exception:  # of damaged bytes, which can end in any error
+    except Exception:  # damaged files can raise any error
         return start
     return start if start.finetune else replace(start, consumed_samples=common["progress"]["consumed_samples"])
 
@@ -134,7 +134,7 @@ def _newest_own(config: RunConfig) -> ResumePoint | None:
         return None
     try:
         common = read_common(folder, config.checkpoint.verify_checksums)
-    except Exception:  # of damaged bytes, which can end in any error
+    except Exception:  # damaged files can raise any error
         wanted = config.checkpoint
         other = wanted.ckpt_step is not None and wanted.load == root and not wanted.pretrained_checkpoint
         return (

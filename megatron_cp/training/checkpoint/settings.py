@@ -15,7 +15,7 @@ from megatron_cp.config.setting import facts_of
 
 
 def is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300  # NaN is not below
+    return type(value) in (int, float) and abs(value) < 1e300  # False for NaN
 
 
 def problems_of_settings(config: dict[str, Any]) -> Iterator[str]:

@@ -208,7 +208,7 @@ def load_instead(folder: str) -> None:
     again = ["checkpoint.pretrained_checkpoint=null", f"checkpoint.load={path}/mcore", "checkpoint.load_optim=false"]
     with pytest.raises(ConfigError, match=r"holds weights only. Fix: checkpoint.pretrained_checkpoint="):
         find_resume_point(load_recipe(path / "mcore/recipe.yaml", again))
-    with pytest.raises(ConfigError, match=r"of another model: model.num_layers is 3"):
+    with pytest.raises(ConfigError, match=r"of a different model: model.num_layers is 3"):
         find_resume_point(
             load_recipe(path / "mcore/recipe.yaml", ["model.num_layers=3", f"checkpoint.save={path}/run"])
         )
