@@ -39,11 +39,11 @@ from megatron_cp.training.checkpoint.files import (
     put_in_place,
     saved_iterations,
     stored_tensors,
-    what_is_meant,
+    suggest_folder,
 )
 from megatron_cp.training.checkpoint.resume import check_format
-from megatron_cp.training.checkpoint.saver import fit_to_checkpoint
-from megatron_cp.training.checkpoint.verification import checked_common
+from megatron_cp.training.checkpoint.saver import drop_extra_states
+from megatron_cp.training.checkpoint.verification import verified_common
 from megatron_cp.training.checkpoint.writer import Writer
 from megatron_cp.training.setup import TrainProgress
 
@@ -95,7 +95,7 @@ class WholeModel:
         """
         state = self._sharded()
         try:
-            fit_to_checkpoint(state, folder)
+            drop_extra_states(state, folder)
             loaded = dist_checkpointing.load({"model": state}, str(folder))
         except (Exception, CheckpointException) as error:
             raise RuntimeFault(f"checkpoint {folder} cannot be read: {in_one_line(error)}") from error
@@ -127,13 +127,13 @@ def find_checkpoint(root: Path, iteration: int | None) -> CheckpointInfo:
     folder = None if iteration is None else existing_folder(root, iteration)
     if folder is None:
         others = saved_iterations(root)
-        fix = what_is_meant(root, _options) or "--megatron-path FOLDER (of a run)"
+        fix = suggest_folder(root, _options) or "--megatron-path FOLDER (of a run)"
         if others:
             fix = f"--iteration {others[-1]} (there are {others})"
         which = "" if iteration is None else f"{iteration} "
         raise ConfigError(f"--megatron-path {root}: there is no checkpoint {which}in it. Fix: {fix}")
     assert iteration is not None
-    common = checked_common(folder, iteration, True, lambda _, other: f"--iteration {other}")
+    common = verified_common(folder, iteration, True, lambda _, other: f"--iteration {other}")
     embedding = stored_tensors(folder).get(_EMBEDDING)
     check_format(common, folder)
     unknown: list[Violation] = []

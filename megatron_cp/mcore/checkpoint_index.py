@@ -1,4 +1,4 @@
-"""Read a checkpoint's index, a pickle, with a list of the classes that an index holds."""
+"""Read a checkpoint's index, a pickle, with a list of allowed classes."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _OF_THE_INDEX: dict[tuple[str, str], Any] = {
 
 
 def read_index(folder: Path) -> Metadata:
-    """A checkpoint's index: which tensors and objects it has, and where in its files they lie.
+    """Read a checkpoint's index: its tensors and objects, and their places in files.
 
     Raises:
-        UnusableCheckpoint: it cannot be read, or names what an index does not hold, or files outside of the folder.
+        UnusableCheckpoint: the index is unreadable, refers to other classes, or to files outside of the folder.
     """
     path = folder / INDEX
     try:
@@ -60,13 +60,13 @@ def read_index(folder: Path) -> Metadata:
         index = _IndexUnpickler(path, io.BytesIO(content)).load()
     except UnusableCheckpoint:
         raise
-    except Exception as error:  # bytes that are no pickle can end in any error
-        raise UnusableCheckpoint(f"{path} is not an index: {type(error).__name__}: {error}") from error
+    except Exception as error:  # invalid pickles can raise any error
+        raise UnusableCheckpoint(f"{path} is not a checkpoint index: {type(error).__name__}: {error}") from error
     finally:
         altered = _restore(before)
     problem = f"it alters the class {altered}" if altered else _problem_of(index)
     if problem:
-        raise UnusableCheckpoint(f"{path} is not an index: {problem}")
+        raise UnusableCheckpoint(f"{path} is not a checkpoint index: {problem}")
     return index
 
 
@@ -83,7 +83,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _restore(before: list[dict[str, Any]]) -> str:
-    """Undo what a pickle set on a class itself, which its unpickler cannot refuse; returns the class's name."""
+    """Undo changes of a pickle to class attributes; return the class's name.
+
+    An unpickler cannot refuse such changes.
+    """
     found = ""
     for each, attributes in zip(_OUR_CLASSES, before, strict=True):
         now = dict(vars(each))
@@ -99,20 +102,20 @@ def _restore(before: list[dict[str, Any]]) -> str:
 
 
 def _problem_of(index: Any) -> str:
-    """What makes an index unusable, ``""`` if nothing does. What it says of files is used as it is later on."""
+    """Return what makes an index unusable, ``""`` if nothing."""
     if not isinstance(index, Metadata):
         return f"it holds {type(index).__name__}"
     entries, places = (getattr(index, name, None) for name in ("state_dict_metadata", "storage_data"))
     if not isinstance(entries, dict) or not isinstance(places, dict):
-        return "it has no tables of tensors and of places"
+        return "the tables of tensors and storage places are missing"
     for name, entry in entries.items():
         if not isinstance(name, str) or not (isinstance(entry, BytesStorageMetadata) or _is_tensor(entry)):
-            return f"its entry {str(name)[:80]!r} is neither a tensor nor an object"
+            return f"entry {str(name)[:80]!r} is neither a tensor nor an object"
     for key, place in places.items():
         if not isinstance(key, MetadataIndex) or not isinstance(getattr(key, "fqn", None), str):
-            return "its table of places has a key that is none"
+            return "the table of storage places has an invalid key"
         if not _is_place(place):
-            return f"the place of {key.fqn[:80]!r} is not a range of one of the folder's files"
+            return f"the place of {key.fqn[:80]!r} is not a range of a file in the folder"
     return ""
 
 
@@ -150,4 +153,4 @@ def _is_place(place: Any) -> bool:
 
 def refusal(where: str | Path, names: list[str]) -> str:
     shown = ", ".join(name[:80] for name in names[:4])
-    return f"{where} names {shown}, which no checkpoint of megatron_cp does: it was refused, and nothing of it was run"
+    return f"{where} refers to {shown}, which checkpoints of megatron_cp never use: refused, no code was run"

@@ -1,8 +1,8 @@
-"""Read a checkpoint's files without running code that they name.
+"""Read a checkpoint's files without running code that they refer to.
 
-torch reads two parts of a checkpoint with an unrestricted unpickler: the index (``.metadata``) and every object that is
-not a tensor. A pickle can call any function, so a crafted checkpoint could run any command. Here each is read with a
-list of the classes that our checkpoints hold; everything else is refused by name.
+torch reads the index (``.metadata``) and every non-tensor object with an unrestricted unpickler. A pickle can call any
+function, so a crafted checkpoint could run any command. Here each is read with a list of allowed classes; anything else
+is refused by name.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron_cp.common.input_files import file_or_pipe
 from megatron_cp.mcore.checkpoint_index import read_index, refusal
 
 COMMON_FILE = "common.pt"
-# Beside what torch allows of its own (tensors, storages, dtypes): numpy's random state, and what older versions of
-# Transformer Engine keep an extra state in. numpy 2 has renamed a module.
+# In addition to torch's own list (tensors, storages, dtypes): numpy's random state, and extra states of older
+# Transformer Engine versions. numpy 2 has renamed a module.
 _OF_OBJECTS = {
     "numpy._core.multiarray._reconstruct": np.empty(0).__reduce__()[0],
     "numpy.core.multiarray._reconstruct": np.empty(0).__reduce__()[0],
@@ -43,7 +43,7 @@ _OF_OBJECTS = {
 
 
 class CheckpointReader(FileSystemReader):
-    """torch's reader of ``torch_dist`` checkpoints, which runs no code that the files name."""
+    """torch's ``torch_dist`` reader, restricted to allowed classes."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_index(Path(self.path))
@@ -56,7 +56,7 @@ class CheckpointReader(FileSystemReader):
         return super().read_data(plan, planner)
 
     def _load_bytes(self, planner: Any, item: ReadItem, content: io.BytesIO) -> None:
-        """``DefaultLoadPlanner.load_bytes``, but for the unpickler."""
+        """Replace the unpickler of ``DefaultLoadPlanner.load_bytes``."""
         name = item.dest_index.fqn
         loaded = load_object(content, f"{self.path}: {name}")
         if planner.flatten_state_dict:
@@ -66,34 +66,34 @@ class CheckpointReader(FileSystemReader):
 
 
 def load_common_file(folder: str | Path) -> Any:
-    """``common.pt``, in which earlier versions of megatron-core keep what is no tensor."""
+    """Load ``common.pt``, the non-tensor state of earlier megatron-core versions."""
     path = Path(folder) / COMMON_FILE
     with open(path, "rb", opener=file_or_pipe) as file:
         return load_object(file, str(path))
 
 
 def load_object(content: IO[bytes], name: str) -> Any:
-    """What ``torch.save`` wrote, if it is of plain values, tensors and numpy's random state.
+    """Load a ``torch.save`` of plain values, tensors or numpy's random state.
 
     Args:
         name: of the content, for messages.
 
     Raises:
-        UnusableCheckpoint: it holds anything else, or is damaged.
+        UnusableCheckpoint: the content has anything else, or is damaged.
     """
     try:
         with _only(_OF_OBJECTS):
             return torch.load(content, weights_only=True)
-    except Exception as error:  # bytes that are not what torch wrote can end in any error
-        others = _others_in(content)
+    except Exception as error:  # invalid content can raise any error
+        others = _disallowed_in(content)
         if others:
             raise UnusableCheckpoint(refusal(name, others)) from error
-        raise UnusableCheckpoint(f"{name} is damaged, or of other than plain values and tensors") from error
+        raise UnusableCheckpoint(f"{name} is damaged, or holds more than plain values and tensors") from error
 
 
 @contextmanager
 def _only(allowed: dict[str, Any]) -> Iterator[None]:
-    """Have ``torch.load`` allow these and what torch itself does; megatron-core and others have added more."""
+    """Limit ``torch.load`` to ``allowed`` and torch's own types; others add more."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals([(value, name) for name, value in allowed.items()])
@@ -104,8 +104,8 @@ def _only(allowed: dict[str, Any]) -> Iterator[None]:
         torch.serialization.add_safe_globals(before)
 
 
-def _others_in(content: IO[bytes]) -> list[str]:
-    """The functions and classes that an object names and that are not allowed, as far as it can be read."""
+def _disallowed_in(content: IO[bytes]) -> list[str]:
+    """List functions and classes that an object refers to and that are not allowed."""
     try:
         content.seek(0)
         if zipfile.is_zipfile(content):
@@ -115,7 +115,7 @@ def _others_in(content: IO[bytes]) -> list[str]:
             content.seek(0)
             pickles = [content.read()]
         found = {name for each in pickles for name in _names(each)}
-    except Exception:  # damaged bytes can end in any error
+    except Exception:  # damaged content can raise any error
         return []
     return sorted(found - _OF_OBJECTS.keys() - _get_allowed_globals().keys())
 

@@ -1,8 +1,8 @@
-"""megatron-core 0.19.2 on a machine without CUDA.
+"""Run megatron-core 0.19.2 without CUDA.
 
-megatron-core names the CUDA device in some two hundred places. On a machine without one each of the names replaced
-here could only have raised (or, in one case, queued a callback for ever), so nothing that worked is changed, and
-where CUDA is present this module does nothing. ``torch.cuda.is_available`` and ``device_count`` keep answering truly.
+megatron-core refers to the CUDA device in about two hundred places. Without CUDA, every name replaced here raises (or,
+in one case, queues a callback for ever), so nothing that works changes. With CUDA this module does nothing.
+``torch.cuda.is_available`` and ``device_count`` keep their answers.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ _MODULES_WITH_CUDA_LITERALS = (
 )
 _TENSOR_FACTORIES = ("tensor", "empty", "empty_like", "zeros", "zeros_like", "ones", "full", "arange")
 
-# megatron-core takes the fused optimizers and norms of the first three where they can be imported, whatever device its
-# tensors are on; and without a driver importing the first one raises something else than the ImportError that is
-# expected. The others take seconds to import.
+# megatron-core uses fused optimizers and norms of the first three whenever they import, on any device. Without a driver
+# the first raises another error than the expected ImportError. The others take seconds to import.
 PACKAGES_FOR_GPUS = ("transformer_engine", "apex", "amp_C", "mamba_ssm", "causal_conv1d")
 
 _torch_compile, _tensor_type = torch.compile, torch.Tensor.type
 
 
 class _Stream:
-    """A CPU has one queue: streams wait for nothing."""
+    """A stream of the single CPU queue; never waits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = _CPU
@@ -63,7 +62,7 @@ class _Stream:
 
 
 class _Event:
-    """Keeps wall time, so that timers built on events still measure."""
+    """An event with wall time, so that event-based timers work."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time = 0.0
@@ -83,14 +82,17 @@ class _Event:
 
 
 class _TorchOnCpu:
-    """What a module sees as ``torch``: the same, but its tensor factories read "cuda" as "cpu" and pin nothing."""
+    """A stand-in for the ``torch`` module.
+
+    Tensor factories read "cuda" as "cpu" and ignore pinning.
+    """
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
         if name in _TENSOR_FACTORIES:
             value = _on_cpu(value)
         if name in _TENSOR_FACTORIES or isinstance(value, type):
-            setattr(self, name, value)  # the next look-up is a plain attribute
+            setattr(self, name, value)  # later look-ups are plain attributes
         return value
 
 
@@ -133,9 +135,9 @@ _CUDA_STAND_INS: dict[str, Any] = {
 
 
 class _TypeName(str):
-    """The name of a host tensor's type, which also equals the name of the CUDA type of the same dtype.
+    """Type name of a host tensor that also equals the CUDA type of the same dtype.
 
-    megatron-core's optimizers compare ``tensor.type()`` with the latter.
+    megatron-core's optimizers compare ``tensor.type()`` with the CUDA name.
     """
 
     __hash__ = str.__hash__
@@ -153,17 +155,17 @@ def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def before_import() -> None:
-    """Put the stand-ins in place; nothing where CUDA is present."""
+    """Install the stand-ins; does nothing with CUDA."""
     if torch.cuda.is_available():
         return
     for package in PACKAGES_FOR_GPUS:
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # how Python itself writes "cannot be imported"
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # how Python marks a failed import
     for name, stand_in in _CUDA_STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
     torch.cuda.random.get_rng_state = _rng_state
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.Tensor.type = _type  # type: ignore[assignment,method-assign]
-    # Functions marked for fusion would be compiled in the first step: half a minute and a C++ compiler, for no gain.
+    # Compiling fused functions would take half a minute and a C++ compiler, for no gain.
     torch.compile = _identity  # type: ignore[assignment]
 
 
@@ -172,7 +174,7 @@ def _identity(function: Callable, *args: Any, **kwargs: Any) -> Callable:
 
 
 def after_import() -> None:
-    """Finish once megatron.core's own modules exist; nothing where CUDA is present."""
+    """Finish after the import of megatron.core; does nothing with CUDA."""
     if torch.cuda.is_available():
         return
     torch_on_cpu = _TorchOnCpu()
@@ -193,7 +195,10 @@ def after_import() -> None:
 
 
 def _host_splits(tensor: torch.Tensor | None, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """The all-to-all needs its split sizes as host integers; upstream converts device tensors only."""
+    """Return split sizes as host integers for the all-to-all.
+
+    Upstream converts device tensors only.
+    """
     if isinstance(tensor, torch.Tensor) and as_numpy:
         return tensor.numpy()
     return tensor

@@ -1,4 +1,4 @@
-"""Global state of megatron-core and torch.distributed that no public function sets as we need it."""
+"""Global state of megatron-core and torch.distributed without a public setter."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-# megatron-core's global state before anything is built, all of it None.
+# megatron-core's global state before initialization, all None.
 _UNSET = [name for name, value in vars(parallel_state).items() if name.isupper() and value is None]
 
 
-def forget_parallel_state() -> list[dist.ProcessGroup] | None:
-    """Forget the MPU's state, all of it; returns the process groups it had, which stay, None where there was no state.
+def reset_parallel_state() -> list[dist.ProcessGroup] | None:
+    """Reset the MPU's state; return the process groups it had, None without a state.
 
-    megatron-core's own ``destroy_model_parallel`` leaves the hierarchical and hybrid groups, others and lists of ranks
-    behind (0.19.2), and the next initialization in the same process would find them.
+    The groups stay. megatron-core's ``destroy_model_parallel`` (0.19.2) leaves hierarchical, hybrid and other groups
+    and rank lists behind, which the next initialization in the process would use.
     """
     groups = parallel_state._global_process_group_list if parallel_state.is_initialized() else None
     parallel_state.destroy_model_parallel()
@@ -27,9 +27,9 @@ def forget_parallel_state() -> list[dist.ProcessGroup] | None:
 
 
 def set_without_groups(pp_size: int, pp_rank: int) -> None:
-    """Set what megatron-core reads beside any groups, unless the MPU has set it.
+    """Set state that megatron-core reads in addition to groups, unless the MPU did.
 
-    Sequence-parallel linears read a scratch buffer, and multi-token prediction the rank's pipeline stage.
+    Sequence-parallel linears read a scratch buffer; multi-token prediction reads the pipeline stage.
     """
     if not parallel_state.is_initialized():
         parallel_state.destroy_global_memory_buffer()
@@ -40,11 +40,11 @@ def set_without_groups(pp_size: int, pp_rank: int) -> None:
 
 @contextlib.contextmanager
 def hidden_process_group() -> Iterator[None]:
-    """Hide torch.distributed from megatron-core's builder of data sets.
+    """Hide torch.distributed from megatron-core's dataset builder.
 
-    With it, only global rank 0 builds and all others read its files, which needs a file system shared by all nodes; and
-    an error on rank 0 leaves the others in a barrier. It is hidden from every thread, since the builder has some of its
-    own. ``parallel/collectives.py``, which sends reports to the other ranks meanwhile, imports the function itself.
+    With torch.distributed, only global rank 0 builds and all ranks read its files. That needs a file system shared by
+    all nodes, and an error on rank 0 leaves the other ranks in a barrier. It is hidden from every thread, since the
+    builder starts threads. ``parallel/collectives.py``, which sends reports meanwhile, imports the function itself.
     """
     original = dist.is_initialized
     dist.is_initialized = lambda: False

@@ -1,7 +1,7 @@
-"""Run our preparations around the first import of ``megatron.core``.
+"""Prepare megatron-core around the first import of ``megatron.core``.
 
-An import hook rather than a function that everybody must remember to call: without CUDA, the stand-ins have to be in
-place before the first line of megatron-core runs, and a forgotten call would show as an obscure crash much later.
+Without CUDA the stand-ins must be in place before megatron-core's first line runs. An import hook cannot be forgotten,
+while a forgotten call would cause an obscure crash later.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron_cp.mcore.packages import check_transformer_engine
 _TARGET = "megatron.core"
 
 
-def _quieten() -> None:
-    """Drop what megatron-core and torch say on every rank about optional libraries and their own deprecations."""
+def _silence() -> None:
+    """Silence messages about optional libraries and deprecations on every rank."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     # torch's checkpoint functions, as megatron-core calls them.
     for category in (UserWarning, FutureWarning):
@@ -45,8 +45,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _execute(upstream: Callable[[ModuleType], None], module: ModuleType) -> None:
-    """Run ``megatron.core``'s own code, with our preparations before and after it."""
-    _quieten()
+    """Run ``megatron.core``'s code with preparations before and after."""
+    _silence()
     from megatron_cp.mcore import cpu, patches
 
     cpu.before_import()
@@ -56,7 +56,7 @@ def _execute(upstream: Callable[[ModuleType], None], module: ModuleType) -> None
 
 
 def install() -> None:
-    """Prepare megatron-core at its first import, or at once where it was imported before this package."""
+    """Prepare megatron-core at its first import, or now if already imported."""
     if _TARGET in sys.modules:
         _prepare_late()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -72,5 +72,5 @@ def _prepare_late() -> None:
     cpu.after_import()
     patches.apply()
     if not torch.cuda.is_available():
-        # Functions that are marked for fusion already: too late to leave them unmarked, in time not to compile them.
+        # Functions are already marked for fusion; disabling dynamo still prevents their compilation.
         torch._dynamo.config.disable = True

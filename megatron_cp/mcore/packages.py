@@ -1,7 +1,7 @@
-"""Packages for GPUs: what is installed for a GPU that is there must work, or it is said that it does not.
+"""Check that installed GPU packages work if there is a GPU.
 
-Whoever takes them where they can be imported goes on without them and says nothing, many times slower, where the import
-fails with an ImportError, and ends in a traceback where it fails otherwise.
+Libraries that import these optionally fall back silently, and slowly, when the import fails with ImportError. Other
+errors end in a traceback.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from megatron_cp.common.installation import how_to_install
 
 
 def check_transformer_engine() -> None:
-    """
+    """Check that Transformer Engine imports, if installed and there is a GPU.
+
     Raises:
-        ConfigError: it is installed and cannot be imported, and there is a GPU.
+        ConfigError: the import fails.
     """
     _check("Transformer Engine", ["transformer_engine.pytorch"], "gpu")
 
 
 def check_mamba_ssm() -> None:
-    """And causal-conv1d, without which it is not used. They take seconds to import: only for models that use them.
+    """Check that mamba-ssm and causal-conv1d import, if installed and there is a GPU.
+
+    The imports take seconds, so this is for models that use them; mamba-ssm needs causal-conv1d.
 
     Raises:
-        ConfigError: both are installed, one cannot be imported, and there is a GPU.
+        ConfigError: an import fails.
     """
     _check("mamba-ssm", ["causal_conv1d.cpp_functions", "mamba_ssm.ops.triton.ssd_combined"], "mamba")
 

@@ -1,7 +1,7 @@
-"""Every repair of megatron-core 0.19.2, each with the upstream place, why, and the test that fails without it.
+"""Patches of megatron-core 0.19.2: upstream place, reason, and the test of each.
 
-The list is also in ``3rdparty/README.md``. A repair is the last resort: a config flag, a constructor argument, our own
-module in a ``ModuleSpec`` or a subclass comes first.
+The list is also in ``3rdparty/README.md``. A patch is the last resort, after a config flag, a constructor argument, an
+own module in a ``ModuleSpec``, or a subclass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def apply() -> None:
-    """Install all repairs. Called once, right after megatron.core was imported (see ``hook``)."""
+    """Install all patches; called once, after the import of megatron.core (``hook``)."""
     _distributed_optimizer_loads_torch_adam()
     _checkpoint_results_stay_in_process()
     _checkpoints_run_no_code()
@@ -24,12 +24,12 @@ def apply() -> None:
 
 
 def _distributed_optimizer_loads_torch_adam() -> None:
-    """optimizer/distrib_optimizer.py:838, :1024, :1223, where neither Transformer Engine nor apex is installed.
+    """Load checkpoints into a distributed optimizer with torch's Adam.
 
-    With torch's own Adam, loading a checkpoint into a fresh distributed optimizer fails: the assertion at 838 wants a
-    ``step`` before any step was taken, and also of an optimizer without parameters, which a pipeline stage without
-    experts has; the copy at 1223 has no ``step`` to read and writes in place to leaves that require gradients; and 1024
-    makes all parameters share one ``step`` tensor, so that Adam then counts one step per parameter. Tests:
+    optimizer/distrib_optimizer.py:838, :1024, :1223, without Transformer Engine and apex. Upstream fails with a fresh
+    optimizer. 838 asserts a ``step`` before any step, even for an optimizer without parameters (a pipeline stage
+    without experts). 1223 reads a missing ``step`` and writes in place to leaves that require gradients. 1024 shares
+    one ``step`` tensor among all parameters, so Adam counts one step per parameter. Tests:
     tests/unit_tests/training/checkpoint/test_checkpoint.py, test_resharding.py.
     """
     from megatron.core.optimizer import distrib_optimizer
@@ -71,12 +71,11 @@ def _distributed_optimizer_loads_torch_adam() -> None:
 
 
 def _checkpoint_results_stay_in_process() -> None:
-    """dist_checkpointing/strategies/filesystem_async.py:65, for synchronous saves.
+    """Use an in-process queue for results of synchronous saves.
 
-    The threads that write a rank's files report through a queue that lives in a *spawned manager process*: one more
-    Python a rank, which imports the user's main script again (a script without an import guard starts training anew
-    and the save hangs). An ordinary queue does for threads. Test:
-    tests/unit_tests/training/checkpoint/test_checkpoint.py.
+    dist_checkpointing/strategies/filesystem_async.py:65. Upstream's queue lives in a *spawned manager process*: one
+    more Python per rank, which imports the user's main script again. A script without an import guard then starts
+    training again, and the save hangs. Test: tests/unit_tests/training/checkpoint/test_checkpoint.py.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -84,12 +83,11 @@ def _checkpoint_results_stay_in_process() -> None:
 
 
 def _checkpoints_run_no_code() -> None:
-    """dist_checkpointing/strategies/torch.py:921 and serialization.py:225.
+    """Read checkpoints with a list of allowed classes.
 
-    torch's reader unpickles the index, and torch's planner each object (``common_state``, ``rng``), without any
-    restriction: a crafted checkpoint runs code. ``common.pt`` is read so, too, where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD
-    is set. Here all three are read with a list of allowed classes. Test:
-    tests/unit_tests/training/checkpoint/test_crafted_checkpoints.py.
+    dist_checkpointing/strategies/torch.py:921 and serialization.py:225. torch unpickles the index and each object
+    (``common_state``, ``rng``) without restriction, so a crafted checkpoint runs code. The same holds for ``common.pt``
+    with TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD. Test: tests/unit_tests/training/checkpoint/test_crafted_checkpoints.py.
     """
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import torch as strategies
@@ -101,11 +99,11 @@ def _checkpoints_run_no_code() -> None:
 
 
 def _optimizer_state_of_several_buckets_is_saved_whole() -> None:
-    """optimizer/distrib_optimizer.py:1764, where gradients are reduced in several buckets (overlap_grad_reduce).
+    """Cut optimizer state of several gradient buckets at the right offsets.
 
-    The state is gathered bucket after bucket *without* the padding at each bucket's end, and then cut into parameters
-    at offsets that count this padding: every parameter behind the first padded bucket is saved with parts of another's
-    state, and only a warning about the last one says so. Here the cut is given offsets without padding. Test:
+    optimizer/distrib_optimizer.py:1764, with overlap_grad_reduce. Upstream gathers the state *without* the padding of
+    each bucket, but cuts it at offsets that include padding. Every parameter after the first padded bucket is then
+    saved with parts of another's state; only a warning about the last one shows it. Test:
     tests/unit_tests/training/checkpoint/test_checkpoint.py.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -127,7 +125,7 @@ def _optimizer_state_of_several_buckets_is_saved_whole() -> None:
 
 
 def offsets_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
-    """``buffer.param_index_map`` (start, end, bucket), as it would be if no bucket ended with padding."""
+    """Return ``buffer.param_index_map`` (start, end, bucket) without padding."""
     padding, so_far = [], 0
     for bucket in buffer.buckets:
         padding.append(so_far)
@@ -139,12 +137,12 @@ def offsets_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, 
 
 
 def _gradient_norms_are_exact() -> None:
-    """optimizer/clip_grads.py:45 (utils.py:1325), where neither Transformer Engine nor apex is installed.
+    """Compute gradient norms accurately on CPUs.
 
-    ``torch.norm`` of a float32 tensor on a CPU adds squares one after the other: of 50 million elements the norm is
-    0.4 % too small. So gradients are clipped less than asked for, and otherwise on one rank than where each holds a
-    part. Here the squares of 1024 elements are added in float32 and these sums in float64, in the same time. Test:
-    tests/unit_tests/mcore/test_patches.py.
+    optimizer/clip_grads.py:45 (utils.py:1325), without Transformer Engine and apex. ``torch.norm`` of a float32 CPU
+    tensor adds squares one by one: for 50 million elements the norm is 0.4 % too small. Clipping is then too weak, and
+    differs between one rank and shards. Here squares of 1024 elements are added in float32 and these sums in float64,
+    in the same time. Test: tests/unit_tests/mcore/test_patches.py.
     """
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_l2_norm
@@ -160,7 +158,7 @@ def _gradient_norms_are_exact() -> None:
 
 
 def _norm_by_blocks(tensor: torch.Tensor, size: int = 1024) -> torch.Tensor:
-    """The 2-norm of all elements, in float64."""
+    """Return the 2-norm of all elements, in float64."""
     flat = tensor.detach().flatten()
     whole = flat.numel() // size * size
     dtype = torch.promote_types(flat.dtype, torch.float32)
@@ -170,13 +168,12 @@ def _norm_by_blocks(tensor: torch.Tensor, size: int = 1024) -> torch.Tensor:
 
 
 def _packs_are_rotated_without_waiting() -> None:
-    """models/common/embeddings/rope_utils.py:189.
+    """Apply rotary embeddings to packs without host waits.
 
-    Rotary embeddings of a pack ask the device for the sequences' lengths, twice for the queries and twice for the keys
-    of every layer: the host waits until the device has done all that it was told, and then rotates one sequence after
-    the other. Here the rows of the table are looked up on the device, once a microbatch, and all sequences are rotated
-    at once. Upstream's other reading of the table (as long as the pack: positions that go on from one sequence to the
-    next) is left out: it was taken by the table's length, also where that was so by chance. Test:
+    models/common/embeddings/rope_utils.py:189. Upstream reads the sequence lengths from the device four times per
+    layer, which synchronizes, and rotates sequences one by one. Here table rows are looked up on the device once per
+    microbatch, and all sequences are rotated at once. Upstream's mode for a table as long as the pack (positions that
+    continue across sequences) is left out: it depends on the table's length alone, even if equal by chance. Test:
     tests/unit_tests/mcore/test_patches.py.
     """
     from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
@@ -184,7 +181,10 @@ def _packs_are_rotated_without_waiting() -> None:
     def rotate(
         t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *, cp_group: Any, **options: Any
     ) -> torch.Tensor:
-        """``t`` [t_local, h, d], padded ``cu_seqlens`` [b + 1] of the whole pack, ``freqs`` [longest, 1, 1, d]."""
+        """Rotate a pack.
+
+        t: [t_local, h, d]. cu_seqlens: [b + 1], padded, of the whole pack. freqs: [longest, 1, 1, d].
+        """
         rows = _rows_of_pack(cu_seqlens, t.shape[0], cp_group.rank(), cp_group.size())
         angles = freqs.index_select(0, rows)
         return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, **options).squeeze(1)
@@ -194,18 +194,18 @@ def _packs_are_rotated_without_waiting() -> None:
 
 
 def _rows_of_pack(cu_seqlens: torch.Tensor, count: int, rank: int, size: int) -> torch.Tensor:
-    """Positions [count] in their sequences of the tokens that ``rank`` of ``size`` holds, in zigzag order.
+    """Return positions [count] in their sequences of one rank's tokens (zigzag).
 
-    Kept with ``cu_seqlens``, which all layers of a microbatch share. Raises RuntimeError (on a GPU, later) if it is not
-    of ``size`` times as many tokens.
+    Cached on ``cu_seqlens``, which all layers of a microbatch share. Raises RuntimeError (on a GPU, later) if the pack
+    does not have ``size`` times ``count`` tokens.
     """
-    # A tensor of inference mode does not say whether somebody wrote to it.
+    # Inference tensors have no version counter.
     cut = None if cu_seqlens.is_inference() else (cu_seqlens._version, count, rank, size)
     kept = getattr(cu_seqlens, "kept_rows", None)
     if cut is not None and kept is not None and kept[0] == cut:
         return kept[1]
-    starts = cu_seqlens.long() // size  # of each sequence here
-    torch._assert_async(starts[-1] == count, f"a pack's rank of {size} has {count} tokens, which is not its share")
+    starts = cu_seqlens.long() // size  # start of each sequence on this rank
+    torch._assert_async(starts[-1] == count, f"this rank has {count} tokens of a packed batch, not 1/{size} of it")
     tokens = torch.arange(count, device=cu_seqlens.device)
     sequence = torch.searchsorted(starts[1:], tokens, right=True)
     offset = tokens - starts[sequence]
@@ -217,7 +217,7 @@ def _rows_of_pack(cu_seqlens: torch.Tensor, count: int, rank: int, size: int) ->
 
 
 def allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter of a fresh torch Adam/AdamW the state that its first step would allocate."""
+    """Allocate the state that a fresh Adam allocates in its first step."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             optimizer.state[param] = {

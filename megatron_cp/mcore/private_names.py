@@ -1,4 +1,4 @@
-"""Private names of megatron-core that other packages need: the one place where they are read and set."""
+"""Private names of megatron-core that other packages read or set."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ initialize_affine_weight_cpu = layers._initialize_affine_weight_cpu
 
 
 def keep_expert_bias_in_float32(router: TopKRouter) -> None:
-    """Undo the cast of a router's expert bias to the model's 16 bits."""
+    """Undo the cast of a router's expert bias to 16 bits."""
     router._maintain_float32_expert_bias()
 
 
 def name_tensor_parallel_group(projection: Any, group: ProcessGroup) -> None:
-    """Give a linear of Transformer Engine's that is whole on each rank its group; nothing for other linears.
+    """Set the group of a replicated Transformer Engine linear; ignore other linears.
 
-    Without a group it asks the global state which rank saves it.
+    Without a group, saving asks the global state which rank saves the linear.
     """
     if getattr(projection, "_tp_group", group) is None:
         projection._tp_group = group

@@ -1,8 +1,8 @@
-"""Every exchange of values between ranks, but those of attention's transports and of the pipeline.
+"""All exchanges of values between ranks, except attention transports and pipeline.
 
 A rank that raises alone leaves the other ranks in their next collective. Work that may fail on one rank therefore runs
-in :func:`raised_on_all_ranks`, :func:`run_on_all_ranks`, :func:`run_on_first_rank` or :func:`run_once_per_node`.
-All functions are collective. Without torch.distributed a process is the only rank.
+in :func:`raised_on_all_ranks`, :func:`run_on_all_ranks`, :func:`run_on_first_rank` or :func:`run_once_per_node`. All
+functions are collective. Without torch.distributed a process is the only rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Not as dist.is_initialized, which mcore/global_state.py hides from megatron-core while other ranks wait.
+# Not as dist.is_initialized, which mcore/global_state.py hides from megatron-core during dataset builds.
 from torch.distributed import ProcessGroup, is_initialized
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -34,7 +34,7 @@ _HEARTBEAT = 20.0  # seconds; well below any timeout of a process group
 
 
 def gather_objects[T](value: T, group: ProcessGroup | None = None) -> list[T]:
-    """Return the ``value`` of each rank of ``group`` (None: all ranks), in their order."""
+    """Return the ``value`` of each rank of ``group`` (None: all ranks), in order."""
     if not is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -43,7 +43,7 @@ def gather_objects[T](value: T, group: ProcessGroup | None = None) -> list[T]:
 
 
 def gather_on_first_rank[T](value: T) -> list[T]:
-    """Return the ``value`` of each rank on rank 0, and nothing on the other ranks, which need not hold them all."""
+    """Return the ``value`` of each rank on rank 0, and [] on other ranks."""
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, values)
     return values or []
@@ -59,35 +59,35 @@ def broadcast_object[T](value: T, group: ProcessGroup | None = None) -> T:
 
 
 def gather_problems(problems: Sequence[str], group: ProcessGroup | None = None) -> list[str]:
-    """Return ``rank 3: its problem`` for each problem of each rank, the same list on all ranks."""
-    everyone = gather_objects(list(problems), group)
-    return [f"rank {rank}: {problem}" for rank, theirs in enumerate(everyone) for problem in theirs]
+    """Return ``rank 3: problem`` for each problem of each rank, equal on all ranks."""
+    gathered = gather_objects(list(problems), group)
+    return [f"rank {rank}: {problem}" for rank, listed in enumerate(gathered) for problem in listed]
 
 
 def gather_tensors(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Return the ``tensor`` [...] of each rank of ``group``, of one shape on all ranks: [ranks, ...]."""
+    """Return each rank's ``tensor`` [...], of one shape on all ranks: [ranks, ...]."""
     ranks = dist.get_world_size(group)
-    gathered = tensor.new_empty(ranks * tensor.numel())  # gloo concatenates, and does not stack
+    gathered = tensor.new_empty(ranks * tensor.numel())  # gloo concatenates instead of stacking
     dist.all_gather_into_tensor(gathered, tensor.flatten(), group=group)
     return gathered.view(ranks, *tensor.shape)
 
 
 def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Add up ``tensor`` over the ranks of ``group``, in place; returns it."""
+    """Add up ``tensor`` over the ranks of ``group``, in place; return it."""
     dist.all_reduce(tensor, group=group)
     return tensor
 
 
 def max_over_ranks(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Replace each element of ``tensor`` by the largest of any rank of ``group``, in place; returns it."""
+    """Take the elementwise maximum over ``group``, in place; return ``tensor``."""
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
 
 
 def pack(message: DataclassInstance) -> Tensor:
-    """Write a message of numbers, tensors, and dicts of them into one tensor [width], in float64.
+    """Write a message of numbers, tensors and dicts of them into one tensor [width].
 
-    All tensors are on one device; the result is there too. A message of numbers alone is packed on the host.
+    float64, on the device of the tensors; a message of numbers alone is packed on the host.
     """
     fields = vars(message).values()
     values = [each for field in fields for each in (field.values() if isinstance(field, dict) else [field])]
@@ -97,7 +97,7 @@ def pack(message: DataclassInstance) -> Tensor:
 def unpack[T: DataclassInstance](packed: Tensor, like: T) -> T:
     """Read what :func:`pack` makes of a message with the keys and shapes of ``like``.
 
-    Numbers get the types that they have in ``like``, and dicts hold floats: both wait for the device of ``packed``.
+    Numbers get the types of ``like``, and dicts hold floats; both wait for the device of ``packed``.
     """
     values: dict[str, Any] = {}
     for name, value in vars(like).items():
@@ -113,32 +113,35 @@ def unpack[T: DataclassInstance](packed: Tensor, like: T) -> T:
 
 
 def max_of_messages[T: DataclassInstance](message: T, group: ProcessGroup, device: torch.device) -> T:
-    """Return, for each number in ``message``, the largest of any rank. One exchange, and one wait for the device."""
+    """Return the maximum of each number in ``message`` over all ranks.
+
+    One exchange, and one wait for the device.
+    """
     return unpack(max_over_ranks(send(pack(message), device), group).cpu(), message)
 
 
 @contextmanager
 def raised_on_all_ranks(what: str) -> Iterator[None]:
-    """Raise on every rank where the body raises on any rank.
+    """Raise on every rank if the body raises on any rank.
 
     Raises:
         RuntimeFault: ``what``, which ranks failed, and why.
     """
-    mine = []
+    own = []
     try:
         yield
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
-        mine = [in_one_line(error)]
-    failures = gather_problems(mine)
+    except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
+        own = [in_one_line(error)]
+    failures = gather_problems(own)
     if failures:
         raise RuntimeFault(f"{what}. {'; '.join(failures[:4])}", on_all_ranks=True)
 
 
 def run_on_first_rank[T](work: Callable[[], T], what: str) -> T:
-    """Run ``work`` on rank 0; returns its result on every rank.
+    """Run ``work`` on rank 0; return the result on every rank.
 
     Raises:
-        RuntimeFault: on every rank, as :func:`raised_on_all_ranks` does.
+        RuntimeFault: on every rank, see :func:`raised_on_all_ranks`.
     """
     with raised_on_all_ranks(what):
         value: Any = work() if dist.get_rank() == 0 else None
@@ -146,7 +149,7 @@ def run_on_first_rank[T](work: Callable[[], T], what: str) -> T:
 
 
 def run_on_all_ranks[T](work: Callable[[], T]) -> T:
-    """Run ``work``, on data, on every rank; returns this rank's result.
+    """Run data ``work`` on every rank; return this rank's result.
 
     Raises:
         DataError: on every rank, with the message of the first rank that failed.
@@ -158,35 +161,35 @@ def run_on_all_ranks[T](work: Callable[[], T]) -> T:
 
 
 def run_once_per_node[T](work: Callable[[], T]) -> T:
-    """Run ``work``, on data, on rank 0, then on the first rank of each other node. It may take long.
+    """Run data ``work`` on rank 0, then on the first rank of each other node.
 
-    ``work`` must not repeat what it finds done: nodes that share a file system find what rank 0 left there, and only
-    nodes with a file system of their own repeat it. (A node may see a new name late; it then repeats the work.)
+    ``work`` may take long, and must skip what is already done: nodes on a shared file system find rank 0's result. Only
+    nodes with a file system of their own repeat the work (or nodes that see new files late).
 
     Returns:
-        The result, which must be the same on all nodes, on every rank.
+        The result, which must be equal on all nodes, on every rank.
 
     Raises:
-        DataError: on every rank, where ``work`` fails on any node, or results differ.
+        DataError: on every rank, if ``work`` fails on any node, or results differ.
     """
     rank = dist.get_rank() if is_initialized() else 0
     values = _outcomes(work, rank == 0)
     values += _outcomes(work, rank != 0 and launcher.local_rank() == 0)
     if any(value != values[0] for value in values):
-        raise DataError(f"the nodes do not have the same data: one finds {values[0]}, another one not. Copy it anew.")
+        raise DataError(f"nodes have different data: only some find {values[0]}. Fix: copy the data to all nodes again")
     return values[0]
 
 
-def _outcomes[T](work: Callable[[], T], mine: bool) -> list[T]:
-    """Return ``work()`` of each rank for which it is ``mine``, on every rank.
+def _outcomes[T](work: Callable[[], T], own: bool) -> list[T]:
+    """Return ``work()`` of each rank with ``mine``, on every rank.
 
-    The other ranks do not wait in one collective, which would time out, but receive a report every few seconds.
+    Other ranks receive a report every few seconds; one long collective would time out.
 
     Raises:
-        DataError: on every rank, where ``work`` fails on one.
+        DataError: on every rank, if ``work`` fails on one.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
-        future = pool.submit(_attempt, work) if mine else None
+        future = pool.submit(_attempt, work) if own else None
         while True:
             reports = [report for report in gather_objects(_report(future)) if report is not None]
             if all(done for done, _, _ in reports):
@@ -197,7 +200,7 @@ def _outcomes[T](work: Callable[[], T], mine: bool) -> list[T]:
 
 
 def _attempt[T](work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the result, or what is wrong with the data."""
+    """Return the result, or the problem with the data."""
     try:
         return work(), None
     except DataError as error:
@@ -207,7 +210,10 @@ def _attempt[T](work: Callable[[], T]) -> tuple[T | None, str | None]:
 
 
 def _report(future: Future[tuple[Any, str | None]] | None) -> tuple[bool, Any, str | None] | None:
-    """Return this rank's progress after at most a heartbeat: (done, value, problem), None if it has no work."""
+    """Return this rank's progress after at most a heartbeat.
+
+    (done, value, problem), or None without work.
+    """
     if future is None:
         return None
     wait_for([future], timeout=_HEARTBEAT)

@@ -1,4 +1,4 @@
-"""The device, the torch.distributed backend, the seeds, and their start and stop."""
+"""Device, torch.distributed backend and random seeds."""
 
 from __future__ import annotations
 
@@ -27,37 +27,36 @@ from megatron_cp.parallel import staged
 
 logger = logging.getLogger(__name__)
 
-_FILES_OF_A_RANK = 16  # of torch.distributed until groups are made
-_CONNECTIONS_OF_A_RANK = 3  # to the store: torch's, the roll call's, the store watch's
+_FILES_PER_RANK = 16  # files of torch.distributed before groups exist
+_CONNECTIONS_PER_RANK = 3  # store connections: torch, health monitor, store watch
 
 
 def device() -> torch.device:
-    """This rank's device."""
+    """Return this rank's device."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def start_distributed(distributed: DistributedConfig) -> None:
-    """Start torch.distributed from the launcher's environment, unless it already runs; one rank needs no launcher."""
+    """Start torch.distributed from the launcher's environment, unless it runs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus:
-        _take_gpu((launcher.local_rank() or 0) % gpus)
+        _select_gpu((launcher.local_rank() or 0) % gpus)
     if dist.is_initialized():
         return
     use_one_interface()
     backend = distributed.distributed_backend or ("nccl" if gpus else "gloo")
     timeout = timedelta(minutes=distributed.distributed_timeout_minutes)
-    # Slurm may show each of its tasks only the GPU that is the task's.
+    # Slurm may show each task only the task's own GPU.
     if gpus and not (gpus == 1 and slurm.has_started_this()):
         check_gpus(backend, launcher.local_world_size() or 1, gpus)
     if backend == staged.NAME:
         staged.register()
         if os.environ.get("RANK", "0") == "0":
             logger.warning(
-                f"{NAME.dist.distributed_backend}=staged carries GPU tensors through host memory and gloo: for "
-                "correctness "
-                "and debugging, not for speed"
+                f"{NAME.dist.distributed_backend}=staged: GPU tensors travel through host memory and gloo, slowly. Set "
+                f"{NAME.dist.distributed_backend}=nccl to silence this warning"
             )
     check_open_files()
     try:
@@ -70,21 +69,21 @@ def start_distributed(distributed: DistributedConfig) -> None:
         raise
     except (ValueError, RuntimeError) as error:
         raise RuntimeFault(
-            f"torch.distributed could not start with {NAME.dist.distributed_backend}={backend!r}: {error}. "
-            "Start the run with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)."
+            f"{NAME.dist.distributed_backend}={backend}: torch.distributed could not start: {error}. "
+            "Fix: start the run with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         ) from error
 
 
 def check_open_files() -> None:
-    """Raises RuntimeFault where the connections of the rendezvous would reach the limit of open files."""
+    """Raise RuntimeFault if the rendezvous would exceed the limit of open files."""
     keeps_store = launcher.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    needed = _FILES_OF_A_RANK + (_CONNECTIONS_OF_A_RANK * (launcher.world_size() or 1) if keeps_store else 0)
+    needed = _FILES_PER_RANK + (_CONNECTIONS_PER_RANK * (launcher.world_size() or 1) if keeps_store else 0)
     if (limit := lacks_files(needed)) is not None:
         raise RuntimeFault(f"rank {launcher.rank()}, on {socket.gethostname()}: {limit}")
 
 
-def _take_gpu(gpu: int) -> None:
-    """Make a GPU this rank's own, and use it: one that is broken or taken is told of here, and not as a traceback."""
+def _select_gpu(gpu: int) -> None:
+    """Select this rank's GPU; report a broken or taken one without a traceback."""
     try:
         torch.cuda.set_device(gpu)
         torch.zeros(1, device="cuda")
@@ -92,27 +91,27 @@ def _take_gpu(gpu: int) -> None:
         host = socket.gethostname()
         raise RuntimeFault(
             f"rank {launcher.rank()}, on {host}: GPU {gpu} of {torch.cuda.device_count()} cannot be used: "
-            f"{first_line(error)}. nvidia-smi there tells more; the node can be left out (Slurm: "
-            f"sbatch --exclude={host})"
+            f"{first_line(error)}. Fix: check the GPU with nvidia-smi on {host}, or exclude the node (Slurm: sbatch "
+            f"--exclude={host})"
         ) from error
 
 
 def check_gpus(backend: str, ranks: int, gpus: int) -> None:
-    """Raises ConfigError where NCCL would find ``ranks`` of this node sharing its fewer ``gpus``."""
+    """Raise ConfigError if NCCL ranks of this node would share a GPU."""
     if backend == "nccl" and ranks > gpus:
         message = f"{ranks} ranks on a node with {gpus} GPU{'s' * (gpus != 1)}: NCCL refuses two ranks on one GPU"
         fix = (
-            "start one rank a GPU (if a node should have more, nvidia-smi there tells which are missing), or set "
-            f"{NAME.dist.distributed_backend}=staged, which lets ranks share one, slowly"
+            "start one rank per GPU (nvidia-smi lists the GPUs of a node), or set "
+            f"{NAME.dist.distributed_backend}=staged (slow: ranks share GPUs)"
         )
         raise ConfigError([Violation("", "error", NAME.dist.distributed_backend, message, fix, backend)])
 
 
 def stop_distributed(*, alone: bool = False) -> None:
-    """Stop torch.distributed; without this about one gloo run in five aborts at exit.
+    """Stop torch.distributed; otherwise about one gloo run in five aborts at exit.
 
-    ``alone``: the others still run, and may wait for this rank. NCCL, which finishes what is under way before it stops,
-    would wait for them: its groups are left to the end of the process.
+    ``alone``: other ranks still run and may wait for this rank. NCCL finishes pending work first and would wait for
+    them, so its groups are left to the end of the process.
     """
     if dist.is_initialized() and not (alone and dist.get_backend() == "nccl"):
         dist.destroy_process_group()
@@ -120,7 +119,7 @@ def stop_distributed(*, alone: bool = False) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every random number generator that :func:`seed_everything` seeds."""
+    """Return the state of every generator that :func:`seed_everything` seeds."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -131,6 +130,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
+    """Restore a state of :func:`random_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -141,10 +141,10 @@ def restore_random_state(state: dict[str, Any]) -> None:
 def seed_everything(rng: RNGConfig, groups: ProcessGroupCollection, *, per_slice: bool = False) -> None:
     """Seed python, numpy, torch and megatron-core's tracker.
 
-    Pipeline stages get different streams; with ``rng.data_parallel_random_init`` replicas do too. Weights are drawn
-    from streams that data- and context-parallel ranks share. Dropout must not be: the ranks hold different tokens, and
-    equal streams would drop the same hidden units on every slice of a sample, so ``per_slice`` tells them apart; not
-    only the context-parallel ranks, as the slices of a pack may lie on any ranks of the two together.
+    Pipeline stages get different streams; with ``rng.data_parallel_random_init`` replicas too. Data- and
+    context-parallel ranks share the streams of weights. Dropout must differ: equal streams would drop the same hidden
+    units on every slice of a sample. ``per_slice`` gives each rank of ``dp_cp`` its own stream, since slices of a pack
+    may lie on any of these ranks.
     """
     seed = rng.seed + 100 * groups.pp.rank()
     if rng.data_parallel_random_init:

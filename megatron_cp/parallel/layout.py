@@ -1,8 +1,8 @@
-"""Where each global rank stands, and the rank lists of every process group. Pure: no torch, no process group.
+"""Rank coordinates, and rank lists of every process group.
 
-A layout is a grid of ranks whose dimensions are named by ``order``, the first one varying fastest. Dense layers see
-the dimensions tp, cp, dp, pp; expert layers see the same ranks as etp, ep, edp, pp ("parallel folding"). This is
-megatron-core's convention (``RankGenerator``), so both kinds of process groups are built from the same lists.
+Pure: no torch, no process group. A layout is a grid of ranks with dimensions named by ``order``, the first one varying
+fastest. Dense layers have dimensions tp, cp, dp, pp; expert layers have the same ranks as etp, ep, edp, pp ("parallel
+folding"). This is megatron-core's convention (``RankGenerator``), so both kinds of process groups use the same lists.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from functools import cached_property
 
 from megatron_cp.config.run_config import DistributedConfig, ModelConfig
 
-MOST_RANKS = 1_000_000  # a mistyped number is told at once, instead of counting to it
+MOST_RANKS = 1_000_000  # rejects mistyped numbers at once
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 
-# Name of a group family -> the dimensions that vary inside one group.
+# Group family -> the dimensions that vary inside one group.
 _DENSE_FAMILIES = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -39,8 +39,8 @@ FAMILIES = (*_DENSE_FAMILIES, *_EXPERT_FAMILIES, "embd", "pos_embd")
 
 RankLists = list[list[int]]
 
-LEVELS = ("a2a", "p2p")  # of hierarchical context parallelism: neighbours first
-_LARGEST_LITERAL_WORLD = 64  # ranks; the tables of larger worlds are abbreviated
+LEVELS = ("a2a", "p2p")  # of hierarchical context parallelism, neighbours first
+_LARGEST_LITERAL_WORLD = 64  # larger worlds are abbreviated
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RankLayout:
         order: dimension names, the first one varying fastest.
 
     Raises:
-        ValueError: a size that is not a positive integer, or is beyond all machines, or does not divide what it must.
+        ValueError: a size is not a positive integer, is too large, or does not divide.
     """
 
     world_size: int
@@ -110,21 +110,21 @@ class RankLayout:
         return {name: sizes[name] for name in self.order.split("-")}
 
     def groups(self, family: str) -> RankLists:
-        """The rank lists of a family (one of :data:`FAMILIES`), in megatron-core's order."""
+        """Return a family's rank lists (see :data:`FAMILIES`), in megatron-core's order."""
         if family in _DENSE_FAMILIES:
             return _slices(self._dense, _DENSE_FAMILIES[family])
         if family in _EXPERT_FAMILIES:
             return _slices(self._expert, _EXPERT_FAMILIES[family])
-        if family == "embd":  # the stages that share the embedding's weights: the first and the last
+        if family == "embd":  # first and last stage share the embedding's weights
             return [sorted({ranks[0], ranks[-1]}) for ranks in self.groups("pp")]
         if family == "pos_embd":
             return [ranks[:1] for ranks in self.groups("pp")]
         raise ValueError(f"unknown group family {family!r}; one of {', '.join(FAMILIES)}")
 
     def hierarchical_groups(self) -> tuple[RankLists, ...]:
-        """The rank lists of each context-parallel level: ``(a2a, p2p)`` for two levels.
+        """Return the rank lists of each CP level: ``(a2a, p2p)`` for two levels.
 
-        A context-parallel rank is ``i + a2a * j``: a level's group varies its own index and keeps the others.
+        A context-parallel rank is ``i + a2a * j``. A group varies the index of one level and keeps the others.
         """
         if self.hierarchical is None:
             raise ValueError("the layout has no hierarchical context parallel sizes")
@@ -136,7 +136,7 @@ class RankLayout:
         )
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The dense coordinates (tp, cp, dp, pp) of a global rank."""
+        """Return the dense coordinates (tp, cp, dp, pp) of a global rank."""
         found = {}
         for name, size in self._dense.items():
             rank, found[name] = divmod(rank, size)
@@ -150,7 +150,10 @@ def _check_size(name: str, value: object) -> None:
 
 
 def _slices(sizes: Mapping[str, int], varying: Collection[str]) -> RankLists:
-    """The places of a grid in lists along which only the dimensions ``varying`` change; the first one is fastest."""
+    """Return grid places in lists along which only ``varying`` dimensions change.
+
+    The first dimension is fastest.
+    """
     inside, outside, stride = [0], [0], 1
     for name, size in sizes.items():
         steps = range(0, stride * size, stride)
@@ -163,7 +166,7 @@ def _slices(sizes: Mapping[str, int], varying: Collection[str]) -> RankLists:
 
 
 def layout_of(model: ModelConfig, distributed: DistributedConfig, world_size: int) -> RankLayout:
-    """The rank layout of a finalized configuration."""
+    """Return the rank layout of a finalized configuration."""
     levels = model.hierarchical_context_parallel_sizes
     return RankLayout(
         world_size,
@@ -178,7 +181,10 @@ def layout_of(model: ModelConfig, distributed: DistributedConfig, world_size: in
 
 
 def group_lines(layout: RankLayout) -> list[str]:
-    """One line a group family: what a run logs and ``--dry-run`` prints. Exact; every rank by name in small worlds."""
+    """Return one line per group family, for the log and ``--dry-run``.
+
+    Exact; small worlds list every rank.
+    """
     text = _literal if layout.world_size <= _LARGEST_LITERAL_WORLD else _compact
     lines = [f"TENSOR_MODEL_PARALLEL_GROUP {text(layout.groups('tp'))}"] if layout.tp > 1 else []
     lines.append(f"CONTEXT_PARALLEL_GROUP {text(layout.groups('cp'))}")
@@ -199,8 +205,10 @@ def _literal(lists: RankLists) -> str:
 
 
 def _compact(lists: RankLists) -> str:
-    """Groups along one dimension of a grid: ``[0..24 by 8] [1..25 by 8] ... [999..1023 by 8] (256 of 4: the first
-    shifted by 0..7 + 0..992 by 32)``, which is every sum of one number from each range.
+    """Format groups along one grid dimension.
+
+    For example ``[0..24 by 8] [1..25 by 8] ... [999..1023 by 8] (256 of 4: the first shifted by 0..7 + 0..992 by 32)``:
+    every sum of one number from each range.
     """
     groups = [" + ".join(map(_range, _progressions(ranks))) or str(ranks[0]) for ranks in lists]
     shown = groups if len(groups) <= 3 else [*groups[:2], groups[-1]]
@@ -211,7 +219,10 @@ def _compact(lists: RankLists) -> str:
 
 
 def _progressions(numbers: list[int]) -> list[range]:
-    """Arithmetic progressions whose sums run through ``numbers``, the first one fastest; that one has the offset."""
+    """Return arithmetic progressions whose sums run through ``numbers``.
+
+    The first one is fastest and has the offset.
+    """
     found: list[range] = []
     while len(numbers) > 1:
         first, step = (0 if found else numbers[0]), numbers[1] - numbers[0]

@@ -17,38 +17,38 @@ _NOTHING = (0, 0, 0)
 
 
 class PipelineCommunicator(P2PCommunicator):
-    """megatron-core's communicator, which asks no neighbour for a length that this rank knows, and computes while what
-    it sent is on its way.
+    """``P2PCommunicator`` with locally computed shapes and sends that overlap compute.
 
-    Where microbatches differ in length, upstream sends each tensor's shape first, and the host waits for it. In the
-    interleaved schedule, where the two ends of a call are not always one call, and may both be of the same two ranks,
-    shapes are then taken for each other or waited for in vain. But all stages of a pipeline work on the same
-    microbatches, in an order that the schedule fixes: the shapes follow from this rank's own.
+    Upstream sends each tensor's shape first if microbatches differ in length, and the host waits for it. In the
+    interleaved schedule shapes may then be mixed up, or their receives never end. But all stages run the same
+    microbatches in an order that the schedule fixes, so shapes follow from the local microbatches.
 
-    With ``overlap_p2p_comm`` upstream's schedule still waits for each output that it sends, since it then frees it: it
-    gives the tensor other memory, also in the hands of what sends it. So here it is another tensor of the same memory
-    that is sent, and kept until the next one in its direction is on its way.
+    With ``overlap_p2p_comm`` upstream waits for each sent output before it frees the output, which swaps the tensor's
+    memory. Here a second tensor of the same memory is sent, and kept until the next send in that direction starts.
 
     Args:
-        shapes: [sequence, batch, hidden] of what the stages pass on, for each microbatch.
+        shapes: [sequence, batch, hidden] that stages pass on, for each microbatch.
     """
 
     def __init__(self, pp_group: dist.ProcessGroup, config: Any, shapes: Sequence[Shape]) -> None:
         super().__init__(pp_group, config)
         first, last = self.is_pp_first_stage, self.is_pp_last_stage
-        # Forward from the previous stage and to the next, and back from the next and to the previous.
+        # Order: forward from previous, forward to next, backward from next, backward to previous.
         self._from_prev, self._to_next, self._from_next, self._to_prev = (
             self._in_order(shapes, wraps_around) for wraps_around in (first, last, last, first)
         )
-        # By direction: the work, and what it sends.
-        self._on_its_way: dict[str, tuple[Any, torch.Tensor | None]] = {}
+        # By direction: pending work and sent tensor.
+        self._pending_sends: dict[str, tuple[Any, torch.Tensor | None]] = {}
 
     def _in_order(self, shapes: Sequence[Shape], wraps_around: bool) -> Iterator[Shape]:
-        """Shapes as the schedule passes them; around the pipeline's end only from one virtual stage to another."""
-        chunks, together = self.virtual_pipeline_model_parallel_size or 1, len(shapes)
+        """Return shapes in schedule order.
+
+        Around the pipeline's end only virtual stages pass tensors on.
+        """
+        chunks, group_size = self.virtual_pipeline_model_parallel_size or 1, len(shapes)
         if chunks > 1:
-            together = self.config.microbatch_group_size_per_vp_stage
-        table = get_schedule_table(len(shapes), chunks, together)
+            group_size = self.config.microbatch_group_size_per_vp_stage
+        table = get_schedule_table(len(shapes), chunks, group_size)
         return iter([shapes[number] for number, chunk in table if not (wraps_around and chunk == chunks - 1)])
 
     def _communicate(
@@ -68,18 +68,18 @@ class PipelineCommunicator(P2PCommunicator):
             wait_on_reqs=wait_on_reqs,
             **received,
         )
-        if wait_on_reqs:  # as in the last call of a schedule
+        if wait_on_reqs:  # for example in the last call of a schedule
             for direction in sent:
-                self._let_go(direction)
+                self._wait_for_send(direction)
         else:
             for direction in sent.keys() & works.keys():
-                self._let_go(direction)
-                self._on_its_way[direction] = works.pop(direction), sent[direction]
+                self._wait_for_send(direction)
+                self._pending_sends[direction] = works.pop(direction), sent[direction]
         return from_prev, from_next, works
 
-    def _let_go(self, direction: str) -> None:
-        if direction in self._on_its_way:
-            work, _ = self._on_its_way.pop(direction)
+    def _wait_for_send(self, direction: str) -> None:
+        if direction in self._pending_sends:
+            work, _ = self._pending_sends.pop(direction)
             work.wait()
 
     def _communicate_shapes(
@@ -105,6 +105,6 @@ class PipelineCommunicator(P2PCommunicator):
 
     def _out_of_order(self, what: str) -> RuntimeFault:
         return RuntimeFault(
-            f"pipeline rank {self.pp_group.rank()} {what}: megatron-core's schedule is not in the order of its own "
-            "table. Please report this with the layout and the number of microbatches"
+            f"pipeline rank {self.pp_group.rank()} {what}: megatron-core's schedule does not follow its table. "
+            "Fix: report this with the layout and the number of microbatches"
         )

@@ -1,8 +1,8 @@
-"""Process groups: megatron-core's global state (MPU) or our own, as one ``ProcessGroupCollection``.
+"""Process groups: megatron-core's global state (MPU) or decentralized groups.
 
-Both kinds come from the same :class:`~megatron_cp.parallel.layout.RankLayout`. The MPU is asked to build its groups
-and is then held against the layout; decentralized groups are built from the layout directly, without megatron-core's
-global state, *including the hierarchical context-parallel levels*, which upstream leaves out.
+Both kinds come from the same :class:`~megatron_cp.parallel.layout.RankLayout`. The MPU builds its groups, which are
+compared with the layout. Decentralized groups are built from the layout without global state, *including the
+hierarchical context-parallel levels*, which upstream omits.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.common.errors import RuntimeFault
 from megatron_cp.config.run_config import DistributedConfig, ModelConfig
-from megatron_cp.mcore.global_state import forget_parallel_state, set_without_groups
+from megatron_cp.mcore.global_state import reset_parallel_state, set_without_groups
 from megatron_cp.parallel.layout import FAMILIES, RankLayout, RankLists, group_lines, layout_of
 
 logger = logging.getLogger(__name__)
 
-# Fields of the collection that are one and the same group at the sizes we build.
+# Fields that are the same group at the sizes built here.
 _ALIASES = {
     "dp_cp_gtp_remat": "dp_cp",
     "intra_dp_cp": "dp_cp",
@@ -30,15 +30,15 @@ _ALIASES = {
     "expt_dp_gtp_remat": "expt_dp",
     "tp_ep_pp_with_egtp_remat": "tp_ep_pp",
 }
-# Fields for what is not built: several optimizer instances, weights sharded for recomputation, extra gather groups.
+# Unused: several optimizer instances, weights sharded for recomputation, extra gather groups.
 _ABSENT = ("inter_dist_opt", "gtp_remat", "expt_gtp_remat", "dp_cp_ag", "expt_dp_ag")
 
 
 def build_process_groups(model: ModelConfig, distributed: DistributedConfig) -> ProcessGroupCollection:
     """Build every process group of a run; torch.distributed must be initialized.
 
-    Collective: every rank of the world calls it with the same configuration. The collection's ``hcp`` is
-    ``[a2a_group, p2p_group]`` where hierarchical sizes are configured and ``None`` otherwise.
+    Collective: all ranks pass the same configuration. ``hcp`` of the result is ``[a2a_group, p2p_group]`` with
+    hierarchical sizes, else ``None``.
     """
     layout = layout_of(model, distributed, dist.get_world_size())
     timeout = distributed.distributed_timeout_minutes
@@ -83,10 +83,10 @@ def _decentralized(layout: RankLayout, timeout_minutes: float) -> ProcessGroupCo
     return ProcessGroupCollection(**fields)
 
 
-def build_lone_groups(timeout_minutes: float) -> ProcessGroupCollection:
-    """The groups of a run on the calling rank alone, whatever the others do: each is this rank's group of one.
+def build_single_rank_groups(timeout_minutes: float) -> ProcessGroupCollection:
+    """Build groups of size one for a run on the calling rank alone. Not collective.
 
-    Not collective, and apart from the MPU's global state, which must not be in use at the same time.
+    They are separate from the MPU's global state, which must not be in use meanwhile.
     """
     timeout = timedelta(minutes=timeout_minutes)
     alone = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True, group_desc="ALONE")
@@ -96,7 +96,7 @@ def build_lone_groups(timeout_minutes: float) -> ProcessGroupCollection:
 
 
 def new_groups(rank_lists: RankLists, timeout: timedelta, name: str) -> dist.ProcessGroup | None:
-    """Create all groups of a family (every rank must take part in each creation); returns the caller's own."""
+    """Create all groups of a family on all ranks; return the caller's own."""
     mine = None
     for ranks in rank_lists:
         group = dist.new_group(ranks, timeout=timeout, group_desc=name.upper())
@@ -106,12 +106,12 @@ def new_groups(rank_lists: RankLists, timeout: timedelta, name: str) -> dist.Pro
 
 
 def destroy_process_groups(groups: ProcessGroupCollection | None = None) -> None:
-    """Forget the MPU's state, and destroy the process groups of ``groups`` and what was built with them.
+    """Reset the MPU's state, and destroy ``groups`` and the groups built with them.
 
-    megatron-core's own ``destroy_model_parallel`` destroys no group: with gloo each would keep three threads, one of
-    which wakes a hundred times a second, for as long as the process lives.
+    megatron-core's ``destroy_model_parallel`` destroys no group. With gloo each group would keep three threads, one of
+    which wakes a hundred times a second, until the process ends.
     """
-    of_mpu = forget_parallel_state()
+    of_mpu = reset_parallel_state()
     if groups is None or not dist.is_initialized():
         return
     built = [group for value in vars(groups).values() for group in (value if isinstance(value, list) else [value])]
@@ -121,7 +121,10 @@ def destroy_process_groups(groups: ProcessGroupCollection | None = None) -> None
 
 
 def _check_against_layout(groups: ProcessGroupCollection, layout: RankLayout) -> None:
-    """A group that is missing or has other ranks than the layout says would train a wrong model silently."""
+    """Compare groups with the layout.
+
+    A missing or wrong group would train a wrong model silently.
+    """
     rank = dist.get_rank()
     expected: dict[str, RankLists] = {family: layout.groups(family) for family in FAMILIES}
     actual: dict[str, dist.ProcessGroup | None] = {family: getattr(groups, family) for family in FAMILIES}
@@ -136,7 +139,7 @@ def _check_against_layout(groups: ProcessGroupCollection, layout: RankLayout) ->
         if want != got:
             raise RuntimeFault(
                 f"rank {rank}: process group {family} holds ranks {got}, but the layout "
-                f"(tp={layout.tp}, cp={layout.cp}, pp={layout.pp}, dp={layout.dp}) asks for {want}"
+                f"(tp={layout.tp}, cp={layout.cp}, pp={layout.pp}, dp={layout.dp}) needs ranks {want}"
             )
 
 

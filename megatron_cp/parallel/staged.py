@@ -1,23 +1,22 @@
-"""The ``staged`` torch.distributed backend: GPU tensors carried by gloo, through pinned host memory.
+"""The ``staged`` torch.distributed backend: GPU tensors over gloo via host memory.
 
-NCCL refuses to run two ranks on one GPU. With ``dist.distributed_backend=staged`` any number of ranks may share one, so
-that everything that ranks say to each other can be tried on a single GPU. It is for correctness and debugging: every
-message crosses the bus twice and waits for the host.
+NCCL refuses two ranks on one GPU. With ``dist.distributed_backend=staged`` any number of ranks may share one, so all
+communication can be tested on a single GPU. It is slow, for correctness and debugging: every message crosses the bus
+twice and waits for the host.
 
 How an operation runs:
 
-1. The caller's stream is told to copy what is sent into pinned memory, and the host waits until it has. From here on
-   the caller may do with its streams what it likes, only not touch the tensors, as with any backend.
+1. The caller's stream copies the sent tensors into pinned memory, and the host waits for the copy. The caller may then
+use its streams, but must not touch the tensors, as with any backend.
 2. gloo carries the host copies, in its own threads.
-3. ``wait`` waits for gloo on the host, and puts the copy to the device into the stream that is current *then*. Whatever
-   that stream runs afterwards sees the result, which is what NCCL's ``wait`` promises.
+3. ``wait`` waits for gloo on the host, and adds the copy to the device to the stream that is current *then*. Later work
+in that stream sees the result, as after NCCL's ``wait``.
 
-There are the operations that this package and megatron-core call, and no others. Host tensors take the same way.
-Data that is only moved is moved as bytes, in any dtype; sums and their like are gloo's, in its dtypes. An average is a
-sum that is divided.
+Only operations that this package and megatron-core call are implemented. Host tensors take the same path. Moved data
+travel as bytes, in any dtype; reductions use gloo's dtypes. An average is a divided sum.
 """
 
-# torch.distributed calls these methods in the one way that is implemented; its stub lists others for each.
+# torch.distributed calls these methods in one way; the stub lists others.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ Start = Callable[[list[Tensor], list[Tensor]], Any]
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed; once a process is enough, and more do no harm."""
+    """Register the backend with torch.distributed; repeated calls are harmless."""
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous copies in (pinned) host memory, complete when this returns."""
+    """Copy tensors to contiguous (pinned) host memory; complete on return."""
     copies = [host_like(tensor).copy_(tensor.detach(), non_blocking=True) for tensor in tensors]
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
@@ -51,33 +50,33 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """Uninitialized contiguous host memory of a tensor's shape, pinned where it is a GPU's."""
+    """Return uninitialized contiguous host memory, pinned for a GPU tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def to_device(host: Tensor, tensor: Tensor) -> None:
-    """Copy into ``tensor`` in its device's current stream."""
-    # ``data``: a receive is no operation of autograd, also into a tensor whose gradient is wanted. The allocator keeps
-    # pinned memory until the copy has been made.
+    """Copy into ``tensor`` in the current stream of its device."""
+    # ``data``: a receive is outside autograd, even if the tensor requires gradients. The allocator keeps pinned memory
+    # until the copy is done.
     tensor.data.copy_(host, non_blocking=True)
     if tensor.is_cuda:
-        # The tensor may belong to another stream: its memory must not be given away before this one is done with it.
+        # Keep the memory alive for this stream if the tensor belongs to another one.
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as bytes ``[..., itemsize]``: gloo moves more dtypes than it knows by name."""
+    """View contiguous memory as bytes [..., itemsize]; gloo knows fewer dtypes."""
     return tensor.unsqueeze(-1).view(torch.uint8)
 
 
 class StagedWork(Work):
-    """Operations under way, and what arrives with them; ``wait`` may be called any number of times.
+    """Pending operations and received tensors; ``wait`` may be called repeatedly.
 
     Args:
-        works: gloo's, or others of this class.
-        arriving: host memory, and the tensor that it is for.
-        divide_by: by which what arrives is divided.
-        kept: what gloo reads until then.
+        works: pending work of gloo, or of this class.
+        arriving: pairs of host memory and target tensor.
+        divide_by: divisor of received values.
+        kept: tensors that gloo reads until then.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class StagedWork(Work):
         self._works, self._kept = list(works), kept
         self._arriving, self._divide_by = list(arriving), divide_by
         self._received = [tensor for _, tensor in arriving]
-        # What the caller's stream still does with memory that is received into comes first, whoever waits.
+        # ``wait`` copies only after the caller's earlier work on the receive memory.
         self._posted = [
             torch.cuda.current_stream(device).record_event()
             for device in {tensor.device for tensor in self._received if tensor.is_cuda}
@@ -100,7 +99,7 @@ class StagedWork(Work):
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         while self._works:
             self._works[0].wait(timeout)
-            self._works.pop(0)  # gloo would wait for ever if it were asked again about a receive
+            self._works.pop(0)  # gloo hangs if asked twice about a receive
         for event in self._posted:
             event.wait()
         for host, tensor in self._arriving:
@@ -127,7 +126,7 @@ class StagedWork(Work):
 
 
 class StagedGroup(dist.ProcessGroup):
-    """torch.distributed's operations over one gloo group. The methods' names and arguments are torch's."""
+    """torch.distributed's operations over one gloo group, with torch's method names."""
 
     def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -146,7 +145,7 @@ class StagedGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name
 
-    # Sums and their like.
+    # Reductions.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         opts, divide_by = self._without_average(dist.AllreduceOptions(), opts)
@@ -171,10 +170,10 @@ class StagedGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         if len({tensor.shape for tensor in inputs[0]}) > 1:
-            raise ValueError("reduce_scatter of parts of different shapes: all ranks' parts must have one shape")
+            raise ValueError("reduce_scatter: the inputs have different shapes, but all must have the same shape")
         return self._reduce_scatter_base(outputs[0], torch.stack(list(inputs[0])), opts)
 
-    # What only moves.
+    # Data movement.
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         sent, received = (tensors, []) if opts.rootRank == self.rank() else ([], tensors)
@@ -230,7 +229,7 @@ class StagedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # what this rank's device was told before is behind it, too
+            torch.cuda.current_stream().synchronize()  # include this rank's earlier device work
         return self._gloo.barrier(opts or dist.BarrierOptions())
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -240,7 +239,7 @@ class StagedGroup(dist.ProcessGroup):
         works, self._coalesced = self._coalesced or [], None
         return StagedWork(works)
 
-    # What torch 2.14 calls: the same operations by other names, and what would carry a device's tensors.
+    # Names of torch 2.14 for the same operations.
 
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
@@ -251,19 +250,19 @@ class StagedGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self._gloo
 
-    # Life.
+    # Shutdown.
 
     def shutdown(self) -> None:
-        self._gloo = None  # the last reference: gloo's threads end with it
+        self._gloo = None  # drops the last reference, which ends gloo's threads
 
     def abort(self) -> None:
         if self._gloo is not None:
             self._gloo.abort()
 
-    # How all of them are carried.
+    # Transport of all operations.
 
     def _carry(self, start: Start, sent: Sequence[Tensor], received: Sequence[Tensor], divide_by: int = 1) -> Any:
-        """Start ``start(host copies of what is sent, host memory for what is received)``; returns the work."""
+        """Start ``start(host copies of sent, host memory for received)``; return the work."""
         copies, memory = to_host(sent), list(map(host_like, received))
         arriving = list(zip(memory, received, strict=True))
         return self._note(StagedWork([start(copies, memory)], arriving, divide_by, copies))
@@ -274,7 +273,7 @@ class StagedGroup(dist.ProcessGroup):
         return work
 
     def _without_average(self, plain: Any, opts: Any) -> tuple[Any, int]:
-        """gloo knows no average: ``plain`` options for a sum in its place, and what to divide that by."""
+        """Return ``plain`` options for a sum, and the divisor; gloo has no average."""
         if opts is None or opts.reduceOp == dist.ReduceOp.AVG:
             return plain, 1 if opts is None else self._size
         plain.reduceOp = opts.reduceOp

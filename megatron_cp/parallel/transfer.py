@@ -1,7 +1,7 @@
-"""From the host's memory to a device, without the host waiting for it.
+"""Copy from host memory to a device without a host wait.
 
-A GPU copies by itself from pinned memory alone. What lies elsewhere is staged first, and meanwhile the host, which
-should be launching kernels, waits.
+A GPU copies asynchronously only from pinned memory. Other memory is staged first, while the host waits instead of
+launching kernels.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def pinned(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """``tensor``, of the host, in memory from which ``device`` copies by itself; as it is where that is a CPU."""
+    """Return a host tensor in pinned memory; unchanged if ``device`` is a CPU."""
     return tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
 
 
 def send(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """``tensor``, of the host, on ``device``; as it is where that is a CPU."""
+    """Return a host tensor on ``device``; unchanged if that is a CPU."""
     return pinned(tensor, device).to(device, non_blocking=True)

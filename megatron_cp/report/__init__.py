@@ -1,1 +1,1 @@
-"""What one or several runs did, from their run folders alone: read, drawn, and put on one page."""
+"""Read run folders, draw them, and write them on one page."""

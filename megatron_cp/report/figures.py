@@ -1,4 +1,4 @@
-"""Runs drawn side by side with matplotlib: loss, throughput, phases, memory."""
+"""Plot runs side by side with matplotlib: loss, throughput, phases, memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatron_cp.report.runs import LoggedRun
 
-# Okabe and Ito's colours, which colour-blind people can tell apart.
+# Okabe and Ito's palette, safe for colour blindness.
 _RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5d5d5d", "#b8a800")
 _PHASES = {
     "forward_backward": "#0072b2",
@@ -23,11 +23,11 @@ _PHASES = {
     "evaluation": "#cc79a7",
     "other": "#bbbbbb",
 }
-_SMOOTH_FROM = 120  # points, above which a mean line is drawn over the pale values
+_SMOOTH_FROM = 120  # points, above which a mean line is drawn
 
 
 def draw(runs: Sequence[LoggedRun], width: float = 13.0) -> Figure:
-    """One figure of all panels; ``width`` in inches."""
+    """Draw one figure with all panels; ``width`` in inches."""
     bars = 0.55 + 0.42 * len(runs)
     key = 0.3 * len(runs)
     heights = (3.6, 2.6, bars)
@@ -57,7 +57,7 @@ def _lines(axes: Any, runs: Sequence[LoggedRun], field: str, title: str, from_ze
         iterations, values = run.points(field)
         if not values:
             continue
-        # A line that lies under another one is still seen at its ends and through its dashes.
+        # Dashes keep overlapping lines visible.
         dashes = "-" if k % 2 == 0 else (0, (5, 1.5))
         if len(values) > _SMOOTH_FROM:
             axes.plot(iterations, values, color=_colour(k), alpha=0.25, linewidth=0.7)
@@ -83,7 +83,7 @@ def _held_out(axes: Any, runs: Sequence[LoggedRun]) -> None:
 
 
 def _limit_to_most(axes: Any, runs: Sequence[LoggedRun]) -> None:
-    """A spike, or a run that diverged, must not flatten the rest: the axis ends above nearly all values."""
+    """End the loss axis above nearly all values, ignoring spikes and divergence."""
     values = sorted(value for run in runs for value in run.points("lm_loss")[1])
     if len(values) >= 50 and values[-1] > 2 * values[int(0.995 * len(values))]:
         axes.set_ylim(top=1.1 * values[int(0.995 * len(values))])
@@ -131,7 +131,7 @@ def _memory_bars(axes: Any, runs: Sequence[LoggedRun]) -> None:
 
 
 def _name_bars(axes: Any, runs: Sequence[LoggedRun], title: str) -> None:
-    """Name the panel and its bars, one a run."""
+    """Label a panel and its bars, one per run."""
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_yticks(range(len(runs)), [_short(run.name) for run in runs], fontsize=9)
     axes.set_ylim(len(runs) - 0.45, -0.55)
@@ -151,7 +151,7 @@ def _plain(axes: Any, grid: str = "y") -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """The mean over a window of a fortieth of the run, centred, narrower at the ends."""
+    """Return a centred moving mean over a fortieth of the run."""
     half, last = max(1, len(values) // 80), len(values) - 1
     sums = [0.0]
     for value in values:
@@ -161,7 +161,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def write_png(path: str, runs: Sequence[LoggedRun]) -> None:
-    """Write the figure as a picture. Raises OSError."""
+    """Write the figure as a PNG; raises OSError."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a glyph that the font lacks
+        warnings.simplefilter("ignore")  # missing glyphs
         draw(runs).savefig(path, format="png", dpi=110)

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else: a table and the figure, drawn as SVG."""
+"""The report as one self-contained HTML file: a table and an SVG figure."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ svg { max-width: 100%; height: auto; }
 
 
 def write_html(path: str, runs: Sequence[LoggedRun]) -> None:
-    """Write the page. Raises OSError."""
+    """Write the page; raises OSError."""
     Path(path).write_text(render(runs), encoding="utf-8")
 
 
 def render(runs: Sequence[LoggedRun]) -> str:
-    """The page's source."""
+    """Return the page's HTML."""
     drawn = io.StringIO()
     draw(runs).savefig(drawn, format="svg", metadata={"Date": None})
     picture = drawn.getvalue()

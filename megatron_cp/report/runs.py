@@ -1,4 +1,4 @@
-"""Read run folders. Tolerates runs that still write, or were killed while they did."""
+"""Read run folders, including running and killed runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Points = tuple[list[int], list[float]]  # iterations and values
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run folder's content.
+    """Content of a run folder.
 
-    steps: the lines of optimizer steps, by iteration. events: the other lines (evaluations), in the order of writing.
-    measured: of these, evaluations of other data or weights than the run's (train.skip_train), each ``measured_with``.
-    config: its ``config.yaml``, {} if it has none.
+    steps: lines of optimizer steps, by iteration. events: other lines (evaluations), in order of writing.
+    measured: evaluations of other data or weights (train.skip_train), each with ``measured_with``.
+    config: content of ``config.yaml``, {} if missing.
     """
 
     folder: Path
@@ -37,19 +37,19 @@ class LoggedRun:
     measured: Sequence[Mapping[str, Any]] = ()
 
     def points(self, field: str) -> Points:
-        """A number by iteration, the latest where there are several; what is absent or no number is left out."""
+        """Return iterations and values of a field; the latest value counts."""
         latest = {line["iteration"]: number_of(line[field]) for line in (*self.steps, *self.events) if field in line}
         kept = [(i, value) for i, value in sorted(latest.items()) if value is not None]
         return [i for i, _ in kept], [value for _, value in kept]
 
     def setting(self, section: str, name: str) -> Any:
-        """A value of the run's configuration; None where there is none."""
+        """Return a configuration value, None if missing."""
         values = self.config.get(section)
         return values.get(name) if isinstance(values, Mapping) else None
 
     @property
     def ranks(self) -> int | None:
-        """The number of devices that the rates were divided by."""
+        """The number of devices, from whole and per-device rates."""
         for step in self.steps:
             whole, one = number_of(step.get("tokens_per_s")), number_of(step.get("tokens_per_s_per_device"))
             if whole and one and (ranks := number_of(whole / one)):
@@ -58,13 +58,16 @@ class LoggedRun:
 
     @property
     def phase_seconds(self) -> dict[str, float]:
-        """Mean seconds an iteration in each phase; evaluation and checkpoints are spread over the iterations."""
+        """Mean seconds per iteration in each phase.
+
+        Evaluation and checkpoint times are spread over the iterations.
+        """
         sums: dict[str, float] = defaultdict(float)
         covered, last = 0, self.steps[0]["iteration"] - 1
         for step in self.steps:
             if not isinstance(step.get("timers_s"), dict):
                 continue
-            iterations, last = step["iteration"] - last, step["iteration"]  # a reading is the mean over these
+            iterations, last = step["iteration"] - last, step["iteration"]  # the mean over these
             covered += iterations
             for name, seconds in step["timers_s"].items():
                 sums[name] += iterations * (number_of(seconds) or 0.0)
@@ -72,7 +75,7 @@ class LoggedRun:
 
     @property
     def layout(self) -> str:
-        """The parallel layout in words: ``4 ranks: cp 4 (a2a+p2p [2, 2]), dp 1``."""
+        """The parallel layout: ``4 ranks: cp 4 (a2a+p2p [2, 2]), dp 1``."""
         sizes = {
             short: value if isinstance(value := self.setting("model", f"{name}_parallel_size"), int) else 1
             for short, name in (
@@ -99,28 +102,28 @@ class LoggedRun:
 
 
 def number_of(value: Any) -> float | None:
-    """A number as it was logged; None for what is no number, not finite, or too large to be drawn."""
+    """Return a logged number; None if not finite, too large to draw or no number."""
     return float(value) if isinstance(value, int | float) and abs(value) <= _LARGEST else None
 
 
 def read_runs(folders: Sequence[Path]) -> list[LoggedRun]:
-    """Read run folders; each gets a name that tells it from the others.
+    """Read run folders, each with a distinct name.
 
     Raises:
-        DataError: a folder is none, is no run's, or holds no step yet.
+        DataError: a folder is missing, is not a run folder, or has no step yet.
     """
     names = _names(folders)
     return [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
 def _read(folder: Path, name: str) -> LoggedRun:
-    if not os.path.isdir(folder):  # which, unlike Path.is_dir, never raises
+    if not os.path.isdir(folder):  # unlike Path.is_dir, never raises
         raise DataError(f"there is no run folder {folder}")
     metrics = folder / METRICS
     if not os.path.isfile(metrics):
         inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
-        hint = f"; the run folders in it are {', '.join(inside[:8])}" if inside else ""
-        raise DataError(f"{folder} is no run folder: it has no {METRICS}{hint}")
+        hint = f"; run folders in it: {', '.join(inside[:8])}" if inside else ""
+        raise DataError(f"{folder} is not a run folder: {METRICS} is missing{hint}")
     steps: dict[int, Mapping[str, Any]] = {}
     events: list[Mapping[str, Any]] = []
     measured: list[Mapping[str, Any]] = []
@@ -133,7 +136,7 @@ def _read(folder: Path, name: str) -> LoggedRun:
             (measured if line.get("measured_with") else events).append(line)
     if not steps:
         raise DataError(
-            f"{metrics} holds no complete line of a step: the run ended before its first one, or just began"
+            f"{metrics} has no complete training step: the run ended before the first step, or has just started"
         )
     return LoggedRun(folder, name, _config(folder), [steps[i] for i in sorted(steps)], events, measured)
 
@@ -147,7 +150,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart."""
+    """Return the shortest trailing path parts that are distinct."""
     paths = [folder.absolute() for folder in folders]
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]

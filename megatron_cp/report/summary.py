@@ -1,4 +1,4 @@
-"""Runs side by side in numbers: the rows of the report's table."""
+"""Compare runs in numbers: the rows of the report's table."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from megatron_cp.common.terminal import in_a_line
 from megatron_cp.report.runs import LoggedRun
 
-_WARM_UP = 2  # the first steps make buffers and connections
+_WARM_UP = 2  # the first steps allocate buffers and connections
 
 
 def table(runs: Sequence[LoggedRun]) -> list[tuple[str, list[str]]]:
-    """Rows of a name and a cell a run; rows that no run can fill are left out."""
+    """Return rows of a name and one cell per run, without empty rows."""
     rows = [(name, [cell(run) for run in runs]) for name, cell in _ROWS.items()]
     return [(name, cells) for name, cells in rows if any(cells)]
 
 
 def as_text(runs: Sequence[LoggedRun]) -> str:
-    """The table, for a terminal."""
+    """Format the table for a terminal."""
     rows = [("", [run.name for run in runs]), *table(runs)]
     rows = [(name, [in_a_line(cell) for cell in cells]) for name, cells in rows]
     first = max(len(name) for name, _ in rows)
@@ -40,7 +40,7 @@ def _setting(section: str, field: str) -> Any:
 
 
 def _typical(values: Sequence[float]) -> float:
-    """The median over the steps after the first two."""
+    """Return the median over the steps after the first two."""
     return median(values[_WARM_UP:] or values)
 
 
@@ -58,19 +58,19 @@ def _iterations(run: LoggedRun) -> str:
 
 
 def first_and_last_loss(run: LoggedRun) -> str:
-    """Those of steps, where finite."""
+    """Format the first and last finite step loss."""
     losses = run.points("lm_loss")[1]
     return f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "not finite"
 
 
 def validation_loss(run: LoggedRun) -> str:
-    """The last one, "" where there is none."""
+    """Format the last validation loss, "" if there is none."""
     losses = run.points("validation_loss")[1]
     return f"{losses[-1]:.4f}" if losses else ""
 
 
 def _measured(run: LoggedRun) -> str:
-    """The latest loss of each iteration, part and data."""
+    """Format the latest loss of each iteration, split and data."""
     latest: dict[str, str] = {}
     for line in run.measured:
         of = line["measured_with"]
@@ -114,7 +114,7 @@ _ROWS = {
     "MFU of a measured peak (median)": _number("mfu_of_measured_peak", "{:.3f}"),
     "step alone, ms (median)": _number("step_time_s", "{:.1f}", 1e3),
     "iteration with evaluations and checkpoints, ms (mean)": _whole_iteration,
-    "of which": _phases,
+    "time by phase": _phases,
     "peak memory a rank, GB": _number("peak_memory_bytes", "{:.2f}", 1e-9, max),
     "padding (median)": _number("padding_fraction", "{:.2%}"),
     "imbalance (median)": _number("imbalance", "{:.3f}"),

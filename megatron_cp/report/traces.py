@@ -1,7 +1,7 @@
-"""Where the time of profiled steps goes, from a trace that PyTorch's profiler wrote: pure Python, no torch.
+"""Summarize profiled steps from PyTorch profiler traces, without torch.
 
-On a GPU that is its kernels' time, by kind, what communication is not hidden behind others, and when it had nothing to
-do. Without one it is the host's operators, each without those that it called.
+On a GPU: kernel time by kind, exposed communication and idle time. Without a GPU: operators of the host, each without
+the operators that it called.
 """
 
 from __future__ import annotations
@@ -19,17 +19,12 @@ from typing import Any, NamedTuple
 from megatron_cp.common.errors import DataError
 from megatron_cp.common.input_files import parse_json, read_bytes
 
-Interval = tuple[int, int]  # nanoseconds, whole ones: what begins where another ends is beside it, not within
+Interval = tuple[int, int]  # integer nanoseconds, so that adjacent spans do not overlap
 
 COMMUNICATION, OTHERS, PYTHON = "communication", "others", "Python, waiting"
-PHASES = (
-    "data",
-    "schedule",
-    "forward_backward",
-    "optimizer",
-)  # as training/monitor/phases.py names them, within a step
-# The first that a name has anything of, in lower case; the names are those of PyTorch, cuDNN, cuBLAS, CUTLASS, NCCL,
-# Transformer Engine, mamba-ssm, FlashAttention and of functions that PyTorch's compiler fused.
+PHASES = ("data", "schedule", "forward_backward", "optimizer")  # in a step; names of training/monitor/phases.py
+# The first match of the lower-case name counts. Names of PyTorch, cuDNN, cuBLAS, CUTLASS, NCCL, Transformer Engine,
+# mamba-ssm, FlashAttention and of functions fused by PyTorch's compiler.
 _KINDS = {
     COMMUNICATION: r"nccl|nvshmem|userbuffers|gloo:|c10d::",
     "state spaces": r"_chunk_|_state_passing|selective_scan|causal_conv1d|_ssd_",
@@ -54,7 +49,7 @@ _ITERATION = re.compile(r"^iteration \d+$")
 
 
 class _Event(NamedTuple):
-    """One that lasts; ``correlation``: the same number for a call of CUDA's and for what it launched."""
+    """An event with a duration; ``correlation`` links a CUDA call to its work."""
 
     category: str
     name: str
@@ -65,7 +60,7 @@ class _Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one kernel (or operator) took: its full name, its kind, and per iteration its calls and seconds."""
+    """A kernel or operator: full name, kind, calls and seconds per iteration."""
 
     name: str
     kind: str
@@ -75,13 +70,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Of one trace; seconds are those of an iteration, the mean.
+    """Summary of one trace; seconds are means per iteration.
 
-    name: its path. device: the GPU's name, None where only the host was profiled. seconds: from an iteration's begin to
-    the next one's, the device's last work included. kernels: the longest first; two at a time count twice. exposed:
-    communication while nothing else ran (a GPU's). idle: seconds without any kernel (host: without any operator), by
-    the phase of the step that the host was in when it ended. waits: how often the host waited for the device, and how
-    long in all.
+    name: the trace's path. device: the GPU's name, None if only the host was profiled. seconds: from an iteration's
+    start to the next start, including the device's last work. kernels: longest first; concurrent kernels count twice.
+    exposed: communication while nothing else ran (GPU). idle: seconds without a kernel (host: operator), by the host's
+    phase at the end of the gap. waits: number and total time of host waits for the device.
     """
 
     name: str
@@ -95,7 +89,7 @@ class Breakdown:
 
     @property
     def kinds(self) -> dict[str, float]:
-        """Seconds by kind of kernel, the most first."""
+        """Seconds by kind of kernel, largest first."""
         sums: dict[str, float] = defaultdict(float)
         for kernel in self.kernels:
             sums[kernel.kind] += kernel.seconds
@@ -104,7 +98,7 @@ class Breakdown:
 
 @cache
 def kind_of(name: str, on_host: bool = False) -> str:
-    """What a kernel of this name does, or an operator of the host: those that are no library's are Python around it."""
+    """Return the kind of a kernel or host operator; unknown libraries are Python."""
     lower = name.lower()
     if on_host and not lower.startswith(_OPERATORS):
         return PYTHON
@@ -115,7 +109,7 @@ def read_trace(path: Path) -> Breakdown:
     """Read one trace, ``.json`` or ``.json.gz``.
 
     Raises:
-        DataError: it cannot be read, is no trace, or no iteration is in it.
+        DataError: the file is unreadable, not a trace, or has no iteration.
     """
     try:
         raw = read_bytes(path)
@@ -124,14 +118,16 @@ def read_trace(path: Path) -> Breakdown:
         raise DataError(f"{path}: cannot be read as a trace of PyTorch's profiler: {error}") from error
     listed = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(listed, list):
-        raise DataError(f"{path}: is no trace of PyTorch's profiler: it has no list traceEvents")
+        raise DataError(f"{path}: not a trace of PyTorch's profiler: the list traceEvents is missing")
     try:
         events = [_event(each) for each in listed if isinstance(each, dict) and each.get("ph") == "X" and "ts" in each]
     except ValueError as error:
         raise DataError(f"{path}: is damaged: {error}. Fix: profile the run again") from error
     iterations = [each for each in events if each.category == "user_annotation" and _ITERATION.match(each.name)]
     if not iterations:
-        raise DataError(f"{path}: no iteration is in this trace; profile steps of training, see profiling.*")
+        raise DataError(
+            f"{path}: no iteration is in this trace. Fix: profiling.use_pytorch_profiler=true (profiles training steps)"
+        )
     device = _device(content) if any(each.category in _DEVICE for each in events) else None
     return _breakdown(str(path), device, events, iterations)
 
@@ -149,9 +145,9 @@ def _event(found: Mapping[str, Any]) -> _Event:
 
 
 def _nanoseconds(found: Mapping[str, Any], field: str, least: float) -> int:
-    """A time of an event, which is in microseconds. Raises ValueError for what is none."""
+    """Convert an event's time from microseconds; raises ValueError if invalid."""
     time = found[field]
-    if type(time) not in (int, float) or not least <= time <= _LATEST:  # nan is in no range
+    if type(time) not in (int, float) or not least <= time <= _LATEST:  # rejects nan
         what = f"{field}={str(time)[:40]} is not a number of microseconds"
         raise ValueError(f"the event {str(found.get('name'))[:80]!r}: {what} from {least:g} to {_LATEST:g}")
     return round(1e3 * time)
@@ -175,18 +171,18 @@ def _breakdown(name: str, device: str | None, events: Sequence[_Event], iteratio
         own = [each.span[1] - max(each.span[0], begin) for each in timed]
     else:
         operators = [each for each in events if each.category == "cpu_op" and each.thread == thread]
-        # A caller before what it calls, which may begin at the same time.
+        # Callers before called operators, which may begin at the same time.
         timed = sorted((e for e in operators if begin <= e.span[0] < end), key=lambda e: (e.span[0], -e.span[1]))
-        own = _without_called([each.span for each in timed])
+        own = _self_times([each.span for each in timed])
     busy = _union((each.span for each in timed), begin, end)
     others = _union((each.span for each in timed if kind_of(each.name) != COMMUNICATION), begin, end)
     calls = {each.correlation: each.span for each in events if each.category in _RUNTIME}
     launched = {each.span[0]: calls[each.correlation][0] for each in on_device if each.correlation in calls}
     phases = [e for e in events if e.category == "user_annotation" and e.thread == thread and e.name in PHASES]
     idle: dict[str, float] = defaultdict(float)
-    for first, last in _gaps(busy, begin, end):  # who launches what ends it has kept the device waiting
+    for first, last in _gaps(busy, begin, end):  # the phase that launched the next kernel kept the device waiting
         idle[_phase_at(launched.get(last, last), phases)] += (last - first) / 1e9 / count
-    # Behind the last step the profiler waits itself, for what is still running.
+    # After the last step the profiler itself waits for the device.
     stepped = max(each.span[1] for each in iterations)
     waits = [
         e.span for e in events if e.category in _RUNTIME and _WAITS.search(e.name) and begin <= e.span[0] < stepped
@@ -213,22 +209,22 @@ def _kernels(own: Iterable[tuple[str, int]], count: int, on_host: bool) -> list[
     return sorted(found, key=lambda kernel: -kernel.seconds)
 
 
-def _without_called(spans: Sequence[Interval]) -> list[int]:
-    """Nanoseconds of each operator of one thread outside of operators that it called; callers come first."""
+def _self_times(spans: Sequence[Interval]) -> list[int]:
+    """Return nanoseconds of one thread's operators, without called ones."""
     own: list[int] = []
-    open_ones: list[int] = []
+    callers: list[int] = []
     for index, (begin, end) in enumerate(spans):
-        while open_ones and spans[open_ones[-1]][1] <= begin:
-            open_ones.pop()
-        if open_ones:
-            own[open_ones[-1]] -= end - begin
-        open_ones.append(index)
+        while callers and spans[callers[-1]][1] <= begin:
+            callers.pop()
+        if callers:
+            own[callers[-1]] -= end - begin
+        callers.append(index)
         own.append(end - begin)
     return [max(0, left) for left in own]
 
 
 def _union(spans: Iterable[Interval], begin: int, end: int) -> list[Interval]:
-    """What the spans cover between begin and end: disjoint, in order."""
+    """Merge spans between begin and end into disjoint, ordered intervals."""
     merged: list[Interval] = []
     for first, last in sorted(spans):
         first, last = max(first, begin), min(last, end)
@@ -251,6 +247,6 @@ def _length(spans: Iterable[Interval]) -> int:
 
 
 def _phase_at(moment: int, phases: Sequence[_Event]) -> str:
-    """The innermost phase of the host at a moment."""
+    """Return the innermost phase of the host at a moment."""
     around = [(end - begin, name) for _, name, (begin, end), *_ in phases if begin <= moment < end]
     return min(around)[1] if around else "other"

@@ -1,1 +1,1 @@
-"""Training: set-up, loop, step, checkpoints and metrics, each in a module of its own."""
+"""Training: setup, loop, step, checkpoints and metrics."""

@@ -1,7 +1,7 @@
-"""What no configuration can tell: whether each rank's microbatches are what the layout says. Checked before every step.
+"""Check before every step that each rank's microbatches fit the layout.
 
-A rank that found fault with its batches and stopped alone would leave the others waiting for it. So all ranks exchange
-a few numbers a step (is anything wrong here, and checksums of the samples) and raise the same error together.
+A rank that stopped alone would leave other ranks in a collective. All ranks therefore exchange a few numbers per step
+(problems found, checksums of samples) and raise the same error.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megatron_cp.rules.batch import KEYS, check_batch, check_pack, check_positio
 from megatron_cp.training.setup import Run
 
 Batch = Mapping[str, torch.Tensor]
-Problem = str | DataError  # the latter is of the data's files, which another start would find as they are
+Problem = str | DataError  # DataError: in the data files, so a restart would fail again
 
 
 class BatchChecks:
-    """The checks of one run's batches."""
+    """Checks of one run's batches."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._replicas = [run.layout.coordinates(rank)["dp"] for rank in range(run.layout.world_size)]
 
     def problems_of(self, sliced: Batch) -> list[str]:
-        """What is wrong with a microbatch that is sliced for this rank."""
+        """List what is wrong with a microbatch sliced for this rank."""
         config, cp = self._run.config, self._run.groups.cp
         shapes = {key: tuple(value.shape) for key, value in sliced.items()}
         found = check_batch(shapes, seq_length=config.model.seq_length or 0, cp_size=cp.size())
@@ -40,35 +40,35 @@ class BatchChecks:
         return texts + (mask_problems(sliced["loss_mask"]) if "loss_mask" in sliced else [])
 
     def check_on_all_ranks(self, checksum: int, problems: Sequence[Problem]) -> None:
-        """Compare what all ranks found; collective over the run's ranks.
+        """Compare problems and checksums of all ranks of the run. Collective.
 
         Args:
-            checksum: of the whole samples, before slicing, that this rank works on in the coming step.
-            problems: what is wrong here.
+            checksum: of the whole samples, before slicing, of this rank's coming step.
+            problems: found on this rank.
 
         Raises:
-            RuntimeFault: on every rank, if any rank has a problem or ranks that share samples have different ones.
+            RuntimeFault: on every rank, if any rank has a problem or ranks of a replica read different samples.
         """
-        mine = self._replicas[self._run.all_ranks.rank()]
-        differing = _exchange(self._run, problems, {mine: checksum}, size=max(self._replicas) + 1)
+        own = self._replicas[self._run.all_ranks.rank()]
+        differing = _exchange(self._run, problems, {own: checksum}, size=max(self._replicas) + 1)
         texts = [
-            f"data-parallel replica {replica}: ranks {others} read other samples than rank {ranks[0]}, but "
-            f"ranks {ranks} work on the same ones (each on its slice). Check that all nodes read the same data "
-            "files and sample index, and that the sampler depends on the data-parallel rank alone"
+            f"data-parallel replica {replica}: ranks {others} and rank {ranks[0]} read different samples, but ranks "
+            f"{ranks} must read the same. Fix: give all nodes the same data files and sample index, and sample by "
+            "data-parallel rank only"
             for replica, (ranks, others) in differing.items()
         ]
         _raise_if_any(self._run, texts)
 
 
 def check_same_packs(run: Run, batch_size: int, plan: StepPlan | None, problems: Sequence[Problem]) -> None:
-    """Check this rank's packs and compare what all ranks found; collective over the run's ranks, one exchange.
+    """Check this rank's packs and compare all ranks. Collective, one exchange.
 
-    All ranks must have made the same schedule of the same lengths, and ranks that read the same sample (those of a
-    group, and of other pipeline stages and tensor-parallel ranks) must have read the same.
+    All ranks must have the same schedule and sample lengths. Ranks that read the same sample (a CP group, its pipeline
+    stages and tensor-parallel ranks) must read the same values.
 
     Args:
         batch_size: samples of a step.
-        plan: the coming step; None where there is none because of ``problems``.
+        plan: the coming step; None if ``problems`` prevented it.
 
     Raises:
         RuntimeFault: on every rank, if any rank has a problem or ranks differ.
@@ -79,25 +79,28 @@ def check_same_packs(run: Run, batch_size: int, plan: StepPlan | None, problems:
     if batch_size in differing:
         _, others = differing[batch_size]
         texts = [
-            f"ranks {others} have other sample lengths, or another schedule of them, than rank 0. Check that all "
-            "nodes read the same data files and run on the same kind of machine"
+            f"ranks {others} and rank 0 have different sample lengths or schedules. Fix: give all nodes the same "
+            "data files, and use nodes of one kind"
         ]
     else:
         texts = [
-            f"sample {plan.samples[sample_id]}: ranks {others} read other tokens, labels or loss masks than rank "
-            f"{ranks[0]}. Check that all nodes read the same data files"
+            f"sample {plan.samples[sample_id]}: ranks {others} and rank {ranks[0]} read different tokens, labels or "
+            "loss masks. Fix: give all nodes the same data files"
             for sample_id, (ranks, others) in differing.items()
             if plan is not None
         ]
     _raise_if_any(run, texts)
 
 
-_NOT_READ = -(1 << 40)  # less than any checksum of 32 bits, and than its negative
+_NOT_READ = -(1 << 40)  # below any 32-bit checksum and its negative
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What one rank found. Ranks exchange the largest of each number: of negatives, that is the smallest."""
+class _Findings:
+    """Findings of one rank.
+
+    Ranks exchange the maximum of each number; the maximum of negated checksums gives their minimum.
+    """
 
     problems: int
     read: torch.Tensor  # a checksum in each place, or _NOT_READ
@@ -118,24 +121,24 @@ def _exchange(
     read, minus_read = torch.full((2, size), _NOT_READ, dtype=torch.int64)
     for place, checksum in checksums.items():
         read[place], minus_read[place] = checksum, -checksum
-    largest = max_of_messages(_Found(len(problems), read, minus_read), run.all_ranks, run.device)
+    largest = max_of_messages(_Findings(len(problems), read, minus_read), run.all_ranks, run.device)
     if largest.problems:
         of_data = any(gather_objects(any(isinstance(problem, DataError) for problem in problems), run.all_ranks))
         _raise_if_any(run, gather_problems(list(map(str, problems)), run.all_ranks), of_data)
     differing = ((largest.read != _NOT_READ) & (largest.read != -largest.minus_read)).nonzero().flatten().tolist()
     if not differing:
         return {}
-    everyone = gather_objects({place: checksums.get(place) for place in differing}, run.all_ranks)
+    gathered = gather_objects({place: checksums.get(place) for place in differing}, run.all_ranks)
     found = {}
     for place in differing:
-        ranks = [rank for rank, theirs in enumerate(everyone) if theirs[place] is not None]
-        others = [rank for rank in ranks if everyone[rank][place] != everyone[ranks[0]][place]]
+        ranks = [rank for rank, sent in enumerate(gathered) if sent[place] is not None]
+        others = [rank for rank in ranks if gathered[rank][place] != gathered[ranks[0]][place]]
         found[place] = ranks, others
     return found
 
 
 def problems_of_packs(plan: StepPlan) -> list[str]:
-    """What is wrong with the packs of a step on this rank (rules B7, B9, F1, F2, F4, F15)."""
+    """List what is wrong with this rank's packs (rules B7, B9, F1, F2, F4, F15)."""
     found = []
     width = plan.schedule.sequence_parallel_size
     for pack in plan.packs:
@@ -147,7 +150,7 @@ def problems_of_packs(plan: StepPlan) -> list[str]:
 
 
 def _raise_if_any(run: Run, texts: Sequence[str], of_data: bool = False) -> None:
-    """On every rank at once."""
+    """Raise RuntimeFault on every rank if there are ``texts``."""
     if texts:
         message = f"the batches of step {run.progress.iteration + 1} cannot be used.\n{shown(texts, '\n')}"
         raise RuntimeFault(message, on_all_ranks=True, of_data=of_data)

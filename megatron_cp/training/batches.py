@@ -1,7 +1,7 @@
-"""What the loop walks: optimizer steps, each with this rank's microbatches and the facts about them.
+"""Optimizer steps for the training loop, each with this rank's microbatches.
 
-Two kinds: :class:`StaticSteps`, samples of one length in microbatches of one size, and
-:class:`~megatron_cp.training.packed.steps.PackedSteps`, samples of many lengths, packed and scheduled.
+:class:`StaticSteps` has microbatches of one size and sequence length.
+:class:`~megatron_cp.training.packed.steps.PackedSteps` packs and schedules samples of many lengths.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Microbatch = Batch | PackedMicrobatch
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step's data.
+    """Data of one optimizer step.
 
-    microbatches: this rank's, on its device. num_microbatches: of the whole run (a rank may have fewer).
-    lengths: tokens of every sample of the global batch. plan: how they were packed, ``None`` for a static step.
+    microbatches: of this rank, on its device. num_microbatches: of the whole run (a rank may have fewer).
+    lengths: tokens of every sample of the global batch. plan: the packing; ``None`` for a static step.
     """
 
     microbatches: Sequence[Microbatch]
@@ -41,30 +41,30 @@ class Step:
 
     @cached_property
     def tokens(self) -> int:
-        """Real tokens of the global batch, masked ones too."""
+        """Real tokens of the global batch, including masked ones."""
         return sum(self.lengths)
 
 
 class Steps(Protocol):
-    """Optimizer steps in order, all ranks at once; what cannot be used ends the run on every rank (RuntimeFault)."""
+    """Optimizer steps in order. Unusable data raise RuntimeFault on every rank."""
 
     def __next__(self) -> Step: ...
 
     def observe(self) -> None:
-        """The last step was trained: learn from the time that it took. Collective."""
+        """Update the cost model with the time of the last step. Collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save: valid between steps."""
+        """Return the state to save; valid between steps."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where the saved ones stopped."""
+        """Continue exactly after the saved steps."""
 
     def close(self) -> None: ...
 
 
 @dataclass
 class _Read:
-    """A step's microbatches, on the host, with the checksum of the samples and what is wrong with them."""
+    """Microbatches of a step on the host, with sample checksum and problems."""
 
     microbatches: list[Batch] = field(default_factory=list)
     checksum: int = 0
@@ -72,12 +72,12 @@ class _Read:
 
 
 class StaticSteps:
-    """Steps of equally many microbatches of one size; the next one's are read while the current one runs.
+    """Steps with a fixed number of microbatches of one size, prefetched by one step.
 
-    A rank has its data-parallel share of them, and of each its context-parallel slice.
+    A rank has its data-parallel share of the microbatches, each sliced for context parallelism.
 
     Raises:
-        RuntimeFault: on every rank, where the batches of any rank cannot be used.
+        RuntimeFault: on every rank, if the batches of any rank are invalid.
     """
 
     def __init__(self, run: Run, dataset: Any, consumed_samples: int, training: bool) -> None:
@@ -96,18 +96,20 @@ class StaticSteps:
         )
         self._checks = BatchChecks(run)
         self._lengths = [config.model.seq_length or 0] * size
-        self._ahead: Prefetch[_Read] = Prefetch(count=steps_to_come(run, training), name="batches")
+        self._prefetch: Prefetch[_Read] = Prefetch(count=steps_to_come(run, training), name="batches")
 
     def __next__(self) -> Step:
-        """All microbatches at once: a rank that finds fault with one can tell the others only while none of them waits
-        for another in the pipeline."""
+        """Return all microbatches at once.
+
+        Problems can be reported to all ranks only before any rank waits for another in the pipeline.
+        """
         read = _Read()
-        with self._noting(read.problems):
-            self._batches.start()  # here, and not in the thread that reads
-            read = self._ahead.take(self._read)
+        with self._collecting_errors(read.problems):
+            self._batches.start()  # on the main thread, not the prefetch thread
+            read = self._prefetch.take(self._read)
         self._checks.check_on_all_ranks(read.checksum, read.problems)
         self._consumed += len(self._lengths)
-        self._ahead.begin(self._read)
+        self._prefetch.begin(self._read)
         device = self._run.device
         return Step(
             [{key: value.to(device, non_blocking=True) for key, value in batch.items()} for batch in read.microbatches],
@@ -116,20 +118,20 @@ class StaticSteps:
         )
 
     def _read(self) -> _Read:
-        """The next step's; in the background."""
+        """Read the next step, in the background."""
         cp, read = self._run.groups.cp, _Read()
-        with self._noting(read.problems):
+        with self._collecting_errors(read.problems):
             for _ in range(self._batches.num_microbatches):
                 whole = next(self._batches)
                 read.checksum = checksum_of(whole, read.checksum)
-                mine = slice_for_context_parallel(whole, cp.rank(), cp.size())
-                read.problems += self._checks.problems_of(mine)
-                read.microbatches.append({key: pinned(value, self._run.device) for key, value in mine.items()})
+                own = slice_for_context_parallel(whole, cp.rank(), cp.size())
+                read.problems += self._checks.problems_of(own)
+                read.microbatches.append({key: pinned(value, self._run.device) for key, value in own.items()})
         return read
 
     @contextmanager
-    def _noting(self, problems: list[Problem]) -> Iterator[None]:
-        """Note what data can have, for all ranks to hear of; what is this rank's own fault is raised as it is."""
+    def _collecting_errors(self, problems: list[Problem]) -> Iterator[None]:
+        """Collect errors of the data, to report to all ranks; raise all other errors."""
         try:
             yield
         except StopIteration:
@@ -137,7 +139,7 @@ class StaticSteps:
         except DataError as error:
             problems.append(DataError(_without_traceback(str(error))))
         except OSError as error:
-            full = error.errno == errno.ENOSPC  # reading needs no disk
+            full = error.errno == errno.ENOSPC  # reading needs no disk space, so /dev/shm is full
             problems.append(shared_memory_full() if full else reached_limit(error) or _without_traceback(str(error)))
         except (ValueError, IndexError) as error:
             problems.append(_without_traceback(str(error)))
@@ -147,24 +149,27 @@ class StaticSteps:
             problems.append(reached_limit(error) or _without_traceback(str(error)))
 
     def observe(self) -> None:
-        """Nothing depends on it."""
+        """Do nothing: static steps have no cost model."""
 
     def state_dict(self) -> dict[str, Any]:
-        self._ahead.settle()  # a process that is forked to write it finds no thread at work
+        self._prefetch.settle()  # a forked checkpoint writer must not copy a running thread
         return {"consumed_samples": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._ahead.forget()
+        self._prefetch.forget()
         self._batches.load_state_dict(state)
         self._consumed = self._batches.consumed_samples
 
     def close(self) -> None:
-        self._ahead.close()
+        self._prefetch.close()
         self._batches.close()
 
 
 def _without_traceback(message: str) -> str:
-    """What a data worker said: torch puts its whole traceback into the message, the error itself last."""
+    """Return the error message of a data worker.
+
+    torch puts the worker's whole traceback into the message, with the error in the last line.
+    """
     if "Original Traceback" not in message:
         return message
     last = message.rstrip().splitlines()[-1]
@@ -172,6 +177,6 @@ def _without_traceback(message: str) -> str:
 
 
 def steps_to_come(run: Run, training: bool) -> int:
-    """How many steps a run will take, or an evaluation. More may be asked for; they are then not made ahead."""
+    """Return how many steps to prefetch in training or one evaluation."""
     config = run.config
     return config.train.train_iters - run.progress.iteration if training else config.validation.eval_iters

@@ -1,7 +1,7 @@
-"""Whether all ranks run the same thing: configuration, code, libraries, key variables and the checkpoint to begin with.
+"""Check that all ranks run the same configuration, code and checkpoint.
 
-Each rank makes a :func:`fingerprint` and its :func:`digest`; the digests of all ranks are compared and, only if they
-differ, the fingerprints gathered and their :func:`differences` shown.
+Ranks compare a :func:`digest` of their :func:`fingerprint`. If digests differ, the fingerprints are gathered and their
+:func:`differences` shown.
 """
 
 from __future__ import annotations
@@ -30,30 +30,33 @@ from megatron_cp.training.checkpoint.resume import ResumePoint
 
 Fingerprint = dict[str, str]
 
-# These describe a node's own hardware and files, and may well differ between nodes.
+# Hardware and files of a node: values may differ between nodes.
 _OF_THE_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEBUG_FILE")
 _LIBRARIES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "numpy")
 
 
-def check_all_ranks_agree(settings: dict[str, Any]) -> None:
-    """Compare a digest of all settings and all else that must be equal; collective, one small exchange if all is well.
+def check_consistency(settings: dict[str, Any]) -> None:
+    """Compare settings, code and environment of all ranks. Collective, one exchange.
 
     Raises:
-        RuntimeFault: on every rank, naming the fields that differ and which ranks have what.
+        RuntimeFault: on every rank, with the differing fields and the ranks of each value.
     """
-    mine = fingerprint(settings, Environment.detect())
-    if len(set(gather_objects(digest(mine)))) == 1:
+    own = fingerprint(settings, Environment.detect())
+    if len(set(gather_objects(digest(own)))) == 1:
         return
-    found = format_violations(differences(gather_objects(mine)))
-    raise RuntimeFault(f"the ranks do not run the same thing, nothing was trained.\n{found}", on_all_ranks=True)
+    found = format_violations(differences(gather_objects(own)))
+    what = "ranks differ in settings, code or environment; training not started"
+    raise RuntimeFault(f"{what}.\n{found}", on_all_ranks=True)
 
 
 def common_resume_point(find: Callable[[], ResumePoint | None]) -> ResumePoint | None:
-    """The start that ``find`` finds, the same on every rank; collective. Nodes may see other files under one name.
+    """Return the resume point of ``find`` if all ranks found the same. Collective.
+
+    Nodes may see different files under one name.
 
     Raises:
-        ConfigError: as ``find`` does, on every rank.
-        RuntimeFault: on every rank, where not all find the same checkpoint.
+        ConfigError: raised by ``find``; on every rank.
+        RuntimeFault: on every rank, if ranks found different checkpoints.
     """
     start, error = None, None
     try:
@@ -61,11 +64,11 @@ def common_resume_point(find: Callable[[], ResumePoint | None]) -> ResumePoint |
         found = f"iteration {start.iteration} of {start.root}" if start else "no checkpoint"
     except ConfigError as refused:
         error, found = refused, first_line(refused)
-    everyone = gather_objects(found)
-    if len(set(everyone)) > 1:
+    gathered = gather_objects(found)
+    if len(set(gathered)) > 1:
         raise RuntimeFault(
-            f"the ranks would not begin with the same checkpoint, nothing was trained: {_who_has_what(everyone)}. All "
-            f"nodes must see the same files in {NAME.checkpoint.save} and {NAME.checkpoint.load}",
+            f"ranks found different checkpoints to resume from; training not started: {_ranks_per_value(gathered)}. "
+            f"Fix: set {NAME.checkpoint.save} and {NAME.checkpoint.load} to folders that all nodes share",
             on_all_ranks=True,
         )
     if error is not None:
@@ -74,7 +77,10 @@ def common_resume_point(find: Callable[[], ResumePoint | None]) -> ResumePoint |
 
 
 def fingerprint(settings: dict[str, Any], environment: Environment) -> Fingerprint:
-    """Everything that must be equal on all ranks, as field -> text: settings, code, libraries, key variables."""
+    """Return everything that must be equal on all ranks, as field -> text.
+
+    Covers settings, code, libraries and key environment variables.
+    """
     entries = dict(_flatten(settings))
     entries["code"] = _code_digest()
     entries |= {f"version of {name}": str(installed_version(name)) for name in _LIBRARIES}
@@ -85,24 +91,27 @@ def fingerprint(settings: dict[str, Any], environment: Environment) -> Fingerpri
 
 
 def digest(entries: Mapping[str, str]) -> str:
-    """A fingerprint in 64 hexadecimal digits."""
+    """Return the SHA-256 of a fingerprint, as 64 hexadecimal digits."""
     text = "\n".join(f"{name}={value}" for name, value in sorted(entries.items()))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def differences(fingerprints: Sequence[Mapping[str, str]]) -> list[Violation]:
-    """One error for each field that differs, naming who has what; ``fingerprints[rank]`` is that rank's."""
+    """Return one error per differing field, with the ranks of each value.
+
+    ``fingerprints[rank]`` is the fingerprint of that rank.
+    """
     found = []
     for name in sorted({name for entries in fingerprints for name in entries}):
         values = [entries.get(name, "not set") for entries in fingerprints]
         if len(set(values)) > 1:
             fix = "start all ranks with the same command, code, libraries and variables"
-            found.append(Violation("K20", "error", name, f"differs between ranks: {_who_has_what(values)}", fix))
+            found.append(Violation("K20", "error", name, f"differs between ranks: {_ranks_per_value(values)}", fix))
     return found
 
 
-def _who_has_what(values: Sequence[str]) -> str:
-    """``values[rank]``, each once with its ranks."""
+def _ranks_per_value(values: Sequence[str]) -> str:
+    """Return each distinct value of ``values[rank]`` with its ranks."""
     return "; ".join(f"{value} on {shown_ranks(ranks)}" for value, ranks in ranks_by_value(values).items())
 
 
@@ -111,15 +120,17 @@ def _flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
         return [
             entry for key, inner in value.items() for entry in _flatten(inner, f"{prefix}.{key}" if prefix else key)
         ]
-    if isinstance(value, FromEnvironment):  # compared, and not shown
+    if isinstance(value, FromEnvironment):  # compared by digest, never shown
         return [(prefix, f"{value!r} of digest {hashlib.sha256(value.encode()).hexdigest()[:8]}")]
     return [(prefix, repr(value))]
 
 
 @cache
 def _code_digest() -> str:
-    """A digest of this package's source, so that a node with an old copy is found out. The code that is loaded does
-    not change, so neither does this."""
+    """Return a digest of this package's source, which detects nodes with an old copy.
+
+    Cached: the loaded code does not change.
+    """
     root = Path(megatron_cp.__file__).parent
     combined = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Forward and backward passes of one global batch through megatron-core's own pipeline schedules, and its losses."""
+"""Forward and backward pass of one global batch, and the batch's losses."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ from megatron_cp.training.setup import Run
 
 @dataclass(frozen=True)
 class StepLosses:
-    """What was computed of one global batch. Equal on all ranks."""
+    """Losses of one global batch; equal on all ranks."""
 
     loss: float  # mean over the unmasked tokens of the global batch
     tokens: int  # unmasked tokens of the global batch
-    mtp_losses: tuple[float, ...]  # of each depth of multi-token prediction, over its own unmasked tokens
-    router_losses: dict[str, float]  # by megatron-core's names, without their weights
+    mtp_losses: tuple[float, ...]  # of each MTP depth, over the unmasked tokens of that depth
+    router_losses: dict[str, float]  # by megatron-core's names, unweighted
 
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over unmasked tokens, in float64 on the device: of one microbatch on this rank, or of the global batch."""
+    """Sums over unmasked tokens, in float64 on the device.
+
+    Of one microbatch on this rank, or of the global batch.
+    """
 
     loss: Tensor  # []
     tokens: Tensor  # []
@@ -42,37 +45,40 @@ class LossSums:
 
 @dataclass(frozen=True)
 class PendingLosses(LossSums):
-    """:class:`StepLosses` on the device, which may still compute them. Equal on all ranks."""
+    """:class:`StepLosses` on the device, possibly still computing; equal on all ranks."""
 
     router_losses: dict[str, Tensor]
 
     def read(self, packed: Tensor | None = None) -> StepLosses:
-        """Wait for the device, or read the host's copy of what :func:`pack` makes of this."""
+        """Wait for the device, or read ``packed``, a host copy made by :func:`pack`."""
         found = unpack(pack(self).cpu() if packed is None else packed, self)
         routers = {name: float(value) for name, value in found.router_losses.items()}
         return StepLosses(float(found.loss), int(found.tokens), tuple(found.mtp_losses.tolist()), routers)
 
 
 def forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only: bool) -> PendingLosses:
-    """Run the pipeline schedule; returns the same on every rank, without the losses of training alone otherwise."""
+    """Run the pipeline schedule and return the losses, equal on every rank.
+
+    With ``forward_only`` MTP and router losses are left out.
+    """
     model = run.config.model
     stages = model.virtual_pipeline_model_parallel_size
     with run.phases("data"):
         depth_tokens = [] if forward_only else _depth_tokens(run, microbatches)
     schedule = get_forward_backward_func(pp_size=model.pipeline_model_parallel_size, vp_size=stages)
-    shapes = [_passed_on(run, each) for each in microbatches]
+    shapes = [_stage_shape(run, each) for each in microbatches]
     if run.router_losses is not None:
         run.router_losses.begin()
     timed = run.work_clock(run.core_config) if run.work_clock and not forward_only else nullcontext()
     with run.phases("forward_backward"), timed:
         reports = schedule(
             forward_step_func=partial(forward_step, mtp_weights=depth_weights(run.core_config, depth_tokens)),
-            # Every virtual stage walks them at its own pace.
+            # Every virtual stage needs an iterator of its own.
             data_iterator=iter(microbatches) if stages is None else [iter(microbatches) for _ in range(stages)],
             model=run.model if stages is not None else run.model[0],
             num_microbatches=len(microbatches),
             seq_length=model.seq_length,
-            # Evaluation may have another one than training.
+            # Evaluation may use a different size.
             micro_batch_size=_values_of(microbatches[0])["tokens"].shape[0],
             forward_only=forward_only,
             p2p_communicator=PipelineCommunicator(run.groups.pp, run.core_config, shapes),
@@ -81,8 +87,8 @@ def forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only:
         return _reduce_losses(run, reports, depth_tokens, None if forward_only else run.router_losses)
 
 
-def _passed_on(run: Run, microbatch: Microbatch) -> tuple[int, int, int]:
-    """The shape of what pipeline stages pass on of a microbatch."""
+def _stage_shape(run: Run, microbatch: Microbatch) -> tuple[int, int, int]:
+    """Return the shape [sequence, batch, hidden] that pipeline stages pass on."""
     rows, tokens = _values_of(microbatch)["tokens"].shape
     parts = run.groups.tp.size() if run.core_config.sequence_parallel else 1
     return tokens // parts, rows, run.core_config.hidden_size
@@ -93,7 +99,7 @@ def _values_of(microbatch: Microbatch) -> dict[str, Any]:
 
 
 def _depth_tokens(run: Run, microbatches: Sequence[Microbatch]) -> list[float]:
-    """Unmasked tokens of the global batch for the main loss and for each depth of multi-token prediction."""
+    """Count unmasked tokens of the global batch, for the main loss and each MTP depth."""
     depths = run.config.model.mtp_num_layers or 0
     if not depths:
         return []
@@ -106,7 +112,7 @@ def _depth_tokens(run: Run, microbatches: Sequence[Microbatch]) -> list[float]:
 def forward_step(
     microbatches: Iterator[Microbatch], model: Any, mtp_weights: tuple[float, ...] = ()
 ) -> tuple[Tensor, Callable]:
-    """megatron-core's forward-step contract: one microbatch through this rank's chunk."""
+    """Run one microbatch through this rank's chunk (megatron-core's forward-step API)."""
     values = _values_of(next(microbatches))
     output = model(
         input_ids=values["tokens"],
@@ -115,24 +121,25 @@ def forward_step(
         labels=values["labels"],
         loss_mask=values["loss_mask"],
         packed_seq_params=values.get("packed_seq_params"),
-        # The router's losses must not count padding.
+        # Router losses must not count padding.
         padding_mask=values.get("padding_mask") if model.config.num_moe_experts else None,
     )
     return output, partial(loss_function, values["loss_mask"], mtp_weights)
 
 
 def loss_function(loss_mask: Tensor, mtp_weights: tuple[float, ...], losses: Tensor) -> tuple[Tensor, Tensor, LossSums]:
-    """Sum of the per-token losses ``[b, s_local]`` under the mask, number of unmasked tokens, and both to report.
+    """Return masked loss sum, number of unmasked tokens, and both for reporting.
 
-    With ``mtp_weights`` losses are ``[1 + depths, b, s_local]``; each depth's sum is added to the total by its weight.
+    losses: per token, [b, s_local]; with ``mtp_weights`` [1 + depths, b, s_local]. The sum of each MTP depth is added
+    to the total, times the weight of the depth.
     """
-    main, ahead = (losses[0], losses[1:]) if mtp_weights else (losses, losses[:0])
+    main, mtp = (losses[0], losses[1:]) if mtp_weights else (losses, losses[:0])
     loss_mask = loss_mask.reshape(-1).float()
     total = (main.float().reshape(-1) * loss_mask).sum()
     tokens = loss_mask.sum()
-    of_depths = ahead.float().flatten(1).sum(dim=1)
-    sums = LossSums(total.detach().double(), tokens.double(), of_depths.detach().double())
-    for weight, depth_sum in zip(mtp_weights, of_depths, strict=True):
+    depth_sums = mtp.float().flatten(1).sum(dim=1)
+    sums = LossSums(total.detach().double(), tokens.double(), depth_sums.detach().double())
+    for weight, depth_sum in zip(mtp_weights, depth_sums, strict=True):
         total = total + weight * depth_sum
     return total, tokens.to(torch.int), sums
 
@@ -140,7 +147,10 @@ def loss_function(loss_mask: Tensor, mtp_weights: tuple[float, ...], losses: Ten
 def _reduce_losses(
     run: Run, microbatches: list[LossSums], depth_tokens: list[float], routers: RouterLosses | None
 ) -> PendingLosses:
-    """Only the last pipeline stage computes losses; the other stages add zeros. Collective."""
+    """Sum losses over ranks. Collective.
+
+    Only the last pipeline stage computes losses; other stages add zeros.
+    """
     zeros = torch.zeros(2 + len(depth_tokens[1:]), dtype=torch.float64, device=run.device)
     total = sum((pack(each) for each in microbatches), start=zeros)
     for group in (run.groups.dp_cp, run.groups.pp):

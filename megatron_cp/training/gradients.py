@@ -1,7 +1,8 @@
-"""A step's gradients: made ready and measured while the device still computes them, and applied once they are known.
+"""Gradients of a step: prepared and measured on the device, then applied.
 
-megatron-core's ``optimizer.step()`` does both, and the host waits for the norm in between; whether all gradients are
-finite would be one more reading of them, and one more wait. Here the norm tells both, and is read with the losses.
+megatron-core's ``optimizer.step()`` does both, and the host waits for the norm in between. A check for non-finite
+gradients would read them once more, and wait once more. Here the norm serves as the check, and is read together with
+the losses.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from megatron_cp.training.setup import Run
 
 _LARGEST_WITH_A_SQUARE = math.sqrt(torch.finfo(torch.float32).max)
 Norm = Callable[[list[Tensor]], Tensor]
-Counted = list[tuple[MegatronOptimizer, list[Tensor]]]  # the gradients that the norm of all is made of
+Counted = list[tuple[MegatronOptimizer, list[Tensor]]]  # the gradients that enter the norm
 
 
 @torch.no_grad()
 def measure_gradients(run: Run) -> tuple[Tensor, Tensor]:
-    """The norm of all gradients, and 1 where one of this rank's may not be finite, else 0: [1] each, on the device.
+    """Prepare the gradients and return norm and non-finite flag, [1] each. Collective.
 
-    Makes the gradients ready for :func:`apply_gradients`. Collective. Those that are large are suspected, too: their
-    squares overflow. The norm leaves out what a rank has copies of; for a fault of its own these are looked at as well.
+    Both stay on the device. The flag is 1 if a gradient of this rank may not be finite; large gradients count too,
+    because their squares overflow. The norm leaves out duplicated parameters, so the flag checks these as well.
     """
     run.optimizer.prepare_grads()
     counted = _counted(run)
@@ -41,7 +42,11 @@ def measure_gradients(run: Run) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def unscale_gradients(run: Run) -> float | None:
-    """Unscale fp16 gradients and adapt the loss scale; return their norm, or None if they overflowed. Collective."""
+    """Unscale fp16 gradients and adapt the loss scale. Collective.
+
+    Returns:
+        The gradient norm, or None after an overflow.
+    """
     if run.optimizer.prepare_grads():
         return None
     return exact_norm(run, float(_norm_of_all(run, _counted(run), _norm_in_float32)))
@@ -49,7 +54,7 @@ def unscale_gradients(run: Run) -> float | None:
 
 @torch.no_grad()
 def exact_norm(run: Run, measured: float) -> float:
-    """Return ``measured``, or where it is not finite the same norm with squares in float64. Collective.
+    """Return ``measured``, or recompute a non-finite norm in float64. Collective.
 
     Float64 holds the squares of all float32 numbers: the result is finite if all gradients are.
     """
@@ -57,7 +62,10 @@ def exact_norm(run: Run, measured: float) -> float:
 
 
 def overflows_in_optimizer(optimizer: OptimizerConfig, norm: float) -> bool:
-    """Whether clipped gradients of this ``norm`` may overflow Adam's second moment, from which it never recovers."""
+    """Return whether clipped gradients of ``norm`` may overflow Adam's second moment.
+
+    Adam never recovers from such an overflow.
+    """
     clipped = min(norm, optimizer.clip_grad or norm)
     return not math.isfinite(norm) or (optimizer.optimizer != "sgd" and clipped > _LARGEST_WITH_A_SQUARE)
 
@@ -67,9 +75,9 @@ def _counted(run: Run) -> Counted:
 
 
 def _norm_of_all(run: Run, counted: Counted, norm: Norm) -> Tensor:
-    """The norm over all ranks, where ``norm`` is that of a list: [1], float64."""
+    """Return the norm over all ranks: [1], float64. ``norm`` computes it for one list."""
     square = torch.zeros(1, dtype=torch.float64, device=run.device)
-    for optimizer, grads in counted:  # the optimizer of experts sums over other ranks
+    for optimizer, grads in counted:  # the expert optimizer sums over other ranks
         part = norm(grads).double() ** 2 if grads else torch.zeros_like(square)
         square += sum_over_ranks(part, optimizer.get_grad_stats_parallel_group())
     return square.sqrt()
@@ -88,7 +96,7 @@ def _norm_in_float64(grads: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def apply_gradients(optimizer: MegatronOptimizer, norm: float) -> bool:
-    """Clip the gradients of this ``norm`` and step; whether that was possible."""
+    """Clip the gradients of this ``norm`` and step; return whether the step succeeded."""
     for each in optimizer.chained_optimizers:
         if each.config.clip_grad > 0.0:
             clip_grads.clip_grad_by_total_norm_fp32(each.get_parameters(), each.config.clip_grad, norm)

@@ -1,4 +1,4 @@
-"""The training loop: step, tell, evaluate, save, stop."""
+"""The training loop: step, log, evaluate, save, stop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megatron_cp.training.step import StepResult, evaluate, train_step
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How training ended; losses are None where no step was taken."""
+    """Exit code, last iteration and losses of a run; losses are None without a step."""
 
     exit_code: int
     iteration: int
@@ -45,7 +45,7 @@ class TrainResult:
     last_loss: float | None = None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of the run's ``metrics.jsonl``, those of earlier starts among them."""
+        """Read all lines of ``metrics.jsonl``, including lines of earlier starts."""
         return read_lines(self.folder / METRICS)
 
 
@@ -57,9 +57,9 @@ def train(
     watch: SignalWatch,
     data_state: dict[str, Any] | None = None,
 ) -> TrainResult:
-    """Train from ``run.progress`` to ``train.train_iters`` or until something asks to stop; saves on the way.
+    """Train from ``run.progress`` to ``train.train_iters`` or a stop request.
 
-    ``data_state`` is a checkpoint's: where its data stood.
+    Saves checkpoints on the way. ``data_state`` is the data position of the checkpoint that the run resumes from.
     """
     assert datasets.train is not None
     config, progress = run.config, run.progress
@@ -86,7 +86,7 @@ def train(
     ):
         if data_state is not None:
             steps.load_state_dict(data_state)
-        run.phases.forget()  # what went before is no step's
+        run.phases.forget()  # setup time belongs to no step
         while progress.iteration < config.train.train_iters:
             with profiler.step(progress.iteration):
                 began = time.perf_counter()
@@ -94,7 +94,7 @@ def train(
                     step = next(steps)
                 scheduled = scheduled_values(run.optimizer, run.core_config.fp16)
                 result = train_step(run, step.microbatches, report)
-                seconds = time.perf_counter() - began  # the loss and the norm have come: the GPU has kept pace
+                seconds = time.perf_counter() - began  # reading loss and norm has synchronized with the GPU
                 _advance(run, step, result)
             steps.observe()
             last_loss = result.loss
@@ -106,7 +106,7 @@ def train(
                 logged_at = iteration
             spike = spikes.is_spike(result.loss)
             if spike:
-                logger.info("loss spike at iteration %d: %.6f, usually %.6f", iteration, result.loss, spikes.usual)
+                logger.info("loss spike at iteration %d: %.6f, median %.6f", iteration, result.loss, spikes.usual)
             if reporter.writes:
                 reporter.step(_metrics(run, step, scheduled, result, seconds, spike), interval)
                 if step.plan is not None:
@@ -119,7 +119,9 @@ def train(
                 _save(run, saver, steps, reporter)
                 saved_at = iteration
             stop = result.report.signal
-            if not stop and _due(iteration, config.validation.eval_interval):  # after the save: it may take longer
+            if not stop and _due(
+                iteration, config.validation.eval_interval
+            ):  # after the save, because evaluation may take long
                 stop = _evaluate(run, "validation", datasets.valid, reporter, watch)
                 evaluated_at = iteration
             if stop or result.report.out_of_time or _due(iteration, config.train.exit_interval):
@@ -134,14 +136,17 @@ def train(
 
 
 def evaluate_all(run: Run, datasets: Datasets, reporter: Reporter, watch: SignalWatch, again: bool = True) -> int:
-    """The losses of all held-out data, but with ``again=False`` of validation data; returns the exit code."""
+    """Evaluate all held-out data and return the exit code.
+
+    With ``again=False`` the validation loss is up to date and only test data are evaluated.
+    """
     stop = _evaluate(run, "validation", datasets.valid, reporter, watch) if again else 0
     stop = stop or _evaluate(run, "test", datasets.test, reporter, watch)
     return _exit_code(stop, run.progress.iteration)
 
 
 def _exit_code(stop: int, iteration: int) -> int:
-    """Of a run that ``stop``, a signal or 0, ends."""
+    """Return the exit code for the signal ``stop`` (0: no signal)."""
     if not stop:
         return 0
     logger.info("%s: stopping after iteration %d and a checkpoint", signal.Signals(stop).name, iteration)
@@ -195,9 +200,10 @@ def _metrics(
 
 
 def _evaluate(run: Run, name: str, dataset: Dataset | Stream | None, reporter: Reporter, watch: SignalWatch) -> int:
-    """Loss on a held-out set, always on the same first ``eval_iters`` batches of it; nothing where there is none.
+    """Log the loss over the first ``eval_iters`` batches of a held-out set, if any.
 
-    Returns the signal by which any rank was asked to stop meanwhile, else 0: then there is no loss to tell.
+    Returns:
+        The signal that asked any rank to stop meanwhile, else 0. After a signal no loss is logged.
     """
     if dataset is None:
         return 0
@@ -215,7 +221,7 @@ def _evaluate(run: Run, name: str, dataset: Dataset | Stream | None, reporter: R
 
 def _save(run: Run, saver: CheckpointSaver, steps: Steps, reporter: Reporter) -> None:
     with run.phases("checkpoint"):
-        _report(run, saver.finish(), reporter)  # one that is still being written in the background
+        _report(run, saver.finish(), reporter)  # a save that still runs in the background
         saved = saver.save({"train": steps.state_dict()})
     _report(run, saved, reporter)
 
@@ -225,7 +231,7 @@ def _report(run: Run, saved: SaveResult | None, reporter: Reporter) -> None:
         return
     reporter.saved(run.progress.iteration, saved.paused)
     logger.info(
-        "saved checkpoint %s (training paused %.2f s, in its place after %.2f s)",
+        "saved checkpoint %s (training paused %.2f s, complete after %.2f s)",
         saved.folder,
         saved.paused,
         saved.taken,

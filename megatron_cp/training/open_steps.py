@@ -1,4 +1,4 @@
-"""Open the steps that a configuration asks for: of fixed-length samples, or packed."""
+"""Open the optimizer steps of a configuration: fixed-length or packed samples."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from typing import Any
 
 from megatron_cp.dynamic_cp.runtime.iterator import Scheduler
 from megatron_cp.training.batches import StaticSteps, Steps
-from megatron_cp.training.packed.steps import OneLength, PackedSteps
+from megatron_cp.training.packed.steps import FixedLengthSource, PackedSteps
 from megatron_cp.training.setup import Run
 
 
 def open_steps(
     run: Run, dataset: Any, consumed_samples: int, training: bool, scheduler: Scheduler | None = None
 ) -> Steps:
-    """The steps of a configuration over a dataset, starting after ``consumed_samples``.
+    """Return the steps over a dataset, starting after ``consumed_samples``.
 
-    ``scheduler`` schedules packs instead of the configured one.
+    Args:
+        scheduler: schedules packs; the configured one by default.
     """
     packed = run.config.model.sequence_packing_scheduler is not None
     in_other_groups = not training and run.config.dist.eval_context_parallel_size is not None
     if not packed and not in_other_groups:
         return StaticSteps(run, dataset, consumed_samples, training)
-    source = dataset if packed else OneLength(dataset, run.config.dataset.seq_length)
+    source = dataset if packed else FixedLengthSource(dataset, run.config.dataset.seq_length)
     return PackedSteps(run, source, consumed_samples, training, scheduler)

@@ -1,4 +1,4 @@
-"""The optimizer and its learning-rate schedule, both megatron-core's."""
+"""megatron-core's optimizer and learning-rate schedule, as configured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def build_optimizer(
     groups: ProcessGroupCollection,
     dtype: torch.dtype,
 ) -> MegatronOptimizer:
-    """megatron-core's optimizer over the wrapped model chunks; ``dtype`` is the parameters'."""
+    """Build megatron-core's optimizer over the wrapped model chunks.
+
+    ``dtype`` is the parameters' dtype.
+    """
     known = [field.name for field in fields(CoreOptimizerConfig)]
     core = CoreOptimizerConfig(
         **passed_on(chosen, known),
@@ -46,19 +49,22 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(core, model, overrides, use_gloo_process_groups=False, pg_collection=groups)
     if chosen.optimizer == "sgd":
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-            each.init_state_fn = _allocate_momentum  # megatron-core has none for SGD, and calls it to load a checkpoint
+            each.init_state_fn = _allocate_momentum  # megatron-core calls it on load, but has none for SGD
     return optimizer
 
 
 def _allocate_momentum(optimizer: torch.optim.Optimizer, config: CoreOptimizerConfig | None = None) -> None:
-    """The state that torch's SGD makes in its first step; beginning at zero is the same."""
+    """Allocate the zero momentum that torch's SGD allocates in the first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
 
 
 def schedule_of(schedule: SchedulerConfig, train: TrainConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
-    """What learning rate and weight decay follow, by megatron-core's names; its steps are samples."""
+    """Return the schedule of learning rate and weight decay, by megatron-core's names.
+
+    Schedule steps are counted in samples.
+    """
     batch, decay = train.global_batch_size, optimizer.weight_decay
     return {
         "init_lr": schedule.lr_warmup_init,
@@ -77,7 +83,7 @@ def schedule_of(schedule: SchedulerConfig, train: TrainConfig, optimizer: Optimi
 
 
 class ScheduledValues(NamedTuple):
-    """What the next step trains with, of the values that change from step to step."""
+    """Scheduled values of the next step."""
 
     learning_rate: float
     weight_decay: float
@@ -85,9 +91,12 @@ class ScheduledValues(NamedTuple):
 
 
 def scheduled_values(optimizer: MegatronOptimizer, fp16: bool) -> ScheduledValues:
-    """Read them from the optimizer before a step; afterwards it holds the values of the step after that."""
+    """Read the scheduled values from the optimizer, before a step.
+
+    After a step the optimizer holds the values of the following step.
+    """
     groups = optimizer.param_groups
-    decay = max(group["weight_decay"] for group in groups)  # biases and norms have none
+    decay = max(group["weight_decay"] for group in groups)  # biases and norms have no decay
     return ScheduledValues(
         get_canonical_lr_for_logging(groups) or 0.0, decay, optimizer.get_loss_scale() if fp16 else 1.0
     )

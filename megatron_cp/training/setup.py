@@ -1,4 +1,4 @@
-"""Build everything that a step needs, in the order in which it depends on each other."""
+"""Build everything that a step needs, in order of dependence."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ from megatron_cp.training.packed.groups import build_dynamic_groups
 
 @dataclass
 class TrainProgress:
-    """Where training stands; saved with every checkpoint."""
+    """Training position; saved with every checkpoint."""
 
     iteration: int = 0
     consumed_samples: int = 0
-    consumed_tokens: int = 0  # all tokens of the samples, masked ones too
+    consumed_tokens: int = 0  # all tokens of the samples, including masked ones
     skipped_iterations: int = 0
 
 
 @dataclass
 class Run:
-    """A run that is ready to step."""
+    """All objects of a run that is ready to step."""
 
     config: RunConfig
     layout: RankLayout
     core_config: TransformerConfig
     groups: ProcessGroupCollection
-    model: list[Any]  # DistributedDataParallel chunks, one a virtual pipeline stage
-    vocab_rows: int  # of the output layer, those that pad it among them
+    model: list[Any]  # DistributedDataParallel chunks, one per virtual pipeline stage
+    vocab_rows: int  # rows of the output layer, including padding
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     device: torch.device
@@ -64,7 +64,7 @@ class Run:
     phases: Phases = field(default_factory=Phases)
     skipped_in_a_row: int = 0
     dynamic_groups: DynamicGroups | None = None  # of packed microbatches
-    work_clock: WorkClock | None = None  # while somebody wants to know
+    work_clock: WorkClock | None = None  # set during calibration
     router_losses: RouterLosses | None = None  # of a mixture of experts
 
     @property
@@ -73,29 +73,36 @@ class Run:
 
     @property
     def all_ranks(self) -> ProcessGroup:
-        """The ranks of this run: all of the world's, but for a run that was given groups of its own."""
+        """The ranks of this run: the whole world, unless the run was given other groups."""
         return self.groups.intra_dist_opt
 
     def close(self) -> None:
-        """Drop the process groups and what keeps the model alive, so that another run can start in this process."""
+        """Destroy the process groups and break the cycle that keeps the model alive.
+
+        Afterwards another run can start in this process.
+        """
         if self.dynamic_groups is not None:
             self.dynamic_groups.destroy()
         destroy_process_groups(self.groups)
-        # Gradients' hooks hold the model, the model its configuration, that the optimizer, and the optimizer's views of
-        # parameters the hooks: a cycle through C++, where Python's collector does not see, so all of it would stay.
+        # Gradient hooks refer to the model, the model to the configuration, the configuration to the optimizer, and the
+        # optimizer to the hooks. The cycle passes through C++, so Python's garbage collector cannot free it.
         self.core_config.grad_scale_func = self.core_config.finalize_model_grads_func = None
         for module in (module for chunk in self.model for module in chunk.modules()):
-            if hasattr(module.forward, "cache_clear"):  # RoPE's remembers every instance that it was called on
+            if hasattr(module.forward, "cache_clear"):  # the cache of RoPE keeps every instance alive
                 module.forward.cache_clear()
 
 
 def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | None = None) -> Run:
-    """Groups, model, probe, data-parallel wrapper, optimizer and schedule of a finalized configuration.
+    """Build groups, model, optimizer, schedule and wrappers of a run. Collective.
 
-    Collective; torch.distributed must be initialized. ``vocab_size`` is the tokenizer's, before padding. ``groups``
-    are the run's own, of the configured sizes; by default they are built, over all ranks of the world.
+    torch.distributed must be initialized.
+
+    Args:
+        config: a finalized configuration.
+        vocab_size: the tokenizer's size, before padding.
+        groups: process groups of the configured sizes; built over all ranks by default.
     """
-    gc.collect()  # an earlier run of this process, which is full of cycles: its memory and its groups' threads
+    gc.collect()  # free the memory and group threads of an earlier run in this process
     model_config, distributed, precision = config.model, config.dist, config.mixed_precision
     groups = groups or build_process_groups(model_config, distributed)
     layout = layout_of(model_config, distributed, groups.intra_dist_opt.size())
@@ -110,7 +117,7 @@ def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | N
     if core_config.fp16 or core_config.bf16:
         chunks = [Float16Module(core_config, chunk) for chunk in chunks]
     model = wrap_data_parallel(config.ddp, core_config, chunks, groups, config.optimizer.use_distributed_optimizer)
-    if config.rng.data_parallel_random_init:  # replicas drew weights of their own, and all begin with the first's
+    if config.rng.data_parallel_random_init:  # replicas drew different weights; use the first replica's
         for chunk in model:
             chunk.broadcast_params()
     optimizer = build_optimizer(config.optimizer, precision, model, groups, core_config.params_dtype)
@@ -121,7 +128,7 @@ def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | N
         override_opt_param_scheduler=config.scheduler.override_opt_param_scheduler,
     )
     connect_schedule(core_config, model, optimizer, groups)
-    # Weights are the same on every rank that may hold a slice; what dropout draws from now on must not be.
+    # Weights are equal on every rank that may hold a slice; dropout must differ between slices.
     seed_everything(config.rng, groups, per_slice=True)
     rows = padded_vocab_size(model_config, vocab_size)
     run = Run(config, layout, core_config, groups, model, rows, optimizer, scheduler, device())
@@ -137,20 +144,20 @@ def wrap_data_parallel(
     groups: ProcessGroupCollection,
     use_distributed_optimizer: bool,
 ) -> list[DistributedDataParallel]:
-    """megatron-core's gradient buffers, reduced over data *and* context parallel ranks.
+    """Wrap chunks in gradient buffers reduced over data *and* context parallel ranks.
 
-    The chunks' ``ddp_config`` says what is overlapped: nothing where a rank shares its parameters with no other.
+    Overlap is turned off where a rank shares parameters with no other rank; see the chunks' ``ddp_config``.
     """
     alone = groups.dp_cp.size() == groups.expt_dp.size() == 1
     ddp_config = DistributedDataParallelConfig(
         **passed_on(ddp, [field.name for field in fields(DistributedDataParallelConfig)]),
         overlap_grad_reduce=ddp.overlap_grad_reduce and not alone,
         overlap_param_gather=ddp.overlap_param_gather and not alone,
-        # megatron-core refuses patterns where all gradients are float32 anyway.
+        # megatron-core rejects patterns if all gradients are float32 anyway.
         param_name_patterns_for_fp32_local_accumulation=()
         if ddp.grad_reduce_in_fp32
         else tuple(ddp.param_name_patterns_for_fp32_local_accumulation),
-        check_for_nan_in_grad=False,  # ours tells all ranks, and where it began
+        check_for_nan_in_grad=False,  # training/step.py checks on all ranks and locates the origin
         use_distributed_optimizer=use_distributed_optimizer,
     )
     return [
@@ -165,7 +172,7 @@ def connect_schedule(
     optimizer: MegatronOptimizer,
     groups: ProcessGroupCollection,
 ) -> None:
-    """Tell megatron-core's schedules how to scale, synchronize and finish gradients."""
+    """Set the functions with which megatron-core's schedules process gradients."""
 
     def one_or_all(functions: list[Any]) -> Any:
         return functions if len(functions) > 1 else functions[0]

@@ -1,4 +1,7 @@
-"""SIGINT, SIGTERM and SIGHUP end a run after a checkpoint: noticed between steps, reported to all ranks."""
+"""Stop a run after a checkpoint on SIGINT, SIGTERM or SIGHUP.
+
+Signals are read between steps and reported to all ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,22 @@ from types import FrameType
 
 from megatron_cp.launch.process import drop_lost_output, handled, signals_to_stop_at
 
-_SAME_KEY_PRESS = 1.0  # seconds: a terminal and a launcher may both pass one Ctrl-C on
+_SAME_KEY_PRESS = 1.0  # seconds: a terminal and a launcher may both pass on one Ctrl-C
 
 
 class SignalWatch(ExitStack):
-    """Remembers the signal that asked this rank to stop. A second SIGINT stops it at once, without a checkpoint."""
+    """Stores the first signal that asked this rank to stop.
+
+    A second SIGINT raises KeyboardInterrupt at once, without a checkpoint.
+    """
 
     def __init__(self, enabled: bool) -> None:
         super().__init__()
         self.received = 0
         self._at = 0.0
-        self.enter_context(handled(signals_to_stop_at() if enabled else (), self._remember))
+        self.enter_context(handled(signals_to_stop_at() if enabled else (), self._store_signal))
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _store_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             drop_lost_output()
         if not self.received:
@@ -30,6 +36,9 @@ class SignalWatch(ExitStack):
             raise KeyboardInterrupt
 
 
-def sigterm_waits(enabled: bool) -> AbstractContextManager[None]:
-    """Ignore SIGTERM and SIGHUP: launchers send them to the ranks left, which have yet to report what they lost."""
+def ignore_sigterm(enabled: bool) -> AbstractContextManager[None]:
+    """Ignore SIGTERM and SIGHUP while this rank reports its error.
+
+    Launchers send them to the remaining ranks as soon as one rank has failed.
+    """
     return handled((signal.SIGTERM, signal.SIGHUP) if enabled else (), signal.SIG_IGN)

@@ -1,10 +1,10 @@
-"""One optimizer step through megatron-core's own pipeline schedules.
+"""One optimizer step through megatron-core's pipeline schedules.
 
-The loss is always the sum over tokens, divided once by the number of unmasked tokens of the whole global batch: the
-only normalization that is exact when ranks hold different numbers of them, as context-parallel ranks do.
+The loss is the sum over tokens, divided once by the number of unmasked tokens of the global batch. No other
+normalization is exact when ranks hold different token counts, as context-parallel ranks do.
 
-The host launches all of a step, and waits for the device once, before the parameters change: for the losses, the
-gradients' norm and the ranks' reports to each other.
+The host launches the whole step and synchronizes with the device once, before the parameters change. It then reads the
+losses, the gradient norm and the reports of all ranks.
 """
 
 from __future__ import annotations
@@ -36,21 +36,24 @@ from megatron_cp.training.monitor.step_report import StepReport, gather_reports,
 from megatron_cp.training.setup import Run
 
 Report = Callable[[], StepReport]
+_OLDER_CHECKPOINT = f"{NAME.checkpoint.ckpt_step}=ITERATION (an older checkpoint)"
 
 
 @dataclass(frozen=True)
 class StepResult(StepLosses):
-    """What one optimizer step did: its losses and what came of them. Equal on all ranks."""
+    """Losses and outcome of one optimizer step; equal on all ranks."""
 
     grad_norm: float | None = None
-    skipped: bool = True  # the parameters are as they were: inf or nan, or no token with a loss
+    skipped: bool = True  # parameters unchanged: inf or nan, or no token with a loss
     report: StepReport = field(default_factory=StepReport)  # over all ranks
 
 
 def train_step(run: Run, microbatches: Sequence[Microbatch], report: Report = StepReport) -> StepResult:
-    """Forward, backward, gradient reduction, optimizer and schedule for one global batch, this rank's microbatches.
+    """Run forward, backward, optimizer and schedule for one global batch.
 
-    ``report``: what this rank reports to all ranks with the losses. Called when all is launched.
+    Args:
+        microbatches: the microbatches of this rank.
+        report: makes the report that this rank sends with the losses. Called after everything is launched.
     """
     if not run.config.model.moe_router_enable_expert_bias:
         return _train_step(run, microbatches, report)
@@ -65,34 +68,32 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], report: Report = St
 
 def _train_step(run: Run, microbatches: Sequence[Microbatch], report: Report) -> StepResult:
     with run.phases("optimizer"):
-        _forget_gradients(run)
+        _zero_gradients(run)
     randomness = random_state()
     pending = forward_backward(run, microbatches, forward_only=False)
     with run.phases("optimizer"):
-        # With a loss scale the optimizer looks at gradients by itself, and only at those of a step that has a loss;
-        # until then all are suspected.
+        # With a loss scale the optimizer checks gradients itself, and only in steps with a loss. Until then treat all
+        # gradients as suspect.
         scaled = run.core_config.fp16
         unknown = torch.ones(1, dtype=torch.float64, device=run.device)
         gradients = (unknown, unknown) if scaled else measure_gradients(run)
-        losses, norm, suspected, reports = _read_at_once(run, pending, *gradients, report())
+        losses, norm, suspected, reports = _read_results(run, pending, *gradients, report())
         checked = run.config.ddp.check_for_nan_in_grad
         if not math.isfinite(losses.loss) or (checked and suspected and not gradients_are_finite(run)):
             where, damaged = _origin(run, microbatches, randomness)
             _skip_or_stop(run, f"{_not_finite(losses.loss)}; {where}", damaged)
             return StepResult(**vars(losses), report=reports)
         if not losses.tokens:
-            # A router's losses would be divided by nothing, and momentum alone would move the parameters.
-            logger.info("iteration %d: no token has a loss. The step is left out", run.progress.iteration + 1)
+            # Router losses would be divided by zero, and momentum alone would move the parameters.
+            logger.info("iteration %d: no token has a loss; step skipped", run.progress.iteration + 1)
             return StepResult(**vars(losses), report=reports)
         grad_norm = unscale_gradients(run) if scaled else exact_norm(run, norm)
         if grad_norm is None:
             _stop_if_the_scale_is_stuck(run, microbatches, randomness)
             return StepResult(**vars(losses), report=reports)
         if checked and overflows_in_optimizer(run.config.optimizer, grad_norm):
-            what = f"the loss is {losses.loss:.6f}, but the gradients' norm is {grad_norm:.3g}"
-            _skip_or_stop(
-                run, f"{what}: its square overflows float32 in the optimizer. {NAME.optimizer.clip_grad}=1 clips it"
-            )
+            what = f"the loss is {losses.loss:.6f}, but the gradient norm is {grad_norm:.3g}"
+            _skip_or_stop(run, f"{what}: the squared norm overflows float32", fix=f"{NAME.optimizer.clip_grad}=1, or ")
             return StepResult(**vars(losses), grad_norm=grad_norm, report=reports)
         success = apply_gradients(run.optimizer, grad_norm)
         if success:
@@ -101,18 +102,18 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch], report: Report) ->
     return StepResult(**vars(losses), grad_norm=grad_norm, skipped=not success, report=reports)
 
 
-def _forget_gradients(run: Run) -> None:
+def _zero_gradients(run: Run) -> None:
     for chunk in run.model:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
 
 
-def _read_at_once(
+def _read_results(
     run: Run, losses: PendingLosses, norm: torch.Tensor, suspected: torch.Tensor, report: StepReport
 ) -> tuple[StepLosses, float, bool, StepReport]:
-    """The losses, the gradients' norm, whether any rank suspects its gradients, and all ranks' reports. Collective.
+    """Read losses, gradient norm, non-finite flag and all ranks' reports. Collective.
 
-    The only place of a step where the host waits for the device.
+    The only place in a step where the host waits for the device.
     """
     reports = gather_reports(report, suspected, run.all_ranks)
     parts = [norm, reports.flatten(), pack(losses)]
@@ -121,11 +122,11 @@ def _read_at_once(
 
 
 def _origin(run: Run, microbatches: Sequence[Microbatch], randomness: dict[str, Any]) -> tuple[str, bool]:
-    """Where this step's numbers that are not finite came from, and whether the parameters are damaged. Collective."""
+    """Locate the first non-finite number; also return whether parameters are damaged."""
 
     def repeat() -> float:
         restore_random_state(randomness)
-        _forget_gradients(run)
+        _zero_gradients(run)
         return forward_backward(run, microbatches, forward_only=False).read().loss
 
     return origin(run, repeat)
@@ -135,26 +136,26 @@ def _not_finite(loss: float) -> str:
     return f"the loss is {loss}" if not math.isfinite(loss) else f"the loss is {loss:.6f}, but gradients are not finite"
 
 
-def _skip_or_stop(run: Run, what: str, damaged: bool = False) -> None:
-    """Say ``what`` is wrong with a step's numbers; return if the step may be left out.
+def _skip_or_stop(run: Run, what: str, damaged: bool = False, fix: str = "") -> None:
+    """Skip a step with invalid numbers (described by ``what``), or stop the run.
 
     Raises:
-        RuntimeFault: on every rank.
+        RuntimeFault: on every rank, if the step must not be skipped.
     """
     what = f"iteration {run.progress.iteration + 1}: {what}"
     run.skipped_in_a_row += 1
     if run.config.train.on_nonfinite == "stop" or damaged or run.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        hint = f"{NAME.checkpoint.ckpt_step} goes back to an older checkpoint"
         if run.config.train.on_nonfinite == "stop" and not damaged:
-            hint = f"{NAME.train.on_nonfinite}=skip leaves such a step out; " + hint
+            fix += f"{NAME.train.on_nonfinite}=skip (skips such steps), or "
         elif not damaged:
-            hint = f"{run.skipped_in_a_row} steps in a row were left out; " + hint
-        raise RuntimeFault(f"{what}. The parameters were not changed. {hint}.", on_all_ranks=True)
-    logger.info("%s. The step is left out", what)
+            what += f"; {run.skipped_in_a_row} steps in a row were skipped"
+        fix += _OLDER_CHECKPOINT
+        raise RuntimeFault(f"{what}. The parameters were not changed. Fix: {fix}", on_all_ranks=True)
+    logger.info("%s; step skipped", what)
 
 
 def _stop_if_the_scale_is_stuck(run: Run, microbatches: Sequence[Microbatch], randomness: dict[str, Any]) -> None:
-    """After an fp16 step that overflowed: return unless that goes on at a loss scale that cannot fall any further.
+    """Stop an fp16 run that keeps overflowing at the lowest loss scale.
 
     Raises:
         RuntimeFault: on every rank.
@@ -167,28 +168,31 @@ def _stop_if_the_scale_is_stuck(run: Run, microbatches: Sequence[Microbatch], ra
     if run.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
         return
     where, _ = _origin(run, microbatches, randomness)
-    which, hint = "the lowest", f"Lower {NAME.mixed_precision.min_loss_scale}, or train with mixed_precision=bf16_mixed"
+    setting, other = NAME.mixed_precision.min_loss_scale, "mixed_precision=bf16_mixed"
     if precision.loss_scale is not None:
-        which, hint = "a constant one", f"Lower {NAME.mixed_precision.loss_scale}, or leave it null to search for one"
+        setting, other = NAME.mixed_precision.loss_scale, f"{NAME.mixed_precision.loss_scale}=null (searches for one)"
     raise RuntimeFault(
-        f"iteration {run.progress.iteration + 1}: gradients overflow at the loss scale {scale:g}, {which}, and "
-        f"{run.skipped_in_a_row} steps in a row were left out; {where}. The parameters were not changed. {hint}; "
-        f"{NAME.checkpoint.ckpt_step} goes back to an older checkpoint.",
+        f"iteration {run.progress.iteration + 1}: gradients overflow at the loss scale {setting}={scale:g}, and "
+        f"{run.skipped_in_a_row} steps in a row were skipped; {where}. The parameters were not changed. "
+        f"Fix: {setting}={scale / 2:g}, or {other}, or {_OLDER_CHECKPOINT}",
         on_all_ranks=True,
     )
 
 
 def evaluate(run: Run, steps: Steps, count: int, asked_to_stop: Callable[[], int]) -> tuple[float, int]:
-    """Mean loss per unmasked token over the next ``count`` global batches, without touching the model.
+    """Return the mean loss per unmasked token over the next ``count`` global batches.
 
-    And what ``asked_to_stop`` says before each of them: where it is not 0, the loss is of the batches before. It must
-    say the same on all ranks.
+    Args:
+        asked_to_stop: called before each batch; returns the same value on all ranks. Not 0: stop there.
+
+    Returns:
+        The loss over the evaluated batches, and the last value of ``asked_to_stop``.
     """
     for chunk in run.model:
         chunk.eval()
         if chunk.ddp_config.overlap_param_gather:
-            # Forward passes gather the weights of the modules that they call: not of the embedding's copy on the last
-            # stage, by which the layers for further tokens, left out here, share it with the output layer.
+            # Forward passes gather the weights of the modules they call. Evaluation skips the MTP layers, so the
+            # embedding copy on the last stage, which the output layer shares, needs this explicit gather.
             chunk.start_param_sync(force_sync=True)
     total, tokens, stop = 0.0, 0, 0
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""One training run from a checked configuration: the way down, and the last screen."""
+"""One training run from a checked configuration, from setup to the final log line."""
 
 from __future__ import annotations
 
@@ -34,83 +34,79 @@ from megatron_cp.parallel.collectives import run_on_all_ranks, sum_over_ranks
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import checked
 from megatron_cp.training.checkpoint.files import LATEST, latest_iteration, newer_than_latest
-from megatron_cp.training.checkpoint.resume import ResumePoint, begin_with, find_start
-from megatron_cp.training.checkpoint.run_lock import only_run_in
+from megatron_cp.training.checkpoint.resume import ResumePoint, find_resume_point, resume_fix
+from megatron_cp.training.checkpoint.run_lock import lock_run_folder
 from megatron_cp.training.checkpoint.saver import load_checkpoint
-from megatron_cp.training.consistency import check_all_ranks_agree, common_resume_point
+from megatron_cp.training.consistency import check_consistency, common_resume_point
 from megatron_cp.training.loop import TrainResult, evaluate_all, train
-from megatron_cp.training.monitor.measuring import held_out_settings, unlike_the_run
-from megatron_cp.training.monitor.metrics import Reporter, logger, start_logging, wants_live_line
+from megatron_cp.training.monitor.measuring import differences_from_run, held_out_settings
+from megatron_cp.training.monitor.metrics import Reporter, logger, shows_progress_line, start_logging
 from megatron_cp.training.monitor.peak import Peak, find_peak
 from megatron_cp.training.monitor.sinks import writing_into
-from megatron_cp.training.packed.scheduling import reported_by_all_schedules
+from megatron_cp.training.packed.scheduling import schedule_fields
 from megatron_cp.training.setup import Run, setup
-from megatron_cp.training.signals import SignalWatch, sigterm_waits
+from megatron_cp.training.signals import SignalWatch, ignore_sigterm
 
 
 def run(config: RunConfig, before: Callable[[RunConfig], None] | None = None) -> int:
-    """Train as configured, see :func:`run_training`; returns the process's exit code."""
+    """Train as configured (:func:`run_training`) and return the exit code."""
     return run_training(config, before).exit_code
 
 
 def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None = None) -> TrainResult:
-    """Train as configured.
-
-    ``before`` is called on every rank when torch.distributed runs and no process group of the run exists yet.
+    """Train as configured; ``before`` runs on every rank before the run has groups.
 
     Raises:
-        ConfigError, DataError: a file that the run needs is missing or unusable; every rank raises the same.
-        RuntimeFault: the run cannot go on; the message says where and what to do.
+        ConfigError, DataError: a required file is missing or unusable. Raised on every rank.
+        RuntimeFault: training failed. The message names the place and the fix.
     """
     rank, world_size = launcher.rank(), launcher.world_size() or 1
-    # The command line has checked already, without importing torch; whoever calls this from Python has not.
+    # Python callers have not checked the configuration yet; the command line has.
     config = checked(config, world_size)
-    start_logging(rank, wants_live_line(config.logger.progress))
+    start_logging(rank, shows_progress_line(config.logger.progress))
     launcher.add_variables(config.env_vars)
-    # What needs no other rank is read first: a missing file ends the run before any process group exists.
+    # Read local files first, so that a missing file ends the run before process groups exist.
     tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = _vocab_size(config.model.vocab_size, tokenizer)
-    config = replace(config, model=replace(config.model, vocab_size=vocab_size))  # for its checkpoints to tell
+    config = replace(config, model=replace(config.model, vocab_size=vocab_size))  # recorded in checkpoints
     check_files(config.dataset, tokenizer, config.tokenizer)
     if "M" in config.model.layer_letters:
         check_mamba_ssm()
-    find_start(config)
+    find_resume_point(config)
     check_save_folder(config.checkpoint.save)
     start_distributed(config.dist)
-    roll, alone = HealthMonitor(timeout=60 * config.dist.distributed_timeout_minutes), False
-    with ExitStack() as leaving:
+    health, alone = HealthMonitor(timeout=60 * config.dist.distributed_timeout_minutes), False
+    with ExitStack() as stack:
         try:
-            check_all_ranks_agree(asdict(config))
-            # A measured run has no folder of its own: another may train in it meanwhile.
+            check_consistency(asdict(config))
+            # An evaluation writes no checkpoints, so a training run may use the folder at the same time.
             if config.checkpoint.save and not config.train.skip_train:
                 seconds = config.dist.distributed_timeout_minutes * 60
-                leaving.enter_context(only_run_in(Path(config.checkpoint.save), seconds))
+                stack.enter_context(lock_run_folder(Path(config.checkpoint.save), seconds))
             if before is not None:
-                roll.doing = lambda: "verification of the layout"
+                health.doing = lambda: "verification of the layout"
                 before(config)
-            start = common_resume_point(
-                partial(find_start, config)
-            )  # once more: another run may have come further meanwhile
-            return _run(config, tokenizer, vocab_size, start, roll)
+            start = common_resume_point(partial(find_resume_point, config))  # again, now under the lock
+            return _run(config, tokenizer, vocab_size, start, health)
         except DataError:
-            raise  # told to all ranks already, each of which raises it
+            raise  # already raised on all ranks
         except BaseException as error:
-            leaving.enter_context(sigterm_waits(config.train.exit_signal_handler))
+            stack.enter_context(ignore_sigterm(config.train.exit_signal_handler))
             alone = failed_alone(error)
-            fault = roll.explain(error)
+            fault = health.explain(error)
             if fault is None:
                 raise
             raise fault from error
         finally:
-            roll.close()
+            health.close()
             stop_distributed(alone=alone)
 
 
 def check_save_folder(save: str | None) -> None:
-    """Make the folder that the run will write into.
+    """Create the run folder.
 
     Raises:
-        ConfigError: it cannot be made or written, or holds a pipe, which would wait for its reader.
+        ConfigError: the folder cannot be created or written, or holds a pipe (opening one would block).
     """
     if not save:
         return
@@ -122,62 +118,65 @@ def check_save_folder(save: str | None) -> None:
         if pipes := [path for path in special_files(folder) if path.is_fifo()]:
             raise OSError(errno.EINVAL, f"{pipes[0]} is a pipe")
     except OSError as error:
-        message, fix = f"cannot be a folder to write into: {error.strerror}", f"{NAME.checkpoint.save}=runs/another"
+        message, fix = f"cannot be used as the run folder: {error.strerror}", f"{NAME.checkpoint.save}=runs/another"
         raise ConfigError([Violation("", "error", NAME.checkpoint.save, message, fix, save)]) from error
 
 
 def _vocab_size(known: int | None, tokenizer: Tokenizer) -> int:
-    """Tokens that the model knows: as configured (``known``), else those of the tokenizer.
+    """Return the configured vocabulary size ``known``, else the tokenizer's.
 
     Raises:
-        ConfigError: the tokenizer has more, which only its files could tell (rule K11 compares what is configured).
+        ConfigError: the tokenizer has more tokens (rule K11 does not read the tokenizer's files).
     """
     if known is not None and known < tokenizer.vocab_size:
-        message = f"the tokenizer's {tokenizer.vocab_size} tokens do not fit a vocabulary of {known}"
+        message = f"the tokenizer has {tokenizer.vocab_size} tokens, more than the vocabulary of {known}"
         fix = f"{NAME.model.vocab_size}={tokenizer.vocab_size}, or {NAME.model.vocab_size}=null"
         raise ConfigError([Violation("K11", "error", NAME.model.vocab_size, message, fix, known)])
     return known or tokenizer.vocab_size
 
 
 def _run(
-    config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: ResumePoint | None, roll: HealthMonitor
+    config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: ResumePoint | None, health: HealthMonitor
 ) -> TrainResult:
     folder = Path(config.checkpoint.save or "")
     datasets = _datasets(config, tokenizer, start)
     ready = setup(config, vocab_size)
-    roll.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"
+    health.doing = lambda: f"{ready.phases.current} of iteration {ready.progress.iteration + 1}"
     data_state, measured = None, config.train.skip_train
     if start is not None:
         weights_only = start.finetune or measured
         data_state = load_checkpoint(ready, start.root, start.iteration, weights_only).get("train")
         if measured:
             ready.progress.iteration = start.iteration
-        how = "measuring" if measured else "begun with the weights of" if start.finetune else "resumed from"
+        how = "evaluating" if measured else "started with the weights of" if start.finetune else "resumed from"
         logger.info("%s iteration %d of %s", how, start.iteration, start.root)
-        asked = config.checkpoint.ckpt_step
-        if asked is not None and asked != start.iteration:
-            logger.info(f"{NAME.checkpoint.ckpt_step}=%d is where this run began, and it has come further since", asked)
-        elif measured and asked is not None and (newest := latest_iteration(start.root)) not in (asked, None):
-            logger.info(f"{NAME.checkpoint.ckpt_step}=%d names it; the newest one is of iteration %d", asked, newest)
+        requested = config.checkpoint.ckpt_step
+        if requested is not None and requested != start.iteration:
+            logger.info(f"{NAME.checkpoint.ckpt_step}=%d: this run started there and has newer checkpoints", requested)
+        elif measured and requested is not None and (newest := latest_iteration(start.root)) not in (requested, None):
+            logger.info(
+                f"{NAME.checkpoint.ckpt_step}=%d: selected; the newest checkpoint is of iteration %d", requested, newest
+            )
         newer = newer_than_latest(start.root)
-        if asked is None and newer is not None and start.iteration == latest_iteration(start.root):
-            way = begin_with(config, start.root, newer)
-            logger.warning("%s/%s names iteration %d; %d is newer: %s", start.root, LATEST, start.iteration, newer, way)
+        if requested is None and newer is not None and start.iteration == latest_iteration(start.root):
+            way = resume_fix(config, start.root, newer)
+            message = "%s/%s names iteration %d, but iteration %d is newer. To use it: %s"
+            logger.warning(message, start.root, LATEST, start.iteration, newer, way)
     begun_at = ready.progress.iteration
     trains = not measured and ready.progress.iteration < config.train.train_iters
-    if trains:  # else the folder keeps the settings that its iterations were trained with
+    if trains:  # otherwise config.yaml keeps the settings of the trained iterations
         _write_config(config, folder)
-    _announce(ready, vocab_size)
+    _log_model(ready, vocab_size)
     peak: Peak | None = None
     unlike: dict[str, object] = {}
     if trains:
         given = config.logger.peak_tflops_per_device
         peak = find_peak(given, ready.core_config.params_dtype, ready.device, ready.all_ranks)
-        logger.info("MFU: of a %s peak of %.4g TFLOP/s a device (%s)", peak.source, peak.tflops, peak.how)
+        logger.info("MFU: relative to a %s peak of %.4g TFLOP/s per device (%s)", peak.source, peak.tflops, peak.how)
     elif start is not None and dist.get_rank() == 0:
         samples, _ = config.evaluation_batch
         held_out = held_out_settings(config.dataset, config.tokenizer, config.validation.eval_iters, samples)
-        unlike = unlike_the_run(held_out, folder, Path(start.root))
+        unlike = differences_from_run(held_out, folder, Path(start.root))
     reporter = Reporter(
         config.logger,
         config.train.train_iters,
@@ -185,7 +184,7 @@ def _run(
         ready.progress.iteration,
         writes=dist.get_rank() == 0,
         trains=trains,
-        reported_by_all_schedules=reported_by_all_schedules(config.model, ready.layout),
+        schedule_fields=schedule_fields(config.model, ready.layout),
         run_settings=config.as_written(),
         unlike=unlike,
         peak=peak,
@@ -196,8 +195,8 @@ def _run(
         else:
             outcome = train(ready, datasets, folder, reporter, watch, data_state)
     if dist.get_rank() == 0 and not measured:
-        _last_words(ready, folder, outcome, begun_at)
-    # Not after an error: ranks that wait in these groups would see them break before they can be told why.
+        _log_result(ready, folder, outcome, begun_at)
+    # Skipped after an error: other ranks may still use these groups until they receive the report.
     ready.close()
     return outcome
 
@@ -218,21 +217,21 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, start: ResumePoint | None
             taken = TokensUsed(consumed, last, train.global_batch_size, eval_iters, eval_batch_size)
             log_data(config.dataset, config.tokenizer, datasets, tokenizer.eod, taken)
 
-    run_on_all_ranks(report)  # a file that the first rank can no longer read ends all ranks
+    run_on_all_ranks(report)  # a read error on rank 0 ends all ranks
     return datasets
 
 
 def _write_config(config: RunConfig, folder: Path) -> None:
     if dist.get_rank() == 0:
         settings = settings_of(config)
-        # As used: a longer run from this file has the same schedule, which its own length no longer cuts.
+        # Record the warmup in use, so that a longer run from this file keeps the same schedule.
         if config.scheduler.lr_warmup_fraction is None:
             settings["scheduler"]["lr_warmup_iters"] = config.scheduler.warmup_iters(config.train.train_iters)
         with writing_into(folder):
             write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
 
 
-def _announce(ready: Run, vocab_size: int) -> None:
+def _log_model(ready: Run, vocab_size: int) -> None:
     parameters = count_parameters(ready)
     model = ready.config.model
     logger.info(
@@ -253,7 +252,7 @@ def _announce(ready: Run, vocab_size: int) -> None:
 
 
 def count_parameters(ready: Run) -> int:
-    """Of the whole model, each once: not what ranks hold copies of, and all ranks' experts. Collective."""
+    """Count each parameter of the whole model once, over all ranks. Collective."""
     groups = ready.groups
     counts = torch.zeros(2, dtype=torch.int64, device=ready.device)
     for parameter in (parameter for chunk in ready.model for parameter in chunk.parameters()):
@@ -266,7 +265,7 @@ def count_parameters(ready: Run) -> int:
     return int(sum_over_ranks(dense, groups.mp) + sum_over_ranks(experts, groups.tp_ep_pp))
 
 
-def _last_words(ready: Run, folder: Path, outcome: TrainResult, begun_at: int) -> None:
+def _log_result(ready: Run, folder: Path, outcome: TrainResult, begun_at: int) -> None:
     if outcome.last_loss is None:
         logger.info("nothing to do: already at iteration %d", ready.progress.iteration)
         return

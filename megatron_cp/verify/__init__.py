@@ -1,1 +1,1 @@
-"""Whether a layout trains the same model as one rank does: run both on the same tokens and compare."""
+"""Compare a layout's training results with a single rank on the same tokens."""

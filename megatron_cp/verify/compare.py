@@ -1,4 +1,4 @@
-"""Compare a layout with one rank, or with another layout, on the same weights and tokens."""
+"""Compare a layout with a single rank, or another layout, on the same data."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from megatron_cp.common.errors import RuntimeFault
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.parallel.collectives import broadcast_object, gather_objects
 from megatron_cp.parallel.layout import RankLayout, layout_of
-from megatron_cp.parallel.process_groups import build_lone_groups
+from megatron_cp.parallel.process_groups import build_single_rank_groups
 from megatron_cp.training.step import StepResult
-from megatron_cp.verify.measure import Measurement, measure, same_packs, with_dummies
+from megatron_cp.verify.measure import Measurement, add_dummies, measure, same_packs
 from megatron_cp.verify.tensors import TensorDifferences, compare_tensors
 
-# What rounding in float32 explains, relative to the reference: sums taken in another order differ by about 1e-7 in the
-# loss and 1e-6 in the norm. A gradient's elements cancel; they are relative to the largest one of their parameter. The
-# optimizer divides them by their own size, and several steps add up.
+# Float32 rounding, relative to the reference: other summation orders change the loss by about 1e-7 and the norm by
+# about 1e-6. Gradient elements cancel, so they are compared with the largest one of their parameter. The optimizer
+# divides by magnitudes, and differences of several steps add up.
 LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE, UPDATE_TOLERANCE = 1e-5, 1e-5, 1e-4, 1e-3
 RATE_TOLERANCE = 1e-12
-TOKEN_LOSSES, NORM = "each token's loss", "gradient norm"  # names of rows
-# A token's loss that is smaller than this share of the largest is compared relative to that share.
+TOKEN_LOSSES, NORM = "each token's loss", "gradient norm"  # row names
+# Smaller token losses are compared relative to this share of the largest.
 TOKEN_FLOOR = 0.1
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that is compared. ``values`` are the reference's and the layout's, as they are shown.
+    """One compared quantity, with the displayed values of reference and layout.
 
-    ``step`` counts from 1; None: of all steps.
+    ``step`` counts from 1; None: all steps.
     """
 
     name: str
@@ -44,35 +44,35 @@ class Row:
 
     @property
     def equal(self) -> bool:
-        return self.difference <= self.tolerance  # nan is not
+        return self.difference <= self.tolerance  # False for nan
 
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """How the losses of single tokens differ, in the first step. Equal on all ranks."""
+    """Differences of single tokens' losses in the first step; equal on all ranks."""
 
     difference: float
-    wrong: int  # labels whose tokens' losses differ
+    wrong: int  # labels whose losses differ
     number: int  # labels with a loss
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found. Equal on all ranks."""
+    """Results of a comparison; equal on all ranks."""
 
     reference: list[StepResult]
-    layout: list[StepResult]  # empty where the layout did not run
-    tokens: list[TokenLosses]  # of the main loss, and of each depth of multi-token prediction
-    rates: tuple[float, str, str]  # largest relative difference, and where it is: the reference's and the layout's
+    layout: list[StepResult]  # empty if the layout failed to run
+    tokens: list[TokenLosses]  # for the main loss and each MTP depth
+    rates: tuple[float, str, str]  # largest relative difference; reference and layout there
     gradients: TensorDifferences
     updates: TensorDifferences
     ranks: RankLayout
     probe: str | None
-    fault: str | None  # why the layout did not run at all
+    fault: str | None  # why the layout failed to run
     seconds: tuple[float, float]
 
     def rows(self) -> list[Row]:
-        """Everything that was compared, in the order in which it is computed."""
+        """List all compared quantities, in the order of computation."""
         if self.fault is not None:
             return []
         first, mine = self.reference[0], self.layout[0]
@@ -81,9 +81,9 @@ class Comparison:
             name = TOKEN_LOSSES if depth == 0 else f"{TOKEN_LOSSES}, MTP depth {depth}"
             values = "", f"{losses.wrong} of {losses.number} wrong"
             rows.append(Row(name, 1, values, losses.difference, LOSS_TOLERANCE))
-        for step, (ours, theirs) in enumerate(zip(self.reference, self.layout, strict=True), 1):
-            found = _numbers_of(theirs)
-            for name, number in _numbers_of(ours).items():
+        for step, (expected_step, measured) in enumerate(zip(self.reference, self.layout, strict=True), 1):
+            found = _numbers_of(measured)
+            for name, number in _numbers_of(expected_step).items():
                 tolerance = NORM_TOLERANCE if name == NORM else LOSS_TOLERANCE
                 shown = f"{number:.7f}", f"{found[name]:.7f}"
                 rows.append(Row(name, step, shown, _relative(number, found[name]), tolerance))
@@ -94,13 +94,13 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether the layout trains the same model, up to rounding."""
+        """Whether the layout's results match the reference, up to rounding."""
         copies = self.gradients.replicas or self.updates.replicas
         return self.fault is None and self.probe is None and copies is None and all(row.equal for row in self.rows())
 
 
 def _numbers_of(step: StepResult) -> dict[str, float]:
-    """A step's losses and gradient norm, each by the name that it is shown under."""
+    """Return a step's losses and gradient norm by display name."""
     depths = {f"MTP loss of depth {depth}": loss for depth, loss in enumerate(step.mtp_losses, 1)}
     return {"loss": step.loss} | depths | step.router_losses | {NORM: step.grad_norm or 0.0}
 
@@ -111,22 +111,22 @@ def _worst(what: str, found: TensorDifferences, tolerance: float) -> Row:
 
 
 def _relative(a: float, b: float) -> float:
-    """The difference, relative to ``a``; infinite where either is not a number."""
+    """Return the difference relative to ``a``; infinite if either is NaN."""
     difference = abs(a - b) / max(abs(a), 1e-30)
     return difference if difference == difference else math.inf
 
 
 def compare_with_single_rank(layout: RunConfig, reference: RunConfig) -> Comparison:
-    """Run ``reference``, a configuration for one rank, then ``layout`` on all. Collective.
+    """Run the single-rank ``reference``, then ``layout`` on all ranks. Collective.
 
-    Every rank runs the reference, each by itself, because megatron-core's optimizer is built by all ranks of the world
-    together; rank 0's is the one that counts. Samples are packed as the layout packs them.
+    Every rank runs the reference by itself, because megatron-core's optimizer needs collectives of the whole world;
+    rank 0's result counts. Samples are packed as in the layout.
 
     Raises:
         RuntimeFault: the layout failed on this rank alone.
     """
     started = time.monotonic()
-    alone = build_lone_groups(reference.dist.distributed_timeout_minutes)
+    alone = build_single_rank_groups(reference.dist.distributed_timeout_minutes)
     ranks = layout_of(layout.model, layout.dist, dist.get_world_size())
     found = measure(reference, alone, scheduler=same_packs(layout.model, ranks, layout.dataset.seq_length))
     found.steps, found.rates, found.token_losses = broadcast_object((found.steps, found.rates, found.token_losses))
@@ -136,11 +136,11 @@ def compare_with_single_rank(layout: RunConfig, reference: RunConfig) -> Compari
 
 
 def compare_layouts(first: RunConfig, second: RunConfig) -> Comparison:
-    """Run two layouts of one model, one after the other, on all ranks. Collective."""
+    """Run two layouts of one model in sequence on all ranks. Collective."""
     started = time.monotonic()
     ranks, others = (layout_of(each.model, each.dist, dist.get_world_size()) for each in (first, second))
-    found = measure(first, scheduler=with_dummies(first.model, ranks))
-    found.token_losses = next(theirs for theirs in gather_objects(found.token_losses) if theirs.numel())
+    found = measure(first, scheduler=add_dummies(first.model, ranks))
+    found.token_losses = next(measured for measured in gather_objects(found.token_losses) if measured.numel())
     return _compare(found, second, others, time.monotonic() - started)
 
 
@@ -148,7 +148,7 @@ def _compare(reference: Measurement, layout: RunConfig, ranks: RankLayout, secon
     started = time.monotonic()
     result, fault = Measurement(), None
     try:
-        result = measure(layout, weights=reference.weights, scheduler=with_dummies(layout.model, ranks))
+        result = measure(layout, weights=reference.weights, scheduler=add_dummies(layout.model, ranks))
     except RuntimeFault as error:
         if not error.on_all_ranks:
             raise
@@ -168,31 +168,34 @@ def _compare(reference: Measurement, layout: RunConfig, ranks: RankLayout, secon
 
 
 def _largest_difference(reference: list[StepResult], steps: list[StepResult]) -> float:
-    """Of what a rank reports from the reference: all should report the same."""
+    """Return the largest difference of a rank's reports from the reference."""
     found = [
         _relative(a, b)
-        for ours, theirs in zip(reference, steps, strict=False)
-        for a, b in zip(_numbers_of(ours).values(), _numbers_of(theirs).values(), strict=True)
+        for expected_step, measured in zip(reference, steps, strict=False)
+        for a, b in zip(_numbers_of(expected_step).values(), _numbers_of(measured).values(), strict=True)
     ]
     return max(found, default=0.0)
 
 
 def _compare_tokens(reference: torch.Tensor, layout: torch.Tensor) -> list[TokenLosses]:
-    """For each loss of a token; collective."""
+    """Compare token losses, for the main loss and each MTP depth. Collective."""
     scale = reference.abs().maximum(TOKEN_FLOOR * reference.abs().amax(dim=1, keepdim=True)).clamp(min=1e-30)
     errors = ((layout - reference).abs() / scale).nan_to_num(nan=math.inf) if layout.numel() else torch.zeros(1, 1)
     mine = [(row.max().item(), int((row > LOSS_TOLERANCE).sum())) for row in errors]
     numbers = [int((row != 0).sum()) for row in reference]
-    everyone = [theirs for theirs in gather_objects(mine) if len(theirs) == len(numbers)]
-    worst = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)] or [(0.0, 0)] * len(numbers)
+    gathered = [measured for measured in gather_objects(mine) if len(measured) == len(numbers)]
+    worst = [max(of_ranks) for of_ranks in zip(*gathered, strict=True)] or [(0.0, 0)] * len(numbers)
     return [TokenLosses(difference, wrong, number) for (difference, wrong), number in zip(worst, numbers, strict=True)]
 
 
 def _compare_rates(reference: list[tuple[float, ...]], layout: Sequence[tuple[float, ...]]) -> tuple[float, str, str]:
-    """The largest difference of a learning rate from the nearest of the reference's in the same step; collective."""
+    """Return the largest learning-rate difference. Collective.
+
+    Each rate is compared with the nearest one of the reference in the same step.
+    """
     worst = (0.0, f"{reference[0][-1]:.3g} to {reference[-1][-1]:.3g}", "the same")
-    for rank, theirs in enumerate(gather_objects(list(layout))):
-        for step, (expected, rates) in enumerate(zip(reference, theirs, strict=False), 1):
+    for rank, measured in enumerate(gather_objects(list(layout))):
+        for step, (expected, rates) in enumerate(zip(reference, measured, strict=False), 1):
             for rate in rates:
                 nearest = min(expected, key=lambda each: abs(each - rate))
                 found = _relative(nearest, rate), f"{nearest:.6g}", f"{rate:.6g}, step {step}, rank {rank}"

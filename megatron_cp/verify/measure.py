@@ -1,4 +1,4 @@
-"""What a configuration computes in a few steps: losses, all gradients of the first step, and what all steps changed."""
+"""Run a few steps and record losses, first gradients and weight updates."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ from megatron_cp.dynamic_cp.types import Group, Schedule
 from megatron_cp.parallel.collectives import sum_over_ranks
 from megatron_cp.parallel.layout import RankLayout
 from megatron_cp.training.open_steps import open_steps
-from megatron_cp.training.packed.scheduling import keeps_step, make_schedule, model_cost, what_keeps_step
+from megatron_cp.training.packed.scheduling import is_lockstep, lockstep_sizes, make_schedule, model_cost
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import StepResult, train_step
-from megatron_cp.verify.shards import copy_of, gather_gradients, load_parameters, parameter_parts
+from megatron_cp.verify.shards import copy_shards, gather_gradients, load_parameters, parameter_shards
 
 
 @dataclass
 class Measurement:
-    """Of one rank: the steps' results are the same on all, the tensors are this rank's parts."""
+    """Results of one rank.
+
+    Step results are equal on all ranks; tensors are this rank's shards.
+    """
 
     steps: list[StepResult] = field(default_factory=list)
-    rates: list[tuple[float, ...]] = field(default_factory=list)  # learning rates of each step, without repetitions
-    # Sums of the first step's losses, over the tokens with the same label: [losses of a token, labels], float64. Empty
-    # on ranks that compute no loss.
+    rates: list[tuple[float, ...]] = field(default_factory=list)  # distinct learning rates of each step
+    # Sums of the first step's token losses by label: [losses of a token, labels], float64. Empty on ranks without a
+    # loss.
     token_losses: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0))
-    weights: list[ShardedTensor] = field(default_factory=list)  # as drawn, before the first step
-    gradients: list[ShardedTensor] = field(default_factory=list)  # of the first step, reduced and scaled, not clipped
-    updates: list[ShardedTensor] = field(default_factory=list)  # by how much all steps together changed the weights
-    probe: str | None = None  # what the attention probe said, None if nothing
+    weights: list[ShardedTensor] = field(default_factory=list)  # before the first step
+    gradients: list[ShardedTensor] = field(default_factory=list)  # first step, reduced and scaled, not clipped
+    updates: list[ShardedTensor] = field(default_factory=list)  # change of the weights over all steps
+    probe: str | None = None  # error of the attention probe, if any
 
 
 def measure(
@@ -49,12 +52,12 @@ def measure(
     weights: list[ShardedTensor] | None = None,
     scheduler: Scheduler | None = None,
 ) -> Measurement:
-    """Train ``train.train_iters`` steps as configured. Collective over the ranks of the run.
+    """Train ``train.train_iters`` steps and record results. Collective.
 
     Args:
-        groups: the run's process groups; built from the configuration over all ranks by default.
-        weights: the parts of the initial weights that this rank holds; drawn from the seed by default.
-        scheduler: schedules packs; as configured by default.
+        groups: the run's process groups; built over all ranks by default.
+        weights: shards of the initial weights that this rank holds; drawn from the seed by default.
+        scheduler: schedules packs; the configured one by default.
     """
     tokenizer = build_tokenizer(config.tokenizer)
     train_iters = config.train.train_iters
@@ -65,7 +68,7 @@ def measure(
         result = Measurement(probe=_probe(run) if groups is None else None)
         if weights is not None:
             load_parameters(run, weights)
-        before = copy_of(parameter_parts(run, lambda parameter: parameter))
+        before = copy_shards(parameter_shards(run, lambda parameter: parameter))
         result.weights = before if weights is None else []
         _keep_first_gradients(run, result)
         with closing(open_steps(run, dataset, 0, training=True, scheduler=scheduler)) as steps:
@@ -81,10 +84,9 @@ def measure(
 
 
 def same_packs(model: ModelConfig, layout: RankLayout, longest: int) -> Scheduler | None:
-    """A scheduler for one rank of the packs that ``layout`` makes of samples of up to ``longest`` tokens; None without
-    packing.
+    """Return a single-rank scheduler with the packs of ``layout``, if it packs.
 
-    A router's balancing loss depends on which samples share a pack.
+    A router's balancing loss depends on which samples share a pack. ``longest``: maximum tokens of a sample.
     """
     if model.sequence_packing_scheduler is None:
         return None
@@ -97,14 +99,14 @@ def same_packs(model: ModelConfig, layout: RankLayout, longest: int) -> Schedule
     return schedule
 
 
-def with_dummies(model: ModelConfig, layout: RankLayout) -> Scheduler | None:
-    """The configured scheduler, with dummies for all ranks at the end of each step where ranks keep step.
+def add_dummies(model: ModelConfig, layout: RankLayout) -> Scheduler | None:
+    """Return the configured scheduler plus dummy microbatches for lockstep ranks.
 
-    Steps as small as these may have none. None: as configured.
+    Small steps may have no dummies otherwise. None: use the configured scheduler.
     """
-    if model.sequence_packing_scheduler is None or not keeps_step(model):
+    if model.sequence_packing_scheduler is None or not is_lockstep(model):
         return None
-    empty: list[list[Group]] = [[] for _ in range(what_keeps_step(model, layout)["microbatch_multiple"])]
+    empty: list[list[Group]] = [[] for _ in range(lockstep_sizes(model, layout)["microbatch_multiple"])]
 
     def schedule(lengths: Any, cost: CostModel) -> Schedule:
         made = make_schedule(model, layout, lengths, cost)
@@ -122,14 +124,14 @@ def _probe(run: Run) -> str | None:
 
 
 def _keep_first_gradients(run: Run, result: Measurement) -> None:
-    """Copy the gradients between their reduction and the optimizer, which clips them in place."""
+    """Copy gradients after reduction, before the optimizer clips them in place."""
     finalize = run.core_config.finalize_model_grads_func
 
     def finalize_and_keep(*args: Any, **kwargs: Any) -> None:
         finalize(*args, **kwargs)
         if not result.gradients:
             gather_gradients(run)
-            result.gradients = copy_of(parameter_parts(run, _gradient))
+            result.gradients = copy_shards(parameter_shards(run, _gradient))
 
     run.core_config.finalize_model_grads_func = finalize_and_keep
 
@@ -140,9 +142,9 @@ def _gradient(saved: torch.Tensor) -> torch.Tensor | None:
 
 @contextmanager
 def _losses_kept(run: Run, vocab_size: int, result: Measurement, *, wanted: bool) -> Iterator[None]:
-    """Sum the losses that the last stage computes inside by label; collective over its ranks.
+    """Sum token losses of the last stage by label. Collective over the stage's ranks.
 
-    Which rank has which token depends on the layout, and a token's label does not.
+    The placement of tokens depends on the layout; labels do not.
     """
     if not wanted or not run.is_last_stage:
         yield
@@ -152,8 +154,8 @@ def _losses_kept(run: Run, vocab_size: int, result: Measurement, *, wanted: bool
 
     def add(module: Any, args: Any, kwargs: dict[str, Any], losses: torch.Tensor) -> None:
         labels = kwargs["labels"].flatten()
-        main, *further = losses.detach().double() if depths else [losses.detach().double()]
-        for row, values in zip(sums, (main * kwargs["loss_mask"], *further), strict=True):
+        main, *mtp = losses.detach().double() if depths else [losses.detach().double()]
+        for row, values in zip(sums, (main * kwargs["loss_mask"], *mtp), strict=True):
             row.index_add_(0, labels, values.flatten())
 
     hook = run.model[-1].register_forward_hook(add, with_kwargs=True)
@@ -166,7 +168,7 @@ def _losses_kept(run: Run, vocab_size: int, result: Measurement, *, wanted: bool
 
 def _changes(run: Run, before: list[ShardedTensor]) -> list[ShardedTensor]:
     for chunk in run.model:
-        if chunk.ddp_config.overlap_param_gather:  # else the next forward pass would gather the weights
+        if chunk.ddp_config.overlap_param_gather:  # otherwise the next forward pass gathers the weights
             chunk.start_param_sync(force_sync=True)
-    after = copy_of(parameter_parts(run, lambda parameter: parameter))
+    after = copy_shards(parameter_shards(run, lambda parameter: parameter))
     return [replace(new, data=new.data - old.data) for new, old in zip(after, before, strict=True)]

@@ -1,7 +1,7 @@
-"""The configurations that a comparison runs: the same layout with a small model, and that model on one rank. Pure.
+"""Reduce configurations for a comparison, and derive the single-rank one. Pure.
 
-What decides how the work is divided stays: heads (Mamba's too), key/value heads, transports, lists with one entry a
-layer, pipeline stages, experts. What only makes a step slow shrinks.
+Settings that determine how work is split stay: heads (also Mamba heads), key/value heads, transports, per-layer lists,
+pipeline stages, experts. Settings that only cost time shrink.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.dynamic_cp.distributions import LEAST_LONGEST
 from megatron_cp.launch import launcher
 from megatron_cp.rules import checked
-from megatron_cp.verify.sizes import of_every_kind, shrink, shrink_thresholds
+from megatron_cp.verify.sizes import row_of_all_types, shrink, shrink_thresholds
 
 VOCAB, TOKENS = 255, 32
-# Packed samples have lengths of their own, lognormal, a sixteenth of the longest on average: enough to differ.
-PACKED_TOKENS, PACKED_SAMPLES_A_RANK = 256, 4
-# Adam's first updates are signs: with its usual 1e-8, elements whose gradient is nothing but rounding take full steps
-# either way, and right layouts drift apart by 1e-4 a step. So much of the gradients' usual size keeps them in place.
+# Packed samples have lognormal lengths, on average a sixteenth of the longest.
+PACKED_TOKENS, PACKED_SAMPLES_PER_RANK = 256, 4
+# Adam's first updates are signs of gradients. With the default 1e-8, gradients of pure rounding noise take full steps
+# in either direction, and correct layouts drift apart by 1e-4 per step. This epsilon suppresses them.
 ADAM_EPS = 1e-3
-# A learning rate at which a step changes weights by far more than float32 rounds them.
+# Large enough that a step changes weights far more than float32 rounding.
 LEARNING_RATE = 1e-2
-# Weights at which a router's losses, a change of its bias and the further tokens are a tenth of what counts, or more.
+# Weights at which router losses, bias updates and MTP losses are at least a tenth of the main terms.
 AUX_LOSS, Z_LOSS, BIAS_RATE, MTP_LOSS = 1.0, 0.1, 0.1, 0.3
 
 
 def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, full: bool = False) -> list[RunConfig]:
-    """The configurations of several layouts of one model with all that may not differ made equal, and reduced.
+    """Equalize several layouts of one model, and reduce them.
 
-    Mock data (of many lengths, if they are packed) with an uneven loss mask, float32, no dropout, weights large enough
-    that every part of the model matters for the loss (errors in RoPE hide below a standard deviation of 0.02), and a
-    global batch that every layout divides into at least two microbatches a rank. With ``full`` the model keeps its
-    size. Whatever the rules accept they accept of what this returns.
+    Uses mock data (variable lengths if packed) with an uneven loss mask, float32, no dropout, and large weights: RoPE
+    errors hide below a standard deviation of 0.02. Every layout divides the global batch into at least two microbatches
+    per rank. With ``full`` the model keeps its size. If the input passes the rules, so does the result.
 
     Raises:
-        ConfigError: the layouts are of different models, or of one that cannot be compared.
+        ConfigError: the layouts have different models, or a model that cannot be compared.
     """
     _check_same_model(layouts)
     configs = [copy.deepcopy(config) for config in layouts]
@@ -64,7 +63,7 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
             config.dataset.seq_length = model.seq_length = length
             model.max_position_embeddings = model.yarn_length or length
         model.vocab_size = None
-        # Padded vocabularies take part in the loss: all layouts must pad to the same number of rows.
+        # Padding takes part in the loss: all layouts must pad to the same number of rows.
         model.make_vocab_size_divisible_by = math.lcm(model.make_vocab_size_divisible_by, tp)
         model.init_method_std = 0.15 if not full else model.init_method_std
         model.hidden_dropout = model.attention_dropout = 0.0
@@ -73,7 +72,7 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
             layers = max(1, model.num_layers // model.pipeline_model_parallel_size)
             model.recompute_num_layers = min(model.recompute_num_layers, layers)
         if model.sequence_packing_scheduler is not None and len(configs) > 1:
-            model.moe_aux_loss_coeff = 0.0  # it depends on which samples share a pack, and two layouts pack otherwise
+            model.moe_aux_loss_coeff = 0.0  # depends on which samples share a pack; layouts pack differently
         config.train.global_batch_size, config.train.train_iters = batch, steps
         config.train.skip_train = False
         config.optimizer.adam_eps = max(config.optimizer.adam_eps, ADAM_EPS)
@@ -86,7 +85,7 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
         scheduler.lr_wsd_decay_iters = None if scheduler.lr_wsd_decay_iters is None else 1
         config.validation.eval_iters = 0
         config.dist.eval_context_parallel_size = None
-        # A failed probe must not end the run before it has shown what comes of it; the comparison probes by itself.
+        # The comparison runs the probe itself, so that a failed probe does not end the run.
         config.dist.attention_probe = False
         config.finalize()
     return configs
@@ -95,20 +94,20 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
 def checked_and_comparable(
     layouts: Sequence[RunConfig], world_size: int, steps: int, *, full: bool = False
 ) -> list[RunConfig]:
-    """The :func:`comparable` configurations, checked before and after. Raises ConfigError if a rule is broken."""
+    """Return the :func:`comparable` configurations, checked before and after."""
     layouts = [checked(config, world_size) for config in layouts]
     configs = [checked(config, world_size) for config in comparable(layouts, world_size, steps, full=full)]
     if launcher.rank() == 0 and layouts[-1].model.moe_aux_loss_coeff and not configs[-1].model.moe_aux_loss_coeff:
         say(
-            f"note: compared without the router's auxiliary loss ({NAME.model.moe_aux_loss_coeff}=0): a pack's depends "
-            "on the samples that share it, and the two layouts pack differently",
+            f"note: compared without the router auxiliary loss ({NAME.model.moe_aux_loss_coeff}=0): it depends on "
+            "which samples share a pack, and the two layouts pack differently",
             file=sys.stderr,
         )
     return configs
 
 
 def _raise_weights(model: ModelConfig) -> None:
-    """Let what is added to the loss count: small weights would hide that it is wrong."""
+    """Raise weights of added losses, so that errors in them show."""
     if model.moe_aux_loss_coeff > 0:
         model.moe_aux_loss_coeff = max(model.moe_aux_loss_coeff, AUX_LOSS)
     if model.moe_z_loss_coeff:
@@ -121,21 +120,24 @@ def _raise_weights(model: ModelConfig) -> None:
 
 def _check_same_model(layouts: Sequence[RunConfig]) -> None:
     if len({config.model.sequence_packing_scheduler is None for config in layouts}) > 1:
-        message = "one of the two packs its samples and the other does not: they have no samples in common"
+        message = "one layout packs samples and the other does not; they cannot be compared"
         raise ConfigError([Violation("", "error", NAME.model.sequence_packing_scheduler, message)])
     first, *others = (asdict(on_single_rank(config).model) for config in layouts)
     different = sorted({name for other in others for name in first if first[name] != other[name]})
     if different:
         raise ConfigError(
             [
-                Violation("", "error", f"model.{name}", "differs between the two: they are different models")
+                Violation("", "error", f"model.{name}", "differs between the two layouts, which must train one model")
                 for name in different
             ]
         )
 
 
 def _leave_transformer_engine(model: ModelConfig) -> None:
-    """Without what only Transformer Engine's layers have, or only half precision: float32 runs on others."""
+    """Turn off features of Transformer Engine or half precision.
+
+    The comparison runs in float32 without Transformer Engine's layers.
+    """
     model.attention_backend = model.transformer_impl = "auto"
     model.moe_grouped_gemm = model.gradient_accumulation_fusion = None
     if model.cross_entropy_fusion_impl != "te":  # megatron-core's rounds to bf16; Transformer Engine's does not
@@ -147,7 +149,7 @@ def _leave_transformer_engine(model: ModelConfig) -> None:
 
 
 def _mock(data: DatasetConfig) -> None:
-    """Random tokens, of lengths that the sequence has room for."""
+    """Use random tokens, with lengths that fit the sequence."""
     if data.kind != "mock_documents" or data.seq_length < LEAST_LONGEST.get(data.mock_lengths, 1):
         data.mock_lengths = DatasetConfig().mock_lengths
     data.kind, data.mock_masked_fraction, data.num_workers = None, 0.4, 0
@@ -164,16 +166,18 @@ def _is_uneven(m: ModelConfig) -> bool:
 
 
 def _num_layers(models: Sequence[ModelConfig]) -> int:
-    """The fewest layers that all layouts divide, at least two a model and one a virtual stage; all, where numbers of
-    layers or single ones are named otherwise than by a first one with experts."""
+    """Return the fewest layers that all layouts divide, at least two.
+
+    All layers if a setting names layers or layer counts, except leading layers without experts.
+    """
     model = models[0]
     per_layer = isinstance(model.window_attn_skip_freq, list) or any("|" in _pattern(each) for each in models)
     if per_layer or any(isinstance(each.cp_comm_type, list) or _is_uneven(each) for each in models):
         return model.num_layers
     if isinstance(experts := model.moe_layer_freq, list):
-        # Experts in every layer but some first ones, on one stage: a layer of either kind stands for all.
-        only_first_lack_them = 0 < sum(experts) < len(experts) and sorted(experts) == experts
-        if not only_first_lack_them or any(_stages(each) > 1 for each in models):
+        # Experts in all but some leading layers, on one stage: one layer of each kind is enough.
+        only_leading_are_dense = 0 < sum(experts) < len(experts) and sorted(experts) == experts
+        if not only_leading_are_dense or any(_stages(each) > 1 for each in models):
             return model.num_layers
     least = max(2, (model.window_attn_skip_freq or 0) if not isinstance(model.window_attn_skip_freq, list) else 0)
 
@@ -182,7 +186,7 @@ def _num_layers(models: Sequence[ModelConfig]) -> int:
         return counted % _stages(m) == 0 and counted >= _stages(m)
 
     for layers in range(min(least, model.num_layers), model.num_layers):
-        if all(fits(layers, each) for each in models) and of_every_kind(_pattern(model), layers) is not None:
+        if all(fits(layers, each) for each in models) and row_of_all_types(_pattern(model), layers) is not None:
             return layers
     return model.num_layers
 
@@ -192,8 +196,10 @@ def _pattern(model: ModelConfig) -> str:
 
 
 def _seq_length(models: Sequence[ModelConfig]) -> int:
-    """At least eight tokens a rank (of a tensor-parallel rank's part where losses come in pieces), and what all layouts
-    can cut."""
+    """Return a sequence length that all layouts can split.
+
+    At least eight tokens per rank, or per tensor-parallel rank if the loss is chunked.
+    """
     parts, least = [1], TOKENS
     for m in models:
         parts.append(2 * m.context_parallel_size)
@@ -209,9 +215,9 @@ def _seq_length(models: Sequence[ModelConfig]) -> int:
 
 
 def _global_batch(m: ModelConfig, micro_batch_size: int, world_size: int) -> int:
-    """Two microbatches a rank, or two rounds of the pipeline; enough samples to schedule, if they are packed."""
+    """Return two microbatches per rank, or two pipeline rounds; more if packed."""
     if m.sequence_packing_scheduler is not None:
-        return PACKED_SAMPLES_A_RANK * max(1, m.data_parallel_size(world_size)) * m.context_parallel_size
+        return PACKED_SAMPLES_PER_RANK * max(1, m.data_parallel_size(world_size)) * m.context_parallel_size
     count = 2 * m.pipeline_model_parallel_size if m.pipeline_model_parallel_size > 1 else 2
     if m.virtual_pipeline_model_parallel_size:
         count = 2 * max(m.pipeline_model_parallel_size, m.microbatch_group_size_per_vp_stage or 0)

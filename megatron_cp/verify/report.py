@@ -1,4 +1,4 @@
-"""What a comparison says to a person."""
+"""Text output of a comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_cp.verify.tensors import Replicas, TensorDifferences
 
 
 def show(result: Comparison, names: tuple[str, str], console: Console) -> None:
-    """The table, the verdict and, if it is a bad one, where to look."""
+    """Print the table, the verdict and, if results differ, where to look."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", *names, "difference", "tolerance", "verdict"):
         table.add_column(column, justify="left" if column in ("", "verdict") else "right", overflow="fold")
@@ -27,16 +27,16 @@ def show(result: Comparison, names: tuple[str, str], console: Console) -> None:
         table.add_row(name, *row.values, difference, tolerance, verdict)
     console.print(table)
     console.print(
-        f"{result.gradients.number} parameters compared; {result.seconds[0]:.1f} s and {result.seconds[1]:.1f} s; "
-        "differences are relative"
+        f"{result.gradients.number} parameters compared; runs took {result.seconds[0]:.1f} s and "
+        f"{result.seconds[1]:.1f} s; differences are relative"
     )
-    console.print("[bold green]EQUAL[/]: the same model is trained" if result.equal else "[bold red]DIFFERENT[/]")
+    console.print("[bold green]EQUAL[/]: results match the reference" if result.equal else "[bold red]DIFFERENT[/]")
     for line in diagnose(result):
         console.print(f"  {printable(line)}", markup=False)
 
 
 def _shown(result: Comparison) -> list[Row]:
-    """All of the first step, and of later ones the last loss and what differs."""
+    """Select rows of the first step, the last loss, and all differing rows."""
     last = len(result.reference)
     return [
         row
@@ -46,95 +46,92 @@ def _shown(result: Comparison) -> list[Row]:
 
 
 def diagnose(result: Comparison) -> list[str]:
-    """Where to look, from what differs and what does not."""
+    """Suggest where to look, from what differs and what matches."""
     if result.equal:
         return []
-    said = []
+    lines = []
     if result.fault is not None:
-        said.append(f"the layout did not run: {result.fault}")
+        lines.append(f"the layout did not run: {result.fault}")
     if result.probe is not None:
-        said.append(result.probe)
+        lines.append(result.probe)
     if result.fault is not None:
-        return said
+        return lines
     wrong = [row.name for row in result.rows() if row.step == 1 and not row.equal]
-    forward = _of_forward_pass(result, wrong)
-    said += forward
+    forward = _diagnose_forward(result, wrong)
+    lines += forward
     if result.gradients.replicas is not None:
-        said.append(_of_copies("gradients", result.gradients.replicas, result.ranks))
+        lines.append(_describe_replicas("gradients", result.gradients.replicas, result.ranks))
     elif not forward:
-        said += _of_backward_pass(result, wrong)
-    if not said:
-        said += _of_optimizer(result)
-    return said
+        lines += _diagnose_backward(result, wrong)
+    if not lines:
+        lines += _diagnose_optimizer(result)
+    return lines
 
 
-def _of_forward_pass(result: Comparison, wrong: Sequence[str]) -> list[str]:
-    """``wrong``: the names of what differs in the first step."""
+def _diagnose_forward(result: Comparison, wrong: Sequence[str]) -> list[str]:
+    """Diagnose the forward pass from ``wrong``, the differing first-step rows."""
     if "tokens" in wrong:
         return [
-            f"{result.layout[0].tokens} tokens took part in the first loss and not {result.reference[0].tokens}: look "
-            "at how batches are dealt to ranks and sliced, and at the reduction of the loss"
+            f"the first loss covers {result.layout[0].tokens} tokens instead of {result.reference[0].tokens}. Check "
+            "how batches are distributed and sliced, and how the loss is reduced"
         ]
     if TOKEN_LOSSES in wrong:
         main = result.tokens[0]
         return [
-            f"the first forward pass differs already, in {main.wrong} of {main.number} tokens' losses: look at "
-            "attention's communication"
-            + (" (the probe found nothing wrong with it)" if result.probe is None else "")
-            + ", at positions (RoPE), at how batches are sliced, and at the output layer and its loss (in pieces with "
+            f"the first forward pass differs in {main.wrong} of {main.number} token losses. Check attention "
+            "communication"
+            + (" (the attention probe passed)" if result.probe is None else "")
+            + ", positions (RoPE), batch slicing, and the output layer with the loss (in chunks of "
             f"{NAME.model.cross_entropy_chunk_size})"
         ]
     if "loss" in wrong:
         return [
-            "each token's loss agrees and the reported loss does not: look at how losses are masked, summed over ranks "
-            "and normalized"
+            "token losses match, but the reported loss differs. Check how losses are masked, summed over ranks and "
+            "normalized"
         ]
     found = []
     depths = [name.removeprefix(f"{TOKEN_LOSSES}, ") for name in wrong if name.startswith(TOKEN_LOSSES)]
     if of_mtp := [name for name in wrong if name.startswith("MTP")] or depths:
         found.append(
-            f"the main loss agrees and multi-token prediction's does not ({', '.join(of_mtp)}): look at how its "
-            "tokens, labels and masks are shifted between ranks, at its layers, and at its number of tokens"
+            f"the main loss matches, but multi-token prediction differs ({', '.join(of_mtp)}). Check how MTP tokens, "
+            "labels and masks are shifted between ranks, the MTP layers, and the MTP token counts"
         )
     if routers := [name for name in wrong if name in result.reference[0].router_losses]:
         found.append(
-            f"the losses of tokens agree and routers' do not ({', '.join(routers)}): look at which tokens routers "
-            "count (padding), and over which ranks"
+            f"token losses match, but router losses differ ({', '.join(routers)}). Check which tokens routers count "
+            "(padding), and over which ranks"
         )
     return found
 
 
-def _of_backward_pass(result: Comparison, wrong: Sequence[str]) -> list[str]:
+def _diagnose_backward(result: Comparison, wrong: Sequence[str]) -> list[str]:
     found = result.gradients
     if not found.difference <= GRADIENT_TOLERANCE:
         off = abs(found.ratio - 1)
-        if off > GRADIENT_TOLERANCE and found.residual < min(1e-3, off / 10):  # the factor explains the difference
-            return [f"all gradients are {found.ratio:.4g} times the reference's: look at how they are scaled"]
+        if off > GRADIENT_TOLERANCE and found.residual < min(1e-3, off / 10):  # one factor explains the difference
+            return [f"all gradients are {found.ratio:.4g} times the reference gradients. Check the gradient scaling"]
         which = f"{len(found.wrong)} of {found.number} gradients (most: {_worst(found)})"
         if found.wrong and all(".router." in name for name in found.wrong):
-            return [
-                f"all losses agree and {which} do not, routers' only: look at how routers' losses are weighed "
-                "and scaled"
-            ]
+            return [f"all losses match, but {which} differ, all of routers. Check the weights of router losses"]
         return [
-            f"the forward pass agrees, each token's loss and every other, and {which} do not: look at the backward "
-            "pass of what these parameters feed, and at what reduces their gradients"
+            f"all losses of the forward pass match, but {which} differ. Check the backward pass of the layers after "
+            "these parameters, and the reduction of their gradients"
         ]
     if NORM in wrong:
-        return ["the gradients agree and their norm does not: look at its reduction over ranks"]
+        return ["gradients match, but the gradient norm differs. Check the reduction of the norm over ranks"]
     return []
 
 
-def _of_optimizer(result: Comparison) -> list[str]:
+def _diagnose_optimizer(result: Comparison) -> list[str]:
     difference, expected, rate = result.rates
     if difference > RATE_TOLERANCE:
-        return [f"a learning rate is {rate} and not {expected}: look at the optimizer's schedule"]
+        return [f"a learning rate is {rate} instead of {expected}. Check the learning-rate schedule"]
     if result.updates.replicas is not None:
-        return [_of_copies("weights after the last step", result.updates.replicas, result.ranks)]
+        return [_describe_replicas("weights after the last step", result.updates.replicas, result.ranks)]
     which = f"{len(result.updates.wrong)} of {result.updates.number} weights (most: {_worst(result.updates)})"
     return [
-        f"the first step's losses and gradients agree and {which} do not change as they should: look at the optimizer "
-        "(clipping, its groups of parameters, its state), and at what gathers the weights for the next forward pass"
+        f"losses and gradients of the first step match, but {which} change differently. Check the optimizer (clipping, "
+        "parameter groups, state), and the gathering of weights for the next forward pass"
     ]
 
 
@@ -142,12 +139,12 @@ def _worst(found: TensorDifferences) -> str:
     return "none" if found.worst is None else found.worst.name
 
 
-def _of_copies(what: str, copies: Replicas, ranks: RankLayout) -> str:
+def _describe_replicas(what: str, copies: Replicas, ranks: RankLayout) -> str:
     a, b = copies.ranks
-    ours, theirs = ranks.coordinates(a), ranks.coordinates(b)
+    first, second = ranks.coordinates(a), ranks.coordinates(b)
     names = {"tp": "tensor-parallel", "pp": "pipeline", "cp": "context-parallel", "dp": "data-parallel"}
-    over = " and ".join(name for key, name in names.items() if ours[key] != theirs[key])
+    over = " and ".join(name for key, name in names.items() if first[key] != second[key])
     where = f"copies of a parameter have different {what} ({copies.name} on ranks {a} and {b})"
     if what == "gradients":
-        return f"{where}: they are not reduced over all {over} ranks"
-    return f"{where}: {over} ranks do not step alike, or do not gather each other's part"
+        return f"{where}: gradients are not reduced over all {over} ranks"
+    return f"{where}: {over} ranks take different optimizer steps, or do not gather all shards"

@@ -1,4 +1,4 @@
-"""Run a comparison: by itself (``verify``), or once before a run's first step (``train --verify``)."""
+"""Run a comparison: ``verify``, or before training (``train --verify``)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_cp.mcore.packages import check_mamba_ssm
 from megatron_cp.parallel.collectives import broadcast_object, run_on_first_rank
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.rules import Environment, checked
-from megatron_cp.training.consistency import check_all_ranks_agree, digest, fingerprint
+from megatron_cp.training.consistency import check_consistency, digest, fingerprint
 from megatron_cp.training.monitor.metrics import start_logging
 from megatron_cp.training.monitor.sinks import writing_into
 from megatron_cp.verify.compare import compare_layouts, compare_with_single_rank
@@ -41,20 +41,20 @@ STEPS = 2
 
 
 def verify(configs: Sequence[RunConfig], names: tuple[str, str]) -> bool:
-    """Compare two layouts, or one with one rank; show what is found on rank 0. Returns whether they are equal."""
+    """Compare two layouts, or one with a single rank; return whether they are equal."""
     layout, rank = configs[-1], launcher.rank()
     start_logging(rank, live=False)
     if "M" in layout.model.layer_letters:
         check_mamba_ssm()
     start_distributed(layout.dist)
     try:
-        check_all_ranks_agree(asdict(layout))
+        check_consistency(asdict(layout))
         if len(configs) == 2:
             result = compare_layouts(*configs)
         else:
             result = compare_with_single_rank(layout, on_single_rank(layout))
         console = Console(width=None if sys.stdout.isatty() else 120)
-        # The other ranks wait: a launcher stops all ranks as soon as one has ended with a failure.
+        # Other ranks wait here: a launcher stops all ranks as soon as one has failed.
         run_on_first_rank(lambda: show(result, names, console), "the comparison could not be shown")
         return result.equal
     finally:
@@ -62,12 +62,12 @@ def verify(configs: Sequence[RunConfig], names: tuple[str, str]) -> bool:
 
 
 def verify_once(config: RunConfig) -> None:
-    """Verify a layout at reduced size, on the run's own ranks, unless its run folder says that it was. Collective.
+    """Verify a layout at reduced size before training, unless recorded as verified.
 
-    All process groups are gone afterwards, as before.
+    Collective; leaves no process groups.
 
     Raises:
-        RuntimeFault: on every rank, where the layout does not train the same model as one rank.
+        RuntimeFault: on every rank, if results differ from a single rank.
     """
     world_size = dist.get_world_size()
     (small,) = comparable([config], world_size, STEPS)
@@ -78,20 +78,20 @@ def verify_once(config: RunConfig) -> None:
         logger.info("layout verified before, not verified again: %s (%s, %s)", layout, file, known[key]["time"])
         return
     began = time.monotonic()
-    with quiet():  # the log lines of the small runs would read like the run's own
+    with quiet():  # hide log lines of the small runs
         result = compare_with_single_rank(reduced, on_single_rank(reduced))
     if not result.equal:
         raise RuntimeFault(
-            f"layout={layout}: not the same model as on one rank, nothing was trained: "
-            f"{'; '.join(diagnose(result))}. Fix: type 'verify' in place of 'train --verify' to see all that differs, "
-            f"and choose another layout or {NAME.model.cp_comm_type}.",
+            f"layout={layout}: results differ from a single rank; training not started: "
+            f"{'; '.join(diagnose(result))}. Fix: replace 'train --verify' by 'verify' to see all differences, or "
+            f"choose another layout or {NAME.model.cp_comm_type}",
             on_all_ranks=True,
         )
     if dist.get_rank() == 0:
         _write(file, known | {key: {"layout": layout, "time": time.strftime("%Y-%m-%d %H:%M:%S")}})
     logger.info(
-        "layout verified in %.1f s, the same model as on one rank: %s; %d parameters, %d steps, reduced size; "
-        "remembered in %s",
+        "layout verified in %.1f s, results match a single rank: %s; %d parameters, %d steps, reduced size; "
+        "recorded in %s",
         time.monotonic() - began,
         layout,
         result.gradients.number,
@@ -101,7 +101,7 @@ def verify_once(config: RunConfig) -> None:
 
 
 def describe(model: ModelConfig, world_size: int) -> str:
-    """A layout in a few words."""
+    """Describe a layout briefly."""
     sizes = {
         "tp": model.tensor_model_parallel_size,
         "cp": f"{model.context_parallel_size} {'/'.join(model.transports)}",
@@ -113,9 +113,12 @@ def describe(model: ModelConfig, world_size: int) -> str:
 
 
 def _key(reduced: RunConfig) -> str:
-    """What was verified and with what: the reduced configuration, this package's code, libraries, device, variables."""
+    """Return a digest of what was verified.
+
+    Covers the reduced configuration, this package's code, libraries, device and variables.
+    """
     settings = asdict(reduced)
-    # Without what may change from start to start and does not change what is computed.
+    # Leave out settings that may change between starts without effect on results.
     for name in ("validation", "checkpoint", "logger", "profiling", "env_vars", "recipe", "recipe_world_size"):
         del settings[name]
     settings["train"] = (reduced.train.global_batch_size, reduced.train.micro_batch_size)
@@ -124,7 +127,7 @@ def _key(reduced: RunConfig) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What was verified before; nothing where the file cannot be read, which costs one more verification."""
+    """Read earlier verifications; nothing if unreadable, at the cost of one more run."""
     with suppress(OSError, ValueError, AttributeError, TypeError):
         found = read_json(file)
         return {key: value for key, value in found.items() if "time" in value}

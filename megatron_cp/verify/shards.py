@@ -1,6 +1,6 @@
-"""Parameters and gradients of any layout as parts of whole tensors, so that two layouts can be compared.
+"""Parameters and gradients of any layout as shards of whole tensors.
 
-Where a rank's part lies in the whole is what megatron-core's own checkpoints say (``sharded_state_dict``).
+megatron-core's checkpoint code (``sharded_state_dict``) says where each shard lies.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from megatron_cp.parallel.collectives import gather_objects, gather_tensors, sum
 from megatron_cp.training.setup import Run
 
 
-def parameter_parts(run: Run, of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[ShardedTensor]:
-    """This rank's part of every parameter, and of what else a model saves (experts' biases), holding (a view of)
-    ``of(parameter)`` instead; without those of which it is None."""
+def parameter_shards(run: Run, of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[ShardedTensor]:
+    """Yield this rank's shard of every saved tensor, with (a view of) ``of(tensor)``.
+
+    Includes expert biases; skips tensors for which ``of`` returns None.
+    """
     metadata = {"dp_cp_group": run.groups.dp_cp, "non_homogeneous_layers": True}
     for chunk in run.model:
         for entry in nested_values(chunk.module.sharded_state_dict(metadata=metadata)):
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory) or (values := of(entry.data)) is None:
                 continue
-            if isinstance(entry, ShardedTensorFactory):  # several parts of one parameter, such as gate and up
+            if isinstance(entry, ShardedTensorFactory):  # several tensors in one parameter, such as gate and up
                 yield from nested_values(replace(entry, data=values).build())
             else:
                 yield replace(entry, data=values, dtype=values.dtype)
 
 
-def copy_of(parts: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """The parts in float32 memory of their own, on the host."""
+def copy_shards(parts: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+    """Copy shards to float32 host memory."""
     return [
         replace(part, data=part.data.detach().to("cpu", torch.float32, copy=True), dtype=torch.float32)
         for part in parts
@@ -41,7 +43,7 @@ def copy_of(parts: Iterable[ShardedTensor]) -> list[ShardedTensor]:
 
 
 def gather_gradients(run: Run) -> None:
-    """Make every rank's gradient buffers whole where the distributed optimizer left each rank only its part."""
+    """Gather whole gradient buffers where the optimizer left shards."""
     if not run.config.optimizer.use_distributed_optimizer:
         return
     for chunk in run.model:
@@ -50,32 +52,32 @@ def gather_gradients(run: Run) -> None:
             if group.size() == 1:
                 continue
             for bucket in buffer.buckets:
-                mine = bucket.grad_data.chunk(group.size())[group.rank()]
-                bucket.grad_data.copy_(gather_tensors(mine, group).flatten())
+                own = bucket.grad_data.chunk(group.size())[group.rank()]
+                bucket.grad_data.copy_(gather_tensors(own, group).flatten())
 
 
 def whole_tensors(parts: Iterable[ShardedTensor], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that any rank holds a part of, name by name, whole and on every rank. Collective.
+    """Yield every tensor that any rank holds a shard of, whole and on every rank.
 
-    A rank without parts takes part with an empty list. Copies of a part count once.
+    Collective; a rank without shards passes an empty list. Replicas of a shard count once.
     """
-    mine: dict[str, list[ShardedTensor]] = defaultdict(list)
+    own: dict[str, list[ShardedTensor]] = defaultdict(list)
     for part in parts:
-        mine[part.key].append(part)
-    everyone = gather_objects({key: held[0].global_shape for key, held in mine.items()})
-    shapes = {key: shape for shapes in everyone for key, shape in shapes.items()}
+        own[part.key].append(part)
+    gathered = gather_objects({key: held[0].global_shape for key, held in own.items()})
+    shapes = {key: shape for shapes in gathered for key, shape in shapes.items()}
     for key in sorted(shapes):
         whole = torch.zeros(shapes[key], dtype=torch.float32, device=device)
-        for part in mine.get(key, []):
+        for part in own.get(key, []):
             if is_main_replica(part.replica_id):
                 whole[part.global_slice()] += part.data.to(device)
         yield key, sum_over_ranks(whole)
 
 
 def load_parameters(run: Run, weights: Iterable[ShardedTensor]) -> None:
-    """Give the run the weights that ranks hold parts of: each rank cuts its own out of the whole. Collective."""
+    """Load weights given as shards of any layout into the run. Collective."""
     places: dict[str, list[ShardedTensor]] = defaultdict(list)
-    for part in parameter_parts(run, lambda parameter: parameter.detach()):
+    for part in parameter_shards(run, lambda parameter: parameter.detach()):
         places[part.key].append(part)
     for key, whole in whole_tensors(weights, run.device):
         for part in places.get(key, []):

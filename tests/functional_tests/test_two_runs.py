@@ -76,7 +76,7 @@ def test_of_two_runs_that_start_together_one_trains_and_the_other_goes_on_from_t
     runs = [Launched(tmp_path, str(number), module, steps=100) for number, module in enumerate([TORCHRUN, OURS])]
     with killed_at_the_end(*runs):
         assert [each.end() for each in runs] == [0, 0], runs[0].text + runs[1].text
-    first, second = sorted(runs, key=lambda each: "Waiting 120 s for it to end" in each.text)
+    first, second = sorted(runs, key=lambda each: "Waiting 120 s for that run to end" in each.text)
     assert "another run" not in first.text and "nothing to do: already at iteration 100" in second.text, second.text
     assert "saved checkpoint" in first.text and "saved checkpoint" not in second.text, second.text
     assert [iteration for iteration, _ in losses(tmp_path / "run")] == list(range(1, 101))

@@ -1,8 +1,7 @@
-"""Checksums of a checkpoint's files: computed while they are written, kept beside them, compared when they are read.
+"""Checksums of checkpoint files: computed on write, stored, and verified on read.
 
-They find damage: bits that a disk, a network or a copy changed. Whoever can write a checkpoint can also write its
-checksums, so they say nothing about who wrote it. xxh3 with 128 bits is faster than memory, see
-``benchmarks/checkpoint_checksums.py``.
+They detect damage by a disk, a network or a copy. They do not authenticate: anyone who can write a checkpoint can write
+matching checksums. xxh3 with 128 bits is faster than memory, see ``benchmarks/checkpoint_checksums.py``.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from megatron_cp.mcore.checkpoint_index import INDEX, read_index
 from megatron_cp.mcore.checkpoint_reader import COMMON_FILE
 
 CHECKSUMS = "checksums.json"
-_COMMON = "common_state/shard_0_1"  # megatron-core's name for what is no tensor
-_CONFIG = "metadata.json"  # megatron-core's, which names the format
+_COMMON = "common_state/shard_0_1"  # megatron-core's name for non-tensor state
+_CONFIG = "metadata.json"  # written by megatron-core, holds the format
 _READERS = 4  # files that a rank reads at once
-_BLOCK = 1 << 20  # summed while it is in the processor's cache
+_BLOCK = 1 << 20  # fits the processor's cache
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """A file's size and checksum."""
+    """Size and checksum of a file."""
 
     bytes: int
     xxh3_128: str
@@ -41,14 +40,17 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Checksums:
-    """Of a checkpoint. ``common``: of the object in one of the files that is read before all else is checked."""
+    """Checksums of a checkpoint.
+
+    files: by file name. common: of the common state, which is read before the files are verified.
+    """
 
     files: Mapping[str, FileSum]
     common: str
 
 
 class SummingTransforms(_StorageWriterTransforms):
-    """What torch sends one file's items through while it writes them, as a stream that sums up all of its bytes."""
+    """A stream that torch writes a file through, and that sums all bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,10 +76,10 @@ class SummingTransforms(_StorageWriterTransforms):
 
 
 def write_checksums(folder: Path, files: Mapping[str, FileSum]) -> None:
-    """Keep the checksums of a checkpoint that is complete but for them; rank 0's work.
+    """Write the checksums of an otherwise complete checkpoint, on rank 0.
 
     Args:
-        files: of the data files, from the ranks that wrote them. The rest are small, and read here.
+        files: of the data files, from the ranks that wrote them. The other files are small and read here.
     """
     rest = {path.name: sum_of(path) for path in folder.iterdir() if path.name not in files}
     place = read_index(folder).storage_data
@@ -92,10 +94,10 @@ def _serialized(sums: Checksums) -> str:
 
 
 def read_checksums(folder: Path) -> Checksums | None:
-    """A checkpoint's checksums, ``None`` where an earlier version wrote it.
+    """Return a checkpoint's checksums, ``None`` if an earlier version wrote it.
 
     Raises:
-        UnusableCheckpoint: they are damaged themselves.
+        UnusableCheckpoint: the checksum file is damaged.
     """
     path = folder / CHECKSUMS
     try:
@@ -113,18 +115,18 @@ def read_checksums(folder: Path) -> Checksums | None:
         raise UnusableCheckpoint(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    raise UnusableCheckpoint(f"{path} is damaged: it is not what was written")
+    raise UnusableCheckpoint(f"{path} is damaged: the stored checksum does not match the contents")
 
 
 def changed_files(folder: Path, sums: Checksums, rank: int = 0, ranks: int = 1) -> list[str]:
-    """What is wrong with this rank's share of a checkpoint's files; all ranks together read each file once."""
-    # By their sizes, so that all ranks read about as many bytes.
+    """Verify this rank's share of the files; all ranks cover each file once."""
+    # Sort by size, so that all ranks read about as many bytes.
     names = sorted(sums.files, key=lambda name: (-sums.files[name].bytes, name))[rank::ranks]
-    with ThreadPoolExecutor(_READERS) as readers:  # reading and summing let other threads run
+    with ThreadPoolExecutor(_READERS) as readers:  # reading and hashing release the GIL
         problems = readers.map(lambda name: _problem_of(folder / name, sums.files[name]), names)
         found = [f"{folder / name} {problem}" for name, problem in zip(names, problems, strict=True) if problem]
     if rank == 0 and COMMON_FILE not in sums.files and (folder / COMMON_FILE).exists():
-        found.append(f"{folder / COMMON_FILE} is none of the checkpoint's files, and would be read instead of one")
+        found.append(f"{folder / COMMON_FILE} does not belong to this checkpoint; delete it")
     return found
 
 
@@ -132,8 +134,8 @@ def _problem_of(path: Path, expected: FileSum) -> str:
     try:
         size = path.stat().st_size
         if size != expected.bytes:
-            return f"has {size} bytes where {expected.bytes} were written"
-        return "" if sum_of(path) == expected else "has other bytes than were written (its checksum differs)"
+            return f"has {size} bytes, expected {expected.bytes}"
+        return "" if sum_of(path) == expected else "is corrupted (checksum mismatch)"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -141,7 +143,7 @@ def _problem_of(path: Path, expected: FileSum) -> str:
 
 
 def sum_of(path: Path) -> FileSum:
-    """Read a file for its checksum."""
+    """Read a file and return size and checksum."""
     total, size, block = xxh3_128(), 0, memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -151,11 +153,11 @@ def sum_of(path: Path) -> FileSum:
 
 
 def read_common_bytes(folder: Path, sums: Checksums | None) -> bytes:
-    """The serialized part of a checkpoint that is no tensor, with the little that finding it takes compared first.
+    """Return the serialized common state after verifying the files that locate it.
 
     Raises:
-        UnusableCheckpoint: it is damaged or missing.
-        OSError: it cannot be read.
+        UnusableCheckpoint: the state is damaged or missing.
+        OSError: a file cannot be read.
     """
     files = {} if sums is None else sums.files
     for name in files.keys() & {INDEX, _CONFIG}:
@@ -166,9 +168,9 @@ def read_common_bytes(folder: Path, sums: Checksums | None) -> bytes:
         if key.fqn == _COMMON:
             content = _bytes_at(folder, place)
             if sums is not None and xxh3_128(content).hexdigest() != sums.common:
-                raise UnusableCheckpoint(f"{folder / place.relative_path} has other bytes than were written")
+                raise UnusableCheckpoint(f"{folder / place.relative_path} is corrupted (checksum mismatch)")
             return content
-    raise UnusableCheckpoint(f"{folder / INDEX} names no {_COMMON}: another program wrote this checkpoint")
+    raise UnusableCheckpoint(f"{folder / INDEX} has no entry {_COMMON}: another program wrote this checkpoint")
 
 
 def _bytes_at(folder: Path, place: Any) -> bytes:

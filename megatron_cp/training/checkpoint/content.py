@@ -1,6 +1,6 @@
-"""What a checkpoint holds beside tensors: its shape is declared here, and compared before anything is used.
+"""Declared shape of a checkpoint's non-tensor state, checked before use.
 
-A value of another type or out of range would end later, in an error about something else, or train on wrongly.
+A value of another type or out of range would otherwise fail later with a misleading error, or train wrongly.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_cp.mcore.checkpoint_reader import COMMON_FILE, load_common_file, l
 from megatron_cp.training.checkpoint.checksums import CHECKSUMS, read_checksums, read_common_bytes
 from megatron_cp.training.checkpoint.settings import is_number, problems_of_settings, shown, with_defaults
 
-# The layout of what a checkpoint holds besides tensors; a newer one cannot be read.
+# Format of a checkpoint's non-tensor state; newer formats cannot be read.
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A value that fulfils a condition, and how to say so."""
+    """A condition on a value, and its description."""
 
-    says: str
+    description: str
     accepts: Callable[[Any], bool]
 
 
@@ -47,7 +47,7 @@ def _is_cost(value: Any) -> bool:
 
 
 def _are_times(value: Any) -> bool:
-    """``[([([length, ...], ranks), ...], seconds), ...]``, each of one rank in one step."""
+    """Accept ``[([([length, ...], ranks), ...], seconds), ...]``, per rank and step."""
     try:
         return isinstance(value, list) and all(
             is_number(seconds)
@@ -59,7 +59,10 @@ def _are_times(value: Any) -> bool:
 
 
 def _is_numpy_state(value: Any) -> bool:
-    """A position out of range would be read from outside of the array."""
+    """Accept the state of numpy's MT19937.
+
+    numpy would read a position out of range from outside of the array.
+    """
     if not isinstance(value, tuple) or len(value) != 5:
         return False
     name, keys, position, has_gauss, _ = value
@@ -68,21 +71,21 @@ def _is_numpy_state(value: Any) -> bool:
 
 
 def _or_none(value: _Value) -> _Value:
-    return _Value(f"{value.says} or null", lambda found: found is None or value.accepts(found))
+    return _Value(f"{value.description} or null", lambda found: found is None or value.accepts(found))
 
 
-_COUNT = _Value("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < 2**62)
-_WHOLE = _Value("a whole number", lambda value: type(value) is int and abs(value) < 2**62)
-_AT_LEAST_ONE = _Value("a whole number from 1 on", lambda value: type(value) is int and 1 <= value < 2**31)
+_COUNT = _Value("an integer of at least 0", lambda value: type(value) is int and 0 <= value < 2**62)
+_WHOLE = _Value("an integer", lambda value: type(value) is int and abs(value) < 2**62)
+_AT_LEAST_ONE = _Value("an integer of at least 1", lambda value: type(value) is int and 1 <= value < 2**31)
 _NUMBER = _Value("a finite number", is_number)
-_TEXT = _Value("a text", lambda value: isinstance(value, str))
+_TEXT = _Value("a string", lambda value: isinstance(value, str))
 _BOOL = _Value("true or false", lambda value: isinstance(value, bool))
-_STEP = _Value("a number from 0 on", _is_step)
+_STEP = _Value("a number of at least 0", _is_step)
 _COST = _Value("a cost model", _is_cost)
 _BYTES = _Value("a tensor of bytes", lambda value: isinstance(value, Tensor) and value.dtype.itemsize == 1)
 _TENSOR = _Value("a tensor", lambda value: isinstance(value, Tensor))
 
-# A mapping has these keys (``?``: or lacks them; ``*``: any) and may have others; a list or tuple has any number of the
+# A mapping has these keys (``?``: optional; ``*``: any key) and may have others. A list or tuple has any number of the
 # one entry.
 _GROUP = {
     **dict.fromkeys(("wd_mult?", "lr_mult?", "max_lr?", "min_lr?", "start_wd?", "end_wd?"), _or_none(_NUMBER)),
@@ -126,59 +129,59 @@ _RANDOM = {
 
 
 def read_common(folder: Path, verify: bool = True) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors, with the ``config`` that wrote it (defaults where it says nothing).
+    """Read a checkpoint's non-tensor state, with the ``config`` completed by defaults.
 
     Args:
-        verify: compare what is read with its checksum, where the checkpoint has checksums.
+        verify: compare with the checksum, if the checkpoint has checksums.
 
     Raises:
-        UnusableCheckpoint: it is damaged, names code, or an entry is not what it should be.
-        OSError: it cannot be read.
+        UnusableCheckpoint: the state is damaged, refers to code, or has an invalid entry.
+        OSError: a file cannot be read.
     """
     sums = read_checksums(folder) if verify else None
-    if (folder / COMMON_FILE).exists():  # which megatron-core prefers
+    if (folder / COMMON_FILE).exists():  # megatron-core prefers this file
         common = load_common_file(folder)
     else:
         content = read_common_bytes(folder, sums)
         common = load_object(io.BytesIO(content), f"{folder}: common_state")
         common = common[0] if isinstance(common, list) and len(common) == 1 else common
     if not isinstance(common, dict):
-        raise UnusableCheckpoint(f"{folder}: common_state is {shown(common)}, not a mapping")
+        raise UnusableCheckpoint(f"{folder}: common_state is {shown(common)}, expected a mapping")
     version = common.get("format")
     if version is None or (type(version) is int and version > FORMAT):
-        return common  # of another program or a newer version, which check_format says
+        return common  # check_format reports other programs and newer versions
     problems = chain(
         _problems(common, {"format": _AT_LEAST_ONE} | _CONTENT, ""),
         problems_of_settings(common.get("config", {})),
         _optimizer_problems(common.get("optimizer")),
     )
     if problem := next(problems, ""):
-        raise UnusableCheckpoint(f"its entry {problem}")
+        raise UnusableCheckpoint(f"entry {problem}")
     if verify and sums is None and "checksums" in common:
         raise UnusableCheckpoint(f"{folder / CHECKSUMS} is missing")
     return common | {"config": with_defaults(common["config"])}
 
 
 def check_random_state(state: Any, name: str) -> None:
-    """Raises UnusableCheckpoint where a checkpoint's random state is none."""
+    """Raise UnusableCheckpoint if a checkpoint's random state is invalid."""
     if problem := next(_problems(state, _RANDOM, f"{name}."), ""):
         raise UnusableCheckpoint(problem)
 
 
 def _problems(value: Any, expected: Any, path: str) -> Iterator[str]:
-    """What is not as expected, in words. As deep as what is expected, however deep the value is."""
+    """Describe all deviations from ``expected``, no deeper than ``expected``."""
     name = path.rstrip(".") or "common_state"
     if isinstance(expected, _Value):
         if not expected.accepts(value):
-            yield f"{name} is {shown(value)}, not {expected.says}"
+            yield f"{name} is {shown(value)}, expected {expected.description}"
     elif isinstance(expected, list):
         if not isinstance(value, list | tuple):
-            yield f"{name} is {shown(value)}, not a list"
+            yield f"{name} is {shown(value)}, expected a list"
             return
         for index, each in enumerate(value):
             yield from _problems(each, expected[0], f"{path}{index}.")
     elif not isinstance(value, dict):
-        yield f"{name} is {shown(value)}, not a mapping"
+        yield f"{name} is {shown(value)}, expected a mapping"
     else:
         for key, inner in expected.items():
             wanted = key.removesuffix("?")
@@ -192,7 +195,7 @@ def _problems(value: Any, expected: Any, path: str) -> Iterator[str]:
 
 
 def _optimizer_problems(state: Any) -> Iterator[str]:
-    """One optimizer's state, or those of several by their numbers; each torch's own or one around that."""
+    """Check the state of one optimizer, or of several by number."""
     if not state:
         return
     several = {f"optimizer.{index}.": each for index, each in state.items()} if 0 in state else {"optimizer.": state}

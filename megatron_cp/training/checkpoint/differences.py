@@ -1,4 +1,4 @@
-"""How a configuration differs from a checkpoint's, and what to type about it."""
+"""Differences between a configuration and a checkpoint, and overrides to type."""
 
 from __future__ import annotations
 
@@ -16,36 +16,39 @@ from megatron_cp.training.checkpoint.files import latest_iteration
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
-    """The settings ("section.field") that a checkpoint has otherwise: the value here, and the checkpoint's."""
+    """Return differing settings ("section.field") as (value here, checkpoint's)."""
     found = {}
     for name in names:
         section, field = name.split(".")
         here = now[section][field]
-        # A version that did not know a setting did what its default does.
+        # A version without this setting behaved as the default does.
         there = saved[section].get(field, default_at(name))
         if there not in (here, as_written(here)):
             found[name] = (here, there)
     return found
 
 
-def said(different: dict[str, tuple[Any, Any]]) -> list[str]:
-    """Each difference in words."""
+def describe(different: dict[str, tuple[Any, Any]]) -> list[str]:
+    """Describe each difference."""
     return [f"{name} is {here!r} here and {there!r} in the checkpoint" for name, (here, there) in different.items()]
 
 
 def overrides(different: dict[str, tuple[Any, Any]]) -> tuple[str, ...]:
-    """The overrides that give the checkpoint's values."""
+    """Return the overrides that set the checkpoint's values."""
     return tuple(override(name, there) for name, (_, there) in different.items())
 
 
-def checkpoint_of(setting: str, run: Path, iteration: int | None) -> str:
-    """What to type for a run's checkpoint, the latest one by default."""
+def checkpoint_fix(setting: str, run: Path, iteration: int | None) -> str:
+    """Return what to type for a run's checkpoint, the latest one by default."""
     step = () if iteration is None else (override(NAME.checkpoint.ckpt_step, iteration),)
     return str(Fix((override(setting, str(run)), *step)))
 
 
-def begin_new_run(save: str | None, folder: Path) -> str:
-    """What to type for a new run with a checkpoint's weights, in a folder that no run has; ``save`` is the run's."""
+def new_run_fix(save: str | None, folder: Path) -> str:
+    """Return what to type for a new run with a checkpoint's weights in a new folder.
+
+    ``save`` is the run's folder.
+    """
     root, save = folder.parent, save or str(folder.parent)
     words = [override(NAME.checkpoint.pretrained_checkpoint, str(root)), f"{NAME.checkpoint.load}=null"]
     if latest_iteration(save) is not None:

@@ -1,12 +1,12 @@
-"""Hold an exclusive lock of the operating system on one file for as long as this process lives.
+"""Hold an exclusive operating-system lock on one file while this process lives.
 
-The lock is an open-file-description lock where the file system supports these (Linux, fcntl(2)), else a POSIX record
-lock. Both kinds exclude each other, also between machines where a network file system supports locks. The kernel drops
-a process's record locks on a file as soon as the process closes *any* descriptor of that file. So a process must never
-open the file a second time while it holds the lock: :class:`FileLock` reads and writes through its own descriptor.
+The lock is an open-file-description lock where the file system supports it (Linux, fcntl(2)), else a POSIX record lock.
+Both kinds exclude each other, also between machines if a network file system supports locks. The kernel drops a
+process's record locks on a file when the process closes *any* descriptor of the file. A process must therefore never
+open the file a second time while it holds the lock; :class:`FileLock` reads and writes through one descriptor.
 
-A forked process inherits an open file description. It closes its copy at once, so that the lock ends with the process
-that took it and not with a data worker or checkpoint writer that lives longer.
+A forked process inherits an open file description and closes its copy at once. The lock then ends with the process that
+took it, not with a longer-lived data worker or checkpoint writer.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-# A file system or kernel that lacks a kind of lock. EINVAL: Linux before 3.15 for open-file-description locks.
+# Errors of a file system or kernel without a kind of lock. EINVAL: Linux before 3.15 for open-file-description locks.
 _UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _HELD_BY_ANOTHER = {errno.EACCES, errno.EAGAIN}
-_TRIES = 10  # openings of a file that other processes keep replacing
+_TRIES = 10  # attempts while other processes replace the file
 
 
 class FileLock:
-    """A lock on the file ``path``, which is made if it is missing.
+    """A lock on the file ``path``, created if missing.
 
     Attributes:
-        unsupported: why the file system locks no files ("" where it does); :meth:`take` succeeds without a lock there.
+        unsupported: why the file system has no locks ("" if it has); :meth:`take` then succeeds without a lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,10 @@ class FileLock:
         self._descriptor: int | None = None
 
     def take(self) -> str | None:
-        """Try once to take the lock; returns None when taken, else the text that its holder wrote into the file.
+        """Try once to take the lock.
+
+        Returns:
+            None if taken, else the text that the holder wrote into the file.
 
         Raises:
             OSError: the file cannot be opened or locked.
@@ -59,15 +62,15 @@ class FileLock:
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
-        raise OSError(errno.ESTALE, "other processes keep replacing this file", str(self._path))
+        raise OSError(errno.ESTALE, "other processes repeatedly replaced this file", str(self._path))
 
     @property
     def in_place(self) -> bool:
-        """Whether the locked file still has its name: a lock on a deleted file keeps nobody out."""
+        """Whether the locked file still has its name; a deleted file locks nothing."""
         return self._descriptor is not None and self._is_file_of(self._descriptor)
 
     def write(self, text: str) -> None:
-        """Replace the file's content, and flush it to the disk."""
+        """Replace the file's content and flush it to disk."""
         if self._descriptor is None:
             raise ValueError(f"{self._path} is not locked")
         os.ftruncate(self._descriptor, 0)
@@ -78,7 +81,7 @@ class FileLock:
         """Empty the file and unlock it."""
         if self._descriptor is None:
             return
-        with suppress(OSError):  # a full or lost disk: the lock must go all the same
+        with suppress(OSError):  # unlock even if the disk is full or lost
             os.ftruncate(self._descriptor, 0)
         self._close()
 
@@ -99,7 +102,7 @@ _held: set[FileLock] = set()
 
 
 def _close_copies() -> None:
-    """In a forked process; the parent's lock stays."""
+    """Close a forked process's copies; the parent keeps its lock."""
     for each in list(_held):
         each._close()
 
@@ -108,7 +111,10 @@ os.register_at_fork(after_in_child=_close_copies)
 
 
 def lock(descriptor: int) -> str:
-    """Lock the whole file, without waiting; returns "", or why neither kind of lock is supported there.
+    """Lock the whole file without waiting.
+
+    Returns:
+        "", or why the file system supports neither kind of lock.
 
     Raises:
         OSError: another process holds a lock (``EACCES`` or ``EAGAIN``), or the file system failed.
@@ -116,7 +122,7 @@ def lock(descriptor: int) -> str:
     # struct flock: l_type, l_whence, l_start, l_len (0: to the end), l_pid (must be 0)
     whole_file = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kinds: list[Callable[[], object]] = [lambda: fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)]
-    if sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK"):  # elsewhere struct flock is laid out otherwise
+    if sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK"):  # other systems have another struct flock
         kinds.insert(0, lambda: fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole_file))
     why = ""
     for take in kinds:

@@ -1,8 +1,8 @@
-"""The folders of checkpoints: complete or absent, whenever a process dies or the machine stops.
+"""Checkpoint folders: complete or absent, even if a process or machine crashes.
 
 A checkpoint is written into a folder that starts with a dot, checked, renamed to ``iter_NNNNNNN``, and only then named
-in ``latest_checkpointed_iteration.txt``. Whatever a crash leaves behind starts with a dot too, and is cleaned away by
-the next run or the next save. All of this is one process's work; nothing here talks to other ranks.
+in ``latest_checkpointed_iteration.txt``. Leftovers of a crash also start with a dot; the next run or save deletes them.
+All functions run in one process, without communication.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 
 def checkpoint_folder(root: str | Path, iteration: int) -> Path:
+    """Return the folder of an iteration's checkpoint."""
     return Path(root) / f"iter_{iteration:07d}"
 
 
 def latest_iteration(root: str | Path) -> int | None:
-    """The newest complete checkpoint's iteration, ``None`` if there is none.
+    """Return the newest complete checkpoint's iteration, ``None`` if there is none.
 
-    Without the file that names it the newest folder: a checkpoint gets its name when it is complete, the file after it.
+    Without the latest-iteration file, the newest folder counts: folders get their name when they are complete.
 
     Raises:
-        ConfigError: the file that names it cannot be read.
+        ConfigError: the latest-iteration file cannot be read.
     """
     path = Path(root) / LATEST
-    if not os.path.exists(path):  # which, unlike Path.exists, never raises
+    if not os.path.exists(path):  # unlike Path.exists, never raises
         return max(saved_iterations(root), default=None)
     try:
         content, why = read_bytes(path, 100).removeprefix(codecs.BOM_UTF8), ""
@@ -48,38 +49,39 @@ def latest_iteration(root: str | Path) -> int | None:
         content, why = b"", f" ({error.strerror})"
     if not re.fullmatch(rb"[0-9]{1,18}\r?\n?", content):
         others = saved_iterations(root)
-        fix = f"echo {others[-1]} > {path}" if others else f"give another {NAME.checkpoint.load}"
+        fix = f"echo {others[-1]} > {path}" if others else f"{NAME.checkpoint.load}=FOLDER (another run folder)"
         raise ConfigError(f"{path} does not hold an iteration number{why or f': {content[:40]!r}'}. Fix: {fix}")
     return int(content)
 
 
 def newer_than_latest(root: str | Path) -> int | None:
-    """The newest checkpoint's iteration, where the file that names the latest names an older one.
+    """Return the newest iteration if the latest-iteration file names an older one.
 
-    So it is after a crash between the two, after a run that went back, and where a bit of the file has changed.
+    Possible after a crash between rename and file, after going back, or after a bit error in the file.
     """
     newest = max(saved_iterations(root), default=None)
     return newest if newest is not None and newest != latest_iteration(root) else None
 
 
 def existing_folder(root: str | Path, iteration: int) -> Path | None:
-    """Where a checkpoint lies: in its place, or beside it if a crash came while it was being replaced."""
+    """Find a checkpoint's folder, also if a crash interrupted its replacement."""
     final = checkpoint_folder(root, iteration)
     return next((path for path in (final, _replaced(final)) if os.path.isdir(path)), None)
 
 
 def saved_iterations(root: str | Path) -> list[int]:
-    """The iterations that ``root`` has a checkpoint of, ascending."""
+    """List the iterations of all checkpoints in ``root``, ascending."""
     if not os.path.isdir(root):
         return []
     names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*") if os.path.isdir(path))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def what_is_meant(root: str | Path, typed: Callable[[Path, int | None], str]) -> str:
-    """What to type instead of a folder without checkpoints: of one of them its run, of several runs one of theirs.
+def suggest_folder(root: str | Path, typed: Callable[[Path, int | None], str]) -> str:
+    """Suggest what to type instead of a folder without checkpoints.
 
-    Empty where nothing can be told. ``typed`` writes a run's folder, and an iteration of it or None for the latest.
+    For a checkpoint's folder its run folder, for a folder of runs the first run; else "". ``typed`` formats a run
+    folder and an iteration (None: the latest).
     """
     path = Path(root)
     run, iteration = path.parent, path.name.removeprefix("iter_")
@@ -89,13 +91,13 @@ def what_is_meant(root: str | Path, typed: Callable[[Path, int | None], str]) ->
     if others:
         return f"{typed(run, others[-1])} (the newest checkpoint of {run})"
     runs = sorted(inside.name for inside in path.glob("*") if saved_iterations(inside)) if os.path.isdir(path) else []
-    return f"{typed(path / runs[0], None)} (of the runs in {path}: {shown(runs, ', ')})" if runs else ""
+    return f"{typed(path / runs[0], None)} (run folders in {path}: {shown(runs, ', ')})" if runs else ""
 
 
 def create_partial(final: Path) -> Path:
-    """Make the folder to write a checkpoint into before it gets its place ``final``.
+    """Create the folder that a checkpoint is written into before it becomes ``final``.
 
-    Its name is new each time: a writer that outlived its run must not write into the next run's files.
+    The name is new each time: a writer that outlived its run must not write into the next run's files.
     """
     partial = final.with_name(f".{final.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir(parents=True)
@@ -103,7 +105,7 @@ def create_partial(final: Path) -> Path:
 
 
 def damage(folder: str | Path) -> list[str]:
-    """What is missing from a checkpoint, by its own index: files that are gone or too short. Reads no tensors."""
+    """List missing or short files of a checkpoint, from its index. Reads no tensors."""
     folder = Path(folder)
     try:
         stored = read_index(folder).storage_data
@@ -118,28 +120,31 @@ def damage(folder: str | Path) -> list[str]:
         if not path.exists():
             problems.append(f"{path} is missing")
         elif path.stat().st_size < size:
-            problems.append(f"{path} has {path.stat().st_size} bytes where {size} were written")
+            problems.append(f"{path} has {path.stat().st_size} bytes, expected {size}")
     return problems
 
 
 def stored_tensors(folder: str | Path) -> dict[str, TensorStorageMetadata]:
-    """A checkpoint's tensors by name, each with its whole ``size`` and ``properties.dtype``; reads its index alone.
+    """Return a checkpoint's tensor metadata by name, from the index alone.
 
-    megatron-core's ``load_tensors_metadata`` cannot, with torch 2.15, which has more properties than it hands on.
+    Each has the whole ``size`` and ``properties.dtype``. megatron-core's ``load_tensors_metadata`` fails with torch
+    2.15, which added properties.
     """
     stored = read_index(Path(folder)).state_dict_metadata.items()
     return {name: each for name, each in stored if isinstance(each, TensorStorageMetadata)}
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Rename, then name it the latest: a crash between the two leaves the older checkpoint the latest, and valid.
+    """Rename a written checkpoint to ``final``, then record it as the latest.
+
+    A crash between the two leaves the older checkpoint as the latest, and valid.
 
     Raises:
-        OSError: what was written is damaged, or a file cannot be renamed.
+        OSError: the written files are incomplete, or a file cannot be renamed.
     """
     problems = damage(partial)
     if problems:
-        raise OSError(f"what was written is not what should be there: {'; '.join(problems[:4])}")
+        raise OSError(f"the written files are incomplete: {'; '.join(problems[:4])}")
     for path in partial.iterdir():
         to_disk(path)
     to_disk(partial)
@@ -154,10 +159,10 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 
 def keep_most_recent(root: str | Path, newest: int, count: int, retain_interval: int | None) -> None:
-    """Delete what is older than the ``count`` newest checkpoints up to ``newest``, but multiples of the interval.
+    """Delete checkpoints up to ``newest``, except the ``count`` newest.
 
-    ``count`` below 1 keeps all, or, with an interval, the newest. Checkpoints after ``newest`` (a run that went back
-    to an older one leaves them) stay.
+    Multiples of ``retain_interval`` are kept too. ``count`` below 1 keeps all, or the newest if there is an interval.
+    Checkpoints after ``newest`` (left by a run that went back) are kept.
     """
     if count < 1:
         if retain_interval is None:
@@ -170,7 +175,7 @@ def keep_most_recent(root: str | Path, newest: int, count: int, retain_interval:
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint; a crash on the way leaves nothing that looks like one."""
+    """Delete a checkpoint, so that a crash leaves nothing that looks like one."""
     if not folder.exists():
         return
     condemned = folder.with_name(f".{folder.name.lstrip('.')}.deleted-{uuid.uuid4().hex[:8]}")
@@ -179,7 +184,7 @@ def discard(folder: Path) -> None:
 
 
 def clean_leftovers(root: str | Path) -> None:
-    """Delete what interrupted saves left in ``root``, and put back what they were replacing."""
+    """Delete partial checkpoints in ``root``, and restore what they were replacing."""
     for path in sorted(Path(root).glob(".iter_*")):
         final = path.with_name(path.name.split(".")[1])
         if path == _replaced(final) and not final.exists():

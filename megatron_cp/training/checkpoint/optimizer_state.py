@@ -1,47 +1,46 @@
-"""A checkpoint's optimizer state in the shape of another layout's optimizers.
+"""Convert a checkpoint's optimizer state to another layout's optimizers.
 
-megatron-core steps the parameters of experts that are spread over ranks (``allreduce`` false) with an optimizer of
-their own. Its tensors are named by parameter, so that either shape finds them; what a checkpoint holds beside tensors
-(settings of groups, counts of steps, a loss scale) lies where the optimizers of the saving layout were.
+megatron-core has a separate optimizer for experts spread over ranks (``allreduce`` false). Tensors are saved by
+parameter name, so either layout finds them. Non-tensor state (group settings, step counts, loss scale) is saved per
+optimizer of the saving layout.
 """
 
 from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-# The one key of a group that follows from the layout.
+# The one group key that depends on the layout.
 _BY_LAYOUT = "is_expert_parallel"
-_HIGH_PRECISION = "fp32_from_fp16_params"  # of a plain optimizer of half-precision parameters: a list for each group
+_HIGH_PRECISION = "fp32_from_fp16_params"  # of a plain half-precision optimizer: one list per group
 
 
-def by_number(state: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> dict[Any, Any]:
-    """A state to be saved or loaded that has no list for groups without parameters, in place.
+def index_groups(state: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> dict[Any, Any]:
+    """Replace lists of groups without parameters in a state, in place.
 
-    An empty list is no tensor: rank 0's would be saved as one, and not fit the tensors of stages that have some.
+    rank 0 would save an empty list as an object, which does not fit the tensors of other stages.
     """
-    for each in _of_each(state, groups):
+    for each in _states_of(state, groups):
         if _HIGH_PRECISION in each:
             each[_HIGH_PRECISION] = {number: own for number, own in enumerate(each[_HIGH_PRECISION]) if own}
     return state
 
 
-def _of_each(state: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The state of each optimizer."""
+def _states_of(state: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the state of each optimizer."""
     return [state[index] for index in range(len(groups))] if 0 in state else [state]
 
 
-def with_common_steps(state: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> dict[Any, Any]:
-    """A state to be saved in which optimizers and groups without parameters have counted the steps of the others, in
-    place.
+def fill_step_counts(state: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> dict[Any, Any]:
+    """Copy step counts to optimizers and groups without parameters, in place.
 
-    What is no tensor is saved by rank 0, whose pipeline stage may have no experts where other stages' are spread over
-    ranks, or nothing but an embedding, and so none of the parameters that do not decay.
+    Rank 0 saves non-tensor state. Rank 0's pipeline stage may have no spread experts, or only an embedding, and so no
+    parameters without decay.
 
     Args:
-        state: of these optimizers, as ``sharded_state_dict`` returns it.
-        groups: the parameter groups of each of them.
+        state: of these optimizers, from ``sharded_state_dict``.
+        groups: parameter groups of each optimizer.
     """
-    states = _of_each(state, groups)
+    states = _states_of(state, groups)
     inner = [each.get("optimizer", each) for each in states]
     counting = [any(group["params"] for group in own) for own in groups]
     if not any(counting):
@@ -58,23 +57,23 @@ def with_common_steps(state: dict[Any, Any], groups: list[list[dict[str, Any]]])
     return state
 
 
-def shaped_as_now(loaded: dict[Any, Any], saved: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> dict[Any, Any]:
-    """A loaded state, of :func:`by_number`, as these optimizers' ``load_state_dict`` takes it.
+def to_layout(loaded: dict[Any, Any], saved: dict[Any, Any], groups: list[list[dict[str, Any]]]) -> dict[Any, Any]:
+    """Convert a loaded state of :func:`index_groups` for these optimizers.
 
     Args:
-        loaded: the optimizer's state as loaded, the checkpoint's plain values merged with this layout's tensors.
+        loaded: the loaded state: the checkpoint's plain values merged with this layout's tensors.
         saved: the checkpoint's plain values alone.
-        groups: the parameter groups of each of this layout's optimizers.
+        groups: parameter groups of each of this layout's optimizers.
     """
-    before = [saved[index] for index in sorted(saved)] if 0 in saved else [saved]
-    if len(before) != len(groups):
+    saved_states = [saved[index] for index in sorted(saved)] if 0 in saved else [saved]
+    if len(saved_states) != len(groups):
         if len(groups) == 1:
             tensors = {name: value for name, value in loaded.items() if not isinstance(name, int)}
-            loaded = _completed(tensors, before, groups[0])
+            loaded = _merge(tensors, saved_states, groups[0])
         else:
-            # Nothing is loaded for an optimizer without parameters.
-            loaded = {index: _completed(loaded.get(index, {}), before, own) for index, own in enumerate(groups)}
-    for state, own in zip(_of_each(loaded, groups), groups, strict=True):
+            # An optimizer without parameters loads nothing.
+            loaded = {index: _merge(loaded.get(index, {}), saved_states, own) for index, own in enumerate(groups)}
+    for state, own in zip(_states_of(loaded, groups), groups, strict=True):
         state.get("optimizer", state).setdefault("state", {})
         if "optimizer" in state:
             numbered = state.get(_HIGH_PRECISION, {})
@@ -82,16 +81,16 @@ def shaped_as_now(loaded: dict[Any, Any], saved: dict[Any, Any], groups: list[li
     return loaded
 
 
-def _completed(tensors: dict[str, Any], before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """One optimizer's tensors with the plain values that the saved ones had."""
-    plain = before[0]
+def _merge(tensors: dict[str, Any], saved_states: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge one optimizer's tensors with the saved plain values."""
+    plain = saved_states[0]
     if "optimizer" in plain:
-        inner = _completed(tensors.get("optimizer", {}), [each["optimizer"] for each in before], groups)
+        inner = _merge(tensors.get("optimizer", {}), [each["optimizer"] for each in saved_states], groups)
         return plain | tensors | {"optimizer": inner}
-    theirs = {_identity(group): group for each in before for group in each["param_groups"]}
+    saved_groups = {_identity(group): group for each in saved_states for group in each["param_groups"]}
     own = tensors.get("param_groups", [{}] * len(groups))
     merged = [
-        {**theirs[_identity(group)], _BY_LAYOUT: group[_BY_LAYOUT], **parameters}
+        {**saved_groups[_identity(group)], _BY_LAYOUT: group[_BY_LAYOUT], **parameters}
         for group, parameters in zip(groups, own, strict=True)
     ]
     return plain | tensors | {"state": plain.get("state", {}) | tensors.get("state", {}), "param_groups": merged}

@@ -1,6 +1,6 @@
-"""What a run begins with: which checkpoint, and whether it fits the configuration.
+"""Choose the checkpoint to start from, and check that it fits the configuration.
 
-Read by every rank for itself, so that what does not fit is told before any process group exists.
+Every rank reads for itself, so a checkpoint that does not fit is reported before any process group exists.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from megatron_cp.models.hybrid_pattern import layers_of, without_stages
 from megatron_cp.models.vocabulary import padded
 from megatron_cp.rules.remedies import ALTERNATIVES, Fix
 from megatron_cp.training.checkpoint.content import FORMAT, read_common
-from megatron_cp.training.checkpoint.differences import begin_new_run, checkpoint_of, differences, overrides, said
+from megatron_cp.training.checkpoint.differences import checkpoint_fix, describe, differences, new_run_fix, overrides
 from megatron_cp.training.checkpoint.files import (
     checkpoint_folder,
     existing_folder,
     latest_iteration,
     saved_iterations,
-    what_is_meant,
+    suggest_folder,
 )
 from megatron_cp.training.optimizer import schedule_of
 
-# Of a schedule, what megatron-core's own state lacks: how the last steps of a WSD schedule decay.
+# Schedule fields that megatron-core's state lacks: the decay of a WSD schedule.
 FORGOTTEN = ("wsd_decay_steps", "lr_wsd_decay_style")
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run begins with.
+    """The checkpoint that a run starts from.
 
-    finetune: with its weights only. consumed_samples: where its data stood; 0 where that does not matter.
+    finetune: weights only. consumed_samples: data position; 0 if unused.
     """
 
     root: str
@@ -45,17 +45,17 @@ class ResumePoint:
     consumed_samples: int = 0
 
 
-def find_start(config: RunConfig) -> ResumePoint | None:
-    """The checkpoint to begin with, ``None`` to start fresh.
+def find_resume_point(config: RunConfig) -> ResumePoint | None:
+    """Return the checkpoint to start from, ``None`` to start fresh.
 
-    A run with ``checkpoint.pretrained_checkpoint``, or with a ``checkpoint.load`` that is another folder than
-    ``checkpoint.save``, begins with what is there, and resumes from its own checkpoints once it has some. So does any
-    other that was told how to begin: the same configuration again goes on.
+    With ``checkpoint.pretrained_checkpoint``, or a ``checkpoint.load`` other than ``checkpoint.save``, a run starts
+    from there, and resumes from its own checkpoints once it has saved any. The same configuration started again always
+    resumes.
 
     Raises:
-        ConfigError: a checkpoint was asked for and is not there, or it does not fit.
+        ConfigError: a requested checkpoint is missing or does not fit.
     """
-    begun = _newest_of_its_own(config)
+    begun = _newest_own(config)
     if begun is not None:
         return begun
     wanted = config.checkpoint
@@ -71,35 +71,35 @@ def find_start(config: RunConfig) -> ResumePoint | None:
         root = root if latest_iteration(wanted.save) is None else wanted.save
     measured = config.train.skip_train
     if measured:
-        advice = f"{NAME.checkpoint.load}=PATH ({NAME.train.skip_train}=true measures a checkpoint)"
-    # The step to begin with is one of the other folder's checkpoints, where there is another.
+        advice = f"{NAME.checkpoint.load}=PATH ({NAME.train.skip_train}=true evaluates a checkpoint)"
+    # ckpt_step selects a checkpoint of the other folder, if there is one.
     has_begun = not finetune and (bool(wanted.pretrained_checkpoint) or root != wanted.load)
     step = None if has_begun else wanted.ckpt_step
     iteration = latest_iteration(root) if step is None and root else step
     option = NAME.checkpoint.pretrained_checkpoint if root == wanted.pretrained_checkpoint else NAME.checkpoint.load
 
-    def meant() -> str:
-        return what_is_meant(root, lambda run, step: checkpoint_of(option, run, step)) if root else ""
+    def suggest() -> str:
+        return suggest_folder(root, lambda run, step: checkpoint_fix(option, run, step)) if root else ""
 
     if iteration is None:
         if finetune or measured or wanted.exit_on_missing_checkpoint or wanted.load != wanted.save:
-            raise ConfigError(f"{option}={root}: there is no checkpoint (no iter_* folder). Fix: {meant() or advice}")
+            raise ConfigError(f"{option}={root}: there is no checkpoint (no iter_* folder). Fix: {suggest() or advice}")
         return None
     folder = existing_folder(root, iteration)
     if folder is None:
         others = saved_iterations(root)
-        fix = meant() or (f"{NAME.checkpoint.ckpt_step}={others[-1]}" if others else advice)
+        fix = suggest() or (f"{NAME.checkpoint.ckpt_step}={others[-1]}" if others else advice)
         raise ConfigError(f"{option}={root}: there is no {checkpoint_folder(root, iteration).name}. Fix: {fix}")
     return _checked(ResumePoint(root, iteration, finetune), folder, config, weights_only=finetune or measured)
 
 
-def begin_with(config: RunConfig, root: str, iteration: int) -> str:
-    """The settings with which this run would begin with another checkpoint."""
+def resume_fix(config: RunConfig, root: str, iteration: int) -> str:
+    """Return the settings to type to start this run from another checkpoint."""
     away: dict[str, Any] = {"load": root, "pretrained_checkpoint": None, "finetune": False}
     for names in ([], ["load"], ["load", "pretrained_checkpoint"], list(away)):
         changed = {name: away[name] for name in names} | {"ckpt_step": iteration}
         try:
-            start = find_start(replace(config, checkpoint=replace(config.checkpoint, **changed)))
+            start = find_resume_point(replace(config, checkpoint=replace(config.checkpoint, **changed)))
         except ConfigError:
             continue
         if start is not None and Path(start.root) == Path(root) and start.iteration == iteration:
@@ -108,25 +108,24 @@ def begin_with(config: RunConfig, root: str, iteration: int) -> str:
 
 
 def _checked(start: ResumePoint, folder: Path, config: RunConfig, weights_only: bool) -> ResumePoint:
-    """Add where the data stood. A damaged checkpoint is left to :func:`load_checkpoint`, which says so for all ranks.
+    """Check a checkpoint (ConfigError if it does not fit) and add the data position.
 
-    Raises:
-        ConfigError: the checkpoint does not fit.
+    :func:`load_checkpoint` reports a damaged checkpoint, on all ranks.
     """
     try:
         common = read_common(folder, config.checkpoint.verify_checksums)
         check_fits(config, common, folder, weights_only)
     except ConfigError:
         raise
-    except Exception:  # of damaged bytes, which can end in any error
+    except Exception:  # damaged files can raise any error
         return start
     return start if start.finetune else replace(start, consumed_samples=common["progress"]["consumed_samples"])
 
 
-def _newest_of_its_own(config: RunConfig) -> ResumePoint | None:
-    """The newest checkpoint of the run's folder where this very configuration wrote it, ``None`` where another did.
+def _newest_own(config: RunConfig) -> ResumePoint | None:
+    """Return the newest checkpoint that this configuration wrote, or None.
 
-    A damaged one does not say who wrote it. To begin anew over it, or to go on from another, has to be asked for.
+    A damaged checkpoint counts as own, unless the user asked to start anew or from another one.
     """
     root = config.checkpoint.save
     iteration = latest_iteration(root) if root else None
@@ -135,56 +134,52 @@ def _newest_of_its_own(config: RunConfig) -> ResumePoint | None:
         return None
     try:
         common = read_common(folder, config.checkpoint.verify_checksums)
-    except Exception:  # of damaged bytes, which can end in any error
+    except Exception:  # damaged files can raise any error
         wanted = config.checkpoint
         other = wanted.ckpt_step is not None and wanted.load == root and not wanted.pretrained_checkpoint
         return (
             None if config.train.skip_train or (other and not wanted.finetune) else ResumePoint(root, iteration, False)
         )
-    if not has_written(config, common):
+    if not is_own_checkpoint(config, common):
         return None
     return _checked(ResumePoint(root, iteration, False), folder, config, weights_only=False)
 
 
-def has_written(config: RunConfig, common: dict[str, Any]) -> bool:
-    """Whether a checkpoint is of this very configuration: it has begun as it says, and is not to begin once more.
-
-    Settings that the program which wrote it did not have yet count as they are by default. An environment variable that
-    a setting refers to may have another value by now.
-    """
+def is_own_checkpoint(config: RunConfig, common: dict[str, Any]) -> bool:
+    """Return whether this configuration, up to defaults, wrote the checkpoint."""
     saved = common.get("config")
     if not isinstance(saved, dict):
         return False
-    known = _of_today(saved)
-    known["checkpoint"]["verify_checksums"] = config.checkpoint.verify_checksums  # which changes nothing
+    known = _with_current_settings(saved)
+    known["checkpoint"]["verify_checksums"] = config.checkpoint.verify_checksums  # no effect on training
     return known in (config.as_written(), asdict(config))
 
 
-def _of_today(saved: dict[str, Any]) -> dict[str, Any]:
-    of_default = RunConfig()
-    known = asdict(of_default)
+def _with_current_settings(saved: dict[str, Any]) -> dict[str, Any]:
+    default = RunConfig()
+    known = asdict(default)
     for name, value in saved.items():
-        if isinstance(value, dict) and is_dataclass(getattr(of_default, name, None)):
+        if isinstance(value, dict) and is_dataclass(getattr(default, name, None)):
             known[name] |= {setting: each for setting, each in value.items() if setting in known[name]}
         elif name in known:
             known[name] = value
     return known
 
 
-def wants_optimizer(config: RunConfig, common: dict[str, Any]) -> bool:
-    """Whether a run that resumes from a checkpoint goes on with its optimizer.
+def loads_optimizer(config: RunConfig, common: dict[str, Any]) -> bool:
+    """Return whether a resuming run loads the optimizer state.
 
-    ``checkpoint.load_optim=false`` is how to begin; the run's own optimizer is no longer the one it did not want.
+    ``checkpoint.load_optim=false`` applies to the first start; later starts load the run's own optimizer.
     """
-    own = has_written(config, common) and config.checkpoint.save_optim
+    own = is_own_checkpoint(config, common) and config.checkpoint.save_optim
     return config.checkpoint.load_optim or own
 
 
 def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune: bool) -> None:
-    """Whether a run can go on from a checkpoint, or, with ``finetune``, begin with its weights.
+    """Check that a run can resume from a checkpoint, or ``finetune`` its weights.
 
     Raises:
-        ConfigError: it is of another model, optimizer, schedule, program or newer version; says what differs.
+        ConfigError: different model, optimizer, schedule, program or newer version; names the differences.
     """
     check_format(common, folder)
     save = config.checkpoint.save
@@ -192,44 +187,47 @@ def check_fits(config: RunConfig, common: dict[str, Any], folder: Path, finetune
     if finetune:
         return
     if "scheduler" not in common:
-        raise ConfigError(f"checkpoint {folder} holds weights only. Fix: {begin_new_run(save, folder)}")
+        raise ConfigError(f"checkpoint {folder} holds weights only. Fix: {new_run_fix(save, folder)}")
     now, scheduler = asdict(config), config.scheduler
-    if wants_optimizer(config, common):
+    if loads_optimizer(config, common):
         _check_optimizer(now, common["config"], folder)
     if not (scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler):
         _check_schedule(schedule_of(scheduler, config.train, config.optimizer), now, common, folder)
 
 
 def check_format(common: dict[str, Any], folder: Path) -> None:
-    """Raises ConfigError where a checkpoint is of another program, or of a newer version of this one."""
+    """Raise ConfigError if another program or a newer version wrote the checkpoint."""
     version = common.get("format")
     if version is None:
-        raise ConfigError(f"checkpoint {folder} was written by another program. Fix: name one of megatron_cp's.")
+        raise ConfigError(
+            f"checkpoint {folder} was written by another program. "
+            f"Fix: {NAME.checkpoint.load}=FOLDER (a run folder of megatron_cp)"
+        )
     if version > FORMAT:
         raise ConfigError(
-            f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}. Fix: upgrade megatron_cp."
+            f"checkpoint {folder} has format {version}, newer than this version's {FORMAT}. Fix: upgrade megatron_cp"
         )
 
 
 def _check_model(here: ModelConfig, save: str | None, common: dict[str, Any], folder: Path, finetune: bool) -> None:
     saved, now = saved_model(common), replace(here)
     for model in (saved, now):
-        # Where its pipeline stages begin makes no other model.
+        # The split into pipeline stages does not change the model.
         model.hybrid_layer_pattern = without_stages(model.hybrid_layer_pattern) or None
-        if model.position_embedding_type != "learned_absolute":  # no weights
+        if model.position_embedding_type != "learned_absolute":  # has no weights
             model.max_position_embeddings = None
-    if finetune and mtp_starts_untrained(saved, now):
+    if finetune and mtp_differs(saved, now):
         for model in (saved, now):
             model.hybrid_layer_pattern = layers_of(model.hybrid_layer_pattern) or None
             model.mtp_num_layers, model.mtp_use_repeated_layer = None, False
     if saved.num_layers == now.num_layers and saved.layer_types == now.layer_types:
-        saved.moe_layer_freq = now.moe_layer_freq  # one number and a list can say the same
-    # With YaRN the same weights are turned by other frequencies.
+        saved.moe_layer_freq = now.moe_layer_freq  # a number and a list can be equivalent
+    # RoPE and YaRN share weights, but use different frequencies.
     turned = {saved.position_embedding_type, now.position_embedding_type} == {"rope", "yarn"}
     positions = [NAME.model.position_embedding_type] if turned else []
     weights = [name for name in settings_affecting(WEIGHTS) if name not in positions]
     function = [*positions, *settings_affecting(FUNCTION)]
-    saved.vocab_size = saved.vocab_size or now.vocab_size  # None: the tokenizer's, before it was recorded
+    saved.vocab_size = saved.vocab_size or now.vocab_size  # None: the tokenizer's, in older checkpoints
     other_weights, other_function = (
         differences({"model": asdict(saved)}, {"model": asdict(now)}, names)
         for names in (weights, [] if finetune else function)
@@ -238,27 +236,27 @@ def _check_model(here: ModelConfig, save: str | None, common: dict[str, Any], fo
     different = other_weights | other_function
     if different or padding:
         fix = str(Fix((*overrides(different), *rows)))
-        begin = f"{ALTERNATIVES}{begin_new_run(save, folder)} (a new run with its weights)"
+        begin = f"{ALTERNATIVES}{new_run_fix(save, folder)} (a new run with its weights)"
         raise ConfigError(
-            f"checkpoint {folder} is of another model: {'; '.join(said(different) + padding)}. "
+            f"checkpoint {folder} is of a different model: {'; '.join(describe(different) + padding)}. "
             f"Fix: {fix} (the checkpoint's values){'' if other_weights or padding else begin}"
         )
 
 
 def saved_model(common: dict[str, Any]) -> ModelConfig:
-    """A checkpoint's model, in the settings of today."""
-    return ModelConfig(**_of_today(common["config"])["model"])
+    """Return a checkpoint's model, in the settings of this version."""
+    return ModelConfig(**_with_current_settings(common["config"])["model"])
 
 
-def mtp_starts_untrained(saved: ModelConfig, now: ModelConfig) -> bool:
-    """Whether one of two models predicts further tokens and the other does not: the rest of its weights is the same."""
+def mtp_differs(saved: ModelConfig, now: ModelConfig) -> bool:
+    """Return whether only one of two models has MTP layers."""
     return bool(saved.mtp_num_layers) != bool(now.mtp_num_layers)
 
 
 def _other_padding(saved: ModelConfig, now: ModelConfig) -> tuple[list[str], list[str]]:
-    """What differs in the rows that pad the vocabulary, and the overrides that keep the checkpoint's.
+    """Return differences of vocabulary padding, and overrides for the checkpoint's.
 
-    They are part of the softmax; megatron-core would drop some, or add rows of zeros.
+    Padding rows take part in the softmax. megatron-core would drop rows, or add rows of zeros.
     """
     if not now.vocab_size or saved.vocab_size != now.vocab_size:
         return [], []
@@ -271,42 +269,42 @@ def _other_padding(saved: ModelConfig, now: ModelConfig) -> tuple[list[str], lis
     words = [override(NAME.model.make_vocab_size_divisible_by, there)]
     if there % now.tensor_model_parallel_size:
         words.append(override(NAME.model.tensor_model_parallel_size, saved.tensor_model_parallel_size))
-    return [f"its vocabulary is padded to {there} rows and here to {here}"], words
+    return [f"the vocabulary is padded to {here} rows here and {there} in the checkpoint"], words
 
 
 def _check_optimizer(now: dict[str, Any], saved: dict[str, Any], folder: Path) -> None:
     if not saved["checkpoint"]["save_optim"]:
         raise ConfigError(
-            f"checkpoint {folder} holds no optimizer state: it was written with {NAME.checkpoint.save_optim}=false. "
+            f"checkpoint {folder} holds no optimizer state (saved with {NAME.checkpoint.save_optim}=false). "
             f"Fix: {NAME.checkpoint.load_optim}=false (a fresh optimizer), or {NAME.checkpoint.finetune}=true "
             "(a new run with its weights)"
         )
     different = differences(saved, now, settings_affecting(OPTIMIZER))
     optimizer, momenta = now["optimizer"], [bool(each["optimizer"]["sgd_momentum"]) for each in (saved, now)]
     if optimizer["optimizer"] == "sgd" and momenta[0] != momenta[1]:
-        # With one there is a state, without one there is none; another one goes on with it.
+        # SGD has optimizer state only with momentum; the value may change.
         different |= differences(saved, now, [NAME.optimizer.sgd_momentum])
     here, there = _precision(now["mixed_precision"]), _precision(saved["mixed_precision"])
     if not optimizer["use_distributed_optimizer"] and None not in (here, there) and here != there:
-        # Only the distributed one always keeps its parameters in float32, under the same names.
+        # Only the distributed optimizer always keeps float32 parameters under the same names.
         different["mixed_precision"] = (here, there)
     if different:
         raise ConfigError(
-            f"checkpoint {folder} has another optimizer's state: {'; '.join(said(different))}. Fix: "
+            f"checkpoint {folder} has the state of a different optimizer: {'; '.join(describe(different))}. Fix: "
             f"{Fix(overrides(different))} (the checkpoint's), or {NAME.checkpoint.load_optim}=false (a fresh optimizer)"
         )
 
 
 def _precision(section: dict[str, Any]) -> str | None:
-    """Where it is given; else it depends on the device."""
+    """Return the configured precision; None if it depends on the device."""
     return next((name for name in ("fp32", "bf16", "fp16") if section[name]), None)
 
 
 def _check_schedule(schedule: dict[str, Any], now: dict[str, Any], common: dict[str, Any], folder: Path) -> None:
-    """What megatron-core asserts when it loads a schedule, and what it forgets to."""
+    """Check what megatron-core asserts when it loads a schedule, and what it omits."""
     saved = common["scheduler"]
     if schedule["wd_incr_style"] == "constant":
-        del schedule["wd_incr_steps"]  # over which nothing changes: a longer run is no other one
+        del schedule["wd_incr_steps"]  # has no effect with a constant style
     if schedule["lr_decay_style"] != "WSD":
         schedule = {name: value for name, value in schedule.items() if name not in FORGOTTEN}
     changed = [name for name, value in schedule.items() if name in saved and saved[name] != value]
@@ -315,8 +313,8 @@ def _check_schedule(schedule: dict[str, Any], now: dict[str, Any], common: dict[
         if common["config"]["scheduler"]["lr_decay_iters"] == now["scheduler"]["lr_decay_iters"]:
             different.pop(NAME.train.train_iters, None)
         raise ConfigError(
-            f"checkpoint {folder} was trained with another learning-rate schedule: "
-            f"{'; '.join(said(different) or changed)}. Without {NAME.scheduler.lr_decay_iters} and lr_warmup_iters it "
-            f"follows {NAME.train.train_iters}. Fix: {NAME.scheduler.override_opt_param_scheduler}=true "
+            f"checkpoint {folder} was trained with a different learning-rate schedule: "
+            f"{'; '.join(describe(different) or changed)}. Unless {NAME.scheduler.lr_decay_iters} is set, the schedule "
+            f"depends on {NAME.train.train_iters}. Fix: {NAME.scheduler.override_opt_param_scheduler}=true "
             f"(the new schedule), or {NAME.scheduler.use_checkpoint_opt_param_scheduler}=true (the checkpoint's)"
         )

@@ -1,8 +1,8 @@
-"""One run at a time writes into a folder, which all its nodes see: another run would take its unfinished checkpoints
-for leftovers, and a node with a folder of its own could not save its part.
+"""Let one run at a time write into a run folder that all nodes share.
 
-Rank 0 locks a file in the folder (see ``file_lock``). The lock ends with the process, however that ends. What rank 0
-writes into the file all ranks must find there.
+Another run would take this run's partial checkpoints for leftovers. A node with a separate folder could not save its
+shards. Rank 0 locks a file in the folder (see ``file_lock``) and writes its identity there; all ranks must read the
+same text. The lock ends with the process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_cp.training.monitor.metrics import logger
 from megatron_cp.training.monitor.sinks import writing_into
 
 LOCK = ".lock"
-PATIENCE = 120.0  # seconds: a file server takes that long to forget a machine that died
-SIGHT = 10.0  # seconds: a network file system may show a new file late
+PATIENCE = 120.0  # seconds: time for a file server to drop a dead machine's locks
+VISIBILITY_TIMEOUT = 10.0  # seconds: a network file system may show a new file late
 _POLL = 0.5
 
 _locks: dict[Path, FileLock] = {}
@@ -35,15 +35,15 @@ _locks: dict[Path, FileLock] = {}
 
 
 @contextmanager
-def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
-    """Hold the folder; collective. Another run that holds it has a while to end first.
+def lock_run_folder(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
+    """Hold the folder's lock; wait a while for another run to end. Collective.
 
     Args:
-        longest_wait: seconds that a rank waits for another before it gives up.
+        longest_wait: seconds after which waiting ranks time out.
 
     Raises:
-        RuntimeFault: on every rank: another run still writes there, or nothing can be written there, or not all ranks
-            see the same folder.
+        RuntimeFault: on every rank, if another run keeps the lock, the folder is not writable, or ranks see different
+            folders.
     """
     lock, problem, owner = None, "", ""
     try:
@@ -59,15 +59,15 @@ def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
         problem, owner = broadcast_object((problem, owner))
         if problem:
             raise RuntimeFault(problem, on_all_ranks=True)
-        # Rank 0 does not open its file a second time, which would drop a record lock.
-        sees_it = lock is not None or _is_of(folder, owner, min(SIGHT, longest_wait / 2))
+        # Rank 0 must not open its file again, which would drop a record lock.
+        sees_it = lock is not None or _is_signed_by(folder, owner, min(VISIBILITY_TIMEOUT, longest_wait / 2))
         hosts = gather_objects("" if sees_it else socket.gethostname())
         without = [rank for rank, host in enumerate(hosts) if host]
         if without:
             where = shown(list(dict.fromkeys(filter(None, hosts))), ", ")
             raise RuntimeFault(
-                f"{folder} is another folder, or none, for {shown_ranks(without)} ({where}) than for rank 0 ({owner}), "
-                f"nothing was trained. Give a {NAME.checkpoint.save} that all nodes share.",
+                f"{NAME.checkpoint.save}={folder}: {shown_ranks(without)} ({where}) cannot see the folder of rank 0 "
+                f"({owner}); training not started. Fix: set {NAME.checkpoint.save} to a folder that all nodes share",
                 on_all_ranks=True,
             )
         yield
@@ -78,12 +78,12 @@ def only_run_in(folder: Path, longest_wait: float = math.inf) -> Iterator[None]:
 
 
 def check_still_held(folder: Path) -> None:
-    """Check, before something is saved, that this process's lock on ``folder`` still keeps others out; on rank 0.
+    """Check before a save that the lock on ``folder`` still works; on rank 0.
 
-    Somebody may have deleted or moved the folder or the file in it. Then the lock is taken anew.
+    If the folder or the lock file was deleted or moved, the lock is taken again.
 
     Raises:
-        OSError: another run has taken the folder meanwhile.
+        OSError: another run has taken the folder.
     """
     lock = _locks.get(folder)
     if lock is None or lock.in_place:
@@ -93,56 +93,55 @@ def check_still_held(folder: Path) -> None:
     holder = lock.take()
     if holder is not None:
         raise OSError(
-            f"{NAME.checkpoint.save}={folder}: the folder was deleted or moved while this run trained, and another "
-            f"run writes there now ({_named(holder)}). Fix: set {NAME.checkpoint.save}={folder}-2"
+            f"{NAME.checkpoint.save}={folder}: the folder was deleted or moved during training, and another "
+            f"run writes there now ({_holder(holder)}). Fix: set {NAME.checkpoint.save}={folder}-2"
         )
     _sign(lock)
     logger.warning(
-        f"warning: {NAME.checkpoint.save}=%s: the folder or its %s was deleted or moved while this run trained. "
-        "The run goes on and saves there again. What was in the folder before is not restored",
+        f"warning: {NAME.checkpoint.save}=%s: the folder or the file %s was deleted or moved during training. "
+        "The run continues and saves there again, but earlier files are not restored",
         folder,
         LOCK,
     )
 
 
 def _take(lock: FileLock, folder: Path, patience: float) -> None:
-    """Take the lock. Raises RuntimeFault after ``patience`` seconds, which says who holds it."""
+    """Take the lock; raise RuntimeFault with the holder after ``patience`` seconds."""
     began, waited = time.monotonic(), False
     while (holder := lock.take()) is not None:
         if time.monotonic() - began >= patience:
             raise RuntimeFault(
-                f"{NAME.checkpoint.save}={folder}: another run writes into this folder ({_named(holder)}). "
+                f"{NAME.checkpoint.save}={folder}: another run writes into this folder ({_holder(holder)}). "
                 f"Fix: wait until that run has ended, or set {NAME.checkpoint.save}={folder}-2"
             )
         if not waited:
-            logger.info(
-                "another run writes into %s (%s). Waiting %.0f s for it to end", folder, _named(holder), patience
-            )
+            message = "another run writes into %s (%s). Waiting %.0f s for that run to end"
+            logger.info(message, folder, _holder(holder), patience)
         waited = True
         time.sleep(_POLL)
     if lock.unsupported:
         logger.warning(
-            f"warning: {NAME.checkpoint.save}=%s: the file system supports no locks (%s), so nothing keeps a second "
-            f"run out of this folder: start only one. To silence this warning, set {NAME.checkpoint.save} to a folder "
-            "on a file system with locks (Lustre: mounted with -o flock)",
+            f"warning: {NAME.checkpoint.save}=%s: the file system supports no locks (%s), so a second run could write "
+            f"into this folder. To silence this warning, set {NAME.checkpoint.save} to a folder on a file system with "
+            "locks (Lustre: mounted with -o flock)",
             folder,
             lock.unsupported,
         )
 
 
-def _named(holder: str) -> str:
-    return holder or "its process is unknown"
+def _holder(holder: str) -> str:
+    return holder or "unknown process"
 
 
 def _sign(lock: FileLock) -> str:
-    """Write which process holds the folder to where other nodes see it; returns that text."""
+    """Write this process's identity into the lock file and return it."""
     owner = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
     lock.write(owner)
     return owner
 
 
-def _is_of(folder: Path, owner: str, patience: float) -> bool:
-    """Whether the folder that this rank sees is, within ``patience`` seconds, the one that ``owner`` signed."""
+def _is_signed_by(folder: Path, owner: str, patience: float) -> bool:
+    """Return whether the lock holds ``owner`` within ``patience`` seconds."""
     until = time.monotonic() + patience
     while True:
         with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The configuration that wrote a checkpoint: whether its values have their settings' types."""
+"""Type checks of the configuration saved in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_cp.config.setting import facts_of
 
 
 def is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300  # NaN is not below
+    return type(value) in (int, float) and abs(value) < 1e300  # False for NaN
 
 
 def problems_of_settings(config: dict[str, Any]) -> Iterator[str]:
-    """Settings of a wrong type, or that are divided by and below 1, in words."""
+    """Describe settings of a wrong type, and sizes below 1."""
     for section, kind in hints(RunConfig).items():
         value = config.get(section, {})
         if not is_dataclass(kind):
@@ -27,17 +27,17 @@ def problems_of_settings(config: dict[str, Any]) -> Iterator[str]:
                 yield f"config.{section} is {shown(value)}, expected {describe(kind)}"
             continue
         if not isinstance(value, dict):
-            yield f"config.{section} is {shown(value)}, not a mapping"
+            yield f"config.{section} is {shown(value)}, expected a mapping"
             continue
         for name, of in hints(kind).items():  # type: ignore[arg-type]
             if name in value and not _fits(value[name], of):
                 yield f"config.{section}.{name} is {shown(value[name])}, expected {describe(of)}"
             elif facts_of(kind)[name].kind == "size" and not facts_of(kind)[name].allows(value.get(name)):
-                yield f"config.{section}.{name} is {shown(value[name])}, not a whole number from 1 on"
+                yield f"config.{section}.{name} is {shown(value[name])}, expected an integer of at least 1"
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value has a setting's type; a choice of today need not have been one of then."""
+    """Return whether a value has a setting's type; saved choices may be outdated."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(_fits(value, each) for each in args)
@@ -53,7 +53,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the defaults of settings that the program which wrote it did not have."""
+    """Add default values of settings that the saving version did not have."""
     filled = {
         name: default | config.get(name, {}) if isinstance(default, dict) else config.get(name, default)
         for name, default in asdict(RunConfig()).items()
@@ -62,8 +62,8 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, however long or deep it is."""
+    """Return a short representation of any value."""
     try:
         return reprlib.repr(value)
-    except ValueError:  # an integer of more digits than Python writes
-        return "a number of very many digits"
+    except ValueError:  # an integer with more digits than Python formats
+        return "an integer with too many digits to show"

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is as it was written, the same answer on every rank, and which other one to go on from."""
+"""Verify a checkpoint's files on all ranks, and find a complete one."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from megatron_cp.training.checkpoint.files import damage, existing_folder, saved
 from megatron_cp.training.monitor.metrics import logger
 
 
-def checked_common(folder: Path, iteration: int, verify: bool, begin_with: Callable[[str, int], str]) -> dict[str, Any]:
-    """Compare a checkpoint's bytes with their checksums; returns what it holds beside tensors. Collective.
+def verified_common(folder: Path, iteration: int, verify: bool, fix_for: Callable[[str, int], str]) -> dict[str, Any]:
+    """Verify a checkpoint's checksums and return the non-tensor state. Collective.
 
     Args:
-        begin_with: what to type to begin with another iteration's checkpoint of a folder.
+        fix_for: formats the settings to type for another iteration of a folder.
 
     Raises:
-        RuntimeFault: on every rank, where any rank finds it damaged. Says which other checkpoint is complete.
+        RuntimeFault: on every rank, if any rank finds damage. Names another complete checkpoint.
     """
     problems = problems_of(folder, verify)
     if problems:
         found = f"checkpoint {folder} cannot be read: {'; '.join(problems[:4])}"
-        root, other = folder.parent, complete_beside(folder.parent, iteration, verify)
+        root, other = folder.parent, find_complete(folder.parent, iteration, verify)
         if other is None:
             raise RuntimeFault(f"{found}. {root} has no other complete checkpoint", on_all_ranks=True)
-        fix = begin_with(str(root), other)
+        fix = fix_for(str(root), other)
         raise RuntimeFault(f"{found}. Iteration {other} is complete. Fix: {fix}", on_all_ranks=True)
     if verify and read_checksums(folder) is None:
         logger.info("%s has no checksums (an earlier version wrote it): only sizes were compared", folder)
@@ -41,23 +41,26 @@ def checked_common(folder: Path, iteration: int, verify: bool, begin_with: Calla
 
 
 def problems_of(folder: Path, verify: bool) -> list[str]:
-    """What is wrong with a checkpoint's files, the same on every rank; each file is read by one of them. Collective."""
+    """List what is wrong with a checkpoint's files, equal on every rank. Collective.
+
+    Each file is read by one rank.
+    """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine = []
+    own = []
     try:
         sums = read_checksums(folder) if verify else None
         if sums is not None:
-            mine += changed_files(folder, sums, rank, ranks)
+            own += changed_files(folder, sums, rank, ranks)
         read_common(folder, verify)
         if rank == 0:
-            mine += damage(folder)
-    except (Exception, CheckpointException) as error:  # also of a rank alone, whose others would wait
-        mine.append(in_one_line(error))
-    return list(dict.fromkeys(problem for theirs in gather_objects(mine) for problem in theirs))
+            own += damage(folder)
+    except (Exception, CheckpointException) as error:  # any error, because the other ranks are in a collective
+        own.append(in_one_line(error))
+    return list(dict.fromkeys(problem for found_there in gather_objects(own) for problem in found_there))
 
 
-def complete_beside(root: Path, iteration: int, verify: bool) -> int | None:
-    """The newest complete checkpoint before another one, else the newest after it, if there is one. Collective."""
+def find_complete(root: Path, iteration: int, verify: bool) -> int | None:
+    """Return the newest complete checkpoint before ``iteration``, else after it."""
     saved = [each for each in saved_iterations(root) if each != iteration]
     for each in sorted(saved, key=lambda each: (each > iteration, -each)):
         folder = existing_folder(root, each)

@@ -1,7 +1,7 @@
-"""Write one rank's part of a checkpoint: megatron-core's plan, files and background process, our reports.
+"""Write one rank's part of a checkpoint with megatron-core's plan and file writer.
 
-megatron-core plans who writes what and writes the files. Its own last part is not used: there an error on one rank
-(a full disk while rank 0 writes the index) leaves the others waiting, and loses what the error was.
+megatron-core's finalization is not used: an error on one rank (a full disk while rank 0 writes the index) leaves the
+other ranks in a collective and loses the cause.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron_cp.training.checkpoint.checksums import FileSum, SummingTransforms
 
 @dataclass
 class WriteResult:
-    """What a rank has written: torch's ``WriteResult`` of each part, and each file's checksum."""
+    """Torch's ``WriteResult`` of each part of a rank, and each file's checksum."""
 
     parts: list[Any] = field(default_factory=list)
     files: dict[str, FileSum] = field(default_factory=dict)
 
 
 class Writer:
-    """One save of this rank: :meth:`start`, then :meth:`finish`, then on rank 0 :meth:`write_index`."""
+    """One save of a rank: :meth:`start`, :meth:`finish`, rank 0's :meth:`write_index`."""
 
     def __init__(self) -> None:
         self._strategy = _Strategy()
@@ -56,12 +56,12 @@ class Writer:
         replicas: ProcessGroup | None,
         background: bool,
     ) -> None:
-        """Plan together and write this rank's files, or have a forked process write them; collective.
+        """Plan the save and write this rank's files, or fork a writer. Collective.
 
-        On return ``state`` may be changed: a forked process sees memory as it was; what lies on a GPU was copied.
+        On return ``state`` may change: a forked process has a copy of memory, and GPU tensors were copied.
 
         Args:
-            replicas: ranks that hold copies of each other's parameters and share the work; None: each writes its own.
+            replicas: ranks with copies of the same parameters that share the work; None: each rank writes its own.
         """
         strategy: Any = self._strategy
         if replicas is not None:
@@ -77,7 +77,7 @@ class Writer:
         assert request is not None
         self._report = tempfile.TemporaryFile()  # noqa: SIM115 - read and closed by finish
         if background:
-            arguments = [self._report, None, os.getpid()]  # the second one is what preload_fn returns
+            arguments = [self._report, None, os.getpid()]  # the second argument is the result of preload_fn
             self._caller.schedule_async_call(request._replace(async_fn=_write, async_fn_args=arguments))
         else:
             _write(self._report, request.preload_fn() if request.preload_fn else None, os.getpid())
@@ -90,32 +90,32 @@ class Writer:
         """
         report, process = self._report, self._caller.process
         assert report is not None
-        self._caller.close()  # once the process has ended
+        self._caller.close()  # waits for the process
         code = 0 if process is None else process.exitcode
         with report:
             report.seek(0)
             try:
                 written = pickle.load(report)
             except (EOFError, pickle.UnpicklingError) as error:
-                raise OSError(f"the process that writes in the background ended early (exit code {code})") from error
+                raise OSError(f"the background writer exited early (exit code {code})") from error
         self._report = None
         if isinstance(written, BaseException):
             raise written
         return written
 
     def write_index(self, folder: Path, written: list[WriteResult]) -> None:
-        """Write what makes the files in ``folder`` a checkpoint, from every rank's results; on rank 0."""
+        """Complete the checkpoint in ``folder`` from all ranks' results; on rank 0."""
         self._strategy.writer.finish(self._strategy.metadata, [each.parts for each in written])
         save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(folder))
         write_checksums(folder, {name: file for each in written for name, file in each.files.items()})
 
     def close(self) -> None:
-        """Stop the background process, if there is one."""
+        """Stop the background process, if any."""
         self._caller.close(abort=True)
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """megatron-core's plan, kept, so that it can be finished by hand."""
+    """Keeps megatron-core's plan, so that the save can be finalized separately."""
 
     writer: FileSystemWriterAsync
     metadata: Any
@@ -127,13 +127,13 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 def _write(report: IO[bytes], buckets: list[Any] | None, parent: int) -> None:
-    """Write files and report what is in them, or the error; in the calling process or one forked from it."""
+    """Write files and report the results or the error, in this or a forked process."""
     if os.getpid() != parent:
-        # A writer whose rank is gone writes for nobody, and would hold the rank's connections open.
+        # A writer that outlives its rank would keep the rank's connections open.
         end_with_parent(parent=parent)
     outcome: Any = WriteResult()
     checked = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # torch's own, which nothing compares, costs more than ours
+    torch.serialization.set_crc32_options(False)  # torch's CRC is never compared, and costs more than ours
     try:
         for number, bucket in enumerate(buckets or []):
             summing = SummingTransforms()
@@ -151,7 +151,7 @@ def _write(report: IO[bytes], buckets: list[Any] | None, parent: int) -> None:
 
 
 def _root_of(error: BaseException) -> BaseException:
-    """The disk's error where there was one: torch's own about it speaks of unexpected positions in a file."""
+    """Return the underlying disk error, if any; torch's own message is misleading."""
     root: BaseException | None = error
     while root is not None and not isinstance(root, OSError):
         root = root.__cause__ or root.__context__

@@ -1,8 +1,8 @@
-"""Floating-point operations of a training step, from real tokens and real causal attention. Pure.
+"""Floating-point operations of a step, from real tokens and causal attention.
 
-Counted like this: a matrix product of an ``[m, k]`` by a ``[k, n]`` matrix is ``2 m k n`` operations, the backward pass
-costs twice the forward pass, recomputation is not counted (it is overhead, not work), nor is padding. Norms, rotary
-embeddings, softmax and activations are left out, as is usual: they are not matrix products, and few.
+A matrix product of [m, k] by [k, n] counts ``2 m k n`` operations, the backward pass twice the forward pass.
+Recomputation (overhead) and padding do not count. Norms, rotary embeddings, softmax and activations are left out, as is
+usual: they are few operations. Pure.
 """
 
 from __future__ import annotations
@@ -17,30 +17,34 @@ from megatron_cp.models.layers.mamba.shape import CONV_WIDTH, MambaShape
 
 
 def training_flops(model: ModelConfig, vocab_size: int, lengths: Sequence[int]) -> float:
-    """Operations of forward and backward over documents of these lengths (tokens), summed over all ranks.
+    """Return forward and backward operations over these documents, over all ranks.
 
-    ``vocab_size`` is the output layer's rows. Attention counts each query's own visible keys: its document's past
-    under a causal mask, the whole document otherwise, no more than the layer's sliding window.
+    Attention counts the visible keys of each query: the past of the document under a causal mask, the whole document
+    otherwise, limited by the layer's sliding window.
+
+    Args:
+        vocab_size: rows of the output layer.
+        lengths: tokens of each document.
     """
-    pairs = sum(pairs_of_samples(model, lengths).tolist())  # these and their operations may be too many for int64
+    pairs = sum(pairs_of_samples(model, lengths).tolist())  # Python integers: may exceed int64
     return 3.0 * (sum(lengths) * flops_per_token(model, vocab_size) + pairs * flops_per_pair(model))
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
-    """Operations of a forward pass over one token, without those of attention between tokens."""
+    """Return forward operations per token, without attention between tokens."""
     depths = model.mtp_num_layers or 0
-    # Each depth of multi-token prediction joins two hidden states, and has a layer and the output layer's product.
+    # Each MTP depth joins two hidden states, and has a layer and an output-layer product.
     outside = 2 * model.hidden_size * ((1 + depths) * vocab_size + depths * 2 * model.hidden_size)
     return outside + sum(_PER_TOKEN[part](model) for _, kind in numbered_layer_types(model) for part in kind)
 
 
 def flops_per_pair(model: ModelConfig) -> int:
-    """Operations of a layer's forward attention for one query and one key that it sees."""
+    """Return a layer's forward attention operations for one query-key pair."""
     return model.num_attention_heads * 2 * sum(head_dims(model))
 
 
 def pairs_of_samples(model: ModelConfig, lengths: Sequence[int]) -> np.ndarray:
-    """Pairs of a query and a key that it sees in each document, summed over the layers with attention: int64 [n]."""
+    """Return visible query-key pairs of each document, summed over layers: int64 [n]."""
     causal, window = model.attention_mask_type == "causal", tuple(model.window_size or (-1, -1))
     windows = [model.layer_has_window(number) for number, kind in numbered_layer_types(model) if "*" in kind]
     windowed, whole = windows.count(True), windows.count(False)
@@ -49,9 +53,12 @@ def pairs_of_samples(model: ModelConfig, lengths: Sequence[int]) -> np.ndarray:
 
 
 def numbered_layer_types(model: ModelConfig) -> list[tuple[int, str]]:
-    """Number and parts of each layer: attention ``*``, MLP ``-``, experts ``E``, Mamba ``M``."""
+    """Return number and types of each layer.
+
+    Types: attention ``*``, MLP ``-``, experts ``E``, Mamba ``M``.
+    """
     main = [*enumerate(model.layer_types, start=1)]
-    if model.architecture == "hybrid":  # megatron-core numbers the layers of multi-token prediction from 1 again
+    if model.architecture == "hybrid":  # megatron-core restarts the numbering for MTP layers
         return [
             *main,
             *(layer for depth in ahead_of(model.hybrid_layer_pattern) for layer in enumerate(depth, start=1)),
@@ -61,7 +68,7 @@ def numbered_layer_types(model: ModelConfig) -> list[tuple[int, str]]:
 
 
 def head_dims(model: ModelConfig) -> tuple[int, int]:
-    """Channels of a head's queries and keys, and of its values."""
+    """Return the head dimensions of queries and keys, and of values."""
     if model.multi_latent_attention:
         return model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
     channels = model.kv_channels or model.hidden_size // model.num_attention_heads
@@ -92,14 +99,14 @@ def _mlp_flops(model: ModelConfig) -> int:
 
 
 def _expert_flops(model: ModelConfig) -> int:
-    """The router, the experts that a token is sent to, and the shared ones with their gate."""
+    """Count the router, the chosen experts, and shared experts with their gate."""
     matrices, latent = 3 if model.gated_linear_unit else 2, model.moe_latent_size or 0
     shared = model.moe_shared_expert_intermediate_size or 0
     scores = (model.num_moe_experts or 0) + (shared > 0 and model.moe_shared_expert_gate)
-    met = model.moe_router_topk * (model.moe_ffn_hidden_size or _ffn(model))
-    # Into fewer dimensions and back, where experts work in those.
+    routed = model.moe_router_topk * (model.moe_ffn_hidden_size or _ffn(model))
+    # Projections into the latent dimension and back.
     outside = 2 * model.hidden_size * (matrices * shared + scores + 2 * latent)
-    return outside + 2 * (latent or model.hidden_size) * matrices * met
+    return outside + 2 * (latent or model.hidden_size) * matrices * routed
 
 
 def _ffn(model: ModelConfig) -> int:
@@ -107,7 +114,10 @@ def _ffn(model: ModelConfig) -> int:
 
 
 def _mamba_flops(model: ModelConfig) -> int:
-    """Projections, the short convolution, and the state's recurrence: h = a h + (dt x) B and y = C h."""
+    """Count projections, short convolution and the state recurrence.
+
+    Recurrence: h = a h + (dt x) B and y = C h.
+    """
     shape = MambaShape.of(model)
     projections = model.hidden_size * (sum(shape.projected) + shape.inner)
     recurrence = 5 * shape.inner * shape.state_dim
@@ -115,14 +125,17 @@ def _mamba_flops(model: ModelConfig) -> int:
 
 
 def attended_pairs(lengths: np.ndarray, causal: bool, window: tuple[int, ...] = (-1, -1)) -> np.ndarray:
-    """Pairs of a query and a key that it sees in each document; ``window`` is (left, right), -1 for no limit."""
+    """Return visible query-key pairs of each document.
 
-    def on_a_side(limit: int) -> np.ndarray:
+    ``window`` is (left, right), -1 for no limit.
+    """
+
+    def one_side(limit: int) -> np.ndarray:
         reach = lengths - 1 if limit < 0 else np.minimum(limit, lengths - 1)
         return lengths * reach - reach * (reach + 1) // 2
 
     left, right = window
-    return lengths + on_a_side(left) + on_a_side(0 if causal else right)
+    return lengths + one_side(left) + one_side(0 if causal else right)
 
 
 _PER_TOKEN = {"*": _projection_flops, "-": _mlp_flops, "E": _expert_flops, "M": _mamba_flops}

@@ -1,4 +1,4 @@
-"""Loss spikes: a loss far above its recent ones, by a measure that the spikes themselves do not move."""
+"""Detect loss spikes with a robust measure that spikes do not shift."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import deque
 from statistics import median
 
 _WINDOW = 100
-_FEWEST = 20  # losses to judge by
-_SMALLEST_SPREAD = 0.005  # of the median: a loss that hardly moves must not make every ripple a spike
+_FEWEST = 20  # losses before detection starts
+_SMALLEST_SPREAD = 0.005  # of the median: minimum deviation, against false alarms on a flat loss
 
 
 class SpikeWatch:
-    """Tells which losses are spikes: more than ``factor`` standard deviations above the median of the last 100.
+    """Detects losses more than ``factor`` deviations above the median of the last 100.
 
-    The standard deviation is 1.4826 times the median distance to the median (that of normally distributed losses).
-    ``factor`` ``None`` looks at nothing.
+    The deviation is 1.4826 times the median distance to the median, which equals the standard deviation of a normal
+    distribution. ``factor`` ``None`` disables detection.
     """
 
     def __init__(self, factor: float | None) -> None:
@@ -24,7 +24,7 @@ class SpikeWatch:
         self.usual = math.nan
 
     def is_spike(self, loss: float) -> bool:
-        """Judge the next loss; :attr:`usual` is then the median that it was compared with."""
+        """Judge the next loss; :attr:`usual` is then the median used."""
         if self._factor is None or not math.isfinite(loss):
             return False
         spike = False

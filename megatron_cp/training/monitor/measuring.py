@@ -1,4 +1,4 @@
-"""What sets a measured loss apart from those of the run whose folder it is written into."""
+"""Settings in which an evaluation differs from the run whose folder it writes to."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 
-_NOT_READ = ("path_to_cache", "num_workers")  # of the data, by a loss
+_WITHOUT_EFFECT = ("path_to_cache", "num_workers")  # data settings without effect on the loss
 
 
-def unlike_the_run(measured: dict[str, Any], folder: Path, checkpoint: Path) -> dict[str, Any]:
-    """Settings of the held-out data that differ from the run's, and the ``checkpoint`` folder if it is another's.
+def differences_from_run(measured: dict[str, Any], folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """Return data settings and checkpoint in which an evaluation differs from the run.
 
     Args:
-        measured: the :func:`held_out_settings` of what is measured.
-        folder: holds the run's ``config.yaml``; where it has none, no run wrote its settings, and none differ.
-        checkpoint: where the measured weights come from.
+        measured: the evaluation's :func:`held_out_settings`.
+        folder: holds the run's ``config.yaml``; without this file no setting differs.
+        checkpoint: where the evaluated weights come from.
     """
     unlike: dict[str, Any] = {}
     if checkpoint.resolve() != folder.resolve():
@@ -30,18 +30,18 @@ def unlike_the_run(measured: dict[str, Any], folder: Path, checkpoint: Path) -> 
         return unlike
     try:
         run = load_recipe(written)
-    except ConfigError:  # of an older version, say
+    except ConfigError:  # for example of an older version
         return unlike
     own = held_out_settings(run.dataset, run.tokenizer, run.validation.eval_iters, run.evaluation_batch[0])
     return unlike | {name: value for name, value in measured.items() if value != own[name]}
 
 
 def held_out_settings(data: DatasetConfig, tokenizer: TokenizerConfig, eval_iters: int, samples: int) -> dict[str, Any]:
-    """All that decides the samples of an evaluation of ``eval_iters`` batches of so many samples."""
+    """Return all settings that determine an evaluation's samples."""
     sections = {"dataset": asdict(data), "tokenizer": asdict(tokenizer)}
     return {
         f"{section}.{name}": value
         for section, values in sections.items()
         for name, value in values.items()
-        if name not in _NOT_READ
+        if name not in _WITHOUT_EFFECT
     } | {NAME.validation.eval_iters: eval_iters, NAME.validation.eval_global_batch_size: samples}

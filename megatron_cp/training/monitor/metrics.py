@@ -1,4 +1,4 @@
-"""What a run tells while it runs: log lines, a live progress line, and the sinks' numbers. Rank 0 alone writes."""
+"""Log lines, progress line and metric sinks of a run; rank 0 writes."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from megatron_cp.training.monitor.step_metrics import StepMetrics, clock, log_li
 
 logger = logging.getLogger("megatron_cp")
 
-_STEPS_TO_JUDGE_BY = 100  # the time left follows from the pace of these
+_STEPS_TO_JUDGE_BY = 100  # steps that the time left is estimated from
 
 
-def wants_live_line(choice: str) -> bool:
-    """Whether rank 0 draws a moving progress line: asked for by ``logger.progress``, or "auto" on a terminal."""
+def shows_progress_line(choice: str) -> bool:
+    """Return whether rank 0 draws a progress line (``logger.progress``, terminal)."""
     return choice == "rich" or (choice == "auto" and sys.stderr.isatty())
 
 
 class Reporter:
-    """What a run tells while it runs: the first rank's writes it, the others' nothing.
+    """Logs a run's progress; only rank 0 writes.
 
     Args:
         folder: the run's folder.
         start: iterations that are done already.
-        writes: whether anybody reads what it is told; what takes work to find out need not be told otherwise.
-        trains: whether steps follow, and what an earlier attempt wrote about later ones is dropped.
-        reported_by_all_schedules: what each line of ``schedules.jsonl`` begins with; None for a run that packs nothing.
-        run_settings: all settings as they were written, for charts to show.
-        unlike: what sets evaluations apart from the run's own; these go to ``metrics.jsonl`` alone.
-        peak: what the MFU is a fraction of; without it none is written.
+        writes: whether this rank writes; callers may skip the work for reports otherwise.
+        trains: whether training follows; lines of later steps from an earlier attempt are then dropped.
+        schedule_fields: fields of every line of ``schedules.jsonl``; None for a run without packing.
+        run_settings: all settings as written, for charts.
+        unlike: settings in which evaluations differ from the run's; these evaluations go to ``metrics.jsonl`` only.
+        peak: the reference of the MFU; without it no MFU is written.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Reporter:
         *,
         writes: bool = True,
         trains: bool = True,
-        reported_by_all_schedules: Mapping[str, int] | None = None,
+        schedule_fields: Mapping[str, int] | None = None,
         run_settings: Mapping[str, object] | None = None,
         unlike: Mapping[str, object] | None = None,
         peak: Peak | None = None,
@@ -73,25 +73,25 @@ class Reporter:
         resume_after = start if trains else None
         self._lines = JsonLines(folder / METRICS, resume_after)
         self._charts = open_charts(settings, folder, resume_after, run_settings or {}) if writes else []
-        self._schedules = None if reported_by_all_schedules is None else JsonLines(folder / SCHEDULES, resume_after)
-        self._of_every_schedule = reported_by_all_schedules or {}
-        live = writes and wants_live_line(settings.progress)
+        self._schedules = None if schedule_fields is None else JsonLines(folder / SCHEDULES, resume_after)
+        self._schedule_fields = schedule_fields or {}
+        live = writes and shows_progress_line(settings.progress)
         self._progress = ProgressLine(self._total, start) if live else None
         self._since_log: list[StepMetrics] = []
         self._ends: deque[float] = deque([time.monotonic()], maxlen=_STEPS_TO_JUDGE_BY + 1)
 
     def is_due(self, iteration: int) -> bool:
-        """Whether this iteration is logged; the same on every rank."""
+        """Return whether this iteration is logged; equal on every rank."""
         return iteration % self._settings.log_interval == 0 or iteration == self._total
 
     def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
-        """Record one optimizer step, and what was measured over the last interval where one ends here."""
+        """Record one optimizer step, and the log interval that ends with it."""
         values = metrics.values(self._peak)
         if interval is not None:
             values |= {"timers_s": interval.seconds, "peak_memory_bytes": interval.peak_memory_bytes}
         self._write(metrics.iteration, values, self._lines, *self._charts)
         self._ends.append(time.monotonic())
-        # At the pace of the last steps, evaluation and checkpoints included.
+        # Includes evaluation and checkpoint time.
         left = (self._total - metrics.iteration) * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         if self._progress is not None:
             self._progress.update(metrics, left)
@@ -102,12 +102,12 @@ class Reporter:
             self._since_log = []
 
     def schedule(self, iteration: int, plan: StepPlan) -> None:
-        """Record what a step of packed microbatches ran, in ``schedules.jsonl``."""
+        """Record the schedule of a packed step in ``schedules.jsonl``."""
         assert self._schedules is not None
-        self._write(iteration, record(plan, **self._of_every_schedule), self._schedules)
+        self._write(iteration, record(plan, **self._schedule_fields), self._schedules)
 
     def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
-        """Record the loss on held-out data, and how long it took."""
+        """Record a held-out loss and the evaluation time."""
         with_what = "".join(f", {setting}={value}" for setting, value in self._unlike.items())
         logger.info("%s loss at iteration %d%s: %.6f", name, iteration, with_what, loss)
         values: dict[str, object] = {f"{name}_loss": loss}
@@ -118,14 +118,17 @@ class Reporter:
             self._write(iteration, values, self._lines, *self._charts)
 
     def saved(self, iteration: int, seconds: float) -> None:
-        """Show for how long training stood still to save a checkpoint; ``metrics.jsonl`` has it among the phases."""
+        """Record in charts how long a save paused training.
+
+        ``metrics.jsonl`` has the time among the phases.
+        """
         self._write(iteration, {"checkpoint_time_s": seconds}, *self._charts)
 
     def close(self) -> None:
-        """Write no more."""
+        """Close all sinks."""
         for each in (self._progress, self._lines, *self._charts, self._schedules):
             if each is not None:
-                with writing_into(self._folder):  # what was left to write
+                with writing_into(self._folder):  # closing may still write
                     each.close()
 
     def _write(self, iteration: int, values: Mapping[str, object], *sinks: Sink) -> None:
@@ -135,7 +138,7 @@ class Reporter:
 
 
 class ProgressLine:
-    """A line on the terminal that moves.
+    """A progress line on the terminal.
 
     Args:
         total: iterations of the whole run.
@@ -156,7 +159,7 @@ class ProgressLine:
         self._progress.start()
 
     def update(self, metrics: StepMetrics, seconds_left: float) -> None:
-        """Show a step that is done."""
+        """Show a finished step."""
         status = f"loss {metrics.lm_loss:.4f} · {metrics.tokens_per_s:,.0f} tokens/s"
         left = f"left {clock(seconds_left)}"
         self._progress.update(self._task, completed=metrics.iteration, status=status, left=left)
@@ -167,12 +170,15 @@ class ProgressLine:
 
 @cache
 def console() -> Console:
-    """The one terminal that log lines and the progress line share (standard error)."""
+    """Return the terminal of log lines and progress line (standard error)."""
     return Console(stderr=True)
 
 
 def start_logging(rank: int, live: bool) -> None:
-    """Log to standard error: rank 0 at INFO, the others from WARNING on, with their rank in front."""
+    """Log to standard error, rank 0 from INFO on and other ranks from WARNING on.
+
+    Other ranks prefix their lines with the rank.
+    """
     handler: logging.Handler
     if live and rank == 0:
         handler = RichHandler(console=console(), show_path=False, show_level=False, log_time_format="[%X]")
@@ -184,12 +190,12 @@ def start_logging(rank: int, live: bool) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
     threading.excepthook = _log_thread_failure
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    # megatron-core logs the deprecation of the model classes that everybody uses, and the same advice on every rank.
+    # megatron-core logs deprecations of common model classes on every rank.
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 def _log_thread_failure(failed: threading.ExceptHookArgs) -> None:
-    """In one line, where Python prints a traceback."""
+    """Log a thread's exception in one line, without a traceback."""
     name = failed.thread.name if failed.thread else "unknown"
     what = in_one_line(failed.exc_value or failed.exc_type())
-    logger.error("thread %s failed, everything else goes on: %s", name, what)
+    logger.error("thread %s failed, the run continues: %s", name, what)

@@ -1,8 +1,7 @@
-"""NaN and infinity in the loss or the gradients: seen before the optimizer is, and traced to where they began.
+"""Detect NaN and infinity before the optimizer step, and find the origin.
 
-A step whose numbers are not finite is run a second time on the same microbatches and random numbers, with a hook on
-every module. What all ranks saw first is compared: the first in the order of computation is the origin, the rest caught
-it from there.
+A step with non-finite numbers runs again on the same microbatches and random numbers, with a hook on every module. The
+first event of all ranks in computation order is the origin; later events follow from it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from megatron_cp.common.errors import shown
 from megatron_cp.parallel.collectives import gather_objects, max_over_ranks
 from megatron_cp.training.setup import Run
 
-MAX_SKIPPED_IN_A_ROW = 10  # what goes wrong that often does not pass by itself
+MAX_SKIPPED_IN_A_ROW = 10  # more failures in a row are no coincidence
 
 
 @dataclass(frozen=True, order=True)
 class NonFiniteEvent:
-    """Where a number first was not finite. Ordered as the computation is, over all ranks.
+    """The first non-finite number of a rank, ordered as computed over all ranks.
 
-    backward: whether it was a gradient. stage: of the whole pipeline, from its end in the backward pass.
+    backward: whether it is a gradient. stage: of the whole pipeline, counted from the end in the backward pass.
     """
 
     backward: bool
@@ -43,18 +42,18 @@ class NonFiniteEvent:
 
 
 def gradients_are_finite(run: Run) -> bool:
-    """Whether every rank's gradients are; collective, the same answer on every rank."""
+    """Return whether all ranks' gradients are finite. Collective."""
     buffers = (buffer for chunk in run.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
     return _are_finite(run, (buffer.grad_data for buffer in buffers))
 
 
 def parameters_are_finite(run: Run) -> bool:
-    """Whether every rank's parameters are; collective, the same answer on every rank."""
+    """Return whether all ranks' parameters are finite. Collective."""
     return _are_finite(run, (parameter.detach() for _, parameter in _named_parameters(run)))
 
 
 def _are_finite(run: Run, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether these of every rank are; the host waits for the device once."""
+    """Return whether the tensors of all ranks are finite; one device wait."""
     bad = torch.zeros((), dtype=torch.int32, device=run.device)
     for tensor in tensors:
         if tensor.numel():
@@ -64,34 +63,33 @@ def _are_finite(run: Run, tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def origin(run: Run, repeat: Callable[[], float]) -> tuple[str, bool]:
-    """Run the step again and say where it goes wrong; collective, the same answer on every rank.
+    """Run the step again and locate the first non-finite number. Collective.
 
     Args:
         repeat: forward and backward on the same microbatches and random numbers; returns the loss.
 
     Returns:
-        What to tell a person, and whether the parameters themselves are damaged.
+        A description, and whether the parameters are damaged; equal on every rank.
     """
-    rank = run.all_ranks.rank()
     bad = [name for name, values in _named_parameters(run) if not bool(torch.isfinite(values.detach()).all())]
     with _watched(run) as seen:
         loss = repeat()
-    everyone = gather_objects((min(seen, default=None), bad[:3]), run.all_ranks)
-    damaged = [f"{name} on rank {other}" for other, (_, names) in enumerate(everyone) for name in names]
+    gathered = gather_objects((min(seen, default=None), bad[:3]), run.all_ranks)
+    damaged = [f"{name} on rank {other}" for other, (_, names) in enumerate(gathered) for name in names]
     if damaged:
-        return f"the parameters themselves are not finite: {shown(damaged, ', ', most=4)}", True
-    sightings = sorted(sighting for sighting, _ in everyone if sighting is not None)
-    if sightings:
-        others = [str(sighting.rank) for sighting in sightings[1:9]]
-        spread = f" (from there to ranks {', '.join(others)})" if others else ""
-        return f"first on {sightings[0]}{spread}", False
-    again = "finite" if math.isfinite(loss) and gradients_are_finite(run) else "not finite, but no module's output was"
-    return f"a second pass over the same microbatches on rank {rank} and all others was {again}", False
+        return f"the parameters are not finite: {shown(damaged, ', ', most=4)}", True
+    events = sorted(event for event, _ in gathered if event is not None)
+    if events:
+        others = [str(event.rank) for event in events[1:9]]
+        spread = f" (spread to ranks {', '.join(others)})" if others else ""
+        return f"first on {events[0]}{spread}", False
+    again = "finite" if math.isfinite(loss) and gradients_are_finite(run) else "not finite, unlike all module outputs"
+    return f"a second pass over the same microbatches was {again}", False
 
 
 @contextmanager
 def _watched(run: Run) -> Iterator[list[NonFiniteEvent]]:
-    """Hooks on all modules and parameters that note the first numbers which are not finite, forward and backward."""
+    """Record non-finite numbers with hooks on all modules and parameters."""
     seen: list[NonFiniteEvent] = []
     handles: list[Any] = []
     for index, chunk in enumerate(run.model):
@@ -111,7 +109,7 @@ def _watched(run: Run) -> Iterator[list[NonFiniteEvent]]:
 
 
 class _ChunkWatch:
-    """Notes for one model chunk of this rank."""
+    """Records the events of one model chunk of this rank."""
 
     def __init__(self, run: Run, chunk: int, seen: list[NonFiniteEvent]) -> None:
         self._seen = seen
@@ -126,18 +124,18 @@ class _ChunkWatch:
     def module_done(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         where = f"output of {name or 'the model'} ({type(module).__name__})"
         for tensor in _tensors(outputs):
-            self._note(False, self._microbatch, where, tensor)
+            self._record(False, self._microbatch, where, tensor)
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._note, True, self._microbatch, f"gradient of the {where}"))
+                tensor.register_hook(partial(self._record, True, self._microbatch, f"gradient of the {where}"))
 
     def weight(self, name: str, parameter: Any, gradient: torch.Tensor) -> None:
-        # Where a layer has added it to the sum itself, what comes is a placeholder, whose memory nobody has written.
+        # If a layer has added the gradient to main_grad itself, the gradient here is an uninitialized placeholder.
         added = getattr(parameter, "grad_added_to_main_grad", False)
-        # One microbatch's gradients follow its own forward pass, but for pipelines: there a module's hook knows better.
+        # Right without a pipeline; with a pipeline the module hooks have the right microbatch.
         where = f"gradient of {name}"
-        self._note(True, self._microbatch, where, parameter.main_grad if added else gradient)
+        self._record(True, self._microbatch, where, parameter.main_grad if added else gradient)
 
-    def _note(self, backward: bool, microbatch: int, where: str, tensor: torch.Tensor) -> None:
+    def _record(self, backward: bool, microbatch: int, where: str, tensor: torch.Tensor) -> None:
         self._order += 1
         if not bool(torch.isfinite(tensor.detach()).all()):
             stage = -self._stage if backward else self._stage
@@ -153,7 +151,7 @@ def _named_parameters(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _innermost(chunk: Any) -> nn.Module:
-    """The model below its wrappers, whose names a person knows."""
+    """Return the model without wrappers, whose module names users know."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

@@ -1,4 +1,4 @@
-"""The peak that model FLOPs utilization (MFU) is a fraction of: given, or measured by matrix products at the start."""
+"""The peak that model FLOPs utilization (MFU) refers to: given or measured."""
 
 from __future__ import annotations
 
@@ -12,50 +12,51 @@ from torch.distributed import ProcessGroup
 from megatron_cp.config.names import NAME
 from megatron_cp.parallel.collectives import sum_over_ranks
 
-_SIZE = {"cuda": 8192, "cpu": 512}  # of square matrices: large enough for the device's best rate
-_CALLS = {"cuda": 10, "cpu": 1}  # between two readings of the clock
+_SIZE = {"cuda": 8192, "cpu": 512}  # of square matrices, large enough for the device's peak rate
+_CALLS = {"cuda": 10, "cpu": 1}  # per timing
 _SECONDS = 0.03
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that one device can do, in TFLOP/s, and where the number comes from."""
+    """Peak of one device in TFLOP/s, and its source."""
 
     tflops: float
     source: Literal["given", "measured"]
 
     @property
     def how(self) -> str:
-        """Where the number comes from, and how to get another one."""
+        """Source of the number, and how to override it."""
         if self.source == "given":
             return NAME.logger.peak_tflops_per_device
-        return f"by matrix products at the start; {NAME.logger.peak_tflops_per_device}=X gives one"
+        return f"matrix products at the start; override: {NAME.logger.peak_tflops_per_device}=X"
 
     @property
     def name(self) -> str:
-        """The MFU's name in ``metrics.jsonl``, which says what it is a fraction of."""
+        """The MFU's name in ``metrics.jsonl``, which includes the source."""
         return f"mfu_of_{self.source}_peak"
 
     def mfu(self, tflops: float) -> float:
-        """The fraction of this peak that ``tflops`` (TFLOP/s of a device) is."""
+        """Return ``tflops`` (TFLOP/s of a device) as a fraction of this peak."""
         return tflops / self.tflops
 
 
 def find_peak(given: float | None, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Peak:
-    """Return the ``given`` peak, or measure one with matrix products of ``dtype``. Collective over ``group``.
+    """Return the ``given`` peak, or the mean of measured ones. Collective.
 
-    All ranks measure at the same time, since ranks on CPUs share cores as they do in training; the mean counts.
+    All ranks of ``group`` measure at the same time with matrix products of ``dtype``, since ranks on CPUs share cores
+    in training too.
     """
     if given is not None:
         return Peak(given, "given")
     rate = torch.zeros(1, dtype=torch.float64, device=device)
-    sum_over_ranks(rate, group)  # all begin together
+    sum_over_ranks(rate, group)  # start all ranks together
     rate += _measure(dtype, device)
     return Peak(float(sum_over_ranks(rate, group)) / group.size(), "measured")
 
 
 def _measure(dtype: torch.dtype, device: torch.device) -> float:
-    """TFLOP/s of this device, the best of several readings. Leaves the random state as it is."""
+    """Return this device's best measured TFLOP/s; keep the random state."""
     size, calls = _SIZE[device.type], _CALLS[device.type]
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))

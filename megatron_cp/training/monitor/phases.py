@@ -1,9 +1,8 @@
-"""Where a step's time goes: named phases, timed where the work runs, and shown in profiles.
+"""Named phases of a step, timed where the work runs and shown in profiles.
 
-On a CPU a phase is timed by the clock. On a GPU the phases' borders are CUDA events in the stream, read when somebody
-asks (once a log interval) as far as the GPU has come, so that nothing ever waits for it: what it has still to do is in
-the next reading. A phase inside another one takes its time from it, so that the phases of an interval and ``other`` add
-up to the interval.
+On a CPU phases are timed by the clock. On a GPU phase boundaries are CUDA events, read once per log interval as far as
+the GPU has come. The host never waits; unfinished work counts in the next reading. A nested phase takes time from the
+outer one, so the phases of an interval, including ``other``, add up to the interval.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import torch
 Phase = Literal["data", "schedule", "forward_backward", "optimizer", "evaluation", "checkpoint", "other"]
 _BETWEEN_STEPS: tuple[Phase, ...] = ("evaluation", "checkpoint")
 PHASES: tuple[Phase, ...] = ("data", "schedule", "forward_backward", "optimizer", *_BETWEEN_STEPS, "other")
-_MAX_UNREAD = 1024  # events that wait to be read
+_MAX_UNREAD = 1024  # events before a read is forced
 
 
 @dataclass(frozen=True)
 class Interval:
-    """What all ranks did since the last reading.
+    """Times and memory of all ranks since the last reading.
 
-    seconds: mean over ranks and steps, by phase. peak_memory_bytes: the largest of any rank since it started.
+    seconds: mean over ranks and steps, by phase. peak_memory_bytes: the maximum of any rank since start.
     """
 
     seconds: dict[str, float]
@@ -37,25 +36,28 @@ class Interval:
 
 
 class Phases:
-    """The phases of one rank; ``with phases("data"): ...`` is in one. ``nvtx`` also marks them for NVIDIA's tools."""
+    """The phases of one rank; ``with phases("data"): ...`` runs inside one.
+
+    ``nvtx`` also marks phases for NVIDIA's tools.
+    """
 
     def __init__(self, on_gpu: bool | None = None) -> None:
         self._on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
         self._running: list[Phase] = ["other"]
         self._broken: Phase | None = None
         self._seconds: dict[Phase, float] = defaultdict(float)
-        self._borders: deque[tuple[Phase, Any]] = deque()  # events: which phase ended there
+        self._borders: deque[tuple[Phase, Any]] = deque()  # (phase that ended, event)
         self._last: Any = self._now()
         self.nvtx = False
 
     @property
     def current(self) -> Phase:
-        """The phase that runs now; after an error the one in which it came, until another begins."""
+        """The current phase; after an error the phase that failed, until the next one."""
         return self._broken or self._running[-1]
 
     @contextlib.contextmanager
     def __call__(self, name: Phase) -> Iterator[None]:
-        if self._running[-1] in _BETWEEN_STEPS:  # evaluation's forward passes are evaluation, not training
+        if self._running[-1] in _BETWEEN_STEPS:  # forward passes of an evaluation count as evaluation
             yield
             return
         self._border()
@@ -67,7 +69,7 @@ class Phases:
             with torch.profiler.record_function(name):
                 yield
         except BaseException:
-            self._broken = self._broken or name  # who reports the error does so from outside of the phase
+            self._broken = self._broken or name  # the error is reported outside of the phase
             raise
         finally:
             if self.nvtx:
@@ -76,14 +78,14 @@ class Phases:
             self._running.pop()
 
     def read(self) -> dict[Phase, float]:
-        """Seconds by phase since the last reading; on a GPU those that it has done."""
+        """Return seconds by phase since the last reading (on a GPU: finished work)."""
         self._border()
         self._fold()
         seconds, self._seconds = dict(self._seconds), defaultdict(float)
         return seconds
 
     def forget(self) -> None:
-        """What went before is not to be read."""
+        """Discard everything before now."""
         self._seconds, self._borders, self._last = defaultdict(float), deque(), self._now()
 
     def _now(self) -> Any:
@@ -111,7 +113,10 @@ class Phases:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this rank has held: tensors on its GPU, or the process's resident memory on a CPU."""
+    """Return this rank's peak memory.
+
+    Tensors on a GPU, or the process's resident memory on a CPU.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,7 +1,6 @@
-"""Profiles of chosen steps on chosen ranks: PyTorch's profiler to a trace file, or marks for NVIDIA's Nsight Systems.
+"""Profile chosen steps on chosen ranks: PyTorch profiler traces or Nsight marks.
 
-A profile shows the phases of a step by name (:mod:`megatron_cp.training.monitor.phases`), and each iteration around
-them.
+A profile shows phases (:mod:`megatron_cp.training.monitor.phases`) and iterations by name.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Profiles iterations ``profile_step_start + 1`` to ``profile_step_end`` where this rank is among the chosen.
+    """Profiles iterations ``profile_step_start + 1`` to ``profile_step_end``.
 
-    Each step runs in :meth:`step`. ``folder`` is the run's; a trace is written to
-    ``profile/rank<r>_iterations_<first>-<last>.json.gz`` in it, for ui.perfetto.dev or chrome://tracing. A trace that
-    cannot be written costs a warning, not the run.
+    Only ranks in ``profile_ranks`` profile. Each step runs in :meth:`step`. Traces go to
+    ``profile/rank<r>_iterations_<first>-<last>.json.gz`` in the run's ``folder``, for ui.perfetto.dev or
+    chrome://tracing. A trace that cannot be written causes a warning only.
     """
 
     def __init__(self, config: ProfilingConfig, folder: Path, rank: int, phases: Phases) -> None:
@@ -36,12 +35,12 @@ class Profiler:
         self._folder, self._rank, self._phases = folder / "profile", rank, phases
         self._steps = range(config.profile_step_start, config.profile_step_end)
         self._trace: profile | None = None
-        self._first = self._last = 0  # iterations of the profile under way; 0 where there is none
+        self._first = self._last = 0  # iterations of the current profile; 0: none
         phases.nvtx = chosen and config.nvtx_ranges
 
     @contextmanager
     def step(self, done: int) -> Iterator[None]:
-        """The step after ``done`` iterations runs inside."""
+        """Run the step after ``done`` iterations inside, profiled if configured."""
         if done not in self._steps or not (self._with_torch or self._with_nsys):
             yield
             return
@@ -58,7 +57,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Stop, and write what there is; nothing if no profile is under way."""
+        """Stop and write the current profile, if any."""
         if not self._first:
             return
         name = f"rank{self._rank}_iterations_{self._first}-{self._last}.json.gz"
@@ -77,7 +76,7 @@ class Profiler:
         except (OSError, RuntimeError) as error:
             logger.warning("the profile %s could not be written: %s", path, error)
         else:
-            logger.info("wrote the profile %s; megatron-cp profile sums it up, ui.perfetto.dev shows it", path)
+            logger.info("wrote the profile %s; view it with 'megatron-cp profile' or ui.perfetto.dev", path)
 
     def _start(self, first: int) -> None:
         self._first = first
@@ -92,6 +91,6 @@ class Profiler:
                 activities=activities,
                 record_shapes=self._config.pytorch_profiler_collect_shapes,
                 with_stack=self._config.pytorch_profiler_collect_callstack,
-                acc_events=True,  # there is one cycle; without it torch warns of others
+                acc_events=True,  # one cycle only; otherwise torch warns
             )
             self._trace.start()

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: ``metrics.jsonl``, TensorBoard, Weights & Biases. Used by rank 0 alone."""
+"""Metric sinks: ``metrics.jsonl``, TensorBoard, Weights & Biases. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Values = Mapping[str, Any]
 
 @contextmanager
 def writing_into(folder: Path) -> Iterator[None]:
-    """Errors of writing name the run's folder: a full disk's own words do not.
+    """Name the run folder in write errors; a full disk's own error does not.
 
     Raises:
         RuntimeFault: instead of an ``OSError``.
@@ -36,13 +36,13 @@ def writing_into(folder: Path) -> Iterator[None]:
     except OSError as error:
         why = reached_limit(error) or error.strerror or error
         raise RuntimeFault(
-            f"the run folder {folder} cannot be written: {why}. Mend that (a full disk: make room) "
-            "and start the run again to go on from the last checkpoint."
+            f"the run folder {folder} cannot be written: {why}. Fix: free disk space or correct the permissions, then "
+            "start the run again (resumes from the last checkpoint)"
         ) from error
 
 
 class Sink(Protocol):
-    """Takes the numbers of iterations, in order."""
+    """Receives the metrics of iterations, in order."""
 
     def write(self, iteration: int, values: Values) -> None: ...
 
@@ -50,8 +50,10 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One line a call, complete as soon as it is written. The first drops what an earlier attempt wrote about the
-    iterations after ``resume_after``; where that is ``None``, nothing is done again and all stays."""
+    """Appends one complete line per call.
+
+    The first call drops an earlier attempt's lines after ``resume_after``; ``None`` keeps all.
+    """
 
     def __init__(self, path: Path, resume_after: int | None) -> None:
         self._path, self._resume_after = path, resume_after
@@ -71,9 +73,9 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars under ``tensorboard/``, complete as soon as they are written.
+    """Scalars in ``tensorboard/``, flushed after each write.
 
-    Without torch's ``SummaryWriter``, whose thread prints a traceback where the disk is full.
+    Replaces torch's ``SummaryWriter``, whose thread prints a traceback if the disk is full.
     """
 
     def __init__(self, folder: Path, resume_after: int | None) -> None:
@@ -81,13 +83,13 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._folder = event_pb2, folder
-        # Files are read in the order of their names, so a later attempt's must come after.
+        # TensorBoard reads files in name order; a later attempt must sort last.
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         with writing_into(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._records = RecordWriter((folder / name).open("wb"))
             self._write(file_version="brain.Event:2")
-            if resume_after is not None:  # what an earlier attempt wrote from here on is not shown
+            if resume_after is not None:  # hides later steps of an earlier attempt
                 start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
                 self._write(step=resume_after + 1, session_log=start)
             self._records.flush()
@@ -109,9 +111,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of ``logger.wandb_project``; a resumed training goes on in the same run.
+    """A run of ``logger.wandb_project``; a resumed training continues the same run.
 
-    Online or offline as wandb's own variables say (``WANDB_MODE=offline`` writes under ``wandb/`` in the run folder).
+    wandb's variables choose online or offline (``WANDB_MODE=offline`` writes to ``wandb/`` in the run folder).
     """
 
     def __init__(self, chosen: LoggerConfig, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -149,9 +151,9 @@ class WeightsAndBiases:
 def open_charts(
     chosen: LoggerConfig, folder: Path, resume_after: int | None, settings: Mapping[str, Any]
 ) -> list[Sink]:
-    """TensorBoard and Weights & Biases where they are asked for; see :class:`JsonLines`.
+    """Open TensorBoard and Weights & Biases, if configured; see :class:`JsonLines`.
 
-    ``settings`` are the run's as they were written, which Weights & Biases shows.
+    ``settings`` are the run's as written, for Weights & Biases.
     """
     charts: list[Sink] = []
     if chosen.tensorboard:
@@ -159,22 +161,21 @@ def open_charts(
     if chosen.wandb_project:
         try:
             charts.append(WeightsAndBiases(chosen, folder, settings))
-        except Exception as error:  # no network, no key, a broken installation: no reason to lose a training run
+        except Exception as error:  # no network, no key, a broken installation: training continues
             _warn_without_wandb(error)
     return charts
 
 
 def _warn_without_wandb(error: Exception) -> None:
     logger.warning(
-        "Weights & Biases is off, everything else goes on: %s (%s). Without a network set WANDB_MODE=offline, "
-        "and later 'wandb sync' what it wrote.",
+        "Weights & Biases is off, training continues: %s (%s). Set WANDB_MODE=offline to log without a network",
         error,
         type(error).__name__,
     )
 
 
 def scalars(values: Values) -> dict[str, float]:
-    """Numbers alone, those of mappings as ``name/key``."""
+    """Return numbers only; entries of mappings become ``name/key``."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         entries = value.items() if isinstance(value, Mapping) else [(None, value)]
@@ -185,5 +186,5 @@ def scalars(values: Values) -> dict[str, float]:
 
 
 def _strict(value: Any) -> Any:
-    """JSON has no nan and no infinity."""
+    """Replace nan and infinity, which JSON lacks, by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step, and the log line that shows the most important of them."""
+"""Metrics of one optimizer step, and the log line."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from dataclasses import asdict, dataclass, field, fields
 from megatron_cp.training.monitor.peak import Peak
 from megatron_cp.training.monitor.phases import Interval
 
-LINE_WIDTH = 138  # 160 with the time that is logged in front
+LINE_WIDTH = 138  # 160 with the timestamp
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of ``metrics.jsonl``. Times in seconds, rates a second over the whole world unless named otherwise.
+    """One line of ``metrics.jsonl``.
 
-    ``learning_rate``, ``weight_decay`` and ``loss_scale`` are what this step trained with. ``step_time_s`` is the step
-    alone, without evaluation and checkpoints between steps. The fields that are ``None`` by default are those of packed
-    microbatches and are left out without them; ``cp_sizes`` counts groups by CP size.
+    Times in seconds; rates per second over the whole world unless named otherwise. ``learning_rate``, ``weight_decay``
+    and ``loss_scale`` are the values used in this step. ``step_time_s`` excludes evaluation and checkpoints. Fields
+    that are ``None`` by default belong to packed microbatches and are omitted without packing. ``cp_sizes`` counts
+    groups by CP size.
     """
 
     iteration: int
@@ -35,16 +36,16 @@ class StepMetrics:
     num_microbatches: int
     skipped: bool
     loss_scale: float = 1.0
-    mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction; written as "mtp_1 loss" and so on
-    router_losses: dict[str, float] = field(default_factory=dict)  # of experts, by name, without their weights
-    loss_spike: bool = False  # far above the usual loss
+    mtp_losses: tuple[float, ...] = ()  # of each MTP depth; written as "mtp_1 loss" and so on
+    router_losses: dict[str, float] = field(default_factory=dict)  # of experts, by name, unweighted
+    loss_spike: bool = False  # far above recent losses
     schedule_time_s: float | None = None
     imbalance: float | None = None
     padding_fraction: float | None = None
     cp_sizes: dict[int, int] | None = None
 
     def values(self, peak: Peak | None) -> dict[str, object]:
-        """The line's fields by name, without the iteration; with the MFU where there is a ``peak``."""
+        """Return the line's fields without the iteration; MFU if there is a ``peak``."""
         values = asdict(self)
         del values["iteration"]
         # Bridge's names.
@@ -65,13 +66,13 @@ def log_line(
     peak: Peak | None = None,
     interval: Interval | None = None,
 ) -> str:
-    """At most LINE_WIDTH characters on the last of ``steps``, the most important numbers first.
+    """Format the most important numbers in at most LINE_WIDTH characters.
 
-    Times and rates are means over ``steps``, skipped steps are counted over them; all else is the last step's.
+    Times and rates are means over ``steps``, skipped steps are counted; the rest is the last step's.
     """
     last = steps[-1]
     seconds = sum(step.step_time_s for step in steps) / len(steps)
-    # Rates over the interval: work by time, not the mean of the steps' rates.
+    # Total work by total time, not the mean of the steps' rates.
     tflops = sum(step.tflops_per_device * step.step_time_s for step in steps) / len(steps) / seconds
     tokens = sum(step.tokens_per_s * step.step_time_s for step in steps) / len(steps) / seconds
     skipped, not_finite = sum(s.skipped for s in steps), sum(not math.isfinite(s.lm_loss) for s in steps)
@@ -98,12 +99,12 @@ def log_line(
 
 
 def _short(value: float, digits: int) -> str:
-    """At most nine characters."""
+    """Format a number in at most nine characters."""
     return f"{value:.{digits}f}" if abs(value) < 1e4 or not math.isfinite(value) else f"{value:.3E}"
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: ``1:02:03``."""
+    """Format hours, minutes and seconds: ``1:02:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"

@@ -1,4 +1,4 @@
-"""How long this rank works in a step, without waiting for the others at its end."""
+"""Measure a rank's own work in a step, without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import torch
 
 
 class WorkClock:
-    """``seconds`` from the first microbatch of the last step until this rank's gradients were complete."""
+    """``seconds`` from a step's first microbatch to this rank's complete gradients."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     @contextmanager
     def __call__(self, core_config: Any) -> Iterator[None]:
-        """Time the schedule that runs inside: it ends by calling ``finalize_model_grads_func``, where ranks meet."""
+        """Time the schedule that runs inside.
+
+        It ends with ``finalize_model_grads_func``, the first call that waits for other ranks.
+        """
         finalize, begin = core_config.finalize_model_grads_func, time.perf_counter()
 
         def finalize_and_stop(*args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,8 @@
-"""The cost model fitted to this run's own step times, and the same on every rank.
+"""Fit the cost model to this run's step times, equally on every rank.
 
-During the first iterations each rank's working time is gathered by all; at the end of them rank 0 fits the model and
-all ranks take over its numbers. From then on the model stays as it is, and it is saved with every checkpoint, so that
-a resumed run makes the same schedules as one that was never stopped. In another layout, or with another model to start
-from, the saved numbers mean nothing: such a run measures anew.
+During the first iterations all ranks' working times are gathered. Rank 0 then fits the model and broadcasts the result,
+which stays fixed. The model is saved with every checkpoint, so a resumed run makes the same schedules. In another
+layout, or with another prior model, the saved numbers are invalid, and the run calibrates again.
 """
 
 from __future__ import annotations
@@ -12,25 +11,26 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
+from megatron_cp.config.names import NAME
 from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.parallel.collectives import broadcast_object, gather_objects
 from megatron_cp.training.monitor.work_clock import WorkClock
-from megatron_cp.training.packed.scheduling import keeps_step
+from megatron_cp.training.packed.scheduling import is_lockstep
 from megatron_cp.training.setup import Run
 
 logger = logging.getLogger(__name__)
 
-WARM_UP = 2  # first iterations of a process, which allocate, compile and connect
-POOR_FIT = 0.3  # median relative error above which schedules are likely to be lopsided
+WARM_UP = 2  # first iterations of a process: allocate, compile, connect
+POOR_FIT = 0.3  # median relative error above which schedules may be unbalanced
 
 
 class CostTracker:
     """The cost model in use. Collective over the run's ranks.
 
-    Only where ranks run independently does a rank's time tell what its own microbatches cost: without pipeline stages
-    and shared experts. Otherwise the model derived from the shape stays.
+    Step times measure a rank's own microbatches only where ranks run independently: without pipeline stages and shared
+    experts. Otherwise the model derived from the shape stays in use.
     """
 
     def __init__(self, run: Run, prior: CostModel, active: bool) -> None:
@@ -39,10 +39,10 @@ class CostTracker:
         self._prior = prior
         self.cost = prior
         self._first = run.progress.iteration
-        iterations = model.dynamic_context_parallel_calibration_iters if active and not keeps_step(model) else 0
-        self._wanted = max(1, iterations - WARM_UP) if iterations else 0
-        # What the numbers of a fitted model hold for.
-        self._of = {
+        iterations = model.dynamic_context_parallel_calibration_iters if active and not is_lockstep(model) else 0
+        self._needed = max(1, iterations - WARM_UP) if iterations else 0
+        # A fitted model holds only for these sizes and this prior.
+        self._valid_for = {
             "ranks": run.all_ranks.size(),
             "tp": model.tensor_model_parallel_size,
             "pp": model.pipeline_model_parallel_size,
@@ -53,18 +53,18 @@ class CostTracker:
         }
         self._measured = 0  # iterations
         self._observed: list[tuple[list[tuple[list[int], int]], float]] = []
-        if self._wanted:
+        if self._needed:
             run.work_clock = WorkClock()
 
     def observe(self, plan: StepPlan) -> bool:
-        """Take in the last step's time; whether :attr:`cost` has changed."""
+        """Record the time of the last step; return whether :attr:`cost` has changed."""
         clock = self._run.work_clock
         if clock is None or self._run.progress.iteration <= self._first + WARM_UP:
             return False
         assert self._run.dynamic_groups is not None
         times: dict[int, float] = {}
-        mine = self._run.dynamic_groups.position, clock.seconds
-        for position, measured in gather_objects(mine, self._run.all_ranks):
+        own = self._run.dynamic_groups.position, clock.seconds
+        for position, measured in gather_objects(own, self._run.all_ranks):
             times[position] = max(times.get(position, 0.0), measured)
         for position, measured in sorted(times.items()):
             work = [
@@ -75,7 +75,7 @@ class CostTracker:
             if work:
                 self._observed.append((work, measured))
         self._measured += 1
-        if self._measured < self._wanted:
+        if self._measured < self._needed:
             return False
         self._run.work_clock = None
         self._fit()
@@ -90,8 +90,8 @@ class CostTracker:
             fit = calibrator.fit()
             found = fit.cost
             logger.info(
-                "cost model calibrated: predictions of a rank's step time are off by %.0f%% (before: %.0f%%), median "
-                "of %d observations; this machine takes %.2g times as long as assumed",
+                "cost model calibrated: median error of a rank's step time %.0f%% (before: %.0f%%), %d observations; "
+                "steps take %.2g times the assumed time",
                 100 * fit.residual,
                 100 * fit.prior_residual,
                 fit.observations,
@@ -99,30 +99,33 @@ class CostTracker:
             )
             if fit.residual > POOR_FIT or fit.at_bound:
                 logger.warning(
-                    "the calibrated cost model may be poor, and schedules slower than need be: predictions are off by "
-                    "%.0f%%; coefficients at the bound of %g times from what the model's shape gives: %s",
+                    "cost model: poor fit, schedules may be slow (median error %.0f%%, coefficients at limit: %s). "
+                    f"Set {NAME.model.dynamic_context_parallel_calibration_iters}=0 to silence this warning",
                     100 * fit.residual,
-                    calibrator.bound,
                     ", ".join(fit.at_bound) or "none",
                 )
         self.cost = broadcast_object(found, self._run.all_ranks)
         self._observed.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save, in plain types."""
+        """Return the state to save, in plain types."""
         return {
-            "of": self._of,
+            "of": self._valid_for,
             "cost": asdict(self.cost),
             "measured": self._measured,
             "observed": list(self._observed),
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> bool:
-        """Take over a saved model, and what was measured for one; False, and nothing changes, where it does not fit."""
-        if state is None or state.get("of") != self._of:
+        """Take over a saved model and its measurements.
+
+        Returns:
+            False, with nothing changed, if the saved model does not fit this run.
+        """
+        if state is None or state.get("of") != self._valid_for:
             return False
         self.cost = CostModel(**state["cost"])
         self._measured, self._observed = state["measured"], list(state["observed"])
-        if self._measured >= self._wanted:
+        if self._measured >= self._needed:
             self._run.work_clock = None
         return True

@@ -1,4 +1,4 @@
-"""The process groups of packed microbatches, as configured."""
+"""Process groups of packed microbatches, as configured."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def build_dynamic_groups(
     layout: RankLayout,
     blocks: Sequence[Positions],
 ) -> DynamicGroups | None:
-    """The groups of packed microbatches, ``None`` for a run without packing; collective. Logs them once.
+    """Build and log the groups of packed microbatches, if packed. Collective.
 
-    ``blocks`` are those of :func:`megatron_cp.dynamic_cp.buddy_tree.configured_blocks`.
+    ``blocks`` come from :func:`megatron_cp.dynamic_cp.buddy_tree.configured_blocks`.
     """
     if not blocks:
         return None
@@ -42,7 +42,7 @@ def build_dynamic_groups(
         a2a_size=partial(
             all_to_all_size,
             heads=max(1, model.num_attention_heads // tp),
-            ranks_per_node=neighbours_in_a_node(model) if any(t.hierarchical for t in transports) else domain,
+            ranks_per_node=head_exchange_ranks(model) if any(t.hierarchical for t in transports) else domain,
         )
         if any(t.exchanges_heads for t in transports)
         else None,
@@ -54,8 +54,11 @@ def build_dynamic_groups(
     return found
 
 
-def neighbours_in_a_node(model: ModelConfig) -> int:
-    """Neighbouring ranks of a domain that exchange heads: the configured all-to-all size, else those of a node."""
+def head_exchange_ranks(model: ModelConfig) -> int:
+    """Return how many neighbouring ranks of a domain exchange heads.
+
+    The configured all-to-all size, or the ranks of a node.
+    """
     if model.hierarchical_context_parallel_sizes:
         return model.hierarchical_context_parallel_sizes[0]
     node = launcher.local_world_size() or torch.cuda.device_count() or 8

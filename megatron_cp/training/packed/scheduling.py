@@ -1,4 +1,4 @@
-"""From a configuration to schedules: what keeps step, what a microbatch costs, and the call of the scheduler."""
+"""From a configuration to schedules: lockstep sizes, cost model, scheduler call."""
 
 from __future__ import annotations
 
@@ -23,60 +23,70 @@ from megatron_cp.training.monitor.flops import (
 )
 
 
-def keeps_step(model: ModelConfig) -> bool:
-    """Whether all ranks run equally many microbatches: pipeline stages and experts meet in each of them."""
+def is_lockstep(model: ModelConfig) -> bool:
+    """Return whether all ranks must run equally many microbatches.
+
+    Pipeline stages and shared experts communicate in each microbatch.
+    """
     tp = model.tensor_model_parallel_size
     shared_experts = model.expert_model_parallel_size > 1 or (model.expert_tensor_parallel_size or tp) > tp
     return model.pipeline_model_parallel_size > 1 or shared_experts
 
 
 def sequence_parallel_size(model: ModelConfig) -> int:
-    """Tensor-parallel ranks that split a rank's tokens once more."""
+    """Return the number of tensor-parallel ranks that split a rank's tokens."""
     return model.tensor_model_parallel_size if model.sequence_parallel else 1
 
 
 def make_schedule(model: ModelConfig, layout: RankLayout, lengths: Sequence[int], cost: CostModel) -> Schedule:
-    """The schedule of one global batch, as configured; the same on every rank. Raises ValueError for what cannot be."""
+    """Return the configured schedule of one global batch, equal on every rank.
+
+    Raises:
+        ValueError: no schedule is possible.
+    """
     assert model.max_seqlen_per_dp_cp_rank is not None
-    in_step, num_ranks, most = what_keeps_step(model, layout), layout.dp * layout.cp, model.max_seqlen_per_dp_cp_rank
+    lockstep, num_ranks, most = lockstep_sizes(model, layout), layout.dp * layout.cp, model.max_seqlen_per_dp_cp_rank
     common: dict[str, Any] = {"cost": cost, "sequence_parallel_size": sequence_parallel_size(model)}
     if model.dynamic_context_parallel:
-        least = model.min_dynamic_context_parallel_size
-        return schedule(lengths, num_ranks, most, min_cp_size=least, **in_step, **common)
-    common["microbatch_multiple"] = in_step["microbatch_multiple"]
+        minimum = model.min_dynamic_context_parallel_size
+        return schedule(lengths, num_ranks, most, min_cp_size=minimum, **lockstep, **common)
+    common["microbatch_multiple"] = lockstep["microbatch_multiple"]
     return schedule_fixed_cp(lengths, num_ranks, most, cp_size=layout.cp, **common)
 
 
-def what_keeps_step(model: ModelConfig, layout: RankLayout) -> dict[str, Any]:
-    """``microbatch_multiple``, ``sync_ranks`` and ``pipeline_size`` of a run, as the scheduler knows them."""
+def lockstep_sizes(model: ModelConfig, layout: RankLayout) -> dict[str, Any]:
+    """Return ``microbatch_multiple``, ``sync_ranks`` and ``pipeline_size`` of a run."""
     multiple = 1
     if model.virtual_pipeline_model_parallel_size is not None:
         multiple = model.microbatch_group_size_per_vp_stage or model.pipeline_model_parallel_size
     return {"microbatch_multiple": multiple, "sync_ranks": sync_ranks(layout), "pipeline_size": layout.pp}
 
 
-def reported_by_all_schedules(model: ModelConfig, layout: RankLayout) -> dict[str, Any] | None:
-    """What each line of ``schedules.jsonl`` says of the run; None where nothing is packed."""
+def schedule_fields(model: ModelConfig, layout: RankLayout) -> dict[str, Any] | None:
+    """Return the run's fields of each ``schedules.jsonl`` line; None if not packed."""
     if model.sequence_packing_scheduler is None:
         return None
-    return dict(context_parallel_size=model.context_parallel_size, **what_keeps_step(model, layout))
+    return dict(context_parallel_size=model.context_parallel_size, **lockstep_sizes(model, layout))
 
 
 def sync_ranks(layout: RankLayout) -> int:
-    """Neighbouring ranks of a domain that meet in every microbatch, because they share experts."""
+    """Return how many neighbouring ranks share experts, and so every microbatch."""
     domain = layout.dp * layout.cp
-    together = -(-layout.ep * layout.etp // layout.tp)
-    return together if domain % together == 0 else domain
+    sharing = -(-layout.ep * layout.etp // layout.tp)
+    return sharing if domain % sharing == 0 else domain
 
 
 def device_name() -> str:
-    """Which of :data:`DEVICES` this machine's is taken for."""
+    """Return the key of :data:`DEVICES` for this machine."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return next((key for key in DEVICES if key in name), "H100")
 
 
 def model_cost(model: ModelConfig, longest: int) -> CostModel:
-    """The cost model of a model on this machine, before anything was measured; ``longest``: tokens of a sample."""
+    """Return the analytic cost model of a model on this machine.
+
+    ``longest``: tokens of the longest sample.
+    """
     device = DEVICES[device_name()]
     layers = numbered_layer_types(model)
     attending = sum("*" in parts for _, parts in layers)
@@ -101,11 +111,11 @@ def model_cost(model: ModelConfig, longest: int) -> CostModel:
 
 
 def _keys_seen(model: ModelConfig, longest: int, per_token: int) -> tuple[float, float]:
-    """``a`` and ``b`` of ``a * s + b``, the keys that a token of a sample of s tokens sees, summed over the layers.
+    """Fit ``a * s + b`` to the keys that a token of a sample of s tokens sees.
 
-    Exact without sliding windows. With them attention is neither quadratic nor linear in s: this sum of both has the
-    least squared error, relative to a sample's whole cost, at the longest sample, a half, a quarter ... of it; below a
-    128th attention hardly costs. In plain floats, because every rank must get the same bits, whatever its CPU.
+    Summed over the layers; exact without sliding windows. With windows the fit has the least squared error relative to
+    a sample's whole cost. The fit covers the longest sample, half of it, a quarter, and so on; below a 128th attention
+    hardly counts. Uses Python floats, because every rank must get the same bits on any CPU.
     """
     per_pair = flops_per_pair(model)
     ss = st = tt = sp = tp = 0.0
@@ -116,5 +126,5 @@ def _keys_seen(model: ModelConfig, longest: int, per_token: int) -> tuple[float,
         ss, st, tt = ss + square * square, st + square * token, tt + token * token
         sp, tp = sp + square * target, tp + token * target
     determinant = ss * tt - st * st
-    # Rounding can take one that is zero, as where a token sees itself only, below it.
+    # Rounding can turn a zero negative, for example if a token sees only itself.
     return max(0.0, (sp * tt - tp * st) / determinant), max(0.0, (ss * tp - st * sp) / determinant)

@@ -1,4 +1,4 @@
-"""Steps of packed microbatches: the scheduler, the process groups and the checks of a run put together."""
+"""Steps of packed microbatches: scheduler, process groups and checks combined."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training.batch_checks import Problem, check_same_packs
 from megatron_cp.training.batches import Step, steps_to_come
 from megatron_cp.training.packed.calibration import CostTracker
-from megatron_cp.training.packed.scheduling import keeps_step, make_schedule, model_cost
+from megatron_cp.training.packed.scheduling import is_lockstep, make_schedule, model_cost
 from megatron_cp.training.setup import Run
 
 
-class OneLength:
-    """A data set of samples of one length as a source of samples to pack."""
+class FixedLengthSource:
+    """A dataset of fixed-length samples as a source of samples to pack."""
 
     def __init__(self, dataset: Any, length: int) -> None:
         self._dataset, self._length = dataset, length
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens of samples."""
+        """Return the tokens of each sample."""
         return np.full(len(indices), self._length)
 
     def __getitem__(self, index: int) -> Sample:
         return self._dataset[index]
 
 
-def of_evaluation(training: ModelConfig, size: int | None, micro_batch_size: int) -> ModelConfig:
-    """The settings that evaluation is scheduled by: training's, but for a context parallel ``size`` of its own."""
+def evaluation_model(training: ModelConfig, size: int | None, micro_batch_size: int) -> ModelConfig:
+    """Return evaluation's model settings, with a context parallel ``size`` of its own."""
     if size is None:
         return training
     model = replace(
@@ -45,15 +45,15 @@ def of_evaluation(training: ModelConfig, size: int | None, micro_batch_size: int
         dynamic_context_parallel=False,
         sequence_packing_scheduler="dp_balanced",
     )
-    least = training.max_seqlen_per_dp_cp_rank or micro_batch_size * model.tokens_per_rank
-    return replace(model, max_seqlen_per_dp_cp_rank=max(least, model.tokens_per_rank))
+    minimum = training.max_seqlen_per_dp_cp_rank or micro_batch_size * model.tokens_per_rank
+    return replace(model, max_seqlen_per_dp_cp_rank=max(minimum, model.tokens_per_rank))
 
 
 class PackedSteps:
-    """Steps of packed microbatches; the next one is scheduled and read while the current one runs.
+    """Steps of packed microbatches; the next step is prefetched.
 
     Raises:
-        RuntimeFault: on every rank, where the samples or the schedule of any rank cannot be used.
+        RuntimeFault: on every rank, if the samples or the schedule of any rank are invalid.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class PackedSteps:
         training: bool,
         scheduler: Scheduler | None = None,
     ) -> None:
-        """``scheduler``: makes the schedules; as configured by default."""
+        """Use ``scheduler`` to make schedules; the configured one by default."""
         config, model, layout = run.config, run.config.model, run.layout
         size = config.train.global_batch_size
         if not training:
             size, micro_batch_size = config.evaluation_batch
-            model = of_evaluation(model, config.dist.eval_context_parallel_size, micro_batch_size)
+            model = evaluation_model(model, config.dist.eval_context_parallel_size, micro_batch_size)
             layout = layout_of(model, config.dist, run.all_ranks.size())
         assert run.dynamic_groups is not None
         self._run = run
@@ -81,7 +81,7 @@ class PackedSteps:
             size,
             scheduler or partial(make_schedule, model, layout),
             run.dynamic_groups,
-            keep_step=keeps_step(model),
+            keep_step=is_lockstep(model),
             device=run.device,
             consumed_samples=consumed_samples,
             cost=self._costs.cost,
@@ -114,7 +114,10 @@ class PackedSteps:
         return self._batches.state_dict() | {"calibration": self._costs.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where the saved ones stopped; in another layout or transport with a cost model of its own."""
+        """Continue exactly after the saved steps.
+
+        Another layout or transport starts with a new cost model.
+        """
         if self._costs.load_state_dict(state.get("calibration")):
             self._batches.load_state_dict(state)
         else:

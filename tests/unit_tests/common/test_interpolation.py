@@ -20,12 +20,12 @@ from megatron_cp.config.setting import DATA
 from megatron_cp.rules import check
 from megatron_cp.rules.environment import Environment
 from megatron_cp.training.checkpoint import differences as settings
-from megatron_cp.training.checkpoint.resume import has_written
+from megatron_cp.training.checkpoint.resume import is_own_checkpoint
 from megatron_cp.training.consistency import differences, digest, fingerprint
 
 
 def data_differences(config: RunConfig, common: dict[str, Any]) -> list[str]:
-    return settings.said(settings.differences(common["config"], asdict(config), settings_affecting(DATA)))
+    return settings.describe(settings.differences(common["config"], asdict(config), settings_affecting(DATA)))
 
 
 TINY = "llama_tiny_pretrain_config"
@@ -84,11 +84,11 @@ def test_a_run_goes_on_with_another_secret(tmp_path: Path, monkeypatch: pytest.M
     common = {"config": config.as_written()}
     monkeypatch.setenv("SECRET", "another-secret")
     again = loaded(tmp_path)
-    assert again != config and has_written(again, common) and not data_differences(again, common)
-    assert has_written(config, {"config": asdict(config)})  # as checkpoints had it before
+    assert again != config and is_own_checkpoint(again, common) and not data_differences(again, common)
+    assert is_own_checkpoint(config, {"config": asdict(config)})  # as checkpoints had it before
     monkeypatch.setenv("NUMBER", "78")
     other = loaded(tmp_path)
-    assert not has_written(other, common)
+    assert not is_own_checkpoint(other, common)
     assert data_differences(other, common) == ["dataset.mock_num_samples is 78 here and 77 in the checkpoint"]
     other.dataset.data_path = ["/data/c"]
     assert SECRET not in str(data_differences(other, common))

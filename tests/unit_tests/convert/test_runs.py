@@ -19,7 +19,7 @@ from megatron_cp.convert.importing import import_model
 from megatron_cp.data.samples.datasets import build_datasets
 from megatron_cp.data.text.tokenizers import build_tokenizer, train_bpe
 from megatron_cp.parallel.device import start_distributed, stop_distributed
-from megatron_cp.training.checkpoint.resume import find_start
+from megatron_cp.training.checkpoint.resume import find_resume_point
 from megatron_cp.training.checkpoint.saver import load_checkpoint
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
@@ -203,13 +203,15 @@ def load_instead(folder: str) -> None:
     publish(path / "hf", "llama")
     import_model(path / "hf", path / "mcore")
     begin = load_recipe(path / "mcore/recipe.yaml", [f"checkpoint.save={path}/run"])
-    found = find_start(begin)
+    found = find_resume_point(begin)
     assert found is not None and found.finetune and found.root == str(path / "mcore")
     again = ["checkpoint.pretrained_checkpoint=null", f"checkpoint.load={path}/mcore", "checkpoint.load_optim=false"]
     with pytest.raises(ConfigError, match=r"holds weights only. Fix: checkpoint.pretrained_checkpoint="):
-        find_start(load_recipe(path / "mcore/recipe.yaml", again))
-    with pytest.raises(ConfigError, match=r"of another model: model.num_layers is 3"):
-        find_start(load_recipe(path / "mcore/recipe.yaml", ["model.num_layers=3", f"checkpoint.save={path}/run"]))
+        find_resume_point(load_recipe(path / "mcore/recipe.yaml", again))
+    with pytest.raises(ConfigError, match=r"of a different model: model.num_layers is 3"):
+        find_resume_point(
+            load_recipe(path / "mcore/recipe.yaml", ["model.num_layers=3", f"checkpoint.save={path}/run"])
+        )
 
 
 def test_imported_weights_begin_a_run_and_do_not_resume_one(tmp_path: Path) -> None:

@@ -98,5 +98,7 @@ def written_before(folder: str) -> None:
 
 
 def test_a_checkpoint_with_other_names_says_what_it_lacks(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match=r"lacks 4 of the model's tensors \(decoder.layers.pre_mlp_layernorm.weight"):
+    with pytest.raises(
+        RanksFailed, match=r"4 of the model's tensors are missing \(decoder.layers.pre_mlp_layernorm.weight"
+    ):
         run_ranks(written_before, 1, str(tmp_path))

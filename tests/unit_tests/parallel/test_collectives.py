@@ -59,7 +59,7 @@ def test_a_fault_of_any_node_reaches_all() -> None:
     for at_fault in (0, 1):
         assert run_ranks(_outcome, 2, at_fault) == [f"node {at_fault} is at fault"] * 2
     first, second = run_ranks(_outcome, 2, None)
-    assert first == second and "the nodes do not have the same data" in first
+    assert first == second and "nodes have different data" in first
 
 
 @dataclass(frozen=True)

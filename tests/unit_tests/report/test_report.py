@@ -57,7 +57,7 @@ def test_the_numbers(tmp_path: Path) -> None:
     assert rows["tokens/s (median)"] == ["2,650"]  # the median of steps 3 to 30
     assert rows["tokens/s a device (median)"] == ["662"]
     assert rows["iterations"] == ["30 of 40"] and rows["skipped steps"] == ["1"]
-    assert rows["of which"] == ["forward-backward 75%, optimizer 15%, data 10%"]
+    assert rows["time by phase"] == ["forward-backward 75%, optimizer 15%, data 10%"]
     assert rows["peak memory a rank, GB"] == ["0.30"] and rows["validation loss"] == ["3.2500"]
     assert rows["layout"] == ["4 ranks: cp 4 (p2p)"] and rows["sequence length"] == ["256"]
     assert rows["step alone, ms (median)"] == ["400.0"] and rows["MFU of a measured peak (median)"] == ["0.160"]
@@ -174,9 +174,9 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
     ("prepare", "message"),
     [
         (lambda p: None, "there is no run folder"),
-        (lambda p: p.mkdir(), "is no run folder: it has no metrics.jsonl"),
-        (lambda p: run_folder(p / "inner"), "the run folders in it are inner"),
-        (lambda p: (p.mkdir(), (p / "metrics.jsonl").write_text('{"iteration": 1, "lm')), "no complete line of a step"),
+        (lambda p: p.mkdir(), "is not a run folder: metrics.jsonl is missing"),
+        (lambda p: run_folder(p / "inner"), "run folders in it: inner"),
+        (lambda p: (p.mkdir(), (p / "metrics.jsonl").write_text('{"iteration": 1, "lm')), "no complete training step"),
     ],
 )
 def test_what_is_no_run_is_said(tmp_path: Path, prepare: Any, message: str, capsys: pytest.CaptureFixture) -> None:

@@ -183,7 +183,7 @@ def test_the_command_prints_a_run_s_profiles(tmp_path: Path, capsys: pytest.Capt
     ("content", "says"),
     [
         (b"{", "cannot be read as a trace"),
-        (b"[]", "has no list traceEvents"),
+        (b"[]", "the list traceEvents is missing"),
         (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1}]}', "no iteration is in this trace"),
     ],
 )

@@ -66,7 +66,7 @@ def no_more_data() -> None:
 
 
 FAULTS: dict[Callable[[], None], str] = {
-    other_samples: "data-parallel replica 0: ranks [1] read other samples than rank 0",
+    other_samples: "data-parallel replica 0: ranks [1] and rank 0 read different samples",
     unreadable_sample: "rank 1: corpus.bin: holds token 300",
     restarted_positions: "rank 1: error B10: position_ids: context-parallel rank 1 of 2 has positions",
     another_key: "rank 1: error B7: scores: unknown key 'scores'",
@@ -109,7 +109,7 @@ def test_a_data_worker_that_dies_is_told_of_by_all(cli: Any) -> None:
 def test_no_stage_of_a_pipeline_waits_for_the_others_activations(cli: Any) -> None:
     layout = ["model.pipeline_model_parallel_size=2", "model.num_layers=2"]
     code, text = cli(*layout, ranks=4, before=lambda: on_rank_one(other_samples))
-    assert code == 1 and "ranks [1] read other samples than rank 0, but ranks [0, 1, 2, 3]" in text, text
+    assert code == 1 and "ranks [1] and rank 0 read different samples, but ranks [0, 1, 2, 3]" in text, text
 
 
 def test_the_checksum_sees_every_tensor_and_the_order() -> None:

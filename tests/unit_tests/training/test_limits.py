@@ -192,7 +192,7 @@ def test_metrics_that_cannot_be_written_end_the_run(
 
 def test_a_thread_that_fails_takes_one_line() -> None:
     (text,) = run_ranks(fail_in_a_thread, 1)
-    assert text.startswith("[rank 3] thread worker failed, everything else goes on: ZeroDivisionError: "), text
+    assert text.startswith("[rank 3] thread worker failed, the run continues: ZeroDivisionError: "), text
     assert "\n" not in text
 
 

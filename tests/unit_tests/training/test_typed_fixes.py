@@ -8,8 +8,8 @@ import pytest
 from megatron_cp.common.errors import ConfigError
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.rules.remedies import parse_fix, with_overrides
-from megatron_cp.training.checkpoint.differences import begin_new_run
-from megatron_cp.training.checkpoint.resume import check_fits, find_start
+from megatron_cp.training.checkpoint.differences import new_run_fix
+from megatron_cp.training.checkpoint.resume import check_fits, find_resume_point
 from megatron_cp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training_runs import save_checkpoint, start, tiny_config
@@ -75,12 +75,12 @@ def asked_for(runs: Path, name: str, changes: dict[str, Any]) -> RunConfig:
 def test_every_alternative_begins_a_run(runs: Path, name: str) -> None:
     config = asked_for(runs, *REFUSED[name][:2])
     with pytest.raises(ConfigError) as refused:
-        find_start(config)
+        find_resume_point(config)
     message = str(refused.value)
     fixes = parse_fix(message.partition(" Fix: ")[2])
     assert len(fixes) == REFUSED[name][2] and not any(fix.by_hand for fix in fixes), message
     for fix in fixes:
-        find_start(with_overrides(config, fix.overrides))
+        find_resume_point(with_overrides(config, fix.overrides))
 
 
 def test_weights_alone_begin_a_new_run(runs: Path) -> None:
@@ -89,6 +89,6 @@ def test_weights_alone_begin_a_new_run(runs: Path) -> None:
     with pytest.raises(ConfigError, match="holds weights only") as refused:
         check_fits(config, weights, runs / "run/iter_0000001", finetune=False)
     (fix,) = parse_fix(str(refused.value).partition(" Fix: ")[2])
-    found = find_start(with_overrides(config, fix.overrides))
+    found = find_resume_point(with_overrides(config, fix.overrides))
     assert found is not None and found.finetune and found.root == str(runs / "run")
-    assert begin_new_run(config.checkpoint.save, runs / "run/iter_0000001") == str(fix)
+    assert new_run_fix(config.checkpoint.save, runs / "run/iter_0000001") == str(fix)

@@ -59,8 +59,8 @@ PLANTED = ExitStack()
 def test_a_wrong_layout_ends_the_run_with_one_message(cli: Any, tmp_path: Path) -> None:
     code, text = cli("--verify", before=plant)
     assert code == 1 and text.count("megatron-cp: ") == 1, text
-    assert "layout=2 ranks (tp 1, cp 2 p2p, pp 1, ep 1, dp 1): not the same model as on one rank" in text, text
-    assert "the first forward pass differs already" in text and "Fix: type 'verify'" in text
+    assert "layout=2 ranks (tp 1, cp 2 p2p, pp 1, ep 1, dp 1): results differ from a single rank" in text, text
+    assert "the first forward pass differs in" in text and "Fix: replace 'train --verify' by 'verify'" in text
     assert not list((tmp_path / "run").glob("*.json*")), "nothing is trained, nothing remembered"
 
 

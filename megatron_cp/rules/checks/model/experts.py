@@ -155,7 +155,8 @@ def sinkhorn_sees_whole_sequences(c: Context) -> Iterator[Finding]:
     "global_aux_loss needs a single data-parallel replica.",
     "megatron-core divides each replica's share of global_aux_loss by the tokens of all replicas (Megatron-LM issue "
     "3672), then averages the shares. With N replicas the loss is silently N times too weak. A constant factor "
-    "cannot correct this: each replica averages over its own microbatches so far. Rule H18 (balancing over a pack) excludes it for packs.",
+    "cannot correct this: each replica averages over its own microbatches so far. Rule H18 (balancing over a pack) "
+    "excludes it for packs.",
     broken(
         *RING.settings,
         model=dict(

@@ -433,7 +433,7 @@ def test_a_model_may_begin_with_the_weights_of_one_that_predicts_no_further_toke
     assert left_out[0][0] == pytest.approx(
         run_ranks(begin_with, 1, model | tied, str(tmp_path / "with"))[0][0][0], 1e-6
     )
-    with pytest.raises(RanksFailed, match="is of another model: model"):
+    with pytest.raises(RanksFailed, match="is of a different model: model"):
         run_ranks(resume, 1, model | tied, str(tmp_path / "without"))
 
 

@@ -122,14 +122,16 @@ def test_optimizer_state_of_several_buckets(tmp_path: Path) -> None:
 
 def test_another_models_checkpoint_is_refused_with_what_differs(tmp_path: Path) -> None:
     run_ranks(save_after, 1, {}, str(tmp_path), 1)
-    with pytest.raises(RanksFailed, match=r"of another model: model.num_layers is 2 here and 4 in the checkpoint"):
+    with pytest.raises(RanksFailed, match=r"of a different model: model.num_layers is 2 here and 4 in the checkpoint"):
         run_ranks(resume, 1, {"model__num_layers": 2}, str(tmp_path), 1)
 
 
 def test_a_table_of_positions_has_a_size_and_rotary_embeddings_have_none(tmp_path: Path) -> None:
     learned, longer = {"model__position_embedding_type": "learned_absolute"}, {"model__max_position_embeddings": 64}
     run_ranks(save_after, 1, learned, str(tmp_path / "learned"), 1)
-    with pytest.raises(RanksFailed, match=r"of another model: model.max_position_embeddings is 64 here and 32 in the"):
+    with pytest.raises(
+        RanksFailed, match=r"of a different model: model.max_position_embeddings is 64 here and 32 in the"
+    ):
         run_ranks(resume, 1, learned | longer, str(tmp_path / "learned"), 1)
     run_ranks(save_after, 1, {}, str(tmp_path / "rotary"), 1)
     run_ranks(resume, 1, longer, str(tmp_path / "rotary"), 1)
@@ -138,7 +140,7 @@ def test_a_table_of_positions_has_a_size_and_rotary_embeddings_have_none(tmp_pat
 @pytest.mark.parametrize("other", [{"optimizer__use_distributed_optimizer": False}, SGD])
 def test_another_optimizers_state_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
     run_ranks(save_after, 1, {}, str(tmp_path), 1)
-    refused = r"another optimizer's state: optimizer\..* in the checkpoint.*checkpoint.load_optim=false"
+    refused = r"state of a different optimizer: optimizer\..* in the checkpoint.*checkpoint.load_optim=false"
     with pytest.raises(RanksFailed, match=refused):
         run_ranks(resume, 1, other, str(tmp_path), 1)
     run_ranks(resume, 1, other | {"checkpoint__load_optim": False}, str(tmp_path), 1)
@@ -148,7 +150,7 @@ def test_a_plain_optimizers_state_belongs_to_a_precision(tmp_path: Path) -> None
     """Distributed or not, what it is for is the same; but only the distributed one names it alike in both."""
     plain, bf16 = {"optimizer__use_distributed_optimizer": False}, {"mixed_precision__bf16": True}
     run_ranks(save_after, 1, plain, str(tmp_path / "plain"), 1)
-    with pytest.raises(RanksFailed, match=r"another optimizer's state: mixed_precision is 'bf16' here and 'fp32'"):
+    with pytest.raises(RanksFailed, match=r"state of a different optimizer: mixed_precision is 'bf16' here and 'fp32'"):
         run_ranks(resume, 1, plain | bf16 | {"mixed_precision__fp32": False}, str(tmp_path / "plain"), 1)
     run_ranks(save_after, 1, {}, str(tmp_path / "distributed"), 1)
     run_ranks(resume, 1, bf16 | {"mixed_precision__fp32": False}, str(tmp_path / "distributed"), 1)
@@ -234,7 +236,7 @@ def put_half_a_file_in_place(folder: str) -> str:
 
 def test_what_was_not_written_whole_gets_no_place(tmp_path: Path) -> None:
     (message,) = run_ranks(put_half_a_file_in_place, 1, str(tmp_path))
-    assert "what was written is not what should be there: " in message and "bytes where" in message
+    assert "the written files are incomplete: " in message and " bytes, expected " in message
     assert latest_iteration(tmp_path) == 1 and not (tmp_path / "iter_0000002").exists()
 
 

@@ -13,7 +13,7 @@ from megatron_cp.common.errors import ConfigError, UnusableCheckpoint
 from megatron_cp.training.checkpoint import writer as checkpoint_writer
 from megatron_cp.training.checkpoint.checksums import CHECKSUMS, read_checksums, sum_of
 from megatron_cp.training.checkpoint.files import LATEST, existing_folder, latest_iteration, newer_than_latest
-from megatron_cp.training.checkpoint.resume import begin_with, find_start
+from megatron_cp.training.checkpoint.resume import find_resume_point, resume_fix
 from megatron_cp.training.checkpoint.verification import problems_of
 from megatron_cp.training.step import train_step
 from tests.crafted_checkpoints import as_written_before_checksums, flip, flip_back
@@ -108,7 +108,7 @@ def save_on_a_bad_disk(folder: str) -> None:
 def test_checksums_are_of_what_was_written_and_not_of_what_can_be_read(tmp_path: Path) -> None:
     run_ranks(save_on_a_bad_disk, 2, str(tmp_path))
     assert problems_of(tmp_path / "iter_0000001", verify=True) == [
-        f"{tmp_path}/iter_0000001/__1_0.distcp has other bytes than were written (its checksum differs)"
+        f"{tmp_path}/iter_0000001/__1_0.distcp is corrupted (checksum mismatch)"
     ]
 
 
@@ -122,7 +122,7 @@ def test_every_file_has_its_checksum(root: Path) -> None:
 def test_what_is_missing_or_too_much_is_named(root: Path) -> None:
     folder = root / "iter_0000002"
     (folder / "common.pt").write_bytes(b"")
-    assert any("common.pt is none of the checkpoint's files" in each for each in problems_of(folder, verify=True))
+    assert any("common.pt does not belong to this checkpoint" in each for each in problems_of(folder, verify=True))
     (folder / "common.pt").unlink()
     (folder / CHECKSUMS).unlink()
     assert problems_of(folder, verify=True) == [f"{folder / CHECKSUMS} is missing"]
@@ -169,9 +169,9 @@ def test_what_to_type_begins_with_the_other_checkpoint(root: Path, settings: dic
     with (root / "iter_0000011/.metadata").open("r+b") as file:
         file.write(b"damage")
     config = config_of(root, **changed)
-    begun = find_start(config)
+    begun = find_resume_point(config)
     assert begun is not None and (begun.root, begun.iteration) == (str(root), 11)
-    assert begin_with(config, str(root), 10) == advice.format(root=root) + "checkpoint.ckpt_step=10"
+    assert resume_fix(config, str(root), 10) == advice.format(root=root) + "checkpoint.ckpt_step=10"
 
 
 def test_a_run_says_which_file_is_damaged_and_goes_on_as_it_says(cli: Any, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_run_says_which_file_is_damaged_and_goes_on_as_it_says(cli: Any, tmp_p
     flip(index, random.Random(5))
     code, text = cli(*THREE)
     assert code == 1 and text.count("cannot be read") == 1, text
-    assert f"{data} has other bytes than were written" in text
+    assert f"{data} is corrupted (checksum mismatch)" in text
     fix = re.search(r"Iteration 1 is complete. Fix: (\S+)$", text, re.MULTILINE)
     assert fix is not None and fix[1] == "checkpoint.ckpt_step=1", text
     code, text = cli(*THREE, fix[1])
@@ -221,7 +221,9 @@ def test_an_older_versions_checkpoint_loads_and_a_newer_one_is_named(cli: Any, t
     code, text = cli(*TWO)
     assert code == 0 and f"resumed from iteration 1 of {run}" in text, text
     assert text.count("iter_0000001 has no checksums (an earlier version wrote it)") == 1, text
-    assert f"{run}/{LATEST} names iteration 1; 2 is newer: checkpoint.ckpt_step=2" in text, text
+    assert f"{run}/{LATEST} names iteration 1, but iteration 2 is newer. To use it: checkpoint.ckpt_step=2" in text, (
+        text
+    )
 
 
 def test_damaged_checksums_are_refused(root: Path) -> None:

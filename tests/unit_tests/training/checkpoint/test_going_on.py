@@ -12,7 +12,7 @@ from megatron_cp.common.errors import ConfigError
 from megatron_cp.common.jsonl_log import read_lines
 from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.report.runs import read_runs
-from megatron_cp.training.checkpoint.resume import find_start, has_written
+from megatron_cp.training.checkpoint.resume import find_resume_point, is_own_checkpoint
 from tests.training_runs import tiny_config
 
 SCHEDULE = ["scheduler.lr_decay_iters=10", "scheduler.lr_warmup_iters=1"]
@@ -31,7 +31,7 @@ def test_after_it_went_back_to_an_older_checkpoint(cli: Any, tmp_path: Path) -> 
     assert code == 0 and f"resumed from iteration 2 of {run}" in text and "further" not in text, text
     code, text = cli(*back)
     assert code == 0 and f"resumed from iteration 3 of {run}" in text, text
-    assert "checkpoint.ckpt_step=2 is where this run began, and it has come further since" in text, text
+    assert "checkpoint.ckpt_step=2: this run started there and has newer checkpoints" in text, text
     code, text = cli(*back, "optimizer.clip_grad=0.5")  # somebody tries something else from there
     assert code == 0 and f"resumed from iteration 2 of {run}" in text, text
 
@@ -43,10 +43,10 @@ def test_after_it_began_with_a_fresh_optimizer(cli: Any, tmp_path: Path) -> None
     assert code == 0, text
     for stop in ("train.exit_interval=2", "train.exit_interval=2"):
         code, text = cli(*begin, stop)
-        assert code == 0 and "begins anew" not in text, text
+        assert code == 0 and "optimizer state not loaded" not in text, text
     assert losses(run) == losses(undisturbed)
     code, text = cli(*begin, "train.train_iters=5")
-    assert code == 0 and "the optimizer begins anew (checkpoint.load_optim=false)" in text, text
+    assert code == 0 and "optimizer state not loaded (checkpoint.load_optim=false)" in text, text
 
 
 def test_after_it_began_with_the_weights_of_another(cli: Any, tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_after_it_began_with_the_weights_of_another(cli: Any, tmp_path: Path) ->
     assert code == 0, text
     tuned = ["checkpoint.finetune=true", f"checkpoint.load={tmp_path}/first", "train.train_iters=4"]
     code, text = cli(*tuned, "train.exit_interval=3")
-    assert code == 0 and f"begun with the weights of iteration 2 of {tmp_path}/first" in text, text
+    assert code == 0 and f"started with the weights of iteration 2 of {tmp_path}/first" in text, text
     code, text = cli(*tuned, "train.exit_interval=3")
     assert code == 0 and f"resumed from iteration 3 of {tmp_path}/run" in text, text
 
@@ -69,29 +69,29 @@ def test_a_folder_near_the_checkpoints_leads_to_them(tmp_path: Path, setting: st
         (run / "iter_0000005", None, f"{to_run} checkpoint.ckpt_step=5"),
         (run / "iter_0000005", 5, f"{to_run} checkpoint.ckpt_step=5"),
         (run / "iter_0000007", None, f"{to_run} checkpoint.ckpt_step=10 (the newest checkpoint of {run})"),
-        (run.parent, None, f"{to_run} (of the runs in {run.parent}: b1)"),
+        (run.parent, None, f"{to_run} (run folders in {run.parent}: b1)"),
         (run, 7, "there is no iter_0000007. Fix: checkpoint.ckpt_step=10"),
     ):
         config = tiny_config(**{f"checkpoint__{setting}": str(given), "checkpoint__ckpt_step": step})
         with pytest.raises(ConfigError, match=re.escape(message)):
-            find_start(config)
+            find_resume_point(config)
 
 
 def test_settings_that_came_later_count_as_they_are_by_default() -> None:
     """Else a run that began as it says would begin once more after an update of the program."""
     config = RunConfig(model=ModelConfig(num_layers=3), env_vars={"A": "1"})
     saved = asdict(config)
-    assert has_written(config, {"config": saved})
+    assert is_own_checkpoint(config, {"config": saved})
     del saved["model"]["overlap_p2p_comm"], saved["profiling"]
     saved["model"]["a_setting_that_is_gone"] = saved["a_section_that_is_gone"] = {"x": 1}
-    assert has_written(config, {"config": saved})
+    assert is_own_checkpoint(config, {"config": saved})
     for changed in (
         RunConfig(model=ModelConfig(num_layers=3, overlap_p2p_comm=False), env_vars={"A": "1"}),
         RunConfig(model=ModelConfig(num_layers=4), env_vars={"A": "1"}),
         RunConfig(model=ModelConfig(num_layers=3), env_vars={"B": "1"}),
     ):
-        assert not has_written(changed, {"config": saved})
-    assert not has_written(config, {})
+        assert not is_own_checkpoint(changed, {"config": saved})
+    assert not is_own_checkpoint(config, {})
 
 
 def test_a_look_at_checkpoints_changes_nothing(cli: Any, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_look_at_checkpoints_changes_nothing(cli: Any, tmp_path: Path) -> None
     look = ["train.skip_train=true", "validation.eval_iters=2", "dataset.mock_num_samples=64"]
     code, text = cli(*look)
     assert (
-        code == 2 and f"checkpoint.load={run}: there is no checkpoint" in text and "skip_train=true measures a" in text
+        code == 2 and f"checkpoint.load={run}: there is no checkpoint" in text and "skip_train=true evaluates a" in text
     )
     evaluated = ["validation.eval_interval=2", *look[1:]]
     code, text = cli("train.train_iters=4", "checkpoint.save_interval=2", *evaluated)
@@ -116,10 +116,10 @@ def test_a_look_at_checkpoints_changes_nothing(cli: Any, tmp_path: Path) -> None
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "metrics.jsonl"}
     lines = (run / "metrics.jsonl").read_text()
     code, text = cli(*look)
-    assert code == 0 and f"measuring iteration 4 of {run}" in text, text
+    assert code == 0 and f"evaluating iteration 4 of {run}" in text, text
     code, text = cli(*look, "checkpoint.ckpt_step=2", "optimizer.lr=0.1", "model.context_parallel_size=1")
-    assert code == 0 and f"measuring iteration 2 of {run}" in text, text
-    assert "checkpoint.ckpt_step=2 names it; the newest one is of iteration 4" in text
+    assert code == 0 and f"evaluating iteration 2 of {run}" in text, text
+    assert "checkpoint.ckpt_step=2: selected; the newest checkpoint is of iteration 4" in text
     assert (run / "metrics.jsonl").read_text().startswith(lines)
     assert {path: path.read_bytes() for path in before} == before
     losses, tests = held_out(), held_out("test_loss")

@@ -101,7 +101,7 @@ def test_a_second_run_goes_on_where_the_first_came_to(cli: Any, tmp_path: Path) 
     other = Other(folder, come_to_an_end)
     code, text = cli("train.train_iters=4", "scheduler.lr_decay_iters=20", before=before)
     other.end()
-    assert code == 0 and "Waiting 120 s for it to end" in text and "resumed from iteration 2" in text, text
+    assert code == 0 and "Waiting 120 s for that run to end" in text and "resumed from iteration 2" in text, text
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines if "lm_loss" in line] == [1, 2, 3, 4]
 
@@ -127,7 +127,7 @@ def test_without_locks_a_run_warns_and_goes_on(cli: Any, tmp_path: Path) -> None
     code, text = cli(before=before)
     assert code == 0 and "saved checkpoint" in text, text
     warning = next(line for line in text.splitlines() if "supports no locks (No locks available)" in line)
-    assert "warning: checkpoint.save=" in warning and "nothing keeps a second run out of this folder" in warning, text
+    assert "warning: checkpoint.save=" in warning and "a second run could write into this folder" in warning, text
 
 
 def test_a_lock_that_cannot_be_written_says_so(cli: Any, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_lock_that_cannot_be_written_says_so(cli: Any, tmp_path: Path) -> None
     assert (
         code == 1
         and text.count("cannot be written") == 1
-        and f"the run folder {tmp_path / 'run'} cannot be written: Is a directory. Mend" in text
+        and f"the run folder {tmp_path / 'run'} cannot be written: Is a directory. Fix:" in text
     ), text
 
 
@@ -188,7 +188,7 @@ def locks_of(inode: int, listed: str) -> str:
 def test_a_deleted_lock_is_taken_again_and_named(cli: Any, tmp_path: Path) -> None:
     """Somebody deletes the run's folder while the run trains: a lock on a deleted file keeps nobody out."""
     code, text = cli(*TWO_STEPS, before=lambda: after_second_step(lambda: shutil.rmtree(tmp_path / "run")))
-    assert code == 0 and "was deleted or moved while this run trained. The run goes on" in text, text
+    assert code == 0 and "was deleted or moved during training. The run continues" in text, text
     assert latest_iteration(tmp_path / "run") == 2
 
 
@@ -220,7 +220,7 @@ def after_second_step(work: Callable[[], object]) -> None:
 
 def elsewhere() -> None:
     """Rank 1 is on a node that has a folder of its own under the same name."""
-    run_lock.SIGHT = 0.2
+    run_lock.VISIBILITY_TIMEOUT = 0.2
     if os.environ["RANK"] == "1":
         Path("elsewhere").mkdir()
         os.chdir("elsewhere")
@@ -232,7 +232,7 @@ def test_nodes_that_do_not_share_the_folder_are_told_before_they_train(
     monkeypatch.chdir(tmp_path)
     code, text = cli("checkpoint.save=mine", before=elsewhere)
     assert code == 1 and text.startswith(
-        f"megatron-cp: mine is another folder, or none, for rank 1 ({socket.gethostname()}) than for rank 0 (process "
+        f"megatron-cp: checkpoint.save=mine: rank 1 ({socket.gethostname()}) cannot see the folder of rank 0 (process "
     ), text
     assert os.listdir("mine") == [LOCK] and not os.listdir("elsewhere/mine"), "it trained"
     assert (tmp_path / "mine" / LOCK).read_text() == ""

@@ -114,7 +114,7 @@ def slow_writer_dies(folder: str, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("killed", "rank 1: OSError: the process that writes in the background ended early (exit code -9)"),
+        ("killed", "rank 1: OSError: the background writer exited early (exit code -9)"),
         ("full", "rank 1: OSError: [Errno 28] No space left on device"),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_the_previous_checkpoints(small_disk: Path, overrides
     messages = run_ranks(save_until_full, 2, str(small_disk), CP2 | overrides)
     failed = int(messages[0].split()[0])
     assert failed >= 2
-    said = f"iter_{failed:07d} could not be written; that of iteration {failed - 1} stays the latest"
+    said = f"iter_{failed:07d} could not be written; the latest is still iteration {failed - 1}"
     assert all(said in text and "No space left" in text for text in messages), messages
     assert latest_iteration(small_disk) == failed - 1
     assert [name for name in names(small_disk) if "iter" in name] == [
@@ -169,7 +169,7 @@ def test_a_full_disk_leaves_the_previous_checkpoints(small_disk: Path, overrides
 def test_a_file_that_cannot_grow_is_reported(tmp_path: Path, limit: int) -> None:
     """Whichever file it is: a rank's tensors, the index, or the name of the latest."""
     messages = run_ranks(save_with_file_limit, 2, str(tmp_path), limit)
-    said = "iter_0000001 could not be written; there is none before it"
+    said = "iter_0000001 could not be written; there is no earlier one"
     assert all(said in text and "Error" in text for text in messages), messages
     assert names(tmp_path) == []
 
@@ -193,7 +193,7 @@ def test_a_node_that_has_lost_the_folder_is_named(tmp_path: Path, monkeypatch: p
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     messages = run_ranks(save_without_folder, 2)
-    assert len(set(messages)) == 1 and "that of iteration 1 stays the latest. rank 1: FileNotFound" in messages[0]
+    assert len(set(messages)) == 1 and "the latest is still iteration 1. rank 1: FileNotFound" in messages[0]
     assert names(tmp_path / "shared") == ["iter_0000001", "latest_checkpointed_iteration.txt"]
 
 
@@ -208,7 +208,7 @@ def save_without_folder() -> str:
     try:
         saver.save({})
     except RuntimeFault as fault:
-        return str(fault).replace("there is none before it", "that of iteration 1 stays the latest")  # as each sees it
+        return str(fault).replace("there is no earlier one", "the latest is still iteration 1")  # as each sees it
     return "no fault"
 
 
@@ -331,7 +331,7 @@ def test_files_that_are_there_are_what_the_index_says(tmp_path: Path) -> None:
     shard = sorted(folder.glob("__1_*.distcp"))[0]
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
-    assert damage(folder) == [f"{shard} has {len(content) - 1} bytes where {len(content)} were written"]
+    assert damage(folder) == [f"{shard} has {len(content) - 1} bytes, expected {len(content)}"]
     shard.unlink()
     assert damage(folder) == [f"{shard} is missing"]
     with pytest.raises(RanksFailed, match=rf"{shard.name} is missing"):

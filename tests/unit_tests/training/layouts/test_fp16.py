@@ -79,22 +79,22 @@ def stuck(overrides: dict[str, Any]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("scale", "falling", "which", "setting"),
+    ("scale", "falling", "setting"),
     [
-        ({"loss_scale": 2.0**24}, 0, "a constant one", "loss_scale"),
+        ({"loss_scale": 2.0**24}, 0, "mixed_precision.loss_scale"),
         # The step that reaches the lowest scale is the first of those that count.
-        ({"initial_loss_scale": 2.0**28, "min_loss_scale": 2.0**24}, 3, "the lowest", "min_loss_scale"),
+        ({"initial_loss_scale": 2.0**28, "min_loss_scale": 2.0**24}, 3, "mixed_precision.min_loss_scale"),
     ],
     ids=["constant", "searched"],
 )
-def test_a_scale_that_cannot_fall_ends_the_run(scale: dict[str, float], falling: int, which: str, setting: str) -> None:
+def test_a_scale_that_cannot_fall_ends_the_run(scale: dict[str, float], falling: int, setting: str) -> None:
     settings = FP16 | CP2 | {f"mixed_precision__{name}": value for name, value in scale.items()}
     ended = run_ranks(stuck, 2, settings)
     assert ended[0] == ended[1]
     steps, text = ended[0]
     assert steps == falling + MAX_SKIPPED_IN_A_ROW
-    assert f"gradients overflow at the loss scale 1.67772e+07, {which}, and {MAX_SKIPPED_IN_A_ROW} steps" in text, text
-    assert "; first on rank" in text and f"Lower mixed_precision.{setting}," in text, text
+    assert f"gradients overflow at the loss scale {setting}=1.67772e+07, and {MAX_SKIPPED_IN_A_ROW} steps" in text, text
+    assert "; first on rank" in text and f"Fix: {setting}=8.38861e+06, or " in text, text
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 
 from megatron_cp.common.jsonl_log import keep_lines_until, read_lines
 from megatron_cp.config.run_config import LoggerConfig
-from megatron_cp.training.monitor.metrics import Reporter, wants_live_line
+from megatron_cp.training.monitor.metrics import Reporter, shows_progress_line
 from megatron_cp.training.monitor.phases import PHASES, Interval, Phases, peak_memory_bytes
 from megatron_cp.training.monitor.step_metrics import StepMetrics
 from megatron_cp.training.monitor.step_report import StepReport, gather_reports, read_reports
@@ -310,7 +310,7 @@ def test_a_run_goes_on_without_weights_and_biases(
     stand_in.init = refuse  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     report(tmp_path, wandb_project="mine", tensorboard=False)
-    assert "Weights & Biases is off, everything else goes on: no route to host" in caplog.text
+    assert "Weights & Biases is off, training continues: no route to host" in caplog.text
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 4
 
 
@@ -325,7 +325,7 @@ def test_a_run_goes_on_without_weights_and_biases_that_fail_later(
     stand_in.init = lambda **arguments: Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     report(tmp_path, wandb_project="mine", tensorboard=False)
-    assert caplog.text.count("Weights & Biases is off, everything else goes on: [Errno 28] No space left") == 1
+    assert caplog.text.count("Weights & Biases is off, training continues: [Errno 28] No space left") == 1
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 4
 
 
@@ -351,7 +351,7 @@ def on_a_terminal(folder: str) -> None:
     os.dup2(follower, 2)
     sys.stderr = os.fdopen(2, "w")
     metrics.console.cache_clear()  # one that an earlier test of this process made knows no terminal
-    assert metrics.wants_live_line("auto")
+    assert metrics.shows_progress_line("auto")
     reporter = Reporter(LoggerConfig(log_interval=1000, tensorboard=False), 10, Path(folder))
     for iteration in range(1, 6):
         time.sleep(0.05)
@@ -385,7 +385,7 @@ def test_no_progress_is_no_lines_of_steps(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with caplog.at_level("INFO", logger="megatron_cp"):
         report(tmp_path, progress=progress, tensorboard=False)
-    assert not wants_live_line(progress)
+    assert not shows_progress_line(progress)
     assert sum(line.startswith("iteration") for line in caplog.messages) == told
     assert "validation loss at iteration 3: 4.500000" in caplog.messages
     lines = read_lines(tmp_path / "metrics.jsonl")

@@ -128,7 +128,7 @@ def test_a_skipped_step_is_as_if_its_batch_had_not_been_there() -> None:
 
 def test_what_does_not_pass_ends_the_run() -> None:
     _, text = run_ranks(skipping, 2, CP2, False)[0]
-    assert f"{MAX_SKIPPED_IN_A_ROW} steps in a row were left out" in text, text
+    assert f"{MAX_SKIPPED_IN_A_ROW} steps in a row were skipped" in text, text
 
 
 def damaged_parameter() -> str:
@@ -146,7 +146,7 @@ def damaged_parameter() -> str:
 
 def test_damaged_parameters_are_not_skipped_over() -> None:
     for text in run_ranks(damaged_parameter, 2):
-        assert "the parameters themselves are not finite: decoder.layers.2.mlp.linear_fc2.weight on rank 1" in text
+        assert "the parameters are not finite: decoder.layers.2.mlp.linear_fc2.weight on rank 1" in text
 
 
 def passing_fault() -> str:

@@ -109,7 +109,7 @@ def test_what_is_written_of_a_step_is_what_it_trained_with(cli: Any, tmp_path: P
     logged = re.findall(r"iteration (\d)/8 .* lr: (\S+)", text)  # of the second start
     assert [(int(i), float(rate)) for i, rate in logged] == [(x["iteration"], x["learning_rate"]) for x in lines[5:]]
     assert logged[0][1] == "0"
-    assert "MFU: of a given peak of 0.125 TFLOP/s a device (logger.peak_tflops_per_device)" in text
+    assert "MFU: relative to a given peak of 0.125 TFLOP/s per device (logger.peak_tflops_per_device)" in text
 
 
 LAST = StepMetrics(

@@ -213,13 +213,13 @@ def pack_of_another_length() -> None:
         pytest.param(unreadable, "rank 1: corpus.bin: Input/output error", marks=pytest.mark.slow),
         pytest.param(another_tokenizers, "rank 1: corpus: holds token 502", marks=pytest.mark.slow),
         (weighed_tokens, "of the data set: the loss mask has values other than 0 and 1"),
-        (other_samples, "ranks [1] read other tokens, labels or loss masks than rank 0"),
+        (other_samples, "ranks [1] and rank 0 read different tokens, labels or loss masks"),
         pytest.param(
             other_lengths,
-            "ranks [1] have other sample lengths, or another schedule of them, than rank 0",
+            "ranks [1] and rank 0 have different sample lengths or schedules",
             marks=pytest.mark.slow,
         ),
-        (another_schedule, "ranks [1] have other sample lengths, or another schedule of them, than rank 0"),
+        (another_schedule, "ranks [1] and rank 0 have different sample lengths or schedules"),
         pytest.param(
             fits_nowhere,
             "tokens does not fit: 2 ranks of max_seqlen_per_rank=32 hold 64 tokens",

@@ -12,7 +12,7 @@ from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.dynamic_cp.cost import DEVICES, CostModel
 from megatron_cp.parallel.layout import RankLayout
 from megatron_cp.training.monitor.flops import training_flops
-from megatron_cp.training.packed.scheduling import keeps_step, model_cost, sync_ranks, what_keeps_step
+from megatron_cp.training.packed.scheduling import is_lockstep, lockstep_sizes, model_cost, sync_ranks
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_ranks_that_share_experts_keep_step(
         expert_tensor_parallel_size=etp,
         num_moe_experts=4,
     )
-    assert keeps_step(model) == in_step
+    assert is_lockstep(model) == in_step
     assert sync_ranks(RankLayout(8 * tp * pp, tp=tp, pp=pp, ep=ep, etp=etp)) == neighbours
 
 
@@ -50,7 +50,7 @@ def test_what_the_scheduler_is_told(group: int | None, multiple: int) -> None:
         microbatch_group_size_per_vp_stage=group,
         expert_model_parallel_size=2,
     )
-    found = what_keeps_step(model, RankLayout(8, pp=2, ep=2))
+    found = lockstep_sizes(model, RankLayout(8, pp=2, ep=2))
     assert found == {"microbatch_multiple": multiple, "sync_ranks": 2, "pipeline_size": 2}
 
 
