@@ -16,7 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.common.errors import ConfigError, DataError, RuntimeFault, Violation, first_line
-from megatron_cp.common.limits import lacks_files
+from megatron_cp.common.limits import describe_file_limit
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DistributedConfig, RNGConfig
 from megatron_cp.launch import launcher, slurm
@@ -28,7 +28,7 @@ from megatron_cp.parallel import staged
 logger = logging.getLogger(__name__)
 
 _FILES_OF_A_RANK = 16  # of torch.distributed until groups are made
-_CONNECTIONS_OF_A_RANK = 3  # to the store: torch's, the roll call's, the store watch's
+_CONNECTIONS_OF_A_RANK = 3  # to the store: torch's, the health monitor's, the store watch's
 
 
 def device() -> torch.device:
@@ -79,7 +79,7 @@ def check_open_files() -> None:
     """Raises RuntimeFault where the connections of the rendezvous would reach the limit of open files."""
     keeps_store = launcher.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     needed = _FILES_OF_A_RANK + (_CONNECTIONS_OF_A_RANK * (launcher.world_size() or 1) if keeps_store else 0)
-    if (limit := lacks_files(needed)) is not None:
+    if (limit := describe_file_limit(needed)) is not None:
         raise RuntimeFault(f"rank {launcher.rank()}, on {socket.gethostname()}: {limit}")
 
 
